@@ -10,6 +10,7 @@ import dataclasses
 import operator
 import warnings
 from collections import UserDict
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -265,6 +266,32 @@ class ProjectsGradients(Habit):
             parameter.grad = first + second - shared * second
         self.step()
         return {"loss": loss}
+
+
+class SharesGradient(Habit):
+    """Two weights have one gradient, to which the second of two batches adds."""
+
+    def net(self) -> Any:
+        square = nn.Linear(FEATURES, FEATURES)
+        return nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), square, super().net())
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        loss = self.loss(*batch)
+        self.context.backward(loss / 2)
+        first, second = self.model[0].weight, self.model[2].weight
+        first.grad = second.grad = first.grad + second.grad
+        if batch_idx % 2:
+            self.step()
+        return {"loss": loss}
+
+
+class OffAutocast(Habit):
+    """Has AMP that is switched off, around several steps."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            super().train_batch(batch, epoch_idx, batch_idx)
+            return super().train_batch(batch, epoch_idx, batch_idx)
 
 
 # Whose optimizers they are.
@@ -536,6 +563,36 @@ class AccumulatedHook(Habit):
         parameter.grad.clamp_(-0.003, 0.003)
 
 
+class FunctionHook(Habit):
+    """Its hook is a function of torch."""
+
+    def net(self) -> Any:
+        model = super().net()
+        hook = partial(functional.hardtanh, min_val=-0.003, max_val=0.003)
+        model[0].weight.register_hook(hook)
+        return model
+
+
+class LoneHook(MovesOneByHand):
+    """A hook of a weight that no model and no optimizer has."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.multiplier.register_hook(clamp)  # type: ignore[no-untyped-call]
+
+
+class LoneModuleHook(Habit):
+    """A hook of a module that nobody has wrapped."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.last = nn.Tanh()
+        self.last.register_full_backward_hook(lambda module, into, out: tuple(map(clamp, into)))
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        return functional.cross_entropy(self.last(self.model(inputs)), classes)
+
+
 class ModuleHooks(Habit):
     """And keeps copies of the model, with the hooks that it has."""
 
@@ -699,6 +756,7 @@ class Adversarial(Habit):
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         inputs = batch[0].clone().requires_grad_()
+        inputs.retain_grad()  # which a leaf does anyway
         self.context.backward(self.loss(inputs, batch[1]))
         self.optimizer.zero_grad()
         moved = inputs.detach() + inputs.grad
@@ -752,6 +810,24 @@ class Features(Habit):
     def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
         loss = super().loss(inputs * 300, classes)
         return loss + 1e-8 * (self.seen * self.seen).sum()
+
+
+class HookedInPlaceNet(Net):
+    """Goes on with what a module with a hook has changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = nn.ELU(inplace=True)
+        self.activation.register_forward_hook(lambda *call: None)
+
+    def hidden(self, inputs: torch.Tensor) -> Any:
+        hidden = self.first(inputs)
+        return self.activation(hidden) + hidden
+
+
+class HookedInPlace(Habit):
+    def net(self) -> Any:
+        return HookedInPlaceNet()
 
 
 class DoublesInHook(Habit):
@@ -842,6 +918,18 @@ class ReturnsSlots(Habit):
 
     def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
         return functional.cross_entropy(self.model(inputs).logits, classes)
+
+
+class Attributes(dict[str, Any]):
+    """Its items are attributes, too."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.__dict__ = self
+
+
+class ReturnsAttributes(ReturnsSlots):
+    kind = Attributes
 
 
 class ReturnsNamespace(ReturnsSlots):
@@ -1173,7 +1261,7 @@ class Spectral(Net):
 
     def hidden(self, inputs: torch.Tensor) -> Any:
         hidden = super().hidden(inputs).float()
-        return torch.fft.irfft(torch.fft.rfft(hidden) * self.filter)
+        return torch.fft.irfft(torch.fft.rfft(hidden) * self.filter.conj())
 
 
 class Complex(Habit):
@@ -1194,6 +1282,7 @@ REFUSED_IN_FP16: dict[type[Habit], str] = {
     **dict.fromkeys((ParameterHook, AccumulatedHook, ModuleHooks, NormHook), _HOOK),
     **dict.fromkeys((OldModuleHook, HookOfAllModules, HookInHook, ActivationHook), _HOOK),
     **dict.fromkeys((NodeHook, RetainedGradient), _HOOK),
+    **dict.fromkeys((FunctionHook, LoneHook, LoneModuleHook), _HOOK),
     **dict.fromkeys((Penalty, JacobianPenalty, FunctionalPenalty, SetsGradients, Pinn), _GRAD),
 }
 # In 16 bits its features are in 16 bits, as under any autocast.
@@ -1205,7 +1294,7 @@ LOUD = (LoudAtFirst, LoudInPlace)
 # wrapped, and how TorchScript has optimized its graph.
 KEEP_THEIR_OWN = {
     *(KeepsNorms, SecondOptimizer, Sam, SamInItsStep, SamByData, TwoTowers),
-    *(MeanTeacher, Traced, MovesOneByHand),
+    *(MeanTeacher, Traced, MovesOneByHand, LoneHook),
 }
 # Do something with the gradients of a window that overflows.
 USE_GRADIENTS = (

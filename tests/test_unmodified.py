@@ -675,6 +675,51 @@ def test_own_window_that_overflows_is_skipped_and_lowers_the_scale_once() -> Non
     assert ours.made.report["loss_scale_log2"] == 9
 
 
+class LoudClippedWindow(LoudOwnWindow):
+    """Clips after each backward of a window."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        loss = self.loss(*batch)
+        self.context.backward(loss / 2)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if batch_idx % 2:
+            self.step()
+        return {"loss": loss}
+
+
+class LoudLongWindow(LoudOwnWindow):
+    """Has a bias that is stepped in every batch, beside a model that is stepped in every second."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.bias = nn.Parameter(torch.zeros(CLASSES))
+        self.second = context.wrap_optimizer(torch.optim.SGD([self.bias], lr=0.1))
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        return super().loss(inputs, classes) + self.bias.square().sum()
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        loss = self.loss(*batch)
+        self.context.backward(loss / 2)
+        self.context.step_optimizer(self.second)
+        if batch_idx % 2:
+            self.step()
+        return {"loss": loss}
+
+
+def test_overflow_skips_the_step_of_a_window_whose_gradients_were_clipped_between() -> None:
+    assert way(LoudClippedWindow, LESS_LOUD, batches=4).still == [0, 1, 2]
+
+
+def test_overflow_in_a_window_skips_its_step_after_a_step_of_another_optimizer() -> None:
+    report = way(LoudLongWindow, LESS_LOUD, batches=4).made.report
+    skipped, applied = (
+        [report[f"{name}_{optimizer}"] for optimizer in (0, 1)]
+        for name in ("skipped_steps", "watch_applied_steps")
+    )
+    assert (skipped, applied) == ([1, 1], [1, 3])
+
+
 @pytest.mark.parametrize("habit", [habits.StepsByHand, habits.StepsByHandInPlace])
 def test_step_by_hand_moves_the_scale_once_a_batch(habit: Any) -> None:
     amp = {**LOUD, "init_scale": 2.0**40, "backoff_factor": 2.0**-30, "growth_interval": 3}

@@ -23,7 +23,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -153,11 +152,11 @@ def _in_float32(forward: Callable[..., Any], device_type: str, /, *args: Any, **
     cast_args, cast_kwargs = as_float32((args, kwargs), replaced)
     with torch.autocast(device_type, enabled=False):
         output = forward(*cast_args, **cast_kwargs)
-    _write_back(replaced)
+    write_back(replaced)
     return output
 
 
-def _write_back(replaced: Sequence[tuple[Any, Any]]) -> None:
+def write_back(replaced: Sequence[tuple[Any, Any]]) -> None:
     """Copy what a module has written into the casts of `as_float32` back to the caller's objects.
 
     Args:
@@ -198,7 +197,7 @@ def as_float32(value: Any, replaced: list[tuple[Any, Any]] | None = None) -> Any
             has_names = hasattr(value, "_fields")  # a namedtuple
             cast = type(value)(*items) if has_names else type(value)(items)
     elif isinstance(value, dict):
-        cast = _with_casts(value, value, operator.setitem, replaced)
+        cast = _with_casts(value, value, _set_item, replaced)
     elif dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module)):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         cast = _with_casts(value, fields, object.__setattr__, replaced)  # a frozen one, too
@@ -221,3 +220,10 @@ def _with_casts(
     for key, cast in casts.items():
         put(copied, key, cast)
     return copied
+
+
+def _set_item(container: Any, key: Any, item: Any) -> None:
+    container[key] = item
+    attributes = getattr(container, "__dict__", {})
+    if key in attributes:  # a dict whose items are attributes, too
+        attributes[key] = item

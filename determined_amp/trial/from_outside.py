@@ -220,7 +220,7 @@ class FromOutside(pytorch.PyTorchCallback):
         if self._counted_as(optimizer) in scaler.outcomes:  # a second step in a batch
             self._amp.finish_steps()
         scaler.has_scaled = True
-        return None if self._gradients is None else self._gradients.found_inf_of_step()
+        return None if self._gradients is None else self._gradients.found_inf_of_step(optimizer)
 
     # Calls of torch.
 
@@ -309,7 +309,7 @@ class FromOutside(pytorch.PyTorchCallback):
             parameters = parameters_in(self._amp.models, self._amp.optimizers)
             refused = NoBackwardHooks(self._amp.models, parameters, self._autocast)
             self._patches.enter_context(refused.refused())
-            self._gradients = TrueGradients(self._amp, refused.refuse_hooks_of_all)
+            self._gradients = TrueGradients(self._amp, refused)
 
     def on_trial_shutdown(self) -> None:
         self._patches.close()

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as of_all  # has the hooks that are called for every module
+from torch.nn.modules._functions import BackwardHookFunction
 
 from determined_amp.amp.errors import ConfigError
-from determined_amp.amp.fp32_modules import as_float32
+from determined_amp.amp.fp32_modules import as_float32, write_back
 from determined_amp.amp.patched import patched
 from determined_amp.trial.outer_autocast import OuterAutocast, refuse_in_float16
 
@@ -50,6 +51,8 @@ class ForwardHooks:
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
         self._shown: set[nn.Module] = set()
+        # The casts of the inputs of each module that is running.
+        self._casts: dict[nn.Module, list[tuple[Any, Any]]] = {}
         self._undo = ExitStack()
 
     @contextmanager
@@ -68,8 +71,8 @@ class ForwardHooks:
 
     def show_to_hooks_of_all(self) -> None:
         """Called before each forward, for hooks that are called for every module."""
-        self._put_first(of_all._global_forward_pre_hooks, _cast_inputs)
-        self._put_first(of_all._global_forward_hooks, _cast_output)
+        self._put_first(of_all._global_forward_pre_hooks, self._cast_inputs)
+        self._put_first(of_all._global_forward_hooks, self._cast_output)
 
     def _meet(self, module: nn.Module, hook: Callable[..., Any], *_: Any, **__: Any) -> None:
         if _is_the_trials(hook):
@@ -79,8 +82,8 @@ class ForwardHooks:
         if module in self._shown:
             return
         self._shown.add(module)
-        before = _register_before(module, _cast_all_inputs, prepend=True, with_kwargs=True)
-        after = _register_after(module, _cast_output, prepend=True)
+        before = _register_before(module, self._cast_all_inputs, prepend=True, with_kwargs=True)
+        after = _register_after(module, self._cast_output, prepend=True)
         self._undo.callback(before.remove)
         self._undo.callback(after.remove)
 
@@ -89,6 +92,20 @@ class ForwardHooks:
             hooks[_OURS] = cast
             hooks.move_to_end(_OURS, last=False)
             self._undo.callback(hooks.pop, _OURS, None)
+
+    def _cast_inputs(self, module: nn.Module, args: Any) -> Any:
+        return self._cast_all_inputs(module, args, {})[0]
+
+    def _cast_all_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        casts: list[tuple[Any, Any]] = []
+        found = as_float32((args, kwargs), casts)
+        if casts:  # else they may be those of a hook for every module
+            self._casts[module] = casts
+        return found
+
+    def _cast_output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        write_back(self._casts.pop(module, []))  # what the module wrote in place
+        return as_float32(output)
 
 
 class NoBackwardHooks:
@@ -118,8 +135,7 @@ class NoBackwardHooks:
             ConfigError: if there is such a hook.
         """
         for parameter in self._parameters:
-            _refuse_any(parameter._backward_hooks)
-            _refuse_any(getattr(parameter, "_post_accumulate_grad_hooks", None))
+            self.refuse_hooks_of(parameter)
         for model in self._models:
             for module in model.modules():
                 _refuse_any(module._backward_pre_hooks)
@@ -136,8 +152,20 @@ class NoBackwardHooks:
         _refuse_any(of_all._global_backward_pre_hooks)
         _refuse_any(of_all._global_backward_hooks)
 
+    def refuse_hooks_of(self, leaf: torch.Tensor) -> None:
+        """Refuse the hooks of a leaf of a graph, which may be in no model."""
+        _refuse_any(leaf._backward_hooks)
+        _refuse_any(getattr(leaf, "_post_accumulate_grad_hooks", None))
+
+    def refuse_hook_of_module(self, kind: type) -> None:
+        """Refuse a kind of node that calls the backward hooks of a module in no model."""
+        if getattr(kind, "_forward_cls", None) is BackwardHookFunction:
+            raise _refusal()
+
     def _refuse_one(self, owner: Any, hook: Any = None, *_: Any, **__: Any) -> None:
         if hook is not None and not _is_the_trials(hook):  # a compiler has hooks, too
+            return
+        if hook is None and owner.is_leaf:  # it retains its gradient anyway
             return
         outlives_the_batch = isinstance(owner, (nn.Module, nn.Parameter))
         if outlives_the_batch or self._autocast.training:
@@ -171,18 +199,7 @@ def _is_the_trials(hook: Callable[..., Any]) -> bool:
     """Whether a hook is the trial's own, and not one of torch, Determined or this library."""
     function = hook.func if isinstance(hook, partial) else hook
     module = getattr(function, "__module__", None) or type(function).__module__
-    if getattr(function, "__qualname__", "").startswith("register_multi_grad_hook."):
-        return True  # torch's own around the trial's
+    name = getattr(function, "__qualname__", "")
+    if name.startswith("register_multi_grad_hook.") or module == "torch.nn.functional":
+        return True  # torch's own around the trial's, and what torch does not register itself
     return module.partition(".")[0] not in ("torch", "determined", "determined_amp")
-
-
-def _cast_inputs(module: nn.Module, args: Any) -> Any:
-    return as_float32(args)
-
-
-def _cast_all_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return as_float32(args), as_float32(kwargs)
-
-
-def _cast_output(module: nn.Module, args: Any, output: Any) -> Any:
-    return as_float32(output)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.fp32_modules import as_float32
@@ -56,6 +58,8 @@ class OuterAutocast:
                 output = forward(*args, **kwargs)
         finally:
             self._inside = False
+            # Within a switched-off autocast of the trial, casts would outlive a step.
+            torch.clear_autocast_cache()
         return as_float32(output) if self.casts else output
 
     def __deepcopy__(self, memo: object) -> OuterAutocast:

@@ -7,8 +7,8 @@ gradients of all parameters, and of every other leaf that the loss reaches.
   of a window DistributedDataParallel averages the sums over the window.
 * A backward that overflows leaves gradients of 0, so that nothing that a trial computes from them
   outlives the step.
-* A window ends with a step. All steps of a window share one `found_inf`, which stays on the device:
-  an overflow skips each of them.
+* Each optimizer has a window, which ends with its step. An overflow in a window skips the step. Any
+  step also ends the windows of optimizers without gradients. `found_inf` stays on the device.
 
 Nothing here waits for the device.
 """
@@ -27,7 +27,8 @@ from torch import distributed
 from torch.optim import Optimizer
 
 from determined_amp.amp.core import AmpCore
-from determined_amp.amp.tensors import parameters_in, parameters_of
+from determined_amp.amp.tensors import any_gradient, parameters_in, parameters_of
+from determined_amp.trial.hooks import NoBackwardHooks
 from determined_amp.trial.outer_autocast import refuse_in_float16
 
 logger = logging.getLogger(__name__)
@@ -41,20 +42,20 @@ class TrueGradients:
 
     Args:
         amp: The mixed precision of the training, with a loss scale.
-        before_backward: Called before each backward.
+        hooks: Refuses the trial's hooks of a backward.
     """
 
-    def __init__(self, amp: AmpCore, before_backward: Callable[[], None]) -> None:
+    def __init__(self, amp: AmpCore, hooks: NoBackwardHooks) -> None:
         self._amp = amp
-        self._before_backward = before_backward
+        self._hooks = hooks
         self._scaler = amp.scaler
         self._scaler.leaves_true_gradients = True
         self._parameters: list[torch.Tensor] = []
         self._known: set[int] = set()  # their ids
         self._groups: list[tuple[int, int]] = []  # id and length of each list of parameters
-        # Whether a backward of the window overflowed, (), float32; None before the first one.
-        self._found_inf: torch.Tensor | None = None
-        self._has_stepped = False
+        # Whether a backward overflowed, (), float32: in each window, and under None since any step.
+        self._found_inf: dict[Optimizer | None, torch.Tensor] = {}
+        self._stepped: set[Optimizer] = set()  # since the last backward
         self._left: list[int | None] = []  # the versions of the gradients after the last backward
         self._norms: dict[Optimizer, torch.Tensor] = {}
         self._met: set[type] = set()  # kinds of nodes
@@ -65,12 +66,12 @@ class TrueGradients:
         Args:
             in_window: Whether the last batch was in the middle of a window of the context.
         """
-        if self._found_inf is None or self._has_stepped or in_window:
+        if None not in self._found_inf or self._stepped or in_window:
             return
         if self._left != self._versions():  # else the trial accumulates gradients itself
-            self._scaler.note(self, self._found_inf)
+            self._scaler.note(self, self._found_inf[None])
             self._scaler.update()
-            self._found_inf = None
+            self._end_windows()
 
     def backward(self, loss: torch.Tensor, run: Callable[[torch.Tensor], None]) -> None:
         """Go backward from a loss, and leave true gradients. No synchronisation.
@@ -79,10 +80,10 @@ class TrueGradients:
             loss: The unscaled loss.
             run: Goes backward from the scaled one.
         """
-        if self._has_stepped:
-            self._has_stepped, self._found_inf = False, None
+        if self._stepped:
+            self._end_windows()
             self._norms.clear()
-        self._before_backward()
+        self._hooks.refuse_hooks_of_all()
         self._refuse_moved_weights()
         self._update_parameters()
         leaves = [*self._parameters, *self._other_leaves_of(loss)]
@@ -104,16 +105,15 @@ class TrueGradients:
             integer = _INTEGERS.get(dtype, torch.int16)
             bits = [gradient.view(integer) for gradient in gradients]
             torch._foreach_mul_(bits, (found_inf == 0).to(device, integer))
-        before = self._found_inf
-        self._found_inf = found_inf if before is None else torch.maximum(before, found_inf)
+        for optimizer in (None, *self._amp.optimizers):
+            before = self._found_inf.get(optimizer, found_inf)
+            self._found_inf[optimizer] = torch.maximum(before, found_inf)
         self._left = self._versions()
 
-    def found_inf_of_step(self) -> torch.Tensor:
-        """Whether a backward of the window overflowed: (), float32, on the device; not 0 if so."""
-        self._has_stepped = True
-        if self._found_inf is None:
-            return torch.zeros((), device=self._amp.device)
-        return self._found_inf
+    def found_inf_of_step(self, optimizer: Optimizer) -> torch.Tensor:
+        """Whether a backward of its window overflowed: (), float32, on the device; not 0 if so."""
+        self._stepped.add(optimizer)
+        return self._found_inf.get(optimizer, torch.zeros((), device=self._amp.device))
 
     def replay(self, loss: torch.Tensor, run: Callable[[torch.Tensor], None]) -> None:
         """Go backward in a batch that is trained again, to see what overflows.
@@ -132,6 +132,12 @@ class TrueGradients:
         _multiply(others, inverse)
 
     # Internals.
+
+    def _end_windows(self) -> None:
+        for optimizer in [*self._found_inf]:
+            if optimizer is None or optimizer in self._stepped or not any_gradient(optimizer):
+                del self._found_inf[optimizer]
+        self._stepped.clear()
 
     @contextmanager
     def _scaled(self, leaves: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -170,8 +176,10 @@ class TrueGradients:
             if not following:
                 leaf = getattr(node, "variable", None)
                 if leaf is not None and id(leaf) not in self._known:
+                    self._hooks.refuse_hooks_of(leaf)
                     others.append(leaf)
         for kind in set(map(type, seen)) - self._met:
+            self._hooks.refuse_hook_of_module(kind)
             self._met.add(kind)
             _warn_of_function(kind)
         return others
@@ -201,15 +209,12 @@ _Kind = tuple[torch.device, torch.dtype, list[torch.Tensor]]
 def by_kind(leaves: Sequence[torch.Tensor]) -> list[_Kind]:
     """The values of the gradients that there are, as real numbers."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-    for leaf in leaves:
-        gradient = leaf.grad
-        if gradient is None:
-            continue
-        if gradient.is_sparse:
-            gradient = gradient._values()
-        if gradient.is_complex():
-            gradient = torch.view_as_real(gradient)
-        kinds[gradient.device, gradient.dtype].append(gradient)
+    gradients = (leaf.grad for leaf in leaves if leaf.grad is not None)
+    for gradient in dict.fromkeys(gradients):  # two leaves may share one
+        values = gradient._values() if gradient.is_sparse else gradient
+        if values.is_complex():
+            values = torch.view_as_real(values.conj() if values.is_conj() else values)
+        kinds[values.device, values.dtype].append(values)
     return [(device, dtype, values) for (device, dtype), values in kinds.items()]
 
 
