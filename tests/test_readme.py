@@ -54,6 +54,7 @@ def own_folder(tmp_path: Path) -> Path:
     """A folder of a user, with a trial, its YAML and a script."""
     folder = tmp_path / "mine"
     shutil.copytree(ROOT / "docs" / "your_trial", folder)
+    shutil.copy(ROOT / "docs" / "any_loop" / "train.py", folder)
     return folder
 
 
