@@ -111,7 +111,9 @@ class TestOwnScript:
         def train(batches: int, checkpoint: str | None) -> str:
             torch.manual_seed(7)
             with pytorch.init(
-                hparams={"amp": FP16_SECTION}, exp_conf={}, enable_tensorboard_logging=False
+                hparams={"amp": {**FP16_SECTION, "audit": False}},
+                exp_conf={},
+                enable_tensorboard_logging=False,
             ) as context:
                 context._core.checkpoint = core_context_of(folder).checkpoint
                 train_trial(

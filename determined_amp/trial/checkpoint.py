@@ -8,6 +8,7 @@ to torch 2.5 it unpickles anything, so a checkpoint can run code. This module fi
 
 from __future__ import annotations
 
+import io
 import pickle
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -18,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 from determined import pytorch
+from torch.optim.lr_scheduler import LRScheduler
 
-from determined_amp.amp.errors import UserError
+from determined_amp.amp.errors import UserError, one_line
 from determined_amp.trial.random_state import plain_numbers
 
 
@@ -201,7 +203,58 @@ def check_kind(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> No
             )
 
 
+# The key under which the state of a scheduler that another one holds is saved.
+_HELD = "determined_amp.held_scheduler"
+
+
+def restore_held_schedulers(state: dict[str, Any], scheduler: Any) -> None:
+    """Load the states of the schedulers that a scheduler holds, and put these in their place.
+
+    Args:
+        state: The state of the scheduler; changed in place.
+        scheduler: The scheduler of this trial.
+    """
+    for key, value in state.items():
+        if isinstance(value, list):
+            held = getattr(scheduler, key, [])
+            state[key] = [_held(v, held[i]) if _is_held(v) else v for i, v in enumerate(value)]
+        elif _is_held(value):
+            state[key] = _held(value, getattr(scheduler, key))
+
+
+def _is_held(value: Any) -> bool:
+    return isinstance(value, dict) and _HELD in value
+
+
+def _held(value: dict[str, Any], scheduler: Any) -> Any:
+    restore_held_schedulers(value[_HELD], scheduler)
+    scheduler.load_state_dict(value[_HELD])
+    return scheduler
+
+
+def what_cannot_be_restored(state_dict: Callable[[], Any]) -> str | None:
+    """Why a state could not be loaded from a checkpoint as plain values; None if nothing is known.
+
+    Args:
+        state_dict: Returns the state; it may not be ready before the training.
+    """
+    content = io.BytesIO()
+    try:
+        state = state_dict()
+    except Exception:
+        return None
+    try:
+        torch.save(_without_code(state), content)
+        content.seek(0)
+        torch.load(content, weights_only=True)
+    except Exception as error:  # saving runs code of the trial's own, which can raise anything
+        return one_line(error)
+    return None
+
+
 def _without_code(state: Any) -> Any:
+    if isinstance(state, LRScheduler):
+        return {_HELD: _without_code(state.state_dict())}
     if isinstance(state, (list, tuple)):
         return type(state)(_without_code(item) for item in state)
     if isinstance(state, dict):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,7 +26,9 @@ from determined_amp.trial.checkpoint import (
     check_bytes,
     load_plain,
     read_without_code,
+    restore_held_schedulers,
     restoring,
+    what_cannot_be_restored,
 )
 from determined_amp.trial.random_state import random_state, restore_random_state, settle_order
 
@@ -220,12 +221,26 @@ class SafeController(_Controller):
             )
 
     def _run(self) -> None:
+        self._warn_of_what_cannot_be_restored()
         try:
             super()._run()
         except GuardError as error:
             if error.state_is_good and not self._checkpoint_is_current():
                 self._checkpoint(already_exiting=True)
             raise
+
+    def _warn_of_what_cannot_be_restored(self) -> None:
+        states = {type(each).__name__: each.state_dict for each, _ in schedulers(self.context)}
+        states |= {f"callback {name}": it.state_dict for name, it in self.callbacks.items()}
+        for name, state_dict in states.items() if self.is_chief else ():
+            problem = what_cannot_be_restored(state_dict)
+            if problem is not None:
+                logger.warning(
+                    "no checkpoint of this run can be resumed: the state of %s is more than plain "
+                    "values and tensors (%s). Return plain ones from its state_dict()",
+                    name,
+                    problem,
+                )
 
     def _validate(self) -> dict[str, Any]:
         if self._steps_until_complete(self.max_length) <= 0 and not self._is_due():
@@ -298,13 +313,20 @@ class SafeController(_Controller):
         allow_numpy_random_state()
         check_bytes(load_path)
         same_trial = bool(self._counts_in(load_path))
-        rank = self.context.distributed.rank
-        with restoring(load_path), patched(torch, "load", partial(load_plain, torch.load, rank)):
+        self._torch_load = torch.load
+        with restoring(load_path), patched(torch, "load", self._load_plain):
             for callback in self.callbacks.values():
                 notify = getattr(callback, "on_checkpoint_of", None)
                 if notify is not None:
                     notify(same_trial=same_trial)
             super()._load(load_path)
+
+    def _load_plain(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        content = load_plain(self._torch_load, self.context.distributed.rank, *args, **kwargs)
+        states = content.get("lr_schedulers_state_dict", [])
+        for state, (scheduler, _) in zip(states, schedulers(self.context), strict=False):
+            restore_held_schedulers(state, scheduler)
+        return content
 
     def _counts_in(self, load_path: Path) -> dict[str, Any]:
         """The counts of the loop in a checkpoint; empty if it belongs to another trial."""

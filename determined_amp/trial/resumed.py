@@ -19,6 +19,7 @@ from determined_amp.trial.checkpoint import (
     check_kind,
     kept_settings,
     plain_groups,
+    restore_held_schedulers,
     take_settings,
 )
 from determined_amp.trial.determined_0_38 import aggregation_frequency, current_batch, schedulers
@@ -105,6 +106,9 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
                 "without a cluster pytorch.Trainer begins again at the first batch; allowed: "
                 "determined_amp.fit(trial, context, latest_checkpoint=...)",
             )
+        states = checkpoint.get("lr_schedulers_state_dict", [])
+        for held, (scheduler, _) in zip(states, schedulers(self._context), strict=False):
+            restore_held_schedulers(held, scheduler)
         self._settle_optimizers(checkpoint)
         state = checkpoint.pop("scaler_state_dict", None)
         if not self.scaler.is_enabled():

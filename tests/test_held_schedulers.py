@@ -1,0 +1,88 @@
+"""Schedulers that hold schedulers are resumed; other objects in a state are said at the start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from determined import pytorch
+from torch.optim import lr_scheduler
+
+from tests.harness import Fitted, fit, fit_as_it_is
+from tests.trials import Converted, Plain
+
+
+class Warmup(lr_scheduler.LRScheduler):
+    """Warms up for two steps; then another scheduler moves the rate."""
+
+    def __init__(self, optimizer: Any, after: Any) -> None:
+        self.after, self.all = after, [after]
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        return [base * min(1, (self.last_epoch + 1) / 3) for base in self.base_lrs]
+
+    def step(self, epoch: int | None = None) -> None:
+        if self.last_epoch < 2:
+            super().step()
+        else:
+            self.after.step()
+
+
+class Note:
+    """No plain value."""
+
+
+class Warms(Plain):
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.rates: list[float] = []
+        context.lr_schedulers.clear()
+        self.optimizer.param_groups[0]["lr"] = self.optimizer.param_groups[0]["initial_lr"] = 0.01
+        after = lr_scheduler.CosineAnnealingLR(self.optimizer, 8)
+        scheduler: Any = Warmup(self.optimizer, after)
+        self.scheduler = scheduler
+        modes = pytorch.LRScheduler.StepMode
+        context.wrap_lr_scheduler(self.scheduler, modes.STEP_EVERY_OPTIMIZER_STEP)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        if self.model.training:
+            self.rates.append(self.optimizer.param_groups[0]["lr"])
+        return super().loss(batch)
+
+
+class WarmsConverted(Converted, Warms):
+    pass
+
+
+class Remembers(Warms):
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.scheduler.note = Note()
+
+
+@pytest.mark.parametrize("trial", [Warms, WarmsConverted])
+def test_scheduler_that_holds_another_is_resumed(
+    trial: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(batches: int, resume: Fitted | None = None) -> Fitted:
+        amp = {"precision": "amp_bf16"}
+        return fit_as_it_is(trial, amp, batches=batches, resume=resume)
+
+    undisturbed = run(8)
+    resumed = run(8, run(5))
+    assert resumed.trial.rates == undisturbed.trial.rates[5:]
+    assert len(set(undisturbed.trial.rates)) > 5
+    assert resumed.trial.scheduler.all == [resumed.trial.scheduler.after]
+    assert "can be resumed" not in caplog.text
+
+
+def test_state_that_cannot_be_restored_is_said_before_the_first_checkpoint(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fit(Remembers, None, batches=2)
+    (said,) = (
+        line for line in caplog.messages if "no checkpoint of this run can be resumed" in line
+    )
+    assert "the state of Warmup is more than plain values" in said
