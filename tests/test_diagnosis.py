@@ -103,7 +103,7 @@ def layers(*weights: float) -> nn.Sequential:
 
 ONES = torch.ones(4, 1)
 LOUD = Net(2.0**10, 2.0**10)  # 2^20 = 1.05e6 is beyond 65504, in the head and not in the body
-SCALE = "no loss scale helps. What helps, in the YAML: precision: amp_bf16"
+SCALE = "no loss scale helps. Settings that help: precision: amp_bf16"
 LARGE = "|activation| 1.05e+06, float16 ends at 65504; "
 GROWN = "1e+05 times as large as at the start: lower learning_rate, or clip the gradients; "
 CAUSES: dict[str, tuple[nn.Module, torch.Tensor, dict[str, float], str | None]] = {
@@ -163,24 +163,24 @@ CAUSES: dict[str, tuple[nn.Module, torch.Tensor, dict[str, float], str | None]] 
     "gradient behind a checkpoint": (
         *(Checkpointed(2.0**-10, 1.0), torch.full((4, 1), 2.0**10), {"scale": 2.0**6}),
         "gradient overflow at module body at a loss scale of 64; at 2^4 nothing overflows: lower "
-        'init_scale. What helps, in the YAML: precision: amp_bf16, or fp32_modules: ["^body$"]',
+        'init_scale. Settings that help: precision: amp_bf16, or fp32_modules: ["^body$"]',
     ),
     # The head gets 2^8 and hands on 2^18, which it has to cast even if it is in float32.
     "gradient of a module": (
         *(Net(2.0**-10, 2.0**10), ONES, {"scale": 2.0**10}),
         "gradient overflow at module head at a loss scale of 1024; at 2^5 nothing overflows: "
-        "lower init_scale. What helps, in the YAML: precision: amp_bf16",
+        "lower init_scale. Settings that help: precision: amp_bf16",
     ),
     # 2^18 / 4 = 2^16 > 65504 where the loss casts the head's output, and from there on.
     "gradient of the loss": (
         *(Net(1, 1), ONES, {"scale": 2.0**18}),
         "gradient overflow at the loss, outside the model at a loss scale of 262144; at 2^15 "
-        "nothing overflows: lower init_scale. What helps, in the YAML: precision: amp_bf16",
+        "nothing overflows: lower init_scale. Settings that help: precision: amp_bf16",
     ),
     # That of 1 / x at 1e-3 is -1e6, whatever the loss scale.
     "derivative that overflows at every scale": (
         *(Net(1e-3, 1e-3, torch.reciprocal), torch.ones(1, 1), {}),
-        "gradient overflow at module the model at every loss scale. What helps, in the YAML: "
+        "gradient overflow at module the model at every loss scale. Settings that help: "
         "precision: amp_bf16",
     ),
     "sample that has made the parameters NaN": (
@@ -245,7 +245,7 @@ class TestDiagnosis:
         """Each of four samples gets 2^18 / 4."""
         model = Net(1, 1)
         found = find_cause([model], (), batch_of(model, ONES, 2.0**18), scale=1.0)
-        assert "at 2^-3 nothing overflows: lower init_scale and min_scale. What" in str(found)
+        assert "at 2^-3 nothing overflows: lower init_scale and min_scale. Sett" in str(found)
 
     def test_overflow_in_the_loss_is_outside_the_model(self) -> None:
         model = Net(1, 1)
@@ -375,7 +375,7 @@ class TestAdvice:
         train = batch_of(models[-1], torch.ones(4, 1))
         sentence = str(find_cause(models, (), train))
         assert f"forward overflow in module {module}: largest" in sentence
-        helps = f"What helps, in the YAML: precision: amp_bf16, or fp32_modules: {patterns}"
+        helps = f"Settings that help: precision: amp_bf16, or fp32_modules: {patterns}"
         assert sentence.endswith(helps)
 
     def test_advice_says_that_nothing_helps(self) -> None:

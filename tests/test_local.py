@@ -413,11 +413,12 @@ def test_run_that_has_nothing_left_to_train_says_so() -> None:
     assert "x: completed" in closing_table([])  # the control
     assert closing_table([], total=40).strip() == (
         "x: 40 batches are trained, which is all that it asks for; to go on, give it a larger "
-        "hyperparameters.training.max_length"
+        "searcher.max_length"
     )
 
 
 def experiment_named(name: str, metric: str) -> Experiment:
+    """In Determined's own form."""
     config = {
         "name": name,
         "entrypoint": "tests.strangers:Stranger",

@@ -147,7 +147,7 @@ MISTAKES: dict[Any, str] = {
     StepsTheSchedule: "leave StepLR.step() to amp",
     has_both_schedules: "its optimizer has a schedule already",
     has_schedules_of_both_kinds: "allowed: one of them",
-    StepsOneOptimizerTwice: "steps an optimizer twice",
+    StepsOneOptimizerTwice: "it steps an optimizer again without amp.update",
     ForgetsTheScaler: "allowed: context.step_optimizer(optimizer, scaler=amp.scaler)",
     ForgetsToScale: "allowed: context.backward(amp.scaler.scale(loss))",
     schedules_an_unwrapped_optimizer: "is not one that context.wrap_optimizer returned",
@@ -448,7 +448,7 @@ def schedules_twice(loop: OwnLoop) -> None:
             forgets_the_update,
             r"allowed: amp\.update\(\.\.\.\) at the end of each batch, with amp\.fin",
         ),
-        (steps_twice, "the loop: steps an optimizer twice"),
+        (steps_twice, "the loop: it steps an optimizer again without amp.update"),
         (scales_no_loss, r"it does not scale the loss; .*\.backward\(\)"),
         (
             schedules_twice,

@@ -215,7 +215,7 @@ class TestStages:
         other = made.another()
         made.step(1.0)
         assert made.step(1.0, other) == 0.0
-        with pytest.raises(ConfigError, match="steps an optimizer twice"):
+        with pytest.raises(ConfigError, match="steps an optimizer again"):
             made.step(1.0)
 
     def test_update_and_finish_end_every_stage(self) -> None:

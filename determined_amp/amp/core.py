@@ -291,6 +291,15 @@ class AmpCore:
         """The parameters that are trained now; none in a replay, where nothing is unscaled."""
         return [] if self.is_replaying else parameters_in(self.models, self.optimizers)
 
+    @classmethod
+    def _require_settings(cls, settings: object) -> None:
+        if not isinstance(settings, AmpSettings):
+            kind = type(settings).__name__
+            raise cls._wrong(
+                "settings",
+                f"got a {kind}; allowed: AmpSettings(precision=...), or AmpSettings(**section)",
+            )
+
     def _watch_steps(self, optimizer: Optimizer) -> None:
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
             give_hooks(optimizer)

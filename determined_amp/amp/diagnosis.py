@@ -149,7 +149,7 @@ def _advice(module: str, replays: Replays, scale: float, exact: Seen | None) -> 
         quoted = ", ".join(json.dumps(pattern) for pattern in patterns)
         helps.append(f"fp32_modules: [{quoted}]")
     if helps:
-        return f"What helps, in the YAML: {', or '.join(helps)}"
+        return f"Settings that help: {', or '.join(helps)}"
     in_fp32 = ": train it in fp32" if exact is not None and exact.is_sound else ""
     return f"Neither amp_bf16 nor fp32_modules was seen to help{in_fp32}"
 

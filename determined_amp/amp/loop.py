@@ -64,6 +64,7 @@ class AmpLoop(AmpCore):
     def __init__(
         self, settings: AmpSettings, device: torch.device | str, *, slots: Slots | None = None
     ) -> None:
+        self._require_settings(settings)
         if settings.finds_scale:
             raise self._wrong(
                 "init_scale",

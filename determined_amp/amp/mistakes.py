@@ -20,7 +20,7 @@ class Mistake(enum.Enum):
     """A mistake, with the words that describe it."""
 
     CLIPS_SCALED = "it clips gradients that are still scaled"
-    STEPS_TWICE = "steps an optimizer twice"
+    STEPS_TWICE = "it steps an optimizer again without amp.update(...) after the first step"
     STEPS_ITSELF = "it steps an optimizer whose gradients may still be scaled"
     SCALES_NO_LOSS = "it does not scale the loss"
     TAKES_CLOSURE = "it steps with a closure, which a loss scale does not allow"
@@ -45,13 +45,15 @@ TRANSITIONS: Mapping[tuple[Stage, str], Stage | Mistake] = {
     (Stage.STEPPED, "end"): Mistake.UPDATES_NOTHING,
 }
 
-_TWICE = "with amp.finish_steps() between two steps of a batch"
+_TWICE = (
+    "amp.update(...) at the end of each batch, with amp.finish_steps() between two steps of a batch"
+)
 _NO_SCALE = "precision amp_bf16, tf32 or fp32"
 
 # What to write instead in a loop of one's own.
 IN_A_LOOP: Mapping[Mistake, str] = {
     Mistake.CLIPS_SCALED: "amp.clip_gradients(optimizer, max_norm=...)",
-    Mistake.STEPS_TWICE: f"amp.update(...) at the end of each batch, {_TWICE}",
+    Mistake.STEPS_TWICE: _TWICE,
     Mistake.STEPS_ITSELF: "amp.scaler.step(optimizer)",
     Mistake.TAKES_CLOSURE: _NO_SCALE,
     Mistake.SCALES_NO_LOSS: "amp.scaler.scale(loss).backward()",

@@ -67,6 +67,8 @@ def limits_of_the_machine() -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError, TypeError) as error:  # a TypeError for a size above 2^63
+        if _is_raised_by_the_user(error) and not isinstance(error, MemoryError):
+            raise
         if "to type float without overflow" in str(error):
             raise UserError(
                 f"a number is beyond float32, which ends at 3.4e38{_place(error)}; allowed: "
@@ -97,7 +99,7 @@ def fault_in_16_bits(error: Exception) -> str | None:
     None for an error that has nothing to do with 16 bits.
     """
     name = None if isinstance(error, UserError) else name_in_16_bits(str(error))
-    if name is None:
+    if name is None or _is_raised_by_the_user(error):
         return None
     _, fault, remedy = _FAULTS_IN_16_BITS[name]
     return f"{fault}: {one_line(error)}{_place(error)}; allowed: {remedy}"
@@ -110,6 +112,14 @@ def name_in_16_bits(message: str) -> str | None:
             if words.search(message):
                 return name
     return None
+
+
+def _is_raised_by_the_user(error: BaseException) -> bool:
+    """Whether a `raise` or an `assert` of the user's own code made an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or frames[-1].filename.startswith((sys.prefix, *_OURS)):
+        return False
+    return str(frames[-1].line).startswith(("raise ", "assert "))
 
 
 def _place(error: BaseException) -> str:

@@ -19,9 +19,12 @@ import copy
 import dataclasses
 import difflib
 import enum
+import importlib.util
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from determined_amp.amp.errors import ConfigError, Problem
@@ -31,6 +34,7 @@ from determined_amp.experiment.entrypoint import is_class, trial_in
 from determined_amp.experiment.fields import is_settings_class, plain, read
 from determined_amp.experiment.misplaced import misplaced, of_the_trial
 from determined_amp.experiment.training import (
+    DETERMINEDS_KEYS,
     ONE_BATCH,
     Length,
     Plan,
@@ -165,6 +169,12 @@ class Experiment:
     @property
     def training(self) -> TrainingSettings:
         return self.plan.training
+
+    def key_of(self, name: str) -> str:
+        """The key of the YAML that holds a setting of the training, such as `max_length`."""
+        if has_our_form(self.hyperparameters):
+            return f"hyperparameters.training.{name}"
+        return DETERMINEDS_KEYS[name]
 
     @property
     def aggregation_frequency(self) -> int:
@@ -482,7 +492,9 @@ def _with_trial(experiment: Experiment, key: str, source: str) -> Experiment:
     try:
         factory = load_factory(experiment.trial)
     except ValueError as error:
-        text = f"{error}; allowed: module:Class of a PyTorchTrial"
+        text = (
+            f"{error}{_searched(experiment.trial, source)}; allowed: module:Class of a PyTorchTrial"
+        )
         raise ConfigError(source, [Problem(key, text)]) from error
     problems: list[str] = []
     values, data, hparams = dict(experiment.hyperparameters), experiment.data, None
@@ -512,6 +524,18 @@ def _with_trial(experiment: Experiment, key: str, source: str) -> Experiment:
         data=data,
         hparams=hparams,
     )
+
+
+def _searched(trial: str, source: str) -> str:
+    """Where the module of a trial was looked for, and where it is; empty if it was found."""
+    package = trial.partition(":")[0].partition(".")[0]
+    if not package or importlib.util.find_spec(package) is not None:
+        return ""
+    searched = f"; searched: {os.getcwd()}"
+    for folder in Path(source).absolute().parents:
+        if (folder / f"{package}.py").is_file() or (folder / package).is_dir():
+            return f"{searched}; it is in {folder}: type the command there"
+    return searched
 
 
 def _own_class(factory: Factory, name: str) -> type[Any] | None:

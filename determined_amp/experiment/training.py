@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 LENGTH_UNITS = ("batches", "epochs")
 UNITS = ("batches", "records", "epochs")
 
+# The keys of Determined's form, by the names of `TrainingSettings`.
+DETERMINEDS_KEYS = {
+    "max_length": "searcher.max_length",
+    "validation_period": "min_validation_period",
+    "checkpoint_period": "min_checkpoint_period",
+    "reporting_period": "scheduling_unit",
+}
+
 # Keys without effect for a script entrypoint: (name, the master's default, what to use instead).
 WITHOUT_EFFECT: tuple[tuple[str, object, str], ...] = (
     ("searcher.max_length", None, "hyperparameters.training.max_length"),

@@ -88,6 +88,8 @@ def _problem(error: Exception) -> str:
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     if not problem:
         return one_line(error)
+    if "duplicate key" in problem:
+        problem = f"{one_line(problem)}: merge the two sections of this name into one"
     where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
     return f"{one_line(problem)}{where}"
 

@@ -74,6 +74,7 @@ class Display(RunListener):
         self._title = experiment.name
         self._metric = experiment.platform.searcher.metric
         self._precision = experiment.precision
+        self._length = experiment.key_of("max_length")
         self._console = console
         self._latest: dict[str, dict[str, float]] = {"validation": {}, "training": {}}
         self._reports = Reports()
@@ -124,7 +125,7 @@ class Display(RunListener):
         if self._all_trained is not None and not (training or validation):
             text = (
                 f"{self._title}: {self._all_trained} batches are trained, which is all that it "
-                "asks for; to go on, give it a larger hyperparameters.training.max_length"
+                f"asks for; to go on, give it a larger {self._length}"
             )
             self._console.print(text, soft_wrap=True, highlight=False, markup=False)
             return

@@ -36,8 +36,9 @@ from determined_amp.local.logs import logging_to
 from determined_amp.local.open_trial import outcome, translating_invalid_trials, trial_context
 from determined_amp.local.processes import StopOnSignal, process_group
 from determined_amp.local.run_listener import LocalReports, RunListener, after_first_batch
-from determined_amp.runs.folder import RunFolder
+from determined_amp.runs.folder import RunFolder, read_record
 from determined_amp.runs.run import Run, RunState
+from determined_amp.trial.checkpoint import CheckpointError
 from determined_amp.trial.determined_0_38 import SafeController, controlled_by, epoch_length
 from determined_amp.trial.fitting import fit
 from determined_amp.trial.unmodified import trial_of
@@ -151,6 +152,7 @@ class LocalController(SafeController):
         fitted["checkpoint_policy"] = policy.value
         super().__init__(**fitted)
         self._length = experiment.max_length
+        self._length_key = experiment.key_of("max_length")
         self._listeners = listeners
         self._directory = directory
 
@@ -169,7 +171,7 @@ class LocalController(SafeController):
         total = self._length.in_batches(epoch)
         if total < self.start_from_batch:
             raise UserError(
-                f"hyperparameters.training.max_length: got {total} batches, and "
+                f"{self._length_key}: got {total} batches, and "
                 f"{self.start_from_batch} are trained; allowed: at least as many"
             )
         for listener in self._listeners:
@@ -280,7 +282,23 @@ def _fit(
         trial = trial_of(experiment, context)
         # The controller restores the experiment's policy; `Trainer` refuses `best` here.
         policy = CheckpointPolicy.ALL.value
-        fit(trial, context, latest_checkpoint=start, checkpoint_policy=policy)
+        with _naming_changes(folder, experiment):
+            fit(trial, context, latest_checkpoint=start, checkpoint_policy=policy)
+
+
+@contextmanager
+def _naming_changes(folder: RunFolder, experiment: Experiment) -> Iterator[None]:
+    """Name the hyperparameters that have changed, before why a checkpoint does not fit."""
+    try:
+        yield
+    except CheckpointError as error:
+        before = read_record(folder.path).settings
+        changes = [
+            f"{name} changed from {before.get(name)} to {value}"
+            for name, value in experiment.settings.items()
+            if name.startswith("hyperparameters.") and value != before.get(name)
+        ]
+        raise CheckpointError("; ".join([*changes, str(error)])) from error
 
 
 @contextmanager

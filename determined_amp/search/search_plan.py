@@ -208,20 +208,20 @@ def unequal_lengths(experiment: Experiment, searcher: SearcherSettings) -> Itera
 
     Its length must be `max_time`, and its first validation not after the first rung.
     """
-    place, training = "hyperparameters.training", experiment.training
+    training = experiment.training
     if searcher.time_metric is None:
         return
     unit, first = searcher.time_metric, searcher.first_rung()
     if getattr(experiment.max_length, unit) != searcher.max_time:
         text = f"is not searcher.max_time; allowed: {{{unit}: {searcher.max_time}}}"
-        yield Problem(f"{place}.max_length", text)
+        yield Problem(experiment.key_of("max_length"), text)
     period = getattr(training.validation_period, unit, None)
     if period is None or period > first:
         text = (
             f"adaptive_asha first compares trials after {first} {unit}; allowed: "
             f"{{{unit}: {first}}} or less"
         )
-        yield Problem(f"{place}.validation_period", text)
+        yield Problem(experiment.key_of("validation_period"), text)
 
 
 def _task_here(search: Mapping[str, Any], problems: list[str]) -> Task | None:

@@ -326,9 +326,11 @@ def wrapped_scaler(context: pytorch.PyTorchTrialContext) -> torch.amp.GradScaler
     if scaler is None or not scaler.is_enabled():
         remedy = (
             "it has no enabled GradScaler that context.wrap_scaler knows; with "
-            "hyperparameters.amp.precision: amp_fp16 it trains in float16 as it is"
+            "hyperparameters.amp.precision: amp_fp16, or --precision amp_fp16, it trains in "
+            "float16 as it is"
             if MixedPrecision.of(context) is None
-            else "for float16, set hyperparameters.amp.precision to amp_fp16"
+            else "for float16, set hyperparameters.amp.precision to amp_fp16, or add "
+            "--precision amp_fp16"
         )
         raise LossScaleError(
             f"this trial scales no loss: float32 and bfloat16 need no loss scale; {remedy}"

@@ -74,7 +74,9 @@ class MixedPrecision(ResumedTraining):
         self, context: pytorch.PyTorchTrialContext, settings: AmpSettings | None = None
     ) -> None:
         _check_order(context)
-        super().__init__(context, settings or _settings_of(context))
+        settings = _settings_of(context) if settings is None else settings
+        self._require_settings(settings)
+        super().__init__(context, settings)
         if self.settings.compile.replays_graphs and self._aggregation_frequency > 1:
             raise self._wrong(
                 "compile",

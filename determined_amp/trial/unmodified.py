@@ -14,11 +14,13 @@ import torch
 from determined import pytorch
 from torch import nn
 
+from determined_amp.amp.errors import UserError
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.experiment.errors import ending_the_program
 from determined_amp.experiment.experiment import Experiment, parse
 from determined_amp.trial.from_outside import FromOutside
 from determined_amp.trial.mixed_precision import MixedPrecision
+from determined_amp.trial.notes import note_on_master
 from determined_amp.trial.outer_autocast import refusal
 
 logger = logging.getLogger(__name__)
@@ -81,9 +83,14 @@ class TrialAsItIs(pytorch.PyTorchTrial):
         ConfigError: if the configuration is wrong; and see `make_with_amp`.
     """
 
+    @ending_the_program()
     def __new__(cls, context: pytorch.PyTorchTrialContext) -> Any:
         config, hparams = context.get_experiment_config(), context.get_hparams()
-        experiment = parse(config, "experiment", hyperparameters=hparams)
+        try:
+            experiment = parse(config, "experiment", hyperparameters=hparams)
+        except UserError as error:
+            note_on_master(context, failure=str(error))
+            raise
         if context.distributed.rank == 0:
             logger.info(experiment.described_precision())
         return trial_of(experiment, context)

@@ -1,0 +1,115 @@
+"""Messages that name the user's own words, keys and folders."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from determined_amp import AmpLoop
+from determined_amp import __main__ as door
+from determined_amp.amp.errors import ConfigError, UserError
+from determined_amp.experiment.errors import faults_of_the_trial
+from determined_amp.experiment.yaml_text import load_yaml
+from determined_amp.trial.mixed_precision import MixedPrecision
+from tests.harness import Context
+from tests.strangers import Stranger
+from tests.training import ROOT
+
+PLAIN: dict[str, Any] = {
+    "name": "plain",
+    "entrypoint": "tests.test_words:Wide",
+    "hyperparameters": {"width": 8},
+    "searcher": {"name": "single", "metric": "val_loss", "max_length": {"batches": 2}},
+    "scheduling_unit": 2,
+}
+
+
+class Wide(Stranger):
+    """Its width is a hyperparameter."""
+
+    def head(self, features: int, classes: int) -> torch.nn.Module:  # type: ignore[override]
+        width = self.context.get_hparam("width")
+        return torch.nn.Sequential(
+            torch.nn.Linear(features, width), torch.nn.Linear(width, classes)
+        )
+
+
+@pytest.mark.parametrize(
+    "words", ["ran out of memory of tokens", "expected torch.float16 weights", "negative dimension"]
+)
+def test_error_that_the_trial_raises_itself_keeps_its_words(words: str) -> None:
+    with pytest.raises(RuntimeError, match=words) as caught, faults_of_the_trial():
+        raise RuntimeError(words)
+    assert not isinstance(caught.value, UserError)
+
+
+def test_memory_that_torch_does_not_get_is_said_so() -> None:
+    """The control."""
+    with pytest.raises(UserError, match=r"^not enough memory: "), faults_of_the_trial():
+        torch.empty(2**60)
+
+
+@pytest.mark.parametrize("settings", [{"precision": "amp_fp16"}, "amp_fp16", None])
+def test_settings_of_another_type_are_one_sentence(settings: Any) -> None:
+    with pytest.raises(ConfigError, match=r"settings: got a \w+; allowed: AmpSettings\("):
+        AmpLoop(settings, "cpu")
+    if settings is not None:
+        context: Any = Context()
+        with pytest.raises(ConfigError, match=r"settings: got a \w+; allowed: AmpSettings\("):
+            MixedPrecision(context, settings)
+
+
+def test_section_that_is_pasted_twice_is_to_be_merged() -> None:
+    text = "hyperparameters: {lr: 1}\nhyperparameters: {amp: {precision: fp32}}\n"
+    with pytest.raises(ConfigError, match=r"found duplicate key .*: merge the two sections"):
+        load_yaml(text, "a.yaml")
+
+
+def test_module_of_a_trial_that_is_not_found_is_named_with_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "project" / "configs"
+    folder.mkdir(parents=True)
+    (tmp_path / "project" / "model_of_words.py").write_text("")
+    path = folder / "a.yaml"
+    path.write_text(yaml.safe_dump({**PLAIN, "entrypoint": "model_of_words:Trial"}))
+    words = [sys.executable, "-m", "determined_amp", "audit", str(path)]
+    done = subprocess.run(
+        words,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert f"searched: {tmp_path}; it is in {tmp_path / 'project'}: " in done.stderr
+
+
+def test_resume_names_the_width_that_changed_and_the_key_of_the_length(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, run = tmp_path / "plain.yaml", tmp_path / "run"
+    path.write_text(yaml.safe_dump(PLAIN))
+    assert door.main(["train", str(path), "--run-folder", str(run)]) == 0
+    assert door.main(["train", "--resume", str(run)]) == 0
+    assert "give it a larger searcher.max_length" in capsys.readouterr().out
+    wider = ["--config", "hyperparameters.width=16", "--config", "searcher.max_length.batches=4"]
+    assert door.main(["train", "--resume", str(run), *wider]) == 2
+    message = capsys.readouterr().err
+    changed = "hyperparameters.width changed from 8 to 16"
+    assert message.index(changed) < message.index("size mismatch")
+
+
+def test_find_of_a_trial_without_a_scale_names_the_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plain.yaml"
+    path.write_text(yaml.safe_dump(PLAIN))
+    assert door.main(["find", str(path)]) == 2
+    assert "--precision amp_fp16" in capsys.readouterr().err
