@@ -417,6 +417,31 @@ def test_headroom_is_that_of_the_scaled_gradient_after_the_clip_has_unscaled_it(
     assert made.amp.report()["watch_headroom_bits"] == pytest.approx(headroom)
 
 
+class NoOptimizer:
+    """Around an optimizer, as in the Annotated Transformer; no `torch.optim.Optimizer` itself."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.param_groups = inner.param_groups
+
+    def step(self) -> None:
+        self.inner.step()
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+
+def test_object_around_an_optimizer_trains_as_the_optimizer_and_skips_overflows() -> None:
+    made, wrapped = OneWeight(**HIGH), OneWeight(**HIGH)
+    wrapper: Any = NoOptimizer(wrapped.optimizer)
+    wrapped.optimizer = wrapper
+    for x in (1.0, 65504.0, 2.0):  # the second one overflows
+        made.backward(x)
+        wrapped.backward(x)
+    assert wrapped.weight == made.weight == 1.0 - 0.5 - 1.0
+    assert wrapped.amp.report()["skipped_steps"] == 1
+
+
 class TestGuard:
     def test_guard_ends_the_loop_with_the_cause_and_the_state_as_it_was(self) -> None:
         made = OneWeight(**HIGH)

@@ -12,7 +12,7 @@ from torch.optim import SGD, lr_scheduler
 
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.schedules import schedule_of
-from determined_amp.amp.steps import OptimizerSteps, StepsOfEach, fill_momentum, give_hooks
+from determined_amp.amp.steps import OptimizerSteps, StepHook, StepsOfEach, fill_momentum
 from tests.test_metrics import having
 
 CPU = torch.device("cpu")
@@ -261,16 +261,16 @@ class Wrapper(torch.optim.Optimizer):
         return "stepped"
 
 
-def test_wrapper_without_hooks_gets_its_own() -> None:
+def test_function_is_called_before_each_step_of_a_wrapper_without_hooks() -> None:
     wrapper, other = Wrapper(), Wrapper()
-    give_hooks(wrapper)
     seen: list[Any] = []
-    wrapper.register_step_pre_hook(lambda *call: seen.append(("before", len(wrapper.stepped))))
-    wrapper.register_step_post_hook(lambda *call: seen.append(("after", len(wrapper.stepped))))
+    hook = StepHook(wrapper, lambda *call: seen.append((*call, len(wrapper.stepped))))
     result: Any = wrapper.step("closure", twice=True)
     assert result == "stepped"
     assert wrapper.stepped == [("closure", True)]
-    assert seen == [("before", 0), ("after", 1)]
+    assert seen == [(wrapper, ("closure",), {"twice": True}, 0)]
     assert wrapper.step.__doc__ == "Its own."
     other.step()
-    assert len(seen) == 2
+    hook.remove()
+    wrapper.step()
+    assert len(seen) == 1

@@ -29,7 +29,7 @@ from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.schedules import schedule_of
 from determined_amp.amp.settings import AmpSettings, Compile, EvalPrecision
 from determined_amp.amp.slots import Slots
-from determined_amp.amp.steps import give_hooks
+from determined_amp.amp.steps import StepHook
 from determined_amp.amp.tensors import parameters_in, unwrapped
 
 
@@ -109,7 +109,7 @@ class AmpCore:
         )
         self._prepared: list[nn.Module] = []
         self._unmatched = list(settings.fp32_modules)
-        self._hooks: dict[Optimizer, RemovableHandle] = {}
+        self._hooks: dict[Optimizer, RemovableHandle | StepHook] = {}
         self._started = False
 
     # Before the training.
@@ -301,9 +301,10 @@ class AmpCore:
             )
 
     def _watch_steps(self, optimizer: Optimizer) -> None:
-        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            give_hooks(optimizer)
-        self._hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
+        if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            self._hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
+        else:
+            self._hooks[optimizer] = StepHook(optimizer, self._before_step)
 
     def _check_norm(self, max_norm: float | None, place: str) -> None:
         if max_norm is None or not max_norm > 0:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import wraps
-from types import MethodType
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.optim import SGD, Optimizer
 
 from determined_amp.amp.counts import DeviceSum, StepCounts
 from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.patched import patched
 from determined_amp.amp.scaler import Skipped
 from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
 from determined_amp.amp.tensors import gradients_of
@@ -253,19 +253,27 @@ def fill_momentum(optimizer: torch.optim.Optimizer, *, can_skip: bool) -> None:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def give_hooks(optimizer: Optimizer) -> None:
-    """Give step hooks to an optimizer whose class never calls `Optimizer.__init__`.
+class StepHook:
+    """Calls a function before each step of an optimizer that has no hooks of torch.
 
-    Many wrappers are like that. Torch itself would add the hooks to the whole class, and its other
-    instances would lack the attributes that these need.
+    Many wrappers are like that: their class never calls `Optimizer.__init__`, or is no `Optimizer`.
+
+    Args:
+        optimizer: The optimizer.
+        before: Called with the optimizer and the arguments of the step.
     """
-    step = optimizer.step
-    optimizer._optimizer_step_pre_hooks = OrderedDict()
-    optimizer._optimizer_step_post_hooks = OrderedDict()
 
-    @wraps(step)
-    def hooked(self: Optimizer, *arguments: Any, **options: Any) -> Any:
-        return step(*arguments, **options)
+    def __init__(self, optimizer: Optimizer, before: Callable[..., None]) -> None:
+        step = optimizer.step
 
-    with_hooks = MethodType(Optimizer.profile_hook_step(hooked), optimizer)
-    optimizer.step = with_hooks  # type: ignore[method-assign]
+        @wraps(step)
+        def hooked(*args: Any, **kwargs: Any) -> Any:
+            before(optimizer, args, kwargs)
+            return step(*args, **kwargs)
+
+        self._patches = ExitStack()
+        self._patches.enter_context(patched(optimizer, "step", hooked))
+
+    def remove(self) -> None:
+        """Call it no more."""
+        self._patches.close()
