@@ -130,7 +130,7 @@ def _lost_by_resume(before: Record, after: Record) -> Iterator[Finding]:
             if one.rates != other.rates:
                 was, now = (number(float(step.rates[0])) for step in (one, other))
                 effect = f"step {count} after a resume has the rate {now}; without a break {was}"
-                yield found("schedule_not_saved", before.rates_set_at, effect)
+                yield found("schedule_not_saved", [], effect)
                 return
 
 

@@ -1,10 +1,8 @@
-"""Which line of the user's code does something, or could do it."""
+"""Which line of the user's code does something."""
 
 from __future__ import annotations
 
-import linecache
 import os
-import re
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -20,8 +18,6 @@ _NOT_THE_USERS = (_LIBRARY, "<", *(path + os.sep for path in _PATHS if path))
 _INSTALLED = tuple(f"{os.sep}{name}-packages{os.sep}" for name in ("site", "dist"))
 # What calls a trial: what it does by itself is not done by a line of the user's.
 _LOOP = ("determined/pytorch/_pytorch_trial.py", "determined/pytorch/_trainer.py")
-
-_SETS_A_RATE = re.compile(r"""\[["']lr["']\][ \t]*[-+*/]?=[^=]""")
 
 
 def is_users(file: str) -> bool:
@@ -77,25 +73,3 @@ def where_raised(error: BaseException) -> Where | None:
             where = where_in(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
     return where
-
-
-def text_at(where: Where | None) -> str:
-    """What a line says; empty if there is none."""
-    return linecache.getline(where.file, where.line) if where else ""
-
-
-def users_sources() -> dict[str, str]:
-    """The text of each file of the user's that was imported, by its path."""
-    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-    theirs = (file for file in sorted(files) if file.endswith(".py") and is_users(file))
-    return {file: "".join(linecache.getlines(file)) for file in theirs}
-
-
-def lines_that_set_a_rate(sources: dict[str, str]) -> list[Where]:
-    """The lines that set a learning rate without a scheduler."""
-    found = {
-        (file, source.count("\n", 0, match.start()) + 1): None
-        for file, source in sources.items()
-        for match in _SETS_A_RATE.finditer(source)
-    }
-    return [where_in(*line) for line in found]

@@ -62,7 +62,6 @@ class Schedule:
     ours: bool = False  # this library moves it
     inner: bool = False  # another one moves it
     wrapped: bool = False  # Determined moves it
-    never_named: bool = False  # no line of the user's could move it
     places: dict[str, Any] = field(default_factory=dict)  # at the `start`, at the `end`
 
 
@@ -108,7 +107,6 @@ class Record:
     # Forwards of modules with weights of their own that train: by whether autocast was on for them.
     forwards: Counter[bool] = field(default_factory=Counter)
     syncs: Counter[tuple[Where, str]] = field(default_factory=Counter)  # reads on the host, by what
-    rates_set_at: list[Where] = field(default_factory=list)  # where no scheduler sets a rate
     # Validation metrics of the same weights: as they are, and in float32.
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     not_finite: list[str] = field(default_factory=list)  # weights and buffers, at the end

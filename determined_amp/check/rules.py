@@ -312,11 +312,9 @@ def _schedules(record: Record) -> Iterator[Finding]:
 
 
 def _never(record: Record, schedule: Schedule, steps: int) -> Finding:
-    # Outside of Determined's loop a library may move it, after an epoch.
-    proven = schedule.never_named and (record.determined or record.epochs > 1)
     epochs = f"{record.epochs} epoch{'' if record.epochs == 1 else 's'}"
     effect = f"{schedule.kind} did not move in {steps} steps and {epochs}"
-    return found("schedule_never", [schedule.where], effect, FAULT if proven else SUSPICION)
+    return found("schedule_never", [schedule.where], effect, SUSPICION)
 
 
 def _moves(record: Record, schedule: Schedule, windows: list[Window]) -> Iterator[Finding]:
@@ -358,7 +356,7 @@ def _rates_by_hand(record: Record) -> Iterator[Finding]:
         if len(moved) >= _BY_STEPS * (len(windows) - 1) and on_skipped:
             what = count_of(on_skipped, skipped, "skipped step")
             effect = f"{what} moved a learning rate that no scheduler of torch has"
-            yield found("schedule_on_skipped", record.rates_set_at, effect, SUSPICION)
+            yield found("schedule_on_skipped", [], effect, SUSPICION)
 
 
 # Windows of several batches.
@@ -442,11 +440,13 @@ def _autocast(record: Record) -> Iterator[Finding]:
 @rule
 def _loss_in_16_bits(record: Record) -> Iterator[Finding]:
     float16 = "a loss above 65504 is inf, one below 6e-8 is 0, and a scale of 65536 is inf in it"
-    limits = (("float16", FAULT, float16), ("bfloat16", SUSPICION, "it has 3 digits"))
+    limits = (("float16", float16), ("bfloat16", "it has 3 digits"))
     losses = [b for b in record.of("backward") if not b.loss.has_gradient]
-    for dtype, level, limit in limits if record.mixes else ():
+    for dtype, limit in limits if record.mixes else ():
         events = [backward for backward in losses if backward.loss.dtype == dtype]
         if events:
+            bad = sum(not backward.finite for backward in events)
+            level = FAULT if bad > len(events) / 2 else SUSPICION
             effect = f"{share_of(record, events)} began at a loss in {dtype}: {limit}"
             yield found("loss_16_bits", events, effect, level)
 

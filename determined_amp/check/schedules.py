@@ -1,22 +1,14 @@
-"""Follows the schedules of a training: what moves each, and which of the user's lines could."""
+"""Follows the schedules of a training: what makes and moves each."""
 
 from __future__ import annotations
 
-import gc
-import re
 from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
 
 from determined_amp.check.gradients import Gradients
-from determined_amp.check.lines import (
-    lines_that_set_a_rate,
-    passes,
-    text_at,
-    users_line,
-    users_sources,
-)
+from determined_amp.check.lines import passes, users_line
 from determined_amp.check.record import Record, Schedule
 
 
@@ -78,18 +70,3 @@ class Schedules:
         """Keep the place of each."""
         for scheduler, schedule in self.known.items():
             schedule.places[moment] = getattr(scheduler, "last_epoch", None)
-
-    def read_sources(self) -> None:
-        """Note which lines of the user's set a rate, and whether one could move each scheduler."""
-        sources = users_sources()
-        files = {event.where.file for event in self._record.events if event.where}
-        lines = lines_that_set_a_rate(sources)
-        self._record.rates_set_at = [line for line in lines if line.file in files]
-        for scheduler, schedule in self.known.items():
-            names = re.findall(r"(\w+)\s*=[^=]", text_at(schedule.where).split("(")[0])
-            for holder in gc.get_referrers(scheduler):
-                if isinstance(holder, dict):
-                    names += [str(key) for key, value in holder.items() if value is scheduler]
-            name = "|".join(map(re.escape, names)) or r"\w*sched\w*"
-            moves = re.compile(rf"(?:{name})\b[\w.\[\]]*\.step\(")
-            schedule.never_named = not any(map(moves.search, sources.values()))

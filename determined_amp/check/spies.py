@@ -126,7 +126,6 @@ class Spies:
                 stack.callback(handle.remove)
             stack.enter_context(backwards_through(self._backward))
             stack.enter_context(_eager())
-            stack.callback(self.schedules.read_sources)
             stack.callback(self._look_at_the_end)
             try:
                 yield
