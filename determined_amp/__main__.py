@@ -76,8 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with surviving_closed_output() as output:
             status = exit_status(partial(_do, command, words), before)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stopped:
+        print(str(stopped) or "interrupted", file=sys.stderr)
         return 130
     lost = output.error
     if status or lost is None or lost.errno == errno.EPIPE or command in _KEEP_THEIR_RESULT:

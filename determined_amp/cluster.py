@@ -31,7 +31,7 @@ from determined_amp.check.doctor import examine
 from determined_amp.experiment.errors import limits_of_16_bits, translating_exits
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, constants, parse
 from determined_amp.finder.advice import FILE_NAME
-from determined_amp.finder.score import check_score
+from determined_amp.finder.score_metrics import check_score
 from determined_amp.finder.verdict import Finding
 from determined_amp.local.open_trial import OpenTrial
 from determined_amp.trial.determined_0_38 import (

@@ -34,7 +34,7 @@ from determined_amp.report import ReportError
 from determined_amp.report.precision_report import Written, answer, write_report
 from determined_amp.runs.folder import fresh_folder, read_record
 from determined_amp.runs.run import RunState
-from determined_amp.search.engine import GRACE, run_comparison
+from determined_amp.search.optimize import GRACE, INTERRUPTED, run_comparison
 from determined_amp.search.search_display import minutes, say
 from determined_amp.search.search_folder import Search, read_search, write_remarks
 
@@ -59,7 +59,7 @@ class CompareError(UserError):
 
 def compare(
     config: Mapping[str, Any], source: str, options: argparse.Namespace
-) -> tuple[Path, Written | None]:
+) -> tuple[Path, Written | None, bool]:
     """Compare the precisions of a trial, and print which one to use.
 
     Args:
@@ -68,7 +68,8 @@ def compare(
         options: `trial`, `seeds`, `batches`, `minutes`.
 
     Returns:
-        The folder of the comparison, and its report; None if only fp32 could be trained.
+        The folder of the comparison; its report, None if only fp32 could be trained; and whether a
+        signal stopped it.
 
     Raises:
         UserError: if the trial cannot be trained in fp32.
@@ -84,13 +85,13 @@ def compare(
         print_pilots(console, results)
     if len(results.pilots) < 2:
         say(console, f"\n{_ONLY_FP32} (see above)")
-        return folder, None
+        return folder, None, False
     plan = make_plan(results, experiment, options)
     print_plan(console, results, plan, options.seeds)
     write_remarks(folder, **results.remarks())
     cut_short = run_comparison(folder, trials.search(list(results.pilots), plan), plan.time_limit)
     planned = options.seeds * len(results.pilots)
-    return folder, _report(folder, planned, cut_short, console)
+    return folder, _report(folder, planned, cut_short, console), cut_short == INTERRUPTED
 
 
 def _report(folder: Path, planned: int, cut_short: str, console: Console) -> Written:
@@ -103,22 +104,23 @@ def _report(folder: Path, planned: int, cut_short: str, console: Console) -> Wri
         ended = _of_answer(read_search(folder), planned, cut_short)
         written = write_report([ended], folder)
     except KeyboardInterrupt:
-        raise CompareError(
+        raise KeyboardInterrupt(
             f"stopped before the report was written; python -m determined_amp report {folder} "
             "writes it"
         ) from None
     except ReportError as error:
         if not cut_short:
             raise
-        raise CompareError(
+        too_few = (
             "stopped before there was anything to compare: too few runs were finished "
             f"{cut_short}; {steps[0]}"
-        ) from error
+        )
+        raise (KeyboardInterrupt if cut_short == INTERRUPTED else CompareError)(too_few) from error
     if len(ended.runs) < planned:
         more = "".join(f"  {step}\n" for step in steps)
         early = f"not every run was finished {cut_short}: the answer is early. For more:"
         say(console, f"{early}\n{more}")
-    say(console, f"{written.short}\n\nthe page with all numbers: {_page(folder)}")
+    say(console, f"\n{written.short}\n\nthe page with all numbers: {_page(folder)}")
     return written
 
 
@@ -162,7 +164,7 @@ def compare_on_cluster(options: argparse.Namespace) -> None:
         UserError: see `compare`.
     """
     with task_without_trial() as (config, core_context):
-        folder, written = compare(config, "experiment", options)
+        folder, written, _ = compare(config, "experiment", options)
         # There is no report if only fp32 could be trained.
         noted: dict[str, Any] = {"answer": _ONLY_FP32, "precision": Precision.FP32.value}
         batches, metrics = BATCHES, {"speed": 1.0}

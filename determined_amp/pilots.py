@@ -8,16 +8,15 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 from determined_amp.amp.settings import Precision
 from determined_amp.finder.advice import FILE_NAME, FoundScale
 from determined_amp.runs.folder import RunFolder, read_metrics
-from determined_amp.runs.run import Report, RunState
+from determined_amp.runs.run import RunState
 from determined_amp.search.task import Task, Verb
-from determined_amp.search.workers import FirstBatch, Job, TrialResult, Worker
+from determined_amp.search.trial_process import FirstBatch, Job, TrialProcess, TrialResult
 
 # Length and reporting period in batches. The first ten batches of a process are not timed.
 BATCHES, REPORTING_PERIOD = 20, 4
@@ -113,25 +112,26 @@ def _run(
         log: Called with a sentence while the first batch is awaited.
     """
     with ExitStack() as stack:
-        worker = Worker(0, 1)
-        stack.callback(worker.close, kill=True)
-        worker.run(job)
-        result = _await_first_batch(worker, name, log) or _result(worker, patience)
+        trial = TrialProcess(job)
+        stack.callback(trial.close, kill=True)
+        result = _await_first_batch(trial, name, log) or _result(trial, patience)
         if result is not None:
             return result
-        worker.process.terminate()  # a training stops at its next report, the finder at once
-        result = _result(worker, _GRACE)
-        if result is None or worker.process.exitcode == -signal.SIGTERM:
+        trial.process.terminate()  # a training stops at its next report, the finder at once
+        result = _result(trial, _GRACE)
+        if result is None or trial.process.exitcode == -signal.SIGTERM:
             return TrialResult(RunState.FAILED, reason=too_slow)
         return result
 
 
-def _await_first_batch(worker: Worker, name: str, log: Callable[[str], None]) -> TrialResult | None:
+def _await_first_batch(
+    trial: TrialProcess, name: str, log: Callable[[str], None]
+) -> TrialResult | None:
     """Wait for the first batch, and log that it is awaited; the result if the job ends before."""
     began, (waited, between) = time.monotonic(), _SLOW_START
     longest = f"{_START / 60:.0f} minutes"
     while True:
-        message = _next(worker, began + min(waited, _START))
+        message = _next(trial, began + min(waited, _START))
         if message is not None:
             return message if isinstance(message, TrialResult) else None
         if waited >= _START:
@@ -143,21 +143,19 @@ def _await_first_batch(worker: Worker, name: str, log: Callable[[str], None]) ->
         waited += between
 
 
-def _result(worker: Worker, seconds: float) -> TrialResult | None:
+def _result(trial: TrialProcess, seconds: float) -> TrialResult | None:
     """The result of a job that has trained its first batch; None if there is none in time."""
-    message = _next(worker, time.monotonic() + seconds)
+    message = _next(trial, time.monotonic() + seconds)
     return message if isinstance(message, TrialResult) else None
 
 
-def _next(worker: Worker, ends: float) -> FirstBatch | TrialResult | None:
+def _next(trial: TrialProcess, ends: float) -> FirstBatch | TrialResult | None:
     """The first batch or the result, whichever is next; None if neither comes before `ends`."""
-    while connection.wait([worker.connection], max(ends - time.monotonic(), 0.0)):
-        message = worker.receive()
-        if message is None:
-            worker.process.join()
-            reason = f"its process died with exit status {worker.process.exitcode}"
-            return TrialResult(RunState.FAILED, reason=reason)
-        if not isinstance(message, Report):
-            return message
-        worker.answer(go_on=True)
-    return None
+    if not trial.connection.poll(max(ends - time.monotonic(), 0.0)):
+        return None
+    message = trial.receive()
+    if message is None:
+        trial.process.join()
+        reason = f"its process died with exit status {trial.process.exitcode}"
+        return TrialResult(RunState.FAILED, reason=reason)
+    return message

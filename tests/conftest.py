@@ -125,9 +125,10 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def _workers_import_once() -> None:
-    """Workers of a search are forks of a process that has imported what a trial needs.
+    """Trials of a search are forks of a process that has imported what a trial needs.
 
-    Each would spend seconds on it. `TestKilledSearch` starts its workers as a user's search does.
+    Each would spend seconds on it. `test_killed_search_continues_where_it_was` starts a search as a
+    user does.
     """
     modules = ["sklearn.model_selection", "trials.mlp"]
     multiprocessing.set_forkserver_preload([*command.PRELOADED, *modules])
@@ -136,7 +137,7 @@ def _workers_import_once() -> None:
 
 # Files that take longest, started first: workers that end together leave no core idle.
 LONGEST = (
-    *("test_check.py", "test_hostile.py", "test_finder.py", "test_search_engine.py"),
+    *("test_check.py", "test_hostile.py", "test_finder.py", "test_search_optimize.py"),
     *("test_contract.py", "test_strangers.py", "test_compare.py", "test_processes.py"),
     *("test_score.py", "test_compiled.py", "test_package.py", "test_local.py"),
     *("test_schedule.py", "test_your_trial.py", "test_reports_precision.py"),

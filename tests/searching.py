@@ -15,7 +15,7 @@ from determined_amp.cli import search as command
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.search.search_folder import Search, read_search
-from determined_amp.search.workers import Worker
+from determined_amp.search.trial_process import TrialProcess
 from tests.training import ROOT
 
 SMALL_MODEL = (
@@ -68,29 +68,29 @@ def run(directory: Path, search: str, *overrides: str, workers: int = 1, status:
 DEAD = "its process dies"
 
 
-class Staged(Worker):
-    """A worker without a process: its job is the messages that it sends, or `messages` are.
+class Staged(TrialProcess):
+    """A trial without a process: it only sends messages.
 
     Attributes:
-        made: All workers, in the order of their start.
+        made: All trials, in the order of their start.
+        scripts: What the next ones send, one after the other.
         jobs: What they were told to do.
-        messages: What each sends, if its job is a real one.
+        messages: What each sends without a script.
         ending: What ends it: `terminate` or `kill`.
     """
 
     made: ClassVar[list[Staged]] = []
     jobs: ClassVar[list[Any]] = []
-    messages: ClassVar[Sequence[object] | None] = None
+    messages: ClassVar[Sequence[object]] = ()
+    scripts: ClassVar[list[Sequence[object]]] = []
     ending = "terminate"
 
-    def __init__(self, slot: int, workers: int) -> None:
+    def __init__(self, job: Any, slot: int = 0, workers: int = 1) -> None:
         self.slot = slot
         self.connection, self.theirs = multiprocessing.Pipe()
         self.process: Any = Mock(exitcode=-signal.SIGTERM)
         getattr(self.process, self.ending).side_effect = self.theirs.close
         self.made.append(self)
-
-    def run(self, job: Any) -> None:
         self.jobs.append(job)
-        for message in job if self.messages is None else self.messages:
+        for message in self.scripts.pop(0) if self.scripts else self.messages:
             self.theirs.close() if message is DEAD else self.theirs.send(message)

@@ -39,10 +39,20 @@ WRONG_KEYS = (
     "searchr: ",
 )
 
+# The same for a search, whose searcher, ranges and trials are wrong.
+WRONG_SEARCH = (
+    "searcher.max_trials: given, but grid takes only ",
+    "entrypoint: got 'python3 train.py'; ",
+    "hyperparameters.amp.precission: ",
+    "hyperparameters.global_batch_size: ",
+)
+
 # By command: what it says.
 MISTAKES = {
     **{f"{name} no/such.yaml": ["no/such.yaml: cannot be read"] for name in (*COMMANDS, "search")},
     **{f"{name} wrong.yaml": WRONG_KEYS for name in COMMANDS},
+    "search search.yaml": WRONG_SEARCH,
+    "search score.yaml": ["searcher.metric: got f1, which no score has; "],
     "compare plain.yaml": ["hyperparameters.global_batch_size: missing; "],
 }
 REPORT = "report precision fp32 amp_fp16"
@@ -64,6 +74,16 @@ def write_files(folder: Path) -> None:
     }
     (folder / "wrong.yaml").write_text(yaml.safe_dump(config))
     (folder / "plain.yaml").write_text(yaml.safe_dump(plain))
+    search = yaml.safe_load((ROOT / "hp_search" / "loss_scale_grid.yaml").read_text())
+    del search["reproducibility"]  # which no command needs
+    search["searcher"]["metric"] = "f1"
+    (folder / "score.yaml").write_text(yaml.safe_dump(search))
+    search["entrypoint"] = "python3 train.py"
+    search["hyperparameters"] |= {"global_batch_size": 63}
+    search["hyperparameters"]["amp"]["precission"] = "amp_fp16"
+    search["searcher"]["max_trials"] = 3
+    search["resources"]["slots_per_trial"] = 2
+    (folder / "search.yaml").write_text(yaml.safe_dump(search))
     for name in ("fp32", "amp_fp16"):
         write_run(folder / name, name, 1)
 

@@ -159,12 +159,19 @@ class TestRecordOfTheEnd:
         monkeypatch.setattr(MLPTrial, "train_batch", train_batch)
 
     def test_signal_is_recorded_as_a_stop_until_the_resume(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         """The batch of the signal is trained, and so is the next, which is followed by a report."""
+        arguments = training.arguments("mlp/fp32.yaml")
         with monkeypatch.context() as patch:
             self.planted(patch, lambda trial: signal.raise_signal(signal.SIGTERM))
-            training.run_small("mlp/fp32.yaml", tmp_path)
+            assert train.main([*arguments, "--run-folder", str(tmp_path)]) == 130
+        assert f"go on: python -m determined_amp train --resume {tmp_path}\n" in (
+            capsys.readouterr().out
+        )
         stopped = training.end(tmp_path)
         assert stopped == ("stopped", "stopped by SIGTERM", 6)
         with monkeypatch.context() as patch:
@@ -221,6 +228,7 @@ class TestRecordOfTheEnd:
         self,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
         *,
         do: Callable[[MLPTrial], None],
         error: type[BaseException],
@@ -237,6 +245,7 @@ class TestRecordOfTheEnd:
         log = (tmp_path / "log.txt").read_text()
         assert "Traceback (most recent call last)" in log
         assert f"in {do.__name__}" in log
+        assert ("go on: " in capsys.readouterr().out) is (do is interrupt_twice)
 
     @pytest.mark.parametrize(
         ("do", "end"),

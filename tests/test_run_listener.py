@@ -18,7 +18,9 @@ from determined_amp.local.processes import StopOnSignal
 from determined_amp.local.run import train
 from determined_amp.local.run_listener import LocalReports, RunListener
 from determined_amp.runs.folder import RunFolder
-from determined_amp.search.workers import SearchGoneError, _SearchListener
+from determined_amp.runs.run import RunState
+from determined_amp.search.task import Task, Verb
+from determined_amp.search.trial_process import Job, SearchListener
 from tests import training
 
 
@@ -96,13 +98,13 @@ def test_listener_that_does_not_start_ends_the_others(tmp_path: Path) -> None:
     assert after.events == []
 
 
-def test_trial_whose_search_is_gone_is_stopped_and_not_failed(tmp_path: Path) -> None:
-    """The worker leaves at the first validation: nobody takes the answer."""
-
-    def leave(validation: object) -> bool:
-        raise SearchGoneError("the search is gone")
-
-    listener = _SearchListener(leave, lambda: None)
-    with pytest.raises(SearchGoneError):
-        run(tmp_path, listener)
-    assert training.end(tmp_path) == ("stopped", "the search is gone", 6)
+def test_trial_whose_search_was_killed_stops_with_a_checkpoint(tmp_path: Path) -> None:
+    job = Job(Task(Verb.TRAIN), {}, tmp_path)
+    gone = iter([False, True, True])
+    listener = SearchListener(job, lambda: None, search_is_gone=lambda: next(gone, True))
+    run(tmp_path, listener)
+    state, reason, batches = training.end(tmp_path)
+    assert (state, reason) == ("stopped", "its search was killed")
+    assert 0 < batches < 12
+    assert complete_checkpoints(tmp_path / "checkpoints")
+    assert listener.state is RunState.STOPPED

@@ -25,7 +25,8 @@ from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder import score as scoring
 from determined_amp.finder.frozen import FrozenBatch, Gradients, LossScaleError
 from determined_amp.finder.passes import Observation, Prediction, predict
-from determined_amp.finder.score import Score, score_batches, worth_of_best
+from determined_amp.finder.score import score_batches, worth_of_best
+from determined_amp.finder.score_metrics import Score
 from determined_amp.finder.verdict import FLUSHED_LIMIT, find
 from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.frozen import score

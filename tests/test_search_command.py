@@ -87,7 +87,7 @@ def test_ctrl_c_does_not_reach_the_server_while_it_imports(tmp_path: Path) -> No
         "import signal\n"
         "from multiprocessing import forkserver\n"
         "from determined_amp.cli import search as command\n"
-        "command.PRELOADED[:] = ['takes_long']\n"
+        "command.PRELOADED = ['takes_long']\n"
         "command.start_server()\n"
         "server = forkserver._forkserver._forkserver_pid\n"
         "print(open(f'/proc/{server}/status').read())\n"

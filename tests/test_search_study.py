@@ -5,46 +5,51 @@ from __future__ import annotations
 import errno
 import io
 import math
+import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import optuna
 import pytest
 from optuna.trial import TrialState
 from rich.console import Console
 
 from determined_amp.amp.errors import ConfigError
-from determined_amp.runs.folder import RunError, RunFolder, read_record
-from determined_amp.runs.run import Report, Run, RunState
-from determined_amp.search import engine
+from determined_amp.runs.folder import RunError, RunFolder, trial_folder
+from determined_amp.runs.run import Report, RunState
+from determined_amp.search import optimize
+from determined_amp.search.optimize import SearchError
 from determined_amp.search.search_display import SearchDisplay, minutes
 from determined_amp.search.search_folder import STUDY_FILE, read_search, write_config
 from determined_amp.search.search_plan import SearchPlan
-from determined_amp.search.study import SearchStudy, StudyError, create_study, storing
-from determined_amp.search.workers import FirstBatch, TrialResult
+from determined_amp.search.study import (
+    StudyError,
+    create_study,
+    goes_on_after,
+    open_trials,
+    storing,
+)
+from determined_amp.search.trial_process import FirstBatch, TrialResult
 from tests import searching, training
 from tests.reporting import SEARCH, scored, write_study
 from tests.searching import DEAD, Staged
 
 
-def study_in(folder: Path) -> SearchStudy:
+def study_in(folder: Path) -> tuple[optuna.Study, int]:
     config = searching.load(folder, "loss_scale_grid.yaml", *searching.THREE_SCALES)
-    return SearchStudy(SearchPlan(config), folder)
+    return open_trials(folder, SearchPlan(config))
 
 
-def new_study(folder: Path) -> SearchStudy:
+def new_study(folder: Path) -> optuna.Study:
     create_study(folder, searching.load(folder, "loss_scale_grid.yaml"))
-    return study_in(folder)
-
-
-def next_number(study: SearchStudy) -> int:
-    job = study.next_job()
-    assert job is not None
-    return job[0]
+    return study_in(folder)[0]
 
 
 def test_folder_without_a_search_is_refused(tmp_path: Path) -> None:
@@ -106,43 +111,50 @@ def test_another_database_is_left_untouched(tmp_path: Path) -> None:
 def test_study_of_a_folder_with_an_odd_name_is_opened(tmp_path: Path) -> None:
     folder = tmp_path / "a b%20?mode=rw#"
     folder.mkdir()
-    assert new_study(folder).next_job() is not None
-    assert {path.name for path in folder.iterdir()} == {STUDY_FILE, "search.yaml", "trials"}
+    assert new_study(folder).ask().number == 0
+    assert {path.name for path in folder.iterdir()} == {STUDY_FILE, "search.yaml"}
 
 
-def test_trials_that_run_come_before_those_that_wait(tmp_path: Path) -> None:
+def test_trials_that_ran_wait_again_and_come_first(tmp_path: Path) -> None:
     study = new_study(tmp_path)
-    jobs = [study.next_job(), study.next_job()]
-    again = study_in(tmp_path)
-    assert [again.next_job(), again.next_job()] == jobs
-    assert (next_number(again), again.next_job()) == (2, None)
+    started = [study.ask(), study.ask()]
+    again, waiting = study_in(tmp_path)
+    assert waiting == 3
+    asked = [again.ask() for _ in range(3)]
+    assert [trial.number for trial in asked] == [0, 1, 2]
+    assert [trial.params for trial in asked[:2]] == [trial.params for trial in started]
+    scales = [trial.params["amp.init_scale"] for trial in asked]
+    assert scales == [2.0**24, 2.0**14, 2.0**4]
 
 
-def test_trial_whose_folder_has_its_end_is_not_run_again(tmp_path: Path) -> None:
-    """The search was killed before the study had it."""
-    first = new_study(tmp_path).next_job()
-    assert first is not None
-    folder = RunFolder(first[1].folder)
-    folder.append_metrics({"group": "validation", "batches": 2, "loss_scale_score": 0.5})
-    folder.end(RunState.COMPLETED)
-    assert (first[0], next_number(study_in(tmp_path))) == (0, 1)
+def test_threads_that_ask_at_once_are_given_different_trials(tmp_path: Path) -> None:
+    study = new_study(tmp_path)
+    start = threading.Barrier(3)
+
+    def ask() -> int:
+        start.wait()
+        return study.ask().number
+
+    with ThreadPoolExecutor(3) as threads:
+        asked = [threads.submit(ask) for _ in range(3)]
+    assert sorted(each.result() for each in asked) == [0, 1, 2]
 
 
 def test_database_on_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     study = new_study(tmp_path)
     refused = pytest.raises(StudyError, match=r"study\.db: cannot be read or written: .*--resume")
     with refused, storing(tmp_path), training.no_file_larger_than(1000):
-        study.next_job()
-    assert next_number(study_in(tmp_path)) == 0
+        study.ask()
+    assert study_in(tmp_path)[0].ask().number == 0
 
 
 def test_full_disk_ends_a_search_with_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = OSError(errno.ENOSPC, "disk full", str(tmp_path / "run.json"))
-    monkeypatch.setattr(engine, "SearchStudy", Mock(side_effect=full))
+    monkeypatch.setattr(optimize, "open_trials", Mock(side_effect=full))
     with pytest.raises(StudyError, match=r"run\.json: cannot be .*: disk full; free .* --resume /"):
-        engine._run(tmp_path, Mock(search={"searcher": {}}), Mock(), 1)
+        optimize._optimize(tmp_path, Mock(search={"searcher": {}}), Mock(), 1)
 
 
 def test_study_whose_writer_was_killed_in_a_transaction_is_opened(tmp_path: Path) -> None:
@@ -156,63 +168,20 @@ def test_study_whose_writer_was_killed_in_a_transaction_is_opened(tmp_path: Path
     killed = subprocess.run([sys.executable, "-c", write], cwd=tmp_path, check=False)
     assert killed.returncode == 9
     assert (tmp_path / f"{STUDY_FILE}-journal").stat().st_size > 0
-    assert study_in(tmp_path).next_job() is not None
+    assert study_in(tmp_path)[0].ask().number == 0
 
 
 def test_trial_worse_than_another_stops_where_they_are_first_compared(tmp_path: Path) -> None:
     config = searching.load(tmp_path, "loss_scale_asha.yaml", *searching.SHORT_ASHA)
-    assert create_study(tmp_path, config).study_name == "loss-scale-asha"
-    study = SearchStudy(SearchPlan(config), tmp_path)
-    numbers = next_number(study), next_number(study)
+    assert create_study(tmp_path, write_config(tmp_path, config, 1)).study_name == config["name"]
+    study, _ = open_trials(tmp_path, SearchPlan(config))
+    assert (study.ask().number, study.ask().number) == (0, 1)
     said = [
         *((0, 2, {"validation_loss": 1.0}), (1, 2, {"validation_loss": math.nan}), (1, 2, {})),
         *((1, batches, {"validation_loss": 2.0}) for batches in (2, 2, 8)),  # 2 again: a resume
     ]
-    goes_on = [study.validated(numbers[i], Report(n, metrics)) for i, n, metrics in said]
-    assert goes_on == [True, True, True, False, True, True]
-
-
-AFTER, FAIL = "; it ended after 2 batches", TrialState.FAIL
-
-
-@pytest.mark.parametrize(
-    ("state", "metric", "ends", "kept"),
-    [
-        ("completed", "loss_scale_score", ("completed", ""), TrialState.COMPLETE),
-        ("completed", "f1", ("failed", f"loss_scale_score was not reported{AFTER}"), FAIL),
-        ("pruned", "loss_scale_score", ("pruned", "2 batches: why"), TrialState.PRUNED),
-        ("invalid", "loss_scale_score", ("invalid", f"why{AFTER}"), FAIL),
-    ],
-)
-def test_end_of_a_trial_is_recorded(
-    tmp_path: Path, state: str, metric: str, ends: tuple[str, str], kept: TrialState
-) -> None:
-    study = new_study(tmp_path)
-    job = study.next_job()
-    assert job is not None
-    assert read_record(job[1].folder).hparams == {"amp.init_scale": 2.0**24}
-    RunFolder(job[1].folder).append_metrics({"group": "validation", "batches": 2, metric: 0.5})
-    run = study.ended(0, TrialResult(RunState(state), reason="why"))
-    assert run is not None
-    assert (run.state, run.reason) == ends
-    assert [trial.state for trial in study._trials()][:2] == [kept, TrialState.WAITING]
-    assert study._trials()[0].value == (0.5 if kept is TrialState.COMPLETE else None)
-
-
-def test_trial_that_was_interrupted_or_whose_process_died_comes_first(tmp_path: Path) -> None:
-    config = searching.load(tmp_path, "loss_scale_grid.yaml", "max_restarts=1")
-    create_study(tmp_path, config)
-    study = SearchStudy(SearchPlan(config), tmp_path)
-    assert next_number(study) == 0
-    assert study.ended(0, TrialResult(RunState.STOPPED)) is None
-    assert next_number(study) == 0
-    assert study.lost(0, -9) is None
-    assert next_number(study) == 0
-    failed = study.lost(0, -9)
-    assert failed is not None
-    died = "its process died 2 times, the last time with status -9"
-    assert failed.reason == f"{died}; it ended after 0 batches"
-    assert next_number(study) == 1
+    continues = [goes_on_after(tmp_path, i, Report(n, metrics)) for i, n, metrics in said]
+    assert continues == [True, True, True, False, True, True]
 
 
 def ended_by(state: RunState, reason: str | None = None) -> tuple[TrialResult]:
@@ -220,96 +189,123 @@ def ended_by(state: RunState, reason: str | None = None) -> tuple[TrialResult]:
 
 
 COMPLETED = ended_by(RunState.COMPLETED)
+AFTER = "; it ended after 2 batches"
 
 
-class TestEngine:
+class TestTrials:
+    """Of a search with three points, whose processes only send messages."""
+
     @pytest.fixture(autouse=True)
     def _staged(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(engine, "Worker", Staged)
-        monkeypatch.setattr(engine, "GRACE", 0.0)
-        monkeypatch.setattr(Staged, "made", [])
+        monkeypatch.setattr(optimize, "TrialProcess", Staged)
+        for name in ("made", "jobs"):
+            monkeypatch.setattr(Staged, name, [])
 
     def run(
         self,
-        *trials: Sequence[object],
+        folder: Path,
+        *processes: Sequence[object],
+        metric: str = "loss_scale_score",
         workers: int = 1,
-        compares: bool = False,
-        time_limit: float = math.inf,
-        on_end: Callable[[engine.Engine], object] = lambda engine: None,
+        time_limit: float | None = None,
+        on_end: Callable[[Any], object] = lambda run: None,
     ) -> Any:
-        """The engine that ran trials which send these messages."""
+        """The objective of a search whose processes send these messages, in their order."""
+        config = searching.load(
+            folder, "loss_scale_grid.yaml", *searching.THREE_SCALES, "max_restarts=1"
+        )
+        if not (folder / STUDY_FILE).exists():
+            create_study(folder, write_config(folder, config, workers))
+        for number in range(3):
+            run_folder = RunFolder(trial_folder(folder, number))
+            run_folder.append_metrics({"group": "validation", "batches": 2, metric: 0.5})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Staged, "scripts", list(processes))
+            display: Any = Mock()
+            display.ended.side_effect = on_end
+            return optimize._optimize(folder, SearchPlan(config), display, workers, time_limit)
 
-        def ended(number: int, result: TrialResult) -> Run | None:
-            on_end(made)
-            if result.state is RunState.STOPPED:
-                return None
-            return Run(str(number), result.state, result.reason or "")
-
-        study: Any = Mock(compares=compares)
-        study.next_job.side_effect = [*enumerate(trials), *[None] * 9]
-        study.validated.side_effect = lambda number, report: report.batches < 4
-        study.lost.return_value = None
-        study.ended.side_effect = ended
-        made = engine.Engine(study, Mock(), workers, time_limit)
-        made.run()
-        return made
+    def states(self, folder: Path) -> list[TrialState]:
+        return [
+            trial.state
+            for trial in optuna.load_study(
+                study_name=None, storage=f"sqlite:///{folder / STUDY_FILE}"
+            ).trials
+        ]
 
     @pytest.mark.parametrize(
-        ("reasons", "common"),
+        ("state", "metric", "ends", "kept"),
         [
-            (["a 1 b", "a 2.5e-3 b", "a 3 b", "a"], "a 3 b"),
-            (["a 1 b", "a 2 b", "c", "a 4 b"], None),
-            (["a", "a", None, "a"], None),
+            ("completed", "loss_scale_score", ("completed", ""), TrialState.COMPLETE),
+            (
+                "completed",
+                "f1",
+                ("failed", f"loss_scale_score was not reported{AFTER}"),
+                TrialState.FAIL,
+            ),
+            ("pruned", "loss_scale_score", ("pruned", "2 batches: why"), TrialState.PRUNED),
+            ("invalid", "loss_scale_score", ("invalid", f"why{AFTER}"), TrialState.FAIL),
         ],
     )
-    def test_three_failures_alike_in_a_row_end_a_search(
-        self, reasons: Sequence[str | None], common: str | None
+    def test_end_of_a_trial_is_recorded(
+        self, tmp_path: Path, state: str, metric: str, ends: tuple[str, str], kept: TrialState
     ) -> None:
-        ends = [COMPLETED if r is None else ended_by(RunState.FAILED, r) for r in reasons]
-        made = self.run(*ends)
-        assert made.common_failure == common
-        assert made._study.ended.call_count == (4 if common is None else 3)
+        ended = ended_by(RunState(state), None if state == "completed" else "why")
+        self.run(tmp_path, ended, COMPLETED, COMPLETED, metric=metric)
+        run = read_search(tmp_path).runs[0]
+        assert (run.state.value, run.reason) == ends
+        assert run.hparams == {"amp.init_scale": 2.0**24}
+        assert self.states(tmp_path)[0] is kept
 
-    @pytest.mark.parametrize(("compares", "slots"), [(False, [0, 1]), (True, [0, 1, 0])])
-    def test_process_runs_many_trials_but_one_of_a_comparison(
-        self, slots: list[int], *, compares: bool
+    def test_every_trial_has_a_process_and_those_of_one_time_have_slots(
+        self, tmp_path: Path
     ) -> None:
-        made = self.run(COMPLETED, COMPLETED, COMPLETED, workers=2, compares=compares)
-        assert [worker.slot for worker in Staged.made] == slots
-        assert all(worker.connection.closed for worker in Staged.made)
-        assert not any(worker.process.kill.called for worker in Staged.made)
-        assert made._display.ended.call_count == 3
-
-    def test_validation_is_answered_and_a_death_is_no_end(self) -> None:
-        made = self.run((FirstBatch(), Report(2, {}), Report(4, {}), *COMPLETED))
-        assert [Staged.made[0].theirs.recv() for _ in range(2)] == [True, False]
-        made = self.run((DEAD,), COMPLETED)
-        made._display.lost.assert_called_once_with(0, -15)
-        made._study.lost.assert_called_once_with(0, -15)
+        self.run(tmp_path, *[(FirstBatch(), *COMPLETED)] * 3, workers=2)
         assert len(Staged.made) == 3
-        assert not made.stopping
+        assert {trial.slot for trial in Staged.made} <= {0, 1}
+        assert all(trial.connection.closed for trial in Staged.made)
+        assert not any(trial.process.kill.called for trial in Staged.made)
+        assert self.states(tmp_path) == [TrialState.COMPLETE] * 3
 
-    def test_problem_of_the_machine_stops_the_other_trials(self) -> None:
-        made = self.run(ended_by(RunState.STOPPED, "disk full"), (), workers=2)
-        assert (made.blocked, made.stopping, made.time_is_up) == ("disk full", True, False)
-        assert made._study.lost.call_count == 0
+    def test_trial_whose_process_dies_continues_as_often_as_it_may(self, tmp_path: Path) -> None:
+        self.run(tmp_path, (DEAD,), COMPLETED, (DEAD,), (DEAD,), COMPLETED)
+        assert [job.number for job in Staged.jobs] == [0, 0, 1, 1, 2]
+        _, failed, _ = read_search(tmp_path).runs
+        died = "its process died 2 times, the last time with status -15"
+        assert failed.reason == f"{died}{AFTER}"
+        assert self.states(tmp_path) == [TrialState.COMPLETE, TrialState.FAIL, TrialState.COMPLETE]
+
+    def test_trial_whose_folder_has_its_end_is_not_run_again(self, tmp_path: Path) -> None:
+        """The search was killed before its study had it."""
+        RunFolder(trial_folder(tmp_path, 1)).end(RunState.COMPLETED)
+        self.run(tmp_path, COMPLETED, COMPLETED)
+        assert [job.number for job in Staged.jobs] == [0, 2]
+        assert self.states(tmp_path) == [TrialState.COMPLETE] * 3
+
+    def test_problem_of_the_machine_stops_the_search_and_leaves_its_trials_open(
+        self, tmp_path: Path
+    ) -> None:
+        with pytest.raises(SearchError, match="disk full; the search stopped, and its open trials"):
+            self.run(tmp_path, ended_by(RunState.STOPPED, "disk full"), (), workers=2)
+        assert TrialState.FAIL not in self.states(tmp_path)
+        self.run(tmp_path, *[COMPLETED] * 3)
+        assert self.states(tmp_path) == [TrialState.COMPLETE] * 3
 
     @pytest.mark.parametrize("ending", ["terminate", "kill"])
     def test_time_limit_stops_what_runs_and_then_kills_it(
-        self, ending: str, monkeypatch: pytest.MonkeyPatch
+        self, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(Staged, "ending", ending)
-        made = self.run((), (), time_limit=0.1)
+        monkeypatch.setattr(optimize, "GRACE", 0.2 if ending == "kill" else 60.0)
+        made = self.run(tmp_path, (), time_limit=2.0)
         assert made.time_is_up
-        (worker,) = Staged.made
-        assert worker.process.kill.called is (ending == "kill")
+        (trial,) = Staged.made
+        assert trial.process.kill.called is (ending == "kill")
+        assert TrialState.FAIL not in self.states(tmp_path)
 
-    def test_signal_starts_no_further_trial(self) -> None:
-        made = self.run(COMPLETED, COMPLETED, on_end=lambda made: made.on_signal(2, None))
-        assert (made.stopping, made.time_is_up, made._study.next_job.call_count) == (True, False, 1)
-
-    def test_error_leaves_no_worker_behind(self) -> None:
-        with pytest.raises(OSError, match="full"):
-            self.run(COMPLETED, (), workers=2, on_end=Mock(side_effect=OSError("full")))
-        assert [worker.process.kill.called for worker in Staged.made] == [False, True]
-        assert all(worker.connection.closed for worker in Staged.made)
+    def test_signal_starts_no_further_trial(self, tmp_path: Path) -> None:
+        made = self.run(
+            tmp_path, COMPLETED, COMPLETED, on_end=lambda run: signal.raise_signal(signal.SIGINT)
+        )
+        assert (made.stopping, made.time_is_up, len(Staged.made)) == (True, False, 1)
+        assert self.states(tmp_path)[0] is TrialState.COMPLETE

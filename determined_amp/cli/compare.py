@@ -17,8 +17,14 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from determined_amp.amp.errors import ConfigError, Problem, UserError
-from determined_amp.cli.options import at_least, checked_configuration, is_task, parser_of
+from determined_amp.amp.errors import ConfigError, Problem
+from determined_amp.cli.options import (
+    INTERRUPTED,
+    at_least,
+    checked_configuration,
+    is_task,
+    parser_of,
+)
 from determined_amp.cli.search import start_server
 from determined_amp.experiment.dotted import value_at
 
@@ -44,11 +50,12 @@ def main(arguments: Sequence[str]) -> int:
 
         if is_task():
             comparison.compare_on_cluster(options)
-        else:
-            comparison.compare(config, options.config, options)
-    except KeyboardInterrupt:  # during the runs, the engine handles signals
-        raise UserError("stopped before the first run: nothing is compared yet") from None
-    return 0
+            return 0
+        _, _, stopped = comparison.compare(config, options.config, options)
+    except KeyboardInterrupt as interrupt:  # during the runs, the engine handles signals
+        early = "stopped before the first run: nothing is compared yet; begin again to compare"
+        raise KeyboardInterrupt(str(interrupt) or early) from None
+    return INTERRUPTED if stopped else 0
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

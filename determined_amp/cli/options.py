@@ -13,6 +13,10 @@ from typing import Any
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment.experiment import check, read_yaml
 from determined_amp.experiment.overrides import in_precision, with_overrides
+from determined_amp.search.task import BATCHES, MOST_BATCHES
+
+# The exit status of a command that a signal has stopped, so that `a && b` stops, too.
+INTERRUPTED = 130
 
 
 def is_task() -> bool:
@@ -94,10 +98,10 @@ def add_batches_option(parser: argparse.ArgumentParser) -> None:
     """Add `--batches`, the number of batches to measure on."""
     parser.add_argument(
         "--batches",
-        type=at_least(1, 1000),
-        default=4,
+        type=at_least(1, MOST_BATCHES),
+        default=BATCHES,
         metavar="N",
-        help="training batches to measure on (4)",
+        help=f"training batches to measure on ({BATCHES})",
     )
 
 

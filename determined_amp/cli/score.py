@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     config = checked_configuration(options)
     # These import torch, which takes seconds.
-    from determined_amp.finder.score import check_score  # noqa: PLC0415
+    from determined_amp.finder.score_metrics import check_score  # noqa: PLC0415
     from determined_amp.local.open_trial import open_trial  # noqa: PLC0415
 
     with open_trial(config, options.config, options.trial) as opened:

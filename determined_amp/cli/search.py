@@ -1,7 +1,7 @@
 """The command `search`: run a search without a cluster, from the same YAML as on a cluster.
 
 It writes `runs/NAME/TIME/`: the configuration, an Optuna study in `study.db`, and a run folder per
-trial. Ctrl-C stops it. If the search or a worker was stopped or killed, `--resume` continues every
+trial. Ctrl-C stops it. If the search or a trial was stopped or killed, `--resume` continues every
 trial from its newest checkpoint. `optuna-dashboard sqlite:///FOLDER/study.db` shows a search, even
 while it runs.
 
@@ -17,32 +17,44 @@ import signal
 from collections.abc import Sequence
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 from determined_amp.cli.options import add_override_option, at_least
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 
-# Each worker is a process with its own torch. A larger machine may have one per processor.
+# Each trial is a process with its own torch. A larger machine may have one per processor.
 _MOST_WORKERS = 16
 
-# Modules that the workers' fork server imports.
-PRELOADED = ["determined_amp.search.fork_server"]
+# What the server imports for the trials. The first optimizer needs `_dynamo`, the first report
+# tensorboard, the default data scikit-learn.
+PRELOADED = (
+    "determined_amp.search.trial_process",
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+    "sklearn.datasets",
+)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run a search or continue one; the exit status is that of `run_search`."""
     options = _options(arguments)
-    if options.search:  # named before torch is imported, if it cannot be read
-        with_overrides(read_yaml(options.search), options.overrides)
+    config: dict[str, Any] = {}
+    if options.search:
+        from determined_amp.search.search_plan import check_search  # noqa: PLC0415  # Optuna
+
+        config = with_overrides(read_yaml(options.search), options.overrides)
+        check_search(config, options.search)
     start_server()
     # Imported after the server starts: both spend seconds importing torch, at the same time.
-    from determined_amp.search.engine import run_search  # noqa: PLC0415
+    from determined_amp.search.optimize import new_search, run_search  # noqa: PLC0415
 
-    return run_search(options.search, options.resume, options.overrides, options.workers)
+    folder = options.resume or new_search(config, options.search, options.workers)
+    return run_search(folder, options.workers)
 
 
 def start_server(*more: str) -> None:
-    """Start the server that forks the workers; it imports torch, and `more`, in the background.
+    """Start the server that forks the trials; it imports torch, and `more`, in the background.
 
     Importing torch and its dependencies takes 8 s; a process forked after that starts in 0.3 s. The
     server starts no threads and does not initialise CUDA, so its forks can do both. But importing

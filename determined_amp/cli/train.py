@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from determined_amp.amp.errors import ConfigError, Problem
-from determined_amp.cli.options import configuration_of, is_task, parser_of
+from determined_amp.cli.options import INTERRUPTED, configuration_of, is_task, parser_of
 from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.experiment import check, parse, ranges
 
@@ -26,7 +26,7 @@ _METHODS = ("single", *_SEARCHES, "custom")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train until the run has completed, or a signal stops it."""
+    """Train until the run has completed, or a signal stops it; then the status is 130."""
     if is_task():
         trial = parser_of("train", "Train the trial of this task.").parse_args(arguments).trial
         from determined_amp.cluster import train_task  # noqa: PLC0415  # torch
@@ -70,8 +70,8 @@ def _train_here(options: argparse.Namespace, raw: Mapping[str, Any]) -> int:
         return folder
 
     with ExitStack() as held:
-        run.train(config, choose_folder, resume)
-    return 0
+        stopped = run.train(config, choose_folder, resume)
+    return INTERRUPTED if stopped else 0
 
 
 def _refuse_search(config: Mapping[str, Any], source: str) -> None:

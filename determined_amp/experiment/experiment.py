@@ -287,16 +287,25 @@ def parse(
     return _with_trial(experiment, key, source)
 
 
-def check(config: Mapping[str, Any], source: str, *, trial: str | None = None) -> None:
+def check(
+    config: Mapping[str, Any],
+    source: str,
+    *,
+    trial: str | None = None,
+    hyperparameters: Mapping[str, Any] | None = None,
+) -> Experiment:
     """Check all of a configuration that can be checked without the trial, and without torch.
 
-    A command calls it before it imports torch, so that a mistake is named at once. `parse` checks
-    the rest.
+    A command calls it before it imports torch, so that a mistake is named at once. `parse`, which
+    has the same arguments, checks the rest.
+
+    Returns:
+        The experiment, whose trial cannot be made.
 
     Raises:
         ConfigError: naming every mistake.
     """
-    _check(config, source, trial, None)
+    return _check(config, source, trial, hyperparameters)[0]
 
 
 def _check(

@@ -20,9 +20,6 @@ from determined_amp.amp.replay import float16_as, undisturbed
 from determined_amp.amp.slots import Slots
 from determined_amp.amp.tensors import parameters_in
 
-# All batches are in memory at once, so their number is limited; a few are enough.
-MOST_BATCHES = 1000
-
 
 class LossScaleError(UserError):
     """No loss scale can be found. The message says why, and what to do."""

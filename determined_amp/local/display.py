@@ -20,6 +20,7 @@ from rich.table import Table
 from determined_amp.amp.metric_names import AuditMetricName, MetricName
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.training import LENGTH_UNITS
+from determined_amp.local.checkpoint_storage import complete_checkpoints
 from determined_amp.local.processes import StopOnSignal
 from determined_amp.local.run_listener import RunListener
 from determined_amp.runs.folder import RunFolder
@@ -118,7 +119,10 @@ class Display(RunListener):
         if self._progress.live.is_started:
             self._progress.stop()
         if error is None:
-            self._show_table("stopped, can be resumed" if stopped else "completed")
+            self._show_table("stopped" if stopped else "completed")
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if stopped or (interrupted and complete_checkpoints(self._folder / "checkpoints")):
+            self._say(f"go on: python -m determined_amp train --resume {self._folder}")
 
     def _show_table(self, state: str) -> None:
         training, validation = self._latest["training"], self._latest["validation"]
@@ -127,7 +131,7 @@ class Display(RunListener):
                 f"{self._title}: {self._all_trained} batches are trained, which is all that it "
                 f"asks for; to go on, give it a larger {self._length}"
             )
-            self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+            self._say(text)
             return
         table = Table(
             title=escape(f"{self._title}: {state}"), title_justify="left", show_header=False
@@ -151,7 +155,9 @@ class Display(RunListener):
         for name in self._others(numbers, [name for _, name, _ in _CLOSING]):
             table.add_row(escape(name), f"{numbers[name]:.4g}")
         self._console.print(table)
-        text = f"run folder: {self._folder}"
+        self._say(f"run folder: {self._folder}")
+
+    def _say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def _others(self, numbers: Mapping[str, float], known: Collection[str]) -> list[str]:

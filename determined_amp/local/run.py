@@ -198,8 +198,8 @@ def train(
     listeners: Sequence[RunListener] = (),
     *,
     show: bool = True,
-) -> RunFolder:
-    """Train to the end, or until a signal stops the run.
+) -> bool:
+    """Train to the end, or until a signal or a listener stops the run.
 
     Args:
         experiment: The experiment.
@@ -209,7 +209,7 @@ def train(
         show: Whether the terminal shows the run.
 
     Returns:
-        The run folder.
+        Whether the run was stopped, and can be resumed.
 
     Raises:
         CheckpointError: if the checkpoint to resume from does not fit, or one cannot be saved.
@@ -247,7 +247,7 @@ def train(
                 stop=stop,
                 console=console,
             )
-        return folder
+        return stop.obeyed
 
 
 def _fit(

@@ -15,14 +15,23 @@ from optuna.distributions import BaseDistribution
 from determined_amp.amp.errors import ConfigError, Problem
 from determined_amp.amp.settings import setting
 from determined_amp.experiment.dotted import value_at
-from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, Searcher, parse
+from determined_amp.experiment.experiment import (
+    TRIAL_SEED,
+    Experiment,
+    Searcher,
+    check,
+    parse,
+)
 from determined_amp.experiment.fields import read
 from determined_amp.experiment.training import LENGTH_UNITS
-from determined_amp.finder.score import check_score
+from determined_amp.finder.score_metrics import check_score
 from determined_amp.search.space import MOST_TRIALS, Space, read_space
 from determined_amp.search.task import Task, Topic, Verb
 
-optuna.logging.set_verbosity(optuna.logging.WARNING)  # it would log every study and trial
+optuna.logging.set_verbosity(optuna.logging.ERROR)  # it would log every study and trial
+
+
+_SCALE = "amp.init_scale"
 
 
 class Method(str, enum.Enum):
@@ -125,7 +134,7 @@ class SearchPlan:
                 "a smaller count of each range, or searcher.name: random"
             )
             problems.append(Problem("hyperparameters", text))
-        seed = value_at(search, "reproducibility.experiment_seed")
+        seed = value_at(search, "reproducibility.experiment_seed") or 0
         restarts = search.get("max_restarts", 5)
         for key, value in (("reproducibility.experiment_seed", seed), ("max_restarts", restarts)):
             if not isinstance(value, int) or value < 0:
@@ -140,20 +149,14 @@ class SearchPlan:
         self.max_restarts: int = restarts
         self._seed: int = seed
 
-    def check(self) -> None:
-        """Check the trials at the ends of all ranges: many others would share their mistakes.
+    def check_trial(self) -> None:
+        """Check what only the class of the trial knows, at the ends of all ranges.
 
         Raises:
             ConfigError: naming every mistake of the first trial that has one.
         """
         for probe in self.space.probes():
-            experiment = self.experiment(0, self.space.nested(probe))
-            if self.task.verb is Verb.SCORE:
-                check_score(experiment)
-                continue
-            problems = list(unequal_lengths(experiment, self.settings))
-            if problems:
-                raise ConfigError("search", problems)
+            self.experiment(0, self.space.nested(probe))
 
     @property
     def compares(self) -> bool:
@@ -195,12 +198,58 @@ class SearchPlan:
         config = self.search
         if self.task.verb is Verb.TRAIN:
             seed = {"experiment_seed": self.drawn_seed(number)}
-            config = {**config, "reproducibility": {**config["reproducibility"], **seed}}
+            given = config.get("reproducibility") or {}
+            config = {**config, "reproducibility": {**given, **seed}}
         return parse(config, str(config.get("name", "search")), hyperparameters=sampled)
+
+    def trial(self, number: int) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        """The configuration of a trial, and its searched hyperparameters by dotted name."""
+        sampled = self.space.nested(self.points[number])
+        config = self.experiment(number, sampled).config
+        hparams = {axis.name: value_at(sampled, axis.name) for axis in self.space.axes}
+        if _SCALE in hparams:  # the sampled scale is rounded to a power of two
+            hparams[_SCALE] = value_at(config["hyperparameters"], _SCALE)
+        return config, hparams
 
     def drawn_seed(self, number: int) -> int:
         """A 32-bit seed that depends only on the search's seed and the trial's number."""
         return int(np.random.SeedSequence((self._seed, number)).generate_state(1)[0])
+
+
+def check_search(search: Mapping[str, Any], source: str) -> None:
+    """Check all of a search that can be checked without its trial, and without torch.
+
+    It checks the trials at the ends of all ranges: many others would share their mistakes.
+
+    Raises:
+        ConfigError: naming every mistake.
+    """
+    problems: list[str] = []
+    try:
+        SearchPlan(search)
+    except ConfigError as error:
+        problems.extend(error.problems)
+    in_space: list[str] = []
+    space = read_space(search.get("hyperparameters"), in_space, grid=False)
+    for probe in () if in_space else space.probes():
+        try:
+            _check_probe(search, space.nested(probe))
+        except ConfigError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise ConfigError(source, list(dict.fromkeys(problems)))
+
+
+def _check_probe(search: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> None:
+    """Check one trial; what is wrong with the searcher or the entrypoint is named elsewhere."""
+    experiment = check(search, "search", hyperparameters=hyperparameters)
+    task, settings = _task_here(search, []), read_searcher(search.get("searcher"), [])
+    if task is not None and task.verb is Verb.SCORE:
+        check_score(experiment)
+    elif settings is not None:
+        problems = list(unequal_lengths(experiment, settings))
+        if problems:
+            raise ConfigError("search", problems)
 
 
 def unequal_lengths(experiment: Experiment, searcher: SearcherSettings) -> Iterator[Problem]:

@@ -12,8 +12,9 @@ from determined_amp.experiment.dotted import flat, value_at
 from determined_amp.experiment.entrypoint import command_in, is_class
 from determined_amp.runs.run import is_scale
 
-# How many batches are scored, or used by the finder, without `--batches`.
-BATCHES = 4
+# How many batches are scored, or used by the finder, without `--batches`, and with it at most: all
+# are in memory at once, and a few are enough.
+BATCHES, MOST_BATCHES = 4, 1000
 
 
 class Verb(enum.Enum):
@@ -88,8 +89,6 @@ _TOPICS = {
 
 
 def _batches(text: str) -> int:
-    from determined_amp.finder.frozen import MOST_BATCHES  # noqa: PLC0415  # torch
-
     if not (text.isdecimal() and 1 <= int(text) <= MOST_BATCHES):
         problem = f"got {text!r}; allowed: an integer from 1 to {MOST_BATCHES}"
         raise ConfigError("entrypoint", [Problem("--batches", problem)])

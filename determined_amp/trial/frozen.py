@@ -25,7 +25,8 @@ from determined_amp.amp.settings import OnOverflow
 from determined_amp.experiment.dotted import value_at
 from determined_amp.finder.advice import FoundScale, run_now, sentences
 from determined_amp.finder.frozen import FrozenBatch, LossScaleError
-from determined_amp.finder.score import Score, score_batches
+from determined_amp.finder.score import score_batches
+from determined_amp.finder.score_metrics import Score
 from determined_amp.finder.verdict import find
 from determined_amp.trial.determined_0_38 import (
     BatchCollector,

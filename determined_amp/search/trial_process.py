@@ -1,8 +1,4 @@
-"""The worker processes of a search. Each runs trials: trains them, or scores or finds a loss scale.
-
-On a CPU `peak_memory_mib` is the peak over all trials of a process so far. Only in a comparison
-does each trial have a process of its own.
-"""
+"""The process of one trial of a search: it trains the trial, or scores or finds its loss scale."""
 
 from __future__ import annotations
 
@@ -37,6 +33,7 @@ from determined_amp.local.run import train
 from determined_amp.local.run_listener import RunListener, after_first_batch
 from determined_amp.runs.folder import RunFolder
 from determined_amp.runs.run import Report, RunState
+from determined_amp.search.study import StudyError, goes_on_after, storing
 from determined_amp.search.task import Task, Verb
 from determined_amp.trial.determined_0_38 import leave_the_cluster
 
@@ -50,6 +47,9 @@ class Job:
     task: Task  # whether to train, score or find
     config: Mapping[str, Any]  # its experiment configuration
     folder: Path  # its run folder; a trial with a checkpoint there continues from it
+    # The folder of its search, whose study gets its validations; None for a trial without a search.
+    search: Path | None = None
+    number: int = 0  # its number in the search
 
 
 @dataclass(frozen=True)
@@ -71,42 +71,39 @@ class TrialResult:
     seconds_per_batch: float | None = None
 
 
-class SearchGoneError(SystemExit):
-    """Ends a worker whose search has died."""
-
-
-class Worker:
-    """One worker process.
+class TrialProcess:
+    """A process that runs one trial.
 
     Args:
-        slot: Index of the worker, from 0, which chooses its GPU.
-        workers: Number of workers, which share the processors.
+        job: The trial.
+        slot: Index of the process among those that run at the same time, which chooses its GPU.
+        workers: Number of processes that run at the same time, and share the processors.
     """
 
-    def __init__(self, slot: int, workers: int) -> None:
+    def __init__(self, job: Job, slot: int = 0, workers: int = 1) -> None:
         self.slot = slot
         self.connection, theirs = _processes.Pipe()
         # Not a daemon, because daemons may not start loader processes.
-        self.process = _processes.Process(target=_serve, args=(theirs, slot, workers, os.getcwd()))
+        self.process = _processes.Process(
+            target=_serve, args=(theirs, job, slot, workers, os.getcwd())
+        )
         self.process.start()
         theirs.close()
 
-    def run(self, job: Job) -> None:
-        """Start a trial; its messages arrive at `connection`."""
-        self.connection.send(job)
-
-    def receive(self) -> FirstBatch | Report | TrialResult | None:
-        """The next message, a `Report` of a validation; None if the process has died."""
+    def receive(self) -> FirstBatch | TrialResult | None:
+        """The next message; None if the process has died."""
         try:
-            message: FirstBatch | Report | TrialResult = self.connection.recv()
+            message: FirstBatch | TrialResult = self.connection.recv()
         except (EOFError, ConnectionError):
             return None
         return message
 
-    def answer(self, *, go_on: bool) -> None:
-        """Answer a validation. If the process has died, `receive` returns None."""
-        with suppress(ConnectionError):
-            self.connection.send(go_on)
+    def result(self) -> TrialResult | None:
+        """The result; None if the process has died."""
+        message = self.receive()
+        while isinstance(message, FirstBatch):
+            message = self.receive()
+        return message
 
     def close(self, *, kill: bool = False) -> int | None:
         """End the process, and return its exit status."""
@@ -117,7 +114,7 @@ class Worker:
         return self.process.exitcode
 
 
-def _serve(connection: Connection, slot: int, workers: int, directory: str) -> None:
+def _serve(connection: Connection, job: Job, slot: int, workers: int, directory: str) -> None:
     gc.freeze()  # else a collection would copy every page of the server's imports
     # Ctrl-C reaches every process of the terminal, but only the search may stop its trials.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -128,32 +125,18 @@ def _serve(connection: Connection, slot: int, workers: int, directory: str) -> N
     _share_machine(slot, workers)
     os.chdir(directory)  # multiprocessing goes to the folder where it was imported
 
-    def go_on(validation: Report) -> bool:
-        try:
-            connection.send(validation)
-            return bool(connection.recv())
-        except (EOFError, ConnectionError):
-            raise SearchGoneError("the search is gone") from None
+    def send(message: FirstBatch | TrialResult) -> None:
+        with suppress(ConnectionError):  # the search was killed
+            connection.send(message)
 
-    def on_first_batch() -> None:
-        with suppress(ConnectionError):
-            connection.send(FirstBatch())
-
-    while True:
-        try:
-            job: Job = connection.recv()
-        except (EOFError, ConnectionError):
-            return
-        with surviving_closed_output():
-            result = run_trial(job, go_on, on_first_batch)
-        try:
-            connection.send(result)
-        except ConnectionError:
-            return
+    # Nothing is ever sent to this process: what can be received is the end of the search.
+    listener = SearchListener(job, lambda: send(FirstBatch()), search_is_gone=connection.poll)
+    with surviving_closed_output():
+        send(run_trial(job, listener))
 
 
 def _share_machine(slot: int, workers: int) -> None:
-    """Use this worker's share of the processors, and one GPU if there are several."""
+    """Use this process's share of the processors, and one GPU if there are several."""
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(gpu) for gpu in range(torch.cuda.device_count())]
@@ -161,17 +144,10 @@ def _share_machine(slot: int, workers: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
 
 
-# Called with every validation of a running trial; returns whether the trial continues.
-GoOn = Callable[[Report], bool]
-
-
-def run_trial(job: Job, go_on: GoOn, on_first_batch: Callable[[], None]) -> TrialResult:
+def run_trial(job: Job, listener: SearchListener) -> TrialResult:
     """Run one trial to its end, or until it is stopped; its error is a result, too."""
-    gc.collect()
-    torch.cuda.empty_cache()
     folder = RunFolder(job.folder)
-    listener = _SearchListener(go_on, on_first_batch)
-    with folder.locked(wait=True):  # a worker of a killed search may hold it
+    with folder.locked(wait=True):  # a process of a killed search may hold it
         try:
             with translating_disk_errors(folder.path):
                 experiment = parse(job.config, str(job.config.get("name", "search")))
@@ -181,7 +157,7 @@ def run_trial(job: Job, go_on: GoOn, on_first_batch: Callable[[], None]) -> Tria
                     train(experiment, lambda: folder, resume, [listener], show=False)
                 else:
                     _measure(experiment, job.task, folder, listener)
-        except DiskError as error:
+        except (DiskError, StudyError) as error:
             return TrialResult(RunState.STOPPED, reason=str(error))
         except Exception as error:  # a failed trial must not end the search
             return TrialResult(*outcome(error))
@@ -194,7 +170,7 @@ def run_trial(job: Job, go_on: GoOn, on_first_batch: Callable[[], None]) -> Tria
 
 
 def _measure(
-    experiment: Experiment, task: Task, folder: RunFolder, listener: _SearchListener
+    experiment: Experiment, task: Task, folder: RunFolder, listener: SearchListener
 ) -> None:
     """Score or find the loss scale of a trial, and write what was measured into its folder."""
     folder.describe(experiment, Machine.of_this_process())
@@ -208,11 +184,11 @@ def _measure(
     folder.forget_metrics_after(-1)  # a killed process may have left its report
     line = {"group": "validation", **metrics, "batches": task.batches}
     folder.append_metrics(line)
-    listener.ask(line)
+    listener.goes_on(line)
 
 
-class _SearchListener(RunListener):
-    """After every validation, asks the search whether the trial continues, and stops it if not.
+class SearchListener(RunListener):
+    """Gives every validation to the study of the search, which may stop the trial.
 
     Attributes:
         state: How the trial ended.
@@ -220,9 +196,12 @@ class _SearchListener(RunListener):
         seconds_per_batch: See `TrialResult`.
     """
 
-    def __init__(self, go_on: GoOn, notify: Callable[[], None]) -> None:
-        self._go_on = go_on
+    def __init__(
+        self, job: Job, notify: Callable[[], None], search_is_gone: Callable[[], bool]
+    ) -> None:
+        self._job = job
         self._notify = notify
+        self._search_is_gone = search_is_gone
         self._first_batch_at = 0.0
         self.seconds_per_batch: float | None = None
         self.state = RunState.COMPLETED
@@ -242,20 +221,19 @@ class _SearchListener(RunListener):
         if line["group"] == "training" and line["batches"] > 1:
             seconds = time.monotonic() - self._first_batch_at
             self.seconds_per_batch = seconds / (line["batches"] - 1)
-        if line["group"] != "validation":
-            return
-        try:
-            continues = self.ask(line)
-        except SystemExit as search_gone:
-            self._stop.reason, self._stop.requested = str(search_gone), True
-            raise
-        if not continues:
+        if self._search_is_gone():
+            self._stop.reason, self._stop.requested = "its search was killed", True
+        elif line["group"] == "validation" and not self.goes_on(line):
             self.state = RunState.PRUNED
             self._stop.requested = True
 
-    def ask(self, validation: Mapping[str, Any]) -> bool:
-        """Whether the trial continues after this validation."""
-        return self._go_on(Report.read(validation["batches"], validation))
+    def goes_on(self, validation: Mapping[str, Any]) -> bool:
+        """Store a validation in the study; whether the trial continues after it."""
+        if self._job.search is None:
+            return True
+        report = Report.read(validation["batches"], validation)
+        with storing(self._job.search):
+            return goes_on_after(self._job.search, self._job.number, report)
 
     def on_end(self, error: BaseException | None, *, stopped: bool) -> None:
         if stopped and self.state is RunState.COMPLETED:
