@@ -175,6 +175,7 @@ def test_slow_start_is_waited_for_with_a_line_and_does_not_count(
     monkeypatch.syspath_prepend(str(tmp_path))
     config = in_precision(experiment(trial.__name__), "fp32")
     config["scheduling_unit"] = REPORTING_PERIOD
+    config["hyperparameters"]["amp"]["audit"] = False  # its rehearsal is one more slow batch
     lines: list[str] = []
     pilot = pilots.train_briefly(config, Precision.FP32, tmp_path / "pilot", lines.append)
     assert pilot.failure is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -140,6 +141,7 @@ def test_clip_of_a_model_beside_the_training_is_no_matter() -> None:
 
 
 def test_torch_is_left_as_it_was_after_each_step() -> None:
+    gc.collect()  # loops of other tests that stopped between a backward and its step
     loop_with(nothing, "amp_fp16", 1)
     own = scaled_gradients._by_device_and_dtype
     assert vars(clip_grad)["_group_tensors_by_device_and_dtype"] is own
