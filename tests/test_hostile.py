@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import re
 import shutil
 import signal
 import struct
@@ -114,7 +113,7 @@ class TestParser:
         config = put(path, value)
         known = {*PLACES, *dotted(config), "data.directory"}
         for problem in problems_of(config):
-            place = re.sub(r"\[\d+\]", "", problem.partition(": ")[0])  # an item of a list
+            place = problem.partition(": ")[0].partition("[")[0]  # without the item of a list
             assert place in known, problem
 
     @pytest.mark.parametrize("path", PLACES)
