@@ -16,7 +16,7 @@ from determined_amp.finder.advice import FILE_NAME, FoundScale
 from determined_amp.runs.folder import RunFolder, read_metrics
 from determined_amp.runs.run import RunState
 from determined_amp.search.task import Task, Verb
-from determined_amp.search.trial_process import FirstBatch, Job, TrialProcess, TrialResult
+from determined_amp.search.trial_process import Job, Message, TrialProcess, TrialResult
 
 # Length and reporting period in batches. The first ten batches of a process are not timed.
 BATCHES, REPORTING_PERIOD = 20, 4
@@ -149,7 +149,7 @@ def _result(trial: TrialProcess, seconds: float) -> TrialResult | None:
     return message if isinstance(message, TrialResult) else None
 
 
-def _next(trial: TrialProcess, ends: float) -> FirstBatch | TrialResult | None:
+def _next(trial: TrialProcess, ends: float) -> Message | None:
     """The first batch or the result, whichever is next; None if neither comes before `ends`."""
     if not trial.connection.poll(max(ends - time.monotonic(), 0.0)):
         return None

@@ -127,8 +127,7 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 def _workers_import_once() -> None:
     """Trials of a search are forks of a process that has imported what a trial needs.
 
-    Each would spend seconds on it. `test_killed_search_continues_where_it_was` starts a search as a
-    user does.
+    Each would spend seconds on it.
     """
     modules = ["sklearn.model_selection", "trials.mlp"]
     multiprocessing.set_forkserver_preload([*command.PRELOADED, *modules])

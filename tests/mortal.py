@@ -1,32 +1,13 @@
-"""A trial whose process can be made to die or to fail, once or always, for tests of searches."""
+"""Trials that fail, or leave their directory, for tests of searches."""
 
 from __future__ import annotations
 
 import errno
 import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
 from trials.mlp import MLPTrial
-
-# A file of this name in the current directory says what happens at the 5th batch.
-ORDER = Path("order")
-
-
-class MortalTrial(MLPTrial):
-    """As its base, until there is an order."""
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
-        if batch_idx == 4 and ORDER.exists():
-            order = ORDER.read_text()
-            if order == "die once":
-                ORDER.unlink()
-            if order.startswith("die"):
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise RuntimeError(f"as ordered at {time.monotonic()}")
-        return super().train_batch(batch, epoch_idx, batch_idx)
 
 
 class FullDiskTrial(MLPTrial):
@@ -39,20 +20,13 @@ class FullDiskTrial(MLPTrial):
         return super().train_batch(batch, epoch_idx, batch_idx)
 
 
-class PidTrial(MLPTrial):
-    """Notes the process it is made in, a line in the file `pids` of the current directory."""
+class LeavingTrial(MLPTrial):
+    """Notes its process, a line in the file `pids` of the current directory, and leaves it."""
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
         with open("pids", "a") as file:
             file.write(f"{os.getpid()}\n")
-
-
-class LeavingTrial(MLPTrial):
-    """Makes a folder in the current directory, and goes there."""
-
-    def __init__(self, context: Any) -> None:
-        super().__init__(context)
         Path("away").mkdir(exist_ok=True)
         os.chdir("away")
 

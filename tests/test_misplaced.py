@@ -13,7 +13,7 @@ from determined_amp import __main__ as door
 from determined_amp.amp.errors import ConfigError
 from determined_amp.experiment.experiment import NO_AMP_SECTION, parse
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.search.search_plan import check_search
+from determined_amp.search.search_plan import SearchPlan
 from determined_amp.trial.fitting import fit
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.strangers import Stranger
@@ -158,13 +158,11 @@ def test_range_of_a_search_that_holds_a_misplaced_precision_is_refused() -> None
     searched["searcher"] = {"name": "grid", "metric": "val_loss"}
     right = with_overrides(searched, [f"hyperparameters.amp.precision={choices}"])
     right = {**right, "searcher": {**right["searcher"], "max_length": 4}}
-    check_search(right, "search.yaml")  # the control
+    SearchPlan(right, "search.yaml")  # the control
     for key in ("amp", "precision"):
         wrong = with_overrides(searched, [f"hyperparameters.{key}={choices}"])
         with pytest.raises(ConfigError, match=f"hyperparameters.{key}: got "):
-            check_search(
-                {**wrong, "searcher": {**wrong["searcher"], "max_length": 4}}, "search.yaml"
-            )
+            SearchPlan({**wrong, "searcher": {**wrong["searcher"], "max_length": 4}}, "search.yaml")
 
 
 @pytest.mark.parametrize("command", ["train", "check", "audit", "find", "score", "compare"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from determined_amp.local.run_listener import LocalReports, RunListener
 from determined_amp.runs.folder import RunFolder
 from determined_amp.runs.run import RunState
 from determined_amp.search.task import Task, Verb
-from determined_amp.search.trial_process import Job, SearchListener
+from determined_amp.search.trial_process import Job, TrialListener
 from tests import training
 
 
@@ -99,12 +100,12 @@ def test_listener_that_does_not_start_ends_the_others(tmp_path: Path) -> None:
 
 
 def test_trial_whose_search_was_killed_stops_with_a_checkpoint(tmp_path: Path) -> None:
-    job = Job(Task(Verb.TRAIN), {}, tmp_path)
-    gone = iter([False, True, True])
-    listener = SearchListener(job, lambda: None, search_is_gone=lambda: next(gone, True))
+    ours, theirs = multiprocessing.Pipe()
+    ours.close()
+    listener = TrialListener(Job(Task(Verb.TRAIN), {}, tmp_path, is_searched=True), theirs)
     run(tmp_path, listener)
     state, reason, batches = training.end(tmp_path)
     assert (state, reason) == ("stopped", "its search was killed")
     assert 0 < batches < 12
     assert complete_checkpoints(tmp_path / "checkpoints")
-    assert listener.state is RunState.STOPPED
+    assert listener.result.state is RunState.STOPPED

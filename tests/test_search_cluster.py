@@ -19,7 +19,7 @@ from determined_amp import __main__ as door
 from determined_amp import cluster
 from determined_amp.check.finding import Finding, Findings, Level
 from determined_amp.finder.advice import FoundScale
-from determined_amp.search.search_plan import SearchPlan
+from determined_amp.search.space import read_space
 from determined_amp.trial import determined_0_38
 from tests import searching, training
 from tests.cluster_task import TaskMaster, start_task
@@ -42,8 +42,8 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masters: list[TaskMast
         config = searching.load(tmp_path, search, *overrides, "checkpoint_policy=none")
         sampled = config["hyperparameters"]
         if config["searcher"]["name"] != "single":
-            plan = SearchPlan(config)
-            sampled = plan.space.nested(next(plan.space.probes()))
+            space = read_space(sampled, [])
+            sampled = space.nested(next(space.probes()))
         masters.append(start_task(monkeypatch, tmp_path, config, sampled, seed=seed))
         masters[-1].stops.extend(stops)
         monkeypatch.setattr(pytorch._PyTorchTrialController, "_checkpoint", lambda *a, **k: None)

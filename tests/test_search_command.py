@@ -45,7 +45,6 @@ pytestmark = pytest.mark.usefixtures("_in_tmp_path")
         (GRID, "resources.slots_per_trial=2", "slots_per_trial: got 2; allowed"),
         (GRID, "searcher.metric=f1", "searcher.metric: got f1, which no score has; allowed: init"),
         (GRID, "reproducibility.experiment_seed=x", "experiment_seed: got 'x'"),
-        (GRID, "max_restarts=often", "max_restarts: got 'often'; allowed: an integer >= 0"),
         (GRID, "entrypoint=python3 train.py", "entrypoint: got 'python3 train.py'; allowed"),
         (
             GRID,
@@ -93,7 +92,7 @@ def test_ctrl_c_does_not_reach_the_server_while_it_imports(tmp_path: Path) -> No
         "print(open(f'/proc/{server}/status').read())\n"
         "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
     )
-    (tmp_path / "takes_long.py").write_text("import time; time.sleep(3)")
+    (tmp_path / "takes_long.py").write_text("import time; time.sleep(1)")
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=Path(__file__).parents[1],

@@ -11,9 +11,9 @@ import pytest
 from determined_amp.search.space import read_space
 
 
-def space(hyperparameters: Any, *, grid: bool = True) -> Any:
+def space(hyperparameters: Any) -> Any:
     problems: list[str] = []
-    result = read_space(hyperparameters, problems, grid=grid)
+    result = read_space(hyperparameters, problems)
     assert problems == []
     return result
 
@@ -37,7 +37,6 @@ class TestGrid:
                 [1e-4, 1e-3, 0.01],
             ),
             ({"type": "log", "base": 2.0, "minval": 0, "maxval": 9, "count": 1}, [2**4.5]),
-            ({"type": "log", "base": 0.5, "minval": 0, "maxval": 2, "count": 3}, [1, 0.5, 0.25]),
             ({"type": "double", "minval": -1, "maxval": 1, "count": 3}, [-1, 0, 1]),
             ({"type": "double", "minval": 0, "maxval": 1, "count": 1}, [0.5]),
             ({"type": "int", "minval": 0, "maxval": 3, "count": 100}, [0, 1, 2, 3]),
@@ -88,12 +87,12 @@ NESTED: dict[str, Any] = {
 
 class TestNesting:
     def test_a_trial_gets_constants_and_its_point(self) -> None:
-        result = space(NESTED, grid=False)
+        result = space(NESTED)
         point = {"amp.init_scale": 0.25, "choice": '{"deep": 1}'}
         hyperparameters = result.nested(point)
         assert hyperparameters == {
             "amp": {"init_scale": 0.25, "precision": "x"},
-            "fixed": [1, 2],
+            "fixed": {"type": "const", "val": [1, 2]},  # `parse` takes its value
             "empty": {},
             "listed": [{"type": "int"}],
             "nothing": None,
@@ -111,7 +110,6 @@ class TestNesting:
                 "a": {"type": "categorical", "vals": ["x", "y", "z"]},
                 "b": {"type": "log", "base": 2.0, "minval": 0, "maxval": 4},
             },
-            grid=False,
         )
         assert list(result.probes()) == [
             {"a": "x", "b": 1.0},
@@ -121,7 +119,7 @@ class TestNesting:
 
 
 def test_log_is_drawn_uniformly_in_the_exponent() -> None:
-    (axis,) = space({"x": {"type": "log", "base": 2.0, "minval": 0, "maxval": 24}}, grid=False).axes
+    (axis,) = space({"x": {"type": "log", "base": 2.0, "minval": 0, "maxval": 24}}).axes
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     drawn = sorted(math.log2(study.ask({"x": axis.distribution}).params["x"]) for _ in range(400))
     # Kolmogorov-Smirnov: 1.95 / sqrt(n) is exceeded by one honest sample in a thousand.
@@ -138,7 +136,7 @@ def test_log_is_drawn_uniformly_in_the_exponent() -> None:
         ({"type": "log", "base": 2.0, "minval": 0, "maxval": 5000}, "minval"),  # exponents
         ({"type": "int", "minval": 0.5, "maxval": 1}, "minval"),
         ({"type": "int", "minval": 3, "maxval": 3, "count": 1}, "minval"),
-        ({"type": "double", "minval": 0, "maxval": 1}, "count"),
+        ({"type": "log", "base": 0.5, "minval": 0, "maxval": 1}, "base"),
         ({"type": "double", "minval": 0, "maxval": 1, "counts": 3}, "counts"),
         ({"type": "categorical", "vals": []}, "vals"),
         ({"type": "categorical", "values": [1]}, "values"),
@@ -147,5 +145,5 @@ def test_log_is_drawn_uniformly_in_the_exponent() -> None:
 )
 def test_mistake_in_a_range_names_its_key(space: Any, key: str) -> None:
     problems: list[Any] = []
-    read_space({"a": {"x": space}}, problems, grid=True)
+    read_space({"a": {"x": space}}, problems)
     assert problems[0].key == f"hyperparameters.a.x.{key}"

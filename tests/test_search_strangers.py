@@ -14,7 +14,7 @@ from determined_amp.experiment.overrides import with_overrides
 from determined_amp.experiment.training import Length
 from determined_amp.runs.run import RunState
 from determined_amp.search.search_folder import read_search
-from determined_amp.search.search_plan import SearchPlan, check_search
+from determined_amp.search.search_plan import SearchPlan
 from tests import searching
 
 STRANGER: dict[str, Any] = {
@@ -81,11 +81,11 @@ def test_early_stopping_checks_the_lengths_of_the_experiment() -> None:
     asha = {"searcher.name": "adaptive_asha", "searcher.max_trials": 4}
     asha |= {"searcher.time_metric": "batches", "searcher.max_time": 8}
     asha |= {"searcher.max_length.batches": 8, "min_validation_period.batches": 2}
-    check_search(with_overrides(STRANGER, [f"{key}={value}" for key, value in asha.items()]), "a")
+    SearchPlan(with_overrides(STRANGER, [f"{key}={value}" for key, value in asha.items()]), "a")
     asha["searcher.max_time"] = 16
     longer = with_overrides(STRANGER, [f"{key}={value}" for key, value in asha.items()])
     with pytest.raises(ConfigError, match=r"max_length: is not searcher\.max_time"):
-        check_search(longer, "a")
+        SearchPlan(longer, "a")
 
 
 def test_trial_is_named_in_the_entrypoint() -> None:

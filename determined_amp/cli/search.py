@@ -41,10 +41,10 @@ def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     config: dict[str, Any] = {}
     if options.search:
-        from determined_amp.search.search_plan import check_search  # noqa: PLC0415  # Optuna
+        from determined_amp.search.search_plan import SearchPlan  # noqa: PLC0415  # Optuna
 
         config = with_overrides(read_yaml(options.search), options.overrides)
-        check_search(config, options.search)
+        SearchPlan(config, options.search)
     start_server()
     # Imported after the server starts: both spend seconds importing torch, at the same time.
     from determined_amp.search.optimize import new_search, run_search  # noqa: PLC0415

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -11,21 +11,18 @@ from types import FrameType
 from typing import Any
 
 import optuna
-from rich.console import Console
 
 from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.local.processes import on_stop_signals
 from determined_amp.runs.folder import (
-    FolderError,
     RunFolder,
     fresh_folder,
     lock,
-    read_record,
     read_run,
     trial_folder,
 )
 from determined_amp.runs.run import Run, RunState
-from determined_amp.search.search_display import SearchDisplay, minutes
+from determined_amp.search.search_display import closing_lines, line_of_a_trial, minutes
 from determined_amp.search.search_folder import (
     read_config,
     read_search,
@@ -33,15 +30,12 @@ from determined_amp.search.search_folder import (
     workers_of,
     write_config,
 )
-from determined_amp.search.search_plan import SearchPlan
-from determined_amp.search.study import StudyError, create_study, open_trials, storing
+from determined_amp.search.search_plan import AshaSearcher, SearchPlan
+from determined_amp.search.study import open_study, storing
 from determined_amp.search.trial_process import Job, TrialProcess, TrialResult
 
 # Seconds that a trial gets to save a checkpoint when the time is up; then it is killed.
 GRACE = 15.0
-
-# A trial that ended so is not run again.
-_ENDED = (RunState.COMPLETED, RunState.PRUNED)
 
 # What `run_comparison` returns after a signal.
 INTERRUPTED = "when it was interrupted"
@@ -62,6 +56,24 @@ class OpenTrialError(BaseException):
     """
 
 
+def new_search(config: Mapping[str, Any], source: str, workers: int) -> Path:
+    """The folder of a new search, after what its trial says of the YAML.
+
+    Args:
+        config: The search.
+        source: Where it comes from, for the error message.
+        workers: Number of trials that run at the same time.
+    """
+    try:
+        SearchPlan(config).check_trial()
+    except ConfigError as error:
+        raise ConfigError(source, error.problems) from error
+    folder = fresh_folder(Path("runs"), str(config.get("name", "search")))
+    with storing(folder):
+        write_config(folder, config, workers)
+    return folder
+
+
 def run_search(folder: Path, workers: int) -> int:
     """Run all trials of the search in a folder that have not ended.
 
@@ -77,47 +89,22 @@ def run_search(folder: Path, workers: int) -> int:
         UserError: if it cannot continue, or no trial has a result.
     """
     plan = SearchPlan(read_config(folder))
-    display = SearchDisplay(Console(), plan, folder)
-    before = workers_of(plan.search)
-    if plan.compares and workers != before:
-        raise SearchError(
-            f"--workers: got {workers}, but this comparison began with {before}, and speed depends "
-            f"on it; allowed: {before}"
-        )
     if plan.compares and workers > 1:
-        display.warn_of_sharing(workers)
-    stopped = _optimize(folder, plan, display, workers).stopping
+        print(
+            f"{workers} trials at a time share the processors, and a GPU if there are fewer: "
+            "their accuracies can be compared, their speeds cannot"
+        )
+    stopped = _optimize(folder, plan, workers).stopping
     ended = read_search(folder)
-    empty = not stopped and not ended.ranked()
-    display.close(ended, stopped=stopped, failed=empty)
-    if empty:
-        reasons = (f"trial {run.number}: {run.reason}" for run in ended.runs[:1])
-        raise SearchError(f"no trial of {len(ended.runs)} has a result; {''.join(reasons)}")
+    for line in closing_lines(ended, folder, stopped=stopped):
+        print(line)
     if stopped:
         return 130
+    if not ended.ranked():
+        first = ended.runs[0]
+        reason = f"trial {first.number}: {first.reason}"
+        raise SearchError(f"no trial of {len(ended.runs)} has a result; {reason}")
     return 1 if ended.failed() else 0
-
-
-def new_search(config: Mapping[str, Any], source: str, workers: int) -> Path:
-    """The folder of a new search, after what its trial says of the YAML.
-
-    Args:
-        config: The search, checked by `check_search`.
-        source: Where it comes from, for the error message.
-        workers: Number of trials that run at the same time.
-    """
-    try:
-        SearchPlan(config).check_trial()
-    except ConfigError as error:
-        raise ConfigError(source, error.problems) from error
-    folder = fresh_folder(Path("runs"), str(config.get("name", "search")))
-    try:
-        with storing(folder):
-            create_study(folder, write_config(folder, config, workers))
-    except (OSError, StudyError) as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise FolderError(f"{folder}: cannot be written: {error}") from error
-    return folder
 
 
 def run_comparison(folder: Path, search: Mapping[str, Any], time_limit: float) -> str:
@@ -129,26 +116,21 @@ def run_comparison(folder: Path, search: Mapping[str, Any], time_limit: float) -
         When or why it ended before its last trial, such as "within 3 min"; else an empty text.
     """
     plan = SearchPlan(write_config(folder, search, workers=1))
-    create_study(folder, search)
-    objective = _optimize(folder, plan, SearchDisplay(Console(), plan, folder), 1, time_limit)
+    objective = _optimize(folder, plan, 1, time_limit)
     if objective.time_is_up:
         return f"within {minutes(time_limit)}"
     return INTERRUPTED if objective.stopping else ""
 
 
 def _optimize(
-    folder: Path,
-    plan: SearchPlan,
-    display: SearchDisplay,
-    workers: int,
-    time_limit: float | None = None,
+    folder: Path, plan: SearchPlan, workers: int, time_limit: float | None = None
 ) -> Objective:
     """Run all trials of the search in a folder."""
     with lock(folder, "this search"), storing(folder):
         if workers > workers_of(plan.search):  # from now on the speeds of its trials do not count
             write_config(folder, plan.search, workers)
-        study, waiting = open_trials(folder, plan)
-        objective = Objective(plan, folder, display, workers)
+        study, waiting = open_study(folder, plan)
+        objective = Objective(plan, folder, workers)
         with (
             on_stop_signals(objective.on_signal),
             objective.limited_to(time_limit),
@@ -171,12 +153,9 @@ class Objective:
         time_is_up: Whether the time limit stopped it.
     """
 
-    def __init__(
-        self, plan: SearchPlan, folder: Path, display: SearchDisplay, workers: int
-    ) -> None:
+    def __init__(self, plan: SearchPlan, folder: Path, workers: int) -> None:
         self._plan = plan
         self._folder = folder
-        self._display = display
         self._workers = workers
         # Processes are started and joined one at a time: multiprocessing looks at all of them.
         self._lock = threading.Lock()
@@ -187,7 +166,7 @@ class Objective:
 
     @property
     def stopping(self) -> bool:
-        """Whether a signal, the time limit or the machine asked to stop."""
+        """Whether a signal, the time limit or a fault asked to stop."""
         return self._signals > 0
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -216,68 +195,81 @@ class Objective:
             FailedTrialError: if it has no result.
             OpenTrialError: if it was interrupted, and continues with a resume.
         """
+        if self.stopping:
+            raise OpenTrialError
+        metric = self._plan.settings.metric
         try:
-            run = self._run(trial.number)
+            run = self._run(trial)
         except Exception as error:  # of a file, not of the trial
             self.fault = error
             self._stop()
             raise OpenTrialError from error
-        self._display.ended(run)
-        value = result(run, self._plan.settings.metric)
+        print(line_of_a_trial(run, metric))
         if run.state is RunState.PRUNED:
             raise optuna.TrialPruned
+        value = result(run, metric)
         if value is None:
             raise FailedTrialError(run.reason)
         return value
 
-    def _run(self, number: int) -> Run:
-        """Run a trial; one whose process dies continues, as often as `max_restarts` says."""
-        if self.stopping:
-            raise OpenTrialError
-        folder, metric = RunFolder(trial_folder(self._folder, number)), self._plan.settings.metric
-        if folder.record.exists() and read_record(folder.path).state in _ENDED:
-            return read_run(folder.path)  # a killed search could not tell the study
-        config, hparams = self._plan.trial(number)
-        folder.describe_trial(number, hparams)
-        job = Job(self._plan.task, config, folder.path, self._folder, number)
-        for _ in range(self._plan.max_restarts + 1):
-            ended, status = self._in_a_process(job)
-            if ended is not None:
-                folder.end(ended.state, ended.reason or "")
-                break
-            self._display.lost(number, status)
-        else:
-            times = self._plan.max_restarts + 1
-            died = f"its process died {times} times, the last time with status {status}"
-            folder.end(RunState.FAILED, died)
-        run = read_run(folder.path)
+    def _run(self, trial: optuna.Trial) -> Run:
+        """Run a trial in its process, and record how it ended."""
+        folder = RunFolder(trial_folder(self._folder, trial.number))
+        if folder.record.exists():
+            before = read_run(folder.path)
+            if before.state in (RunState.COMPLETED, RunState.PRUNED):
+                return before  # a killed search could not tell the study
+        config, hparams = self._plan.trial(trial.number)
+        folder.describe_trial(trial.number, hparams)
+        ended = self._in_a_process(trial, Job(self._plan.task, config, folder.path, True))
+        folder.end(ended.state, ended.reason or "")
+        run, metric = read_run(folder.path), self._plan.settings.metric
         if run.state is RunState.COMPLETED and result(run, metric) is None:
             folder.end(RunState.FAILED, f"{metric} was not reported")
             run = read_run(folder.path)
         return run
 
-    def _in_a_process(self, job: Job) -> tuple[TrialResult | None, int | None]:
-        """The result of a job, None if its process has died; and the status of the process."""
+    def _in_a_process(self, trial: optuna.Trial, job: Job) -> TrialResult:
+        """The result of a job; that of a process that died is a failure."""
         with self._lock:
-            taken = {trial.slot for trial in self._running}
+            taken = {process.slot for process in self._running}
             slot = min({*range(self._workers)} - taken)
-            trial = TrialProcess(job, slot, self._workers)
-            self._running.append(trial)
-        if self._signals:  # one came while it started
-            trial.process.terminate()
-        ended = trial.result()
-        with self._lock:
-            self._running.remove(trial)
-            status = trial.close()
-        interrupted = ended is not None and ended.state is RunState.STOPPED
-        if self._signals and (interrupted or ended is None):
+            process = TrialProcess(job, slot, self._workers)
+            self._running.append(process)
+        if self.stopping:  # a signal came while it started
+            process.process.terminate()
+        try:
+            ended = process.result(lambda report: self._goes_on(trial, report))
+        finally:  # it waits for an answer until the connection is closed
+            with self._lock:
+                self._running.remove(process)
+                status = process.close()
+        interrupted = ended is None or ended.state is RunState.STOPPED
+        if self.stopping and interrupted:
             raise OpenTrialError
-        if ended is not None and interrupted:
+        if ended is None:
+            return TrialResult(RunState.FAILED, f"its process died with status {status}")
+        if interrupted:
             raise SearchError(
                 f"{ended.reason or 'a trial was stopped'}; the search stopped, and its open trials "
                 f"continue with: python -m determined_amp search --resume {self._folder}"
             )
-        return ended, status
+        return ended
+
+    def _goes_on(self, trial: optuna.Trial, report: Mapping[str, Any]) -> bool:
+        """Give a validation to Optuna; whether the trial continues after this report."""
+        settings = self._plan.settings
+        value = report.get(settings.metric)
+        if report["group"] != "validation" or not isinstance(value, (int, float)):
+            return True
+        if not math.isfinite(value):
+            return True
+        if not isinstance(settings, AshaSearcher):
+            trial.report(value, report["batches"])
+            return True
+        length = int(report[settings.time_metric])
+        trial.report(value, length)
+        return length >= settings.max_time or not trial.should_prune()
 
     def _stop_in_time(self) -> None:
         self.time_is_up = self.time_is_up or not self.stopping

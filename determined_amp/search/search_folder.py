@@ -11,13 +11,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from determined_amp.amp.errors import ConfigError, Problem
+from determined_amp.amp.errors import ConfigError
 from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.experiment import Searcher, read_yaml
 from determined_amp.experiment.fields import read
@@ -53,9 +52,11 @@ class Search:
     @property
     def also_searched(self) -> list[str]:
         """Hyperparameters besides the loss scale that differ between trials."""
-        names = dict.fromkeys(name for run in self.runs for name in run.hparams)
-        values = {name: {repr(run.hparams.get(name)) for run in self.runs} for name in names}
-        return [name for name in names if not is_scale(name) and len(values[name]) > 1]
+        values: dict[str, set[str]] = {}
+        for run in self.runs:
+            for name, value in run.hparams.items():
+                values.setdefault(name, set()).add(repr(value))
+        return [name for name in values if not is_scale(name) and len(values[name]) > 1]
 
     def failed(self) -> list[Run]:
         """The failed trials, except those with hyperparameters that cannot train."""
@@ -66,9 +67,14 @@ class Search:
         from determined_amp.finder.score import bits_from_default  # noqa: PLC0415  # torch
 
         sign = -1 if value_at(self.config, "searcher.smaller_is_better") is False else 1
-        valued = [(v, run) for run in self.runs if (v := result(run, self.metric)) is not None]
-        valued.sort(key=lambda pair: (sign * pair[0], bits_from_default(pair[1].scale_log2)))
-        return [run for _, run in valued]
+
+        def order(run: Run) -> tuple[float, float]:
+            value = result(run, self.metric)
+            assert value is not None
+            return sign * value, bits_from_default(run.scale_log2)
+
+        ended = [run for run in self.runs if result(run, self.metric) is not None]
+        return sorted(ended, key=order)
 
 
 def result(run: Run, metric: str) -> float | None:
@@ -106,20 +112,16 @@ def read_config(folder: Path) -> dict[str, Any]:
         RunError: if the folder is not that of a search.
         ConfigError: if the configuration cannot be read.
     """
-    missing = [name for name in (SEARCH_FILE, STUDY_FILE) if not (folder / name).is_file()]
-    if missing:
+    file, problems = folder / SEARCH_FILE, list[str]()
+    if not file.is_file():
         raise RunError(
-            f"{folder / missing[0]}: there is no such file; allowed: the folder of a search by "
+            f"{file}: there is no such file; allowed: the folder of a search by "
             "`python -m determined_amp search`"
         )
-    config = dict(read_yaml(str(folder / SEARCH_FILE)))
-    problems: list[str] = []
+    config = dict(read_yaml(str(file)))
     read(Searcher, config.get("searcher"), "searcher", problems, strict=False)
-    for section in ("searcher", "hyperparameters"):
-        if not problems and not isinstance(config.get(section), Mapping):
-            problems.append(Problem(section, "missing, or no mapping of keys to values"))
     if problems:
-        raise ConfigError(str(folder / SEARCH_FILE), problems)
+        raise ConfigError(str(file), problems)
     return config
 
 
@@ -133,26 +135,22 @@ def read_search(folder: Path) -> Search:
     """The search in a folder, as far as it has come.
 
     Raises:
-        RunError: if the folder is not that of a search, or its remarks are damaged.
+        RunError: if the folder is not that of a search.
         ConfigError: if its configuration cannot be read.
     """
-    config, remarks, damaged = read_config(folder), _read_remarks(folder), list[str]()
+    config, left_out = read_config(folder), list[str]()
+    remarks = _read_remarks(folder)
     shared = workers_of(config) > 1
-    runs = [dataclasses.replace(run, shares_device=shared) for run in read_trials(folder, damaged)]
-    notes = (*damaged, *remarks["notes"])
-    return Search(str(folder), tuple(runs), config, remarks["left_out"], notes)
+    trials = read_trials(folder, left_out)
+    runs = tuple(dataclasses.replace(run, shares_device=shared) for run in trials)
+    notes = (*left_out, *remarks["notes"])
+    return Search(str(folder), runs, config, tuple(remarks["left_out"]), notes)
 
 
-def _read_remarks(folder: Path) -> dict[str, tuple[str, ...]]:
+def _read_remarks(folder: Path) -> dict[str, list[str]]:
     """What `write_remarks` wrote; nothing for a search that is no comparison."""
-    file, names = folder / _REMARKS, ("left_out", "notes")
-    if not os.path.lexists(file):
-        return dict.fromkeys(names, ())
-    try:
-        written = json.loads(file.read_bytes())
-        return {name: tuple(written[name]) for name in names}
-    except (OSError, LookupError, TypeError, ValueError, RecursionError) as error:
-        raise RunError(
-            f"{file}: is damaged; allowed: what `python -m determined_amp compare` writes, or the "
-            "search without this file, which only has notes for its report"
-        ) from error
+    file = folder / _REMARKS
+    if not file.exists():
+        return {"left_out": [], "notes": []}
+    remarks: dict[str, list[str]] = json.loads(file.read_bytes())
+    return remarks

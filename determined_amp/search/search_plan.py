@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,120 +33,108 @@ optuna.logging.set_verbosity(optuna.logging.ERROR)  # it would log every study a
 _SCALE = "amp.init_scale"
 
 
-class Method(str, enum.Enum):
-    """How the points of a search are chosen."""
+@dataclass(frozen=True, kw_only=True)
+class GridSearcher(Searcher):
+    """The `searcher` section of a grid or a single trial; the names are Determined's."""
 
-    SINGLE = "single"
-    RANDOM = "random"
-    GRID = "grid"
-    ADAPTIVE_ASHA = "adaptive_asha"
-
-
-class Mode(enum.Enum):
-    """How many brackets `adaptive_asha` has on a cluster: one, half of them, or all."""
-
-    AGGRESSIVE = "aggressive"
-    STANDARD = "standard"
-    CONSERVATIVE = "conservative"
-
-
-_COMMON = {"name", "metric", "smaller_is_better"}
-_TAKES = {
-    Method.SINGLE: _COMMON,
-    Method.GRID: _COMMON | {"max_concurrent_trials"},
-    Method.RANDOM: _COMMON | {"max_concurrent_trials", "max_trials"},
-    Method.ADAPTIVE_ASHA: _COMMON
-    | {"max_concurrent_trials", "max_trials", "time_metric", "max_time"}
-    | {"mode", "divisor", "max_rungs"},
-}
-_NEEDS = {
-    Method.RANDOM: ("max_trials",),
-    Method.ADAPTIVE_ASHA: ("max_trials", "time_metric", "max_time"),
-}
+    name: str = setting()
+    metric: str = setting()
+    # Used on a cluster only; elsewhere `--workers` sets it.
+    max_concurrent_trials: int = setting(16, at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearcherSettings(Searcher):
-    """The `searcher` section of a search; the names are Determined's."""
+class RandomSearcher(GridSearcher):
+    """The same for a number of random points."""
 
-    name: Method = setting()
-    metric: str = setting()
-    max_trials: int | None = setting(None, at_least=1)
-    # Used on a cluster only; elsewhere `--workers` sets it.
-    max_concurrent_trials: int = setting(16, at_least=0)
-    time_metric: str | None = setting(None)  # unit of `max_time`: `batches` or `epochs`
-    max_time: int | None = setting(None, at_least=1)  # length of a trial that is not stopped early
+    max_trials: int = setting(at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AshaSearcher(RandomSearcher):
+    """The same for random points whose poor trials are stopped early."""
+
+    time_metric: str = setting()  # unit of `max_time`: `batches` or `epochs`
+    max_time: int = setting(at_least=1)  # length of a trial that is not stopped early
     # Used on a cluster only; elsewhere all trials are compared with each other.
-    mode: Mode = setting(Mode.STANDARD)
+    mode: str = setting("standard")
     divisor: int = setting(4, at_least=2)  # one in this many trials continues at a rung
     max_rungs: int = setting(5, at_least=1)  # largest number of rungs, the end of a trial included
 
     def first_rung(self) -> int:
-        """The length, in `time_metric`, at which `adaptive_asha` first compares trials.
+        """The length, in `time_metric`, at which trials are first compared.
 
         Each following rung is `divisor` times as long. A trial that is not stopped reaches
-        `max_time`. Without early stopping there is one rung, at the end.
+        `max_time`.
         """
-        if self.max_time is None or self.max_trials is None:
-            return 1
         rungs, most = 1, min(self.max_time, self.max_trials)
         while rungs < self.max_rungs and self.divisor**rungs <= most:
             rungs += 1
         return max(int(self.max_time // self.divisor ** (rungs - 1)), 1)
 
     def contradictions(self, fields_set: frozenset[str]) -> Iterator[tuple[str, str]]:
-        takes = _TAKES[self.name]
-        for key in sorted(fields_set - takes):
-            yield key, f"given, but {self.name.value} takes only {', '.join(sorted(takes))}"
-        for key in _NEEDS.get(self.name, ()):
-            if getattr(self, key) is None:
-                yield key, f"missing; {self.name.value} needs it"
-        if self.time_metric not in (None, *LENGTH_UNITS):
+        if self.time_metric not in LENGTH_UNITS:
             yield "time_metric", f"got {self.time_metric}; allowed: {' or '.join(LENGTH_UNITS)}"
 
 
-def read_searcher(raw: object, problems: list[str]) -> SearcherSettings | None:
-    """The `searcher` section; None after appending its mistakes to `problems`."""
-    if isinstance(raw, Mapping) and raw.get("bracket_rungs"):
-        problems.append(Problem("searcher.bracket_rungs", "is not supported; use max_rungs"))
-        return None
-    if isinstance(raw, Mapping):  # the length of a trial in Determined's own form
-        raw = {key: value for key, value in raw.items() if key != "max_length"}
-    return read(SearcherSettings, raw, "searcher", problems)
+_METHODS: dict[str, type[GridSearcher]] = {
+    "single": GridSearcher,
+    "grid": GridSearcher,
+    "random": RandomSearcher,
+    "adaptive_asha": AshaSearcher,
+}
 
 
 class SearchPlan:
-    """A search, read from its YAML.
+    """A search, read from its YAML and checked as far as that is possible without torch.
+
+    The trials at the ends of all ranges are checked: many others would share their mistakes.
+
+    Args:
+        search: The content of the YAML.
+        source: Where it comes from, for the error message.
 
     Raises:
-        ConfigError: naming every mistake in its searcher and its spaces.
+        ConfigError: naming every mistake.
     """
 
-    def __init__(self, search: Mapping[str, Any]) -> None:
+    def __init__(self, search: Mapping[str, Any], source: str = "search") -> None:
         problems: list[str] = []
         settings = read_searcher(search.get("searcher"), problems)
-        grid = settings is not None and settings.name is Method.GRID
-        self.space: Space = read_space(search.get("hyperparameters"), problems, grid=grid)
-        if grid and self.space.grid_size > MOST_TRIALS:
-            text = (
-                f"this grid has {self.space.grid_size} points; allowed: at most {MOST_TRIALS}, by "
-                "a smaller count of each range, or searcher.name: random"
-            )
-            problems.append(Problem("hyperparameters", text))
-        seed = value_at(search, "reproducibility.experiment_seed") or 0
-        restarts = search.get("max_restarts", 5)
-        for key, value in (("reproducibility.experiment_seed", seed), ("max_restarts", restarts)):
-            if not isinstance(value, int) or value < 0:
-                problems.append(Problem(key, f"got {value!r}; allowed: an integer >= 0"))
         task = _task_here(search, problems)
-        if settings is None or task is None or problems:
-            raise ConfigError("search", problems)
+        in_space: list[str] = []
+        self.space = read_space(search.get("hyperparameters"), in_space)
+        if settings is not None and settings.name == "grid":
+            in_space.extend(_mistakes_of_a_grid(self.space))
+        seed = value_at(search, "reproducibility.experiment_seed") or 0
+        if not isinstance(seed, int) or seed < 0:
+            text = f"got {seed!r}; allowed: an integer >= 0"
+            problems.append(Problem("reproducibility.experiment_seed", text))
         self.search = search
+        probes = () if in_space else self.space.probes()
+        for probe in probes:
+            problems.extend(self._mistakes_of_a_trial(probe, task, settings))
+        problems.extend(in_space)
+        if settings is None or task is None or problems:
+            raise ConfigError(source, list(dict.fromkeys(problems)))
         self.task: Task = task
-        self.settings: SearcherSettings = settings
-        # How often a trial may continue after its process has died.
-        self.max_restarts: int = restarts
+        self.settings: GridSearcher = settings
         self._seed: int = seed
+
+    def _mistakes_of_a_trial(
+        self, probe: Mapping[str, Any], task: Task | None, settings: GridSearcher | None
+    ) -> list[str]:
+        """What is wrong with one trial; mistakes of searcher and entrypoint are named elsewhere."""
+        try:
+            sampled = self.space.nested(probe)
+            experiment = check(self.search, "search", hyperparameters=sampled)
+            if task is not None and task.verb is Verb.SCORE:
+                check_score(experiment)
+            elif isinstance(settings, AshaSearcher):
+                return list(unequal_lengths(experiment, settings))
+        except ConfigError as error:
+            return list(error.problems)
+        return []
 
     def check_trial(self) -> None:
         """Check what only the class of the trial knows, at the ends of all ranges.
@@ -171,20 +158,20 @@ class SearchPlan:
     @cached_property
     def points(self) -> list[dict[str, Any]]:
         """The point of each trial, by dotted name; they depend on the YAML alone."""
-        if self.settings.name is Method.GRID:
+        if not isinstance(self.settings, RandomSearcher):
             grid = self.space.grid()
             return _by_turns(grid) if self.compares else grid
         sampler = optuna.samplers.RandomSampler(seed=self._seed)
         draws = optuna.create_study(sampler=sampler)
-        trials = range(self.settings.max_trials or 1)
-        return [dict(draws.ask(self.distributions).params) for _ in trials]
+        trials = range(self.settings.max_trials)
+        return [draws.ask(self.distributions).params for _ in trials]
 
     def pruner(self) -> optuna.pruners.BasePruner:
         """The early stopping of the search."""
         settings = self.settings
-        if settings.name is not Method.ADAPTIVE_ASHA:
-            return optuna.pruners.NopPruner()
-        return optuna.pruners.SuccessiveHalvingPruner(settings.first_rung(), settings.divisor)
+        if isinstance(settings, AshaSearcher):
+            return optuna.pruners.SuccessiveHalvingPruner(settings.first_rung(), settings.divisor)
+        return optuna.pruners.NopPruner()
 
     def experiment(self, number: int, sampled: Mapping[str, Any]) -> Experiment:
         """The experiment of a trial, with nested values of its hyperparameters.
@@ -216,61 +203,44 @@ class SearchPlan:
         return int(np.random.SeedSequence((self._seed, number)).generate_state(1)[0])
 
 
-def check_search(search: Mapping[str, Any], source: str) -> None:
-    """Check all of a search that can be checked without its trial, and without torch.
-
-    It checks the trials at the ends of all ranges: many others would share their mistakes.
-
-    Raises:
-        ConfigError: naming every mistake.
-    """
-    problems: list[str] = []
-    try:
-        SearchPlan(search)
-    except ConfigError as error:
-        problems.extend(error.problems)
-    in_space: list[str] = []
-    space = read_space(search.get("hyperparameters"), in_space, grid=False)
-    for probe in () if in_space else space.probes():
-        try:
-            _check_probe(search, space.nested(probe))
-        except ConfigError as error:
-            problems.extend(error.problems)
-    if problems:
-        raise ConfigError(source, list(dict.fromkeys(problems)))
+def read_searcher(raw: object, problems: list[str]) -> GridSearcher | None:
+    """The `searcher` section; None after appending its mistakes to `problems`."""
+    section = raw if isinstance(raw, Mapping) else {}
+    name = str(section.get("name"))
+    if name not in _METHODS:
+        problems.append(Problem("searcher.name", f"got {name}; allowed: {', '.join(_METHODS)}"))
+        return None
+    # The length of a trial in Determined's own form is no key of the search.
+    own = {key: value for key, value in section.items() if key != "max_length"}
+    return read(_METHODS[name], own, "searcher", problems)
 
 
-def _check_probe(search: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> None:
-    """Check one trial; what is wrong with the searcher or the entrypoint is named elsewhere."""
-    experiment = check(search, "search", hyperparameters=hyperparameters)
-    task, settings = _task_here(search, []), read_searcher(search.get("searcher"), [])
-    if task is not None and task.verb is Verb.SCORE:
-        check_score(experiment)
-    elif settings is not None:
-        problems = list(unequal_lengths(experiment, settings))
-        if problems:
-            raise ConfigError("search", problems)
+def _mistakes_of_a_grid(space: Space) -> Iterator[Problem]:
+    for axis in space.axes:
+        if not axis.grid:
+            yield Problem(f"hyperparameters.{axis.name}.count", "missing; a grid needs it")
+    if space.grid_size > MOST_TRIALS:
+        text = (
+            f"this grid has {space.grid_size} points; allowed: at most {MOST_TRIALS}, by a smaller "
+            "count of each range, or searcher.name: random"
+        )
+        yield Problem("hyperparameters", text)
 
 
-def unequal_lengths(experiment: Experiment, searcher: SearcherSettings) -> Iterator[Problem]:
+def unequal_lengths(experiment: Experiment, searcher: AshaSearcher) -> Iterator[Problem]:
     """Problems of a trial that `adaptive_asha` cannot compare with others; the platform only warns.
 
     Its length must be `max_time`, and its first validation not after the first rung.
     """
-    training = experiment.training
-    if searcher.time_metric is None:
-        return
     unit, first = searcher.time_metric, searcher.first_rung()
     if getattr(experiment.max_length, unit) != searcher.max_time:
         text = f"is not searcher.max_time; allowed: {{{unit}: {searcher.max_time}}}"
         yield Problem(experiment.key_of("max_length"), text)
-    period = getattr(training.validation_period, unit, None)
+    period = getattr(experiment.training.validation_period, unit, None)
     if period is None or period > first:
-        text = (
-            f"adaptive_asha first compares trials after {first} {unit}; allowed: "
-            f"{{{unit}: {first}}} or less"
-        )
-        yield Problem(experiment.key_of("validation_period"), text)
+        text = f"adaptive_asha first compares trials after {first} {unit}"
+        allowed = f"{{{unit}: {first}}} or less"
+        yield Problem(experiment.key_of("validation_period"), f"{text}; allowed: {allowed}")
 
 
 def _task_here(search: Mapping[str, Any], problems: list[str]) -> Task | None:

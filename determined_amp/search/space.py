@@ -8,6 +8,7 @@ grid over `int` has at most one point per integer.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -27,6 +28,8 @@ MOST_TRIALS = 2000
 
 Scalar = bool | int | float | str | None
 
+_RANGES = ("double", "int", "log")
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -36,20 +39,13 @@ class Axis:
     # Optuna's distribution: uniform, or uniform in the exponent for `log`.
     distribution: distributions.BaseDistribution
     grid: tuple[Scalar, ...]  # its points in a grid; empty without a `count`
-    # The values that the choices of a categorical distribution stand for.
-    values: Mapping[Scalar, Any] | None = None
+    ends: tuple[Scalar, ...]  # all choices, or both ends of a range: if they are valid, all are
+    is_json: bool = False  # whether each choice is the JSON text of its value
 
     @property
     def name(self) -> str:
         """The dotted name, such as `amp.init_scale`."""
         return ".".join(self.path)
-
-    def ends(self) -> tuple[Any, ...]:
-        """All choices, or both ends of a range: if these are valid, every value is."""
-        if isinstance(self.distribution, distributions.CategoricalDistribution):
-            return tuple(self.distribution.choices)
-        low, high = self.distribution.low, self.distribution.high  # type: ignore[attr-defined]
-        return (low, high)
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,7 @@ class Space:
     """All hyperparameters of a search."""
 
     axes: tuple[Axis, ...]  # the searched hyperparameters, sorted by name, level by level
-    constants: Mapping[str, Any]  # the hyperparameters that are not searched, nested as in the YAML
+    hyperparameters: Mapping[str, Any]  # the section of the YAML
 
     @property
     def grid_size(self) -> int:
@@ -67,56 +63,60 @@ class Space:
     def grid(self) -> list[dict[str, Scalar]]:
         """Every point, by dotted name, from the last one; the last name varies fastest."""
         points = itertools.product(*(axis.grid for axis in self.axes))
-        names = [axis.name for axis in self.axes]
-        return [dict(zip(names, point, strict=True)) for point in points][::-1]
+        named = [self._named(point) for point in points]
+        return named[::-1]
 
-    def probes(self) -> Iterator[dict[str, Any]]:
+    def probes(self) -> Iterator[dict[str, Scalar]]:
         """A few points that together contain every end and every choice of each axis."""
-        ends = [axis.ends() for axis in self.axes]
-        for i in range(max(map(len, ends), default=1)):
-            values = (end[min(i, len(end) - 1)] for end in ends)
-            yield dict(zip((axis.name for axis in self.axes), values, strict=True))
+        most = max((len(axis.ends) for axis in self.axes), default=1)
+        for i in range(most):
+            yield self._named(tuple(axis.ends[min(i, len(axis.ends) - 1)] for axis in self.axes))
+
+    def _named(self, point: tuple[Scalar, ...]) -> dict[str, Scalar]:
+        return {axis.name: value for axis, value in zip(self.axes, point, strict=True)}
 
     def nested(self, point: Mapping[str, Any]) -> dict[str, Any]:
         """The hyperparameters of the trial at a point, nested, constants included."""
-        sample: dict[str, Any] = json.loads(json.dumps(self.constants))
+        sample = copy.deepcopy(dict(self.hyperparameters))
         for axis in self.axes:
             value = point[axis.name]
-            put(sample, axis.path, value if axis.values is None else axis.values[value])
+            put(sample, axis.path, json.loads(value) if axis.is_json else value)
         return sample
 
 
-def read_space(
-    hyperparameters: object, problems: list[str], *, grid: bool, path: tuple[str, ...] = ()
-) -> Space:
-    """The space of a `hyperparameters` section.
-
-    Args:
-        hyperparameters: The section.
-        problems: A sentence per mistake is appended.
-        grid: Whether every range needs a `count`.
-        path: The keys of a nested section.
-    """
-    place = ".".join(("hyperparameters", *path))
+def read_space(hyperparameters: object, problems: list[str]) -> Space:
+    """The space of a `hyperparameters` section; a sentence per mistake is added to `problems`."""
     if not isinstance(hyperparameters, Mapping):
         text = f"got {hyperparameters!r}; allowed: a mapping of keys to values"
-        problems.append(Problem(place, text))
+        problems.append(Problem("hyperparameters", text))
         return Space((), {})
-    axes: list[Axis] = []
-    constants: dict[str, Any] = {}
-    for key in sorted(hyperparameters, key=str):
-        value, here = hyperparameters[key], (*path, str(key))
-        if not isinstance(value, Mapping):
-            constants[str(key)] = value
-        elif "type" not in value:
-            section = read_space(value, problems, grid=grid, path=here)
-            axes.extend(section.axes)
-            constants[str(key)] = section.constants
-        elif value["type"] == "const":
-            constants[str(key)] = value.get("val")
-        else:
-            axes.extend(_read_axis(value, here, problems, grid=grid))
-    return Space(tuple(axes), constants)
+    return Space(tuple(_axes(hyperparameters, (), problems)), hyperparameters)
+
+
+def _axes(section: Mapping[str, Any], path: tuple[str, ...], problems: list[str]) -> Iterator[Axis]:
+    for key in sorted(section, key=str):
+        value, here = section[key], (*path, str(key))
+        if not isinstance(value, Mapping) or value.get("type") == "const":
+            continue
+        if "type" not in value:
+            yield from _axes(value, here, problems)
+            continue
+        axis = _axis(value, here, problems)
+        if axis is not None:
+            yield axis
+
+
+def _axis(raw: Mapping[str, Any], path: tuple[str, ...], problems: list[str]) -> Axis | None:
+    """The axis of one hyperparameter; None after adding a mistake to `problems`."""
+    place, kind = ".".join(("hyperparameters", *path)), raw["type"]
+    if kind == "categorical":
+        return _choices(raw, path, place, problems)
+    if kind not in _RANGES:
+        kinds = f"const, categorical, {', '.join(_RANGES)}, or no key of that name"
+        problems.append(Problem(f"{place}.type", f"got {kind!r}; allowed: {kinds}"))
+        return None
+    span = read(_Range, raw, place, problems)
+    return None if span is None else span.axis(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,16 +125,40 @@ class _Range:
     minval: float = setting()
     maxval: float = setting()
     count: int | None = setting(None, at_least=1, at_most=MOST_TRIALS)
+    base: float | None = setting(None, above=1)  # of `log`, whose ends are exponents
 
     def contradictions(self, fields_set: frozenset[str]) -> Iterator[tuple[str, str]]:
         if self.minval >= self.maxval:
             yield "minval", f"got {self.minval:g}; allowed: less than maxval {self.maxval:g}"
+        if self.type == "int":
+            for key, end in (("minval", self.minval), ("maxval", self.maxval)):
+                if not end.is_integer():
+                    yield key, f"got {end:g}; allowed: an integer"
+        if self.type != "log":
+            if self.base is not None:
+                yield "base", "given; only log takes it"
+        elif self.base is None:
+            yield "base", "missing; log needs it"
+        elif math.log2(self.base) * max(abs(self.minval), abs(self.maxval)) > 1000:
+            text = "is no range of float64; minval and maxval are exponents"
+            yield "minval", f"{self.base:g}^{self.minval:g} to {self.base:g}^{self.maxval:g} {text}"
 
     def axis(self, path: tuple[str, ...]) -> Axis:
-        distribution = distributions.FloatDistribution(self.minval, self.maxval)
-        return Axis(path, distribution, tuple(self.points(self.count or 0)))
+        distribution: distributions.BaseDistribution
+        if self.type == "int":
+            low, high = int(self.minval), int(self.maxval)
+            most = min(self.count or 0, high - low + 1)
+            grid = tuple(round(value) for value in self._points(most))
+            distribution = distributions.IntDistribution(low, high)
+            return Axis(path, distribution, grid, (low, high))
+        points, ends = self._points(self.count or 0), (self.minval, self.maxval)
+        if self.base is not None:
+            points = [self.base**exponent for exponent in points]
+            ends = (self.base**self.minval, self.base**self.maxval)
+        distribution = distributions.FloatDistribution(*ends, log=self.base is not None)
+        return Axis(path, distribution, tuple(points), ends)
 
-    def points(self, count: int) -> list[float]:
+    def _points(self, count: int) -> list[float]:
         """`count` evenly spaced values with both ends; a single value is the middle."""
         if count == 1:
             return [(self.minval + self.maxval) / 2.0]
@@ -142,80 +166,23 @@ class _Range:
         return [self.minval + i * width / (count - 1) for i in range(count)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _IntRange(_Range):
-    minval: int = setting()
-    maxval: int = setting()
-
-    def axis(self, path: tuple[str, ...]) -> Axis:
-        count = min(self.count or 0, self.maxval - self.minval + 1)
-        grid = tuple(round(value) for value in self.points(count))
-        return Axis(path, distributions.IntDistribution(self.minval, self.maxval), grid)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _LogRange(_Range):
-    base: float = setting(above=0)
-
-    def contradictions(self, fields_set: frozenset[str]) -> Iterator[tuple[str, str]]:
-        yield from super().contradictions(fields_set)
-        try:
-            ends = [math.pow(self.base, exponent) for exponent in (self.minval, self.maxval)]
-        except OverflowError:
-            ends = [math.inf]
-        if not 0 < min(ends) < max(ends) < math.inf:
-            yield (
-                "minval",
-                f"{self.base:g}^{self.minval:g} to {self.base:g}^{self.maxval:g} is no range of "
-                "float64; minval and maxval are exponents",
-            )
-
-    def axis(self, path: tuple[str, ...]) -> Axis:
-        low, high = sorted(math.pow(self.base, end) for end in (self.minval, self.maxval))
-        grid = tuple(math.pow(self.base, exponent) for exponent in self.points(self.count or 0))
-        return Axis(path, distributions.FloatDistribution(low, high, log=True), grid)
-
-
-_RANGES: dict[str, type[_Range]] = {"double": _Range, "int": _IntRange, "log": _LogRange}
-
-
-def _read_axis(
-    raw: Mapping[str, Any], path: tuple[str, ...], problems: list[str], *, grid: bool
-) -> Iterator[Axis]:
-    place = ".".join(("hyperparameters", *path))
-    before, kind = len(problems), raw["type"]
-    if kind == "categorical":
-        axis = _categorical(raw, path, place, problems)
-    elif isinstance(kind, str) and kind in _RANGES:
-        span = read(_RANGES[kind], raw, place, problems)
-        axis = None if span is None else span.axis(path)
-    else:
-        kinds = f"const, categorical, {', '.join(_RANGES)}, or no key of that name"
-        problems.append(Problem(f"{place}.type", f"got {kind!r}; allowed: {kinds}"))
-        return
-    if axis is not None and grid and not axis.grid:
-        problems.append(Problem(f"{place}.count", "missing; a grid needs it"))
-    elif axis is not None and len(problems) == before:
-        yield axis
-
-
-def _categorical(
+def _choices(
     raw: Mapping[str, Any], path: tuple[str, ...], place: str, problems: list[str]
 ) -> Axis | None:
+    """The axis of a categorical hyperparameter."""
     for key in raw.keys() - {"type", "vals"}:
         problems.append(Problem(f"{place}.{key}", "unknown key; allowed: type, vals"))
     vals = raw.get("vals")
     if not isinstance(vals, list) or not vals:
         problems.append(Problem(f"{place}.vals", f"got {vals!r}; allowed: a list of values"))
         return None
-    # Optuna stores only scalars and cannot tell 1 from true. If that is a problem, each choice is
-    # the JSON text of its value.
+    # Optuna stores only scalars, and cannot tell 1 from true.
     scalars = all(isinstance(value, (bool, int, float, str, type(None))) for value in vals)
-    plain = scalars and len(set(vals)) == len(vals)
-    choices = vals if plain else [json.dumps(value) for value in vals]
+    is_json = not scalars or len(set(vals)) < len(vals)
+    choices = tuple(json.dumps(value) for value in vals) if is_json else tuple(vals)
     if len(set(choices)) < len(choices):
         text = f"got a value twice in {vals!r}; allowed: each once"
         problems.append(Problem(f"{place}.vals", text))
         return None
-    values = dict(zip(choices, vals, strict=True))
-    return Axis(path, distributions.CategoricalDistribution(choices), tuple(choices), values)
+    distribution = distributions.CategoricalDistribution(choices)
+    return Axis(path, distribution, choices, choices, is_json)

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from determined_amp.experiment.experiment import Experiment, parse
+from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.machine import Machine
 from determined_amp.finder.advice import FILE_NAME
 from determined_amp.local.checkpoint_storage import (
@@ -26,14 +26,13 @@ from determined_amp.local.checkpoint_storage import (
     complete_checkpoints,
     translating_disk_errors,
 )
-from determined_amp.local.logs import logging_to, surviving_closed_output
+from determined_amp.local.logs import logging_to
 from determined_amp.local.open_trial import open_trial, outcome
 from determined_amp.local.processes import StopOnSignal
 from determined_amp.local.run import train
 from determined_amp.local.run_listener import RunListener, after_first_batch
 from determined_amp.runs.folder import RunFolder
-from determined_amp.runs.run import Report, RunState
-from determined_amp.search.study import StudyError, goes_on_after, storing
+from determined_amp.runs.run import RunState
 from determined_amp.search.task import Task, Verb
 from determined_amp.trial.determined_0_38 import leave_the_cluster
 
@@ -47,9 +46,8 @@ class Job:
     task: Task  # whether to train, score or find
     config: Mapping[str, Any]  # its experiment configuration
     folder: Path  # its run folder; a trial with a checkpoint there continues from it
-    # The folder of its search, whose study gets its validations; None for a trial without a search.
-    search: Path | None = None
-    number: int = 0  # its number in the search
+    # Whether it sends its reports, and stops if the answer says so.
+    is_searched: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +69,10 @@ class TrialResult:
     seconds_per_batch: float | None = None
 
 
+# What a trial sends; a mapping is one of its reports, with `group` and `batches`.
+Message = FirstBatch | TrialResult | Mapping[str, Any]
+
+
 class TrialProcess:
     """A process that runs one trial.
 
@@ -90,20 +92,27 @@ class TrialProcess:
         self.process.start()
         theirs.close()
 
-    def receive(self) -> FirstBatch | TrialResult | None:
+    def receive(self) -> Message | None:
         """The next message; None if the process has died."""
         try:
-            message: FirstBatch | TrialResult = self.connection.recv()
+            message: Message = self.connection.recv()
         except (EOFError, ConnectionError):
             return None
         return message
 
-    def result(self) -> TrialResult | None:
-        """The result; None if the process has died."""
-        message = self.receive()
-        while isinstance(message, FirstBatch):
+    def result(self, goes_on: Callable[[Mapping[str, Any]], bool]) -> TrialResult | None:
+        """The result; None if the process has died.
+
+        Args:
+            goes_on: Whether the trial continues after this report.
+        """
+        while True:
             message = self.receive()
-        return message
+            if isinstance(message, Mapping):
+                with suppress(ConnectionError):  # it has died meanwhile
+                    self.connection.send(goes_on(message))
+            elif not isinstance(message, FirstBatch):
+                return message
 
     def close(self, *, kill: bool = False) -> int | None:
         """End the process, and return its exit status."""
@@ -124,15 +133,9 @@ def _serve(connection: Connection, job: Job, slot: int, workers: int, directory:
     multiprocessing.set_start_method("fork", force=True)
     _share_machine(slot, workers)
     os.chdir(directory)  # multiprocessing goes to the folder where it was imported
-
-    def send(message: FirstBatch | TrialResult) -> None:
-        with suppress(ConnectionError):  # the search was killed
-            connection.send(message)
-
-    # Nothing is ever sent to this process: what can be received is the end of the search.
-    listener = SearchListener(job, lambda: send(FirstBatch()), search_is_gone=connection.poll)
-    with surviving_closed_output():
-        send(run_trial(job, listener))
+    result = run_trial(job, TrialListener(job, connection))
+    with suppress(ConnectionError):  # the search was killed
+        connection.send(result)
 
 
 def _share_machine(slot: int, workers: int) -> None:
@@ -144,97 +147,92 @@ def _share_machine(slot: int, workers: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
 
 
-def run_trial(job: Job, listener: SearchListener) -> TrialResult:
+def run_trial(job: Job, listener: TrialListener) -> TrialResult:
     """Run one trial to its end, or until it is stopped; its error is a result, too."""
     folder = RunFolder(job.folder)
     with folder.locked(wait=True):  # a process of a killed search may hold it
         try:
             with translating_disk_errors(folder.path):
-                experiment = parse(job.config, str(job.config.get("name", "search")))
-                if job.task.verb is Verb.TRAIN:
-                    saved = complete_checkpoints(folder.checkpoints)
-                    resume = Resume.latest(folder.path) if saved else None
-                    train(experiment, lambda: folder, resume, [listener], show=False)
-                else:
-                    _measure(experiment, job.task, folder, listener)
-        except (DiskError, StudyError) as error:
+                _run(job, folder, listener)
+        except DiskError as error:
             return TrialResult(RunState.STOPPED, reason=str(error))
         except Exception as error:  # a failed trial must not end the search
             return TrialResult(*outcome(error))
-    return TrialResult(
-        listener.state,
-        reason="stopped early by the search" if listener.state is RunState.PRUNED else None,
-        epoch_batches=listener.epoch_batches,
-        seconds_per_batch=listener.seconds_per_batch,
-    )
+    return listener.result
 
 
-def _measure(
-    experiment: Experiment, task: Task, folder: RunFolder, listener: SearchListener
-) -> None:
-    """Score or find the loss scale of a trial, and write what was measured into its folder."""
+def _run(job: Job, folder: RunFolder, listener: TrialListener) -> None:
+    """Train, score or find, and write what was measured into the folder."""
+    experiment = parse(job.config, str(job.config.get("name", "search")))
+    if job.task.verb is Verb.TRAIN:
+        saved = complete_checkpoints(folder.checkpoints)
+        resume = Resume.latest(folder.path) if saved else None
+        train(experiment, lambda: folder, resume, [listener], show=False)
+        return
     folder.describe(experiment, Machine.of_this_process())
     logged = logging_to(folder.log, Console(quiet=True))
     with logged, open_trial(experiment.config, experiment.name) as opened:
-        if task.verb is Verb.FIND:
+        if job.task.verb is Verb.FIND:
             after_first_batch(opened.trial, listener.on_first_batch)
-            opened.find(task.batches).write(folder.path / FILE_NAME)
+            opened.find(job.task.batches).write(folder.path / FILE_NAME)
             return
-        metrics = opened.score(task.batches)
+        metrics = opened.score(job.task.batches)
     folder.forget_metrics_after(-1)  # a killed process may have left its report
-    line = {"group": "validation", **metrics, "batches": task.batches}
+    line = {"group": "validation", **metrics, "batches": job.task.batches}
     folder.append_metrics(line)
-    listener.goes_on(line)
+    listener.ask(line)
 
 
-class SearchListener(RunListener):
-    """Gives every validation to the study of the search, which may stop the trial.
+class TrialListener(RunListener):
+    """Sends the first batch and the reports of a trial to its search, which may stop it.
 
     Attributes:
-        state: How the trial ended.
-        epoch_batches: Batches of an epoch; None before the training.
-        seconds_per_batch: See `TrialResult`.
+        result: How the trial has ended, unless an error ends it.
     """
 
-    def __init__(
-        self, job: Job, notify: Callable[[], None], search_is_gone: Callable[[], bool]
-    ) -> None:
+    def __init__(self, job: Job, connection: Connection) -> None:
         self._job = job
-        self._notify = notify
-        self._search_is_gone = search_is_gone
+        self._connection = connection
         self._first_batch_at = 0.0
-        self.seconds_per_batch: float | None = None
-        self.state = RunState.COMPLETED
-        self.epoch_batches: int | None = None
+        self.result = TrialResult(RunState.COMPLETED)
 
     def on_training(self, first_batch: int, total_batches: int, epoch_batches: int) -> None:
-        self.epoch_batches = epoch_batches
+        self.result = replace(self.result, epoch_batches=epoch_batches)
 
     def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
         self._stop = stop
 
     def on_first_batch(self) -> None:
         self._first_batch_at = time.monotonic()
-        self._notify()
+        with suppress(ConnectionError):
+            self._connection.send(FirstBatch())
 
     def on_report(self, line: Mapping[str, Any]) -> None:
         if line["group"] == "training" and line["batches"] > 1:
             seconds = time.monotonic() - self._first_batch_at
-            self.seconds_per_batch = seconds / (line["batches"] - 1)
-        if self._search_is_gone():
+            each = seconds / (line["batches"] - 1)
+            self.result = replace(self.result, seconds_per_batch=each)
+        try:
+            goes_on = self.ask(line)
+        except (EOFError, ConnectionError):
             self._stop.reason, self._stop.requested = "its search was killed", True
-        elif line["group"] == "validation" and not self.goes_on(line):
-            self.state = RunState.PRUNED
+            return
+        if not goes_on:
+            reason = "stopped early by the search"
+            self.result = replace(self.result, state=RunState.PRUNED, reason=reason)
             self._stop.requested = True
 
-    def goes_on(self, validation: Mapping[str, Any]) -> bool:
-        """Store a validation in the study; whether the trial continues after it."""
-        if self._job.search is None:
+    def ask(self, line: Mapping[str, Any]) -> bool:
+        """Send a report to the search; whether the trial continues after it.
+
+        Raises:
+            EOFError, ConnectionError: if the search was killed.
+        """
+        if not self._job.is_searched:
             return True
-        report = Report.read(validation["batches"], validation)
-        with storing(self._job.search):
-            return goes_on_after(self._job.search, self._job.number, report)
+        self._connection.send(dict(line))
+        return bool(self._connection.recv())
 
     def on_end(self, error: BaseException | None, *, stopped: bool) -> None:
-        if stopped and self.state is RunState.COMPLETED:
-            self.state = RunState.STOPPED
+        if stopped and self.result.state is RunState.COMPLETED:
+            self.result = replace(self.result, state=RunState.STOPPED)
