@@ -48,7 +48,7 @@ from determined_amp.trial.notes import (
     show_failure,
     show_status,
 )
-from determined_amp.trial.unmodified import trial_of
+from determined_amp.trial.unmodified import trial_of_run
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def train_task(trial: str | None, arguments: Sequence[str]) -> None:
     if TRIAL_SEED in info.trial.hparams:
         info.trial.trial_seed = experiment.seed
     with _context(experiment) as context:
-        trained = trial_of(experiment, context)
+        trained = trial_of_run(experiment, context)
         fit(trained, context)
 
 
@@ -189,8 +189,6 @@ def _context(experiment: Experiment) -> Iterator[pytorch.PyTorchTrialContext]:
     hparams, frequency = dict(experiment.hyperparameters), experiment.aggregation_frequency
     try:
         with pytorch.init(hparams=hparams, aggregation_frequency=frequency) as context:
-            if context.distributed.rank == 0:
-                logger.info(experiment.described_precision())
             average_by_default(context, experiment.plan.average_aggregated_gradients)
             try:
                 with translating_exits(), limits_of_16_bits():
@@ -216,7 +214,7 @@ def _opened(info: det.ClusterInfo, experiment: Experiment) -> Iterator[OpenTrial
             noted["precision"] = experiment.amp.precision.value
             noted["init_scale"] = experiment.amp.first_scale
         note_on_master(context, **noted)
-        yield OpenTrial(trial_of(experiment, context), context, experiment)
+        yield OpenTrial(trial_of_run(experiment, context), context, experiment)
 
 
 def _report_finding(train: core.TrainContext, finding: Finding, batches: int) -> None:

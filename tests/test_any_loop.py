@@ -473,6 +473,31 @@ class TestGuard:
         assert made.amp.state_dict() == quiet.amp.state_dict()
 
 
+class TestRunThatDoesNotTrain:
+    @pytest.mark.parametrize("applied", [0, 1])
+    def test_state_without_an_applied_step_is_one_warning(self, applied: int, caplog: Any) -> None:
+        made = OneWeight(precision="amp_fp16")
+        made.amp.state_dict()
+        assert "trained nothing" not in caplog.text  # it has not begun
+        for overflows in (*[True] * 3, *[False] * applied):
+            made.backward(math.inf if overflows else 1.0)
+        for _ in range(2):
+            made.amp.state_dict()
+        said = "all of its 3 optimizer steps overflowed and were skipped"
+        assert caplog.text.count(said) == 1 - applied
+
+    @pytest.mark.parametrize(("losses", "said"), [([1.5, 8e6], 1), ([2e6, 1.5], 0), ([-1, 8e6], 0)])
+    def test_loss_that_explodes_within_the_first_report_is_one_warning(
+        self, losses: list[float], said: int, caplog: Any
+    ) -> None:
+        amp = AmpLoop(AmpSettings(Precision.AMP_BF16), "cpu")
+        for _ in range(2):
+            for loss in losses:
+                amp.update(loss)
+            amp.report()
+        assert caplog.text.count("at the start: this run does not train") == said
+
+
 @pytest.mark.parametrize("samples", [8, None])
 def test_speed_is_that_of_the_samples_that_are_given(samples: int | None) -> None:
     amp = AmpLoop(AmpSettings(Precision.FP32), "cpu")

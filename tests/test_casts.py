@@ -51,6 +51,22 @@ def several_steps(loop: Loop) -> list[float]:
     return [loop.step() for _ in range(STEPS)]
 
 
+def a_step_with_a_closure(loop: Loop) -> list[float]:
+    optimizer = torch.optim.LBFGS(loop.model.parameters(), lr=0.5)
+    losses: list[float] = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loop.loss()
+        torch.autograd.backward(loss)
+        losses.append(loss.item())
+        return loss
+
+    loop.amp.scaler.step(optimizer, closure)
+    loop.amp.update()
+    return losses
+
+
 def a_loaded_state(loop: Loop) -> list[float]:
     before = loop.loss().item()
     loop.model.load_state_dict({k: 2 * v for k, v in loop.model.state_dict().items()})
@@ -72,10 +88,16 @@ def a_rehearsal_that_moves_weights(loop: Loop) -> list[float]:
     return [loop.loss().item()]
 
 
-@SIXTEEN_BITS
 @pytest.mark.parametrize(
-    "train",
-    [several_steps, a_loaded_state, a_loaded_state_of_a_part, a_rehearsal_that_moves_weights],
+    ("train", "precision"),
+    [
+        (several_steps, "amp_fp16"),
+        (several_steps, "amp_bf16"),
+        (a_step_with_a_closure, "amp_bf16"),
+        (a_loaded_state, "amp_bf16"),
+        (a_loaded_state_of_a_part, "amp_bf16"),
+        (a_rehearsal_that_moves_weights, "amp_bf16"),
+    ],
 )
 def test_region_around_changing_weights_computes_with_the_new_ones(
     train: Callable[[Loop], list[float]], precision: str, monkeypatch: pytest.MonkeyPatch

@@ -306,13 +306,13 @@ class TestTrouble:
             (["high", "higher"], 0),
         ],
     )
-    def test_loss_a_million_times_that_of_the_first_report_is_one_warning(
+    def test_loss_a_million_times_that_of_the_start_is_one_warning(
         self, losses: list[Any], said: int, caplog: pytest.LogCaptureFixture
     ) -> None:
         watched = guard(AmpSettings(Precision.AMP_BF16))
         for loss in losses:
             judge(watched, loss=loss)
-        assert caplog.text.count("in the first report: this run does not train") == said
+        assert caplog.text.count("at the start: this run does not train") == said
 
     @pytest.mark.parametrize("precision", [Precision.FP32, Precision.AMP_BF16])
     def test_loss_that_is_not_finite_is_trouble_where_nothing_is_skipped(

@@ -34,6 +34,11 @@ class Note:
     """No plain value."""
 
 
+class Notes(pytorch.PyTorchCallback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"note": Note()}
+
+
 class Warms(Plain):
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         super().__init__(context)
@@ -78,11 +83,28 @@ def test_scheduler_that_holds_another_is_resumed(
     assert "can be resumed" not in caplog.text
 
 
-def test_state_that_cannot_be_restored_is_said_before_the_first_checkpoint(
-    caplog: pytest.LogCaptureFixture,
+class RemembersConverted(WarmsConverted, Remembers):
+    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+        return {**super().build_callbacks(), "mine": Notes()}
+
+
+DETERMINEDS = pytorch._PyTorchTrialController
+
+
+@pytest.mark.parametrize(
+    ("trial", "amp", "loop", "said"),
+    [
+        (Remembers, None, None, ["Warmup"]),
+        (RemembersConverted, {"precision": "amp_bf16"}, None, ["Warmup", "callback mine"]),
+        (RemembersConverted, {"precision": "amp_bf16"}, DETERMINEDS, ["Warmup", "callback mine"]),
+        (WarmsConverted, {"precision": "amp_bf16"}, DETERMINEDS, []),
+    ],
+)
+def test_state_that_cannot_be_restored_is_said_once_in_every_loop(
+    trial: Any, amp: Any, loop: Any, said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    fit(Remembers, None, batches=2)
-    (said,) = (
-        line for line in caplog.messages if "no checkpoint of this run can be resumed" in line
-    )
-    assert "the state of Warmup is more than plain values" in said
+    fit(trial, amp, batches=2, checkpoint_period=1, loop=loop)
+    lines = [line for line in caplog.messages if "no checkpoint of this run can be resumed" in line]
+    assert len(lines) == len(said)
+    for line, owner in zip(lines, said, strict=True):
+        assert f"the state of {owner} is more than plain values" in line

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from determined import pytorch
 
+from determined_amp import AmpSettings, Precision
 from determined_amp import __main__ as door
 from determined_amp.amp.errors import ConfigError
 from determined_amp.experiment.experiment import NO_AMP_SECTION, parse
@@ -17,6 +18,7 @@ from determined_amp.search.search_plan import SearchPlan
 from determined_amp.trial.fitting import fit
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.strangers import Stranger
+from tests.trials import Weights
 
 PLAIN: dict[str, Any] = {
     "name": "plain",
@@ -25,6 +27,13 @@ PLAIN: dict[str, Any] = {
     "searcher": {"name": "single", "metric": "val_loss", "max_length": {"batches": 4}},
     "scheduling_unit": 2,
 }
+
+class SettingsInCode(Weights):
+    """Has its `amp` section in the code."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context, AmpSettings(Precision.AMP_BF16))
+
 
 SECTION = "{precision: amp_fp16}"
 
@@ -125,7 +134,7 @@ def test_hyperparameter_of_a_trial_with_amp_of_its_own_is_named_in_the_first_lin
 ) -> None:
     found = parse(with_overrides(PLAIN, [f"hyperparameters.{override}"]), "test")
     assert found.amp is None
-    assert found.described_precision() == f"{NO_AMP_SECTION} ({named}: the trial's own)"
+    assert found.described_precision(found.precision) == f"{NO_AMP_SECTION} ({named}: the trial's own)"
 
 
 @pytest.mark.parametrize(
@@ -144,12 +153,13 @@ def test_hyperparameter_of_a_trial_with_amp_of_its_own_is_named_in_the_first_lin
 )
 def test_what_only_looks_like_a_setting_is_no_problem_and_not_named(override: str) -> None:
     found = parse(with_overrides(PLAIN, [override]), "test")
-    assert found.described_precision() == NO_AMP_SECTION
+    assert found.described_precision(found.precision) == NO_AMP_SECTION
 
 
 def test_first_line_of_an_amp_section_names_the_precision() -> None:
     config = with_overrides(PLAIN, ["hyperparameters.amp={precision: amp_bf16}"])
-    assert parse(config, "test").described_precision() == "precision: amp_bf16"
+    found = parse(config, "test")
+    assert found.described_precision(found.precision) == "precision: amp_bf16"
 
 
 def test_range_of_a_search_that_holds_a_misplaced_precision_is_refused() -> None:
@@ -194,3 +204,19 @@ def test_log_begins_with_the_precision_and_the_closing_table_names_it(
     table = capsys.readouterr().out.partition("plain: completed")[2]
     assert "precision" in table
     assert "no amp section: " in table
+
+
+def test_precision_of_settings_in_the_trials_code_is_named_where_there_is_no_section(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, run = tmp_path / "own.yaml", tmp_path / "run"
+    own = {**PLAIN, "entrypoint": "tests.test_misplaced:SettingsInCode"}
+    own["searcher"] = {**PLAIN["searcher"], "metric": "validation_loss"}
+    path.write_text(yaml.safe_dump(own))
+    assert door.main(["train", str(path), "--run-folder", str(run)]) == 0
+    words = "amp_bf16 (by AmpSettings in the trial; no amp section)"
+    log = (run / "log.txt").read_text()
+    assert f": precision: {words}\n" in log
+    assert "no guard" not in log
+    table = capsys.readouterr().out.partition("plain: completed")[2]
+    assert "amp_bf16 (by AmpSettings" in table

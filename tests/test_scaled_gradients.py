@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from tests.harness import fit
 from tests.trials import Converted
 
 Change = Callable[[nn.Module], object]
-WARNING = "were changed while they were scaled"
+WARNING = "scaled gradients were changed between their backward and this step"
 
 
 def nothing(model: nn.Module) -> None:
@@ -60,20 +61,26 @@ def all_at_once(model: nn.Module) -> None:
     torch._foreach_clamp_max_([p.grad for p in model.parameters() if p.grad is not None], 1.0)
 
 
+def of_one_bias(model: Any) -> None:
+    model[2].bias.grad.clamp_(-1, 1)
+
+
 def noisy(model: nn.Module) -> None:
     for parameter in model.parameters():
         assert parameter.grad is not None
         parameter.grad += torch.randn_like(parameter.grad)
 
 
-def loop_with(change: Change, precision: str, window: int, unscales: bool = False) -> AmpLoop:
-    """Six steps of a small net, whose gradients are changed before each of them."""
+def loop_with(
+    change: Change, precision: str, window: int, *, unscales: bool = False, steps: int = 6
+) -> AmpLoop:
+    """Steps of a small net, whose gradients are changed before each of them."""
     amp = AmpLoop(AmpSettings(Precision(precision), init_scale=64.0), "cpu")
     torch.manual_seed(0)
     model = amp.prepare(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs = torch.randn(16, 8)
-    for batch in range(6 * window):
+    for batch in range(steps * window):
         with amp.autocast():
             loss = functional.cross_entropy(model(inputs), inputs[:, :4].argmax(1)) / window
         torch.autograd.backward(amp.scaler.scale(loss))
@@ -100,13 +107,48 @@ def test_clip_of_scaled_gradients_is_refused_where_it_is_called(clip: Change, wi
 
 
 @WINDOWS
-@pytest.mark.parametrize("change", [multiplied, replaced, all_at_once, noisy])
+@pytest.mark.parametrize("change", [multiplied, replaced, all_at_once, of_one_bias, noisy])
+@pytest.mark.parametrize("steps", [1, 6])
 def test_other_change_of_scaled_gradients_warns_once_with_the_line_of_the_step(
-    change: Change, window: int, caplog: pytest.LogCaptureFixture
+    change: Change, window: int, steps: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop_with(change, "amp_fp16", window)
+    loop_with(change, "amp_fp16", window, steps=steps)
     (line,) = (line for line in caplog.messages if WARNING in line)
-    assert f"step in {__file__}:" in line
+    source, number, _ = line.split(":", 2)
+    assert source == __file__
+    assert "amp.scaler.step(" in Path(source).read_text().splitlines()[int(number) - 1]
+
+
+def test_change_that_begins_late_warns(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[nn.Module] = []
+
+    def late(model: nn.Module) -> None:
+        calls.append(model)
+        if len(calls) > 15:
+            multiplied(model)
+
+    loop_with(late, "amp_fp16", 2, steps=15)
+    assert WARNING not in caplog.text
+    calls.clear()
+    loop_with(late, "amp_fp16", 2, steps=25)
+    assert caplog.text.count(WARNING) == 1
+
+
+def test_change_of_what_is_trained_from_several_losses_warns(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    amp = AmpLoop(AmpSettings(Precision.AMP_FP16), "cpu")
+    model = amp.prepare(nn.Linear(4, 2))
+    optimizer = amp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for change in (nothing, multiplied):
+        assert WARNING not in caplog.text
+        with amp.autocast():
+            losses = list(model(torch.ones(4)))
+        torch.autograd.backward(amp.scaler.scale(losses))
+        change(model)
+        amp.scaler.step(optimizer)
+        amp.update()
+    assert WARNING in caplog.text
 
 
 @pytest.mark.parametrize("change", [nothing, multiplied, *CLIPS])

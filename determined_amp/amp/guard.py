@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 # applied since the start of the run, where the loss scale finds its level.
 MIN_STEPS_TO_JUDGE = 10
 
-# A loss that has grown by this factor since the first report is no longer that of a training.
+# A loss that has grown by this factor since the start is no longer that of a training.
 _GROWN = 1e6
 
 # From this many skips on, a start is worth a line in the log.
@@ -113,25 +113,26 @@ class Guard:
         name = self._metrics.suffix(optimizer)
         self._began_at[name] = self._judged_at[name] = self._steps_of(optimizer)
 
-    def end(self) -> None:
-        """Say so if a run of at least one report has not applied a step; synchronises."""
-        if not self.enabled or self._metrics.latest is None or self._slots.rank:
+    def warn_of_no_applied_step(self) -> None:
+        """Say so, once, if a run that has stepped or reported has applied no step; synchronises."""
+        if not self.enabled or self._slots.rank:
             return
         skipped_in_all = 0
         for optimizer in self._optimizers:
+            name = self._metrics.suffix(optimizer)
+            applied_before, skipped_before = self._began_at.get(name, (0, 0))
             applied, skipped = self._steps_of(optimizer)
-            applied_before, skipped_before = self._began_at.get(
-                self._metrics.suffix(optimizer), (0, 0)
-            )
             if applied > applied_before:
                 return
             skipped_in_all += skipped - skipped_before
-        logger.warning(
-            "this run has trained nothing: %s. The weights are as they were at its start",
-            f"all of its {skipped_in_all} optimizer steps overflowed and were skipped"
-            if skipped_in_all
-            else "no optimizer was stepped",
-        )
+        has_run = skipped_in_all or self._metrics.latest is not None
+        if has_run and self._is_new("no applied step"):
+            logger.warning(
+                "this run has trained nothing: %s. The weights are as they were at its start",
+                f"all of its {skipped_in_all} optimizer steps overflowed and were skipped"
+                if skipped_in_all
+                else "no optimizer was stepped",
+            )
 
     def judge(self, metrics: Mapping[str, Any], batches: int) -> None:
         """Judge the newest report, right after it was made.
@@ -151,7 +152,7 @@ class Guard:
             return
         self._warn_of_skips_at_the_start(report)
         self._warn_of_no_step(report, batches)
-        self._warn_of_grown_loss(self._loss_of(report, metrics))
+        self._warn_of_grown_loss(report, self._loss_of(report, metrics))
         failure = next(self._failures(report, metrics), None)
         if failure is not None:
             self.fail(failure)
@@ -294,16 +295,16 @@ class Guard:
                 batches,
             )
 
-    def _warn_of_grown_loss(self, loss: object) -> None:
+    def _warn_of_grown_loss(self, report: Report, loss: object) -> None:
         if not isinstance(loss, Real) or is_not_finite(loss):
             return
         if self._first_loss is None:
-            self._first_loss = float(loss)
+            self._first_loss = float(loss) if report.first_loss is None else report.first_loss
         # A loss of 0 or below is not what a growth can be measured by.
         if 0 < self._first_loss * _GROWN < float(loss) and self._is_new("loss"):
             logger.warning(
-                "the training loss is %g, and was %g in the first report: this run does not train. "
-                "Lower the learning rate, or clip",
+                "the training loss is %g, and was %g at the start: this run does not train. Lower "
+                "the learning rate, or clip",
                 loss,
                 self._first_loss,
             )

@@ -192,6 +192,7 @@ class AmpLoop(AmpCore):
         """Loss scale, counts and schedules, in plain numbers; synchronises."""
         if self.scaler.outcomes:  # steps that `update` has not counted are in the weights already
             self.finish_steps()
+        self.guard.warn_of_no_applied_step()
         return {"scaler": self.scaler.state_dict(), **self.metrics.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

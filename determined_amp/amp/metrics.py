@@ -57,11 +57,13 @@ class Report:
         loss: Mean over samples of the losses given to `update`; None if none was given.
         scale_of_newest_step: The loss scale of the newest step; 1 without a scaler.
         steps: The steps of every optimizer.
+        first_loss: The loss of the first batch of the process, its mean over slots; None before.
     """
 
     loss: float | None
     scale_of_newest_step: float
     steps: tuple[StepReport, ...]
+    first_loss: float | None = None
 
 
 class TrainingMetrics(StepsOfEach):
@@ -97,6 +99,7 @@ class TrainingMetrics(StepsOfEach):
         self._scales = scales
         self._loss_sum = DeviceSum(device)
         self._losses = 0
+        self._first_loss: torch.Tensor | None = None
         self.batches = 0
         self._timed_samples = 0
         self._wait = DataWait(device)
@@ -126,6 +129,8 @@ class TrainingMetrics(StepsOfEach):
         if loss is not None:
             self._loss_sum.add(loss.detach(), weight)
             self._losses += weight
+            if self._first_loss is None:
+                self._first_loss = loss
         if not again:
             self._count(samples)
         if self._stopwatch.running:
@@ -178,13 +183,16 @@ class TrainingMetrics(StepsOfEach):
             )
             for optimizer, steps in zip(self._optimizers, everything, strict=True)
         ]
-        on_device = [self._loss_sum.total(), *self._scales()]
+        total = self._loss_sum.total()
+        first_loss = total if self._first_loss is None else self._first_loss
+        on_device = [total, first_loss, *self._scales()]
         for steps in everything:
             on_device.extend(steps.on_device())
-        loss, scale, used, *numbers = torch.stack([value.double() for value in on_device]).tolist()
+        loss, first, scale, used, *numbers = torch.stack([value.double() for value in on_device]).tolist()
         return {
             "loss_sum": loss,
             "losses": self._losses,
+            "first_loss": first,
             "loss_scale": scale,
             "scale_of_newest_step": used,
             "optimizers": [[*numbers[5 * i : 5 * i + 5], *more] for i, more in enumerate(on_host)],
@@ -227,7 +235,8 @@ class TrainingMetrics(StepsOfEach):
             ]
             if waits:
                 metrics[MetricName.DATA_WAIT_SHARE] = min(1.0, max(waits))
-        self.latest = Report(loss, first["scale_of_newest_step"], tuple(steps))
+        first_loss = None if loss is None else sum(s["first_loss"] for s in slots) / len(slots)
+        self.latest = Report(loss, first["scale_of_newest_step"], tuple(steps), first_loss)
         return metrics
 
     def suffix(self, optimizer: torch.optim.Optimizer) -> str:

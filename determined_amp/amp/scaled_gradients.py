@@ -3,9 +3,9 @@
 * torch's functions that clip are refused when they are called, whichever of the gradients they get
   and however they were imported: all of them sort their gradients by one function of their module,
   which is replaced while gradients are scaled.
-* Any other change is right only if it is linear, as a mean or a mask is. The version counter of one
-  gradient of each optimizer, another one in each step, tells of it: one warning. Writes through
-  `.data` have no counter.
+* Any other change is right only if it is linear, as a mean or a mask is. The version counters of
+  the gradients tell of it in the first ten steps, and in every tenth one after them: one warning,
+  with the line of the step. Writes through `.data` have no counter.
 
 Nothing here waits for the device.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 # Where code is not the user's.
 _NOT_THE_USERS = ("determined_amp", "determined", "torch")
+
+# To note gradients costs the host some 20 us. Code that changes them does so in most steps.
+_PERIOD = 10
 
 # torch exports no name of this module.
 _module: Any = clip_grad
@@ -38,55 +41,54 @@ class ScaledGradients:
 
     Args:
         refuse_clip: Called with the gradients that one of torch's functions is about to clip.
+        optimizers: The optimizers of the training; more may come later.
+        trained: Returns the parameters of the training, as long as it has no optimizer.
     """
 
-    def __init__(self, refuse_clip: Callable[[Iterable[torch.Tensor]], None]) -> None:
+    def __init__(
+        self,
+        refuse_clip: Callable[[Iterable[torch.Tensor]], None],
+        optimizers: Sequence[Optimizer],
+        trained: Callable[[], Sequence[torch.Tensor]],
+    ) -> None:
         self.refuse_clip = refuse_clip
-        self._watched: dict[Optimizer, torch.Tensor] = {}
-        self._noted: dict[Optimizer, tuple[torch.Tensor, int]] = {}  # with its version
-        self._turn = 0
+        self._optimizers = optimizers
+        self._trained = trained
+        # The gradients after the newest backward and their versions, by the id of the parameter.
+        self._noted: dict[int, tuple[torch.Tensor, int]] = {}
+        self._steps = 0
         self._has_warned = False
 
     def begin(self, scaled: torch.Tensor) -> None:
         """A loss was scaled: refuse clips, and note the gradients when its backward has ended."""
         _refusing.add(self)
         _module._group_tensors_by_device_and_dtype = _refuse_clips
-        if self._watched and not self._has_warned and scaled.requires_grad:
+        is_watched = self._steps < _PERIOD or self._steps % _PERIOD == 0
+        if is_watched and scaled.requires_grad and not self._has_warned:
             register: Any = scaled.register_hook  # torch has no types here
             register(self._in_backward)
 
     def end(self) -> None:
-        """No gradient is scaled any more."""
+        """A step has ended: no gradient is scaled any more."""
+        self._steps += 1
         self._noted.clear()
         _refusing.discard(self)
         if not _refusing:
             _module._group_tensors_by_device_and_dtype = _by_device_and_dtype
 
-    def compare(self, optimizer: Optimizer) -> None:
-        """Warn if a gradient has changed since its backward; its optimizer is about to use it."""
-        noted = self._noted.pop(optimizer, None)
-        gradient = self._watched[optimizer].grad if noted else None
-        if noted is None or gradient is None or self._has_warned:
+    def compare(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Warn if a gradient has changed since its backward; it is about to be divided."""
+        if not self._noted:
             return
-        if gradient is not noted[0] or gradient._version != noted[1]:
+        has_changed = False
+        for parameter in parameters:
+            noted, gradient = self._noted.pop(id(parameter), None), parameter.grad
+            if noted is not None and gradient is not None:
+                before, version = noted
+                has_changed |= gradient is not before or gradient._version != version
+        if has_changed and not self._has_warned:
             self._has_warned = True
-            _warn(optimizer)
-
-    def compare_before_division(self, parameters: Iterable[torch.Tensor]) -> None:
-        """The same for the optimizers of parameters whose gradients the library divides now."""
-        divided = set(map(id, parameters))
-        for optimizer in list(self._noted):
-            if id(self._watched[optimizer]) in divided:
-                self.compare(optimizer)
-
-    def watch(self, optimizer: Optimizer) -> None:
-        """From its next step on, watch another gradient of an optimizer."""
-        groups = optimizer.param_groups
-        turn, number = divmod(self._turn, len(groups))
-        parameters = groups[number]["params"]
-        if parameters:
-            self._watched[optimizer] = parameters[turn % len(parameters)]
-        self._turn += 1
+            _warn()
 
     def _in_backward(self, gradient: torch.Tensor) -> None:
         # DistributedDataParallel queues the end of its exchange, which this one must follow.
@@ -94,8 +96,12 @@ class ScaledGradients:
         engine.queue_callback(lambda: engine.queue_callback(self._take_notes))
 
     def _take_notes(self) -> None:
-        gradients = ((each, parameter.grad) for each, parameter in self._watched.items())
-        self._noted = {each: (it, it._version) for each, it in gradients if it is not None}
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        stepped = [parameter for group in groups for parameter in group["params"]]
+        for parameter in stepped or self._trained():
+            gradient = parameter.grad
+            if gradient is not None:
+                self._noted[id(parameter)] = gradient, gradient._version
 
 
 _refusing = weakref.WeakSet()
@@ -113,13 +119,13 @@ def _refuse_clips(tensors: list[list[torch.Tensor]], *others: Any, **named: Any)
     return _by_device_and_dtype(tensors, *others, **named)
 
 
-def _warn(optimizer: Optimizer) -> None:
+def _warn() -> None:
     frame = sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").startswith(_NOT_THE_USERS):
         frame = frame.f_back
     logger.warning(
-        "the gradients of %s were changed while they were scaled, between their backward and the "
-        "step in %s:%d. That is right only if the change is linear, as a mean or a mask is; for "
-        "anything else call amp.scaler.unscale_(optimizer) first",
-        *(type(optimizer).__name__, frame.f_code.co_filename, frame.f_lineno),
+        "%s:%d: scaled gradients were changed between their backward and this step. That is right "
+        "only if the change is linear, as a mean or a mask is; for anything else call "
+        "amp.scaler.unscale_(optimizer) first",
+        *(frame.f_code.co_filename, frame.f_lineno),
     )

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from determined_amp.amp.casts import drop_casts
 from determined_amp.amp.mistakes import IN_A_LOOP, TRANSITIONS, Mistake, Stage, error_of
 from determined_amp.amp.scaled_gradients import ScaledGradients
 from determined_amp.amp.settings import AmpSettings
-from determined_amp.amp.tensors import any_gradient, has_closure, parameters_of
+from determined_amp.amp.tensors import any_gradient, parameters_of, tensors_of
 
 # Whether a step was skipped: a bool where the host knows, else `found_inf`, (), float32, on the
 # device, not 0 for a skipped step.
@@ -43,6 +44,7 @@ class LossScaler(torch.amp.GradScaler):
         meet: Called with each optimizer before its first step.
         remedies: What error messages suggest for each mistake.
         trained: Returns the parameters of the training that no clip may touch now.
+        optimizers: The optimizers of the training; more may come later.
 
     Attributes:
         clips: Whether the current step clips with a function of the trial's own.
@@ -60,6 +62,7 @@ class LossScaler(torch.amp.GradScaler):
         meet: Callable[[Optimizer], None] = lambda optimizer: None,
         remedies: Mapping[Mistake, str] = IN_A_LOOP,
         trained: Callable[[], Sequence[torch.Tensor]] = tuple,
+        optimizers: Sequence[Optimizer] = (),
     ) -> None:
         super().__init__(
             device_type,
@@ -72,7 +75,7 @@ class LossScaler(torch.amp.GradScaler):
         self.clips = False
         self.has_scaled = False
         self.leaves_true_gradients = False
-        self.scaled_gradients = ScaledGradients(self._refuse_clip)
+        self.scaled_gradients = ScaledGradients(self._refuse_clip, optimizers, trained)
         self.stepping = False
         self._trained = trained
         self._min_scale = settings.min_scale
@@ -94,8 +97,9 @@ class LossScaler(torch.amp.GradScaler):
         if not self._enabled:
             return outputs
         scaled = super().scale(outputs)
-        if isinstance(scaled, torch.Tensor) and not self.leaves_true_gradients:
-            self.scaled_gradients.begin(scaled)
+        if not self.leaves_true_gradients:
+            for tensor in tensors_of(scaled):
+                self.scaled_gradients.begin(tensor)
         return scaled
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -103,7 +107,7 @@ class LossScaler(torch.amp.GradScaler):
         stage = self._check(optimizer, "unscale")
         self._stages[optimizer] = stage
         if self._enabled:
-            self.scaled_gradients.compare(optimizer)
+            self.scaled_gradients.compare(parameters_of(optimizer))
             super().unscale_(optimizer)
             if not any_gradient(optimizer):
                 self._note_nothing(optimizer)
@@ -113,14 +117,16 @@ class LossScaler(torch.amp.GradScaler):
         if self.clips:
             self._check(optimizer, "clip")
         self._check(optimizer, "step")
-        closure = has_closure((optimizer, *args), kwargs)
-        if closure and self._enabled:
-            raise error_of(Mistake.TAKES_CLOSURE, self._remedies)
-        if not (self.has_scaled or closure) and any_gradient(optimizer):
+        closure = args[0] if args else kwargs.get("closure")
+        if closure is not None:
+            if self._enabled:
+                raise error_of(Mistake.TAKES_CLOSURE, self._remedies)
+            args, kwargs = (partial(_call_with_new_casts, closure),), {}
+        elif not self.has_scaled and any_gradient(optimizer):
             raise error_of(Mistake.SCALES_NO_LOSS, self._remedies)
         self._meet(optimizer)
-        if self._enabled and not self.leaves_true_gradients:
-            self._compare_gradients(optimizer)
+        if self._enabled and not self.is_unscaled(optimizer):
+            self.scaled_gradients.compare(parameters_of(optimizer))
         if self._enabled and not any_gradient(optimizer):
             # torch raises an error here. In float32 such a step changes nothing, nor does it here.
             self._note_nothing(optimizer)
@@ -265,11 +271,6 @@ class LossScaler(torch.amp.GradScaler):
             raise error_of(after, self._remedies)
         return after
 
-    def _compare_gradients(self, optimizer: Optimizer) -> None:
-        if not self.is_unscaled(optimizer):
-            self.scaled_gradients.compare(optimizer)
-        self.scaled_gradients.watch(optimizer)
-
     def _refuse_clip(self, gradients: Iterable[torch.Tensor]) -> None:
         """Raise if one of these gradients is still scaled."""
         scaled = {id(parameter.grad) for parameter in self._trained()}
@@ -298,3 +299,9 @@ class LossScaler(torch.amp.GradScaler):
         for other in more:  # a model on several devices
             found_inf = found_inf + other.to(found_inf.device, non_blocking=True)
         return found_inf
+
+
+def _call_with_new_casts(closure: Callable[[], Any]) -> Any:
+    """Call the closure of an optimizer, which may have moved the weights since the last call."""
+    drop_casts()
+    return closure()

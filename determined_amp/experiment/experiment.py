@@ -160,10 +160,10 @@ class Experiment:
         """The precision of a run, in words for its log and its closing table."""
         return NO_AMP_SECTION if self.amp is None else self.amp.precision.value
 
-    def described_precision(self) -> str:
-        """The first line of the log of a run."""
+    def described_precision(self, precision: str) -> str:
+        """The first line of the log of a run that trains in this precision."""
         own = of_the_trial(self.hyperparameters)
-        first = self.precision if self.amp is None else f"precision: {self.precision}"
+        first = precision if precision == NO_AMP_SECTION else f"precision: {precision}"
         return f"{first} ({'; '.join(own)}: the trial's own)" if own else first
 
     @property

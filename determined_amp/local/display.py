@@ -90,6 +90,10 @@ class Display(RunListener):
                 "stopping at the next report, with a checkpoint; Ctrl-C once more stops at once"
             )
 
+    def on_precision(self, precision: str) -> None:
+        """Keep it for the table."""
+        self._precision = precision
+
     def on_training(self, first_batch: int, total_batches: int, epoch_batches: int) -> None:
         """Show a bar until the run ends."""
         self._all_trained = first_batch if first_batch == total_batches else None

@@ -41,7 +41,7 @@ from determined_amp.runs.run import Run, RunState
 from determined_amp.trial.checkpoint import CheckpointError
 from determined_amp.trial.determined_0_38 import SafeController, controlled_by, epoch_length
 from determined_amp.trial.fitting import fit
-from determined_amp.trial.unmodified import trial_of
+from determined_amp.trial.unmodified import precision_of, trial_of_run
 
 logger = logging.getLogger(__name__)
 
@@ -276,10 +276,10 @@ def _fit(
         faults_of_the_trial(),
         controlled_by(partial(LocalController, experiment, listeners, first_batch, Path.cwd())),
     ):
-        if listeners:
-            logger.info(experiment.described_precision())
         context = trial_context(core_context, experiment, first_batch)
-        trial = trial_of(experiment, context)
+        trial = trial_of_run(experiment, context)
+        for listener in listeners:
+            listener.on_precision(precision_of(experiment, context))
         # The controller restores the experiment's policy; `Trainer` refuses `best` here.
         policy = CheckpointPolicy.ALL.value
         with _naming_changes(folder, experiment):

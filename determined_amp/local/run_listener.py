@@ -27,6 +27,9 @@ class RunListener:
             stop: Set its `requested` to stop the run at its next report, with a checkpoint.
         """
 
+    def on_precision(self, precision: str) -> None:
+        """The trial has been made, and trains in this precision, in words."""
+
     def on_training(self, first_batch: int, total_batches: int, epoch_batches: int) -> None:
         """The loop starts; `first_batch` of `total_batches` batches are trained already.
 

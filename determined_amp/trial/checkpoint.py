@@ -9,6 +9,7 @@ to torch 2.5 it unpickles anything, so a checkpoint can run code. This module fi
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,6 +24,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.trial.random_state import plain_numbers
+
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointError(UserError):
@@ -232,24 +236,29 @@ def _held(value: dict[str, Any], scheduler: Any) -> Any:
     return scheduler
 
 
-def what_cannot_be_restored(state_dict: Callable[[], Any]) -> str | None:
-    """Why a state could not be loaded from a checkpoint as plain values; None if nothing is known.
+def warn_of_what_cannot_be_restored(states: Mapping[str, Callable[[], Any]]) -> None:
+    """Warn of states that could not be loaded from a checkpoint as plain values and tensors.
 
     Args:
-        state_dict: Returns the state; it may not be ready before the training.
+        states: By the name of its owner, what returns a state; that may not be ready before the
+            training.
     """
-    content = io.BytesIO()
-    try:
-        state = state_dict()
-    except Exception:
-        return None
-    try:
-        torch.save(_without_code(state), content)
-        content.seek(0)
-        torch.load(content, weights_only=True)
-    except Exception as error:  # saving runs code of the trial's own, which can raise anything
-        return one_line(error)
-    return None
+    for name, state_dict in states.items():
+        try:
+            state = _without_code(state_dict())
+        except Exception:  # the trial's own code
+            continue
+        content = io.BytesIO()
+        try:
+            torch.save(state, content)
+            content.seek(0)
+            torch.load(content, weights_only=True)
+        except Exception as error:  # saving runs code of the trial's own, too
+            logger.warning(
+                "no checkpoint of this run can be resumed: the state of %s is more than plain "
+                "values and tensors (%s). Return plain ones from its state_dict()",
+                *(name, one_line(error)),
+            )
 
 
 def _without_code(state: Any) -> Any:

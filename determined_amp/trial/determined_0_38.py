@@ -28,7 +28,7 @@ from determined_amp.trial.checkpoint import (
     read_without_code,
     restore_held_schedulers,
     restoring,
-    what_cannot_be_restored,
+    warn_of_what_cannot_be_restored,
 )
 from determined_amp.trial.random_state import random_state, restore_random_state, settle_order
 
@@ -159,6 +159,13 @@ def schedulers(
     return [(wrapped._scheduler, wrapped._step_mode) for wrapped in context.lr_schedulers]
 
 
+def states_of_schedulers(
+    context: pytorch.PyTorchTrialContext,
+) -> dict[str, Callable[[], Any]]:
+    """By its name, what returns the state of each scheduler that Determined saves."""
+    return {type(each).__name__: each.state_dict for each, _ in schedulers(context)}
+
+
 def what_steps(context: pytorch.PyTorchTrialContext) -> list[tuple[object, str]]:
     """Objects of a context that move weights or schedules, each with the name of its method."""
     return [(context, "step_optimizer"), *((each, "step") for each, _ in schedulers(context))]
@@ -221,26 +228,15 @@ class SafeController(_Controller):
             )
 
     def _run(self) -> None:
-        self._warn_of_what_cannot_be_restored()
+        if self.is_chief:
+            states = {f"callback {name}": each.state_dict for name, each in self.callbacks.items()}
+            warn_of_what_cannot_be_restored({**states_of_schedulers(self.context), **states})
         try:
             super()._run()
         except GuardError as error:
             if error.state_is_good and not self._checkpoint_is_current():
                 self._checkpoint(already_exiting=True)
             raise
-
-    def _warn_of_what_cannot_be_restored(self) -> None:
-        states = {type(each).__name__: each.state_dict for each, _ in schedulers(self.context)}
-        states |= {f"callback {name}": it.state_dict for name, it in self.callbacks.items()}
-        for name, state_dict in states.items() if self.is_chief else ():
-            problem = what_cannot_be_restored(state_dict)
-            if problem is not None:
-                logger.warning(
-                    "no checkpoint of this run can be resumed: the state of %s is more than plain "
-                    "values and tensors (%s). Return plain ones from its state_dict()",
-                    name,
-                    problem,
-                )
 
     def _validate(self) -> dict[str, Any]:
         if self._steps_until_complete(self.max_length) <= 0 and not self._is_due():
@@ -365,7 +361,11 @@ def controlled_by(controller: Callable[..., pytorch._PyTorchTrialController]) ->
         yield
 
 
+def is_determineds_own_loop() -> bool:
+    """Whether `pytorch.Trainer.fit` runs Determined's loop as it is."""
+    return pytorch._PyTorchTrialController is _Controller
+
+
 def safe_loop() -> AbstractContextManager[None]:
     """Let `pytorch.Trainer.fit` run a `SafeController`, unless a command has chosen a loop."""
-    is_chosen = pytorch._PyTorchTrialController is not _Controller
-    return nullcontext() if is_chosen else controlled_by(SafeController)
+    return controlled_by(SafeController) if is_determineds_own_loop() else nullcontext()

@@ -87,7 +87,7 @@ class TrialGuard(pytorch.PyTorchCallback):
 
     def on_trial_shutdown(self) -> None:
         if sys.exc_info()[1] is None:  # else the run ends with an error, which says more
-            self._guard.end()
+            self._guard.warn_of_no_applied_step()
 
     @contextmanager
     def _ending_the_trial(self) -> Iterator[None]:

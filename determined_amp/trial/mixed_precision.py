@@ -201,6 +201,7 @@ class MixedPrecision(ResumedTraining):
     # Calls of Determined's loop.
 
     def on_training_start(self) -> None:
+        super().on_training_start()
         _refuse_scaler(self._context, self.scaler)
         self._check_schedules()
         self._remember_constructed()
@@ -211,7 +212,7 @@ class MixedPrecision(ResumedTraining):
                 warn_of_slow_operations(self.settings.precision, self.device)
         if self._aggregation_frequency > 1:
             self._check_averaging()
-            average_at_once(self._context, self.scaler.scaled_gradients.compare_before_division)
+            average_at_once(self._context, self.scaler.scaled_gradients.compare)
             for hook in share_gradients_once(self._context, self._is_update_batch):
                 self._patches.callback(hook.remove)
         if self.scaler.is_enabled():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import determined as det
@@ -21,8 +22,15 @@ from determined_amp.trial.checkpoint import (
     plain_groups,
     restore_held_schedulers,
     take_settings,
+    warn_of_what_cannot_be_restored,
 )
-from determined_amp.trial.determined_0_38 import aggregation_frequency, current_batch, schedulers
+from determined_amp.trial.determined_0_38 import (
+    aggregation_frequency,
+    current_batch,
+    is_determineds_own_loop,
+    schedulers,
+    states_of_schedulers,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +65,7 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
         self._aggregation_frequency = aggregation_frequency(context)
         self._constructed: list[list[dict[str, Any]]] | None = None
         self._warm_start = False
-        self._is_in_safe_loop = False
+        self._has_saved = False
 
     def state_dict(self) -> dict[str, Any]:
         """Counts and schedules; Determined saves the loss scale itself."""
@@ -78,9 +86,17 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
             same_trial: Whether the checkpoint is one of this trial.
         """
         self._warm_start = not same_trial
-        self._is_in_safe_loop = True
+
+    def on_training_start(self) -> None:
+        if is_determineds_own_loop() and self._context.distributed.rank == 0:
+            warn_of_what_cannot_be_restored(states_of_schedulers(self._context))
 
     def on_checkpoint_save_start(self, checkpoint: dict[str, Any]) -> None:
+        if is_determineds_own_loop() and not self._has_saved:  # ours warns before the training
+            self._has_saved = True
+            states = checkpoint["callbacks"]
+            of_each = {f"callback {name}": partial(states.get, name) for name in states}
+            warn_of_what_cannot_be_restored(of_each)
         batch_idx = current_batch(self._context)
         if batch_idx is not None and (batch_idx + 1) % self._aggregation_frequency:
             logger.warning(
@@ -100,7 +116,7 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
         Raises:
             ConfigError: in Determined's own `Trainer` off a cluster, which begins again at batch 0.
         """
-        if not self._is_in_safe_loop and det.get_cluster_info() is None:
+        if is_determineds_own_loop() and det.get_cluster_info() is None:
             raise self._wrong(
                 "latest_checkpoint",
                 "without a cluster pytorch.Trainer begins again at the first batch; allowed: "

@@ -43,6 +43,31 @@ def trial_of(experiment: Experiment, context: pytorch.PyTorchTrialContext) -> py
     return make_with_amp(experiment.make, context, experiment.amp)
 
 
+def trial_of_run(
+    experiment: Experiment, context: pytorch.PyTorchTrialContext
+) -> pytorch.PyTorchTrial:
+    """Make the trial of a run as `trial_of` does, and name its precision in the log.
+
+    That is the first line where there is an `amp` section. Otherwise the trial must be made first,
+    which may give a `MixedPrecision` settings of its own.
+    """
+    is_chief = context.distributed.rank == 0
+    if is_chief and experiment.amp is not None:
+        logger.info(experiment.described_precision(experiment.precision))
+    trial = trial_of(experiment, context)
+    if is_chief and experiment.amp is None:
+        logger.info(experiment.described_precision(precision_of(experiment, context)))
+    return trial
+
+
+def precision_of(experiment: Experiment, context: pytorch.PyTorchTrialContext) -> str:
+    """The precision in which a trial that has been made trains, in words."""
+    amp = MixedPrecision.of(context)
+    if experiment.amp is None and amp is not None:
+        return f"{amp.settings.precision.value} (by AmpSettings in the trial; no amp section)"
+    return experiment.precision
+
+
 @ending_the_program()
 def make_with_amp(
     make_trial: MakeTrial, context: pytorch.PyTorchTrialContext, settings: AmpSettings
@@ -91,9 +116,7 @@ class TrialAsItIs(pytorch.PyTorchTrial):
         except UserError as error:
             note_on_master(context, failure=str(error))
             raise
-        if context.distributed.rank == 0:
-            logger.info(experiment.described_precision())
-        return trial_of(experiment, context)
+        return trial_of_run(experiment, context)
 
 
 class AmpContext(pytorch.PyTorchTrialContext):
