@@ -339,6 +339,8 @@ class Keeps(Converted):
 @pytest.mark.parametrize("precision", [p.value for p in Precision])
 def test_resume_of_products_hidden_from_autocast_is_equal_to_the_bit(precision: str) -> None:
     """A resumed run audits its first batch: with a mode around it, these rounded otherwise."""
+    if precision == "amp_fp16" and torch.__version__.startswith("2.3."):
+        pytest.skip("this torch has no sparse product in float16 on a CPU")
     amp = {"precision": precision, "init_scale": 64.0}
     whole, first = (fit(HiddenProducts, amp, batches=batches) for batches in (4, 2))
     resumed = fit(HiddenProducts, amp, batches=4, resume=first)

@@ -200,16 +200,19 @@ class TestTrainingMetrics:
         assert metrics.cross_slot_reduce(slots)["watch_data_wait_share"] == 1
 
     @pytest.mark.parametrize(
-        ("slots", "loss"),
+        ("slots", "loss", "of_first_batch"),
         [
-            ([[(1.0, 3)], [(5.0, 1)]], 2.0),
-            ([[(1.0, None), (4.0, 2)]], 3.0),  # without a number of samples it counts as one
-            ([[(None, 3)]], None),
-            ([[]], None),
+            ([[(1.0, 3)], [(5.0, 1)]], 2.0, 3.0),
+            ([[(1.0, None), (4.0, 2)]], 3.0, 1.0),  # without a number of samples it counts as one
+            ([[(None, 3)]], None, None),
+            ([[]], None, None),
         ],
     )
     def test_loss_is_the_mean_over_the_samples_of_all_slots(
-        self, slots: list[list[tuple[float | None, int | None]]], loss: float | None
+        self,
+        slots: list[list[tuple[float | None, int | None]]],
+        loss: float | None,
+        of_first_batch: float | None,
     ) -> None:
         """Where there is none, nothing was measured."""
         made = [training_metrics(len(slots)) for _ in slots]
@@ -219,7 +222,8 @@ class TestTrainingMetrics:
         first = made[0]
         report = first.cross_slot_reduce([metrics.per_slot_reduce() for metrics in made])
         assert report.get("loss") == loss
-        assert first.latest == Report(loss, 65536.0, (StepReport("", 0, 0, 0, 0, 0),))
+        steps = (StepReport("", 0, 0, 0, 0, 0),)
+        assert first.latest == Report(loss, 65536.0, steps, of_first_batch)
         assert first.batches == len(slots[0])
         first.reset()
         assert first.batches == 0

@@ -28,6 +28,7 @@ PLAIN: dict[str, Any] = {
     "scheduling_unit": 2,
 }
 
+
 class SettingsInCode(Weights):
     """Has its `amp` section in the code."""
 
@@ -134,7 +135,9 @@ def test_hyperparameter_of_a_trial_with_amp_of_its_own_is_named_in_the_first_lin
 ) -> None:
     found = parse(with_overrides(PLAIN, [f"hyperparameters.{override}"]), "test")
     assert found.amp is None
-    assert found.described_precision(found.precision) == f"{NO_AMP_SECTION} ({named}: the trial's own)"
+    assert (
+        found.described_precision(found.precision) == f"{NO_AMP_SECTION} ({named}: the trial's own)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,12 @@ class AmpCore:
         self.is_replaying = False
         prepare_backend(settings.precision, self.device, set_switches=settings.set_backends)
         self.scaler = LossScaler(
-            settings, self.device.type, self._meet, self.remedies, self._trained, optimizers
+            settings,
+            self.device.type,
+            self._meet,
+            self.remedies,
+            trained=self._trained,
+            optimizers=optimizers,
         )
         dtype = settings.precision.autocast_dtype
         self._training_autocast: AbstractContextManager[Any] = (

@@ -188,7 +188,9 @@ class TrainingMetrics(StepsOfEach):
         on_device = [total, first_loss, *self._scales()]
         for steps in everything:
             on_device.extend(steps.on_device())
-        loss, first, scale, used, *numbers = torch.stack([value.double() for value in on_device]).tolist()
+        loss, first, scale, used, *numbers = torch.stack(
+            [value.double() for value in on_device]
+        ).tolist()
         return {
             "loss_sum": loss,
             "losses": self._losses,

@@ -61,6 +61,7 @@ class LossScaler(torch.amp.GradScaler):
         device_type: str,
         meet: Callable[[Optimizer], None] = lambda optimizer: None,
         remedies: Mapping[Mistake, str] = IN_A_LOOP,
+        *,
         trained: Callable[[], Sequence[torch.Tensor]] = tuple,
         optimizers: Sequence[Optimizer] = (),
     ) -> None:

@@ -13,7 +13,7 @@ import logging
 import pickle
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.trial.random_state import plain_numbers
-
 
 logger = logging.getLogger(__name__)
 
@@ -244,21 +243,23 @@ def warn_of_what_cannot_be_restored(states: Mapping[str, Callable[[], Any]]) -> 
             training.
     """
     for name, state_dict in states.items():
-        try:
+        with suppress(Exception):  # a state that is not ready is saved later
             state = _without_code(state_dict())
-        except Exception:  # the trial's own code
-            continue
-        content = io.BytesIO()
-        try:
-            torch.save(state, content)
-            content.seek(0)
-            torch.load(content, weights_only=True)
-        except Exception as error:  # saving runs code of the trial's own, too
-            logger.warning(
-                "no checkpoint of this run can be resumed: the state of %s is more than plain "
-                "values and tensors (%s). Return plain ones from its state_dict()",
-                *(name, one_line(error)),
-            )
+            _warn_if_refused(name, state)
+
+
+def _warn_if_refused(name: str, state: Any) -> None:
+    content = io.BytesIO()
+    try:
+        torch.save(state, content)
+        content.seek(0)
+        torch.load(content, weights_only=True)
+    except Exception as error:  # saving runs code of the trial's own, which can raise anything
+        logger.warning(
+            "no checkpoint of this run can be resumed: the state of %s is more than plain values "
+            "and tensors (%s). Return plain ones from its state_dict()",
+            *(name, one_line(error)),
+        )
 
 
 def _without_code(state: Any) -> Any:
