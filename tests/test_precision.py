@@ -16,7 +16,6 @@ from determined_amp.amp import precision as module
 from determined_amp.amp.precision import (
     DeviceSupport,
     PrecisionError,
-    ReusedAutocast,
     autocast_is_on,
     prepare_backend,
     warn_of_slow_operations,
@@ -185,17 +184,3 @@ def test_autocast_is_on_for_one_type_of_device(
         assert (autocast_is_on("cuda"), autocast_is_on("cpu")) == (False, True)
         with module.autocast("cpu", None):
             assert not autocast_is_on("cpu")
-
-
-def test_autocast_that_is_reused_may_be_nested_and_restores_what_was() -> None:
-    region = ReusedAutocast("cpu", torch.bfloat16)
-    for _ in range(2):
-        with region:
-            with pytest.raises(ZeroDivisionError), region:
-                raise ZeroDivisionError
-            with torch.autocast("cpu", enabled=False):
-                with region:
-                    assert autocast_is_on("cpu")
-                assert not autocast_is_on("cpu")
-            assert autocast_is_on("cpu")
-        assert not autocast_is_on("cpu")

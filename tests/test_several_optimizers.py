@@ -35,7 +35,7 @@ class UpdatesAfterEachStep(TwoWeights):
     """Steps its discriminator three times a batch, as a Wasserstein GAN does.
 
     Attributes:
-        counted: Batches counted after each batch, since the last report.
+        counted: Batches counted after each batch.
     """
 
     def __init__(self, context: Any, rows: Any) -> None:
@@ -47,7 +47,7 @@ class UpdatesAfterEachStep(TwoWeights):
             loss = self.backward(batch, which)
             self.step(which)
             reported = self.amp.update(loss)
-        self.counted.append(self.amp.metrics.batches)
+        self.counted.append(self.amp.metrics._batches_of_process)
         return reported
 
 

@@ -827,13 +827,6 @@ class HoldsNothing(habits.OwnAccumulation):
         self.optimizer.zero_grad(set_to_none=False)
 
 
-class NeverSteps(habits.Habit):
-    """Its condition is never met."""
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-
-
 def warnings_of(
     caplog: pytest.LogCaptureFixture, habit: Any, amp: Any, **options: Any
 ) -> list[str]:
@@ -847,19 +840,6 @@ def test_function_of_the_trials_own_is_named_once(caplog: pytest.LogCaptureFixtu
     (said,) = [it for it in warnings_of(caplog, Sharper, {"precision": "amp_fp16"}) if words in it]
     assert re.match(rf"{__file__}:\d+: the backward of Clip ", said)
     assert not [it for it in warnings_of(caplog, Sharper, BFLOAT16) if "loss scale" in it]
-
-
-@every_precision
-def test_run_without_any_step_is_said_once(
-    caplog: pytest.LogCaptureFixture, precision: str
-) -> None:
-    words = "no optimizer was stepped since the last report, over 4 batches"
-    amp = {"precision": precision}
-    said = warnings_of(caplog, NeverSteps, amp, batches=16, reporting_period=4)
-    assert len([it for it in said if words in it]) == 1
-    for habit in (habits.OwnAccumulation, habits.Habit):
-        said = warnings_of(caplog, habit, amp, aggregation_frequency=2, reporting_period=1)
-        assert not [it for it in said if "no optimizer was stepped" in it]
 
 
 def test_parameter_without_a_number_is_trained_and_searched_a_scale_for(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from determined_amp.amp.fp32_modules import keep_in_float32, matching
 from determined_amp.amp.guard import Guard
 from determined_amp.amp.metrics import TrainingMetrics
 from determined_amp.amp.mistakes import Mistake
-from determined_amp.amp.precision import ReusedAutocast, autocast, prepare_backend
+from determined_amp.amp.precision import autocast, prepare_backend
 from determined_amp.amp.replay import without_steps
 from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.schedules import schedule_of
@@ -91,10 +91,7 @@ class AmpCore:
             trained=self._trained,
             optimizers=optimizers,
         )
-        dtype = settings.precision.autocast_dtype
-        self._training_autocast: AbstractContextManager[Any] = (
-            ReusedAutocast(self.device.type, dtype) if dtype else nullcontext()
-        )
+        self._dtype = settings.precision.autocast_dtype
         self._one = torch.ones((), device=self.device)
         self.metrics = TrainingMetrics(
             self.device,
@@ -185,7 +182,7 @@ class AmpCore:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for the forward and the loss of a training batch; never for the backward."""
-        return self._training_autocast
+        return autocast(self.device.type, self._dtype) if self._dtype else nullcontext()
 
     def _clip(self, optimizer: Optimizer, parameters: list[torch.Tensor], max_norm: float) -> None:
         if self.is_replaying:
@@ -226,8 +223,7 @@ class AmpCore:
     def eval_autocast(self) -> AbstractContextManager[Any]:
         """The context for a validation batch: float32 unless `eval_precision` is `same`."""
         same = self.settings.eval_precision is EvalPrecision.SAME
-        dtype = self.settings.precision.autocast_dtype if same else None
-        return autocast(self.device.type, dtype)
+        return autocast(self.device.type, self._dtype if same else None)
 
     def loss_scale(self) -> torch.Tensor:
         """The current loss scale, (), float32, on the device; 1 without a scaler."""

@@ -61,7 +61,6 @@ class Guard:
     Attributes:
         enabled: Set it to False before the training to let everything pass. Then a trial is not
             audited either.
-        batches_per_step: Batches that go backward before an optimizer steps.
         without_replay: What to say instead of a cause if there is no batch to train again.
     """
 
@@ -77,7 +76,6 @@ class Guard:
         replay: Replay,
     ) -> None:
         self.enabled = True
-        self.batches_per_step = 1
         self.without_replay = _FINITE
         self._settings = settings
         self._metrics = metrics
@@ -134,12 +132,11 @@ class Guard:
                 else "no optimizer was stepped",
             )
 
-    def judge(self, metrics: Mapping[str, Any], batches: int) -> None:
+    def judge(self, metrics: Mapping[str, Any]) -> None:
         """Judge the newest report, right after it was made.
 
         Args:
             metrics: What was reported, the same on every slot.
-            batches: How many batches it covers.
 
         Raises:
             GuardError: if the run no longer trains, unless `on_overflow` is `warn`.
@@ -151,7 +148,6 @@ class Guard:
         if report is None:
             return
         self._warn_of_skips_at_the_start(report)
-        self._warn_of_no_step(report, batches)
         self._warn_of_grown_loss(report, self._loss_of(report, metrics))
         failure = next(self._failures(report, metrics), None)
         if failure is not None:
@@ -283,17 +279,6 @@ class Guard:
                     self._scale_at_start,
                     report.scale_of_newest_step,
                 )
-
-    def _warn_of_no_step(self, report: Report, batches: int) -> None:
-        stepped = any(step.new_attempted for step in report.steps)
-        if stepped or not self._scaler.has_scaled or batches < self.batches_per_step:
-            return
-        if self._is_new("no step"):
-            logger.warning(
-                "no optimizer was stepped since the last report, over %d batches that went "
-                "backward: is a condition of train_batch never met?",
-                batches,
-            )
 
     def _warn_of_grown_loss(self, report: Report, loss: object) -> None:
         if not isinstance(loss, Real) or is_not_finite(loss):

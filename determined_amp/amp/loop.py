@@ -175,10 +175,10 @@ class AmpLoop(AmpCore):
         if has_moved and self.scaler.has_scaled and not self.optimizers:
             raise error_of(Mistake.STEPS_ITSELF, self.remedies)
         everywhere = self.slots.allgather(self.metrics.per_slot_reduce())
-        metrics, batches = self.metrics.cross_slot_reduce(everywhere), self.metrics.batches
+        metrics = self.metrics.cross_slot_reduce(everywhere)
         self.metrics.reset()
         self._newest = None if loss_fn is None else (batch, loss_fn)
-        self.guard.judge(metrics, batches)
+        self.guard.judge(metrics)
         return metrics
 
     def validated(self, metric: float) -> None:
@@ -230,7 +230,7 @@ class AmpLoop(AmpCore):
             scale: The loss scale; by default the current one.
         """
         with self.without_steps(scale):
-            with self._training_autocast:
+            with super().autocast():
                 loss = loss_fn(own_copy(batch))
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
                 problem = "returned no tensor of one element with a gradient; allowed: the loss"

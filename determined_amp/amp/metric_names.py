@@ -36,8 +36,8 @@ class MetricName:
     HEADROOM_BITS = "watch_headroom_bits"
     # Over all slots, first batches of the process excluded.
     SAMPLES_PER_SECOND = "samples_per_second"
-    # Share of that time that the device was idle because the loop waited for data; the largest
-    # over slots. Of a `determined.pytorch.DataLoader` only.
+    # Share of that time that the loop waited for data; the largest over slots. A GPU may still
+    # compute meanwhile. Of a `determined.pytorch.DataLoader` only.
     DATA_WAIT_SHARE = "watch_data_wait_share"
     # Largest over slots; on a GPU allocated by torch in training batches, the first ones of the
     # process excluded; on a CPU resident, of the whole process.

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 
 from determined_amp.amp.counts import DeviceSum
 from determined_amp.amp.metric_names import MetricName
-from determined_amp.amp.steps import StepsOfEach
-from determined_amp.amp.throughput import DataWait, Stopwatch
+from determined_amp.amp.steps import OptimizerSteps, StepsOfEach
+from determined_amp.amp.throughput import Stopwatch
 
 # The largest finite float16.
 FLOAT16_MAX = 65504.0
@@ -39,6 +40,9 @@ class StepReport:
         consecutive_skips: Steps skipped since the last applied one.
         new_applied: Steps applied since the last report.
         new_attempted: Steps applied or skipped since then.
+        grad_norm: The mean norm of the gradients of `new_applied`; None if it was not measured.
+        largest_gradient: The largest scaled gradient since the last report; 0 if there is none.
+        drifts: Whether it has a scheduler that moves on skipped steps, too.
     """
 
     name: str
@@ -47,6 +51,9 @@ class StepReport:
     consecutive_skips: int
     new_applied: int
     new_attempted: int
+    grad_norm: float | None = None
+    largest_gradient: float = 0.0
+    drifts: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,6 @@ class TrainingMetrics(StepsOfEach):
         scaled: Whether a loss scale multiplies the gradients.
 
     Attributes:
-        batches: Batches counted since the last report.
         latest: The newest report; None before the first.
         trial_reports_loss: Set it if the trial itself returns a metric `loss`, which then wins.
         drifting: The optimizers with a scheduler that moves on skipped steps, too.
@@ -100,9 +106,8 @@ class TrainingMetrics(StepsOfEach):
         self._loss_sum = DeviceSum(device)
         self._losses = 0
         self._first_loss: torch.Tensor | None = None
-        self.batches = 0
         self._timed_samples = 0
-        self._wait = DataWait(device)
+        self._waited: float | None = None
         self._stopwatch = Stopwatch(device)
         self._batches_of_process = 0
         self._peaks: dict[str, float] = {}
@@ -133,12 +138,9 @@ class TrainingMetrics(StepsOfEach):
                 self._first_loss = loss
         if not again:
             self._count(samples)
-        if self._stopwatch.running:
-            self._wait.begin()
         return {"batch_samples": float(weight)} if self._slots > 1 else {}
 
     def _count(self, samples: int | None) -> None:
-        self.batches += 1
         self._batches_of_process += 1
         if self._batches_of_process == WARMUP_BATCHES:
             forget_peak_memory(self._device)
@@ -151,7 +153,7 @@ class TrainingMetrics(StepsOfEach):
     def waited(self, seconds: float) -> None:
         """Count the seconds that the loop has just waited for a batch."""
         if self._stopwatch.running:
-            self._wait.end(seconds)
+            self._waited = (self._waited or 0.0) + seconds
 
     def reset(self) -> None:
         """Called by Determined before every stretch of training and every validation."""
@@ -159,13 +161,11 @@ class TrainingMetrics(StepsOfEach):
         for steps in self.all():
             steps.reset()
         self._losses = 0
-        self._wait.reset()
-        self.batches = 0
+        self._waited = None
         self._timed_samples = 0
         self._stopwatch.stop()
         if self._batches_of_process >= WARMUP_BATCHES:
             self._stopwatch.start()
-            self._wait.begin()
             forget_peak_memory(self._device)  # that of a validation
 
     def per_slot_reduce(self) -> dict[str, Any]:
@@ -173,35 +173,49 @@ class TrainingMetrics(StepsOfEach):
         seconds = self._stopwatch.seconds()
         for name, peak in peak_memory_mib(self._device).items():
             self._peaks[name] = max(peak, self._peaks.get(name, 0.0))
-        everything = self.all()
-        on_host = [
-            (
-                steps.counts.attempted,
-                steps.attempted_before,
-                steps.has_norm,
-                optimizer in self.drifting,
-            )
-            for optimizer, steps in zip(self._optimizers, everything, strict=True)
-        ]
         total = self._loss_sum.total()
         first_loss = total if self._first_loss is None else self._first_loss
-        on_device = [total, first_loss, *self._scales()]
-        for steps in everything:
-            on_device.extend(steps.on_device())
-        loss, first, scale, used, *numbers = torch.stack(
-            [value.double() for value in on_device]
-        ).tolist()
+        of_each = self.all()
+        on_device = [(total, first_loss, *self._scales()), *(each.on_device() for each in of_each)]
+        (loss, first, scale, used), *numbers = read_at_once(on_device)
+        of_optimizers = zip(self._optimizers, of_each, numbers, strict=True)
         return {
             "loss_sum": loss,
             "losses": self._losses,
             "first_loss": first,
             "loss_scale": scale,
             "scale_of_newest_step": used,
-            "optimizers": [[*numbers[5 * i : 5 * i + 5], *more] for i, more in enumerate(on_host)],
-            MetricName.SAMPLES_PER_SECOND: self._timed_samples / seconds if seconds else 0.0,
-            MetricName.DATA_WAIT_SHARE: self._wait_share(seconds),
+            "steps": [self._report_of(*each) for each in of_optimizers],
+            **self._speed(seconds),
             **self._peaks,
         }
+
+    def _speed(self, seconds: float) -> dict[str, float]:
+        if not seconds or not self._timed_samples:
+            return {}
+        speed = {MetricName.SAMPLES_PER_SECOND: self._timed_samples / seconds}
+        if self._waited is not None:
+            speed[MetricName.DATA_WAIT_SHARE] = self._waited / seconds
+        return speed
+
+    def _report_of(
+        self, optimizer: torch.optim.Optimizer, steps: OptimizerSteps, numbers: Sequence[float]
+    ) -> StepReport:
+        """The steps of one optimizer, with the numbers of its `on_device`."""
+        norm_sum, largest, *counted = numbers
+        applied, applied_before, consecutive_skips = map(int, counted)
+        new_applied = applied - applied_before
+        return StepReport(
+            name=self.suffix(optimizer),
+            applied=applied,
+            skipped=steps.counts.attempted - applied,
+            consecutive_skips=consecutive_skips,
+            new_applied=new_applied,
+            new_attempted=steps.counts.attempted - steps.attempted_before,
+            grad_norm=norm_sum / new_applied if steps.has_norm and new_applied else None,
+            largest_gradient=largest,
+            drifts=optimizer in self.drifting,
+        )
 
     def cross_slot_reduce(self, per_slot_metrics: list[dict[str, Any]]) -> dict[str, Any]:
         """Join the slots. Scale and steps are those of the slot that has made the most steps.
@@ -209,36 +223,23 @@ class TrainingMetrics(StepsOfEach):
         They are the same on all of them, unless some have run out of data.
         """
         slots = per_slot_metrics
-        first = max(slots, key=lambda slot: sum(numbers[5] for numbers in slot["optimizers"]))
-        losses = sum(s["losses"] for s in slots)
-        loss = sum(s["loss_sum"] for s in slots) / losses if losses else None
-        scale = first["loss_scale"]
+        furthest = max(slots, key=_attempted_steps)
+        losses = sum(slot["losses"] for slot in slots)
+        loss = sum(slot["loss_sum"] for slot in slots) / losses if losses else None
+        first_loss = sum(slot["first_loss"] for slot in slots) / len(slots) if losses else None
+        scale, steps = furthest["loss_scale"], furthest["steps"]
+        self.latest = Report(loss, furthest["scale_of_newest_step"], tuple(steps), first_loss)
         metrics: dict[str, Any] = {}
         if loss is not None and not self.trial_reports_loss:
             metrics[MetricName.LOSS] = loss
         if self._scaled:
             metrics[MetricName.LOSS_SCALE_LOG2] = math.log2(scale) if scale else -math.inf
-        steps = []
-        several = len(first["optimizers"]) > 1
-        for number, numbers in enumerate(first["optimizers"]):
-            step = _step_report(f"_{number}" if several else "", numbers)
-            metrics.update(self._metrics_of(step, numbers))
-            steps.append(step)
-        for name in (MetricName.PEAK_MEMORY_MIB, MetricName.PEAK_RESERVED_MEMORY_MIB):
-            if name in first:
-                metrics[name] = max(s[name] for s in slots)
-        speed = sum(s[MetricName.SAMPLES_PER_SECOND] for s in slots)
-        if speed:
-            metrics[MetricName.SAMPLES_PER_SECOND] = speed
-            waits = [
-                s[MetricName.DATA_WAIT_SHARE]
-                for s in slots
-                if s[MetricName.DATA_WAIT_SHARE] is not None
-            ]
-            if waits:
-                metrics[MetricName.DATA_WAIT_SHARE] = min(1.0, max(waits))
-        first_loss = None if loss is None else sum(s["first_loss"] for s in slots) / len(slots)
-        self.latest = Report(loss, first["scale_of_newest_step"], tuple(steps), first_loss)
+        for step in steps:
+            metrics.update(_metrics_of(step, scaled=self._scaled))
+        for name, join in _JOINED.items():
+            values = [slot[name] for slot in slots if slot.get(name) is not None]
+            if values:
+                metrics[name] = join(values)
         return metrics
 
     def suffix(self, optimizer: torch.optim.Optimizer) -> str:
@@ -246,40 +247,46 @@ class TrainingMetrics(StepsOfEach):
         several = len(self._optimizers) > 1
         return f"_{self._optimizers.index(optimizer)}" if several else ""
 
-    def _wait_share(self, seconds: float) -> float | None:
-        waited = self._wait.seconds()
-        return None if waited is None or not seconds else waited / seconds
 
-    def _metrics_of(self, step: StepReport, numbers: Sequence[float]) -> dict[str, Any]:
-        norm, largest, *_, has_norm, drifts = numbers
-        new = step.new_attempted
-        metrics: dict[str, Any] = {MetricName.APPLIED_STEPS: step.applied}
-        if self._scaled:
-            metrics[MetricName.SKIPPED_STEPS] = step.skipped
-        # Before the first skip these would be charts of zeros.
-        if step.skipped:
-            metrics[MetricName.CONSECUTIVE_SKIPS] = step.consecutive_skips
-        if step.skipped and new:
-            metrics[MetricName.SKIP_RATIO] = 1.0 - step.new_applied / new
-        if step.skipped and drifts:
-            metrics[MetricName.LR_DRIFT_STEPS] = step.skipped
-        if largest:
-            metrics[MetricName.HEADROOM_BITS] = math.log2(FLOAT16_MAX / largest)
-        if has_norm and step.new_applied:
-            metrics[MetricName.GRAD_NORM] = norm / step.new_applied
-        return {name + step.name: value for name, value in metrics.items()}
+def _largest_share(shares: Iterable[float]) -> float:
+    """A batch may have been asked for before the clock started."""
+    return min(1.0, max(shares))
 
 
-def _step_report(name: str, numbers: Sequence[float]) -> StepReport:
-    _, _, applied, applied_before, consecutive, attempted, attempted_before, *_ = numbers
-    return StepReport(
-        name=name,
-        applied=int(applied),
-        skipped=int(attempted - applied),
-        consecutive_skips=int(consecutive),
-        new_applied=int(applied - applied_before),
-        new_attempted=int(attempted - attempted_before),
-    )
+# How the values of several slots become one, for what each slot measures by itself.
+_JOINED: dict[str, Callable[[Sequence[float]], float]] = {
+    MetricName.SAMPLES_PER_SECOND: sum,
+    MetricName.DATA_WAIT_SHARE: _largest_share,
+    MetricName.PEAK_MEMORY_MIB: max,
+    MetricName.PEAK_RESERVED_MEMORY_MIB: max,
+}
+
+
+def _metrics_of(step: StepReport, *, scaled: bool) -> dict[str, float]:
+    """What is reported of one optimizer; before the first skip some would be charts of zeros."""
+    largest, new = step.largest_gradient, step.new_attempted
+    values: dict[str, float | None] = {
+        MetricName.APPLIED_STEPS: step.applied,
+        MetricName.SKIPPED_STEPS: step.skipped if scaled else None,
+        MetricName.CONSECUTIVE_SKIPS: step.consecutive_skips if step.skipped else None,
+        MetricName.SKIP_RATIO: 1.0 - step.new_applied / new if step.skipped and new else None,
+        MetricName.LR_DRIFT_STEPS: step.skipped if step.skipped and step.drifts else None,
+        MetricName.HEADROOM_BITS: math.log2(FLOAT16_MAX / largest) if largest else None,
+        MetricName.GRAD_NORM: step.grad_norm,
+    }
+    return {name + step.name: value for name, value in values.items() if value is not None}
+
+
+def _attempted_steps(slot: dict[str, Any]) -> int:
+    return sum(step.applied + step.skipped for step in slot["steps"])
+
+
+def read_at_once(groups: Iterable[Sequence[torch.Tensor]]) -> list[list[float]]:
+    """The numbers of tensors, each (), in the same groups; they are read together."""
+    groups = list(groups)
+    tensors = [tensor.double() for group in groups for tensor in group]
+    numbers = iter(torch.stack(tensors).tolist())
+    return [list(islice(numbers, len(group))) for group in groups]
 
 
 def peak_memory_mib(device: torch.device) -> dict[str, float]:

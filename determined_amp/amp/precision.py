@@ -6,7 +6,6 @@ import logging
 import platform
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -143,31 +142,6 @@ def warn_of_slow_operations(precision: Precision, device: torch.device) -> None:
 def autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """A region of torch's autocast in a dtype; disabled if there is none."""
     return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
-
-
-class ReusedAutocast(AbstractContextManager[None]):
-    """One autocast that is entered for every batch, and may be nested.
-
-    To make an autocast costs as much as to enter it, with torch 2.3 on a machine without CUDA
-    twenty times as much. But an object restores one state only, so nested entries make their own.
-
-    Args:
-        device_type: "cpu" or "cuda".
-        dtype: The dtype of 16-bit operations.
-    """
-
-    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
-        self._make = partial(autocast, device_type, dtype)
-        self._first = self._make()
-        self._entered: list[AbstractContextManager[Any]] = []
-
-    def __enter__(self) -> None:
-        autocast = self._make() if self._entered else self._first
-        autocast.__enter__()
-        self._entered.append(autocast)
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
 
 
 def autocast_is_on(device_type: str) -> bool:

@@ -378,7 +378,7 @@ def _waiting(findings: Findings) -> Iterator[str]:
         shares = ", ".join(f"{s.name} {s.data_wait_share:.0%}" for s in waiting)
         yield (
             f"the loop waits for data more than {WAITS_FOR_DATA:.0%} of the time ({shares}): AMP "
-            "cannot help there, more data.workers may"
+            "may not help there, more data.workers may"
         )
 
 

@@ -69,7 +69,7 @@ class TrialGuard(pytorch.PyTorchCallback):
     def on_training_workload_end(self, avg_metrics: dict[str, Any], batch_metrics: Any) -> None:
         """Called on every rank with the same numbers, right after their report."""
         with self._ending_the_trial():
-            self._guard.judge(avg_metrics, len(batch_metrics or ()))
+            self._guard.judge(avg_metrics)
 
     def on_validation_start(self) -> None:
         self._guard.repair()

@@ -89,7 +89,6 @@ class MixedPrecision(ResumedTraining):
             context.wrap_scaler(self.scaler)
         context.wrap_reducer(ReportedMetrics(self.metrics), for_validation=False)
         self._audit_metrics = AuditMetrics(context) if self.settings.audit else None
-        self.guard.batches_per_step = self._aggregation_frequency
         self._trial: pytorch.PyTorchTrial | None = None
         self._newest: NewestBatch | None = None
         self._patches = ExitStack()

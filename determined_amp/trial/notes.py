@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import textwrap
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -25,9 +24,6 @@ logger = logging.getLogger(__name__)
 
 # Characters of a status that the page of a run shows well; its card shows the first twenty.
 _STATUS_WIDTH = 100
-
-# Seconds that a task which ends waits for its master.
-_PATIENCE = 5.0
 
 # What a reason may begin with before it names its cause: the symptom, or the place of a key.
 _BEFORE_THE_CAUSE = re.compile(
@@ -79,21 +75,11 @@ def cause_first(reason: str) -> str:
 
 @contextmanager
 def failure_noted(info: det.ClusterInfo) -> Iterator[None]:
-    """Note a `UserError` that ends a task before it has a context; other errors pass.
-
-    A master that does not answer delays the end by at most five seconds.
-    """
+    """Note a `UserError` that ends a task before it has a context; other errors pass."""
     try:
         yield
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
-            arguments = (info, str(error))
-            sender = threading.Thread(target=_send_failure, args=arguments, daemon=True)
-            sender.start()
-            sender.join(_PATIENCE)
+            with suppress(Exception):  # it must not hide the reason, which is printed
+                show_failure(train_context_of_task(info), str(error))
         raise
-
-
-def _send_failure(info: det.ClusterInfo, reason: str) -> None:
-    with suppress(Exception):  # the reason itself is printed, and must not be hidden by another
-        show_failure(train_context_of_task(info), reason)
