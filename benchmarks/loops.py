@@ -249,7 +249,7 @@ def take_turns(trial: pytorch.PyTorchTrial, turns: Turns) -> None:
 
     def in_turn(*arguments: Any, **named: Any) -> Any:
         amp = MixedPrecision.of(trial.context)  # type: ignore[attr-defined]  # as every trial here
-        if amp is None or not amp.is_replaying:  # the audit rehearses the first batch
+        if amp is None or not amp.is_rehearsing:  # the audit rehearses the first batch
             turns.batch_begins()
         if turns.over:
             raise pytorch._ShouldExit(skip_exit_checkpoint=True)

@@ -23,9 +23,9 @@ from torch.nn import functional
 from torchvision.models import VisionTransformer
 
 from benchmarks.measured import markdown_table
-from determined_amp.finder.model import LossBatch, OneProcess
-from determined_amp.finder.passes import predict
-from determined_amp.finder.verdict import FLUSHED_LIMIT
+from determined_amp.amp.slots import OneSlot
+from determined_amp.finder.model import rehearsal_of
+from determined_amp.finder.scale_finding import find_window
 
 # Steps of a training before the first look, and from there to the second.
 STEPS = (0, 20)
@@ -153,9 +153,11 @@ def heat(model: nn.Module, points: torch.Tensor) -> torch.Tensor:
 def prediction(case: Case) -> tuple[int, int]:
     """log2 of the first power of two that is predicted to overflow, and of the lowest safe one."""
     device = torch.device("cpu")
-    batch = LossBatch(case.model, lambda batch: case.loss(case.model, batch), case.batch, device)
-    predicted = predict(OneProcess([case.model]), [batch])
-    return predicted.first_overflow_log2, predicted.smallest_scale_log2(FLUSHED_LIMIT)
+    rehearsal = rehearsal_of(
+        case.model, lambda batch: case.loss(case.model, batch), case.batch, device
+    )
+    found = find_window([rehearsal], OneSlot())
+    return found.top_log2 + 1, found.low_log2
 
 
 def first_skip(case: Case) -> int:

@@ -20,17 +20,17 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import determined as det
 import torch
 
 from benchmarks import loss_scale_tasks
 from benchmarks.loss_scale_tasks import TASKS, Task, Training
 from determined_amp.amp.fp32_modules import meanwhile_in_float32
-from determined_amp.finder.frozen import LossScaleError
-from determined_amp.finder.model import LossBatch, OneProcess, find_loss_scale
-from determined_amp.finder.passes import predict
-from determined_amp.finder.score import bits_from_default, score_batches
-from determined_amp.finder.verdict import DEFAULT_LOG2, Verdict
+from determined_amp.amp.slots import OneSlot
+from determined_amp.finder.model import find_loss_scale, rehearsal_of
+from determined_amp.finder.prediction import LossScaleError, predict_float16
+from determined_amp.finder.scale_finding import Verdict
+from determined_amp.finder.scale_score import DEFAULT_LOG2, bits_from_default
+from determined_amp.finder.scoring import NoScaleError, score_batches
 
 STEPS = 200
 SEEDS = tuple(range(1, 11))
@@ -247,8 +247,8 @@ class _Growth:
 def _room(training: Training, batch: Any) -> float:
     """log2 of the largest scale at which nothing overflows, as predicted in bfloat16."""
     try:
-        frozen = LossBatch(training.model, training.loss, batch, _CPU)
-        return predict(OneProcess([training.model]), [frozen]).headroom_log2
+        rehearsal = rehearsal_of(training.model, training.loss, batch, _CPU)
+        return predict_float16([rehearsal], OneSlot()).headroom_log2
     except LossScaleError:  # all gradients are 0
         return math.inf
 
@@ -345,7 +345,7 @@ def _found(task: Task, seed: int) -> Choice:
         dtype=torch.bfloat16 if without else torch.float16,
         samples=loss.samples,
         verdict=verdict.value,
-        predicted_log2=None if verdict is Verdict.FORWARD_OVERFLOW else finding.first_overflow_log2,
+        predicted_log2=None if verdict is Verdict.FORWARD_OVERFLOW else finding.top_log2 + 1,
     )
 
 
@@ -353,13 +353,13 @@ def _searched(task: Task, seed: int) -> Choice:
     """Scales at random, each scored on a batch, until that has cost as much as the finder."""
     training, chance = task.start(seed), random.Random(seed)  # noqa: S311
     loss, budget = _Counted(training), _found(task, seed).samples
-    batch = LossBatch(training.model, loss, next(training.batches), _CPU)
+    rehearsal = rehearsal_of(training.model, loss, next(training.batches), _CPU)
     scored: list[tuple[float, float, float]] = []
     while loss.samples < budget:
         at = chance.uniform(*_SEARCHED_LOG2)
         try:
-            score = score_batches(OneProcess([training.model]), [batch], at).loss_scale_score
-        except det.InvalidHP:  # no loss scale helps
+            score = score_batches([rehearsal], OneSlot(), at).loss_scale_score
+        except NoScaleError:  # no loss scale helps
             continue
         scored.append((score, bits_from_default(at), at))
     if not scored:

@@ -23,7 +23,7 @@ from benchmarks.gpu import report as gpu_report
 from benchmarks.loss_scale_rows import DEFAULT, FINDER, STEPS
 from benchmarks.loss_scale_tasks import TASKS
 from benchmarks.measured import RESULTS, ROOT
-from determined_amp.finder.verdict import DEFAULT_LOG2
+from determined_amp.finder.scale_score import DEFAULT_LOG2
 from determined_amp.report.page import BLUE, GREEN, INK, MUTED, STYLE, VERMILION, as_png
 from determined_amp.report.precision_report import spread_text
 from determined_amp.runs.run import Spread

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from determined_amp.amp.errors import ConfigError, GuardError, UserError
     from determined_amp.amp.loop import AmpLoop
+    from determined_amp.amp.precision_audit import AuditError
     from determined_amp.amp.settings import (
         AmpSettings,
         EvalPrecision,
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
         Precision,
         setting,
     )
-    from determined_amp.audit import AuditError
     from determined_amp.finder import find_loss_scale
     from determined_amp.trial.fitting import fit
     from determined_amp.trial.mixed_precision import MixedPrecision
@@ -48,7 +48,7 @@ __all__ = [
 _MODULES = {
     "AmpLoop": "amp.loop",
     "AmpSettings": "amp.settings",
-    "AuditError": "audit",
+    "AuditError": "amp.precision_audit",
     "ConfigError": "amp.errors",
     "EvalPrecision": "amp.settings",
     "GuardError": "amp.errors",

@@ -24,15 +24,14 @@ from typing import Any
 
 import determined as det
 from determined import core, pytorch
-from rich.console import Console
 
 from determined_amp.amp.errors import UserError
 from determined_amp.check.doctor import examine
 from determined_amp.experiment.errors import limits_of_16_bits, translating_exits
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, constants, parse
-from determined_amp.finder.advice import FILE_NAME
-from determined_amp.finder.score_metrics import check_score
-from determined_amp.finder.verdict import Finding
+from determined_amp.experiment.score_check import check_score
+from determined_amp.finder.found_scale import FILE_NAME
+from determined_amp.finder.scale_finding import ScaleFinding
 from determined_amp.local.open_trial import OpenTrial
 from determined_amp.trial.determined_0_38 import (
     average_by_default,
@@ -121,9 +120,9 @@ def find_task(trial: str | None, batches: int, arguments: Sequence[str]) -> None
                 folder,
                 _,
             ):
-                answer.write(folder / FILE_NAME)
+                (folder / FILE_NAME).write_text(answer.json_text())
             train_context(context).report_progress(1.0)
-            answer.show(Console(width=100))  # last, because the log also contains the reports
+            print(answer)  # last, because the log also contains the reports
 
 
 def check_task(trial: str | None, *, as_json: bool) -> None:
@@ -217,7 +216,7 @@ def _opened(info: det.ClusterInfo, experiment: Experiment) -> Iterator[OpenTrial
         yield OpenTrial(trial_of_run(experiment, context), context, experiment)
 
 
-def _report_finding(train: core.TrainContext, finding: Finding, batches: int) -> None:
+def _report_finding(train: core.TrainContext, finding: ScaleFinding, batches: int) -> None:
     for scale in range(1, finding.shown_scales()[-1] + 1):
         predicted = finding.at(scale)
         shares = {

@@ -20,8 +20,8 @@ from determined_amp.cluster import leave_answer, task_without_trial
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, parse
 from determined_amp.experiment.overrides import in_precision
 from determined_amp.experiment.training import has_our_form
-from determined_amp.finder.advice import FILE_NAME, FoundScale, sentences, yaml_changes
-from determined_amp.finder.verdict import Verdict
+from determined_amp.finder.found_scale import FILE_NAME, FoundScale, scale_sentences, yaml_changes
+from determined_amp.finder.scale_finding import Verdict
 from determined_amp.pilots import (
     BATCHES,
     FINDER_BATCHES,
@@ -240,7 +240,7 @@ class PilotResults:
     def remarks(self) -> dict[str, list[str]]:
         """Sentences for the report: precisions left out, and the loss scale."""
         left_out = [f"{name}: {why}" for name, why in self.left_out.items()]
-        answer = [] if self.scale is None else sentences(self.scale)
+        answer = [] if self.scale is None else scale_sentences(self.scale)
         return {"left_out": left_out, "notes": [f"float16 loss scale: {text}" for text in answer]}
 
 
@@ -359,7 +359,7 @@ def _find(trials: _Trials, results: PilotResults, folder: Path, log: Callable[[s
         results.left_out[Precision.AMP_FP16.value] = cause
     else:
         trials.change_amp(yaml_changes(answer))
-    answer.write(folder.parent / FILE_NAME)
+    (folder.parent / FILE_NAME).write_text(answer.json_text())
 
 
 def make_plan(results: PilotResults, experiment: Experiment, options: argparse.Namespace) -> Plan:

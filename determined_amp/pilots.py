@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from determined_amp.amp.settings import Precision
-from determined_amp.finder.advice import FILE_NAME, FoundScale
+from determined_amp.finder.found_scale import FILE_NAME, FoundScale
 from determined_amp.runs.folder import RunFolder, read_metrics
 from determined_amp.runs.run import RunState
 from determined_amp.search.task import Task, Verb

@@ -11,12 +11,12 @@ from determined import pytorch
 from benchmarks import small_trials
 from benchmarks.small_trials import SmallTrial
 from determined_amp.amp.patched import patched
-from determined_amp.finder.frozen import FrozenBatch
-from determined_amp.finder.histogram import BINS, Histogram
-from determined_amp.finder.passes import Prediction
-from determined_amp.finder.recorder import Source
+from determined_amp.amp.rehearsal import Rehearsal
+from determined_amp.finder.gradient_recorder import Source
+from determined_amp.finder.histogram import Histogram
+from determined_amp.finder.prediction import Prediction
 from determined_amp.local.open_trial import open_trial
-from determined_amp.trial.frozen import in_training
+from determined_amp.trial.loss_scale import in_training
 
 T = TypeVar("T")
 Trial = type[SmallTrial]
@@ -33,7 +33,7 @@ def config(trial: Trial, **hyperparameters: float) -> dict[str, Any]:
 
 def looked_at(
     trial: Trial,
-    work: Callable[[SmallTrial, Context, Sequence[FrozenBatch]], T],
+    work: Callable[[SmallTrial, Context, Sequence[Rehearsal]], T],
     *,
     batches: int = 2,
     steps: int = 0,
@@ -44,10 +44,10 @@ def looked_at(
         small, context = found.trial, found.context
         assert isinstance(small, SmallTrial)
 
-        def after_steps(frozen: Sequence[FrozenBatch]) -> T:
+        def after_steps(rehearsals: Sequence[Rehearsal]) -> T:
             for step in range(steps):
-                trial.train_batch(small, frozen[step % batches].batch, 0, step)
-            return work(small, context, frozen)
+                trial.train_batch(small, rehearsals[step % batches].batch, 0, step)
+            return work(small, context, rehearsals)
 
         return in_training(small, context, batches, after_steps)
 
@@ -74,16 +74,16 @@ def train(trial: SmallTrial, steps: int) -> None:
         pytorch.Trainer(trial, trial.context).fit(max_length=pytorch.Batch(2**20))
 
 
-def prediction_of(modules: Mapping[str, Mapping[int, int]], largest: float = 1.0) -> Prediction:
+def prediction_of(modules: Mapping[str, Mapping[int, int]]) -> Prediction:
     """Of one tensor in each module."""
     tensors = {Source(name, "mm", 0, (1,)): histogram(at) for name, at in modules.items()}
-    return Prediction(tensors, largest)
+    return Prediction(tensors)
 
 
-def histogram(values_by_log2: Mapping[int, int]) -> Histogram:
+def histogram(values_by_log2: Mapping[int, int], zeros: int = 0) -> Histogram:
     """So many values of each power of two."""
-    counts = np.zeros(BINS, dtype=np.int64)
-    for power, count in values_by_log2.items():
-        counts[2 * (power + 127)] = count
-    powers = np.ldexp(1.0, np.arange(BINS) // 2 - 127)
-    return Histogram(counts, counts * powers**2, float(powers[counts > 0].max(initial=0.0)))
+    counts = {0.0: zeros, **{2.0**power: count for power, count in values_by_log2.items()}}
+    magnitudes = sorted(magnitude for magnitude, count in counts.items() if count)
+    return Histogram(
+        np.array(magnitudes), np.array([counts[magnitude] for magnitude in magnitudes], dtype=int)
+    )

@@ -11,7 +11,7 @@ import yaml
 
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.finder.advice import FoundScale
+from determined_amp.finder.found_scale import FoundScale
 from determined_amp.runs.folder import trial_folder
 from determined_amp.runs.run import SEED, Part, Report, Reports, Run, RunState
 from determined_amp.search.search_folder import STUDY_FILE, Search, write_config
@@ -103,12 +103,9 @@ def finding(choice: int | None = 17, low: int = -6, top: int = 18) -> dict[str, 
     run = {
         **{"name": "small", "device": "cpu", "torch": "2.6", "date": "2026-01-01"},
         **{"batches": 4, "samples": 128, "init_scale": 65536.0, "growth_interval": 2000},
-        **{"is_ours": True, "min_scale": 1.0, "fp32_modules": []},
+        **{"is_ours": True, "min_scale": 1.0},
     }
-    window: dict[str, Any] = {
-        **{"choice_log2": choice, "low_log2": low, "top_log2": top, "headroom_log2": 18.5},
-        **{"recorded_log2": None, "reason": ""},
-    }
+    window: dict[str, Any] = {"choice_log2": choice, "low_log2": low, "top_log2": top}
     has_none = choice is None
     predicted = [
         {
@@ -118,10 +115,7 @@ def finding(choice: int | None = 17, low: int = -6, top: int = 18) -> dict[str, 
         }
         for scale in range(-16, 49)
     ]
-    verified = {
-        **{"scale_log2": 17, "loss_is_finite": True, "overflow": False},
-        **{"flushed_share": 0.0, "backward_headroom_bits": 1.5, "values_left": 1.0},
-    }
+    measured = {"scale_log2": 17, "overflow": False}
     modules = [
         {
             **{"name": name, "in_model": True, "zeros": 0 if values else 3},
@@ -136,7 +130,7 @@ def finding(choice: int | None = 17, low: int = -6, top: int = 18) -> dict[str, 
     return {
         **{"run": run, "verdict": "no scale helps" if has_none else "use 2^k", **window},
         "cause": "forward overflow in module <head>" if has_none else "",
-        **{"predicted": predicted, "verified": [verified], "modules": modules},
+        **{"predicted": predicted, "measured": [measured], "modules": modules},
     }
 
 

@@ -38,10 +38,10 @@ from determined_amp import (
 )
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.metrics import WARMUP_BATCHES
+from determined_amp.amp.precision_audit import audit_loss
 from determined_amp.amp.settings import Compile
 from determined_amp.amp.slots import ProcessGroup
 from determined_amp.amp.tensors import parameters_of
-from determined_amp.audit import audit_loss
 from tests.fake_cuda import fake_cuda, needs_fake_cuda
 from tests.harness import Reports, core_context_of, fit, needs_fused, same_bits
 from tests.test_no_sync import ReadsTheLoss

@@ -17,19 +17,15 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import flop_registry
 
-from determined_amp import audit as module
+from determined_amp.amp import precision_audit as module
+from determined_amp.amp.precision_audit import Audit, AuditError, ProductCount
+from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.amp.settings import Precision
-from determined_amp.audit import (
-    Audit,
-    AuditError,
-    AuditMetrics,
-    ProductCount,
-    audited,
-)
 from determined_amp.cli import audit as command
 from determined_amp.experiment import experiment
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.open_trial import audit_here
+from determined_amp.trial.audited import AuditMetrics, audited
 from tests import training
 from tests.harness import fit, same_bits
 from tests.trials import CLASSES, FEATURES, Converted
@@ -56,6 +52,11 @@ def audit_of(config: str) -> Audit:
 def trial_of(train_batch: Callable[[], object]) -> Any:
     """What `audited` needs of a trial."""
     return SimpleNamespace(train_batch=lambda **batch: train_batch())
+
+
+def rehearsal_of(train_batch: Callable[..., object]) -> Callable[..., Rehearsal]:
+    """The rehearsals of a function that takes a batch and has no model."""
+    return lambda **batch: Rehearsal(lambda scale: train_batch(**batch), [])
 
 
 def multiply(dtype: torch.dtype = FP32) -> torch.Tensor:
@@ -227,7 +228,7 @@ class TestAudited:
     def test_audit_counts_one_batch_and_puts_train_batch_back(self) -> None:
         trial, audits = trial_of(multiply), list[Audit]()
         before = trial.train_batch
-        audited(trial, Precision.FP32, audits.append, has_tf32=False, rehearse=before)
+        audited(trial, rehearsal_of(before), Precision.FP32, audits.append, has_tf32=False)
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
         for _ in range(3):
@@ -241,7 +242,7 @@ class TestAudited:
         audits: list[Audit] = []
         trial = trial_of(lambda: torch.ones(2) + 1)
         own = trial.train_batch
-        audited(trial, precision, audits.append, has_tf32=False, rehearse=own)
+        audited(trial, rehearsal_of(own), precision, audits.append, has_tf32=False)
         trial.train_batch(batch=0)
         (audit,) = audits
         assert (audit.total_flops, audit.failure()) == (0, None)
@@ -249,7 +250,7 @@ class TestAudited:
     def test_error_in_an_audited_batch_is_its_own(self) -> None:
         trial = trial_of(lambda: 1 / 0)
         own, judged = trial.train_batch, list[Audit]()
-        audited(trial, Precision.FP32, judged.append, has_tf32=False, rehearse=own)
+        audited(trial, rehearsal_of(own), Precision.FP32, judged.append, has_tf32=False)
         with pytest.raises(ZeroDivisionError):
             trial.train_batch(batch=0)
         assert not judged
@@ -258,13 +259,8 @@ class TestAudited:
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         trial, judged = trial_of(multiply), list[Audit]()
-        audited(
-            trial,
-            Precision.FP32,
-            judged.append,
-            has_tf32=False,
-            rehearse=lambda batch: batch / 0,
-        )
+        rehearsals = rehearsal_of(lambda batch: batch / 0)
+        audited(trial, rehearsals, Precision.FP32, judged.append, has_tf32=False)
         assert torch.equal(trial.train_batch(batch=1), multiply())
         assert not judged
         (line,) = caplog.messages

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from determined_amp import AmpLoop, AmpSettings, Precision
-from determined_amp.amp.replay import undisturbed
+from determined_amp.amp.rehearsal import undisturbed
 from tests.harness import fit, same_bits
 from tests.trials import Converted
 

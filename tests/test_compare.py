@@ -26,7 +26,7 @@ from determined_amp.comparison import CompareError, PilotResults
 from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.overrides import in_precision
 from determined_amp.experiment.training import Length
-from determined_amp.finder.advice import FoundScale
+from determined_amp.finder.found_scale import FoundScale
 from determined_amp.pilots import BATCHES, FINDER_BATCHES, REPORTING_PERIOD, Pilot
 from determined_amp.report.precision_report import write_report
 from determined_amp.runs.folder import RunFolder
@@ -404,7 +404,7 @@ class TestPilot:
     def test_finder_has_an_answer_or_has_failed(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        found_scale().write(RunFolder(tmp_path).path / "loss_scale.json")
+        (RunFolder(tmp_path).path / "loss_scale.json").write_text(found_scale().json_text())
         said: list[str] = []
         for message, answer in (
             (TrialResult(RunState.COMPLETED), found_scale()),

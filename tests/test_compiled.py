@@ -24,8 +24,9 @@ from determined_amp.amp.compiled import CompileError, as_written, compile_forwar
 from determined_amp.amp.diagnosis import find_cause
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.fp32_modules import keep_in_float32
+from determined_amp.amp.precision_audit import ProductCount
+from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.amp.settings import AmpSettings, Compile
-from determined_amp.audit import ProductCount
 from determined_amp.experiment.fields import plain, read_section
 from tests import training
 from tests.harness import fit_as_it_is, refusal, same_bits
@@ -198,13 +199,13 @@ class TestForward:
         with pytest.raises(CompileError, match=r"no C\+\+ compiler here; allowed: compile: false"):
             gradients(compiled_block())
 
-    def test_replay_of_a_compiled_forward_names_the_module_that_overflows(self) -> None:
+    def test_rehearsal_of_a_compiled_forward_names_the_module_that_overflows(self) -> None:
         """Hooks that come after the compilation are not called by what was compiled."""
         model = compiled_block()
         gradients(model, torch.float16)
         with torch.no_grad():
             model.middle.weight.fill_(1.0e5)
-        cause = find_cause([model], torch.ones(4, 8), lambda scale: gradients(model, torch.float16))
+        cause = find_cause(Rehearsal(lambda scale: gradients(model, torch.float16), [model]))
         assert cause is not None
         assert "forward overflow in module middle" in cause
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +11,21 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from determined_amp.amp.diagnosis import find_cause
-from determined_amp.amp.passes import Pass
+from determined_amp.amp import diagnosis
+from determined_amp.amp.rehearsal import Rehearsal
+
+
+def find_cause(
+    models: Sequence[nn.Module],
+    batch: Any,
+    train: Callable[[float], object],
+    *,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    **others: Any,
+) -> str | None:
+    """The cause in a rehearsal of these parts."""
+    made: Any = train  # the diagnosis always names a scale
+    return diagnosis.find_cause(Rehearsal(made, models, optimizers, batch), **others)
 
 
 class Net(nn.Module):
@@ -401,72 +414,60 @@ class TestAdvice:
         assert "is not finite, not even in float32" in str(find_cause([table], (), train))
 
 
-class OtherSlots:
-    """The other slots of a training: what they say is scripted, what this one says is kept.
+class TwoSlots:
+    """The slots of a training: what this one says is kept, what the other says is given.
 
     Args:
         rank: That of this slot.
-        others: What the first other slot says each time.
+        other: What the other says each time; by default the same as this one.
     """
 
     size = 2
 
-    def __init__(self, rank: int, others: Iterable[Any] = ()) -> None:
+    def __init__(self, rank: int, other: Sequence[Any] = ()) -> None:
         self.rank = rank
         self.said: list[Any] = []
-        self._others = iter(others)
+        self._other = iter(other)
 
     def allgather(self, value: Any) -> list[Any]:
         self.said.append(value)
-        other = next(self._others, None)
+        other = next(self._other, value)
         return [other, value] if self.rank else [value, other]
 
 
 class TestSeveralSlots:
-    """A forward may wait for those of other slots, so all make the same number of passes."""
+    """A forward may wait for those of other slots, so all make the same rehearsals."""
 
-    def test_first_slot_in_trouble_asks_the_others_for_its_passes(self) -> None:
-        model, scales = Net(2.0**10, 2.0**10), list[float]()
-        train = batch_of(model, torch.ones(4, 1))
+    def test_sound_slot_makes_the_rehearsals_of_one_in_trouble_and_names_its_cause(self) -> None:
+        causes, scales = list[str | None](), list[list[float]]()
+        said: Sequence[Any] = ()
+        for rank, loud in enumerate((2.0**10, 1.0)):
+            model, here = Net(loud, loud), list[float]()
+            train, slots = batch_of(model, ONES), TwoSlots(rank, said)
 
-        def counted(scale: float) -> None:
-            scales.append(scale)
-            train(scale)
+            def counted(scale: float, train: Any = train, here: list[float] = here) -> None:
+                here.append(scale)
+                train(scale)
 
-        slots = OtherSlots(rank=0, others=[True])
-        assert "module head" in str(find_cause([model], (), counted, scale=8.0, slots=slots))
-        in_trouble, *asked, end = slots.said
-        assert (in_trouble, end) == (True, None)
-        assert [8.0, *(each.scale for each in asked)] == scales
-        assert len(asked) == 4  # at a small scale, in float32, in bfloat16 and with an island
+            causes.append(find_cause([model], (ONES,), counted, scale=8.0, slots=slots))
+            scales.append(here)
+            said = slots.said
+        assert "forward overflow in module head" in str(causes[0])
+        assert causes[0] == causes[1]
+        assert scales[0] == scales[1]
+        assert len(scales[0]) == 5  # as it is, at a small scale, float32, bfloat16, an island
 
-    def test_sound_slot_makes_the_passes_of_another(self) -> None:
-        model, scales = Net(1, 1), list[float]()
-        asked = [Pass(2.0), Pass(4.0, compute=torch.float32), Pass(1.0, islands=("head",))]
-        slots = OtherSlots(rank=1, others=[True, *asked, None])
-        assert find_cause([model], (), scales.append, slots=slots) is None
-        assert scales == [1.0, 2.0, 4.0, 1.0]
-        assert slots.said == [False, None, None, None, None]
-
-    def test_pass_that_fails_on_a_sound_slot_does_not_end_it(self) -> None:
-        def train(scale: float) -> None:
-            if scale == 2.0:
-                raise TypeError("no bfloat16 here")
-
-        slots = OtherSlots(rank=1, others=[True, Pass(2.0), None])
-        assert find_cause([Net(1, 1)], (), train, slots=slots) is None
-        assert len(slots.said) == 3
-
-    def test_error_of_the_trial_lets_the_others_go(self) -> None:
-        slots = OtherSlots(rank=0, others=[False])
-        with pytest.raises(ZeroDivisionError):
-            find_cause([Net(1, 1)], (), lambda scale: 1 / 0, slots=slots)
-        assert slots.said == [True, None]
+    def test_error_on_one_slot_is_told_and_keeps_no_other_waiting(self) -> None:
+        slots = TwoSlots(rank=0)
+        cause = find_cause([Net(1, 1)], (), lambda scale: 1 / 0, slots=slots)
+        told = "not found: training the batch again raised ZeroDivisionError: division by zero"
+        assert cause == told
+        assert len(slots.said) == 1
 
     def test_slots_that_are_all_sound_have_no_cause(self) -> None:
-        slots = OtherSlots(rank=1, others=[False])
+        slots = TwoSlots(rank=1)
         assert find_cause([Net(1, 1)], (), lambda scale: None, slots=slots) is None
-        assert slots.said == [False]
+        assert len(slots.said) == 1
 
 
 def test_gradients_of_parameters_that_are_in_no_model_are_put_back() -> None:

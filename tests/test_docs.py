@@ -25,8 +25,8 @@ from benchmarks.loss_scale_rows import Row
 from determined_amp import __main__ as door
 from determined_amp.amp.loop import AmpLoop
 from determined_amp.amp.metrics import WARMUP_BATCHES, peak_memory_mib
+from determined_amp.amp.precision_audit import Audit
 from determined_amp.amp.settings import AmpSettings, Precision
-from determined_amp.audit import Audit
 from determined_amp.experiment import experiment
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.overrides import with_overrides

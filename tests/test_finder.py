@@ -1,9 +1,8 @@
-"""`trial.frozen`: what it predicts is what float16 does, and it says what to do about it."""
+"""`trial.loss_scale`: what it finds is what float16 does, and it says what to do about it."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -24,21 +23,19 @@ from benchmarks.small_trials import (
     TinyLoss,
 )
 from determined_amp import __main__ as door
+from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.cli import find as finder
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.finder.advice import FoundScale
-from determined_amp.finder.frozen import FrozenBatch
-from determined_amp.finder.histogram import OVERFLOW_LOG2
-from determined_amp.finder.passes import Prediction, observe, predict
-from determined_amp.finder.verdict import Finding, Verdict, choice_of, find
+from determined_amp.finder.found_scale import FoundScale
+from determined_amp.finder.scale_finding import ScaleFinding, Verdict, choice_of, find_window
 from determined_amp.local.open_trial import open_trial
-from determined_amp.trial.frozen import in_training
+from determined_amp.trial.loss_scale import in_training
 from tests.loss_scale import ALL, Context, Trial, config, looked_at, skipped_steps
 from tests.reporting import finding as as_json
 from tests.training import ROOT, SMALL, run_small, thin_resnet
 
-Batches = Sequence[FrozenBatch]
+Batches = Sequence[Rehearsal]
 
 # Torch's float16 convolutions on a CPU add up in float16 and flush more than tensor cores do.
 ADD_UP_IN_FLOAT32 = [trial for trial in ALL if trial is not BatchNormCNN]
@@ -51,16 +48,16 @@ RESNET = (
 LATTE = ("latte/amp.yaml", ("hyperparameters.global_batch_size=2",))
 
 
-def measured_first_overflow(context: Context, batches: Batches, prediction: Prediction) -> int:
+def measured_first_overflow(batches: Batches) -> int:
     """Not found from the prediction, but by halving an interval; overflow is monotone."""
-    works, overflows = -30, 100
-    while overflows - works > 1:
-        middle = (works + overflows) // 2
-        if observe(context, batches, middle, prediction).overflow:
-            overflows = middle
-        else:
+    works, fails = -30, 100
+    while fails - works > 1:
+        middle = (works + fails) // 2
+        if all(batch.run(2.0**middle).is_sound for batch in batches):
             works = middle
-    return overflows
+        else:
+            fails = middle
+    return fails
 
 
 @pytest.fixture(autouse=True)
@@ -69,73 +66,36 @@ def _thin_resnet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trials.resnet50.resnet50", thin_resnet(3, 4, 6, 3))
 
 
-class TestPrediction:
+class TestWindow:
     @pytest.mark.parametrize("steps", [0, 10])
     @pytest.mark.parametrize("trial", ALL)
     def test_first_overflowing_power_of_two_is_exact(self, trial: Trial, steps: int) -> None:
         def work(small: SmallTrial, context: Context, batches: Batches) -> tuple[int, int]:
-            prediction = predict(context, batches)
-            measured = measured_first_overflow(context, batches, prediction)
-            return prediction.first_overflow_log2, measured
+            found = find_window(batches, context.distributed)
+            return found.top_log2 + 1, measured_first_overflow(batches)
 
-        predicted, measured = looked_at(trial, work, steps=steps)
-        assert predicted == measured
+        found, measured = looked_at(trial, work, steps=steps)
+        assert found == measured
+
+    @pytest.mark.parametrize("trial", ALL)
+    def test_prediction_of_the_top_is_where_the_measurement_begins(self, trial: Trial) -> None:
+        """So two rehearsals in float16 are enough."""
+        assert len(found_in_four(trial).measured) == 2
 
     @pytest.mark.parametrize("steps", [0, 1])
-    def test_fifty_convolutions_are_right_within_two_bits(self, steps: int) -> None:
-        """bfloat16 rounds eight times as coarsely as float16, and fifty layers pass that on.
-
-        Whether results fit is judged from a scale that works, where they are seen: kernels that add
-        up in float16, as torch has them for the weights of convolutions on a CPU, overflow inside
-        some bits earlier. So what counts is the finding's choice, verified by float16 passes.
-        """
+    def test_first_overflow_of_fifty_convolutions_is_exact(self, steps: int) -> None:
         path, overrides = RESNET
         raw = read_yaml(str(ROOT / "experiment_configs" / path))
         with open_trial(with_overrides(raw, overrides), path) as found:
-            context, train_batch = found.context, found.trial.train_batch
+            train_batch = found.trial.train_batch
 
             def work(batches: Batches) -> None:
                 for step in range(steps):
                     train_batch(batches[0].batch, 0, step)
-                prediction, choice = predict(context, batches), find(context, batches).choice_log2
-                assert choice is not None
-                seen = observe(context, batches, choice, prediction)
-                assert not seen.overflow
-                first = choice + math.ceil(seen.backward_headroom_bits)
-                assert abs(first - prediction.first_overflow_log2) <= 2
-                assert observe(context, batches, first, prediction).overflow
+                top = find_window(batches, found.context.distributed).top_log2
+                assert top + 1 == measured_first_overflow(batches)
 
-            in_training(found.trial, context, 1, work)
-
-    @pytest.mark.parametrize("steps", [0, 10])
-    @pytest.mark.parametrize("trial", ADD_UP_IN_FLOAT32)
-    def test_scale_that_flushes_a_share_is_right_within_one_bit(
-        self, trial: Trial, steps: int
-    ) -> None:
-        def work(small: SmallTrial, context: Context, batches: Batches) -> None:
-            prediction = predict(context, batches)
-            for share in (0.01, 0.1):
-                low = prediction.smallest_scale_log2(share)
-                above = observe(context, batches, low + 1, prediction)
-                below = observe(context, batches, low - 2, prediction)
-                assert above.flushed_share <= share < below.flushed_share
-
-        looked_at(trial, work, steps=steps)
-
-    def test_parameter_gradients_alone_mispredict(self) -> None:
-        """The control: what a tool sees that looks at `.grad` only."""
-
-        def work(small: SmallTrial, context: Context, batches: Batches) -> tuple[int, int]:
-            gradients = [g for b in batches for g in b.backward(None).parameters]
-            largest = max(float(gradient.abs().max()) for gradient in gradients)
-            from_parameters = OVERFLOW_LOG2 - math.floor(math.log2(largest))
-            return from_parameters, measured_first_overflow(
-                context, batches, predict(context, batches)
-            )
-
-        from_parameters, measured = looked_at(Float16Loss, work)
-        assert measured == OVERFLOW_LOG2
-        assert from_parameters > measured
+            in_training(found.trial, found.context, 1, work)
 
 
 class TestRule:
@@ -162,12 +122,13 @@ class TestRule:
             train_batch = trial.train_batch
 
             def work(batches: Batches) -> None:
-                choice = find(found.context, batches[:looked_at]).choice_log2
+                finding = find_window(batches[:looked_at], found.context.distributed)
+                choice = finding.choice_log2
                 assert choice is not None
                 scaler = trial.amp.scaler
                 scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**choice})
-                for step, frozen in enumerate(batches):
-                    train_batch(frozen.batch, 0, step)
+                for step, rehearsal in enumerate(batches):
+                    train_batch(rehearsal.batch, 0, step)
                 assert float(scaler.get_scale()) >= 2.0 ** (choice - most_skips)
                 assert int(trial.amp.attempted_steps) == steps
 
@@ -183,15 +144,17 @@ class TestRule:
         assert found.expected_skips(16) == skipped_steps(SummedLoss, 20, init_scale=2.0**16) > 0
 
 
-def finding(trial: Trial, batches: int = 2, steps: int = 0, **hyperparameters: float) -> Finding:
-    def work(small: SmallTrial, context: Context, frozen: Batches) -> Finding:
-        return find(context, frozen)
+def finding(
+    trial: Trial, batches: int = 2, steps: int = 0, **hyperparameters: float
+) -> ScaleFinding:
+    def work(small: SmallTrial, context: Context, batches: Batches) -> ScaleFinding:
+        return find_window(batches, context.distributed)
 
     return looked_at(trial, work, batches=batches, steps=steps, **hyperparameters)
 
 
 @cache
-def found_in_four(trial: Trial) -> Finding:
+def found_in_four(trial: Trial) -> ScaleFinding:
     """In the first four batches of a trial as it is."""
     return finding(trial, batches=4)
 
@@ -256,7 +219,7 @@ class TestVerdict:
         assert finding(SummedLoss, steps=12).hidden_modules == ()  # 2^16 skips the first seven
 
 
-class TestJson:
+class TestPrediction:
     def test_prediction_is_that_of_the_scale_or_of_the_power_of_two_below_it(self) -> None:
         found = FoundScale.from_json(as_json(low=-6, top=18), "").finding
         assert [found.at(scale).scale_log2 for scale in (-7, -6.5, 18.9, 19)] == [-7, -7, 18, 19]

@@ -9,95 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional
 
-from benchmarks.small_trials import SmallTrial, SummedLoss, TinyLoss
-from determined_amp.amp.replay import own_copy
+from benchmarks.small_trials import SmallTrial, SummedLoss
+from determined_amp.amp.rehearsal import Rehearsal, own_copy
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.finder.advice import FinderRun, FoundScale, sentences
-from determined_amp.finder.frozen import FrozenBatch
-from determined_amp.finder.score import score_batches
-from determined_amp.finder.verdict import Finding, Verdict, find
+from determined_amp.finder.scale_finding import ScaleFinding, Verdict, find_window
+from determined_amp.finder.scoring import score_batches
 from determined_amp.local.open_trial import open_trial
-from determined_amp.trial.frozen import in_training
+from determined_amp.trial.loss_scale import in_training
 from tests.loss_scale import Context, Trial, looked_at
 from tests.training import ROOT, SMALL
 
 Loss = Callable[..., torch.Tensor]
 
-RUN = FinderRun("", "", "", "", 1, 1, 65536.0, 2000, is_ours=False)
 
-
-def finding(trial: Trial) -> Finding:
-    return looked_at(trial, lambda _, context, batches: find(context, batches))
-
-
-@pytest.fixture
-def counts_in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every trial takes its outputs to numpy in the middle of a batch, which has no bfloat16."""
-
-    def loss(trial: SmallTrial, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = trial.model(images)
-        assert logits.detach().cpu().numpy().ndim == 2
-        return functional.binary_cross_entropy_with_logits(
-            logits.float(), images.flatten(1), reduction="sum"
-        )
-
-    monkeypatch.setattr(SummedLoss, "loss", loss)
-
-
-class TestWithoutBfloat16:
-    """The paths to float16 are in `test_passes.py`; these are whole trials."""
-
-    def test_finding_is_the_one_that_bfloat16_gives_with_the_reason(
-        self, request: pytest.FixtureRequest
-    ) -> None:
-        plain = finding(SummedLoss)
-        request.getfixturevalue("counts_in_numpy")
-        found = finding(SummedLoss)
-        assert plain.recorded_log2 is None
-        assert (found.top_log2, found.choice_log2, found.verdict) == (
-            plain.top_log2,
-            plain.choice_log2,
-            plain.verdict,
-        )
-        assert abs(found.low_log2 - plain.low_log2) <= 1
-        told = FoundScale(found, RUN)
-        assert next(sentences(told)) == (
-            f"recorded in float16 at 2^{found.recorded_log2}: this trial cannot run in bfloat16: "
-            "TypeError: Got unsupported ScalarType BFloat16"
-        )
-        assert told.as_json()["recorded_log2"] == found.recorded_log2
-
-    @pytest.mark.usefixtures("counts_in_numpy")
-    def test_score_is_measured_too(self) -> None:
-        def work(small: SmallTrial, context: Context, batches: Sequence[FrozenBatch]) -> float:
-            return score_batches(context, batches, 6).gradient_error
-
-        assert looked_at(SummedLoss, work) < 0.01
-
-    def test_recorded_where_little_is_flushed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """At the default all of these gradients would be 0."""
-        plain = finding(TinyLoss)
-        loss: Loss = TinyLoss.loss
-
-        def in_numpy(trial: TinyLoss, *batch: torch.Tensor) -> torch.Tensor:
-            trial.model(batch[0]).detach().numpy()
-            return loss(trial, *batch)
-
-        monkeypatch.setattr(TinyLoss, "loss", in_numpy)
-        found = finding(TinyLoss)
-        assert found.recorded_log2 == plain.top_log2 - 1
-        assert (found.top_log2, found.low_log2) == (plain.top_log2, plain.low_log2)
-
-    def test_error_of_float16_too_is_the_trials_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def broken(trial: SummedLoss, *batch: torch.Tensor) -> torch.Tensor:
-            raise KeyError("its own")
-
-        monkeypatch.setattr(SummedLoss, "loss", broken)
-        with pytest.raises(KeyError, match="its own"):
-            finding(SummedLoss)
+def finding(trial: Trial) -> ScaleFinding:
+    return looked_at(trial, lambda _, context, batches: find_window(batches, context.distributed))
 
 
 def popped(batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,8 +58,9 @@ class TestOwnBatch:
     def test_finding_and_score_are_those_of_a_trial_that_leaves_its_batch_alone(
         self, prepare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def work(small: SmallTrial, context: Context, batches: Sequence[FrozenBatch]) -> Any:
-            return find(context, batches), score_batches(context, batches, 2)
+        def work(small: SmallTrial, context: Context, batches: Sequence[Rehearsal]) -> Any:
+            slots = context.distributed
+            return find_window(batches, slots), score_batches(batches, slots, 2)
 
         self.prepares(monkeypatch, lambda batch: prepare([part.clone() for part in batch]))
         expected = looked_at(SummedLoss, work)

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from determined_amp import AmpLoop, AmpSettings, ConfigError, Precision
+from determined_amp.amp import rehearsal
 from determined_amp.amp.settings import FindScale
 from determined_amp.experiment.fields import plain, read_section
-from determined_amp.finder import frozen as frozen_batch
-from determined_amp.finder.frozen import LossScaleError
-from determined_amp.trial import frozen
+from determined_amp.finder.prediction import LossScaleError
+from determined_amp.trial import loss_scale
 from tests.harness import fit_as_it_is, same_bits
 from tests.trials import CLASSES, FEATURES, Converted, Plain
 
@@ -89,11 +89,11 @@ def test_run_is_that_with_the_written_scale_to_the_bit(
     assert same_bits(left(searched), left(written))
     assert found(caplog) == scale  # the second run found nothing
     # The control: nothing is put back.
-    monkeypatch.setattr(frozen_batch, "undisturbed", lambda *models, optimizers: nullcontext())
+    monkeypatch.setattr(rehearsal, "undisturbed", lambda *models, optimizers: nullcontext())
     assert not same_bits(left(run(trial)), left(written))
 
 
-def test_what_a_trial_keeps_itself_sees_the_passes_of_the_finder() -> None:
+def test_what_a_trial_keeps_itself_sees_the_rehearsals_of_the_finder() -> None:
     assert run(Remembers, init_scale=8.0).trial.seen == BATCHES
     assert run(Remembers).trial.seen > BATCHES
 
@@ -149,7 +149,7 @@ def test_training_without_an_answer_starts_with_the_default_and_says_so(
     def refuse(*given: object, **named: object) -> None:
         raise LossScaleError("all 16-bit gradients are exactly 0")
 
-    monkeypatch.setattr(frozen, "find", refuse)
+    monkeypatch.setattr(loss_scale, "find_window", refuse)
     run(Converted)
     said = "init_scale: find found none: all 16-bit gradients are exactly 0; starting with 65536"
     assert said in caplog.text

@@ -31,12 +31,12 @@ from determined_amp.amp.precision import DeviceSupport, prepare_backend
 from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.finder.histogram import Tally
-from determined_amp.finder.passes import observe, predict
+from determined_amp.finder.histogram import Histogram
+from determined_amp.finder.scale_finding import find_window
 from determined_amp.local.checkpoint_storage import complete_checkpoints
 from determined_amp.local.open_trial import audit_here, open_trial
 from determined_amp.runs.run import RunState
-from determined_amp.trial.frozen import in_training
+from determined_amp.trial.loss_scale import in_training
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests import gpu, test_no_sync, training
 from tests.gpu import DEVICE, only_a_gpu_raises, only_a_gpu_shows, sized
@@ -571,7 +571,7 @@ def test_fp32_modules_compute_in_float32_forward_and_backward(precision: Precisi
 
 
 @pytest.mark.parametrize("steps", [0, 10])
-def test_finder_predicts_the_first_scale_that_overflows(steps: int) -> None:
+def test_finder_finds_the_first_scale_that_overflows(steps: int) -> None:
     raw = read_yaml(str(training.ROOT / "experiment_configs/mlp/amp.yaml"))
     with open_trial(with_overrides(raw, training.SMALL), "mlp") as opened:
         train_batch: Any = opened.trial.train_batch  # the finder puts its own in place
@@ -579,22 +579,21 @@ def test_finder_predicts_the_first_scale_that_overflows(steps: int) -> None:
         def work(batches: Any) -> None:
             for step in range(steps):
                 train_batch(batches[0].batch, 0, step)
-            prediction = predict(opened.context, batches)
-            first = prediction.first_overflow_log2
-            assert observe(opened.context, batches, first, prediction).overflow
-            assert not observe(opened.context, batches, first - 1, prediction).overflow
+            top = find_window(batches, opened.context.distributed).top_log2
+            assert batches[0].run(2.0**top).is_sound
+            assert not batches[0].run(2.0 ** (top + 1)).is_sound
 
         in_training(opened.trial, opened.context, 1, work)
 
 
-def test_training_skips_its_first_step_from_the_predicted_scale_on() -> None:
-    first = looked_at(
+def test_training_skips_its_first_step_from_above_the_found_top_on() -> None:
+    top = looked_at(
         SummedLoss,
-        lambda _, context, batches: predict(context, batches).first_overflow_log2,
+        lambda _, context, batches: find_window(batches, context.distributed).top_log2,
         batches=1,
     )
-    assert skipped_steps(SummedLoss, 1, init_scale=2.0 ** (first - 1)) == 0
-    assert skipped_steps(SummedLoss, 1, init_scale=2.0**first) == 1
+    assert skipped_steps(SummedLoss, 1, init_scale=2.0**top) == 0
+    assert skipped_steps(SummedLoss, 1, init_scale=2.0 ** (top + 1)) == 1
 
 
 def test_finder_counts_a_tensor_in_little_more_memory_than_it_has(
@@ -604,10 +603,9 @@ def test_finder_counts_a_tensor_in_little_more_memory_than_it_has(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(DEVICE)
     before = torch.cuda.memory_allocated(DEVICE)
-    tally = Tally()
-    tally.add(values)
+    counted = Histogram.of(values)
     peak = torch.cuda.max_memory_allocated(DEVICE) - before
-    assert tally.histograms([0])[0].by_power() == {0: values.numel()}
+    assert counted.by_power() == {0: values.numel()}
     note(f"finder: counts {values.nbytes} bytes in {peak} more")
     assert only_a_gpu_shows(peak < 2 * values.nbytes)
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from determined_amp.amp.errors import ConfigError, GuardError
 from determined_amp.amp.metrics import Report, StepReport
+from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.amp.running_statistics import RunningStatistics
 from determined_amp.amp.settings import AmpSettings, OnOverflow, Precision
 from determined_amp.trial import notes
@@ -38,7 +39,7 @@ def guard(
     settings: AmpSettings = FP16,
     searcher: str | None = "single",
     *,
-    replay: Any = lambda: None,
+    newest: Any = lambda: None,
     models: Sequence[nn.Module] = (),
     optimizers: int = 0,
 ) -> TrialGuard:
@@ -51,7 +52,7 @@ def guard(
         context._exp_conf["searcher"]["name"] = searcher
     amp = MixedPrecision(context, settings)
     context.models.extend(models)
-    amp.guard._replay = replay
+    amp.guard._newest = newest
     return TrialGuard(context, amp.guard, settings)
 
 
@@ -333,13 +334,13 @@ class TestTrouble:
         watched.on_validation_end({"validation_loss": math.nan})
 
     def test_cause_of_a_warning_is_looked_for_once(self, caplog: pytest.LogCaptureFixture) -> None:
-        """A replay changes what the trial keeps, such as a queue."""
-        replayed: list[float] = []
-        watched = guard(WARNS, replay=lambda: ((), replayed.append))
+        """A rehearsal changes what the trial keeps, such as a queue."""
+        rehearsed: list[float | None] = []
+        watched = guard(WARNS, newest=lambda: Rehearsal(rehearsed.append, []))
         for _ in range(2):
             judge(watched, counted(100, 9, 9))
         first, second = caplog.messages
-        assert replayed == [2.0**16]
+        assert rehearsed == [2.0**16]
         assert first.endswith("max_consecutive_skips 3. The newest batch alone is finite")
         assert second.endswith("max_consecutive_skips 3. Its cause is not looked for again")
 
@@ -369,12 +370,15 @@ class TestTrouble:
 
 class TestCause:
     @pytest.mark.parametrize(
-        ("replay", "words"),
-        [(None, "No batch was given"), (((), lambda scale: None), "The newest batch alone is fin")],
+        ("newest", "words"),
+        [
+            (None, "No batch was given"),
+            (Rehearsal(lambda scale: None, []), "The newest batch alone is fin"),
+        ],
     )
-    def test_cause_that_is_not_found_is_said(self, replay: Any, words: str) -> None:
-        watched = guard(replay=lambda: replay)
-        watched._guard.without_replay = "No batch was given"
+    def test_cause_that_is_not_found_is_said(self, newest: Any, words: str) -> None:
+        watched = guard(newest=lambda: newest)
+        watched._guard.without_rehearsal = "No batch was given"
         with pytest.raises(GuardError, match=rf"in a row .*\. {words}"):
             judge(watched, counted(100, 9, 9))
 
@@ -392,10 +396,10 @@ class TestCause:
         model = nn.Linear(1, 1, bias=False)
         weight = nn.init.constant_(model.weight, start)
 
-        def train(scale: float) -> None:
+        def train(scale: float | None) -> None:
             (model(torch.ones(1)) * math.inf).sum().backward()
 
-        watched = guard(models=[model], replay=lambda: ((), train))
+        watched = guard(models=[model], newest=lambda: Rehearsal(train, [model]))
         watched.on_training_start()
         nn.init.constant_(weight, now)
         with pytest.raises(GuardError, match=f"in a row .* not even in float32; {words}"):
@@ -404,17 +408,10 @@ class TestCause:
     @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")  # torch 2.3
     def test_growth_of_lazy_weights_is_not_known(self) -> None:
         model = nn.LazyLinear(1)
-        watched = guard(models=[model], replay=lambda: ((), lambda scale: 1 / 0))
+        watched = guard(models=[model], newest=lambda: Rehearsal(lambda scale: 1 / 0, [model]))
         watched.on_training_start()
         nn.Module.__call__(model, torch.ones(1, 1))
         with pytest.raises(GuardError, match="raised ZeroDivisionError"):
-            judge(watched, counted(100, 9, 9))
-
-    def test_cause_is_the_first_that_any_rank_knows(self) -> None:
-        watched = guard()
-        ranks: Any = watched._context.distributed
-        ranks.allgather = lambda value: [value, "of rank 1", "of rank 2"]
-        with pytest.raises(GuardError, match=r"Cause: of rank 1$"):
             judge(watched, counted(100, 9, 9))
 
     def test_cause_is_looked_for_in_parameters_that_are_in_no_model(self) -> None:
@@ -422,9 +419,10 @@ class TestCause:
         watched = guard(optimizers=1)
         (weight,) = watched._context.optimizers[0].param_groups[0]["params"]
         weight.grad = torch.ones(1)
-        watched._guard._replay = lambda: (
-            (),
+        watched._guard._newest = lambda: Rehearsal(
             lambda scale: setattr(weight, "grad", torch.ones(1) * 7),
+            [],
+            watched._context.optimizers,
         )
         with pytest.raises(GuardError):
             judge(watched, counted(100, 9, 9))

@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 from determined_amp import AmpSettings, ConfigError, MixedPrecision, Precision
 from determined_amp.amp.metrics import WARMUP_BATCHES
 from determined_amp.amp.patched import patched
-from determined_amp.amp.replay import NewestBatch, undisturbed
+from determined_amp.amp.rehearsal import NewestBatch, undisturbed
 from determined_amp.experiment.errors import ending_the_program, exit_status
 from tests import training
 from tests.harness import Context, fit

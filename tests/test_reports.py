@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from determined_amp import __main__ as door
 from determined_amp.cli import report as loss_scale
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.finder.advice import FoundScale
+from determined_amp.finder.found_scale import FoundScale
 from determined_amp.report import page
 from determined_amp.report.loss_scale_figure import draw
 from determined_amp.report.loss_scale_report import sentences, text
@@ -251,7 +251,6 @@ WRONG = [*of_scores(8, 18, 19), (20.0, None, scored(20, top=20), {})]
     [
         (of_scores(8, 18, 19), "overflow: predicted above 2^18, and 3 of 3 trials agree\n"),
         (WRONG, "3 of 4 trials agree; not those at 2^20"),
-        (of_scores(-8, 8), "shares differ by 0.25 at most, at 2^-8 (2 trials)"),
         # The finder predicts 1000 steps lost at 2^-8, and no more than 1 at 2^19.
         (of_scores(8, 18, 19), "score: predicted and measured are the same (3 tri"),
         (of_scores(8, 18, -8), "score: predicted and measured differ by 1 at most, at 2^-8 (3 tri"),

@@ -16,8 +16,8 @@ from determined.experimental import client
 
 from determined_amp.amp.errors import UserError
 from determined_amp.cli import report as any_report
-from determined_amp.finder.advice import FoundScale
-from determined_amp.finder.frozen import LossScaleError
+from determined_amp.finder.found_scale import FoundScale
+from determined_amp.finder.prediction import LossScaleError
 from determined_amp.report import ReportError, loss_scale_figure, sources
 from determined_amp.report.loss_scale_report import over_loss_scale
 from determined_amp.report.master_runs import fetch_comparison, read_experiment, read_finding

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from determined_amp.finder.histogram import FLUSH_LOG2, OVERFLOW_LOG2
-from determined_amp.finder.verdict import Window
+from determined_amp.finder.scale_finding import ScaleFinding, Verdict
 from determined_amp.report import precision_figure
 from determined_amp.report.loss_scale_figure import Point, draw, predicted_score, seed_band
 from determined_amp.report.page import as_svg
@@ -64,16 +64,15 @@ class TestShares:
         assert dict(zip(scales, flushed, strict=True))[-6] == 0.0
         scales, overflowed = line(axes, "overflow, predicted")
         assert next(s for s, o in zip(scales, overflowed, strict=True) if o) == 19
-        # The finder measured one scale itself.
-        dots = zip(*line(axes, "flushed to 0, measured"), strict=True)
-        assert sorted(dots) == [(-8, 0.25), (0, 0), (16, 0), (17, 0), (18, 0)]
+        dots = zip(*line(axes, "flushed to 0, trials"), strict=True)
+        assert sorted(dots) == [(-8, 0.25), (0, 0), (16, 0), (18, 0)]
         crosses, _ = line(axes, "overflow, measured (a step is skipped)")
         assert crosses == [19, 24]
 
 
 class TestMetric:
     def test_band_needs_three_seeds_inside_a_window(self) -> None:
-        window = Window(0, 18, 17)
+        window = ScaleFinding(0, 18, 17, Verdict.SCALE, (), (), ())
         points = [Point(8.0, 1.0, 1), Point(8.0, 2.0, 2), Point(20.0, 3.0, 3)]
         assert seed_band(points, window) is None
         assert seed_band([*points, Point(9.0, 3.0, 4)], window) == (2.0, 1.0)

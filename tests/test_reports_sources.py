@@ -9,7 +9,7 @@ import pytest
 
 from determined_amp.experiment.dotted import flat, nested
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.finder.score import bits_from_default
+from determined_amp.finder.scale_score import bits_from_default
 from determined_amp.report import ReportError
 from determined_amp.report.loss_scale_report import over_loss_scale, sentences
 from determined_amp.report.sources import folder_beside, read_source

@@ -18,7 +18,7 @@ from determined.tensorboard.base import get_metric_writer
 from determined_amp import __main__ as door
 from determined_amp import cluster
 from determined_amp.check.finding import Finding, Findings, Level
-from determined_amp.finder.advice import FoundScale
+from determined_amp.finder.found_scale import FoundScale
 from determined_amp.search.space import read_space
 from determined_amp.trial import determined_0_38
 from tests import searching, training

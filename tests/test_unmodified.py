@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from determined_amp import ConfigError, GuardError, MixedPrecision
 from determined_amp.amp import guard
 from determined_amp.amp.precision import autocast_is_on
-from determined_amp.trial.frozen import find_in_trial
+from determined_amp.trial.loss_scale import find_in_trial
 from determined_amp.trial.optimizers import fuse
 from tests import habits
 from tests.harness import (

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from determined_amp import ConfigError
+from determined_amp.amp.settings import yaml_lines
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.experiment.yaml_text import (
     dump_yaml,
     load_yaml,
     read_text,
-    yaml_lines,
 )
 
 SCALARS = st.one_of(

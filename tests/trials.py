@@ -206,7 +206,7 @@ class TwoWeights(Weights):
         return x
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        self.diagnosed += self.amp.is_replaying
+        self.diagnosed += self.amp.is_rehearsing
         losses = []
         for which in range(2):
             losses.append(self.backward(batch, which))
@@ -219,14 +219,14 @@ class TwoWeights(Weights):
 
     def step(self, which: int = 0) -> None:
         optimizer = self.optimizers[which]
-        if not self.amp.is_replaying:
+        if not self.amp.is_rehearsing:
             (parameter,) = optimizer.param_groups[0]["params"]
             self.norms.append(float(parameter.grad))
         if self.how == "context":
             super().step(which)
             return
         self.amp.scaler.step(optimizer)
-        if self.how == "optimizer" and self.amp.is_replaying:
+        if self.how == "optimizer" and self.amp.is_rehearsing:
             optimizer.step()  # a trial that steps by hand, whatever the guard wants
         optimizer.zero_grad()
 

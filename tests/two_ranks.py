@@ -31,7 +31,7 @@ from determined_amp import AmpLoop, AmpSettings, GuardError, Precision
 from determined_amp import __main__ as door
 from determined_amp.amp import guard
 from determined_amp.amp.patched import patched
-from determined_amp.amp.replay import undisturbed
+from determined_amp.amp.rehearsal import undisturbed
 from determined_amp.local.processes import process_group
 from determined_amp.trial import mixed_precision as amp
 from determined_amp.trial.mixed_precision import MixedPrecision

@@ -24,7 +24,7 @@ from determined_amp.amp.guard import Guard
 from determined_amp.amp.metrics import TrainingMetrics
 from determined_amp.amp.mistakes import Mistake
 from determined_amp.amp.precision import autocast, prepare_backend
-from determined_amp.amp.replay import without_steps
+from determined_amp.amp.rehearsal import Rehearsal, without_steps
 from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.schedules import schedule_of
 from determined_amp.amp.settings import AmpSettings, Compile, EvalPrecision
@@ -56,7 +56,7 @@ class AmpCore:
             overflow flag as device tensors; any other makes `scaler.step` wait for the device.
         metrics: What is reported.
         guard: Ends a run that no longer trains.
-        is_replaying: Whether a batch runs in `without_steps`.
+        is_rehearsing: Whether a batch runs in `without_steps`.
 
     Raises:
         PrecisionError: if the device only emulates the precision.
@@ -81,7 +81,7 @@ class AmpCore:
         self.models = models
         self.optimizers = optimizers
         self.slots = slots
-        self.is_replaying = False
+        self.is_rehearsing = False
         prepare_backend(settings.precision, self.device, set_switches=settings.set_backends)
         self.scaler = LossScaler(
             settings,
@@ -107,7 +107,7 @@ class AmpCore:
             models=models,
             optimizers=optimizers,
             slots=slots,
-            replay=self._replay,
+            newest=self._rehearsal,
         )
         self._prepared: list[nn.Module] = []
         self._unmatched = list(settings.fp32_modules)
@@ -185,7 +185,7 @@ class AmpCore:
         return autocast(self.device.type, self._dtype) if self._dtype else nullcontext()
 
     def _clip(self, optimizer: Optimizer, parameters: list[torch.Tensor], max_norm: float) -> None:
-        if self.is_replaying:
+        if self.is_rehearsing:
             return
         self.scaler.unscale_once(optimizer)
         self.metrics.of(optimizer).clip(parameters, max_norm, self.loss_scale)
@@ -245,7 +245,7 @@ class AmpCore:
         Raises:
             ConfigError: between a step and `update`, where it is that of the step before.
         """
-        if self.scaler.outcomes and not self.is_replaying:
+        if self.scaler.outcomes and not self.is_rehearsing:
             problem = "asked between a step and amp.update(...); allowed: after amp.update(...)"
             raise self._wrong("last_step_applied", problem)
         return self.metrics.first.counts.last_step_applied
@@ -259,18 +259,18 @@ class AmpCore:
     def without_steps(self, scale: float | None = None) -> Iterator[None]:
         """Step, zero and count nothing in this block.
 
-        It lets a batch be replayed to find a fault or the loss scale.
+        It lets a batch be rehearsed to find a fault or the loss scale.
 
         Args:
             scale: The loss scale in this block; by default the current one.
         """
-        has_scaled, self.is_replaying = self.scaler.has_scaled, True
+        has_scaled, self.is_rehearsing = self.scaler.has_scaled, True
         others = self._others_that_step()
         try:
             with without_steps(self.scaler, self.optimizers, others, scale=scale):
                 yield
         finally:
-            self.scaler.has_scaled, self.is_replaying = has_scaled, False
+            self.scaler.has_scaled, self.is_rehearsing = has_scaled, False
 
     # What `AmpLoop` and `MixedPrecision` do differently.
 
@@ -278,8 +278,8 @@ class AmpCore:
         """Called with each optimizer before its first step."""
         raise NotImplementedError
 
-    def _replay(self) -> Any:
-        """The newest batch, and how to train it at a loss scale without a step; None without it."""
+    def _rehearsal(self) -> Rehearsal | None:
+        """The rehearsal of the newest batch; None if there is no batch."""
         raise NotImplementedError
 
     def _others_that_step(self) -> Sequence[tuple[object, str]]:
@@ -289,8 +289,8 @@ class AmpCore:
     # What both use.
 
     def _trained(self) -> list[torch.Tensor]:
-        """The parameters that are trained now; none in a replay, where nothing is unscaled."""
-        return [] if self.is_replaying else parameters_in(self.models, self.optimizers)
+        """The parameters that are trained now; none in a rehearsal, where nothing is unscaled."""
+        return [] if self.is_rehearsing else parameters_in(self.models, self.optimizers)
 
     @classmethod
     def _require_settings(cls, settings: object) -> None:

@@ -1,164 +1,273 @@
-"""Finds out why a batch does not train: replays it, and tries what would help."""
+"""Finds out why a batch does not train: rehearses it, and tries what would help."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from determined_amp.amp.origin import OUTSIDE, WHOLE_MODEL
-from determined_amp.amp.passes import Pass, Replays, Train, plain_name
+from determined_amp.amp.backward_graph import OUTSIDE, WHOLE_MODEL, module_names
+from determined_amp.amp.errors import one_line
+from determined_amp.amp.overflows import Key, OverflowWatch, Place
+from determined_amp.amp.rehearsal import Rehearsal, Rehearsed, largest_working
 from determined_amp.amp.slots import OneSlot, Slots
 from determined_amp.amp.tensors import has_nan, is_finite, is_plain, named_parameters, tensors_of
-from determined_amp.amp.watch import Place, Seen
 
 # No precision helps against activations and a loss this large, or weights that have grown by this
 # factor since the start.
 _ABSURD, _ABSURD_LOSS = 1.0e9, 1.0e6
 _GROWN = 10.0
 
+_MOST_ISLANDS = 3
+_LEAST_SCALE_LOG2 = -24
+
 
 def find_cause(
-    models: Sequence[nn.Module],
-    batch: Any,
-    train: Train,
-    *,
-    scale: float = 1.0,
-    optimizers: Sequence[torch.optim.Optimizer] = (),
-    grown: float = 1.0,
-    slots: Slots | None = None,
+    rehearsal: Rehearsal, *, scale: float = 1.0, grown: float = 1.0, slots: Slots | None = None
 ) -> str | None:
     """Say in one sentence what is the first thing that is not finite, and what helps.
 
-    Synchronises. Gradients, buffers, modes and random state are restored.
+    Synchronises. Everything is put back.
 
     Args:
-        models: All models of the trial.
-        batch: The batch; its tensors are checked, too.
-        train: Trains the batch at a loss scale.
+        rehearsal: The batch of this slot.
         scale: The loss scale of the training.
-        optimizers: Its optimizers, which may hold parameters of no model.
         grown: The factor by which the weights have grown since the start.
         slots: The processes of the training. All of them must call this, each with its own batch;
             by default there is only this one.
 
     Returns:
-        None if everything is finite here, or if another slot has found a cause first.
+        The cause on the first slot in trouble, the same on all slots; None if everything is finite.
     """
-    replays = Replays(models, train, optimizers, slots or OneSlot())
-    known = _bad_parameter(models)
-    if known and any(map(has_nan, filter(is_plain, tensors_of(batch)))):
-        known = _bad_input(batch)  # which, without a loss scale, has made the parameters NaN
-    seen, error = None, None
+    slots = slots or OneSlot()
+    looks = slots.allgather(_first_look(rehearsal, scale))
+    rank = next((rank for rank, look in enumerate(looks) if look.is_in_trouble), None)
+    if rank is None:
+        return None
+    first = looks[rank]
+    known: str | None = first.known
+    return known or _Search(rehearsal, slots, rank, first, scale, grown).cause()
+
+
+class _Seen(NamedTuple):
+    """What was seen in one rehearsal."""
+
+    outcome: Rehearsed
+    forward: Sequence[Place]  # see `OverflowWatch`
+    backward: str | None
+    largest: dict[Key, float]
+
+    @property
+    def first_lost(self) -> str:
+        """The first module whose backward is not finite."""
+        lost = self.outcome.lost
+        of_parameter = lost[0].rpartition(".")[0] if lost else ""
+        return self.backward or of_parameter or WHOLE_MODEL
+
+    def is_finite_at(self, place: Place) -> bool:
+        """Whether an operation that overflowed in another run is finite here, or a mere cast."""
+        return place.cast_of is not None or math.isfinite(self.largest.get(place.key, math.nan))
+
+
+class _Look(NamedTuple):
+    """What one slot knows after it has rehearsed its batch as it is trained."""
+
+    known: str | None  # a cause that needs no search
+    bad_input: str | None  # what is not finite in the batch
+    seen: _Seen | None
+
+    @property
+    def is_in_trouble(self) -> bool:
+        return self.known is not None or (self.seen is not None and not self.seen.outcome.is_sound)
+
+
+def _first_look(rehearsal: Rehearsal, scale: float) -> _Look:
+    known, bad_input, seen = None, None, None
     try:
-        seen = replays.run(Pass(scale))
+        bad_input, known = _bad_input(rehearsal.batch), _bad_parameter(rehearsal.models)
+        if known and any(map(has_nan, filter(is_plain, tensors_of(rehearsal.batch)))):
+            known = bad_input  # which, without a loss scale, has made the parameters NaN
+        seen = _see(rehearsal, scale)
     except torch.cuda.OutOfMemoryError:
         known = known or "unknown: there was no memory to look for it"
-    except Exception as raised:
-        error = raised
-    trouble = known is not None or error is not None or (seen is not None and not seen.is_sound)
-    if not replays.lead(trouble):
-        return None
-    try:
-        if known is None and error is not None:
-            raise error
-        return known or _cause(seen or Seen(), batch, replays, scale, grown)
-    finally:
-        replays.end()
+    except Exception as error:  # the trial's own; other slots wait for this one
+        raised = f"{type(error).__name__}: {one_line(error)}"
+        known = known or f"not found: training the batch again raised {raised}"
+    return _Look(known, bad_input, seen)
 
 
-def _cause(seen: Seen, batch: Any, replays: Replays, scale: float, grown: float) -> str:
-    # First the scale: a mask of -inf, or a large value that is masked later, is not a fault.
-    lower = replays.largest_sound_scale_log2(scale)
-    if lower is not None:
-        return _gradient_sentence(seen, replays, scale, lower)
-    exact = replays.try_out(Pass(1.0, compute=torch.float32, asked=tuple(seen.forward)))
-    if exact is not None and not exact.is_sound:
-        by_hand = next((p for p in exact.forward if p.dtype is not torch.float32), None)
+def _see(
+    rehearsal: Rehearsal,
+    scale: float,
+    dtype: torch.dtype | None = None,
+    islands: Sequence[nn.Module] = (),
+    asked: Sequence[Place] = (),
+) -> _Seen:
+    keys = {place.key for place in asked}
+    watch = OverflowWatch(rehearsal.models, rehearsal.optimizers, keys)
+    outcome = rehearsal.run(scale, dtype, islands=islands, watch=watch.watching())
+    return _Seen(outcome, watch.forward, watch.backward, watch.largest)
+
+
+@dataclass
+class _Search:
+    """The rehearsals that lead to the cause on one slot.
+
+    A forward may wait for the other slots, as SyncBatchNorm does. So all slots make the same runs,
+    and exchange what they see after each of them: all come to the same cause.
+    """
+
+    rehearsal: Rehearsal
+    slots: Slots
+    rank: int  # that of the slot in trouble
+    first: _Look  # what it saw
+    scale: float
+    grown: float
+
+    def cause(self) -> str:
+        assert self.first.seen is not None
+        seen = self.first.seen
+        # First the scale: a mask of -inf, or a large value that is masked later, is not a fault.
+        lower = self._largest_sound_scale_log2()
+        if lower is not None:
+            return self._gradient_sentence(seen, lower)
+        exact = self._run(1.0, torch.float32, asked=seen.forward)[self.rank]
+        if exact is not None and not exact.outcome.is_sound:
+            return self._float32_sentence(exact)
+        overflow = next((p for p in seen.forward if exact is None or exact.is_finite_at(p)), None)
+        if overflow is not None:
+            return self._forward_sentence(overflow, exact)
+        return self._gradient_sentence(seen, None)
+
+    def _run(
+        self,
+        scale: float,
+        dtype: torch.dtype | None = None,
+        islands: Sequence[nn.Module] = (),
+        asked: Sequence[Place] = (),
+    ) -> list[_Seen | None]:
+        """What all slots see in a run; None of one on which the trial fails."""
+        here = None
+        # The trial's own code can raise anything on an unexpected dtype, and memory can run out.
+        with suppress(Exception):
+            here = _see(self.rehearsal, scale, dtype, islands, asked)
+        return self.slots.allgather(here)
+
+    def _is_sound(self, scale: float, dtype: torch.dtype | None = None) -> bool:
+        seen = self._run(scale, dtype)
+        return all(each is not None and each.outcome.is_sound for each in seen)
+
+    def _largest_sound_scale_log2(self) -> int | None:
+        """log2 of the largest power of two below the scale at which everything is finite."""
+        highest = math.ceil(math.log2(self.scale)) - 1
+        if highest < _LEAST_SCALE_LOG2 or not self._is_sound(2.0**_LEAST_SCALE_LOG2):
+            return None
+        return largest_working(
+            lambda log2: not self._is_sound(2.0**log2),
+            guess=(highest + _LEAST_SCALE_LOG2) // 2,
+            least=_LEAST_SCALE_LOG2 + 1,
+            most=highest,
+        )
+
+    def _islands_from(self, name: str, scale: float) -> Sequence[str]:
+        """Up to three modules, `name` first, with which in float32 nothing overflows.
+
+        Empty if there are none, or if they hold all parameters of a model.
+        """
+        names = module_names(self.rehearsal.models)
+        islands: list[str] = []
+        while len(islands) < _MOST_ISLANDS and name in names.values() and name not in islands:
+            islands.append(name)
+            plain = set(map(_plain_name, islands))  # a pattern matches in all models
+            modules = [module for module, full in names.items() if _plain_name(full) in plain]
+            inside = {parameter for module in modules for parameter in module.parameters()}
+            if any(inside.issuperset(model.parameters()) for model in self.rehearsal.models):
+                return []  # which nothing would be left of to autocast
+            seen = self._run(scale, islands=modules)[self.rank]
+            if seen is None or seen.outcome.is_sound:
+                return islands if seen else []
+            name = seen.forward[0].module if seen.forward else seen.backward or ""
+        return []
+
+    # The sentences.
+
+    def _forward_sentence(self, place: Place, exact: _Seen | None) -> str:
+        largest = place.cast_of
+        if largest is None and exact is not None:
+            largest = exact.largest[place.key]
+        limit, name = torch.finfo(place.dtype).max, _name(place.dtype)
+        size = "" if largest is None else f"largest |{place.kind}| {largest:.3g}, "
+        overflow = f"forward overflow in {_where(place)}: {size}{name} ends at {limit:g}"
+        if largest is not None and largest < limit:  # as 0 / 0, of an eps that float16 rounds to 0
+            overflow = (
+                f"the output of {_where(place)} is not finite in {name}, and at most {largest:.3g} "
+                f"in float32: what it is made of is beyond {name}"
+            )
+        if self.grown >= _GROWN:
+            return f"{overflow}; {self._too_fast()}"
+        loss = 0.0 if exact is None else exact.outcome.largest_loss
+        if loss >= _ABSURD_LOSS and largest is not None and largest >= _ABSURD:
+            return (
+                f"{overflow}; that far beyond it, with a loss of {loss:.3g} in float32, the "
+                "precision is not the cause: look at the inputs and the initial weights, and lower "
+                "learning_rate"
+            )
+        return f"{overflow}; no loss scale helps. {self._advice(place.module, 1.0, exact)}"
+
+    def _float32_sentence(self, exact: _Seen) -> str:
+        """The cause if the batch is not finite without autocast either."""
+        not_float32 = (place for place in exact.forward if place.dtype is not torch.float32)
+        by_hand = next(not_float32, None)
         if by_hand is not None and by_hand.dtype is not torch.float64:
             return (
                 f"forward overflow in {_where(by_hand)}, which the trial itself computes in "
                 f"{_name(by_hand.dtype)}: leave that cast out"
             )
-        return _bad_input(batch) or _float32_sentence(exact, grown)
-    overflow = next((p for p in seen.forward if exact is None or exact.is_finite_at(p)), None)
-    if overflow is not None:
-        return _forward_sentence(overflow, exact, replays, grown)
-    return _gradient_sentence(seen, replays, scale, None)
+        if self.first.bad_input is not None:
+            return self.first.bad_input
+        what, where = "gradient", _module(exact.first_lost)
+        if exact.forward:
+            what, where = "output", _where(exact.forward[0])
+        remedy = "look at the inputs and at this operation there"
+        if self.grown >= _GROWN:
+            remedy = self._too_fast()
+        return f"the {what} of {where} is not finite, not even in float32; {remedy}"
 
-
-def _forward_sentence(place: Place, exact: Seen | None, replays: Replays, grown: float) -> str:
-    largest = place.cast_of
-    if largest is None and exact is not None:
-        largest = exact.largest[place.key]
-    limit, name = torch.finfo(place.dtype).max, _name(place.dtype)
-    size = "" if largest is None else f"largest |{place.kind}| {largest:.3g}, "
-    overflow = f"forward overflow in {_where(place)}: {size}{name} ends at {limit:g}"
-    if largest is not None and largest < limit:  # such as 0 / 0, of an eps that float16 rounds to 0
-        overflow = (
-            f"the output of {_where(place)} is not finite in {name}, and at most {largest:.3g} in "
-            f"float32: what it is made of is beyond {name}"
-        )
-    if grown >= _GROWN:
-        return f"{overflow}; {_too_fast(grown)}"
-    absurd = exact is not None and exact.largest_loss >= _ABSURD_LOSS
-    if absurd and largest is not None and largest >= _ABSURD:
+    def _gradient_sentence(self, seen: _Seen, lower: int | None) -> str:
+        module = seen.first_lost
+        overflow = f"gradient overflow at {_module(module)}"
+        if lower is None:
+            return f"{overflow} at every loss scale. {self._advice(module, 1.0)}"
+        keys = "init_scale" if lower >= 0 else "init_scale and min_scale"
         return (
-            f"{overflow}; that far beyond it, with a loss of {exact.largest_loss:.3g} in float32, "  # type: ignore[union-attr]
-            "the precision is not the cause: look at the inputs and the initial weights, and lower "
-            "learning_rate"
+            f"{overflow} at a loss scale of {self.scale:g}; at 2^{lower} nothing overflows: lower "
+            f"{keys}. {self._advice(module, self.scale)}"
         )
-    return f"{overflow}; no loss scale helps. {_advice(place.module, replays, 1.0, exact)}"
 
+    def _advice(self, module: str, scale: float, exact: _Seen | None = None) -> str:
+        """What has helped at a loss scale, as lines for the YAML."""
+        helps = ["precision: amp_bf16"] if self._is_sound(scale, torch.bfloat16) else []
+        islands = self._islands_from(module, scale)
+        if islands:
+            patterns = [f"^{re.escape(_plain_name(name))}$" for name in islands]
+            helps.append(f"fp32_modules: {json.dumps(patterns)}")
+        if helps:
+            return f"Settings that help: {', or '.join(helps)}"
+        in_fp32 = ": train it in fp32" if exact is not None and exact.outcome.is_sound else ""
+        return f"Neither amp_bf16 nor fp32_modules was seen to help{in_fp32}"
 
-def _float32_sentence(seen: Seen, grown: float) -> str:
-    """The cause if a pass is not finite without autocast either."""
-    if seen.forward:
-        what, where = "output", _where(seen.forward[0])
-    else:
-        what, where = "gradient", _module(_first_lost(seen))
-    remedy = (
-        _too_fast(grown) if grown >= _GROWN else "look at the inputs and at this operation there"
-    )
-    return f"the {what} of {where} is not finite, not even in float32; {remedy}"
-
-
-def _gradient_sentence(seen: Seen, replays: Replays, scale: float, lower: int | None) -> str:
-    module = _first_lost(seen)
-    overflow = f"gradient overflow at {_module(module)}"
-    if lower is None:
-        return f"{overflow} at every loss scale. {_advice(module, replays, 1.0, None)}"
-    keys = "init_scale" if lower >= 0 else "init_scale and min_scale"
-    return (
-        f"{overflow} at a loss scale of {scale:g}; at 2^{lower} nothing overflows: lower {keys}. "
-        f"{_advice(module, replays, scale, None)}"
-    )
-
-
-def _advice(module: str, replays: Replays, scale: float, exact: Seen | None) -> str:
-    """What has helped at a loss scale, as lines for the YAML."""
-    in_bfloat16 = Pass(scale, compute=torch.bfloat16)
-    helps = ["precision: amp_bf16"] if replays.is_sound(in_bfloat16) else []
-    islands = replays.islands_from(module, scale)
-    if islands:
-        patterns = (f"^{re.escape(plain_name(name))}$" for name in islands)
-        quoted = ", ".join(json.dumps(pattern) for pattern in patterns)
-        helps.append(f"fp32_modules: [{quoted}]")
-    if helps:
-        return f"Settings that help: {', or '.join(helps)}"
-    in_fp32 = ": train it in fp32" if exact is not None and exact.is_sound else ""
-    return f"Neither amp_bf16 nor fp32_modules was seen to help{in_fp32}"
-
-
-def _too_fast(grown: float) -> str:
-    return (
-        f"the weights are {grown:.3g} times as large as at the start: lower learning_rate, or clip "
-        "the gradients; no precision helps"
-    )
+    def _too_fast(self) -> str:
+        return (
+            f"the weights are {self.grown:.3g} times as large as at the start: lower "
+            "learning_rate, or clip the gradients; no precision helps"
+        )
 
 
 def _where(place: Place) -> str:
@@ -167,7 +276,7 @@ def _where(place: Place) -> str:
         return _module(place.module)
     where = "outside the model" if place.module == OUTSIDE else f"of {_module(place.module)}"
     after = f", after {_module(place.between)}" if place.between else ""
-    return f"{place.operation} {where}{after}"
+    return f"{place.key[1]} {where}{after}"
 
 
 def _module(name: str) -> str:
@@ -176,11 +285,9 @@ def _module(name: str) -> str:
     return f"module {name.replace(WHOLE_MODEL, 'the model')}"
 
 
-def _first_lost(seen: Seen) -> str:
-    """The first module whose backward is not finite."""
-    if seen.backward:
-        return seen.backward.module
-    return (seen.lost[0].rpartition(".")[0] if seen.lost else "") or WHOLE_MODEL
+def _plain_name(name: str) -> str:
+    """The name without the number of its model."""
+    return name.rpartition(": ")[2]
 
 
 def _bad_input(batch: Any) -> str | None:

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from determined_amp.amp.diagnosis import find_cause
 from determined_amp.amp.errors import GuardError
 from determined_amp.amp.metrics import Report, StepReport, TrainingMetrics
-from determined_amp.amp.passes import Train
+from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.amp.running_statistics import RunningStatistics
 from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.settings import DEFAULT_SCALE, AmpSettings, OnOverflow
@@ -42,8 +42,8 @@ _WORTH_A_LINE = 5
 # How a message ends if the newest batch shows no cause.
 _FINITE = "The newest batch alone is finite"
 
-# The newest batch, and how to train it at a loss scale without a step; None before the first batch.
-Replay = Callable[[], "tuple[Any, Train] | None"]
+# The rehearsal of the newest batch; None before the first batch.
+NewestRehearsal = Callable[[], "Rehearsal | None"]
 
 
 class Guard:
@@ -56,12 +56,12 @@ class Guard:
         models: Its models; more may come until `start`.
         optimizers: Its optimizers; the same holds for them.
         slots: Its processes. All of them judge at the same time.
-        replay: Returns the newest batch, and how to train it again.
+        newest: Returns the rehearsal of the newest batch.
 
     Attributes:
         enabled: Set it to False before the training to let everything pass. Then a trial is not
             audited either.
-        without_replay: What to say instead of a cause if there is no batch to train again.
+        without_rehearsal: What to say instead of a cause if there is no batch to train again.
     """
 
     def __init__(
@@ -73,17 +73,17 @@ class Guard:
         models: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         slots: Slots,
-        replay: Replay,
+        newest: NewestRehearsal,
     ) -> None:
         self.enabled = True
-        self.without_replay = _FINITE
+        self.without_rehearsal = _FINITE
         self._settings = settings
         self._metrics = metrics
         self._scaler = scaler
         self._models = models
         self._optimizers = optimizers
         self._slots = slots
-        self._replay = replay
+        self._newest = newest
         self._statistics = RunningStatistics(())
         # Applied and skipped steps of each optimizer when the run began, and when their ratio was
         # judged last.
@@ -166,7 +166,7 @@ class Guard:
         Raises:
             GuardError: unless `on_overflow` is `warn`.
         """
-        # A replay changes what a trial itself keeps, such as a queue. So warnings get only one.
+        # A rehearsal changes what a trial itself keeps, such as a queue. So warnings get only one.
         warns = self._settings.on_overflow is OnOverflow.WARN
         is_known = warns and self._explained
         self._explained = True
@@ -176,27 +176,19 @@ class Guard:
         logger.warning("%s", message)
 
     def _cause(self) -> str:
-        """Train the newest batch of every slot again; return the first cause that a slot finds."""
-        replay, cause = self._replay(), None
-        try:
-            # A loop may give its batch on some slots only, and the search needs all of them.
-            given = self._slots.allgather(replay is not None)
-            if replay is not None and all(given):
-                cause = find_cause(
-                    self._models,
-                    *replay,
-                    scale=self._scaler.get_scale(),
-                    optimizers=self._optimizers,
-                    grown=_growth(self._norm_at_start, _norm(self._models)),
-                    slots=self._slots,
-                )
-            else:
-                replay = None
-        except Exception as error:  # other slots wait below, and the failure must be reported
-            cause = f"not found: training the batch again raised {type(error).__name__}: {error}"
-        causes = self._slots.allgather(cause)
-        unknown = self.without_replay if replay is None else _FINITE
-        return next((f"Cause: {cause}" for cause in causes if cause), unknown)
+        """Rehearse the newest batch of every slot; return the cause on the first in trouble."""
+        rehearsal = self._newest()
+        # A loop may give its batch on some slots only, and the search needs all of them.
+        given = self._slots.allgather(rehearsal is not None)
+        if rehearsal is None or not all(given):
+            return self.without_rehearsal
+        cause = find_cause(
+            rehearsal,
+            scale=self._scaler.get_scale(),
+            grown=_growth(self._norm_at_start, _norm(self._models)),
+            slots=self._slots,
+        )
+        return f"Cause: {cause}" if cause else _FINITE
 
     def _failures(self, report: Report, metrics: Mapping[str, Any]) -> Iterator[str]:
         """The failures in a report, worst first."""

@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,12 +32,12 @@ from torch.optim import Optimizer
 
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.mistakes import IN_A_LOOP, Mistake, error_of
-from determined_amp.amp.replay import own_copy
+from determined_amp.amp.rehearsal import Rehearsal, own_copy
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.amp.slots import ProcessGroup, Slots
 from determined_amp.amp.tensors import parameters_in, parameters_of
 
-_NOT_REPLAYED = (
+_NOT_REHEARSED = (
     "Its cause was not looked for: give the newest batch and the loss function, "
     "amp.report(batch, loss_fn)"
 )
@@ -75,8 +74,8 @@ class AmpLoop(AmpCore):
             raise self._wrong(key, problem)
         slots = slots or ProcessGroup(torch.device(device))
         super().__init__(settings, device, slots=slots, models=[], optimizers=[])
-        self.guard.without_replay = _NOT_REPLAYED
-        self._newest: tuple[Any, Callable[[Any], torch.Tensor]] | None = None
+        self.guard.without_rehearsal = _NOT_REHEARSED
+        self._newest: Rehearsal | None = None
         self._versions: list[tuple[torch.Tensor, int]] = []
 
     # Before the training.
@@ -148,7 +147,7 @@ class AmpLoop(AmpCore):
         Raises:
             ConfigError: if the loss is not one number.
         """
-        if self.is_replaying:
+        if self.is_rehearsing:
             return {}
         self.finish_steps()
         return self._count(loss, samples)
@@ -163,8 +162,8 @@ class AmpLoop(AmpCore):
         It is a collective call: all slots must make it.
 
         Args:
-            batch: The newest batch. If the guard has to end the run, it replays this batch to find
-                the cause, operation by operation and without a step. All state is restored.
+            batch: The newest batch. If the guard has to end the run, it rehearses this batch to
+                find the cause, operation by operation. All state is restored.
             loss_fn: Runs the forward of a batch and returns the loss, as for `find_loss_scale`.
 
         Raises:
@@ -177,7 +176,7 @@ class AmpLoop(AmpCore):
         everywhere = self.slots.allgather(self.metrics.per_slot_reduce())
         metrics = self.metrics.cross_slot_reduce(everywhere)
         self.metrics.reset()
-        self._newest = None if loss_fn is None else (batch, loss_fn)
+        self._newest = None if loss_fn is None else self.rehearsal(batch, loss_fn)
         self.guard.judge(metrics)
         return metrics
 
@@ -217,31 +216,30 @@ class AmpLoop(AmpCore):
             )
         self.metrics.load_state_dict(state_dict)
 
-    # Replays of a batch.
+    # Rehearsals of a batch.
 
-    def replay(
-        self, batch: Any, loss_fn: Callable[[Any], torch.Tensor], scale: float | None = None
-    ) -> None:
-        """Forward, loss and backward of a batch as in training, without a step.
+    def rehearsal(self, batch: Any, loss_fn: Callable[[Any], torch.Tensor]) -> Rehearsal:
+        """A batch that can be trained again without a step.
 
         Args:
-            batch: The batch; a copy is trained.
+            batch: The batch; copies are trained.
             loss_fn: Runs the forward of a batch and returns the loss.
-            scale: The loss scale; by default the current one.
         """
-        with self.without_steps(scale):
-            with super().autocast():
-                loss = loss_fn(own_copy(batch))
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-                problem = "returned no tensor of one element with a gradient; allowed: the loss"
-                raise self._wrong("loss_fn", problem)
-            torch.autograd.backward(self.scaler.scale(loss))
 
-    def _replay(self) -> Any:
-        if self._newest is None:
-            return None
-        batch, loss_fn = self._newest
-        return batch, partial(self.replay, batch, loss_fn)
+        def train(scale: float | None) -> None:
+            with self.without_steps(scale):
+                with AmpCore.autocast(self):
+                    loss = loss_fn(own_copy(batch))
+                is_loss = isinstance(loss, torch.Tensor) and loss.numel() == 1
+                if not (is_loss and loss.requires_grad):
+                    problem = "returned no tensor of one element with a gradient; allowed: the loss"
+                    raise self._wrong("loss_fn", problem)
+                torch.autograd.backward(self.scaler.scale(loss))
+
+        return Rehearsal(train, self.models, self.optimizers, batch)
+
+    def _rehearsal(self) -> Rehearsal | None:
+        return self._newest
 
     def _meet(self, optimizer: Optimizer) -> None:
         if optimizer not in self._hooks:

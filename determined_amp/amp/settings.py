@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -153,7 +153,7 @@ class AmpSettings:
         on_overflow: What to do about a failure. A loss that is not finite is a failure, too.
         eval_precision: Precision of validation.
         fp32_modules: Regular expressions; modules whose names match compute in float32.
-        audit: Stop if the first batch is not computed in `precision`; see `determined_amp.audit`.
+        audit: Stop if the first batch is not computed in `precision`; see `amp.precision_audit`.
         set_backends: Set torch's TF32 switches to match `precision`. They are global to the
             process.
         compile: Mode of `torch.compile` for the models given to `prepare`.
@@ -231,3 +231,22 @@ class AmpSettings:
                 f"got {self.first_scale:g}, which is below min_scale {self.min_scale:g}; "
                 "allowed: min_scale or more",
             )
+
+
+def yaml_lines(changes: Mapping[str, Any]) -> str:
+    """Format changes to the `amp` section as lines to paste into an experiment YAML."""
+    lines = ["hyperparameters:", "  amp:"]
+    for key, value in changes.items():
+        lines.append(
+            f"    # without {key}" if value is None else f"    {key}: {_yaml_value(value)}"
+        )
+    return "\n".join(lines)
+
+
+def _yaml_value(value: Any) -> str:
+    """A number, a text or a list of texts, as it stands in a YAML."""
+    if isinstance(value, float):
+        return repr(value)  # all digits, so a power of two stays exact
+    if isinstance(value, list):
+        return "[" + ", ".join(f'"{item}"' for item in value) + "]"
+    return str(value)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.patched import patched
-from determined_amp.amp.replay import float16_as
+from determined_amp.amp.rehearsal import float16_as
 from determined_amp.check.record import Record
 from determined_amp.check.scale_moves import Moves
 from determined_amp.check.spies import OVERFLOWS, Spies
@@ -81,7 +81,7 @@ def run(probe: Probe) -> Record:
         with ExitStack() as stack:
             stack.enter_context(cpu_for_cuda())
             if probe.scale is not None:
-                stack.enter_context(float16_as(None, bfloat16_too=True))
+                stack.enter_context(float16_as(torch.float32))
                 stack.enter_context(_beginning_at(probe.scale))
             stack.enter_context(spies.watching())
             stack.enter_context(patched(util, "write_user_code", lambda *given: None))
@@ -245,7 +245,7 @@ class Examined(SafeController):
             restore_random_state(before, 0)
             with ExitStack() as stack, suppress(Exception):  # a cast by hand may not fit float32
                 if exact:
-                    stack.enter_context(float16_as(None, bfloat16_too=True))
+                    stack.enter_context(float16_as(torch.float32))
                 reports.append(self._validate())
         del record.events[seen:]
         if len(reports) == 3:

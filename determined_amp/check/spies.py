@@ -25,8 +25,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from determined_amp.amp.backward_graph import backwards_through
 from determined_amp.amp.errors import UserError
-from determined_amp.amp.origin import backwards_through
 from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import autocast_is_on
 from determined_amp.amp.tensors import is_finite, parameters_of, tensors_of

@@ -13,7 +13,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     config = checked_configuration(options)
     # These import torch, which takes seconds.
-    from determined_amp.audit import AuditError  # noqa: PLC0415
+    from determined_amp.amp.precision_audit import AuditError  # noqa: PLC0415
     from determined_amp.local.open_trial import audit_here  # noqa: PLC0415
 
     try:

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.cli.options import add_batches_option, checked_configuration, is_task, parser_of
-from determined_amp.experiment.files import write_together
+from determined_amp.experiment.files import write_together, write_whole
 
 if TYPE_CHECKING:
-    from determined_amp.finder.advice import FoundScale
+    from determined_amp.finder.found_scale import FoundScale
 
 # The first bytes of the files that the command writes.
 _JSON, _PNG = b'{\n "run": {', b"\x89PNG"
@@ -36,15 +36,13 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     _check_targets(options)
     config = checked_configuration(options)
-    # These import torch, which takes seconds.
-    from rich.console import Console  # noqa: PLC0415
-
+    # This imports torch, which takes seconds.
     from determined_amp.local.open_trial import open_trial  # noqa: PLC0415
 
     with open_trial(config, options.config, options.trial, options.checkpoint) as opened:
         name = str(config.get("name", options.config))
         answer = opened.find(options.batches, name=name)
-    answer.show(Console())
+    print(answer)
     _save(answer, options)
     return 0
 
@@ -52,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 def _save(answer: FoundScale, options: argparse.Namespace) -> None:
     try:
         if options.json:
-            answer.write(options.json)
+            write_whole(options.json, answer.json_text())
         if options.plot:
             # matplotlib takes seconds to import.
             from determined_amp.report.loss_scale_figure import draw  # noqa: PLC0415

@@ -1,7 +1,7 @@
 """The command `score`: measure how many optimizer steps an initial loss scale loses.
 
-The trial is not trained; see `determined_amp.finder.score`. The scale is `amp.init_scale`, or that
-of the trial's own `GradScaler`.
+The trial is not trained; see `determined_amp.finder.scale_score`. The scale is `amp.init_scale`, or
+that of the trial's own `GradScaler`.
 
 It can be the entrypoint of an experiment on a cluster, with the options `--trial` and `--batches`.
 A search over `amp.init_scale` then scores every scale.
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     config = checked_configuration(options)
     # These import torch, which takes seconds.
-    from determined_amp.finder.score_metrics import check_score  # noqa: PLC0415
+    from determined_amp.experiment.score_check import check_score  # noqa: PLC0415
     from determined_amp.local.open_trial import open_trial  # noqa: PLC0415
 
     with open_trial(config, options.config, options.trial) as opened:

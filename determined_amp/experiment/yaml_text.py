@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,23 +50,6 @@ _Dumper.add_implicit_resolver(
 def dump_yaml(value: Any) -> str:
     """Text that `load_yaml` reads as the same value; keys keep their order."""
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False))
-
-
-def yaml_lines(changes: Mapping[str, Any]) -> str:
-    """Format changes to the `amp` section as lines to paste into an experiment YAML."""
-    lines = ["hyperparameters:", "  amp:"]
-    for key, value in changes.items():
-        lines.append(f"    # without {key}" if value is None else f"    {key}: {yaml_value(value)}")
-    return "\n".join(lines)
-
-
-def yaml_value(value: Any) -> str:
-    """A number, a text or a list of texts, as it stands in a YAML."""
-    if isinstance(value, float):
-        return repr(value)  # all digits, so a power of two stays exact
-    if isinstance(value, list):
-        return "[" + ", ".join(f'"{item}"' for item in value) + "]"
-    return str(value)
 
 
 def read_text(path: str | Path) -> str:

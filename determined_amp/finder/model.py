@@ -1,21 +1,21 @@
-"""Finds the initial loss scale of a model without a `PyTorchTrial`, from its loss and batches."""
+"""Finds the initial loss scale of a model from its loss and its batches, without a trial."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from determined import core, pytorch
 from torch import nn
 
-from determined_amp.amp.replay import own_copy
+from determined_amp.amp.rehearsal import Rehearsal, own_copy
+from determined_amp.amp.slots import OneSlot
 from determined_amp.amp.tensors import tensors_of
-from determined_amp.finder.advice import FoundScale, run_now
-from determined_amp.finder.frozen import FrozenBatch, LossScaleError
-from determined_amp.finder.verdict import DEFAULT_LOG2, find
+from determined_amp.finder.found_scale import FoundScale, run_now
+from determined_amp.finder.prediction import LossScaleError
+from determined_amp.finder.scale_finding import find_window
+from determined_amp.finder.scale_score import DEFAULT_LOG2
 
 # The default of PyTorch's GradScaler.
 _GROWTH_INTERVAL = 2000
@@ -50,17 +50,18 @@ def find_loss_scale(
         LossScaleError: if an argument is wrong, or no loss scale can be found.
     """
     where = _device(model, device)
-    frozen = [LossBatch(model, loss_fn, _to_device(batch, where), where) for batch in batches]
-    if not frozen:
+    moved = [_to_device(batch, where) for batch in batches]
+    if not moved:
         raise LossScaleError("batches: got none; allowed: one batch or more, such as four")
     if not (init_scale > 0 and math.isfinite(init_scale)):
         raise LossScaleError(f"init_scale: got {init_scale}; allowed: more than 0, and finite")
-    finding = find(OneProcess([model]), frozen)
+    rehearsals = [rehearsal_of(model, loss_fn, batch, where) for batch in moved]
+    finding = find_window(rehearsals, OneSlot())
     run = run_now(
         type(model).__name__,
         where,
-        batches=len(frozen),
-        samples=sum(batch.samples for batch in frozen),
+        batches=len(moved),
+        samples=sum(map(_samples, moved)),
         init_scale=init_scale,
         growth_interval=_GROWTH_INTERVAL,
         is_ours=False,
@@ -68,44 +69,29 @@ def find_loss_scale(
     return FoundScale(finding, run)
 
 
-class LossBatch(FrozenBatch):
-    """One batch for a loss function."""
+def rehearsal_of(
+    model: nn.Module, loss_fn: Callable[[Any], torch.Tensor], batch: Any, device: torch.device
+) -> Rehearsal:
+    """The rehearsal of a batch of `find_loss_scale`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: Callable[[Any], torch.Tensor],
-        batch: Any,
-        device: torch.device,
-    ) -> None:
-        super().__init__([model], batch)
-        self._loss_fn = loss_fn
-        self._device = device
-
-    @property
-    def samples(self) -> int:
-        first = next(tensors_of(self.batch), None)
-        return len(first) if first is not None and first.dim() else 1
-
-    def _pass(self, scale: float, after_backward: Callable[[torch.Tensor], None]) -> None:
-        with torch.autocast(self._device.type, dtype=torch.float16):
-            loss = self._loss_fn(own_copy(self.batch))
+    def train(scale: float | None) -> None:
+        with torch.autocast(device.type, dtype=torch.float16):
+            loss = loss_fn(own_copy(batch))
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise LossScaleError(
                 f"loss_fn returned {_described(loss)}; allowed: the loss, a tensor of one element "
                 "that depends on the model's parameters"
             )
-        scaled = torch.amp.GradScaler(self._device.type, init_scale=scale).scale(loss)
-        scaled.backward()  # type: ignore[no-untyped-call]  # torch has no types here
-        after_backward(scaled)
+        assert scale is not None
+        scaled = torch.amp.GradScaler(device.type, init_scale=scale).scale(loss)
+        torch.autograd.backward(scaled)
+
+    return Rehearsal(train, [model], batch=batch)
 
 
-@dataclass(frozen=True)
-class OneProcess:
-    """A `Place` with a single process."""
-
-    models: Sequence[nn.Module]
-    distributed: Any = field(default_factory=core.DummyDistributedContext)
+def _samples(batch: Any) -> int:
+    first = next(tensors_of(batch), None)
+    return len(first) if first is not None and first.dim() else 1
 
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -119,7 +105,14 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
 
 def _to_device(batch: Any, device: torch.device) -> Any:
     # Batches from Hugging Face tokenizers are not dicts, but have a `to` method.
-    return batch.to(device) if hasattr(batch, "to") else pytorch.to_device(batch, device)
+    if hasattr(batch, "to"):
+        return batch.to(device)
+    kind = type(batch)
+    if kind is list or kind is tuple:
+        return kind([_to_device(item, device) for item in batch])
+    if kind is dict:
+        return {key: _to_device(item, device) for key, item in batch.items()}
+    return batch
 
 
 def _described(loss: object) -> str:

@@ -17,14 +17,16 @@ from determined import core, pytorch
 
 from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.amp.precision import DeviceSupport
+from determined_amp.amp.precision_audit import Audit, AuditError
+from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.amp.settings import Precision
-from determined_amp.audit import Audit, AuditError, audited
 from determined_amp.experiment.errors import faults_of_the_trial
 from determined_amp.experiment.experiment import Experiment, indivisible_batch, parse
 from determined_amp.experiment.files import directory_kept, temporary_folder
-from determined_amp.finder.advice import FoundScale
+from determined_amp.finder.found_scale import FoundScale
 from determined_amp.local.checkpoint_storage import LocalCheckpoints, Resume
 from determined_amp.runs.run import RunState
+from determined_amp.trial.audited import audited
 from determined_amp.trial.checkpoint import CheckpointError
 from determined_amp.trial.determined_0_38 import (
     SafeController,
@@ -32,7 +34,7 @@ from determined_amp.trial.determined_0_38 import (
     controlled_by,
     end_loop,
 )
-from determined_amp.trial.frozen import find_in_trial, score
+from determined_amp.trial.loss_scale import find_in_trial, score
 from determined_amp.trial.mixed_precision import MixedPrecision
 from determined_amp.trial.unmodified import trial_of
 
@@ -172,10 +174,14 @@ def audit_here(
         if amp is not None:
             amp.guard.enabled = False  # otherwise it audits the batch as well
             amp.finds_scale = False
+        train_batch = opened.trial.train_batch
+
+        def rehearsal_of(**batch: Any) -> Rehearsal:  # nothing is trained after it
+            return Rehearsal(lambda scale: train_batch(**batch), context.models)
+
         has_tf32 = DeviceSupport.of(context.device).tf32
         asked = precision or Precision.FP32
-        rehearse = opened.trial.train_batch  # nothing is trained after it
-        audited(opened.trial, asked, stop, has_tf32=has_tf32, rehearse=rehearse)
+        audited(opened.trial, rehearsal_of, asked, stop, has_tf32=has_tf32)
         try:
             with controlled_by(SafeController):
                 trainer = pytorch.Trainer(opened.trial, context)

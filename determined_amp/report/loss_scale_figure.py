@@ -17,16 +17,10 @@ from matplotlib.colors import LinearSegmentedColormap, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
-from determined_amp.finder.advice import FoundScale
+from determined_amp.finder.found_scale import FoundScale
 from determined_amp.finder.histogram import FLUSH_LOG2, OVERFLOW_LOG2
-from determined_amp.finder.score import score_of, steps_lost
-from determined_amp.finder.verdict import (
-    DEFAULT_LOG2,
-    FLUSHED_LIMIT,
-    Finding,
-    ModuleGradients,
-    Window,
-)
+from determined_amp.finder.scale_finding import ModuleGradients, ScaleFinding
+from determined_amp.finder.scale_score import DEFAULT_LOG2, FLUSHED_LIMIT, score_of, steps_lost
 from determined_amp.report.page import (
     AMBER,
     BLUE,
@@ -135,11 +129,11 @@ def points_of(search: Search) -> list[Point]:
     ]
 
 
-def _limits(finding: Finding | None, rows: Sequence[Run]) -> tuple[float, float]:
+def _limits(finding: ScaleFinding | None, rows: Sequence[Run]) -> tuple[float, float]:
     scales = [run.scale_log2 for run in rows]
     if finding is not None:
         scales += [finding.low_log2 - _MARGIN_BITS, finding.top_log2 + _MARGIN_BITS]
-        scales += [DEFAULT_LOG2, *(one.scale_log2 for one in finding.verified)]
+        scales += [DEFAULT_LOG2, *(one.scale_log2 for one in finding.measured)]
     return min(scales) - 1, max(scales) + 1
 
 
@@ -148,7 +142,7 @@ def power(log2: float) -> str:
     return "2" + f"{log2:g}".translate(_SUPERSCRIPT)
 
 
-def _mark_scales(axes: Axes, window: Window, *, label: bool) -> None:
+def _mark_scales(axes: Axes, window: ScaleFinding, *, label: bool) -> None:
     """Mark the window, overflow, choice and PyTorch's default along an axis of log2 scales."""
     low, top, choice = window.low_log2, window.top_log2, window.choice_log2
     if low <= top:
@@ -174,7 +168,7 @@ def _mark_scales(axes: Axes, window: Window, *, label: bool) -> None:
 
 def _draw_shares(
     axes: Axes,
-    finding: Finding | None,
+    finding: ScaleFinding | None,
     flushed: Sequence[tuple[float, float]],
     overflowed: Sequence[float],
 ) -> None:
@@ -189,11 +183,9 @@ def _draw_shares(
         axes.plot(scales, lost, color=BLUE, linewidth=1.6, label="flushed to 0, predicted")
         axes.plot(scales, over, color=VERMILION, linewidth=1.6, label="overflow, predicted")
         _name_line(axes, scales, lost, "flushed to 0")
-        kept = [m for m in finding.verified if not m.overflow]
-        flushed = [*flushed, *((m.scale_log2, m.flushed_share) for m in kept)]
-        overflowed = [*overflowed, *(m.scale_log2 for m in finding.verified if m.overflow)]
+        overflowed = [*overflowed, *(m.scale_log2 for m in finding.measured if m.overflow)]
         axes.axhline(FLUSHED_LIMIT, color=MUTED, linewidth=0.7, linestyle=":")
-    dots(axes, flushed, BLUE, "flushed to 0, measured", **_DOT)
+    dots(axes, flushed, BLUE, "flushed to 0, trials", **_DOT)
     dots(
         axes,
         [(scale, 0.94) for scale in overflowed],
@@ -210,7 +202,7 @@ def _draw_shares(
     axes.set_ylim(-2e-5, 2.5)
     axes.set_ylabel("share of gradient values")
     axes.set_title(
-        "Gradients that float16 loses (lines: predicted; dots, crosses: measured)", pad=18
+        "Gradients that float16 loses (lines: predicted; dots: trials; crosses: measured)", pad=18
     )
 
 
@@ -273,7 +265,7 @@ def _draw_trials(axes: Axes, points: Sequence[Point]) -> None:
 
 
 def predicted_score(prediction: FoundScale, scale_log2: float) -> float:
-    """The score of a scale as the finder predicts it, see `finder.score`."""
+    """The score of a scale as the finder predicts it, see `Score`."""
     skipped = prediction.finding.expected_skips(scale_log2)
     share = prediction.finding.at(scale_log2 - skipped).flushed_share
     return score_of(steps_lost(skipped, share, prediction.run.growth_interval))
@@ -286,7 +278,7 @@ def _by_seed(points: Sequence[Point]) -> dict[object, list[Point]]:
     return lines
 
 
-def seed_band(points: Sequence[Point], window: Window | None) -> tuple[float, float] | None:
+def seed_band(points: Sequence[Point], window: ScaleFinding | None) -> tuple[float, float] | None:
     """Mean and standard deviation of the seeds' means inside the safe window.
 
     None without a window, or with fewer than three seeds in it.
@@ -298,7 +290,9 @@ def seed_band(points: Sequence[Point], window: Window | None) -> tuple[float, fl
     return (mean(of_seeds), stdev(of_seeds)) if len(of_seeds) >= 3 else None
 
 
-def _draw_skips(axes: Axes, skips: Sequence[tuple[float, float]], window: Window | None) -> None:
+def _draw_skips(
+    axes: Axes, skips: Sequence[tuple[float, float]], window: ScaleFinding | None
+) -> None:
     """Draw skipped optimizer steps by scale: those expected at the start, and those counted."""
     if window is not None:
         ends = [scale for scale, _ in skips]
@@ -311,7 +305,7 @@ def _draw_skips(axes: Axes, skips: Sequence[tuple[float, float]], window: Window
     axes.set_ylabel("skipped steps")
 
 
-def _draw_modules(axes: Axes, finding: Finding) -> None:
+def _draw_modules(axes: Axes, finding: ScaleFinding) -> None:
     """Draw where each module's gradients lie in float16, at the chosen scale.
 
     Each row is a module, in the order of the forward. A dark cell holds many of its values.

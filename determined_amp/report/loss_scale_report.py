@@ -13,10 +13,10 @@ from determined_amp.amp.metric_names import MetricName
 from determined_amp.experiment.dotted import flat, nested, value_at
 from determined_amp.experiment.experiment import TRIAL_SEED
 from determined_amp.experiment.machine import Machine
-from determined_amp.finder.advice import FoundScale, lines_to_paste
-from determined_amp.finder.advice import sentences as finder_sentences
-from determined_amp.finder.score import worth_of_best
-from determined_amp.finder.verdict import Finding
+from determined_amp.finder.found_scale import FoundScale, scale_lines
+from determined_amp.finder.found_scale import scale_sentences as finder_sentences
+from determined_amp.finder.scale_finding import ScaleFinding
+from determined_amp.finder.scale_score import worth_of_best
 from determined_amp.local.open_trial import open_trial
 from determined_amp.report import ReportError, page
 from determined_amp.report.loss_scale_figure import draw, points_of, predicted_score, seed_band
@@ -30,12 +30,12 @@ NAME = "loss_scale"
 
 # Columns of the trial table, after the searcher's metric.
 _METRICS = (
-    *("steps_lost", "flushed_share", "overflow", "backward_headroom_bits", "gradient_error"),
+    *("steps_lost", "flushed_share", "overflow", "backward_headroom_bits"),
     "validation_accuracy",
 )
 
 _CAPTION = (
-    "Lines are predicted from one bfloat16 backward per batch, dots are measured in float16. "
+    "Lines are predicted from one bfloat16 backward per batch, crosses are measured in float16. "
     "Green: the safe window: nothing overflows, and no gradient loses more than 0.1 % of its norm, "
     "flushed to 0. Red: a gradient overflows, the step is skipped, the scale halved. "
     "Amber band: mean and standard deviation over seeds, inside the window. Hollow: stopped early."
@@ -117,7 +117,7 @@ def text(lines: Sequence[str], predicted: FoundScale | None, search: Search) -> 
     heads, rows = _facts(search)
     parts = [
         f"# {lines[0]}",
-        f"```yaml\n{lines_to_paste(predicted)}\n```" if predicted else "",
+        f"```yaml\n{scale_lines(predicted)}\n```" if predicted else "",
         "\n".join(f"* {sentence}" for sentence in lines[1:]),
         f"![{_CAPTION}]({NAME}.png)",
         page.table(heads, ([_cell(value) for value in row] for row in rows)),
@@ -224,7 +224,7 @@ def sentences(prediction: FoundScale | None, search: Search) -> Iterator[str]:
 
 
 def _predicted_and_measured(prediction: FoundScale, search: Search) -> Iterator[str]:
-    """Sentences on the overflows, shares, scores and skips that were predicted and measured."""
+    """Sentences on the overflows, scores and skips that were predicted and measured."""
     finding, runs = prediction.finding, search.runs
     overflows = [(run.scale_log2, run.overflow) for run in runs if run.overflow is not None]
     wrong = sorted(scale for scale, over in overflows if over is not (scale > finding.top_log2))
@@ -234,13 +234,6 @@ def _predicted_and_measured(prediction: FoundScale, search: Search) -> Iterator[
             f"{len(overflows) - len(wrong)} of {len(overflows)} trials agree"
             + (f"; not those at {', '.join(f'2^{scale:g}' for scale in wrong)}" if wrong else "")
         )
-    shares = {p.scale_log2: p.flushed_share for p in finding.predicted}
-    flushed = [
-        (run.scale_log2, run.metrics["flushed_share"], shares[int(run.scale_log2)])
-        for run in runs
-        if "flushed_share" in run.metrics and not run.overflow and run.scale_log2 in shares
-    ]
-    yield from _agreement("flushed to 0: predicted and measured shares", flushed)
     scores = [
         (r.scale_log2, r.metrics[SCORE], predicted_score(prediction, r.scale_log2))
         for r in runs
@@ -267,7 +260,7 @@ def _agreement(what: str, trials: Sequence[tuple[float, float, float]]) -> Itera
         yield f"{what} {apart} ({len(trials)} trials)"
 
 
-def _best(finding: Finding | None, search: Search) -> Iterator[str]:
+def _best(finding: ScaleFinding | None, search: Search) -> Iterator[str]:
     points = points_of(search)
     if not points:
         yield f"no trial reported {search.metric} yet"

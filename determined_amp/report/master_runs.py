@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from determined.common.api import Session
     from determined.experimental.client import Experiment, Trial
 
-    from determined_amp.finder.advice import FoundScale
+    from determined_amp.finder.found_scale import FoundScale
 
 MASTER = "DET_MASTER"
 
@@ -129,7 +129,7 @@ def read_finding(number: int) -> FoundScale:
         ReportError: if there is no such experiment, or it has no finding.
         LossScaleError: if the file in its checkpoint is not a finding.
     """
-    from determined_amp.finder.advice import FILE_NAME, FoundScale  # noqa: PLC0415  # torch
+    from determined_amp.finder.found_scale import FILE_NAME, FoundScale  # noqa: PLC0415  # torch
 
     with _checkpoint(number, FILE_NAME) as (folder, origin):
         return FoundScale.from_json(json.loads((folder / FILE_NAME).read_text()), origin)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from determined_amp.amp.metric_names import MetricName
-from determined_amp.amp.settings import SCALER_KEYS, Precision
-from determined_amp.experiment.yaml_text import yaml_lines
+from determined_amp.amp.settings import SCALER_KEYS, Precision, yaml_lines
 from determined_amp.report import page
 from determined_amp.report.precision_comparison import (
     WAITS_FOR_DATA,

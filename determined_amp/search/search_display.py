@@ -10,7 +10,7 @@ from rich.console import Console
 
 from determined_amp.experiment.dotted import nested
 from determined_amp.experiment.yaml_text import dump_yaml
-from determined_amp.finder.score import worth_of_best
+from determined_amp.finder.scale_score import worth_of_best
 from determined_amp.runs.run import Run, RunState
 from determined_amp.search.search_folder import STUDY_FILE, Search, result
 from determined_amp.search.task import Topic

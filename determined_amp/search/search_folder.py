@@ -22,6 +22,7 @@ from determined_amp.experiment.experiment import Searcher, read_yaml
 from determined_amp.experiment.fields import read
 from determined_amp.experiment.files import write_whole
 from determined_amp.experiment.yaml_text import dump_yaml
+from determined_amp.finder.scale_score import bits_from_default
 from determined_amp.runs.folder import RunError, read_trials
 from determined_amp.runs.run import Run, RunState, is_scale
 
@@ -64,8 +65,6 @@ class Search:
 
     def ranked(self) -> list[Run]:
         """The trials with a result, best first; of equals those with a scale nearest to 2^16."""
-        from determined_amp.finder.score import bits_from_default  # noqa: PLC0415  # torch
-
         sign = -1 if value_at(self.config, "searcher.smaller_is_better") is False else 1
 
         def order(run: Run) -> tuple[float, float]:

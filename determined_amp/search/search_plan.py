@@ -22,8 +22,8 @@ from determined_amp.experiment.experiment import (
     parse,
 )
 from determined_amp.experiment.fields import read
+from determined_amp.experiment.score_check import check_score
 from determined_amp.experiment.training import LENGTH_UNITS
-from determined_amp.finder.score_metrics import check_score
 from determined_amp.search.space import MOST_TRIALS, Space, read_space
 from determined_amp.search.task import Task, Topic, Verb
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.machine import Machine
-from determined_amp.finder.advice import FILE_NAME
+from determined_amp.finder.found_scale import FILE_NAME
 from determined_amp.local.checkpoint_storage import (
     DiskError,
     Resume,
@@ -174,7 +174,8 @@ def _run(job: Job, folder: RunFolder, listener: TrialListener) -> None:
     with logged, open_trial(experiment.config, experiment.name) as opened:
         if job.task.verb is Verb.FIND:
             after_first_batch(opened.trial, listener.on_first_batch)
-            opened.find(job.task.batches).write(folder.path / FILE_NAME)
+            answer = opened.find(job.task.batches)
+            (folder.path / FILE_NAME).write_text(answer.json_text())
             return
         metrics = opened.score(job.task.batches)
     folder.forget_metrics_after(-1)  # a killed process may have left its report

@@ -25,9 +25,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from determined_amp.amp.backward_graph import backwards_through
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.fp32_modules import as_float32, is_compiled
-from determined_amp.amp.origin import backwards_through
 from determined_amp.amp.settings import AmpSettings, Compile
 from determined_amp.amp.tensors import has_closure, is_stand_in, parameters_in, parameters_of
 from determined_amp.trial.determined_0_38 import (
@@ -177,7 +177,7 @@ class FromOutside(pytorch.PyTorchCallback):
 
         if gradients is None:
             run(amp.scaler.scale(loss))
-        elif amp.is_replaying:  # to find what overflows, which must not be set to 0
+        elif amp.is_rehearsing:  # to find what overflows, which must not be set to 0
             gradients.replay(loss, run)
         else:
             gradients.backward(loss, run)
@@ -227,7 +227,7 @@ class FromOutside(pytorch.PyTorchCallback):
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """A hook before each step of any optimizer, through the context or not."""
         amp = self._amp
-        if amp.is_replaying:  # a step without gradients changes nothing
+        if amp.is_rehearsing:  # a step without gradients changes nothing
             for parameter in parameters_of(optimizer):
                 parameter.grad = None
         elif not amp.scaler.stepping:

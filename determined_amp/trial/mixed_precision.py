@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import determined as det
@@ -23,15 +24,15 @@ from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import DeviceSupport, described, warn_of_slow_operations
-from determined_amp.amp.replay import NewestBatch, attributes_apart, undisturbed
+from determined_amp.amp.rehearsal import NewestBatch, Rehearsal, attributes_apart, own_copy
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.amp.tensors import parameters_in
-from determined_amp.audit import AuditMetrics, audited
 from determined_amp.experiment.errors import ending_the_program, print_uncaught_user_errors
 from determined_amp.experiment.experiment import constants
 from determined_amp.experiment.fields import read_section
 from determined_amp.experiment.misplaced import misplaced
 from determined_amp.trial.accumulation import average_at_once, share_gradients_once
+from determined_amp.trial.audited import AuditMetrics, audited
 from determined_amp.trial.checkpoint import PortableCheckpoint
 from determined_amp.trial.determined_0_38 import (
     averages_gradients,
@@ -167,7 +168,7 @@ class MixedPrecision(ResumedTraining):
             ConfigError: if `build_callbacks` of the trial does not return `callbacks`, or the loss
                 is not one number.
         """
-        if self.is_replaying:
+        if self.is_rehearsing:
             return {}
         self.finish_steps()
         if not self._started:
@@ -186,7 +187,7 @@ class MixedPrecision(ResumedTraining):
         """The callbacks of `build_callbacks`, for counts in checkpoints, guard and audit.
 
         Args:
-            trial: The trial itself. The guard replays its newest batch to find a fault.
+            trial: The trial itself. The guard rehearses its newest batch to find a fault.
         """
         if self._trial is None:
             self._time_the_loader(trial)
@@ -262,7 +263,7 @@ class MixedPrecision(ResumedTraining):
         return what_steps(self._context)
 
     def _is_update_batch(self, batch_idx: int) -> bool:
-        return not self.is_replaying and (batch_idx + 1) % self._aggregation_frequency == 0
+        return not self.is_rehearsing and (batch_idx + 1) % self._aggregation_frequency == 0
 
     def _note_clips(self) -> None:
         """Let `context.step_optimizer` tell the scaler whether the trial clips."""
@@ -314,7 +315,7 @@ class MixedPrecision(ResumedTraining):
         def find_and_train(batch: Any, epoch_idx: int, batch_idx: int) -> Any:
             trial.train_batch = following  # type: ignore[method-assign]
             # The finder imports this module, and takes a while to import.
-            from determined_amp.trial.frozen import set_found_scale  # noqa: PLC0415
+            from determined_amp.trial.loss_scale import set_found_scale  # noqa: PLC0415
 
             def train(own: Any) -> object:
                 return train_batch(batch=own, epoch_idx=epoch_idx, batch_idx=batch_idx)
@@ -331,49 +332,52 @@ class MixedPrecision(ResumedTraining):
         self._newest = NewestBatch(train_batch)
         self._patches.enter_context(patched(trial, "train_batch", self._watched_train_batch))
         if self._audit_metrics is not None:
+            rehearsal_of = partial(self._first_rehearsal, trial, train_batch)
+            precision, on_done = self.settings.precision, self._audit_metrics.add
             has_tf32 = DeviceSupport.of(self.device).tf32
-            on_done, precision = self._audit_metrics.add, self.settings.precision
+            audited(trial, rehearsal_of, precision, on_done, has_tf32=has_tf32)
 
-            def rehearse(**batch: Any) -> None:
-                with self._rehearsing(trial):
-                    train_batch(**batch)
-
-            audited(trial, precision, on_done, has_tf32=has_tf32, rehearse=rehearse)
-
-    @contextmanager
-    def _rehearsing(self, trial: pytorch.PyTorchTrial) -> Iterator[None]:
-        """Train a batch without a trace in this block, also none in the trial's own attributes."""
+    def _first_rehearsal(
+        self,
+        trial: pytorch.PyTorchTrial,
+        train_batch: Callable[..., Any],
+        batch: Any,
+        **indices: int,
+    ) -> Rehearsal:
+        """The rehearsal of a batch that leaves no trace in the trial's own attributes either."""
         context = self._context
         modules = [module for model in context.models for module in model.modules()]
         tensors = parameters_in(context.models, context.optimizers)
         owners = [owner for owner, _ in self._others_that_step()]
-        shared = [self, context, *vars(context).values(), *owners, *modules, *tensors]
-        with (
-            self.without_steps(),
-            attributes_apart(trial, [*shared, *context.optimizers]),
-            undisturbed(*context.models, optimizers=context.optimizers),
-        ):
-            yield
+        shared = [self, context, *vars(context).values(), *context.optimizers]
+        shared += [*owners, *modules, *tensors]
+
+        def train_apart(scale: float | None) -> None:
+            with self.without_steps(scale), attributes_apart(trial, shared):
+                train_batch(batch=own_copy(batch), **indices)
+
+        return Rehearsal(train_apart, context.models, context.optimizers)
 
     def _watched_train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         assert self._newest is not None
         result = self._newest.train(batch, epoch_idx=epoch_idx, batch_idx=batch_idx)
-        if not self.is_replaying:
+        if not self.is_rehearsing:
             self.scaler.check_end()
         if isinstance(result, torch.Tensor) or (isinstance(result, dict) and "loss" in result):
             self.metrics.trial_reports_loss = True
         return result
 
-    def _replay(self) -> Any:
+    def _rehearsal(self) -> Rehearsal | None:
         newest = self._newest
         if newest is None or newest.batch is None:
             return None
 
-        def train(scale: float) -> None:
+        def train(scale: float | None) -> None:
             with self.without_steps(scale):
                 newest.train_again()
 
-        return newest.batch, train
+        context = self._context
+        return Rehearsal(train, context.models, context.optimizers, newest.batch)
 
 
 def _check_order(context: pytorch.PyTorchTrialContext) -> None:

@@ -1,11 +1,10 @@
-"""`finder.advice`: what is said of a finding, on the terminal, in YAML, in Python and in JSON."""
+"""`finder.found_scale`: what is said of a finding, as text, YAML, Python and JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,24 @@ import pytest
 import torch
 import yaml
 
-from determined_amp.experiment.yaml_text import yaml_lines
-from determined_amp.finder.advice import (
+from determined_amp.amp.settings import yaml_lines
+from determined_amp.finder.found_scale import (
     FinderRun,
     FoundScale,
     growth_advice,
-    lines_to_paste,
     run_now,
-    sentences,
+    scale_lines,
+    scale_sentences,
     yaml_changes,
 )
-from determined_amp.finder.frozen import LossScaleError
-from determined_amp.finder.passes import Observation
-from determined_amp.finder.verdict import Finding, ModuleGradients, Shares, Verdict
+from determined_amp.finder.prediction import LossScaleError
+from determined_amp.finder.scale_finding import (
+    Measured,
+    ModuleGradients,
+    ScaleFinding,
+    Shares,
+    Verdict,
+)
 
 # Overflows from 2^15 on: half of its values lie in the uppermost power of two.
 HEAD = ModuleGradients("head", True, 0, {-3: 2, 0: 2}, 15, 2)
@@ -40,20 +44,15 @@ def shares(scale: int) -> Shares:
     )
 
 
-MEASURED = (
-    Observation(14, True, False, 0.0004, 2.0, 1.0),
-    Observation(15, False, True, 0.0, -math.inf, 0.5),
-    Observation(13, True, False, 0.002, 3.0, 0.75),
-)
-FINDING = Finding(
+MEASURED = (Measured(14, overflow=False), Measured(15, overflow=True))
+FINDING = ScaleFinding(
     low_log2=9,
     top_log2=14,
     choice_log2=13,
     verdict=Verdict.SCALE,
     predicted=tuple(shares(scale) for scale in range(6, 20)),
-    verified=MEASURED,
+    measured=MEASURED,
     modules=(HEAD, DEEP),
-    headroom_log2=14.5,
 )
 RUN = FinderRun(
     name="mlp [amp]",
@@ -66,7 +65,6 @@ RUN = FinderRun(
     growth_interval=2000,
     is_ours=True,
     min_scale=1.0,
-    fp32_modules=("^stem$",),
 )
 FOUND = FoundScale(FINDING, RUN)
 
@@ -85,28 +83,35 @@ BF16 = found(verdict=Verdict.BF16, low_log2=16, choice_log2=13)
 HOPELESS = found(verdict=Verdict.FORWARD_OVERFLOW, choice_log2=None, cause="head overflows")
 
 
-def cells(text: str) -> list[list[str]]:
-    """The rows of the tables in a text, without their heads."""
-    rows = [line for line in text.splitlines() if line.startswith("│")]
-    return [[cell.strip() for cell in row.strip("│").split("│")] for row in rows]
+def rows(text: str, title: str) -> list[list[str]]:
+    """The rows of a table in a text, without its head."""
+    _, _, table = text.partition(f"{title}\n")
+    lines = table.partition("\n\n")[0].splitlines()
+    return [line.split() for line in lines[1:]]
+
+
+SCALES, MODULES = "16-bit gradients by loss scale", "modules that limit it"
 
 
 def test_text_has_tables_sentences_and_the_lines_to_paste() -> None:
-    """The choice is 2^13. What lies outside the predictions is that of the nearest of them."""
-    text = "\n".join(line.rstrip() for line in str(FOUND).splitlines())
+    """What lies outside the predictions is that of the nearest of them."""
+    text = str(FOUND)
     assert text.startswith("mlp [amp]: 3 batches, 192 samples, on Some GPU\n")
-    assert text.endswith("\n".join([*sentences(FOUND), "", lines_to_paste(FOUND)]))
-    *scales, head, deep = cells(text)
-    assert [row[0] for row in scales] == [f"2^{scale}" for scale in range(5, 21)]
-    overflow, flushed, measured = (
-        {row[0]: row[column] for row in scales if row[column] not in ("0", "")}
-        for column in (1, 2, 3)
-    )
-    assert overflow == {f"2^{scale}": "25.0%" for scale in range(15, 21)}
-    assert flushed == {"2^5": "10.0%", "2^6": "10.0%", "2^7": "5.0%", "2^8": "2.5%"}
-    assert measured == {"2^13": "0.2%", "2^14": "4e-04", "2^15": "overflow"}
-    assert head == ["head", "2^0", "2^15", "2^2"]
-    assert deep == ["blocks[0]", "2^-20", "2^36", "2^9"]
+    assert text.endswith("\n".join([*scale_sentences(FOUND), "", scale_lines(FOUND)]))
+    scales = {row[0]: row[1:] for row in rows(text, SCALES)}
+    assert list(scales) == [f"2^{scale}" for scale in range(5, 21)]
+    assert [scales[f"2^{scale}"] for scale in (5, 6, 8, 9)] == [
+        ["0", "10.0%"],
+        ["0", "10.0%"],
+        ["0", "2.5%"],
+        ["0", "0"],
+    ]
+    assert scales["2^14"] == ["0", "0", "sound"]
+    assert scales["2^15"] == ["25.0%", "0", "overflow"]
+    assert rows(text, MODULES) == [
+        ["head", "2^0", "2^15", "2^2"],
+        ["blocks[0]", "2^-20", "2^36", "2^9"],
+    ]
 
 
 DEAD = ModuleGradients("dead", True, 5, {}, None, None)
@@ -114,7 +119,7 @@ DEAD = ModuleGradients("dead", True, 5, {}, None, None)
 
 def test_text_lists_four_modules_a_side_and_none_without_gradients() -> None:
     made = [ModuleGradients(f"m{i}", True, 0, {0: 1}, 15 + i, i) for i in range(12)]
-    listed = [row[0] for row in cells(str(found(modules=(*made, DEAD)))) if "^" not in row[0]]
+    listed = [row[0] for row in rows(str(found(modules=(*made, DEAD))), MODULES)]
     assert listed == ["m0", "m1", "m2", "m3", "m11", "m10", "m9", "m8"]
 
 
@@ -184,16 +189,10 @@ SENTENCES: dict[str, tuple[FoundScale, list[str]]] = {
 @pytest.mark.parametrize("name", SENTENCES)
 def test_sentences_say_what_to_do(name: str) -> None:
     given, expected = SENTENCES[name]
-    said = [*sentences(given)]
+    said = [*scale_sentences(given)]
     known = [line for line in expected if line != "..."]
     assert said[-len(known) :] == known
     assert len(said) == len(known) or expected[0] == "..."
-
-
-def test_recording_in_float16_is_said_first_with_the_reason() -> None:
-    assert next(sentences(found(recorded_log2=7, reason="no kernel"))) == (
-        "recorded in float16 at 2^7: this trial cannot run in bfloat16: no kernel"
-    )
 
 
 class TestChanges:
@@ -235,33 +234,32 @@ class TestChanges:
         self, given: FoundScale, line: str
     ) -> None:
         run = dataclasses.replace(RUN, is_ours=False)
-        assert lines_to_paste(FoundScale(given.finding, run)) == line
-        assert lines_to_paste(given) == yaml_lines(yaml_changes(given))
+        assert scale_lines(FoundScale(given.finding, run)) == line
+        assert scale_lines(given) == yaml_lines(yaml_changes(given))
 
 
 class TestJson:
     @pytest.mark.parametrize("given", [FOUND, BF16, HOPELESS], ids=lambda f: f.finding.verdict)
     def test_json_gives_the_same_finding_back(self, given: FoundScale, tmp_path: Path) -> None:
-        given.write(tmp_path / "found.json")
+        (tmp_path / "found.json").write_text(given.json_text())
         assert FoundScale.read(tmp_path / "found.json") == given
 
     def test_json_says_what_a_program_asks(self) -> None:
-        written = json.loads(json.dumps(found(recorded_log2=7, reason="no kernel").as_json()))
-        names = ("choice_log2", "low_log2", "top_log2", "headroom_log2")
-        assert [written[name] for name in names] == [13, 9, 14, 14.5]
+        written = json.loads(json.dumps(FOUND.as_json()))
+        names = ("choice_log2", "low_log2", "top_log2")
+        assert [written[name] for name in names] == [13, 9, 14]
         assert written["verdict"] == Verdict.SCALE.value
-        assert (written["recorded_log2"], written["reason"]) == (7, "no kernel")
         assert written["expected_skips"] == {"default": 2, "yaml": 2}
         assert written["yaml"] == {"init_scale": 8192.0}
-        assert written["sentences"][2] == "verdict: use 2^13"
-        assert [seen["backward_headroom_bits"] for seen in written["verified"]] == [2.0, None, 3.0]
+        assert written["sentences"][1] == "verdict: use 2^13"
+        assert written["measured"][1] == {"scale_log2": 15, "overflow": True}
         assert written["predicted"][0] == {
             "scale_log2": 6,
             "overflow_share": 0.0,
             "flushed_share": 0.1,
         }
         assert [module["name"] for module in written["modules"]] == ["head", "blocks[0]"]
-        assert written["run"]["fp32_modules"] == ["^stem$"]
+        assert written["run"]["samples"] == 192
 
     @pytest.mark.parametrize(
         ("content", "said"),
@@ -271,7 +269,7 @@ class TestJson:
             ("[]", "found.json: is not a finding: TypeError "),
             (
                 '{"run": {}}',
-                "found.json: is not a finding: KeyError 'fp32_modules'; allowed: what ",
+                "found.json: is not a finding: KeyError 'low_log2'; allowed: what ",
             ),
         ],
     )
@@ -285,9 +283,9 @@ class TestJson:
             FoundScale.read(path)
         assert said in str(caught.value)
 
-    def test_json_counts_the_samples_of_all_passes(self) -> None:
-        """One pass in bfloat16, three in float16."""
-        assert FOUND.passed_samples == 4 * 192
+    def test_json_counts_the_samples_of_all_rehearsals(self) -> None:
+        """One in bfloat16, two in float16."""
+        assert FOUND.passed_samples == 3 * 192
 
     def test_json_has_the_scale_for_a_scaler(self) -> None:
         assert FOUND.init_scale == 8192.0
@@ -324,11 +322,3 @@ def test_scale_that_never_grows_may_need_another_interval(
     assert bool([*growth_advice(answer)]) is (says is not None)
     hopeless = dataclasses.replace(answer, finding=HOPELESS.finding)
     assert not [*growth_advice(hopeless)]
-
-
-def test_precision_without_a_scale_is_one_that_the_trial_bears() -> None:
-    assert yaml_changes(BF16)["precision"] == "amp_bf16"
-    only_float16 = found(verdict=Verdict.BF16, low_log2=16, choice_log2=13, recorded_log2=0)
-    assert yaml_changes(only_float16)["precision"] == "fp32"
-    of_a_stranger = dataclasses.replace(only_float16, run=of_run(is_ours=False).run)
-    assert lines_to_paste(of_a_stranger) == "float32, without autocast and GradScaler"

@@ -1,4 +1,4 @@
-"""`finder.verdict`: what predictions and passes mean, with both of them made by hand.
+"""`finder.scale_finding`: what predictions and measurements mean, with both of them made by hand.
 
 float16 flushes 2^-25 to 0 and rounds 2^16 to infinity: for gradients from 2^a to 2^b the scales
 from 2^(-24 - a) to 2^(15 - b) are safe.
@@ -11,49 +11,38 @@ from typing import Any
 
 import pytest
 
-from determined_amp.finder import verdict
-from determined_amp.finder.passes import Observation, Prediction
-from determined_amp.finder.verdict import (
-    Finding,
+from determined_amp.finder import scale_finding
+from determined_amp.finder.prediction import Prediction
+from determined_amp.finder.scale_finding import (
+    ScaleFinding,
     Verdict,
     _module,
     _verdict,
     choice_of,
-    find,
+    find_window,
 )
-from tests.loss_scale import prediction_of
+from tests.loss_scale import histogram, prediction_of
 
-CONTEXT: Any = object()
-BATCHES: Any = object()
+REHEARSALS: Any = object()
+SLOTS: Any = object()
 
 
 def found(
-    monkeypatch: pytest.MonkeyPatch,
-    prediction: Prediction,
-    overflows: Callable[[float], bool],
-    *,
-    loss_is_finite: bool = True,
-) -> Finding:
+    monkeypatch: pytest.MonkeyPatch, prediction: Prediction, overflows: Callable[[float], bool]
+) -> ScaleFinding:
     """The finding where float16 overflows at these scales."""
 
-    def observe(context: Any, batches: Any, scale_log2: float, given: Prediction) -> Observation:
-        assert (context, batches, given) == (CONTEXT, BATCHES, prediction)
-        finite = loss_is_finite and scale_log2 == 0
-        return Observation(scale_log2, finite, overflows(scale_log2), 0.0, 0.0)
-
-    def answers(result: Any) -> Callable[..., Any]:
-        """A pass of this context and these batches, whose answer is known."""
-
-        def of(context: Any, batches: Any, *others: Any) -> Any:
-            assert (context, batches) == (CONTEXT, BATCHES)
-            return result
+    def answers(answer: Callable[..., Any]) -> Callable[..., Any]:
+        def of(rehearsals: Any, slots: Any, *others: Any) -> Any:
+            assert (rehearsals, slots) == (REHEARSALS, SLOTS)
+            return answer(*others)
 
         return of
 
-    for name, result in (("predict", prediction), ("cause_of", "the cause")):
-        monkeypatch.setattr(verdict, name, answers(result))
-    monkeypatch.setattr(verdict, "observe", observe)
-    return find(CONTEXT, BATCHES)
+    monkeypatch.setattr(scale_finding, "predict_float16", answers(lambda: prediction))
+    monkeypatch.setattr(scale_finding, "cause_of", answers(lambda: "the cause"))
+    monkeypatch.setattr(scale_finding, "overflows", answers(overflows))
+    return find_window(REHEARSALS, SLOTS)
 
 
 class TestFind:
@@ -87,63 +76,51 @@ class TestFind:
     ONE, LOUD = {"a": {3: 1}}, {"a": {-7: 1}}
 
     @pytest.mark.parametrize(
-        ("modules", "works", "expected", "passes"),
+        ("modules", "works", "expected"),
         [
-            (ONE, 12, (-27, 6, Verdict.SCALE), [13, 12, 6]),  # six bits below
-            (ONE, 8, (-27, 2, Verdict.SCALE), [13, 12, 11, 10, 9, 8, 2]),  # what float16 bears
+            (ONE, 12, (-27, 6, Verdict.SCALE)),  # six bits below
+            (ONE, 8, (-27, 2, Verdict.SCALE)),  # what float16 bears
             # No other is safe.
-            ({**ONE, "faint": {-36: 1}}, 12, (12, 12, Verdict.SCALE), [13, 12]),
-            ({**ONE, "faint": {-35: 1}}, 12, (11, 11, Verdict.SCALE), [13, 12, 11]),
+            ({**ONE, "faint": {-36: 1}}, 12, (12, 12, Verdict.SCALE)),
+            ({**ONE, "faint": {-35: 1}}, 12, (11, 11, Verdict.SCALE)),
             # What would overflow is masked on its way to the parameters.
-            (ONE, 13, (-27, 7, Verdict.SCALE), None),
-            (ONE, 17, (-27, 11, Verdict.DEFAULT), None),
-            (ONE, 40, (-27, 16, Verdict.DEFAULT), None),
-            (ONE, 126, (-27, 16, Verdict.DEFAULT), None),
-            (ONE, 127, (-27, 16, Verdict.DEFAULT), None),
+            (ONE, 13, (-27, 7, Verdict.SCALE)),
+            (ONE, 17, (-27, 11, Verdict.DEFAULT)),
+            (ONE, 40, (-27, 16, Verdict.DEFAULT)),
+            (ONE, 126, (-27, 16, Verdict.DEFAULT)),
+            (ONE, 127, (-27, 16, Verdict.DEFAULT)),
             # A kernel that adds up in float16 may overflow below the prediction.
-            (LOUD, 22, (-17, 16, Verdict.DEFAULT), None),
-            (LOUD, 20, (-17, 14, Verdict.DEFAULT), None),
-            (LOUD, 15, (-17, 9, Verdict.SCALE), None),
-            (ONE, 12 - 24, (-27, -18, Verdict.SCALE), [*range(13, -13, -1), -18]),
+            (LOUD, 22, (-17, 16, Verdict.DEFAULT)),
+            (LOUD, 20, (-17, 14, Verdict.DEFAULT)),
+            (LOUD, 15, (-17, 9, Verdict.SCALE)),
+            (ONE, 12 - 24, (-27, -18, Verdict.SCALE)),
             # After 24 bits it gives up.
-            (ONE, 12 - 25, (-27, None, Verdict.FORWARD_OVERFLOW), [*range(13, -13, -1)]),
+            (ONE, 12 - 25, (-27, None, Verdict.FORWARD_OVERFLOW)),
         ],
     )
-    def test_window_and_choice_are_those_that_the_passes_show(
+    def test_window_and_choice_are_those_that_float16_shows(
         self,
         modules: dict[str, dict[int, int]],
         works: int,
         expected: tuple[int, int | None, Verdict],
-        passes: list[int] | None,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         finding = found(monkeypatch, prediction_of(modules), lambda scale: scale > works)
         low, choice, _ = expected
         assert (finding.low_log2, finding.choice_log2, finding.verdict) == expected
-        scales = [seen.scale_log2 for seen in finding.verified]
-        assert passes is None or scales == passes
-        assert len(scales) == len({*scales})
-        assert passes or len(scales) < 16
+        scales = [one.scale_log2 for one in finding.measured]
+        assert max(scales) <= 127
+        assert len(scales) == len({*scales}) <= (2 if works == 12 else 14)
         if choice is None:
             assert (finding.answer_log2, finding.cause) == (None, "the cause")
         else:
             assert (finding.top_log2, finding.window_bits) == (works, works - low)
             assert (finding.answer_log2, finding.cause) == (choice, "")
-            assert scales[-1] == choice
 
     def test_shares_are_those_of_the_prediction(self, monkeypatch: pytest.MonkeyPatch) -> None:
         finding = found(monkeypatch, prediction_of(self.ONE), lambda scale: scale > 12)
-        assert finding.first_overflow_log2 == 13
         assert [finding.at(scale).overflow_share for scale in (12, 13)] == [0, 1]
         assert [finding.at(scale).flushed_share for scale in (-28, -27)] == [1, 0]
-
-    def test_finder_gives_up_at_once_where_the_loss_overflows_without_a_scale(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        prediction = prediction_of({"a": {3: 1}})
-        finding = found(monkeypatch, prediction, lambda scale: True, loss_is_finite=False)
-        assert (finding.verdict, len(finding.verified)) == (Verdict.FORWARD_OVERFLOW, 2)
-        assert (finding.low_log2, finding.top_log2, finding.choice_log2) == (-27, 12, None)
 
 
 @pytest.mark.parametrize(
@@ -168,16 +145,17 @@ def test_verdict_and_choice_are_those_of_the_window(
     assert choice_of(low, top) == choice
 
 
-def finding_of(prediction: Prediction, low: int = 0, top: int = 10) -> Finding:
-    modules = tuple(_module(prediction, name) for name in prediction.modules)
-    return Finding(low, top, top - 1, Verdict.SCALE, (), (), modules, 0.0)
-
-
 @pytest.mark.parametrize(("init", "skips"), [(9, 0), (10, 0), (10.5, 1), (11, 1), (16, 6)])
 def test_every_bit_above_the_window_is_a_skipped_step(init: float, skips: int) -> None:
-    assert finding_of(prediction_of({})).expected_skips(init) == skips
+    finding = ScaleFinding(0, 10, 9, Verdict.SCALE, (), (), ())
+    assert finding.expected_skips(init) == skips
 
 
 def test_modules_whose_gradients_are_all_zero_are_hidden() -> None:
-    prediction = prediction_of({"a": {-127: 3}, "b": {0: 1}, "c": {}})
-    assert finding_of(prediction).hidden_modules == ("a", "c")
+    zeros = histogram({}, zeros=3)
+    prediction = prediction_of({"a": {}, "b": {0: 1}})
+    tensors = {source: its if its.nonzero else zeros for source, its in prediction.tensors.items()}
+    modules = [_module(name, its) for name, its in Prediction(tensors).modules.items()]
+    finding = ScaleFinding(0, 10, 9, Verdict.SCALE, (), (), tuple(modules))
+    assert finding.hidden_modules == ("a",)
+    assert [module.zeros for module in modules] == [3, 0]

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from determined import pytorch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -29,15 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from determined_amp.amp.errors import ConfigError, UserError, one_line
+from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.amp.loop import AmpLoop
 from determined_amp.amp.metric_names import AuditMetricName
 from determined_amp.amp.precision import DeviceSupport
-from determined_amp.amp.replay import own_copy, undisturbed
+from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.amp.settings import Precision
 from determined_amp.amp.tensors import has_closure
-
-logger = logging.getLogger(__name__)
 
 _REMEDY = (
     "Is the forward in train_batch under amp.autocast()? In a trial without a MixedPrecision of "
@@ -196,43 +192,6 @@ class AuditError(UserError):
         super().__init__(f"audit: {audit.failure()}\n{audit.table()}\n{_REMEDY}")
 
 
-def audited(
-    trial: pytorch.PyTorchTrial,
-    precision: Precision,
-    on_done: Callable[[Audit], None],
-    *,
-    has_tf32: bool,
-    rehearse: Callable[..., object],
-) -> None:
-    """Audit a rehearsal of the next batch that `trial` trains, in any training loop.
-
-    Args:
-        trial: The trial. Its `train_batch` is replaced until its next call.
-        precision: The precision that the YAML asks for.
-        on_done: Called with the audit if it passes, before the batch is trained. Otherwise
-            `train_batch` raises `AuditError`. An error of the rehearsal is the trial's if the batch
-            cannot be trained either; if it can, a warning says that there was no audit.
-        has_tf32: Whether the device has TF32.
-        rehearse: Called with the arguments of `train_batch`; trains a batch of its own.
-    """
-    train_batch = trial.train_batch
-
-    def audit_and_train(batch: Any, **indices: Any) -> Any:
-        trial.train_batch = train_batch  # type: ignore[method-assign]  # as it was
-        try:
-            with ProductCount() as count:
-                rehearse(batch=own_copy(batch), **indices)
-        except Exception as error:  # whatever the trial raises
-            metrics = train_batch(batch=batch, **indices)
-            logger.warning("the first batch is trained, but not audited: %s", one_line(error))
-            return metrics
-        on_done(_judged(precision, count, has_tf32=has_tf32))
-        return train_batch(batch=batch, **indices)
-
-    once: Any = audit_and_train
-    trial.train_batch = once  # type: ignore[method-assign]  # for one call
-
-
 def audit_loss(amp: AmpLoop, loss_fn: Callable[[Any], torch.Tensor], batch: Any) -> Audit:
     """Audit one batch of your own loop, forward and backward, without a step.
 
@@ -250,12 +209,24 @@ def audit_loss(amp: AmpLoop, loss_fn: Callable[[Any], torch.Tensor], batch: Any)
     if not amp.models:  # their gradients would stay
         problem = "audit_loss: no model was given; allowed: amp.prepare(model) for each, before"
         raise ConfigError(amp.source, [problem])
-    with undisturbed(*amp.models, optimizers=amp.optimizers), ProductCount() as count:
-        amp.replay(batch, loss_fn)
-    return _judged(amp.settings.precision, count, has_tf32=DeviceSupport.of(amp.device).tf32)
+    rehearsal = amp.rehearsal(batch, loss_fn)
+    has_tf32 = DeviceSupport.of(amp.device).tf32
+    return audit_rehearsal(rehearsal, amp.settings.precision, has_tf32=has_tf32)
 
 
-def _judged(precision: Precision, count: ProductCount, *, has_tf32: bool) -> Audit:
+def audit_rehearsal(rehearsal: Rehearsal, precision: Precision, *, has_tf32: bool) -> Audit:
+    """Audit one rehearsal of a batch.
+
+    Args:
+        rehearsal: The rehearsal.
+        precision: The precision that the YAML asks for.
+        has_tf32: Whether the device has TF32.
+
+    Raises:
+        AuditError: if it is not computed in that precision.
+    """
+    count = ProductCount()
+    rehearsal.run(watch=count)
     audit = Audit(precision, count.flops, count.casts, count.cast_bytes, _tf32(), has_tf32)
     if not audit.passed:
         raise AuditError(audit)
@@ -271,32 +242,6 @@ def _tf32() -> str:
     if matmul != convolution:
         return "mixed"
     return "on" if matmul else "off"
-
-
-class AuditMetrics(pytorch.MetricReducer):
-    """Adds an audit to the first training report after it, and to no other.
-
-    Args:
-        context: The trial's context; the reducer registers itself there.
-    """
-
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        self._metrics: dict[str, float] = {}
-        context.wrap_reducer(self, for_validation=False)
-
-    def add(self, audit: Audit) -> None:
-        logger.info("audit of the first batch:\n%s", audit.table())
-        self._metrics = audit.metrics()
-
-    def reset(self) -> None:
-        """Called by Determined before every stretch of training and every validation."""
-        self._metrics = {}
-
-    def per_slot_reduce(self) -> dict[str, float]:
-        return self._metrics
-
-    def cross_slot_reduce(self, per_slot_metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-        return per_slot_metrics[0]
 
 
 def _name(dtype: torch.dtype) -> str:

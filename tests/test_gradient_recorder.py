@@ -1,8 +1,7 @@
-"""`finder.recorder`: which values of a backward are recorded, and for which module."""
+"""`finder.gradient_recorder`: which values of a backward are recorded, and for which module."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,10 +9,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from determined_amp.amp.origin import OUTSIDE, WHOLE_MODEL, backwards_through
+from determined_amp.amp.backward_graph import OUTSIDE, WHOLE_MODEL, backwards_through
+from determined_amp.finder.gradient_recorder import GradientRecorder
 from determined_amp.finder.histogram import Histogram
-from determined_amp.finder.passes import Prediction
-from determined_amp.finder.recorder import BackwardRecorder, Source
+from determined_amp.finder.prediction import Prediction
 
 BF16 = torch.bfloat16
 
@@ -37,39 +36,20 @@ class Net(nn.Module):
         return self.head(hidden)  # type: ignore[no-any-return]
 
 
-def by_module(recorder: BackwardRecorder) -> dict[str, Histogram]:
-    return Prediction(recorder.histograms, 0.0).modules
+def by_module(recorder: GradientRecorder) -> dict[str, Histogram]:
+    modules = Prediction(recorder.histograms).modules
+    return {name: prediction.total for name, prediction in modules.items()}
 
 
 def recorded(model: nn.Module, dtype: torch.dtype = BF16) -> dict[str, Histogram]:
-    recorder = BackwardRecorder([model])
+    recorder = GradientRecorder([model])
     torch.manual_seed(1)
     inputs = torch.randn(5, 8)
-    with recorder.recording():
+    with recorder.watching():
         with torch.autocast("cpu", dtype):
             loss = functional.cross_entropy(model(inputs), torch.arange(5) % 4)
         loss.backward()  # type: ignore[no-untyped-call]
     return by_module(recorder)
-
-
-def recorded_from(backward: Callable[[torch.Tensor], torch.Tensor]) -> dict[Source, Histogram]:
-    """What is recorded of a function whose backward is this; three gradients of 2 arrive."""
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-            return value.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            return backward(gradients[0])
-
-    model = nn.ParameterList([torch.ones(3)])
-    apply: Callable[[torch.Tensor], torch.Tensor] = Function.apply
-    recorder = BackwardRecorder([model])
-    with recorder.recording():
-        (apply(model[0]) * 2.0).sum().backward()  # type: ignore[no-untyped-call]
-    return recorder.histograms
 
 
 def net(*, checkpointed: bool = False) -> Net:
@@ -102,8 +82,8 @@ class TestModules:
 
     def test_two_models_are_told_apart(self) -> None:
         models = [nn.Linear(2, 2), nn.Linear(2, 2)]
-        recorder = BackwardRecorder(models)
-        with recorder.recording():
+        recorder = GradientRecorder(models)
+        with recorder.watching():
             with torch.autocast("cpu", BF16):
                 output = models[1](models[0](torch.ones(1, 2)))
             output.float().sum().backward()
@@ -116,18 +96,18 @@ class TestModules:
 
 class TestValues:
     def test_float32_is_not_recorded(self) -> None:
-        assert recorded(net(), torch.float16)  # the control
+        assert recorded(net())  # the control
         model = net()
-        recorder = BackwardRecorder([model])
-        with recorder.recording():
+        recorder = GradientRecorder([model])
+        with recorder.watching():
             model(torch.randn(5, 8)).sum().backward()
         assert recorder.histograms == {}
 
     def test_recorded_values_are_those_of_the_gradients(self) -> None:
         model = nn.Linear(3, 2, bias=False)
-        recorder = BackwardRecorder([model])
+        recorder = GradientRecorder([model])
         inputs = torch.tensor([[1.0, 2.0, 4.0]])
-        with recorder.recording():
+        with recorder.watching():
             with torch.autocast("cpu", BF16):
                 loss = (model(inputs).float() * torch.tensor([[1.0, 1024.0]])).sum()
             loss.backward()
@@ -139,9 +119,9 @@ class TestValues:
     def test_two_backwards_add_up_and_keep_the_largest_of_both(self) -> None:
         """Of y = w x, cast to bfloat16: dy is s, dw is s x. The second backward has the smaller."""
         model = nn.Linear(1, 1, bias=False)
-        recorder = BackwardRecorder([model])
+        recorder = GradientRecorder([model])
         for scale in (8.0, 2.0):
-            with recorder.recording():
+            with recorder.watching():
                 with torch.autocast("cpu", BF16):
                     loss = (model(torch.full((1, 1), 4.0)).float() * scale).sum()
                 loss.backward()
@@ -149,55 +129,47 @@ class TestValues:
         assert modules[WHOLE_MODEL].by_power() == {5: 1, 3: 1}
         assert modules[OUTSIDE].by_power() == {3: 1, 1: 1}
         assert max(h.largest for h in recorder.histograms.values()) == 32.0
-        assert recorder.dtypes == {BF16}
+        assert not recorder.makes_float16
 
-    def test_recorded_results_are_told_apart_by_operation_place_and_shape(self) -> None:
-        """A backward of three results: an empty one and one in float32 hide none after them."""
-
-        def three_results(gradient: torch.Tensor) -> torch.Tensor:
-            half = gradient.to(BF16)
-            torch.split(half, 2)  # views are no new values
-            made = torch._foreach_mul([half[:0], gradient, half.view(1, 3)], 4.0)
-            return made[2].view(3).float()
-
-        found = recorded_from(three_results)
-        assert [(*source[1:], histogram.by_power()) for source, histogram in found.items()] == [
-            ("aten._to_copy.default", 0, (3,), {1: 3}),
-            ("aten._foreach_mul.Scalar", 2, (1, 3), {3: 3}),
+    def test_gradients_are_told_apart_by_operation_output_and_shape(self) -> None:
+        """Of w * w: two results, each 2 * 4; then w is cast, which sums them up in float32."""
+        model = nn.ParameterList([torch.full((3,), 2.0)])
+        recorder = GradientRecorder([model])
+        with recorder.watching():
+            half = model[0].to(BF16)
+            seed = torch.full((3,), 4.0, dtype=BF16)
+            torch.autograd.backward(torch.mul(half, half.clone()), seed)
+        found = [(*source[1:], h.by_power()) for source, h in recorder.histograms.items()]
+        assert found == [
+            ("MulBackward0", 0, (3,), {3: 3}),
+            ("MulBackward0", 1, (3,), {3: 3}),
         ]
 
-    def test_only_what_depends_on_the_loss_and_reaches_a_parameter_is_recorded(self) -> None:
-        """Gradients of 2 are doubled; all else of 16 bits is a factor, a mask or a by-product."""
+    def test_factor_of_a_derivative_is_not_recorded(self) -> None:
+        """That of x^3 at 2^30 is 3 * 2^60."""
+        model = nn.ParameterList([torch.full((3,), 2.0**30)])
+        recorder = GradientRecorder([model])
+        with recorder.watching():
+            seed = torch.full((3,), 2.0**-60, dtype=BF16)
+            torch.autograd.backward(model[0].to(BF16) ** 3, seed)
+        assert [h.by_power() for h in recorder.histograms.values()] == [{1: 3}]
 
-        def busy(gradient: torch.Tensor) -> torch.Tensor:
-            half = gradient.to(BF16)
-            torch.empty(1000, dtype=BF16)  # not written
-            factor = torch.full((3,), 1024.0, dtype=BF16) * 0.5
-            like = torch.ones_like(half) + torch.zeros_like(half)
-            sign = half.sgn() * factor
-            shown = half * 2**20  # for a log: no parameter gets it
-            mask = (half > 0) * factor
-            assert shown.isfinite().all()
-            return (half * (like + sign / factor) * (mask / factor)).float()
-
-        powers = [histogram.by_power() for histogram in recorded_from(busy).values()]
-        assert powers == [{1: 3}, {2: 6}]
-
-    def test_gradient_written_through_a_view_is_recorded(self) -> None:
-        def in_parts(gradient: torch.Tensor) -> torch.Tensor:
-            buffer = torch.zeros(2, 3, dtype=BF16)
-            buffer[1] = gradient
-            return (buffer * 8.0).sum(0).float()
-
-        assert {0: 3} not in [h.by_power() for h in recorded_from(in_parts).values()]
-        assert {4: 3} in [h.by_power() for h in recorded_from(in_parts).values()]
+    def test_view_and_a_gradient_that_is_passed_on_are_counted_once(self) -> None:
+        model = nn.ParameterList([torch.ones(4)])
+        recorder = GradientRecorder([model])
+        with recorder.watching():
+            half = model[0].to(BF16) * 2.0
+            loss = (half.view(2, 2) + torch.ones(2, 2, dtype=BF16)).float().sum()
+            torch.autograd.backward(loss)
+        operations = [source.operation for source in recorder.histograms]
+        assert operations == ["ToCopyBackward0", "MulBackward0"]
 
     def test_inputs_gradient_is_not_recorded_and_that_of_a_gradient_is(self) -> None:
         """Of y = w x and the loss y + dy/dx = w (x + 1): only dw, 1 + x, and the cast of it."""
         model = nn.Linear(1, 1, bias=False)
         inputs = torch.full((1, 1), 2.0**20, requires_grad=True)
-        recorder = BackwardRecorder([model])
-        with recorder.recording():
+        recorder = GradientRecorder([model])
+        with recorder.watching():
             with torch.autocast("cpu", BF16):
                 output = model(inputs)
                 (slope,) = torch.autograd.grad(output, inputs, create_graph=True)
@@ -208,11 +180,38 @@ class TestValues:
         powers = {q for h in recorder.histograms.values() for q in h.by_power()}
         assert powers == {0, 20}
 
-    def test_sparse_gradients_are_recorded_by_their_values(self) -> None:
-        def sparse(gradient: torch.Tensor) -> torch.Tensor:
-            return (gradient.to(BF16).to_sparse() * 4.0).to_dense().float()
+    def test_float16_is_noticed(self) -> None:
+        weight = torch.ones(2, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        recorder = GradientRecorder([], [optimizer])
+        with recorder.watching():
+            (weight.half() * 2.0).float().sum().backward()  # type: ignore[no-untyped-call]
+        assert (recorder.makes_float16, recorder.histograms) == (True, {})
 
-        assert {3: 3} in [histogram.by_power() for histogram in recorded_from(sparse).values()]
+
+class TestGraph:
+    def test_nothing_is_left_behind(self) -> None:
+        model = net()
+        recorder = GradientRecorder([model])
+        engine = torch.autograd.Variable._execution_engine
+        with recorder.watching():
+            loss = model(torch.ones(1, 8)).sum()
+            loss.backward(retain_graph=True)
+        counted = dict(recorder.histograms)
+        loss.backward()
+        assert torch.autograd.Variable._execution_engine is engine
+        assert recorder.histograms == counted
+        assert not any(module._forward_hooks for module in model.modules())
+
+    def test_gradients_of_a_backward_within_a_backward_are_recorded(self) -> None:
+        """A reentrant checkpoint recomputes what has no parameter, and hands its gradient on."""
+        model = nn.ParameterList([torch.full((3,), 2.0)])
+        recorder = GradientRecorder([model])
+        with recorder.watching():
+            half = model[0].to(BF16)
+            checkpoint(lambda x: x**3 * 4.0, half, use_reentrant=True).float().sum().backward()
+        operations = [source.operation for source in recorder.histograms]
+        assert "PowBackward0" in operations
 
 
 def test_callback_for_the_end_of_a_backward_is_called() -> None:

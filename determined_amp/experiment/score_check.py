@@ -1,37 +1,16 @@
-"""The metrics of a score, and whether an experiment can be scored; read without torch."""
+"""Whether the loss scale of an experiment can be scored; read without torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from determined_amp.amp.errors import ConfigError, Problem
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment.experiment import Experiment
+from determined_amp.finder.scale_score import Score
 
 # Of these metrics less is better.
-_COSTS = ("loss_scale_score", "steps_lost", "flushed_share", "gradient_error", "overflow")
-
-
-@dataclass(frozen=True)
-class Score:
-    """The metrics of one loss scale; every value is finite."""
-
-    init_scale_log2: float
-    loss_scale_score: float  # log2(1 + `steps_lost`); smaller is better, and 0 is best
-    # Steps skipped until nothing overflows, plus `flushed_share` times the scaler's
-    # `growth_interval` if that share is above `FLUSHED_LIMIT`.
-    steps_lost: float
-    # Mean over parameter tensors and batches of min(1, relative 2-norm of the difference from the
-    # float32 gradient); 1 if something overflows.
-    gradient_error: float
-    # log2(65520 / largest 16-bit gradient). If a gradient overflows, that of the scale after the
-    # skipped steps, less the bits between the two. If all gradients are flushed to 0, the value
-    # that bfloat16 predicts.
-    backward_headroom_bits: float
-    # 2-norm of the 16-bit gradients that float16 flushed to 0, divided by the 2-norm of all, in the
-    # tensor that loses most, at the scale after the skipped steps.
-    flushed_share: float
-    overflow: float  # 1 if a step with this scale is skipped, otherwise 0
+_COSTS = ("loss_scale_score", "steps_lost", "flushed_share", "overflow")
 
 
 def check_score(experiment: Experiment) -> None:

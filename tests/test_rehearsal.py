@@ -1,4 +1,4 @@
-"""`finder.frozen`: a batch can be passed through a trial any number of times; nothing moves."""
+"""`amp.rehearsal`: a batch can be trained any number of times without a step; nothing moves."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from torch import nn
 
 from benchmarks.small_trials import BatchNormCNN, PreNormTransformer, SmallTrial, SummedLoss
 from determined_amp import AmpSettings, MixedPrecision, Precision
-from determined_amp.amp.patched import patched
-from determined_amp.amp.replay import float16_as
+from determined_amp.amp.rehearsal import Rehearsal, float16_as, largest_working
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.finder.frozen import FrozenBatch, Gradients, LossScaleError
+from determined_amp.finder.prediction import LossScaleError
 from determined_amp.local.open_trial import open_trial
-from determined_amp.trial.frozen import in_training, wrapped_scaler
+from determined_amp.trial.loss_scale import in_training, wrapped_scaler
 from tests import harness
 from tests.harness import context_of
 from tests.loss_scale import Context, config, looked_at, train
 from tests.training import ROOT, SMALL, digest
 from trials.mlp import MLPTrial
 
-Batches = Sequence[FrozenBatch]
+Batches = Sequence[Rehearsal]
 
 
 def state(trial: Any) -> str:
@@ -49,14 +48,14 @@ def state(trial: Any) -> str:
 
 
 class TestNothingMoves:
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, None])
     @pytest.mark.parametrize("trial", [BatchNormCNN, PreNormTransformer])
     def test_nothing_moves_in_a_users_trial(
         self, trial: type[SmallTrial], dtype: torch.dtype | None
     ) -> None:
         def work(small: SmallTrial, context: Context, batches: Batches) -> None:
             before = state(small)
-            batches[0].backward(dtype, 10)
+            batches[0].run(2.0**10, dtype)
             assert state(small) == before
             trial.train_batch(small, batches[0].batch, 0, 0)  # the control: a step does move it
             assert state(small) != before
@@ -73,19 +72,18 @@ class TestNothingMoves:
                 assert trial.amp.guard.enabled is False  # neither audited nor guarded
                 counts = trial.amp.state_dict()
                 before = state(trial)
-                batches[0].backward(torch.float16, 30)
+                batches[0].run(2.0**30)
                 assert state(trial) == before
                 assert trial.amp.state_dict() == counts
 
             in_training(trial, found.context, 1, work)
         assert not caplog.records  # nothing is trained, so a slow CPU is not worth a warning
 
-    def test_passes_are_identical_dropout_included(self) -> None:
+    def test_rehearsals_are_identical_dropout_included(self) -> None:
         def work(small: SmallTrial, context: Context, batches: Batches) -> None:
-            first, again = (batches[0].backward(torch.bfloat16).parameters for _ in range(2))
-            other = batches[1].backward(torch.bfloat16).parameters
-            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-            assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+            first, again, other = (batches[number].run(1.0) for number in (0, 0, 1))
+            assert first == again
+            assert first.largest_loss != other.largest_loss
 
         looked_at(PreNormTransformer, work)
 
@@ -96,49 +94,82 @@ def _another_context(context: Context) -> Context:
     return context_of(context._core, hparams, exp_conf=exp_conf)
 
 
-class Doubled(FrozenBatch):
-    """The loss is 2 w; whoever made it goes on using loss and gradient after the backward."""
+def weight_and_rehearsal(
+    train: Callable[[nn.Parameter, float], object],
+) -> tuple[nn.Parameter, Rehearsal]:
+    """A weight of 1 in no model, and a batch that trains it at a scale."""
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
 
-    samples = 1
+    def train_at(scale: float | None) -> None:
+        assert scale is not None
+        train(weight, scale)
 
-    def _pass(self, scale: float, after_backward: Callable[[torch.Tensor], None]) -> None:
-        (weight,) = self._models[0].parameters()
-        loss = weight.sum() * 2.0 * scale
-        loss.backward()  # type: ignore[no-untyped-call]
-        after_backward(loss)
-        assert weight.grad is not None
-        weight.grad.zero_()
-        self.batch.append(loss)
+    return weight, Rehearsal(train_at, [], [optimizer])
 
 
-class TestGradients:
-    def test_gradients_are_copies_and_keep_no_graph(self) -> None:
-        losses: list[torch.Tensor] = []
-        batch = Doubled([nn.Linear(1, 1, bias=False)], losses)
-        seen = [batch.backward(None, scale) for scale in (0, 3)]
-        assert [found.parameters[0].item() for found in seen] == [2, 16]
-        assert all(found.are_finite and found.loss_is_finite for found in seen)
-        kept: list[torch.Tensor] = []
+def enter(region: torch.dtype) -> None:
+    with torch.autocast("cpu", region):
+        pass
 
-        def is_finite(loss: torch.Tensor) -> torch.Tensor:
-            kept.append(loss)
-            return torch.ones(1)
 
-        with patched(torch, "isfinite", is_finite):
-            batch.backward(None)
-        assert [loss.requires_grad for loss in kept] == [False]
+class TestOutcome:
+    def test_outcome_is_that_of_the_backward_whatever_the_trial_does_after_it(self) -> None:
+        def train(weight: nn.Parameter, scale: float) -> None:
+            (weight * scale).backward()  # type: ignore[no-untyped-call]
+            assert weight.grad is not None
+            weight.grad.zero_()
+
+        weight, batch = weight_and_rehearsal(train)
+        assert [batch.run(scale).is_sound for scale in (1.0, math.inf)] == [True, False]
+        outcome = batch.run(math.inf)
+        assert outcome.lost == ("(parameter 0 of no model)",)
+        assert (outcome.largest_loss, outcome.has_gradients) == (math.inf, True)
+        assert weight.grad is None
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-    def test_gradients_are_finite_if_all_of_them_are(self, value: float) -> None:
-        sound, bad = torch.ones(2), torch.tensor([1.0, value])
-        assert Gradients(loss_is_finite=True, parameters=(sound, sound)).are_finite
-        assert not Gradients(loss_is_finite=True, parameters=(sound, bad)).are_finite
-        assert not Gradients(loss_is_finite=True, parameters=(bad, sound)).are_finite
+    def test_gradient_that_the_trial_sets_itself_is_seen(self, value: float) -> None:
+        def train(weight: nn.Parameter, scale: float) -> None:
+            weight.grad = torch.full_like(weight, value)
 
-    def test_gradients_that_no_parameter_got_are_an_error(self) -> None:
-        with pytest.raises(LossScaleError, match="no parameter gets a gradient"):
-            _ = Gradients(loss_is_finite=True, parameters=()).are_finite
+        _, batch = weight_and_rehearsal(train)
+        assert not batch.run(1.0).is_sound
 
+    def test_loss_that_is_nan_is_not_finite_and_no_gradient_is_none(self) -> None:
+        def train(weight: nn.Parameter, scale: float) -> None:
+            torch.autograd.backward(torch.tensor(math.nan, requires_grad=True) * 1.0)
+
+        _, batch = weight_and_rehearsal(train)
+        outcome = batch.run(1.0)
+        assert (outcome.loss_is_finite, outcome.lost, outcome.has_gradients) == (False, (), False)
+
+    def test_float16_autocast_is_noticed_in_whatever_dtype_it_runs(self) -> None:
+        for region, dtype in ((torch.float16, None), (torch.float16, torch.float32)):
+            _, batch = weight_and_rehearsal(lambda *_, region=region: enter(region))
+            assert batch.run(1.0, dtype).uses_float16
+
+
+class TestLargestWorking:
+    @pytest.mark.parametrize("guess", [-40, -3, 0, 5, 40])
+    @pytest.mark.parametrize("answer", [-31, -30, -7, 0, 1, 29, 30])
+    def test_largest_is_found_from_any_guess(self, guess: int, answer: int) -> None:
+        tried: list[int] = []
+
+        def fails(number: int) -> bool:
+            tried.append(number)
+            return number > answer
+
+        assert largest_working(fails, guess, -30, 30) == answer
+        assert len(tried) == len({*tried}) <= 12
+        assert -30 <= min(tried) <= max(tried) <= 30
+
+    def test_right_guess_needs_one_more(self) -> None:
+        tried: list[int] = []
+        assert largest_working(lambda n: tried.append(n) or n > 5, 5, -30, 30) == 5  # type: ignore[func-returns-value]
+        assert tried == [5, 6]
+
+
+class TestInTrial:
     def test_batches_are_those_of_the_training_in_order(self) -> None:
         seen: list[torch.Tensor] = []
 
@@ -152,7 +183,7 @@ class TestGradients:
             train(trial, 3)
 
         def labels(small: SmallTrial, context: Context, batches: Batches) -> list[torch.Tensor]:
-            return [frozen.batch[1] for frozen in batches]
+            return [rehearsal.batch[1] for rehearsal in batches]
 
         taken = looked_at(SummedLoss, labels, batches=3)
         assert all(torch.equal(a, b) for a, b in zip(seen, taken, strict=True))
@@ -188,13 +219,12 @@ class TestInTraining:
 
     def test_batch_is_passed_as_the_loop_gave_it_with_all_its_backwards(self) -> None:
         def work(trial: Any, batches: Batches) -> None:
-            found = batches[1].backward(None)
+            outcome = batches[1].run(2.0)
             assert trial.seen == [(0, 1)]
-            assert batches[1].samples == 7
-            loss = trial.loss(*batches[1].batch)
-            once = torch.autograd.grad(loss, list(trial.model.parameters()))
-            for thrice, one in zip(found.parameters, once, strict=True):
-                torch.testing.assert_close(thrice, 3 * one)
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = trial.loss(*batches[1].batch)
+            assert outcome.largest_loss == pytest.approx(2.0 * loss.item())
+            assert outcome.is_sound
 
         self.looked_at(work)
 
@@ -221,25 +251,6 @@ class TestInTraining:
         assert given["latest_checkpoint"] == "batch-00000004"
         assert given["reporting_period"].value == given["max_length"].value > 10**12
 
-    def test_cause_is_that_of_float16_without_a_scale_and_moves_nothing(self) -> None:
-        """Weights of 2^12 and images of 1: the first layer adds up 64 * 2^12 = 2^18."""
-
-        def work(trial: Any, batches: Batches) -> str | None:
-            assert batches[0].cause(trial.context.distributed) is None
-            batches[1].batch[0][3] = math.nan
-            assert "input 0 of the batch is not finite in samples [3]" in str(
-                batches[1].cause(trial.context.distributed)
-            )
-            for parameter in trial.model.parameters():
-                torch.nn.init.constant_(parameter, 2.0**12)
-            batches[0].batch[0].fill_(1.0)
-            before = state(trial)
-            found = batches[0].cause(trial.context.distributed)
-            assert state(trial) == before
-            return found
-
-        assert "forward overflow in module 1: " in str(self.looked_at(work))
-
 
 class TestFloat16As:
     def test_regions_of_float16_compute_in_the_other_dtype_and_only_meanwhile(self) -> None:
@@ -252,10 +263,11 @@ class TestFloat16As:
             with region:
                 return layer(inputs).dtype  # type: ignore[no-any-return]
 
-        for dtype in (torch.bfloat16, None):
-            with float16_as(dtype):
-                assert computed(region) == (dtype or torch.float32)
-                assert (computed(other), computed(off)) == (torch.bfloat16, torch.float32)
+        for dtype, brain in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)):
+            with float16_as(dtype) as entered:
+                assert computed(region) == dtype
+                assert (computed(other), computed(off)) == (brain, torch.float32)
+            assert entered == {torch.float16, torch.bfloat16}
         assert computed(region) == torch.float16
 
 
@@ -276,17 +288,3 @@ class TestErrors:
             trial.model.requires_grad_(False)
             with pytest.raises(LossScaleError, match=r"leave out requires_grad_\(False\) for what"):
                 in_training(trial, found.context, 1, len)
-
-    def test_trial_that_goes_around_the_context_is_refused(self) -> None:
-        class Around(SummedLoss):
-            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
-                self.scaler.scale(self.loss(*batch)).backward()
-                return {}
-
-        def work(batches: Batches) -> None:
-            batches[0].backward(torch.bfloat16)
-
-        with open_trial(config(SummedLoss), "test") as found:
-            trial = Around(_another_context(found.context))
-            with pytest.raises(LossScaleError, match=r"write self.context.backward\(self.scaler"):
-                in_training(trial, trial.context, 1, work)

@@ -1,42 +1,31 @@
-"""A finding as sentences, as tables, as YAML lines and as JSON."""
+"""A finding as text, as lines for a YAML and as JSON."""
 
 from __future__ import annotations
 
 import datetime
-import enum
-import io
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from determined_amp.amp.precision import DeviceSupport
-from determined_amp.amp.settings import SCALER_KEYS
-from determined_amp.experiment.files import write_whole
-from determined_amp.experiment.yaml_text import yaml_lines, yaml_value
-from determined_amp.finder.frozen import LossScaleError
-from determined_amp.finder.passes import Observation
-from determined_amp.finder.verdict import (
-    DEFAULT_LOG2,
-    FLUSHED_LIMIT,
-    Finding,
+from determined_amp.amp.settings import SCALER_KEYS, yaml_lines
+from determined_amp.finder.prediction import LossScaleError
+from determined_amp.finder.scale_finding import (
+    Measured,
     ModuleGradients,
+    ScaleFinding,
     Shares,
     Verdict,
 )
+from determined_amp.finder.scale_score import DEFAULT_LOG2, FLUSHED_LIMIT
 
 # The name of the finder's JSON in the checkpoint of a task on a cluster.
 FILE_NAME = "loss_scale.json"
-
-# The width of `str(FoundScale)`, in characters.
-_COLUMNS = 100
 
 # Gradients can shrink by some bits in a training. With fewer than these below the choice, a scale
 # that never grows may flush them; growing so many times in a run is enough.
@@ -61,7 +50,6 @@ class FinderRun:
     growth_interval: int  # applied steps before the scale doubles
     is_ours: bool  # whether the trial has a `MixedPrecision`, which reads the section `amp`
     min_scale: float = 0.0  # lower limit of the scale
-    fp32_modules: tuple[str, ...] = ()  # patterns of the modules that already compute in float32
     steps: int | None = None  # optimizer steps of the whole run; None if they are not known
 
 
@@ -75,7 +63,7 @@ def run_now(name: str, device: torch.device, **others: Any) -> FinderRun:
 class FoundScale:
     """A finding and the run it is about; `str()` gives the text that the command line prints."""
 
-    finding: Finding  # verdict, window and choice
+    finding: ScaleFinding  # verdict, window and choice
     run: FinderRun  # experiment and machine
 
     @property
@@ -86,19 +74,21 @@ class FoundScale:
 
     @property
     def passed_samples(self) -> int:
-        """Samples over all passes, forward and backward: one in bfloat16, the others in float16."""
-        return self.run.samples * (1 + len(self.finding.verified))
+        """Samples over all rehearsals: one in bfloat16, the others in float16."""
+        return self.run.samples * (1 + len(self.finding.measured))
 
     def as_json(self) -> dict[str, Any]:
-        """The JSON that `python -m determined_amp find --json` writes; `from_json` reads it.
+        """The JSON that `python -m determined_amp find --json` writes.
 
-        It has the fields of `Finding`, those of `FinderRun` under `run`, and the advice in words.
+        It has the fields of `ScaleFinding`, those of `FinderRun` under `run`, and the advice in
+        words.
         """
         finding, run = self.finding, self.run
         return {
             "run": asdict(run),
-            **_plain(asdict(finding)),
-            "sentences": list(sentences(self)),
+            **asdict(finding),
+            "verdict": finding.verdict.value,
+            "sentences": list(scale_sentences(self)),
             "expected_skips": {
                 "default": finding.expected_skips(DEFAULT_LOG2),
                 "yaml": finding.expected_skips(math.log2(run.init_scale)),
@@ -106,25 +96,24 @@ class FoundScale:
             "yaml": yaml_changes(self),
         }
 
-    def write(self, path: Path) -> None:
-        """Write `as_json` into a file."""
-        write_whole(path, json.dumps(self.as_json(), indent=1) + "\n")
+    def json_text(self) -> str:
+        """What stands in the file of `as_json`."""
+        return json.dumps(self.as_json(), indent=1) + "\n"
 
     @staticmethod
     def from_json(document: Any, source: str) -> FoundScale:
-        """Build a `FoundScale` from the JSON that `as_json` returned.
+        """The finding in a JSON of this version, for a report on another machine.
 
         Raises:
             LossScaleError: if the document is not a finding.
         """
         try:
-            run = {**document["run"], "fp32_modules": tuple(document["run"]["fp32_modules"])}
-            values = {field.name: document[field.name] for field in fields(Finding)}
+            values = {field.name: document[field.name] for field in fields(ScaleFinding)}
             values["verdict"] = Verdict(values["verdict"])
             values["predicted"] = tuple(Shares(**shares) for shares in values["predicted"])
-            values["verified"] = tuple(map(_observation, values["verified"]))
+            values["measured"] = tuple(Measured(**one) for one in values["measured"])
             values["modules"] = tuple(map(_module, values["modules"]))
-            return FoundScale(Finding(**values), FinderRun(**run))
+            return FoundScale(ScaleFinding(**values), FinderRun(**document["run"]))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise LossScaleError(
                 f"{source}: is not a finding: {type(error).__name__} {error}; allowed: what "
@@ -146,71 +135,59 @@ class FoundScale:
             raise LossScaleError(f"{path}: is not JSON: {error}") from error
         return FoundScale.from_json(document, str(path))
 
-    def show(self, console: Console) -> None:
-        """Print the tables, the verdict and the lines to paste."""
-        run = self.run
-        console.print(
-            f"{escape(run.name)}: {run.batches} batches, {run.samples} samples, on {run.device}\n"
-        )
-        console.print(_scale_table(self.finding))
-        console.print(_module_table(self.finding))
-        for text in (*sentences(self), f"\n{lines_to_paste(self)}"):
-            console.print(text, soft_wrap=True, highlight=False, markup=False)
-
     def __str__(self) -> str:
-        text = io.StringIO()
-        self.show(Console(file=text, width=_COLUMNS))
-        return text.getvalue()
+        run = self.run
+        parts = [
+            f"{run.name}: {run.batches} batches, {run.samples} samples, on {run.device}",
+            _scale_table(self.finding),
+            _module_table(self.finding),
+            "\n".join(scale_sentences(self)),
+            scale_lines(self),
+        ]
+        return "\n\n".join(parts)
 
 
-def _scale_table(finding: Finding) -> Table:
-    """Predicted overflow and flush per power of two, and what the float16 passes measured."""
-    table = Table(title="16-bit gradients by loss scale", title_justify="left")
-    for column in ("init_scale", "overflow", "flushed to 0", "measured in float16"):
-        table.add_column(column, justify="right")
-    measured = {o.scale_log2: o for o in finding.verified}
+def _scale_table(finding: ScaleFinding) -> str:
+    """Predicted overflow and flush per power of two, and what was measured in float16."""
+    measured = {one.scale_log2: one.overflow for one in finding.measured}
+    words = {None: "", True: "overflow", False: "sound"}
+    rows = [["init_scale", "overflow", "flushed to 0", "measured in float16"]]
     for scale in finding.shown_scales():
-        seen, predicted = measured.get(scale), finding.at(scale)
-        style = "" if scale in finding else "dim"
-        table.add_row(
-            f"2^{scale}",
-            _share(predicted.overflow_share),
-            _share(predicted.flushed_share),
-            "" if seen is None else "overflow" if seen.overflow else _share(seen.flushed_share),
-            style="bold" if scale == finding.choice_log2 else style,
-        )
-    return table
+        predicted = finding.at(scale)
+        shares = _share(predicted.overflow_share), _share(predicted.flushed_share)
+        rows.append([f"2^{scale}", *shares, words[measured.get(scale)]])
+    return _table("16-bit gradients by loss scale", rows)
 
 
-def _module_table(finding: Finding) -> Table:
+def _module_table(finding: ScaleFinding) -> str:
     """The modules with the largest gradients, then the modules with the smallest.
 
     The largest gradients set the top of the safe window, the smallest gradients its bottom.
     """
-    table = Table(title="modules that limit it", title_justify="left")
-    table.add_column("module", overflow="fold")
-    flushed = f"{FLUSHED_LIMIT:.1%} flushed below"
-    for column in ("largest gradient", "overflows at", flushed):
-        table.add_column(column, justify="right")
     modules = [module for module in finding.modules if module.values_by_log2]
     large = sorted(modules, key=lambda module: module.first_overflow_log2 or 0)
     small = sorted(modules, key=lambda module: -(module.low_log2 or 0))
     listed = (*large[:_MODULES_PER_SIDE], *small[:_MODULES_PER_SIDE])
+    rows = [["module", "largest gradient", "overflows at", f"{FLUSHED_LIMIT:.1%} flushed below"]]
     for module in {module.name: module for module in listed}.values():
         powers = (module.largest_log2, module.first_overflow_log2, module.low_log2)
-        table.add_row(escape(module.name), *(f"2^{power}" for power in powers))
-    return table
+        rows.append([module.name, *(f"2^{power}" for power in powers)])
+    return _table("modules that limit it", rows)
 
 
-def sentences(answer: FoundScale) -> Iterator[str]:
+def _table(title: str, rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [title]
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def scale_sentences(answer: FoundScale) -> Iterator[str]:
     """Sentences on the window, the verdict, and the cost of the YAML's scale."""
     finding = answer.finding
     low, top, bits = finding.low_log2, finding.top_log2, finding.window_bits
-    if finding.recorded_log2 is not None:
-        yield (
-            f"recorded in float16 at 2^{finding.recorded_log2}: this trial cannot run in bfloat16: "
-            f"{finding.reason}"
-        )
     if finding.verdict is Verdict.FORWARD_OVERFLOW:
         yield f"verdict: no scale helps: {finding.cause}"
         return
@@ -226,9 +203,8 @@ def sentences(answer: FoundScale) -> Iterator[str]:
     elif finding.verdict is Verdict.SCALE:
         yield f"verdict: use 2^{finding.choice_log2}"
     else:
-        instead = "amp_bf16, or fp32 where the device has no bfloat16"
         yield (
-            f"verdict: use {instead if finding.recorded_log2 is None else 'fp32'}; float16 loses "
+            "verdict: use amp_bf16, or fp32 where the device has no bfloat16; float16 loses "
             f"gradients at every scale, the fewest at 2^{finding.choice_log2}"
         )
     yield from _cost_of_other_scales(answer)
@@ -241,7 +217,7 @@ def sentences(answer: FoundScale) -> Iterator[str]:
         )
 
 
-def _fine(finding: Finding) -> str:
+def _fine(finding: ScaleFinding) -> str:
     """The verdict where PyTorch's default is safe."""
     verdict = f"verdict: default is fine: 2^{DEFAULT_LOG2} is safe here"
     bits = finding.top_log2 + 1 - DEFAULT_LOG2
@@ -294,9 +270,7 @@ def yaml_changes(answer: FoundScale) -> dict[str, Any]:
     """The changes to the `amp` section for this verdict, by key; None removes the key."""
     finding, run = answer.finding, answer.run
     if finding.verdict in (Verdict.BF16, Verdict.FORWARD_OVERFLOW):
-        # What was recorded in float16 cannot run in bfloat16.
-        precision = "amp_bf16" if finding.recorded_log2 is None else "fp32"
-        return {"precision": precision, **dict.fromkeys(SCALER_KEYS)}
+        return {"precision": "amp_bf16", **dict.fromkeys(SCALER_KEYS)}
     assert finding.choice_log2 is not None
     changes = {"init_scale": 2.0**finding.choice_log2}
     if changes["init_scale"] < run.min_scale:
@@ -304,37 +278,17 @@ def yaml_changes(answer: FoundScale) -> dict[str, Any]:
     return changes
 
 
-def lines_to_paste(answer: FoundScale) -> str:
+def scale_lines(answer: FoundScale) -> str:
     """Lines for the experiment YAML, or Python for a trial without an `amp` section."""
-    changes, finding = yaml_changes(answer), answer.finding
+    changes = yaml_changes(answer)
     if answer.run.is_ours:
         return yaml_lines(changes)
     if changes.get("init_scale") is not None:  # None removes the key
-        return f"torch.amp.GradScaler(..., init_scale={yaml_value(changes['init_scale'])})"
-    if finding.recorded_log2 is not None:
-        return "float32, without autocast and GradScaler"
+        return f"torch.amp.GradScaler(..., init_scale={changes['init_scale']!r})"
     return "torch.autocast(..., dtype=torch.bfloat16), without a GradScaler"
 
 
-def _plain(value: Any) -> Any:
-    """A value that JSON can hold: the value of a member, None for a number that is not finite."""
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, dict):
-        return {key: _plain(held) for key, held in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(held) for held in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _observation(values: Mapping[str, Any]) -> Observation:
-    headroom = values["backward_headroom_bits"]
-    return Observation(
-        **{**values, "backward_headroom_bits": -math.inf if headroom is None else headroom}
-    )
-
-
-def _module(values: Mapping[str, Any]) -> ModuleGradients:
+def _module(values: dict[str, Any]) -> ModuleGradients:
     counts = {int(power): count for power, count in values["values_by_log2"].items()}
     return ModuleGradients(**{**values, "values_by_log2": counts})
 

@@ -10,8 +10,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from concurrent.futures import Future
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TypeVar
 
 import determined as det
@@ -20,14 +21,14 @@ from determined import pytorch
 
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.patched import patched
-from determined_amp.amp.replay import own_copy, without_steps
+from determined_amp.amp.rehearsal import Rehearsal, own_copy, without_steps
 from determined_amp.amp.settings import OnOverflow
 from determined_amp.experiment.dotted import value_at
-from determined_amp.finder.advice import FoundScale, run_now, sentences
-from determined_amp.finder.frozen import FrozenBatch, LossScaleError
-from determined_amp.finder.score import score_batches
-from determined_amp.finder.score_metrics import Score
-from determined_amp.finder.verdict import find
+from determined_amp.finder.found_scale import FoundScale, run_now, scale_sentences
+from determined_amp.finder.prediction import LossScaleError
+from determined_amp.finder.scale_finding import find_window
+from determined_amp.finder.scale_score import Score
+from determined_amp.finder.scoring import NoScaleError, score_batches
 from determined_amp.trial.determined_0_38 import (
     BatchCollector,
     aggregation_frequency,
@@ -71,12 +72,8 @@ def find_in_trial(
     Raises:
         LossScaleError: if the trial has no loss scale, or none can be found.
     """
-    wrapped_scaler(context)
-
-    def work(frozen: Sequence[FrozenBatch]) -> FoundScale:
-        return _find(name, context, frozen)
-
-    return in_training(trial, context, batches, work, latest_checkpoint)
+    find = partial(_find, name, trial, context)
+    return in_training(trial, context, batches, find, latest_checkpoint)
 
 
 def set_found_scale(
@@ -84,71 +81,79 @@ def set_found_scale(
 ) -> None:
     """Find the loss scale of a training on its first batch, and train with it.
 
-    `FrozenBatch` restores models and random state. What the trial itself keeps, such as a counter,
-    a queue or a generator of its own, has seen every pass.
+    A rehearsal restores models and random state. What the trial itself keeps, such as a counter, a
+    queue or a generator of its own, sees every rehearsal.
 
     Args:
         amp: The trial's mixed precision.
         trial: The trial.
         batch: The first batch, on the device.
-        train: See `TrialBatch`.
+        train: Trains a copy of the batch.
 
     Raises:
         ConfigError: if no scale helps, unless `on_overflow` is `warn`, or `min_scale` overflows.
     """
-    settings, begun = amp.settings, time.perf_counter()
-    frozen = [TrialBatch(trial, amp.context, batch, train)]
+    begun = time.perf_counter()
+    rehearsal = _rehearsal_of(amp.context, batch, train)
     try:
-        answer = _find(type(trial).__name__, amp.context, frozen)
+        answer = _find(type(trial).__name__, trial, amp.context, [rehearsal])
     except LossScaleError as error:
-        first = settings.first_scale
+        first = amp.settings.first_scale
         logger.warning("init_scale: find found none: %s; starting with %g", error, first)
         return
-    scale, texts = answer.init_scale, [*sentences(answer)]
+    scale = _usable_scale(amp, answer)
     if scale is None:
-        problem = (
-            f"init_scale: got find, and {texts[-1].removeprefix('verdict: ')}; allowed: amp_bf16"
-        )
-        if settings.on_overflow is OnOverflow.ABORT:
-            raise ConfigError("the trial", [problem])
-        logger.warning("%s", problem)
         return
-    floor = settings.min_scale
-    if floor > 2.0**answer.finding.top_log2:
-        problem = (
-            f"init_scale: got find, which found {scale:g}, and gradients overflow at min_scale "
-            f"{floor:g}; allowed: min_scale: {scale * 2.0**-8:g}"
-        )
-        raise ConfigError("the trial", [problem])
-    scale = max(scale, floor)
     amp.scaler.load_state_dict({**amp.scaler.state_dict(), "scale": scale})
     note_on_master(amp.context, init_scale=scale)
     if amp.slots.rank == 0:
         needless = ("starting at",) if answer.finding.answer_log2 is None else _NEEDLESS
+        texts = [text for text in scale_sentences(answer) if not text.startswith(needless)]
         logger.info(
             "init_scale: find found %s in %.1f s, %d samples forward and backward: %s",
             *(repr(scale), time.perf_counter() - begun, answer.passed_samples),
-            "; ".join(text for text in texts if not text.startswith(needless)),
+            "; ".join(texts),
         )
+
+
+def _usable_scale(amp: MixedPrecision, answer: FoundScale) -> float | None:
+    """The scale to start with; None if none helps and the settings only want a warning."""
+    settings, scale = amp.settings, answer.init_scale
+    if scale is None:
+        *_, verdict = scale_sentences(answer)
+        because = verdict.removeprefix("verdict: ")
+        problem = f"init_scale: got find, and {because}; allowed: amp_bf16"
+        if settings.on_overflow is OnOverflow.ABORT:
+            raise ConfigError("the trial", [problem])
+        logger.warning("%s", problem)
+        return None
+    if settings.min_scale > 2.0**answer.finding.top_log2:
+        problem = (
+            f"init_scale: got find, which found {scale:g}, and gradients overflow at min_scale "
+            f"{settings.min_scale:g}; allowed: min_scale: {scale * 2.0**-8:g}"
+        )
+        raise ConfigError("the trial", [problem])
+    return max(scale, settings.min_scale)
 
 
 def _find(
     name: str,
+    trial: pytorch.PyTorchTrial,
     context: pytorch.PyTorchTrialContext,
-    frozen: Sequence[FrozenBatch],
+    rehearsals: Sequence[Rehearsal],
 ) -> FoundScale:
     scaler, amp = wrapped_scaler(context), MixedPrecision.of(context)
-    finding = find(context, frozen)
+    finding = find_window(rehearsals, context.distributed)
+    samples = sum(int(trial.get_batch_length(rehearsal.batch)) for rehearsal in rehearsals)
     run = run_now(
         name,
         context.device,
-        batches=len(frozen),
-        samples=sum(context.distributed.allgather(sum(batch.samples for batch in frozen))),
+        batches=len(rehearsals),
+        samples=sum(context.distributed.allgather(samples)),
         init_scale=float(scaler.get_scale()),
         growth_interval=int(scaler.get_growth_interval()),
         is_ours=amp is not None,
         min_scale=amp.settings.min_scale if amp else 0.0,
-        fp32_modules=amp.settings.fp32_modules if amp else (),
         steps=_steps(context),
     )
     return FoundScale(finding, run)
@@ -181,80 +186,31 @@ def score(
     scaler, amp = wrapped_scaler(context), MixedPrecision.of(context)
     scale_log2 = math.log2(scaler.get_scale())
 
-    def measure(frozen: Sequence[FrozenBatch]) -> Score:
+    def measure(rehearsals: Sequence[Rehearsal]) -> Score:
         return score_batches(
-            context,
-            frozen,
+            rehearsals,
+            context.distributed,
             scale_log2,
             growth_interval=int(scaler.get_growth_interval()),
             backoff_factor=float(scaler.get_backoff_factor()),
             min_scale=amp.settings.min_scale if amp else 0.0,
         )
 
-    return asdict(in_training(trial, context, batches, measure))
+    try:
+        return asdict(in_training(trial, context, batches, measure))
+    except NoScaleError as error:
+        raise det.InvalidHP(str(error)) from error
 
 
 class PreemptedError(SystemExit):
     """The platform has asked a task to stop before it measured anything."""
 
 
-class TrialBatch(FrozenBatch):
-    """One batch of a trial.
-
-    Args:
-        trial: The trial.
-        context: Its context, with an enabled `GradScaler`.
-        batch: The argument of `train_batch` from Determined's loop.
-        train: Calls the trial's `train_batch`; gets a copy of the batch in each pass.
-    """
-
-    def __init__(
-        self,
-        trial: pytorch.PyTorchTrial,
-        context: pytorch.PyTorchTrialContext,
-        batch: Any,
-        train: Callable[[Any], object],
-    ) -> None:
-        super().__init__(context.models, batch, context.optimizers)
-        self._trial = trial
-        self._context = context
-        self._train = train
-
-    @property
-    def samples(self) -> int:
-        return int(self._trial.get_batch_length(self.batch))
-
-    def _pass(self, scale: float, after_backward: Callable[[torch.Tensor], None]) -> None:
-        backward, backwards = self._context.backward, 0
-
-        def watched(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            nonlocal backwards
-            backwards += 1
-            backward(loss, *args, **kwargs)
-            after_backward(loss)
-
-        with self._without_steps(scale), patched(self._context, "backward", watched):
-            self._train(own_copy(self.batch))
-        if not backwards:
-            raise LossScaleError(
-                "train_batch of this trial does not call context.backward, which Determined needs "
-                "to average gradients; write self.context.backward(self.scaler.scale(loss)) "
-                "instead of scaler.scale(loss).backward()"
-            )
-
-    def _without_steps(self, scale: float) -> AbstractContextManager[None]:
-        amp, context = MixedPrecision.of(self._context), self._context
-        if amp is not None:  # which also counts steps and moves the learning rate
-            return amp.without_steps(scale)
-        scaler, others = wrapped_scaler(context), what_steps(context)
-        return without_steps(scaler, context.optimizers, others, scale=scale)
-
-
 def in_training(
     trial: pytorch.PyTorchTrial,
     context: pytorch.PyTorchTrialContext,
     batches: int,
-    work: Callable[[Sequence[TrialBatch]], T],
+    work: Callable[[Sequence[Rehearsal]], T],
     latest_checkpoint: str | None = None,
 ) -> T:
     """Collect the first batches of Determined's loop, pass them to `work`, and end the loop.
@@ -263,42 +219,30 @@ def in_training(
         trial: The trial; it cannot be used afterwards.
         context: Its context.
         batches: Number of batches to collect.
-        work: Called once with all of them, on every rank.
+        work: Called once with the rehearsals of all of them, on every rank.
         latest_checkpoint: The checkpoint to start from, in the context's checkpoint storage.
 
     Returns:
         The result of `work`.
 
     Raises:
-        LossScaleError: if the trial has no enabled `GradScaler`.
-        determined.InvalidHP: if `work` raises it.
+        LossScaleError: if the trial has no enabled `GradScaler`, or nothing to train.
     """
-    wrapped_scaler(context)
-    if not any(p.requires_grad for model in context.models for p in model.parameters()):
-        raise LossScaleError(
-            "no parameter of this trial requires a gradient: there is nothing to train, or to "
-            "scale; leave out requires_grad_(False) for what is to be trained"
-        )
-    amp = MixedPrecision.of(context)
-    if amp is not None:
-        amp.guard.enabled = False  # audit and guard would end the loop: here overflows are expected
-        amp.finds_scale = False
-        context = amp.context
+    context = _prepared(context)
     train_batch = trial.train_batch
-    frozen: list[TrialBatch] = []
-    results: list[T] = []
-    invalid: list[det.InvalidHP] = []
+    rehearsals: list[Rehearsal] = []
+    answer: Future[T] = Future()
 
     def collect(batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         def train(own: Any) -> object:
             return train_batch(own, epoch_idx, batch_idx)
 
-        frozen.append(TrialBatch(trial, context, batch, train))
-        if len(frozen) == batches:
+        rehearsals.append(_rehearsal_of(context, batch, train))
+        if len(rehearsals) == batches:
             try:
-                results.append(work(frozen))
-            except det.InvalidHP as error:  # Determined's loop would save a checkpoint first
-                invalid.append(error)
+                answer.set_result(work(rehearsals))
+            except Exception as error:  # Determined's loop may save a checkpoint on its way out
+                answer.set_exception(error)
             end_loop()
         # With several slots, an empty dict would raise an IndexError on the chief.
         return {"batch_samples": 0.0}
@@ -310,11 +254,42 @@ def in_training(
             latest_checkpoint=latest_checkpoint,
             checkpoint_policy="none",
         )
-    if invalid:
-        raise invalid[0]
-    if not results:  # the platform asked to stop before the last batch
+    if not answer.done():  # the platform asked to stop before the last batch
         raise PreemptedError(0)
-    return results[0]
+    return answer.result()
+
+
+def _prepared(context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrialContext:
+    """The context as the trial sees it, with nothing that would end the loop at an overflow."""
+    wrapped_scaler(context)
+    if not any(p.requires_grad for model in context.models for p in model.parameters()):
+        raise LossScaleError(
+            "no parameter of this trial requires a gradient: there is nothing to train, or to "
+            "scale; leave out requires_grad_(False) for what is to be trained"
+        )
+    amp = MixedPrecision.of(context)
+    if amp is None:
+        return context
+    amp.guard.enabled = False
+    amp.finds_scale = False
+    return amp.context
+
+
+def _rehearsal_of(
+    context: pytorch.PyTorchTrialContext, batch: Any, train: Callable[[Any], object]
+) -> Rehearsal:
+    amp = MixedPrecision.of(context)
+
+    def train_again(scale: float | None) -> None:
+        if amp is not None:  # which also counts steps and moves the learning rate
+            still = amp.without_steps(scale)
+        else:
+            scaler, others = wrapped_scaler(context), what_steps(context)
+            still = without_steps(scaler, context.optimizers, others, scale=scale)
+        with still:
+            train(own_copy(batch))
+
+    return Rehearsal(train_again, context.models, context.optimizers, batch)
 
 
 def wrapped_scaler(context: pytorch.PyTorchTrialContext) -> torch.amp.GradScaler:

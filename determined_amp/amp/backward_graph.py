@@ -1,0 +1,213 @@
+"""Tells which module made each node of the autograd graph, and looks at the gradients it makes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from determined_amp.amp.patched import patched
+from determined_amp.amp.tensors import numbered, parameters_in, tensors_of
+
+# Names for what no module computes, usually the loss, and for the model itself.
+OUTSIDE = "(outside the model)"
+WHOLE_MODEL = "(the model)"
+
+Gradients = Sequence["torch.Tensor | None"]
+# Called with the module, the operation, and the gradients that it made and took.
+OnNode = Callable[[str, str, Gradients, Gradients], None]
+
+
+class BackwardGraph:
+    """The graph of the backwards in a block: its nodes by module, and what they do.
+
+    When a forward begins, the nodes behind its inputs that are not known yet belong to the module
+    around it; when it ends, those behind its outputs belong to the module itself.
+
+    Args:
+        models: The models whose modules are told apart.
+        optimizers: The optimizers. Only gradients that go on to one of their parameters, or to one
+            of a model, are passed on: nobody sees those of inputs.
+        on_node: Called after each node of a backward with what it made and took.
+
+    Attributes:
+        left: The module whose forward ended last.
+        in_backward: Whether a backward runs.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        on_node: OnNode,
+    ) -> None:
+        self.left = ""
+        self.in_backward = False
+        self._names = module_names(models)
+        self._parameters = {id(parameter) for parameter in parameters_in(models, optimizers)}
+        self._on_node = on_node
+        self._entered: list[str] = []
+        self._makers: dict[Any, str] = {}  # the module of each node
+        self._hooked: set[Any] = set()
+        self._stack = ExitStack()
+
+    @property
+    def current(self) -> str:
+        """The module whose forward runs; `OUTSIDE` if there is none."""
+        return self._entered[-1] if self._entered else OUTSIDE
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at all forwards and backwards in this block."""
+        with self._stack as stack:
+            for module, name in self._names.items():
+                if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                    continue
+                enter, leave = self._enter(name), self._leave()
+                before = module.register_forward_pre_hook(enter, with_kwargs=True)
+                after = module.register_forward_hook(leave, always_call=True)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+            stack.enter_context(backwards_through(self._run))
+            yield
+        self._makers.clear()
+        self._hooked.clear()
+
+    def is_followed(self, outputs: Any, *, accumulates: bool) -> bool:
+        """Whether to look at the nodes of a backward.
+
+        Args:
+            outputs: What it begins with.
+            accumulates: Whether it is no `torch.autograd.grad`.
+        """
+        return True
+
+    # Closures, not methods: whoever copies a model copies its hooks, and with them their object.
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, named_inputs: Any) -> None:
+            self._claim((inputs, named_inputs))
+            self._entered.append(name)
+
+        return hook
+
+    def _leave(self) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            self._claim(output)
+            self.left = self._entered.pop()
+
+        return hook
+
+    def _claim(self, values: Any) -> None:
+        """Note the unknown nodes behind tensors as those of the current module."""
+        for node in nodes_behind(values, self._makers):
+            self._makers[node] = self.current
+
+    def _run(self, run: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        is_inner = self.in_backward
+        accumulates = bool(kwargs.get("accumulate_grad"))
+        self._claim(outputs)
+        if self.is_followed(outputs, accumulates=accumulates):
+            self._hook_into(outputs, all_leaves=is_inner)
+        self.in_backward = True
+        try:
+            return run(outputs, *args, **kwargs)
+        finally:
+            self.in_backward = is_inner
+
+    def _hook_into(self, outputs: Any, *, all_leaves: bool) -> None:
+        """Look at every node whose gradient goes on to a parameter.
+
+        Args:
+            outputs: What the backward begins with.
+            all_leaves: Whether other leaves count, too: those of a backward within a backward, such
+                as that of a checkpoint, are handed on.
+        """
+        nodes = nodes_behind(outputs)
+        reaching = self._reaching(nodes, all_leaves=all_leaves)
+        for node in nodes:
+            if node in reaching and node.next_functions and node not in self._hooked:
+                goes_on = [before in reaching for before, _ in node.next_functions]
+                hook = self._node_hook(self._makers[node], node.name(), goes_on)
+                self._hooked.add(node)
+                self._stack.callback(node.register_hook(hook).remove)
+
+    def _reaching(self, nodes: Collection[Any], *, all_leaves: bool) -> set[Any]:
+        """The nodes from which a gradient goes on to a parameter, and the parameters' own."""
+        after = defaultdict(list)
+        waiting = []
+        for node in nodes:
+            for before, _ in node.next_functions:
+                after[before].append(node)
+            leaf = None if node.next_functions else getattr(node, "variable", None)
+            if leaf is not None and (all_leaves or id(leaf) in self._parameters):
+                waiting.append(node)
+        reaching = set()
+        while waiting:
+            node = waiting.pop()
+            if node not in reaching:
+                reaching.add(node)
+                waiting.extend(after[node])
+        return reaching
+
+    def _node_hook(self, module: str, operation: str, goes_on: Sequence[bool]) -> Any:
+        def hook(made: Gradients, taken: Gradients) -> None:
+            used = [gradient for gradient, goes in zip(made, goes_on, strict=False) if goes]
+            self._on_node(module, operation, used, taken)
+
+        return hook
+
+
+def nodes_behind(values: Any, known: Collection[Any] = ()) -> list[Any]:
+    """The nodes of the autograd graph that nested tensors depend on, without the known ones."""
+    found: dict[Any, None] = {}
+    waiting = [tensor.grad_fn for tensor in tensors_of(values)]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is not None and node not in found and node not in known:
+            found[node] = None
+            waiting.extend(before for before, _ in node.next_functions)
+    return list(found)
+
+
+def module_names(models: Sequence[nn.Module]) -> dict[nn.Module, str]:
+    """Names of all modules, prefixed with the model's number if there are several models."""
+    names: dict[nn.Module, str] = {}
+    for prefix, model in numbered(models):
+        for name, module in model.named_modules():
+            names.setdefault(module, prefix + (name or WHOLE_MODEL))
+    return names
+
+
+@contextmanager
+def backwards_through(run: Callable[..., Any]) -> Iterator[None]:
+    """Call a function in place of every backward of torch in this block.
+
+    Args:
+        run: Gets the engine's `run_backward` and its arguments: the outputs first, and
+            `accumulate_grad`, which is false for `torch.autograd.grad`.
+    """
+    engine = _Engine(torch.autograd.Variable._execution_engine, run)
+    with patched(torch.autograd.Variable, "_execution_engine", engine):
+        yield
+
+
+class _Engine:
+    """torch's autograd engine with another `run_backward`.
+
+    Args:
+        engine: torch's own engine.
+        run_backward: Called with the engine's own `run_backward` as its first argument.
+    """
+
+    def __init__(self, engine: Any, run_backward: Callable[..., Any]) -> None:
+        self._engine = engine
+        self.run_backward = partial(run_backward, engine.run_backward)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)

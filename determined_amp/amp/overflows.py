@@ -1,0 +1,123 @@
+"""Looks at every result of a rehearsal for the first one that is not finite."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from determined_amp.amp.backward_graph import BackwardGraph, Gradients, module_names
+from determined_amp.amp.tensors import has_nan, is_finite, largest_of, tensors_of
+
+# A mask may be -inf; what is computed from it is judged there.
+_MASKS = {"fill", "fill_", "full_like", "index_fill", "index_fill_", "masked_fill", "masked_fill_"}
+_UNINITIALISED = {"empty_like", "new_empty", "new_empty_strided"}
+
+_MOST_PLACES = 16
+
+# A module, the name of an operation, and how many of that name the module has called before.
+Key = tuple[str, str, int]
+
+
+class Place(NamedTuple):
+    """An operation of a forward whose inputs are finite and whose result is not.
+
+    Args:
+        key: Where it is, the same in every rehearsal.
+        between: For an operation between modules, the module whose forward ended last.
+        cast_of: For a cast, the largest value that was cast.
+        kind: What it was made of: "activation", or "weight" if a parameter was cast.
+        dtype: The dtype of its result.
+    """
+
+    key: Key
+    between: str | None
+    cast_of: float | None
+    kind: str
+    dtype: torch.dtype
+
+    @property
+    def module(self) -> str:
+        return self.key[0]
+
+
+class OverflowWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Looks at every result of a rehearsal; synchronises often.
+
+    Args:
+        models: The models whose modules name the places.
+        optimizers: Their optimizers.
+        asked: Operations whose largest result is recorded.
+
+    Attributes:
+        forward: The first places of the forward.
+        backward: The module of the first node of the backward that makes what is not finite of
+            what is.
+        largest: The largest magnitudes of the recorded operations.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        asked: Collection[Key] = (),
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.forward: list[Place] = []
+        self.backward: str | None = None
+        self.largest: dict[Key, float] = {}
+        self._asked = asked
+        self._graph = BackwardGraph(models, optimizers, self._look_at_node)
+        self._leaves = {n for m, n in module_names(models).items() if not list(m.children())}
+        self._calls: Counter[tuple[str, str]] = Counter()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at everything that is computed in this block."""
+        with self._graph.watching(), self:
+            yield
+
+    def _look_at_node(self, module: str, operation: str, made: Gradients, taken: Gradients) -> None:
+        if self.backward is None and _are_finite(taken) and not _are_finite(made):
+            self.backward = module
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        operation = str(getattr(func, "overloadpacket", func)).rpartition(".")[2]
+        results = [tensor for tensor in tensors_of(result) if tensor.is_floating_point()]
+        # In a backward nodes are looked at; a checkpoint only repeats its forward there.
+        if results and not self._graph.in_backward and operation not in _UNINITIALISED:
+            self._look_at(operation, results, (args, kwargs or {}))
+        return result
+
+    def _look_at(self, operation: str, results: list[torch.Tensor], arguments: Any) -> None:
+        module = self._graph.current
+        key = module, operation, self._calls[module, operation]
+        is_cast = operation == "_to_copy"
+        if not is_cast:  # casts differ between the precisions
+            self._calls[module, operation] += 1
+            if key in self._asked:
+                self.largest[key] = max(map(largest_of, results))
+        if _are_finite(results) or operation in _MASKS or len(self.forward) == _MOST_PLACES:
+            return
+        inputs = [tensor for tensor in tensors_of(arguments) if tensor.is_floating_point()]
+        # A softmax over nothing but masks of -inf is NaN, though its inputs are not finite either.
+        makes_nan = any(map(has_nan, results)) and not any(map(has_nan, inputs))
+        if inputs and (makes_nan or _are_finite(inputs)):
+            cast_of = max(map(largest_of, inputs)) if is_cast else None
+            between = None if module in self._leaves else self._graph.left
+            kind = "weight" if is_cast and isinstance(inputs[0], nn.Parameter) else "activation"
+            self.forward.append(Place(key, between, cast_of, kind, results[0].dtype))
+
+
+def _are_finite(tensors: Gradients) -> bool:
+    return all(tensor is None or is_finite(tensor) for tensor in tensors)

@@ -1,0 +1,448 @@
+"""Trains a batch again without a step, in any precision, and puts everything back."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader, Dataset
+
+from determined_amp.amp.backward_graph import backwards_through
+from determined_amp.amp.casts import drop_casts
+from determined_amp.amp.compiled import as_written
+from determined_amp.amp.fp32_modules import meanwhile_in_float32
+from determined_amp.amp.patched import patched
+from determined_amp.amp.tensors import (
+    largest_of,
+    named_parameters,
+    parameters_in,
+    tensors_of,
+    values_of,
+)
+
+# Trains the batch at a loss scale, None for the current one: forward, loss and backward as in
+# training, without a step.
+Train = Callable[["float | None"], object]
+
+_NEVER_COPIED = (Dataset, DataLoader, types.MethodType)
+
+# torch's own method, which may be replaced while an unmodified trial trains.
+_register_hook = torch.Tensor.register_hook
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What a rehearsal came to."""
+
+    largest_loss: float  # the largest magnitude of the scaled losses; infinite if one is not finite
+    # Names of the parameters whose gradients are not finite, in the order of the backward.
+    lost: tuple[str, ...]
+    has_gradients: bool  # whether any parameter got one
+    uses_float16: bool  # whether a float16 autocast region was entered, in whatever dtype it ran
+
+    @property
+    def loss_is_finite(self) -> bool:
+        return math.isfinite(self.largest_loss)
+
+    @property
+    def is_sound(self) -> bool:
+        return self.loss_is_finite and not self.lost
+
+
+class Rehearsal:
+    """A batch that can be trained again and again without a step.
+
+    Everything is put back after a run, see `undisturbed`. The batch is rehearsed on this slot
+    alone, unless its forward waits for the others, as SyncBatchNorm does: then all slots must make
+    the same runs.
+
+    Args:
+        train: Trains the batch.
+        models: All models of the training.
+        optimizers: Its optimizers, which may hold parameters of no model.
+        batch: The batch, for those who look for a fault in it.
+    """
+
+    def __init__(
+        self,
+        train: Train,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        batch: Any = None,
+    ) -> None:
+        self.models = models
+        self.optimizers = optimizers
+        self.batch = batch
+        self._train = train
+
+    def run(
+        self,
+        scale: float | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        islands: Sequence[nn.Module] = (),
+        watch: AbstractContextManager[Any] | None = None,
+    ) -> Rehearsed:
+        """Train the batch once; synchronises.
+
+        Args:
+            scale: The loss scale; by default the current one.
+            dtype: bfloat16 in place of float16, or float32 for no autocast at all; by default as
+                in training.
+            islands: Modules to keep in float32.
+            watch: Open while the batch is trained.
+        """
+        parameters = (parameter for model in self.models for parameter in model.parameters())
+        device_type = next((parameter.device.type for parameter in parameters), "cpu")
+        results = _Results(self.models, self.optimizers)
+        with (
+            float16_as(dtype) as regions,
+            meanwhile_in_float32(islands, device_type),
+            undisturbed(*self.models, optimizers=self.optimizers),
+            results.watching(),
+            watch or nullcontext(),
+        ):
+            self._train(scale)
+            results.look_at_gradients()
+        return results.read(uses_float16=torch.float16 in regions)
+
+
+class _Results:
+    """The losses and the gradients of a rehearsal; nothing waits for the device until `read`."""
+
+    def __init__(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        self._parameters: dict[str, torch.Tensor] = dict(named_parameters(models))
+        others = set(parameters_in((), optimizers)) - set(self._parameters.values())
+        self._parameters |= {f"(parameter {i} of no model)": p for i, p in enumerate(others)}
+        self._losses: list[torch.Tensor] = []
+        self._finite: list[tuple[str, torch.Tensor]] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at every loss and at every gradient as it arrives: a trial may clip or drop it."""
+
+        def run_and_note(run: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("accumulate_grad"):
+                self._losses += [loss.detach() for loss in tensors_of(outputs)]
+            return run(outputs, *args, **kwargs)
+
+        with ExitStack() as stack:
+            stack.enter_context(backwards_through(run_and_note))
+            for name, parameter in self._parameters.items():
+                if parameter.requires_grad and not is_lazy(parameter):
+                    hook = partial(self._note, name)
+                    handle = _register_hook(parameter, hook)  # type: ignore[no-untyped-call]
+                    stack.callback(handle.remove)
+            yield
+
+    def look_at_gradients(self) -> None:
+        """Look at what is left of the gradients: a trial may set them itself."""
+        for name, parameter in reversed(self._parameters.items()):  # a backward reaches the last
+            if parameter.grad is not None:  # ones first
+                self._note(name, parameter.grad)
+
+    def read(self, *, uses_float16: bool) -> Rehearsed:
+        losses = [largest_of(loss) for loss in self._losses]
+        # `max` would lose a NaN, which is not larger than any number.
+        losses = [loss if math.isfinite(loss) else math.inf for loss in losses]
+        lost = dict.fromkeys(name for name, is_finite in self._finite if not is_finite)
+        return Rehearsed(max(losses, default=0.0), tuple(lost), bool(self._finite), uses_float16)
+
+    def _note(self, name: str, gradient: torch.Tensor) -> None:
+        self._finite.append((name, torch.isfinite(values_of(gradient)).all()))
+
+
+def largest_working(fails: Callable[[int], bool], guess: int, least: int, most: int) -> int:
+    """The largest number that does not fail, if everything above one that fails does, too.
+
+    It goes from the guess in steps that double, then halves.
+
+    Args:
+        fails: Tries a number.
+        guess: The number to try first.
+        least: The smallest number to try.
+        most: The largest.
+
+    Returns:
+        `least - 1` if all of them fail.
+    """
+    works, broken = least - 1, most + 1
+    tried, step = min(max(guess, least), most), 1
+    while broken - works > 1:
+        if fails(tried):
+            broken = tried
+        else:
+            works = tried
+        if works < least:
+            tried = max(broken - step, least)
+        elif broken > most:
+            tried = min(works + step, most)
+        else:
+            tried = (works + broken) // 2
+        step *= 2
+    return works
+
+
+# What a batch is made of, and the newest one.
+
+
+def own_copy(batch: Any, *, shared: bool = False) -> Any:
+    """A copy of a batch, which a trial may take apart and change in place.
+
+    Args:
+        batch: Tensors in any containers. A container that cannot be copied is returned itself.
+        shared: Whether to copy the containers only, and share the tensors.
+    """
+    if isinstance(batch, torch.Tensor):
+        # torch's own deepcopy of a view copies all of the memory that the view is a part of.
+        return batch if shared else batch.detach().clone().requires_grad_(batch.requires_grad)
+    kind = type(batch)
+    if kind is list or kind is tuple:
+        return kind([own_copy(item, shared=shared) for item in batch])
+    if kind is dict:
+        return {key: own_copy(item, shared=shared) for key, item in batch.items()}
+    try:
+        if shared:
+            return copy.copy(batch)
+        known = {id(tensor): own_copy(tensor) for tensor in tensors_of(batch)}
+        return copy.deepcopy(batch, known)
+    except Exception:  # copying runs code of the batch's own, which can raise anything
+        return batch
+
+
+class NewestBatch:
+    """Trains batches, and keeps the newest one so that it can be rehearsed.
+
+    A training may take its batch apart and change tensors in place. Tensors are costly to copy, so
+    those of later batches are copied only if it has changed a tensor before.
+
+    Args:
+        train: Called with `batch=` and its indices by name.
+
+    Attributes:
+        batch: The newest batch as the training got it; None before the first.
+    """
+
+    def __init__(self, train: Callable[..., Any]) -> None:
+        self.batch: Any = None
+        self._train = train
+        self._indices: dict[str, int] = {}
+        self._changes_batches: bool | None = None  # not known before the first one
+
+    def train(self, batch: Any, **indices: int) -> Any:
+        """Train a batch, and return what the training returns."""
+        self.batch = own_copy(batch, shared=self._changes_batches is False)
+        self._indices = indices
+        tensors = [tensor for tensor in tensors_of(batch) if not tensor.is_inference()]
+        versions = [tensor._version for tensor in tensors]
+        result = self._train(batch=batch, **indices)
+        has_changed = versions != [tensor._version for tensor in tensors]
+        self._changes_batches = has_changed or bool(self._changes_batches)
+        return result
+
+    def train_again(self) -> None:
+        """Train a copy of the newest batch with the same indices."""
+        self._train(batch=own_copy(self.batch), **self._indices)
+
+
+# What a rehearsal leaves out, and what it puts back.
+
+
+@contextmanager
+def without_steps(
+    scaler: torch.amp.GradScaler,
+    optimizers: Sequence[torch.optim.Optimizer],
+    others: Iterable[tuple[object, str]] = (),
+    *,
+    scale: float | None = None,
+) -> Iterator[None]:
+    """Let no step, zero_grad or unscale_ have any effect in this block.
+
+    Args:
+        scaler: The scaler; its scale is restored.
+        optimizers: The optimizers that do nothing.
+        others: Other objects, each with the name of a method that does nothing either.
+        scale: The loss scale in this block; by default the current one.
+    """
+    still: list[tuple[object, str]] = [(scaler, name) for name in ("step", "update", "unscale_")]
+    still += [(optimizer, name) for optimizer in optimizers for name in ("step", "zero_grad")]
+    with ExitStack() as stack:
+        for owner, name in (*still, *others):
+            stack.enter_context(patched(owner, name, _do_nothing))
+        if scale is not None and scaler.is_enabled():
+            before = scaler.state_dict()
+            stack.callback(scaler.load_state_dict, before)
+            scaler.load_state_dict({**before, "scale": scale})
+        yield
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+@contextmanager
+def undisturbed(
+    *models: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()
+) -> Iterator[None]:
+    """Train a batch in this block, then restore all state.
+
+    Gradients are enabled and the models are in training mode, even during a validation. Weights
+    (some trials clip or average them themselves), gradients, buffers, modes, settings of the
+    optimizers and random state are restored. DistributedDataParallel exchanges nothing.
+    """
+    parameters = parameters_in(models, optimizers)
+    with ExitStack() as stack:
+        stack.enter_context(_random_state_kept(parameters))
+        stack.enter_context(_buffers_kept(models))
+        stack.enter_context(_modes_kept(models))
+        stack.enter_context(_weights_kept(parameters))
+        stack.enter_context(_settings_kept(optimizers))
+        stack.enter_context(as_written())
+        stack.enter_context(torch.enable_grad())
+        for model in models:
+            if isinstance(model, nn.parallel.DistributedDataParallel):
+                stack.enter_context(model.no_sync())
+            if not model.training:
+                model.train()
+        yield
+
+
+@contextmanager
+def _random_state_kept(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    devices = {parameter.device for parameter in parameters if parameter.device.type == "cuda"}
+    pythons = random.getstate()
+    numpy: Any = sys.modules.get("numpy")  # a batch that draws from it has imported it
+    numpys = numpy.random.get_state() if numpy else None
+    with torch.random.fork_rng(devices=list(devices)):
+        try:
+            yield
+        finally:
+            random.setstate(pythons)
+            if numpy:
+                numpy.random.set_state(numpys)
+
+
+@contextmanager
+def _buffers_kept(models: Sequence[nn.Module]) -> Iterator[None]:
+    modules = [module for model in models for module in model.modules()]
+    plain = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+    owned = [(module, dict(module._buffers)) for module in plain]  # scripts keep their own
+    values = {buffer: buffer.clone() for model in models for buffer in model.buffers()}
+    try:
+        yield
+    finally:
+        for module, own in owned:  # a module may have put others in their place
+            module._buffers.update(own)
+        for buffer, before in values.items():
+            # One that is not strided cannot be restored.
+            if buffer.layout is torch.strided and not torch.equal(buffer, before):
+                with torch.no_grad():
+                    buffer.copy_(before)
+
+
+@contextmanager
+def _modes_kept(models: Sequence[nn.Module]) -> Iterator[None]:
+    modes = {module: module.training for model in models for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@contextmanager
+def _weights_kept(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Keep weights and gradients; in the block there are no gradients at first."""
+    gradients = [parameter.grad for parameter in parameters]
+    weights = [(p, p.detach().clone()) for p in parameters if not is_lazy(p)]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for weight, before in weights:
+            weight.data.copy_(before)
+        drop_casts()
+
+
+@contextmanager
+def _settings_kept(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    before = [dict(group) for group in groups]
+    try:
+        yield
+    finally:
+        for group, settings in zip(groups, before, strict=True):
+            group.update(settings)
+
+
+@contextmanager
+def attributes_apart(owner: object, shared: Iterable[object]) -> Iterator[None]:
+    """Give an object copies of its attributes in this block, and its own attributes after it.
+
+    So a counter or a queue that it keeps does not see a batch that is trained in the block.
+
+    Args:
+        owner: Whose attributes are copied, such as a trial.
+        shared: Objects that are not copied, wherever they are met. Neither are data sets, methods,
+            and what cannot be copied.
+    """
+    attributes = vars(owner)
+    own = dict(attributes)
+    memo = {id(each): each for each in (owner, *shared)}
+    for name, value in own.items():
+        if not isinstance(value, _NEVER_COPIED):
+            with suppress(Exception):  # copying runs code of the attribute's own
+                attributes[name] = copy.deepcopy(value, memo)
+    try:
+        yield
+    finally:
+        attributes.clear()
+        attributes.update(own)
+
+
+@contextmanager
+def float16_as(dtype: torch.dtype | None) -> Iterator[set[torch.dtype]]:
+    """Make the autocast regions in this block compute in another dtype.
+
+    Args:
+        dtype: bfloat16, in which float16 regions compute then, or float32, which switches float16
+            and bfloat16 regions off; None changes nothing.
+
+    Yields:
+        The dtypes of the regions that are entered, as they are in training.
+    """
+    in_float32 = dtype is torch.float32
+    replaced = (torch.float16, torch.bfloat16) if in_float32 else (torch.float16,)
+    enter = torch.autocast.__enter__
+    entered: set[torch.dtype] = set()
+
+    def enter_as(region: torch.autocast) -> Any:
+        before = region.fast_dtype, region._enabled
+        if region._enabled:
+            entered.add(region.fast_dtype)
+        if dtype is not None and region._enabled and region.fast_dtype in replaced:
+            region.fast_dtype = region.fast_dtype if in_float32 else dtype
+            region._enabled = not in_float32
+        try:
+            return enter(region)  # type: ignore[no-untyped-call]  # torch has no types here
+        finally:
+            region.fast_dtype, region._enabled = before
+
+    with patched(torch.autocast, "__enter__", enter_as):
+        yield entered

@@ -1,0 +1,94 @@
+"""Records the magnitudes of the bfloat16 gradients of a backward, without keeping the gradients.
+
+In float16, activation gradients, and weight gradients before their cast to float32, can overflow or
+be flushed to 0. `.grad` itself is float32 and does not show a flush. So the recorder looks at what
+every node of the autograd graph hands on. That is all gradient of the loss: the factors that a node
+multiplies it by, such as the 3 x^2 of x^3, move with no loss scale and stay inside the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+
+from determined_amp.amp.backward_graph import BackwardGraph, Gradients, nodes_behind
+from determined_amp.amp.patched import patched
+from determined_amp.amp.tensors import tensors_of, values_of
+from determined_amp.finder.histogram import Histogram
+
+
+class Source(NamedTuple):
+    """The origin of a tensor in a backward, the same for all steps of a recurrent network."""
+
+    module: str
+    operation: str  # name of autograd's node
+    output: int  # index of the tensor among the node's results
+    shape: tuple[int, ...]  # shape of the tensor, which tells activations from weights
+
+
+class GradientRecorder(BackwardGraph):
+    """Counts the bfloat16 gradients that reach a parameter, by module and operation.
+
+    It does not see what lies inside a kernel, such as the sums of fused attention, or the buckets
+    of DistributedDataParallel.
+
+    Args:
+        models: Their modules name the sources.
+        optimizers: Those of the training.
+
+    Attributes:
+        histograms: Histograms by source, in the order of the backward.
+        makes_float16: Whether a gradient was float16 nevertheless.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer] = ()
+    ) -> None:
+        super().__init__(models, optimizers, self._record)
+        self.histograms: dict[Source, Histogram] = {}
+        self.makes_float16 = False
+        self._scaled: set[Any] = set()  # the nodes of scaled losses
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        scale = GradScaler.scale
+
+        def scale_and_note(scaler: GradScaler, outputs: Any) -> Any:
+            scaled = scale(scaler, outputs)
+            self._scaled.update(loss.grad_fn for loss in tensors_of(scaled))
+            return scaled
+
+        with super().watching(), patched(GradScaler, "scale", scale_and_note):
+            yield
+        self._scaled.clear()
+
+    def is_followed(self, outputs: Any, *, accumulates: bool) -> bool:
+        """`torch.autograd.grad` is followed only for a scaled output.
+
+        Without the scale, a gradient that is part of the loss is no more scaled than the rest of
+        the forward.
+        """
+        return accumulates or not self._scaled.isdisjoint(nodes_behind(outputs))
+
+    def _record(self, module: str, operation: str, made: Gradients, taken: Gradients) -> None:
+        known = {_storage(gradient) for gradient in taken if gradient is not None}
+        for output, gradient in enumerate(made):
+            # A view, or what is passed on as it is, has been counted already.
+            if gradient is None or not gradient.numel() or _storage(gradient) in known:
+                continue
+            if gradient.dtype is torch.bfloat16:
+                shape = () if gradient.is_nested else tuple(gradient.shape)
+                source = Source(module, operation, output, shape)
+                counted = Histogram.of(values_of(gradient))
+                before = self.histograms.get(source)
+                self.histograms[source] = before + counted if before else counted
+            self.makes_float16 |= gradient.dtype is torch.float16
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return values_of(tensor).untyped_storage().data_ptr()

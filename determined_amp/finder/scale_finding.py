@@ -1,0 +1,212 @@
+"""Decides which initial loss scale to use, or why no scale helps."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from determined_amp.amp.backward_graph import OUTSIDE, WHOLE_MODEL
+from determined_amp.amp.rehearsal import Rehearsal, largest_working
+from determined_amp.amp.slots import Slots
+from determined_amp.finder.prediction import Prediction, cause_of, overflows, predict_float16
+from determined_amp.finder.scale_score import DEFAULT_LOG2, FLUSHED_LIMIT
+
+# How many powers of two a table shows on each side of the window, and in total.
+_MARGIN = 4
+_MOST_ROWS = 24
+
+# Predictions cover at least this range of log2 scales, which a search may have tried.
+_SEARCHED = (-16, 48)
+
+# A loss scale is a float32.
+LARGEST_LOG2 = 127
+
+# How far below the predicted top a scale is tried. A kernel that accumulates in float16 can
+# overflow a few bits before its result does.
+_LOWER = 24
+
+# Bits between the choice and the top, where the window has them. While learning begins, the largest
+# gradient can grow by 2 to 5 bits (`benchmarks.loss_scale`), and later batches differ from the
+# first ones by another.
+_ROOM = 6
+
+
+class Verdict(enum.Enum):
+    """What to change in the YAML."""
+
+    DEFAULT = "default is fine"
+    SCALE = "use 2^k"
+    BF16 = "use amp_bf16"
+    FORWARD_OVERFLOW = "no scale helps"
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The shares of the 16-bit gradients that float16 is predicted to lose at one loss scale."""
+
+    scale_log2: int
+    overflow_share: float  # share of the nonzero values that overflow, by count
+    flushed_share: float  # `Prediction.flushed_share`
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A loss scale that was tried in float16."""
+
+    scale_log2: int
+    overflow: bool  # whether a gradient was not finite: `GradScaler` skips such a step
+
+
+@dataclass(frozen=True)
+class ModuleGradients:
+    """The 16-bit gradients of one module without a loss scale."""
+
+    name: str
+    in_model: bool  # whether the model has a module of that name
+    zeros: int  # number of values that are 0
+    values_by_log2: Mapping[int, int]  # number of values in [2^q, 2^(q+1)), by q
+    # log2 of the smallest power of two at which a value overflows; None if all are 0.
+    first_overflow_log2: int | None
+    low_log2: int | None  # `ScaleFinding.low_log2` of this module alone; None if all are 0
+
+    @property
+    def largest_log2(self) -> int | None:
+        """Floor of log2 of the largest value; None if all are 0."""
+        return max(self.values_by_log2, default=None)
+
+
+@dataclass(frozen=True)
+class ScaleFinding:
+    """The safe loss scales of a trial, and the one to start with."""
+
+    # log2 of the smallest power of two at which no tensor loses more than `FLUSHED_LIMIT`.
+    low_log2: int
+    # log2 of the largest power of two at which nothing overflows, measured in float16. It is below
+    # `low_log2` if no scale is safe.
+    top_log2: int
+    # log2 of the loss scale to start with. If the verdict is not to use a scale, it is the scale
+    # that loses least; None if no scale helps.
+    choice_log2: int | None
+    verdict: Verdict  # what to do
+    predicted: tuple[Shares, ...]  # predictions for consecutive powers of two, ascending
+    measured: tuple[Measured, ...]  # in the order of the measurements
+    modules: tuple[ModuleGradients, ...]  # gradients by module, in the order of the backward
+    cause: str = ""  # why no scale helps
+
+    def __contains__(self, scale_log2: float) -> bool:
+        return self.low_log2 <= scale_log2 <= self.top_log2
+
+    @property
+    def window_bits(self) -> int:
+        """Bits from the lowest safe scale to the highest; negative if no scale is safe."""
+        return self.top_log2 - self.low_log2
+
+    @property
+    def answer_log2(self) -> int | None:
+        """`choice_log2` if the verdict is to use it, otherwise None."""
+        return self.choice_log2 if self.verdict in (Verdict.DEFAULT, Verdict.SCALE) else None
+
+    @property
+    def hidden_modules(self) -> tuple[str, ...]:
+        """Modules whose gradients are all 0, for instance before an output that starts at 0."""
+        return tuple(module.name for module in self.modules if not module.values_by_log2)
+
+    def expected_skips(self, init_scale_log2: float) -> int:
+        """Number of steps that a run skips from this initial scale; each skip halves the scale."""
+        return max(0, math.ceil(init_scale_log2 - self.top_log2))
+
+    def at(self, scale_log2: float) -> Shares:
+        """The prediction for a scale, rounded down to a power of two."""
+        index = math.floor(scale_log2) - self.predicted[0].scale_log2
+        return self.predicted[min(max(index, 0), len(self.predicted) - 1)]
+
+    def shown_scales(self) -> list[int]:
+        """log2 of scales from below the window to above it, including 2^16."""
+        return _shown_scales(self.low_log2, self.top_log2, self.measured)
+
+
+def choice_of(low: int, top: int) -> int:
+    """log2 of the scale to start with, given a safe window from 2^`low` to 2^`top`.
+
+    It leaves 6 bits to the top, because gradients grow while learning begins, and each bit too few
+    is a skipped step. It never leaves more than to the bottom, because gradients may shrink, too,
+    and a bit there costs thousands of steps until the scale has grown. Inside the window, nothing
+    else depends on the scale, so PyTorch's default is chosen where it leaves as much.
+    """
+    room = min(_ROOM, (top - low + 1) // 2) if low <= top else 1
+    return DEFAULT_LOG2 if low <= DEFAULT_LOG2 <= top - room else top - room
+
+
+def find_window(rehearsals: Sequence[Rehearsal], slots: Slots) -> ScaleFinding:
+    """Find the loss scale to start with, see `choice_of`.
+
+    The top is measured in float16, beginning where it is predicted: values that are masked on their
+    way to the parameters may overflow, and a kernel may overflow inside.
+
+    Args:
+        rehearsals: Those of the batches of this slot.
+        slots: The processes of the training. All of them must call this.
+
+    Raises:
+        LossScaleError: if there is nothing to scale.
+    """
+    prediction = predict_float16(rehearsals, slots)
+    measured: list[Measured] = []
+
+    def fails(scale_log2: int) -> bool:
+        measured.append(Measured(scale_log2, overflows(rehearsals, slots, scale_log2)))
+        return measured[-1].overflow
+
+    guess = min(prediction.first_overflow_log2 - 1, LARGEST_LOG2)
+    least = guess - _LOWER
+    top = largest_working(fails, guess, least, LARGEST_LOG2)
+    gave_up = top < least
+    low = prediction.smallest_scale_log2(FLUSHED_LIMIT)
+    return ScaleFinding(
+        low_log2=low,
+        top_log2=top,
+        choice_log2=None if gave_up else choice_of(low, top),
+        verdict=_verdict(low, top, gave_up=gave_up),
+        predicted=_shares(prediction, _shown_scales(low, top, measured)),
+        measured=tuple(measured),
+        modules=tuple(_module(name, its) for name, its in prediction.modules.items()),
+        cause=cause_of(rehearsals, slots) if gave_up else "",
+    )
+
+
+def _shares(prediction: Prediction, shown: Sequence[int]) -> tuple[Shares, ...]:
+    first, last = min(shown[0], _SEARCHED[0]), max(shown[-1], _SEARCHED[1])
+    return tuple(
+        Shares(scale, prediction.total.overflow_share(scale), prediction.flushed_share(scale))
+        for scale in range(first, last + 1)
+    )
+
+
+def _module(name: str, prediction: Prediction) -> ModuleGradients:
+    total = prediction.total
+    return ModuleGradients(
+        name=name,
+        in_model=name not in (OUTSIDE, WHOLE_MODEL),
+        zeros=total.zeros,
+        values_by_log2=total.by_power(),
+        first_overflow_log2=prediction.first_overflow_log2 if total.nonzero else None,
+        low_log2=prediction.smallest_scale_log2(FLUSHED_LIMIT) if total.nonzero else None,
+    )
+
+
+def _shown_scales(low: int, top: int, measured: Iterable[Measured]) -> list[int]:
+    first = min(low, top, DEFAULT_LOG2) - _MARGIN
+    last = max(low, top, DEFAULT_LOG2) + _MARGIN
+    step = math.ceil((last - first + 1) / _MOST_ROWS)
+    tried = {one.scale_log2 for one in measured}
+    return sorted({DEFAULT_LOG2, low, top, *tried, *range(first, last + 1, step)})
+
+
+def _verdict(low: int, top: int, *, gave_up: bool) -> Verdict:
+    if gave_up:
+        return Verdict.FORWARD_OVERFLOW
+    if low > top:
+        return Verdict.BF16
+    return Verdict.DEFAULT if low <= DEFAULT_LOG2 <= top else Verdict.SCALE

@@ -1,0 +1,73 @@
+"""Scores a loss scale without training, as the metric of a search; see `Score`.
+
+Overflow is measured in float16. What float16 flushes is what a cast of the bfloat16 gradients
+flushes. The score is exact, because nothing is trained and all trials use the same batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from determined_amp.amp.rehearsal import Rehearsal, largest_working
+from determined_amp.amp.slots import Slots
+from determined_amp.finder.prediction import LossScaleError, cause_of, overflows, predict_float16
+from determined_amp.finder.scale_score import Score, score_of, steps_lost
+
+# The smallest normal float32. A smaller loss scale has fewer bits, and soon is 0.
+_LEAST_SCALE = 2.0**-126
+
+
+class NoScaleError(LossScaleError):
+    """Every loss scale overflows. The message says why."""
+
+
+def score_batches(
+    rehearsals: Sequence[Rehearsal],
+    slots: Slots,
+    scale_log2: float,
+    *,
+    growth_interval: int = 2000,
+    backoff_factor: float = 0.5,
+    min_scale: float = 0.0,
+) -> Score:
+    """Score the loss scale 2^`scale_log2`; the score is the same on every slot.
+
+    Args:
+        rehearsals: Those of the batches of this slot.
+        slots: The processes of the training. All of them must call this.
+        scale_log2: log2 of the initial loss scale.
+        growth_interval: Applied steps in a row before the scale grows.
+        backoff_factor: Multiplies the scale after a skipped step.
+        min_scale: The lower limit of the scale.
+
+    Raises:
+        NoScaleError: if no loss scale helps.
+        LossScaleError: if there is no gradient to scale.
+    """
+    prediction = predict_float16(rehearsals, slots)
+    bits_per_skip = -math.log2(backoff_factor)
+    least_log2 = min(math.log2(max(min_scale, _LEAST_SCALE)), scale_log2)
+    most_skips = math.ceil((scale_log2 - least_log2) / bits_per_skip)
+
+    def scale_after(skips: int) -> float:
+        return max(scale_log2 - skips * bits_per_skip, least_log2)
+
+    def fails(minus_skips: int) -> bool:
+        return overflows(rehearsals, slots, scale_after(-minus_skips))
+
+    predicted_skips = math.ceil((scale_log2 - prediction.headroom_log2) / bits_per_skip)
+    skipped = -largest_working(fails, -predicted_skips, -most_skips, 0)
+    if skipped > most_skips:
+        cause = cause_of(rehearsals, slots, least_log2 if min_scale else 0.0)
+        raise NoScaleError(f"no loss scale helps: {cause}")
+    flushed_share = prediction.flushed_share(scale_after(skipped))
+    lost = steps_lost(skipped, flushed_share, growth_interval)
+    return Score(
+        init_scale_log2=scale_log2,
+        loss_scale_score=score_of(lost),
+        steps_lost=lost,
+        backward_headroom_bits=prediction.headroom_log2 - scale_log2,
+        flushed_share=flushed_share,
+        overflow=float(skipped > 0),
+    )

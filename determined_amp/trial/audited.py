@@ -1,0 +1,82 @@
+"""Audits a rehearsal of the first batch that a trial trains, and reports it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from determined import pytorch
+
+from determined_amp.amp.errors import one_line
+from determined_amp.amp.precision_audit import Audit, AuditError, audit_rehearsal
+from determined_amp.amp.rehearsal import Rehearsal
+from determined_amp.amp.settings import Precision
+
+logger = logging.getLogger(__name__)
+
+
+def audited(
+    trial: pytorch.PyTorchTrial,
+    rehearsal_of: Callable[..., Rehearsal],
+    precision: Precision,
+    on_done: Callable[[Audit], None],
+    *,
+    has_tf32: bool,
+) -> None:
+    """Audit a rehearsal of the next batch that `trial` trains, in any training loop.
+
+    Args:
+        trial: The trial. Its `train_batch` is replaced until its next call.
+        rehearsal_of: Makes the rehearsal of a batch; called with the arguments of `train_batch`.
+        precision: The precision that the YAML asks for.
+        on_done: Called with the audit if it passes, before the batch is trained. Otherwise
+            `train_batch` raises `AuditError`. An error of the rehearsal is the trial's if the batch
+            cannot be trained either; if it can, a warning says that there was no audit.
+        has_tf32: Whether the device has TF32.
+    """
+    train_batch = trial.train_batch
+
+    def audit_and_train(batch: Any, **indices: Any) -> Any:
+        trial.train_batch = train_batch  # type: ignore[method-assign]  # as it was
+
+        try:
+            rehearsal = rehearsal_of(batch=batch, **indices)
+            audit = audit_rehearsal(rehearsal, precision, has_tf32=has_tf32)
+        except AuditError:
+            raise
+        except Exception as error:  # whatever the trial raises
+            metrics = train_batch(batch=batch, **indices)
+            logger.warning("the first batch is trained, but not audited: %s", one_line(error))
+            return metrics
+        on_done(audit)
+        return train_batch(batch=batch, **indices)
+
+    once: Any = audit_and_train
+    trial.train_batch = once  # type: ignore[method-assign]  # for one call
+
+
+class AuditMetrics(pytorch.MetricReducer):
+    """Adds an audit to the first training report after it, and to no other.
+
+    Args:
+        context: The trial's context; the reducer registers itself there.
+    """
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self._metrics: dict[str, float] = {}
+        context.wrap_reducer(self, for_validation=False)
+
+    def add(self, audit: Audit) -> None:
+        logger.info("audit of the first batch:\n%s", audit.table())
+        self._metrics = audit.metrics()
+
+    def reset(self) -> None:
+        """Called by Determined before every stretch of training and every validation."""
+        self._metrics = {}
+
+    def per_slot_reduce(self) -> dict[str, float]:
+        return self._metrics
+
+    def cross_slot_reduce(self, per_slot_metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+        return per_slot_metrics[0]

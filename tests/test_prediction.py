@@ -1,0 +1,174 @@
+"""`finder.prediction`: batches and slots are counted together, and what cannot be is said."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from determined_amp.amp.rehearsal import Rehearsal
+from determined_amp.amp.slots import OneSlot
+from determined_amp.finder.gradient_recorder import Source
+from determined_amp.finder.prediction import (
+    LossScaleError,
+    cause_of,
+    overflows,
+    predict_float16,
+)
+from tests.loss_scale import histogram, prediction_of
+
+ONE = OneSlot()
+
+
+def slots(*others: Any) -> Any:
+    """This slot and others, which say this."""
+    return SimpleNamespace(rank=0, size=1 + len(others), allgather=lambda mine: [mine, *others])
+
+
+def scaled(*factors: float, cast: torch.dtype | None = torch.float16) -> list[Rehearsal]:
+    """A batch for each factor: the loss is the sum of `factor * w`, from w = 1 in autocast."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+
+    def rehearsal(factor: float) -> Rehearsal:
+        def train(scale: float | None) -> None:
+            with torch.autocast("cpu", cast, enabled=cast is not None):
+                loss = model(torch.full((1, 1), factor)).float().sum()
+            torch.autograd.backward(loss * (scale or 1.0))
+
+        return Rehearsal(train, [model])
+
+    return [rehearsal(factor) for factor in factors]
+
+
+def of(*models: nn.Module, loss: Any) -> list[Rehearsal]:
+    """One batch with this loss, in float16 autocast."""
+
+    def train(scale: float | None) -> None:
+        with torch.autocast("cpu", torch.float16):
+            made = loss()
+        torch.autograd.backward(made.float().sum() * (scale or 1.0))
+
+    return [Rehearsal(train, models)]
+
+
+class TestSeveral:
+    @pytest.mark.parametrize("factors", [(8.0, 0.5), (0.5, 8.0)])
+    def test_batches_are_counted_together(self, factors: tuple[float, float]) -> None:
+        prediction = predict_float16(scaled(*factors), ONE)
+        assert prediction.total.largest == 8
+        assert {-1: 1, 3: 1}.items() <= prediction.total.by_power().items()
+
+    @pytest.mark.parametrize("factors", [(2.0**10, 1.0), (1.0, 2.0**10)])
+    def test_batches_overflow_if_one_of_them_does(self, factors: tuple[float, float]) -> None:
+        """The gradient of the weight is the factor times the scale."""
+        rehearsals = scaled(*factors)
+        assert predict_float16(rehearsals, ONE).first_overflow_log2 == 6
+        assert [overflows(rehearsals, ONE, scale) for scale in (5, 6)] == [False, True]
+
+    def test_slots_are_counted_together(self) -> None:
+        source = Source("b", "mm", 0, (1,))
+        prediction = predict_float16(scaled(1.0), slots((None, {source: histogram({5: 1})})))
+        assert prediction.tensors[source].by_power() == {5: 1}
+        assert prediction.total.largest == 32
+
+    def test_slots_overflow_if_one_of_them_does(self) -> None:
+        assert overflows(scaled(1.0), slots(True), 0)
+        assert not overflows(scaled(1.0), slots(False), 0)
+
+    def test_problem_of_another_slot_is_raised_here_too(self) -> None:
+        with pytest.raises(LossScaleError, match=r"^no kernel there$"):
+            predict_float16(scaled(1.0), slots(("no kernel there", {})))
+
+    def test_cause_is_that_of_the_first_batch_that_has_one(self) -> None:
+        rehearsals = scaled(1.0, 2.0**20)
+        assert "module the model" in cause_of(rehearsals, ONE)
+        assert cause_of(rehearsals[:1], ONE) == "its source was not found"
+        assert "at 2^15 nothing overflows" in cause_of(rehearsals[:1], ONE, 20.0)
+
+
+class TestPrediction:
+    def test_prediction_is_limited_by_the_tensor_that_suffers_most(self) -> None:
+        prediction = prediction_of({"a": {0: 1}, "b": {-30: 1}, "c": {}})
+        assert (prediction.first_overflow_log2, prediction.smallest_scale_log2(0.001)) == (16, 6)
+        assert [prediction.flushed_share(scale) for scale in (6, 5, -24, -25)] == [0, 1, 1, 1]
+
+    def test_prediction_knows_its_modules_and_its_room_to_a_fraction_of_a_bit(self) -> None:
+        prediction = prediction_of({"a": {0: 1}, "b": {-30: 1}})
+        assert {name: its.total.by_power() for name, its in prediction.modules.items()} == {
+            "a": {0: 1},
+            "b": {-30: 1},
+        }
+        assert prediction.headroom_log2 == math.log2(65520)
+
+
+class TestRefused:
+    @pytest.mark.parametrize("factors", [(math.inf, 1.0), (1.0, math.inf)])
+    def test_loss_that_is_not_finite(self, factors: tuple[float, float]) -> None:
+        with pytest.raises(LossScaleError, match="the loss is not finite, although bfloat16"):
+            predict_float16(scaled(*factors), ONE)
+
+    def test_gradients_that_are_all_zero(self) -> None:
+        model = nn.Linear(1, 1)
+        rehearsals = of(model, loss=lambda: model(torch.ones(1, 1)).float() * 0.0)
+        with pytest.raises(LossScaleError, match="all 16-bit gradients are exactly 0"):
+            predict_float16(rehearsals, ONE)
+
+    def test_gradient_that_is_not_finite_without_a_scale(self) -> None:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        rehearsals = of(model, loss=lambda: model(torch.ones(1, 1)).abs().sqrt())
+        with pytest.raises(LossScaleError, match="the gradients are not finite in bfloat16"):
+            predict_float16(rehearsals, ONE)
+
+    @pytest.mark.parametrize("cast", [torch.bfloat16, None])
+    def test_forward_without_float16_autocast(self, cast: torch.dtype | None) -> None:
+        with pytest.raises(LossScaleError, match=r"no forward runs under float16 autocast: write"):
+            predict_float16(scaled(1.0, cast=cast), ONE)
+
+    def test_backward_without_a_16_bit_gradient(self) -> None:
+        weights = nn.ParameterList([torch.ones(2)])
+        with pytest.raises(LossScaleError, match="no backward makes a 16-bit gradient"):
+            predict_float16(of(weights, loss=lambda: weights[0] * 2.0), ONE)
+
+    def test_loss_that_reaches_no_parameter(self) -> None:
+        with pytest.raises(LossScaleError, match="no parameter gets a gradient"):
+            predict_float16(of(loss=lambda: torch.ones(1, requires_grad=True) * 1.0), ONE)
+
+    def test_float16_that_the_trial_makes_itself(self) -> None:
+        model = nn.Linear(1, 1)
+        rehearsals = of(model, loss=lambda: model(torch.ones(1, 1)).half() * 2.0)
+        with pytest.raises(LossScaleError, match="float16 tensors outside autocast"):
+            predict_float16(rehearsals, ONE)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_parameters_in_16_bits_that_are_trained(self, dtype: torch.dtype) -> None:
+        (plain,) = scaled(1.0)
+        half = nn.Linear(1, 1).to(dtype).requires_grad_(requires_grad=False)
+        plain.models = [*plain.models, half]
+        assert predict_float16([plain], ONE).total.largest == 1
+        half.requires_grad_(requires_grad=True)
+        with pytest.raises(LossScaleError, match=r"parameters are b?float16, as after"):
+            predict_float16([plain], ONE)
+
+    def test_trial_that_runs_in_float16_alone(self) -> None:
+        model = nn.Linear(1, 1)
+
+        def loss() -> torch.Tensor:
+            output: torch.Tensor = model(torch.ones(1, 1))
+            assert output.detach().numpy().size == 1  # which has no bfloat16
+            return output
+
+        with pytest.raises(LossScaleError, match=r"not in bfloat16, .*: TypeError: .* BFloat16"):
+            predict_float16(of(model, loss=loss), ONE)
+
+    def test_error_of_float16_too_is_the_trials_own(self) -> None:
+        def loss() -> torch.Tensor:
+            raise KeyError("its own")
+
+        with pytest.raises(KeyError, match="its own"):
+            predict_float16(of(nn.Linear(1, 1), loss=loss), ONE)
