@@ -21,7 +21,7 @@ from benchmarks.measured import DEVICE, ROOT, machine, markdown_table, parser_of
 from benchmarks.turns import Turns, by_turns
 from determined_amp.experiment.experiment import parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.trial.determined_0_38 import SafeController, controlled_by
+from determined_amp.trial.determined_private import SafeController, controlled_by
 
 BATCHES_PER_TURN = 10
 SETTINGS = ("false", "default")

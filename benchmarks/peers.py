@@ -29,7 +29,7 @@ from benchmarks.measured import DEVICE, machine, markdown_table, parser_of, writ
 from benchmarks.turns import BATCHES_PER_TURN, Turns, by_turns
 from determined_amp.amp.loop import AmpLoop
 from determined_amp.amp.settings import Precision
-from determined_amp.trial.determined_0_38 import SafeController, controlled_by
+from determined_amp.trial.determined_private import SafeController, controlled_by
 from trials.data import loading
 from trials.schedule import LRSchedule
 

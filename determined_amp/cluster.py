@@ -33,7 +33,7 @@ from determined_amp.experiment.score_check import check_score
 from determined_amp.finder.found_scale import FILE_NAME
 from determined_amp.finder.scale_finding import ScaleFinding
 from determined_amp.local.open_trial import OpenTrial
-from determined_amp.trial.determined_0_38 import (
+from determined_amp.trial.determined_private import (
     average_by_default,
     checkpoint_context,
     task_configuration,

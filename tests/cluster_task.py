@@ -15,7 +15,7 @@ from determined import core, pytorch
 from determined.common import storage
 
 from determined_amp.local.open_trial import throwaway_core_context
-from determined_amp.trial import determined_0_38
+from determined_amp.trial import determined_private
 
 
 class TaskMaster(core.TrainContext):
@@ -147,7 +147,7 @@ def start_task(
     monkeypatch.setattr(pytorch, "init", init)
     monkeypatch.setattr(core, "init", connected)
     monkeypatch.setattr(
-        determined_0_38,
+        determined_private,
         "is_stopped_by_search",
         lambda train: bool(master.stops and master.stops.pop(0)),
     )

@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 
 from determined_amp import AmpSettings, ConfigError
 from determined_amp.experiment.fields import read_section
-from determined_amp.trial.determined_0_38 import SafeController, controlled_by
+from determined_amp.trial.determined_private import SafeController, controlled_by
 from determined_amp.trial.unmodified import make_with_amp
 from tests.training import digest
 

@@ -19,14 +19,14 @@ from determined.common.api import errors
 from torch import nn
 
 from determined_amp.amp.errors import ConfigError, GuardError
-from determined_amp.amp.metrics import Report, StepReport
+from determined_amp.amp.metrics import StepReport, TrainingReport
 from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.amp.running_statistics import RunningStatistics
 from determined_amp.amp.settings import AmpSettings, OnOverflow, Precision
 from determined_amp.trial import notes
-from determined_amp.trial.guard import TrialGuard
 from determined_amp.trial.mixed_precision import MixedPrecision
 from determined_amp.trial.notes import cause_first
+from determined_amp.trial.trial_guard import TrialGuard
 from tests.harness import Context, fit
 from tests.trials import Weights
 
@@ -74,7 +74,7 @@ def judge(
     watched: TrialGuard, *steps: StepReport, loss: float = 1.0, loss_scale: float = 2.0**16
 ) -> None:
     """Let the guard look at a report."""
-    watched._guard._metrics.latest = Report(loss, loss_scale, steps or (SOUND,))
+    watched._guard._metrics.latest = TrainingReport(loss, loss_scale, steps or (SOUND,))
     watched.on_training_workload_end({"loss": loss}, {})
 
 
@@ -320,11 +320,11 @@ class TestTrouble:
 
     def test_loss_that_the_trial_reports_itself_is_judged_where_update_is_given_none(self) -> None:
         watched = guard(AmpSettings(Precision.FP32))
-        watched._guard._metrics.latest = Report(None, 1.0, (SOUND,))
+        watched._guard._metrics.latest = TrainingReport(None, 1.0, (SOUND,))
         watched.on_training_workload_end({"loss": 1.0}, {})
         with pytest.raises(GuardError, match="the training loss is inf"):
             watched.on_training_workload_end({"loss": math.inf}, {})
-        watched._guard._metrics.latest = Report(1.0, 1.0, (SOUND,))
+        watched._guard._metrics.latest = TrainingReport(1.0, 1.0, (SOUND,))
         watched.on_training_workload_end({"loss": math.inf}, {})
 
     def test_run_that_is_not_watched_has_no_trouble(self) -> None:
@@ -351,7 +351,7 @@ class TestTrouble:
         model = nn.Linear(1, 2)
         for models in ([], [nn.Linear(1, 1), model]):
             watched = guard(AmpSettings(Precision.AMP_BF16), models=models)
-            watched._guard._metrics.latest = Report(None, 1.0, (SOUND,))
+            watched._guard._metrics.latest = TrainingReport(None, 1.0, (SOUND,))
             watched.on_training_workload_end({}, {})
         torch.nn.init.constant_(model.bias, weight)
         with pytest.raises(GuardError, match="a parameter is not finite in amp_bf16"):

@@ -16,9 +16,9 @@ from torch import nn
 from determined_amp.amp.counts import DeviceSum
 from determined_amp.amp.metrics import (
     WARMUP_BATCHES,
-    Report,
     StepReport,
     TrainingMetrics,
+    TrainingReport,
     forget_peak_memory,
     peak_memory_mib,
 )
@@ -141,7 +141,7 @@ class TestTrainingMetrics:
         scales = (torch.tensor(now), torch.tensor(4.0))
         metrics = TrainingMetrics(Context.device, [], 1, lambda: scales, scaled=True)
         assert report_of(metrics)["loss_scale_log2"] == log2
-        assert metrics.latest == Report(None, 4.0, ())
+        assert metrics.latest == TrainingReport(None, 4.0, ())
 
     def test_speed_and_wait_are_those_of_each_report(self, clock: Clock) -> None:
         """16 samples in 4 s, 1 s of them waited; then 6 in 3 s, 1.5 s; then nothing."""
@@ -225,7 +225,7 @@ class TestTrainingMetrics:
         report = first.cross_slot_reduce([metrics.per_slot_reduce() for metrics in made])
         assert report.get("loss") == loss
         steps = (StepReport("", 0, 0, 0, 0, 0),)
-        assert first.latest == Report(loss, 65536.0, steps, of_first_batch)
+        assert first.latest == TrainingReport(loss, 65536.0, steps, of_first_batch)
 
     def test_loss_that_the_trial_reports_itself_is_left_to_it(self) -> None:
         """The guard still gets the one given to `update`."""

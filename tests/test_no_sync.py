@@ -26,7 +26,7 @@ from determined_amp.amp.metrics import TrainingMetrics
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment.experiment import parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.trial.determined_0_38 import SafeController
+from determined_amp.trial.determined_private import SafeController
 from determined_amp.trial.unmodified import trial_of
 from tests.fake_cuda import Syncs, backward, fake_cuda, needs_fake_cuda
 from tests.harness import fit

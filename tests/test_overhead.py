@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import loops, overhead
 from benchmarks.measured import RESULTS
-from determined_amp.trial.determined_0_38 import SafeController, controlled_by
+from determined_amp.trial.determined_private import SafeController, controlled_by
 
 ROOT = Path(__file__).parents[1]
 FEW = 12

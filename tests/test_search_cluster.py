@@ -20,7 +20,7 @@ from determined_amp import cluster
 from determined_amp.check.finding import Finding, Findings, Level
 from determined_amp.finder.found_scale import FoundScale
 from determined_amp.search.space import read_space
-from determined_amp.trial import determined_0_38
+from determined_amp.trial import determined_private
 from tests import searching, training
 from tests.cluster_task import TaskMaster, start_task
 
@@ -175,7 +175,7 @@ def test_master_that_marks_a_trial_stops_it(
 
     monkeypatch.setattr(bindings, "get_GetTrial", get_trial)
     train: Any = SimpleNamespace(_session=None, _trial_id=1)
-    assert determined_0_38.is_stopped_by_search(train) is stops
+    assert determined_private.is_stopped_by_search(train) is stops
 
 
 def test_trial_seed_replaces_the_seed_of_the_platform(task: Task) -> None:

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from determined_amp.amp.diagnosis import find_cause
 from determined_amp.amp.errors import GuardError
-from determined_amp.amp.metrics import Report, StepReport, TrainingMetrics
+from determined_amp.amp.metrics import StepReport, TrainingMetrics, TrainingReport
 from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.amp.running_statistics import RunningStatistics
 from determined_amp.amp.scaler import LossScaler
@@ -190,7 +190,7 @@ class Guard:
         )
         return f"Cause: {cause}" if cause else _FINITE
 
-    def _failures(self, report: Report, metrics: Mapping[str, Any]) -> Iterator[str]:
+    def _failures(self, report: TrainingReport, metrics: Mapping[str, Any]) -> Iterator[str]:
         """The failures in a report, worst first."""
         settings = self._settings
         if not settings.scales_the_loss:
@@ -255,7 +255,7 @@ class Guard:
         self._judged_at[step.name] = (step.applied, step.skipped)
         return 0.0 if is_settling else skipped / (applied + skipped)
 
-    def _warn_of_skips_at_the_start(self, report: Report) -> None:
+    def _warn_of_skips_at_the_start(self, report: TrainingReport) -> None:
         """Once per optimizer, in the first report that has an applied step."""
         for step in report.steps:
             applied, skipped = self._began_at.get(step.name, (0, 0))
@@ -272,7 +272,7 @@ class Guard:
                     report.scale_of_newest_step,
                 )
 
-    def _warn_of_grown_loss(self, report: Report, loss: object) -> None:
+    def _warn_of_grown_loss(self, report: TrainingReport, loss: object) -> None:
         if not isinstance(loss, Real) or is_not_finite(loss):
             return
         if self._first_loss is None:
@@ -286,7 +286,7 @@ class Guard:
                 self._first_loss,
             )
 
-    def _loss_of(self, report: Report, metrics: Mapping[str, Any]) -> Any:
+    def _loss_of(self, report: TrainingReport, metrics: Mapping[str, Any]) -> Any:
         """The loss of a report; None if there is none."""
         return metrics.get("loss") if report.loss is None else report.loss
 

@@ -57,7 +57,7 @@ class StepReport:
 
 
 @dataclass(frozen=True)
-class Report:
+class TrainingReport:
     """What the guard judges; the same on every slot.
 
     Args:
@@ -111,7 +111,7 @@ class TrainingMetrics(StepsOfEach):
         self._stopwatch = Stopwatch(device)
         self._batches_of_process = 0
         self._peaks: dict[str, float] = {}
-        self.latest: Report | None = None
+        self.latest: TrainingReport | None = None
         self.trial_reports_loss = False
         self.drifting: frozenset[torch.optim.Optimizer] = frozenset()
 
@@ -228,7 +228,9 @@ class TrainingMetrics(StepsOfEach):
         loss = sum(slot["loss_sum"] for slot in slots) / losses if losses else None
         first_loss = sum(slot["first_loss"] for slot in slots) / len(slots) if losses else None
         scale, steps = furthest["loss_scale"], furthest["steps"]
-        self.latest = Report(loss, furthest["scale_of_newest_step"], tuple(steps), first_loss)
+        self.latest = TrainingReport(
+            loss, furthest["scale_of_newest_step"], tuple(steps), first_loss
+        )
         metrics: dict[str, Any] = {}
         if loss is not None and not self.trial_reports_loss:
             metrics[MetricName.LOSS] = loss

@@ -13,7 +13,7 @@ from determined_amp.amp.errors import UserError
 from determined_amp.check import probe as probes
 from determined_amp.check.probe import Probe
 from determined_amp.check.record import Record
-from determined_amp.trial.determined_0_38 import leave_the_cluster
+from determined_amp.trial.determined_private import leave_the_cluster
 
 # Seconds that one run may take, with its start.
 PATIENCE = 300.0

@@ -27,7 +27,7 @@ from determined_amp.check.stand_in import cpu_for_cuda
 from determined_amp.experiment.experiment import parse
 from determined_amp.local.open_trial import trial_context
 from determined_amp.trial.checkpoint import CheckpointError
-from determined_amp.trial.determined_0_38 import (
+from determined_amp.trial.determined_private import (
     SafeController,
     aggregation_frequency,
     averages_gradients,
@@ -180,26 +180,26 @@ class Examined(SafeController):
         self._spies = spies
         self._began = time.monotonic()
 
-    def _set_data_loaders(self) -> None:
-        super()._set_data_loaders()
+    def set_data_loaders(self) -> None:
+        super().set_data_loaders()
         shorten_epoch(self.context, _EPOCH * self._spies.record.aggregation)
         # Again and again: Determined repeats its own loaders alone.
         again = itertools.repeat(self.training_loader)
         self.training_loader: Any = itertools.chain.from_iterable(again)
 
-    def _run(self) -> None:
-        super()._run()
+    def run_loop(self) -> None:
+        super().run_loop()
         if self._probe.scale is None and not self._probe.resumes:
             self._compare_metrics()
 
-    def _train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+    def train_one_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         spies = self._spies
         if self._probe.resumes and not spies.record.batches:
             spies.take_state("start")
             spies.record.saved = False
         spies.begin_batch()
         try:
-            metrics: dict[str, Any] = super()._train_batch(batch, epoch_idx, batch_idx)
+            metrics: dict[str, Any] = super().train_one_batch(batch, epoch_idx, batch_idx)
         finally:
             spies.end_batch()
         steps = Counter(step.optimizer for step in spies.record.of("step"))
@@ -209,11 +209,11 @@ class Examined(SafeController):
             self.context.set_stop_requested(True)
         return metrics
 
-    def _on_epoch_end(self, epoch_idx: int) -> None:
-        super()._on_epoch_end(epoch_idx)
+    def end_epoch(self, epoch_idx: int) -> None:
+        super().end_epoch(epoch_idx)
         self._spies.record.epochs += 1
 
-    def _validate(self) -> dict[str, Any]:
+    def validate(self) -> dict[str, Any]:
         if self._probe.scale is not None or self._probe.resumes:
             assert self.state
             self.state.last_val = self.state.batches_trained
@@ -224,14 +224,14 @@ class Examined(SafeController):
             return itertools.islice(own(loader), _VALIDATION)
 
         with patched(DataLoader, "__iter__", few):
-            return super()._validate()
+            return super().validate()
 
-    def _checkpoint(self, already_exiting: bool) -> None:
+    def checkpoint(self, already_exiting: bool) -> None:
         assert self.state
         if not self._spies.record.saved:
             self._spies.take_state("end")
             if self._probe.saves:
-                super()._checkpoint(already_exiting)
+                super().checkpoint(already_exiting)
         self.state.last_ckpt = self.state.batches_trained
 
     def _compare_metrics(self) -> None:
@@ -246,7 +246,7 @@ class Examined(SafeController):
             with ExitStack() as stack, suppress(Exception):  # a cast by hand may not fit float32
                 if exact:
                     stack.enter_context(float16_as(torch.float32))
-                reports.append(self._validate())
+                reports.append(self.validate())
         del record.events[seen:]
         if len(reports) == 3:
             as_is, again, in_float32 = (

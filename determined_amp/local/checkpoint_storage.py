@@ -29,6 +29,7 @@ from determined_amp.trial.checkpoint import (
     read_without_code,
     restoring,
 )
+from determined_amp.trial.determined_private import LocalCheckpointContext
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class _WholeCheckpoints(storage.SharedFSStorageManager):
             yield path
 
 
-class LocalCheckpoints(core.DummyCheckpointContext):
+class LocalCheckpoints(LocalCheckpointContext):
     """Determined's checkpoint storage, in one folder on this machine.
 
     A checkpoint is written under a hidden name, flushed to the disk and then renamed. So a process
@@ -113,10 +114,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         for leftover in self._folder.glob(".batch-*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def _store_path_single(
-        self, metadata: dict[str, Any] | None = None
-    ) -> Iterator[tuple[Path, str]]:
-        assert metadata is not None
+    def store(self, metadata: dict[str, Any]) -> Iterator[tuple[Path, str]]:
         name = checkpoint_name(metadata["steps_completed"])
         partial = self._folder / f".{name}.partial"
         assert self._reports is not None
@@ -130,7 +128,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
                 pass  # raises for a cut-off file: torch does not notice if its last flush fails
             if (partial / _STATE).exists():
                 metadata[_CHECKSUM] = zlib.crc32((partial / _STATE).read_bytes())
-            self._write_metadata_file(os.fspath(partial), metadata)
+            self.write_metadata(partial, metadata)
             _flush(partial)
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)

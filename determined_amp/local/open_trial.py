@@ -28,7 +28,7 @@ from determined_amp.local.checkpoint_storage import LocalCheckpoints, Resume
 from determined_amp.runs.run import RunState
 from determined_amp.trial.audited import audited
 from determined_amp.trial.checkpoint import CheckpointError
-from determined_amp.trial.determined_0_38 import (
+from determined_amp.trial.determined_private import (
     SafeController,
     average_by_default,
     controlled_by,

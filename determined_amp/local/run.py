@@ -39,7 +39,7 @@ from determined_amp.local.run_listener import LocalReports, RunListener, after_f
 from determined_amp.runs.folder import RunFolder, read_record
 from determined_amp.runs.run import Run, RunState
 from determined_amp.trial.checkpoint import CheckpointError
-from determined_amp.trial.determined_0_38 import SafeController, controlled_by, epoch_length
+from determined_amp.trial.determined_private import SafeController, controlled_by, epoch_length
 from determined_amp.trial.fitting import fit
 from determined_amp.trial.unmodified import precision_of, trial_of_run
 
@@ -156,17 +156,17 @@ class LocalController(SafeController):
         self._listeners = listeners
         self._directory = directory
 
-    def _set_data_loaders(self) -> None:
-        super()._set_data_loaders()
+    def set_data_loaders(self) -> None:
+        super().set_data_loaders()
         loader: Any = self.validation_loader
         # Determined would notice only at the first validation, after a period of training.
-        if self._evaluate_batch_defined() and hasattr(loader, "__len__") and not len(loader):
+        if self.evaluates_batches and hasattr(loader, "__len__") and not len(loader):
             raise UserError(
                 "the validation data loader has no batch on this slot; allowed: at least one batch "
                 "for every slot"
             )
 
-    def _run(self) -> None:
+    def run_loop(self) -> None:
         epoch = epoch_length(self.context)
         total = self._length.in_batches(epoch)
         if total < self.start_from_batch:
@@ -177,18 +177,18 @@ class LocalController(SafeController):
         for listener in self._listeners:
             listener.on_training(self.start_from_batch, total, epoch)
         after_first_batch(self.trial, self._notify_of_first_batch)
-        super()._run()
+        super().run_loop()
 
     def _notify_of_first_batch(self) -> None:
         for listener in self._listeners:
             listener.on_first_batch()
 
-    def _save(self, path: Path) -> None:
+    def save(self, path: Path) -> None:
         storage = self.core_context.checkpoint
         assert isinstance(storage, LocalCheckpoints)
         storage.finite = _are_finite(self.context.models)
         with patched(util, "write_user_code", partial(_copy_user_code, self._directory)):
-            super()._save(path)
+            super().save(path)
 
 
 def train(

@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from determined import core, pytorch
+from determined import pytorch
 
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.local.processes import StopOnSignal
 from determined_amp.runs.folder import RunFolder
+from determined_amp.trial.determined_private import LocalTrainContext
 
 
 class RunListener:
@@ -69,7 +70,7 @@ def after_first_batch(trial: pytorch.PyTorchTrial, notify: Callable[[], None]) -
     trial.train_batch = train_and_notify  # type: ignore[method-assign]
 
 
-class LocalReports(core.DummyTrainContext):
+class LocalReports(LocalTrainContext):
     """Determined's train context, which notifies the listeners and knows the best validation.
 
     Only the chief reports; the other ranks get a plain `core.DummyTrainContext`.
@@ -94,7 +95,6 @@ class LocalReports(core.DummyTrainContext):
         self._metric = experiment.platform.searcher.metric
         self._smaller_is_better = experiment.platform.searcher.smaller_is_better
         self._best: tuple[float, int] | None = None  # value, batches
-        self._last_validation: int | None = None
         for line in folder.read_metrics():
             if line["group"] == "validation" and line["batches"] <= first_batch:
                 self._note_validation(line["batches"], line)
@@ -106,29 +106,20 @@ class LocalReports(core.DummyTrainContext):
     def get_experiment_best_validation(self) -> float | None:
         return self._best[0] if self._best else None
 
-    def _get_last_validation(self) -> int | None:
-        return self._last_validation
-
     def set_status(self, status: str) -> None:
         for listener in self._listeners:
             listener.on_status(status)
 
-    def _report_trial_metrics(
-        self,
-        group: str,
-        steps_completed: int,
-        metrics: dict[str, Any],
-        batch_metrics: list[dict[str, Any]] | None = None,
-    ) -> None:
+    def take_report(self, group: str, batches: int, metrics: dict[str, Any]) -> None:
         numbers = {name: _number(value) for name, value in metrics.items()}
-        line = {"group": "", **numbers} | {"group": group, "batches": steps_completed}
+        line = {"group": "", **numbers} | {"group": group, "batches": batches}
         for listener in self._listeners:
             listener.on_report(line)
         if group == "validation":
-            self._note_validation(steps_completed, numbers)
+            self._note_validation(batches, numbers)
 
     def _note_validation(self, batches: int, metrics: dict[str, Any]) -> None:
-        self._last_validation = batches
+        self.last_validation = batches
         value = metrics.get(self._metric) if self._metric is not None else None
         if not isinstance(value, (int, float)) or not math.isfinite(value):
             return

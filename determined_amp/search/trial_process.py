@@ -34,7 +34,7 @@ from determined_amp.local.run_listener import RunListener, after_first_batch
 from determined_amp.runs.folder import RunFolder
 from determined_amp.runs.run import RunState
 from determined_amp.search.task import Task, Verb
-from determined_amp.trial.determined_0_38 import leave_the_cluster
+from determined_amp.trial.determined_private import leave_the_cluster
 
 _processes = multiprocessing.get_context("forkserver")
 

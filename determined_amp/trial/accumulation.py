@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from determined_amp.trial.determined_0_38 import average_gradients_by
+from determined_amp.trial.determined_private import average_gradients_by
 
 
 def average_at_once(

@@ -15,7 +15,7 @@ from determined_amp.experiment.experiment import Platform, constants
 from determined_amp.experiment.fields import read
 from determined_amp.experiment.misplaced import misplaced
 from determined_amp.experiment.training import Plan, read_plan
-from determined_amp.trial.determined_0_38 import aggregation_frequency, safe_loop
+from determined_amp.trial.determined_private import aggregation_frequency, safe_loop
 from determined_amp.trial.mixed_precision import MixedPrecision
 
 

@@ -30,7 +30,7 @@ from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.fp32_modules import as_float32, is_compiled
 from determined_amp.amp.settings import AmpSettings, Compile
 from determined_amp.amp.tensors import has_closure, is_stand_in, parameters_in, parameters_of
-from determined_amp.trial.determined_0_38 import (
+from determined_amp.trial.determined_private import (
     aggregation_frequency,
     current_batch,
     ends_step,

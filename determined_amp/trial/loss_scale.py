@@ -29,7 +29,7 @@ from determined_amp.finder.prediction import LossScaleError
 from determined_amp.finder.scale_finding import find_window
 from determined_amp.finder.scale_score import Score
 from determined_amp.finder.scoring import NoScaleError, score_batches
-from determined_amp.trial.determined_0_38 import (
+from determined_amp.trial.determined_private import (
     BatchCollector,
     aggregation_frequency,
     controlled_by,

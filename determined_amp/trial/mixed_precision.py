@@ -34,7 +34,7 @@ from determined_amp.experiment.misplaced import misplaced
 from determined_amp.trial.accumulation import average_at_once, share_gradients_once
 from determined_amp.trial.audited import AuditMetrics, audited
 from determined_amp.trial.checkpoint import PortableCheckpoint
-from determined_amp.trial.determined_0_38 import (
+from determined_amp.trial.determined_private import (
     averages_gradients,
     current_batch,
     hyperparameters,
@@ -42,9 +42,9 @@ from determined_amp.trial.determined_0_38 import (
     searcher,
     what_steps,
 )
-from determined_amp.trial.guard import TrialGuard
 from determined_amp.trial.reported import ReportedMetrics, timed
 from determined_amp.trial.resumed import CALLBACK, ResumedTraining, scheduled
+from determined_amp.trial.trial_guard import TrialGuard
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import determined as det
 from determined import core, pytorch
 
 from determined_amp.amp.errors import UserError
-from determined_amp.trial.determined_0_38 import (
+from determined_amp.trial.determined_private import (
     REFUSED,
     train_context,
     train_context_of_task,

@@ -24,7 +24,7 @@ from determined_amp.trial.checkpoint import (
     take_settings,
     warn_of_what_cannot_be_restored,
 )
-from determined_amp.trial.determined_0_38 import (
+from determined_amp.trial.determined_private import (
     aggregation_frequency,
     current_batch,
     is_determineds_own_loop,

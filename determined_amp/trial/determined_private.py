@@ -1,4 +1,4 @@
-"""The only module that uses private names of Determined 0.38.1.
+"""All private names of Determined 0.38.1 that the library uses, but for those of `runs/master.py`.
 
 Determined offers no public way to do what is done here. To port the library to another version is
 to review this file.
@@ -7,6 +7,7 @@ to review this file.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -196,7 +197,65 @@ def end_loop() -> NoReturn:
 _Controller = pytorch._PyTorchTrialController
 
 
-class SafeController(_Controller):
+class _PublicNames(_Controller):
+    """Determined's loop, with public names for those of its methods that a loop of ours extends."""
+
+    def set_data_loaders(self) -> None:
+        """Make the loaders of the trial."""
+        super()._set_data_loaders()
+
+    def run_loop(self) -> None:
+        """Train, once the loaders are made and the checkpoint is loaded."""
+        super()._run()
+
+    def train_one_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        metrics: dict[str, Any] = super()._train_batch(batch, epoch_idx, batch_idx)
+        return metrics
+
+    def end_epoch(self, epoch_idx: int) -> None:
+        super()._on_epoch_end(epoch_idx)
+
+    def validate(self) -> dict[str, Any]:
+        metrics: dict[str, Any] = super()._validate()
+        return metrics
+
+    def checkpoint(self, already_exiting: bool) -> None:
+        super()._checkpoint(already_exiting)
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint into an empty folder; on the chief."""
+        super()._save(path)
+
+    @property
+    def evaluates_batches(self) -> bool:
+        """Whether the trial has an `evaluate_batch`."""
+        return bool(self._evaluate_batch_defined())
+
+    # What Determined calls.
+
+    def _set_data_loaders(self) -> None:
+        self.set_data_loaders()
+
+    def _run(self) -> None:
+        self.run_loop()
+
+    def _train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        return self.train_one_batch(batch, epoch_idx, batch_idx)
+
+    def _on_epoch_end(self, epoch_idx: int) -> None:
+        self.end_epoch(epoch_idx)
+
+    def _validate(self) -> dict[str, Any]:
+        return self.validate()
+
+    def _checkpoint(self, already_exiting: bool) -> None:
+        self.checkpoint(already_exiting)
+
+    def _save(self, path: Path) -> None:
+        self.save(path)
+
+
+class SafeController(_PublicNames):
     """Determined's training loop, which here loads checkpoints without running code in them.
 
     A run leaves a checkpoint of its last good state if the guard ends it, or if its validation
@@ -216,8 +275,8 @@ class SafeController(_Controller):
             self.context._steps_completed = self.start_from_batch
         super().run()
 
-    def _set_data_loaders(self) -> None:
-        super()._set_data_loaders()
+    def set_data_loaders(self) -> None:
+        super().set_data_loaders()
         seed = self.context._trial_seed  # None off a cluster, where a script sets its own
         seed = self.context.distributed.broadcast(torch.initial_seed() if seed is None else seed)
         settle_order(self.training_loader, seed, warns=self.is_chief)
@@ -227,22 +286,22 @@ class SafeController(_Controller):
                 "batch that drop_last drops; allowed: more data, or a smaller batch"
             )
 
-    def _run(self) -> None:
+    def run_loop(self) -> None:
         if self.is_chief:
             states = {f"callback {name}": each.state_dict for name, each in self.callbacks.items()}
             warn_of_what_cannot_be_restored({**states_of_schedulers(self.context), **states})
         try:
-            super()._run()
+            super().run_loop()
         except GuardError as error:
             if error.state_is_good and not self._checkpoint_is_current():
-                self._checkpoint(already_exiting=True)
+                self.checkpoint(already_exiting=True)
             raise
 
-    def _validate(self) -> dict[str, Any]:
+    def validate(self) -> dict[str, Any]:
         if self._steps_until_complete(self.max_length) <= 0 and not self._is_due():
             # A longer run has no validation here, and a validation draws from the random state.
             self._before_validation = random_state(self.context.distributed.local_rank)
-        metrics: dict[str, Any] = super()._validate()
+        metrics: dict[str, Any] = super().validate()
         if self.is_chief and self.searcher_metric_name:
             self._check_searcher_metric(metrics)
         # Only the chief has the metrics and asks the master, and all ranks must end.
@@ -250,7 +309,7 @@ class SafeController(_Controller):
         problem, is_over = self.context.distributed.broadcast((self._metric_problem, is_over))
         if problem is not None:
             if not self._checkpoint_is_current():
-                self._checkpoint(already_exiting=True)
+                self.checkpoint(already_exiting=True)
             raise ConfigError("experiment", [problem])
         if is_over:
             logger.info("the search stops this trial early")
@@ -271,21 +330,21 @@ class SafeController(_Controller):
         epochs, more = divmod(self.state.batches_trained, self.context._epoch_len)
         return not more and self.validation_period.should_stop(epochs)
 
-    def _checkpoint(self, already_exiting: bool) -> None:
+    def checkpoint(self, already_exiting: bool) -> None:
         if self._before_validation is not None:
             restore_random_state(self._before_validation, self.context.distributed.local_rank)
         self._of_ranks = self.context.distributed.gather(
             random_state(self.context.distributed.local_rank)
         )
-        super()._checkpoint(already_exiting)
+        super().checkpoint(already_exiting)
 
-    def _save(self, path: Path) -> None:
+    def save(self, path: Path) -> None:
         """Save as Determined does, with plain types even without callbacks of ours."""
         several = self.context.distributed.size > 1
         portable = PortableCheckpoint(self._of_ranks if several else None)
         callbacks = {**self.callbacks, PortableCheckpoint.NAME: portable}
         with patched(self, "callbacks", callbacks):
-            super()._save(path)
+            super().save(path)
 
     def _check_searcher_metric(self, val_metrics: dict[str, Any]) -> Any:
         """Note what is wrong with the metric; an error now would leave the other ranks waiting."""
@@ -369,3 +428,42 @@ def is_determineds_own_loop() -> bool:
 def safe_loop() -> AbstractContextManager[None]:
     """Let `pytorch.Trainer.fit` run a `SafeController`, unless a command has chosen a loop."""
     return controlled_by(SafeController) if is_determineds_own_loop() else nullcontext()
+
+
+# Contexts of Determined that keep a run on this machine.
+
+
+class LocalCheckpointContext(core.DummyCheckpointContext):
+    """Stores checkpoints by `store`, which a subclass gives."""
+
+    def store(self, metadata: dict[str, Any]) -> Iterator[tuple[Path, str]]:
+        """Yield once: the folder to write a checkpoint into, and its name."""
+        raise NotImplementedError
+
+    def write_metadata(self, folder: Path, metadata: dict[str, Any]) -> None:
+        """Write `metadata.json`, which makes a folder a checkpoint."""
+        self._write_metadata_file(os.fspath(folder), metadata)
+
+    def _store_path_single(
+        self, metadata: dict[str, Any] | None = None
+    ) -> Iterator[tuple[Path, str]]:
+        return self.store(metadata or {})
+
+
+class LocalTrainContext(core.DummyTrainContext):
+    """Hands reports to `take_report`, which a subclass gives."""
+
+    # The batches of the newest validation.
+    last_validation: int | None = None
+
+    def take_report(self, group: str, batches: int, metrics: dict[str, Any]) -> None:
+        """Called with each report of the loop."""
+        raise NotImplementedError
+
+    def _get_last_validation(self) -> int | None:
+        return self.last_validation
+
+    def _report_trial_metrics(
+        self, group: str, steps_completed: int, metrics: dict[str, Any], *_: Any
+    ) -> None:
+        self.take_report(group, steps_completed, metrics)

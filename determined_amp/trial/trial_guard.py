@@ -19,7 +19,7 @@ from determined_amp.amp.guard import Guard
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.amp.tensors import is_not_finite
 from determined_amp.experiment.machine import machine_of
-from determined_amp.trial.determined_0_38 import searcher, trial_seed
+from determined_amp.trial.determined_private import searcher, trial_seed
 from determined_amp.trial.notes import note_on_master
 
 logger = logging.getLogger(__name__)

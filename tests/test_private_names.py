@@ -1,0 +1,149 @@
+"""Private names of Determined are in one file, and each is still there in this release."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import determined as det
+import pytest
+from determined import core, pytorch
+from determined.common import api
+
+import determined_amp
+from determined_amp.check import probe
+from determined_amp.local import checkpoint_storage, run, run_listener
+from determined_amp.trial import determined_private
+
+LIBRARY = Path(determined_amp.__file__).parent
+PRIVATE = Path(determined_private.__file__)
+# A report reads a master without torch, which `determined_private` needs.
+WITHOUT_TORCH = LIBRARY / "runs" / "master.py"
+DETERMINED = Path(det.__file__).parent
+MODULES = [
+    *DETERMINED.glob("*.py"),
+    *DETERMINED.glob("core/*.py"),
+    *DETERMINED.glob("pytorch/*.py"),
+]
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def names_in(source: str) -> Iterator[tuple[int, str, bool]]:
+    """Every private attribute and import: its line and name, and whether it is one of `self`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            yield node.lineno, node.attr, is_self(node.value)
+        elif isinstance(node, ast.ImportFrom):
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            yield from ((node.lineno, part, False) for part in parts if is_private(part))
+
+
+def defined_in(source: str) -> Iterator[str]:
+    """What a file defines, or sets on an object of its own."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield from [node.attr] if is_self(node.value) else []
+
+
+@cache
+def defined_in_the_library() -> frozenset[str]:
+    return frozenset(
+        name for path in LIBRARY.rglob("*.py") for name in defined_in(path.read_text())
+    )
+
+
+@cache
+def words_of_determined() -> frozenset[str]:
+    everything = "\n".join(path.read_text() for path in MODULES)
+    return frozenset(re.findall(r"\b_[a-zA-Z]\w*", everything))
+
+
+def touched(path: Path) -> list[str]:
+    """The private names of Determined in a file of the library that defines none of that name."""
+    source = path.read_text()
+    own = set(defined_in(source))
+    found = []
+    for line, name, is_of_self in names_in(source):
+        ours = own | defined_in_the_library() if is_of_self else own
+        if name in words_of_determined() and name not in ours:
+            found.append(f"{path.name}:{line} {name}")
+    return found
+
+
+def overridden(cls: type) -> list[str]:
+    """The private methods of Determined that a class of ours replaces."""
+    bases = [base for base in cls.__mro__ if base.__module__.startswith("determined.")]
+    theirs = {name for base in bases for name in vars(base)}
+    replaced = theirs.intersection(vars(cls)) - {"_abc_impl"}
+    return sorted(filter(is_private, replaced))
+
+
+@pytest.mark.parametrize("name", sorted({name for _, name, _ in names_in(PRIVATE.read_text())}))
+def test_private_name_is_still_one_of_determined(name: str) -> None:
+    own = set(defined_in(PRIVATE.read_text()))
+    assert name in words_of_determined() | own, (
+        f"Determined {det.__version__} has no {name} any more"
+    )
+
+
+def test_methods_that_a_loop_of_ours_replaces_are_called_by_determined() -> None:
+    controller: Any = pytorch._PyTorchTrialController
+    contexts = (core.DummyTrainContext, core.DummyCheckpointContext)
+    calls = "".join(map(inspect.getsource, (controller, *contexts, core.CheckpointContext)))
+    for cls in (determined_private._PublicNames, determined_private.BatchCollector):
+        for name in overridden(cls):
+            assert f"self.{name}(" in calls, f"Determined {det.__version__} calls no {name}"
+
+
+# Names that torch and Determined both have, in files that mean torch's.
+TORCHS = {"_version", "_buffers", "_optimizer_step_pre_hooks", "_C"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted(LIBRARY.rglob("*.py")) if path not in (PRIVATE, WITHOUT_TORCH)],
+    ids=lambda path: str(path.relative_to(LIBRARY)),
+)
+def test_no_other_file_touches_a_private_name_of_determined(path: Path) -> None:
+    assert [found for found in touched(path) if found.rpartition(" ")[2] not in TORCHS] == []
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        run.LocalController,
+        probe.Examined,
+        checkpoint_storage.LocalCheckpoints,
+        run_listener.LocalReports,
+    ],
+)
+def test_no_other_class_replaces_a_private_method_of_determined(cls: type) -> None:
+    assert overridden(cls) == []
+
+
+def test_planted_names_are_seen(tmp_path: Path) -> None:
+    planted = tmp_path / "planted.py"
+    planted.write_text("print(context._hparams, own._mine)\nfrom determined.core import _train\n")
+    assert sorted(touched(planted)) == ["planted.py:1 _hparams", "planted.py:2 _train"]
+
+    class Planted(api.Session):
+        def _do_request(self, *args: Any, **kwargs: Any) -> Any:
+            return super()._do_request(*args, **kwargs)
+
+    assert overridden(Planted) == ["_do_request"]
