@@ -31,7 +31,7 @@ from determined_amp.pilots import (
     train_briefly,
 )
 from determined_amp.report import ReportError
-from determined_amp.report.precision_report import Written, answer, write_report
+from determined_amp.report.precision_report import PrecisionReport, write_precision_report
 from determined_amp.runs.folder import fresh_folder, read_record
 from determined_amp.runs.run import RunState
 from determined_amp.search.optimize import GRACE, INTERRUPTED, run_comparison
@@ -59,7 +59,7 @@ class CompareError(UserError):
 
 def compare(
     config: Mapping[str, Any], source: str, options: argparse.Namespace
-) -> tuple[Path, Written | None, bool]:
+) -> tuple[Path, PrecisionReport | None, bool]:
     """Compare the precisions of a trial, and print which one to use.
 
     Args:
@@ -94,7 +94,7 @@ def compare(
     return folder, _report(folder, planned, cut_short, console), cut_short == INTERRUPTED
 
 
-def _report(folder: Path, planned: int, cut_short: str, console: Console) -> Written:
+def _report(folder: Path, planned: int, cut_short: str, console: Console) -> PrecisionReport:
     """Write the report on those of the planned runs that have ended, and print its answer.
 
     `cut_short` is what `run_comparison` returned.
@@ -102,7 +102,7 @@ def _report(folder: Path, planned: int, cut_short: str, console: Console) -> Wri
     steps = _to_go_on(folder)
     try:
         ended = _of_answer(read_search(folder), planned, cut_short)
-        written = write_report([ended], folder)
+        written = write_precision_report([ended], folder)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"stopped before the report was written; python -m determined_amp report {folder} "
@@ -120,7 +120,7 @@ def _report(folder: Path, planned: int, cut_short: str, console: Console) -> Wri
         more = "".join(f"  {step}\n" for step in steps)
         early = f"not every run was finished {cut_short}: the answer is early. For more:"
         say(console, f"{early}\n{more}")
-    say(console, f"\n{written.short}\n\nthe page with all numbers: {_page(folder)}")
+    say(console, f"\n{written.text}\n\nthe page with all numbers: {_page(folder)}")
     return written
 
 
@@ -141,11 +141,11 @@ def _of_answer(source: Search, planned: int, cut_short: str) -> Search:
 
 
 def _page(folder: Path) -> str:
-    """Where to find the page and its text version."""
+    """Where to find the page."""
     info = det.get_cluster_info()
     if info is not None:
         return f"python -m determined_amp report {info.trial.experiment_id}"
-    return f"{folder / 'precision.html'}\nthe same as text: {folder / 'precision.md'}"
+    return str(folder / "precision.md")
 
 
 def _to_go_on(folder: Path) -> list[str]:
@@ -169,10 +169,10 @@ def compare_on_cluster(options: argparse.Namespace) -> None:
         noted: dict[str, Any] = {"answer": _ONLY_FP32, "precision": Precision.FP32.value}
         batches, metrics = BATCHES, {"speed": 1.0}
         if written is not None:
-            findings, advised = written.findings, written.advice.precision
-            noted = {"answer": answer(written.advice), "precision": advised.value}
-            batches = max(run.batches for run in findings.runs)
-            for comparison in findings.with_baseline:
+            compared, advised = written.compared, written.recommended.precision
+            noted = {"answer": written.recommended.answer, "precision": advised.value}
+            batches = max(run.batches for run in compared.runs)
+            for comparison in compared.with_baseline:
                 ratios = {"speed": comparison.speed, "memory": comparison.memory}
                 measured = {name: ratio.median for name, ratio in ratios.items() if ratio}
                 precision = comparison.precision.value
@@ -191,7 +191,7 @@ def compare_on_cluster(options: argparse.Namespace) -> None:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ComparisonPlan:
     """The planned runs."""
 
     batches: int  # length of each run, in batches
@@ -273,7 +273,7 @@ class _Trials:
         seed = {"experiment_seed": self._seeds[0]}
         return {**config, "reproducibility": {**config["reproducibility"], **seed}}
 
-    def search(self, precisions: Sequence[Precision], plan: Plan) -> dict[str, Any]:
+    def search(self, precisions: Sequence[Precision], plan: ComparisonPlan) -> dict[str, Any]:
         """The search over these precisions and all seeds."""
         # A grid begins with its last value: fp32, which the others are compared with.
         names = [precision.value for precision in precisions[::-1]]
@@ -362,7 +362,9 @@ def _find(trials: _Trials, results: PilotResults, folder: Path, log: Callable[[s
     (folder.parent / FILE_NAME).write_text(answer.json_text())
 
 
-def make_plan(results: PilotResults, experiment: Experiment, options: argparse.Namespace) -> Plan:
+def make_plan(
+    results: PilotResults, experiment: Experiment, options: argparse.Namespace
+) -> ComparisonPlan:
     """The runs that fit into the time that the options give."""
     pilots = results.pilots.values()
     per_batch = options.seeds * sum(pilot.seconds_per_batch for pilot in pilots)
@@ -379,7 +381,7 @@ def make_plan(results: PilotResults, experiment: Experiment, options: argparse.N
         wanted = options.batches
     period = max(int(wanted) // _REPORTS // window, 1) * window
     batches = options.batches or max(int(wanted) // period, 1) * period
-    return Plan(batches, period, overhead + batches * per_batch, allowed)
+    return ComparisonPlan(batches, period, overhead + batches * per_batch, allowed)
 
 
 def print_pilots(console: Console, results: PilotResults) -> None:
@@ -394,7 +396,7 @@ def print_pilots(console: Console, results: PilotResults) -> None:
         say(console, f"  {name:9} left out: {why}")
 
 
-def print_plan(console: Console, results: PilotResults, plan: Plan, seeds: int) -> None:
+def print_plan(console: Console, results: PilotResults, plan: ComparisonPlan, seeds: int) -> None:
     """Print what will be run, and the time that it takes."""
     names = ", ".join(precision.value for precision in results.pilots)
     say(

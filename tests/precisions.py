@@ -10,7 +10,7 @@ from typing import Any
 
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.machine import Machine
-from determined_amp.report.precision_findings import Findings, find
+from determined_amp.report.compared_runs import ComparedRuns, compare_runs
 from determined_amp.runs.folder import read_run
 from determined_amp.runs.run import Part, Report, Reports, Run, RunState, judged
 from determined_amp.search.search_folder import Search
@@ -152,10 +152,10 @@ def seeds(precision: str, values: Sequence[float], **others: Any) -> list[Run]:
     return [run(precision, seed, accuracy=x, **others) for seed, x in enumerate(values, 1)]
 
 
-def findings_of(*runs: Run | Path, **options: Any) -> Findings:
+def comparison_of(*runs: Run | Path, **options: Any) -> ComparedRuns:
     """The comparison of some runs, or of what is in some run folders."""
     read = (run if isinstance(run, Run) else read_run(run) for run in runs)
-    return find([Search("", tuple(read))], **options)
+    return compare_runs([Search("", tuple(read))], **options)
 
 
 def made_on(device: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import pytest
 
@@ -20,11 +21,6 @@ EXPERIMENT = {
 TRIAL = {
     **{"experimentId": 7, "restarts": 0, "startTime": "", "state": "STATE_COMPLETED"},
     "totalBatchesProcessed": 4,
-}
-RUN = {
-    **{"archived": False, "checkpointCount": 0, "checkpointSize": "0", "id": 0},
-    **{"parentArchived": False, "projectId": 1, "projectName": "", "startTime": ""},
-    **{"state": "STATE_COMPLETED", "workspaceId": 1, "workspaceName": ""},
 }
 USER = {"active": True, "admin": False, "username": "someone"}
 
@@ -67,11 +63,13 @@ class Master:
             rest = path.removeprefix("/api/v1/experiments/7").lstrip("/")
             return 200, json.dumps(self._experiment()[rest])
         if path == "/api/v1/trials/metrics/trial_metrics":
-            group = "training" if "group=training" in query else "validation"
-            return 200, json.dumps({"result": {"metrics": self.reports[group]}}) + "\n"
-        if path == "/api/v1/runs":
-            runs = [{**RUN, "id": n, "metadata": {"amp": x}} for n, x in self.metadata.items()]
-            return 200, json.dumps({"runs": runs, "pagination": _page_of(runs)})
+            wanted = parse_qs(query)
+            (group,), (trial,) = wanted["group"], wanted["trialIds"]
+            sent = [one for one in self.reports[group] if one["trialId"] == int(trial)]
+            return 200, json.dumps({"result": {"metrics": sent}}) + "\n"
+        if path.endswith("/metadata"):
+            number = int(path.split("/")[-2])
+            return 200, json.dumps({"metadata": {"amp": self.metadata.get(number, {})}})
         return 404, json.dumps({"message": "experiment not found"})
 
     def _experiment(self) -> dict[str, dict[str, Any]]:

@@ -95,7 +95,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str,
     write_files(folder)
     commands = json.dumps([command.split(" ") for command in (*MISTAKES, REPORT, SOUND)])
     training.outcome("-c", PROGRAM, input=commands, cwd=folder, timeout=120, check=True)
-    assert (folder / "fp32" / "precision.html").exists()
+    assert (folder / "fp32" / "precision.md").exists()
     results: Any = json.loads((folder / "ended.json").read_text())
     return {command: tuple(result) for command, result in results.items()}
 

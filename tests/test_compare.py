@@ -28,7 +28,7 @@ from determined_amp.experiment.overrides import in_precision
 from determined_amp.experiment.training import Length
 from determined_amp.finder.found_scale import FoundScale
 from determined_amp.pilots import BATCHES, FINDER_BATCHES, REPORTING_PERIOD, Pilot
-from determined_amp.report.precision_report import write_report
+from determined_amp.report.precision_report import write_precision_report
 from determined_amp.runs.folder import RunFolder
 from determined_amp.runs.run import RunState
 from determined_amp.search import optimize
@@ -98,17 +98,17 @@ class TestAnswer:
         assert {run["seed"] for run in result["runs"]} == {0, 1}
         assert all(run["state"] == "completed" for run in result["runs"])
         assert {run["audit_share"] for run in result["runs"]} == {1.0}
-        assert (images / "precision.html").is_file()
+        assert (images / "precision.md").is_file()
         assert not list(images.glob("pilots/*/checkpoints/batch-*"))
 
     def test_answer_ends_what_is_printed(self, images: Path) -> None:
         """In this order, without the tables of the page."""
         result = json.loads((images / "precision.json").read_text())
         printed = (images / "printed").read_text()
-        _, answer, rest = printed.partition(f"\n\nuse {result['use']} here: {result['why']}\n\n")
+        _, answer, rest = printed.partition(f"\n\n{result['answer']}\n\n")
         assert answer
         assert rest.startswith(f"hyperparameters:\n  amp:\n    precision: {result['use']}\n")
-        assert "- float16 loss scale: verdict: " in rest
+        assert "* float16 loss scale: verdict: " in rest
         assert "|" not in rest
 
     def test_runs_are_equal_but_for_their_precision(self, images: Path) -> None:
@@ -152,8 +152,8 @@ def test_comparison_says_why_it_ended_early(
 
 
 def test_runs_that_take_longer_than_estimated_have_all_the_minutes_allowed() -> None:
-    short = comparison.Plan(batches=200, reporting_period=25, seconds=8.0, allowed=180.0)
-    long = comparison.Plan(batches=20, reporting_period=2, seconds=400.0, allowed=180.0)
+    short = comparison.ComparisonPlan(batches=200, reporting_period=25, seconds=8.0, allowed=180.0)
+    long = comparison.ComparisonPlan(batches=20, reporting_period=2, seconds=400.0, allowed=180.0)
     assert (short.time_limit, long.time_limit) == (180.0, 520.0)
 
 
@@ -197,7 +197,10 @@ def test_yaml_without_a_batch_size_is_told_what_to_write(
     ("moment", "words"),
     [
         ("run_comparison", "stopped before the first run: nothing is compared yet; begin again"),
-        ("write_report", "stopped before the report was written; python -m determined_amp report "),
+        (
+            "write_precision_report",
+            "stopped before the report was written; python -m determined_amp report ",
+        ),
         (
             None,
             "stopped before there was anything to compare: too few runs were finished within 3 min"
@@ -253,20 +256,20 @@ def test_task_of_a_cluster_leaves_the_answer_in_metadata_metrics_and_checkpoint(
     made.mkdir()
     write_remarks(made, [], [])
     source = Search("", (run("fp32"), run("amp_bf16", speed=2000.0)))
-    compared = Mock(return_value=(made, write_report([source], made), False))
+    compared = Mock(return_value=(made, write_precision_report([source], made), False))
     monkeypatch.setattr(comparison, "compare", compared)
     comparison.compare_on_cluster(Namespace(minutes=1))
     config = {"name": "a", "hyperparameters": {"learning_rate": 0.5}}
     compared.assert_called_once_with(config, "experiment", Namespace(minutes=1))
     (saved,) = tmp_path.glob("checkpoints/*")
-    assert {"precision.html", "precision.md", "precision.json", "compare.json"} <= {
+    assert {"precision.png", "precision.md", "precision.json", "compare.json"} <= {
         path.name for path in saved.iterdir()
     }
     assert json.loads((saved / "metadata.json").read_text())["steps_completed"] == 100
     metrics = {"speed": 2.0, "speed_amp_bf16": 2.0, "memory_amp_bf16": 1.0}
     assert on_cluster.reports["validation"] == [(100, metrics)]
     answer = json.loads((made / "precision.json").read_text())["answer"]
-    noted = {"answer": answer, "precision": "amp_bf16", "verdict": "cannot be told", "speed": 2.0}
+    noted = {"answer": answer, "precision": "amp_bf16", "verdict": "cannot tell yet", "speed": 2.0}
     assert on_cluster.metadata.items() >= noted.items()
     assert on_cluster.status == "use amp_bf16: 2.0x"
 
@@ -316,7 +319,7 @@ def test_runs_of_a_comparison_differ_in_precision_and_seed_alone() -> None:
     config |= {"reproducibility": {"experiment_seed": 5}}
     config |= {"optimizations": {"aggregation_frequency": 3}}
     trials = comparison._Trials(parse(in_precision(config, "fp32"), "x"), config, 2)
-    plan = comparison.Plan(batches=42, reporting_period=6, seconds=1.0, allowed=1.0)
+    plan = comparison.ComparisonPlan(batches=42, reporting_period=6, seconds=1.0, allowed=1.0)
     precisions = {"type": "categorical", "vals": ["amp_bf16", "fp32"]}
     whole, searcher = {"batches": 42}, config["searcher"]
     made = trials.search([Precision.FP32, Precision.AMP_BF16], plan)

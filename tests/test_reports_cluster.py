@@ -113,7 +113,6 @@ class TestComparison:
     ) -> None:
         master.checkpoints = [checkpoint(tmp_path, "precision.md", "use amp_bf16 here")]
         (tmp_path / "uuid" / "compare.json").write_text("{}")  # of the search
-        (tmp_path / "out").mkdir()
         for _ in range(2):
             assert any_report.main(["7", "--output", str(tmp_path / "out")]) == 0
             assert capsys.readouterr().out.startswith("use amp_bf16 here")
@@ -258,7 +257,7 @@ def test_odd_number_of_a_master_is_a_report_or_a_sentence(
     numbers = r'"(loss_scale_score|skipped_steps)": [\d.]+'
     rewritten(master, monkeypatch, numbers, rf'"\1": {value}')
     with suppress(UserError):
-        loss_scale_figure.draw(None, over_loss_scale(read_experiment(7)))
+        loss_scale_figure.draw_loss_scale(None, over_loss_scale(read_experiment(7)))
 
 
 @pytest.mark.parametrize(
@@ -281,35 +280,32 @@ PRECISIONS = {"amp": {"precision": {"type": "categorical", "vals": ["fp32", "amp
 FIND, SCORE = "python3 -m determined_amp find --batches 4", "python3 -m determined_amp score"
 TRAIN, COMPARE = "python3 -m determined_amp train", "python3 -m determined_amp compare"
 CHECK = "python3 -m determined_amp check --trial model_def:MyTrial"
-SINGLE = "is a single run, no search.*report precision 7 OTHERS$"
 
 
 @pytest.mark.parametrize(
-    ("entrypoint", "searcher", "space", "fits", "refusal"),
+    ("entrypoint", "searcher", "space", "fits"),
     [
-        (FIND, "single", {}, [], "report loss-scale SEARCH --finding 7$"),
-        (CHECK, "single", {}, [], "its findings end its log$"),
-        (SCORE, "grid", SCALES, ["loss-scale"], "report loss-scale 7$"),
-        (TRAIN, "adaptive_asha", SCALES, ["loss-scale"], "report loss-scale 7$"),
-        (TRAIN, "grid", SCALES, ["loss-scale"], "report loss-scale 7$"),
-        (TRAIN, "grid", {"amp": {**SCALES["amp"], **PRECISIONS["amp"]}}, ["precision"], "sion 7$"),
-        (TRAIN, "grid", PRECISIONS, ["precision"], "report precision 7$"),
-        (COMPARE, "single", {}, ["precision"], "report precision 7$"),
-        (TRAIN, "single", {}, ["precision"], SINGLE),
-        (None, None, {}, ["precision"], SINGLE),  # a run folder
-        (TRAIN, "random", {"rate": {"type": "log"}}, ["precision", "loss-scale"], ""),
+        (SCORE, "grid", SCALES, ["loss-scale"]),
+        (TRAIN, "adaptive_asha", SCALES, ["loss-scale"]),
+        (TRAIN, "grid", SCALES, ["loss-scale"]),
+        (TRAIN, "grid", {"amp": {**SCALES["amp"], **PRECISIONS["amp"]}}, ["precision"]),
+        (TRAIN, "grid", PRECISIONS, ["precision"]),
+        (COMPARE, "single", {}, ["precision"]),
+        (TRAIN, "single", {}, ["precision"]),
+        (None, None, {}, ["precision"]),  # a run folder
+        (TRAIN, "random", {"rate": {"type": "log"}}, ["precision", "loss-scale"]),
     ],
 )
-def test_report_is_refused_with_the_command_for_the_one_that_fits(
-    entrypoint: str | None, searcher: str | None, space: Any, fits: list[str], refusal: str
+def test_source_decides_on_its_report_and_another_is_refused_with_the_command(
+    entrypoint: str | None, searcher: str | None, space: Any, fits: list[str]
 ) -> None:
     config = {"entrypoint": entrypoint, "searcher": {"name": searcher}, "hyperparameters": space}
     search = Search("experiment 7", (), config)
-    assert sources.report_for(search) == (fits or ["loss-scale"])[0]
-    for name in ("precision", "loss-scale"):
-        fitting = pytest.raises(ReportError, match=rf"experiment 7: .*{refusal}")
-        with nullcontext() if name in fits else fitting:
-            sources.check_report(name, "7", search)
+    assert sources.report_on("7", search, None) == fits[0]
+    for named in ("precision", "loss-scale"):
+        other = pytest.raises(ReportError, match=rf"^experiment 7: .* report {fits[0]} 7$")
+        with nullcontext() if named in fits else other:
+            assert sources.report_on("7", search, named) == named
 
 
 @pytest.mark.parametrize("command", [["7"], ["loss-scale", "7"]])

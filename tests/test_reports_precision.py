@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,16 +18,15 @@ from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.machine import Machine
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.report import ReportError
+from determined_amp.report.compared_runs import compare_runs
 from determined_amp.report.master_runs import read_experiment
-from determined_amp.report.precision_findings import find
 from determined_amp.runs.folder import read_run
 from determined_amp.runs.run import RunState
 from tests.precisions import LOST, RESOLVED, TRAINED, made_on, write_run
 from tests.report_master import TRIAL, Master, report, serving
-from tests.test_reports import needs_the_network, shown
 from tests.training import ROOT, run_small
 
-FILES = [f"precision.{kind}" for kind in ("html", "json", "md", "png")]
+FILES = [f"precision.{kind}" for kind in ("json", "md", "png")]
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +50,16 @@ class TestRealRuns:
         assert precision.main(["precision", *runs, "--output", str(tmp_path)]) == 0
         output = capsys.readouterr().out
         assert sorted(path.name for path in tmp_path.iterdir()) == FILES
-        assert output.startswith((tmp_path / "precision.md").read_text())
-        document = (tmp_path / "precision.html").read_text()
-        assert needs_the_network(document) == []
-        assert document.count("<svg") == 1
-        sentences = json.loads((tmp_path / "precision.json").read_text())["sentences"]
-        assert len(sentences) >= 6
-        for sentence in sentences:
-            assert sentence in shown(document)
-            assert sentence in output
-        assert output.startswith("# use ")
-        self.assert_numbers(trained, json.loads((tmp_path / "precision.json").read_text()))
+        record = json.loads((tmp_path / "precision.json").read_text())
+        page = (tmp_path / "precision.md").read_text()
+        assert page.startswith(f"# {record['answer']}\n")
+        assert output.startswith(f"{record['answer']}\n")
+        assert len(record["sentences"]) >= 6
+        for sentence in record["sentences"]:
+            assert f"* {sentence}\n" in page
+            assert f"* {sentence}\n" in output
+        assert "(precision.png)" in page
+        self.assert_numbers(trained, record)
 
     @staticmethod
     def assert_numbers(trained: Path, record: dict[str, Any]) -> None:
@@ -81,7 +80,7 @@ class TestRealRuns:
         assert run["applied_steps"] == training[-1]["watch_applied_steps"]
         assert run["seed"] == 20261121
         assert record["machine"] == run["machine"]
-        assert {c["verdict"] for c in record["comparisons"]} == {"cannot be told"}
+        assert {c["verdict"] for c in record["comparisons"]} == {"cannot tell yet"}
 
     def test_real_run_has_the_settings_of_the_runs_written_by_hand(self, trained: Path) -> None:
         resolved = yaml.safe_load((trained / "amp/resolved.yaml").read_text())
@@ -109,7 +108,10 @@ class TestCommand:
             (["a", "--margin=nan"], "got nan; allowed: a number above 0"),
             (["nowhere"], "nowhere: there is no such folder; allowed: a run folder, the folder"),
             (["7"], "DET_MASTER is not set"),
-            (["fp32", "--output", "none"], "--output: got none, which is no folder"),
+            (
+                ["fp32", "amp_fp16", "--output", "fp32/run.json"],
+                "run.json: cannot be made: File exi",
+            ),
             (["fp32"], "there is nothing to compare"),
             (["."], "is not a run folder"),
         ],
@@ -153,7 +155,7 @@ CONFIG = with_overrides(
     read_yaml(str(ROOT / "experiment_configs/mlp/fp32.yaml")),
     ("hyperparameters.training.max_length.batches=100", "searcher.name=grid"),
 )
-NOTED = {"date": "2026-01-01T00:00:00+00:00", "machine": made_on("NVIDIA H100")}
+NOTED: dict[str, Any] = {"date": "2026-01-01T00:00:00+00:00", "machine": made_on("NVIDIA H100")}
 
 
 def trial(number: int, precision: str, **others: Any) -> dict[str, Any]:
@@ -184,7 +186,7 @@ def master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Master]:
     ):
         for sent in reports_of(number, accuracy, speed):
             made.reports[sent["group"]].append(sent)
-        made.metadata[number] = dict(NOTED)
+        made.metadata[number] = {**NOTED, "seed": 5 + (number + 1) % 2}
     with serving(made, monkeypatch, tmp_path):
         yield made
 
@@ -206,22 +208,20 @@ def test_trial_that_failed_before_its_training_hinders_nothing(master: Master) -
     """An image could not be pulled, so the trial has noted nothing."""
     early = trial(10, "amp_fp16", state="STATE_ERROR")
     master.trials = [early, *master.trials]
-    findings = find([read_experiment(7)])
+    findings = compare_runs([read_experiment(7)])
     assert [run.name[-2:] for run in findings.runs if run.state is RunState.FAILED] == ["10"]
     assert findings.machine.on_gpu
     assert findings.machine.device == "NVIDIA H100"
 
 
 def test_seeds_are_those_that_the_trials_noted(master: Master) -> None:
-    (comparison,) = find([read_experiment(7)]).comparisons
-    assert not comparison.difference.paired
-    assert comparison.speed is not None
-    assert comparison.speed.pairs == 4
-    for number, seed in zip((11, 12, 13, 14), (5, 6, 5, 6), strict=True):
-        master.metadata[number]["seed"] = seed
-    findings = find([read_experiment(7)])
-    assert [run.seed for run in findings.runs] == [5, 6, 5, 6]
-    assert findings.comparisons[0].difference.paired
+    compared = compare_runs([read_experiment(7)])
+    assert [run.seed for run in compared.runs] == [5, 6, 5, 6]
+    assert compared.comparisons[0].difference.pairs == 2
+    for number in (11, 12, 13, 14):
+        del master.metadata[number]["seed"]
+    with pytest.raises(ReportError, match="have no seed in common"):
+        compare_runs([read_experiment(7)])
 
 
 def test_runs_of_several_experiments_may_share_a_machine_which_is_said_once(master: Master) -> None:
@@ -232,7 +232,7 @@ def test_runs_of_several_experiments_may_share_a_machine_which_is_said_once(mast
         master.reports[group] = [report for report in reports if report["trialId"] == 11]
     (note,) = read_experiment(7).notes
     assert "ran side by side" in note
-    assert find([every, every]).notes == [note]
+    assert compare_runs([every, dataclasses.replace(every, runs=())]).notes == [note]
 
 
 SKIPPED, NAN = "60% of the steps were skipped", "the training loss is nan in amp_bf16"
@@ -303,4 +303,4 @@ def test_report_of_a_master_goes_into_runs(
     monkeypatch.chdir(tmp_path)
     assert precision.main(["precision", "7"]) == 0
     assert "use amp_bf16 here: it is 2.00 times as fast" in capsys.readouterr().out
-    assert (tmp_path / "runs/experiment-7/precision.html").exists()
+    assert (tmp_path / "runs/experiment-7/precision.md").exists()

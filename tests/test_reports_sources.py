@@ -11,8 +11,8 @@ from determined_amp.experiment.dotted import flat, nested
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.scale_score import bits_from_default
 from determined_amp.report import ReportError
-from determined_amp.report.loss_scale_report import over_loss_scale, sentences
-from determined_amp.report.sources import folder_beside, read_source
+from determined_amp.report.loss_scale_report import over_loss_scale, search_sentences
+from determined_amp.report.sources import read_source
 from determined_amp.search.search_folder import read_search
 from tests.reporting import SEARCH, scored, write_study
 
@@ -71,7 +71,7 @@ def test_trial_with_a_damaged_record_is_left_out_and_named(tmp_path: Path, recor
     assert [run.number for run in search.runs] == [0, 2]
     (note,) = search.notes
     assert note.startswith(f"left out: {tmp_path}/trials/0001: is not a run folder")
-    assert note in list(sentences(None, search))
+    assert note in list(search_sentences(None, search))
 
 
 def test_source_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
@@ -85,15 +85,6 @@ def test_source_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
     (folder / "trials" / "0000" / "metrics.jsonl").mkdir()
     with pytest.raises(ReportError, match=r"metrics\.jsonl: cannot be read: Is a directory; al"):
         read_source(str(folder))
-
-
-def test_folder_of_a_report_that_cannot_be_made_is_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").touch()
-    with pytest.raises(ReportError, match="runs/experiment-7: cannot be made: Not a directory; al"):
-        folder_beside("7")
 
 
 def test_search_without_trials_is_a_sentence(tmp_path: Path) -> None:

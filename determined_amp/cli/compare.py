@@ -8,7 +8,7 @@ Ctrl-C ends the command with a report on the runs so far.
 It can be the entrypoint of an experiment on a cluster, with the options `--trial`, `--seeds`,
 `--batches` and `--minutes`. The whole comparison is then one task.
 
-It writes `runs/compare-NAME/TIME/`, a search folder with the page `precision.html`.
+It writes `runs/compare-NAME/TIME/`, a search folder with the page `precision.md`.
 """
 
 from __future__ import annotations

@@ -53,10 +53,10 @@ def _save(answer: FoundScale, options: argparse.Namespace) -> None:
             write_whole(options.json, answer.json_text())
         if options.plot:
             # matplotlib takes seconds to import.
-            from determined_amp.report.loss_scale_figure import draw  # noqa: PLC0415
+            from determined_amp.report.loss_scale_figure import draw_loss_scale  # noqa: PLC0415
             from determined_amp.report.page import as_png  # noqa: PLC0415
 
-            write_together({options.plot: [as_png(draw(answer, None))]})
+            write_together({options.plot: [as_png(draw_loss_scale(answer, None))]})
             print(f"written: {options.plot}")
     except OSError as error:
         raise UserError(f"the answer cannot be written: {error}; allowed: another file") from error

@@ -14,40 +14,41 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from determined_amp.amp.errors import UserError
-from determined_amp.report import ReportError, precision_report
+from determined_amp.report import ReportError
 from determined_amp.report.master_runs import fetch_comparison
+from determined_amp.report.precision_report import write_precision_report
 from determined_amp.report.sources import (
-    check_report,
+    LOSS_SCALE,
+    PRECISION,
     folder_beside,
     is_experiment,
     read_source,
-    report_for,
+    report_on,
 )
 from determined_amp.search.search_folder import Search
 from determined_amp.search.task import Topic
 
 # By report: its own options.
-_OPTIONS = {
-    "precision": ("metric", "better", "margin", "claims"),
-    "loss-scale": ("finding",),
-}
+_OPTIONS = {PRECISION: ("metric", "better", "margin"), LOSS_SCALE: ("finding",)}
 
 
 def main(arguments: Sequence[str]) -> int:
     """Write the report that the first argument names, or the one that fits the first source."""
     named = arguments[0] if arguments and arguments[0] in _OPTIONS else None
     options = _parser().parse_args(arguments[named is not None :])
-    if options.output is not None and not options.output.is_dir():
-        raise ReportError(
-            f"--output: got {options.output}, which is no folder; allowed: an existing folder"
-        )
     searches = [read_source(source) for source in options.sources]
-    report = named or report_for(searches[0])
+    report = named or report_on(options.sources[0], searches[0], None)
     _check_options(report, options)
     for source, search in zip(options.sources, searches, strict=True):
-        check_report(report, source, search)
+        report_on(source, search, report)
     folder = options.output or folder_beside(options.sources[0])
-    if report == "loss-scale":
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ReportError(
+            f"{folder}: cannot be made: {error.strerror}; allowed: --output with another folder"
+        ) from error
+    if report == LOSS_SCALE:
         _report_loss_scale(searches[0], options, folder)
     elif Topic.of(searches[0].config) is Topic.COMPARISON and is_experiment(options.sources[0]):
         _fetch_comparison(int(options.sources[0]), options, folder)
@@ -58,11 +59,11 @@ def main(arguments: Sequence[str]) -> int:
 
 def _check_options(report: str, options: argparse.Namespace) -> None:
     """Raise if an option belongs to the other report, or there are too many sources."""
-    other = {"precision": "loss-scale", "loss-scale": "precision"}[report]
+    other = PRECISION if report == LOSS_SCALE else LOSS_SCALE
     foreign = [name for name in _OPTIONS[other] if getattr(options, name)]
     if foreign:
         raise UserError(f"--{foreign[0]}: belongs to report {other}; this one is report {report}")
-    if report == "loss-scale" and len(options.sources) > 1:
+    if report == LOSS_SCALE and len(options.sources) > 1:
         raise UserError(
             f"report loss-scale: got {len(options.sources)} sources; allowed: one search"
         )
@@ -71,15 +72,14 @@ def _check_options(report: str, options: argparse.Namespace) -> None:
 def _report_precisions(
     searches: Sequence[Search], options: argparse.Namespace, folder: Path
 ) -> None:
-    written = precision_report.write_report(
+    written = write_precision_report(
         searches,
         folder,
         metric=options.metric,
         margin=options.margin,
         smaller_is_better=None if options.better is None else options.better == "smaller",
-        judge_claims=options.claims,
     )
-    print(f"{written.markdown}\nwritten: {', '.join(map(str, written.files))}")
+    print(f"{written.text}\n\nwritten: {', '.join(map(str, written.files))}")
 
 
 def _fetch_comparison(number: int, options: argparse.Namespace, folder: Path) -> None:
@@ -94,8 +94,9 @@ def _fetch_comparison(number: int, options: argparse.Namespace, folder: Path) ->
 def _report_loss_scale(search: Search, options: argparse.Namespace, folder: Path) -> None:
     from determined_amp.report import loss_scale_report  # noqa: PLC0415  # the finder, torch
 
-    sentences, files = loss_scale_report.write_report(
-        search, folder, options.finding, on_cluster=is_experiment(options.sources[0])
+    on_cluster = is_experiment(options.sources[0])
+    sentences, files = loss_scale_report.write_loss_scale_report(
+        search, folder, options.finding, on_cluster=on_cluster
     )
     print("\n".join(sentences))
     print(f"written: {', '.join(map(str, files))}")
@@ -136,12 +137,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="X",
         help="precision: difference that does not matter; default: 0.003 of an accuracy, else "
         "1 %% of the baseline's mean",
-    )
-    parser.add_argument(
-        "--claims",
-        action="store_true",
-        help="precision: judge the claims of the literature for ResNet-50, as for this "
-        "repository's trials",
     )
     parser.add_argument(
         "--finding",

@@ -13,16 +13,15 @@ from determined_amp.amp.metric_names import MetricName
 from determined_amp.experiment.dotted import flat, nested, value_at
 from determined_amp.experiment.experiment import TRIAL_SEED
 from determined_amp.experiment.machine import Machine
-from determined_amp.finder.found_scale import FoundScale, scale_lines
-from determined_amp.finder.found_scale import scale_sentences as finder_sentences
-from determined_amp.finder.scale_finding import ScaleFinding
+from determined_amp.finder.found_scale import FoundScale, scale_lines, scale_sentences
 from determined_amp.finder.scale_score import worth_of_best
 from determined_amp.local.open_trial import open_trial
-from determined_amp.report import ReportError, page
-from determined_amp.report.loss_scale_figure import draw, points_of, predicted_score, seed_band
+from determined_amp.report import ReportError
+from determined_amp.report.loss_scale_figure import draw_loss_scale, predicted_score
 from determined_amp.report.master_runs import read_finding
+from determined_amp.report.page import markdown_table, write_page
 from determined_amp.report.sources import is_experiment
-from determined_amp.runs.run import SCALE, SCORE, is_scale
+from determined_amp.runs.run import SCALE, SCORE, Run, is_scale
 from determined_amp.search.search_folder import Search
 from determined_amp.search.task import BATCHES
 
@@ -37,8 +36,7 @@ _METRICS = (
 _CAPTION = (
     "Lines are predicted from one bfloat16 backward per batch, crosses are measured in float16. "
     "Green: the safe window: nothing overflows, and no gradient loses more than 0.1 % of its norm, "
-    "flushed to 0. Red: a gradient overflows, the step is skipped, the scale halved. "
-    "Amber band: mean and standard deviation over seeds, inside the window. Hollow: stopped early."
+    "flushed to 0. Red: a gradient overflows, the step is skipped, the scale halved."
 )
 
 # The sections of a configuration that the finder needs; a master fills in more.
@@ -47,11 +45,8 @@ _SECTIONS = ("name", "entrypoint", "data", "hyperparameters", "searcher", "repro
 # What finds on a cluster, whatever trial a search has.
 _FIND_THERE = "the entrypoint `python3 -m determined_amp find` on its YAML without ranges"
 
-# A best value within this many standard deviations of the window's mean counts as a tie.
-_SDS_OF_A_TIE = 2.0
 
-
-def write_report(
+def write_loss_scale_report(
     source: Search, folder: Path, finding: str | None = None, *, on_cluster: bool = False
 ) -> tuple[list[str], list[Path]]:
     """Write the report on a search.
@@ -70,10 +65,23 @@ def write_report(
     """
     search = over_loss_scale(source)
     predicted, remarks = _prediction(search, finding, on_cluster=on_cluster)
-    of_the_finder = finder_sentences(predicted) if predicted else ()
-    answer_first = sorted(of_the_finder, key=lambda line: not line.startswith("verdict: "))
-    lines = [*answer_first, *sentences(predicted, search), *remarks]
-    heads, rows = _facts(search)
+    of_the_finder = list(scale_sentences(predicted)) if predicted else []
+    of_the_finder.sort(key=lambda line: not line.startswith("verdict: "))
+    lines = [*_not_counted(search), *of_the_finder, *search_sentences(predicted, search)]
+    lines += remarks
+    heads, rows = _trials(search)
+    cells = [[_cell(value) for value in row] for row in rows]
+    paste = [f"```yaml\n{scale_lines(predicted)}\n```"] if predicted else []
+    markdown = "\n\n".join(
+        [
+            f"# {lines[0]}",
+            *paste,
+            "\n".join(f"* {sentence}" for sentence in lines[1:]),
+            f"![{_CAPTION}]({NAME}.png)",
+            markdown_table(heads, cells),
+            _origin(predicted, search),
+        ]
+    )
     record = {
         "answer": lines[0],
         "sentences": lines,
@@ -82,8 +90,8 @@ def write_report(
         "trials": [dict(zip(heads, row, strict=True)) for row in rows],
         "finding": predicted.as_json() if predicted else None,
     }
-    markdown, figure = text(lines, predicted, search), draw(predicted, search)
-    return lines, page.write(folder, NAME, markdown, figure, record)
+    figure = draw_loss_scale(predicted, search)
+    return lines, write_page(folder, NAME, f"{markdown}\n", figure, record)
 
 
 def _prediction(
@@ -99,7 +107,7 @@ def _prediction(
             f"torch {run.torch}, {run.date}; nothing tells whether that is the trial of the search"
         ]
     try:
-        predicted = predict(search)
+        predicted = find_for_search(search)
     except UserError as error:  # the report is useful without it, too
         return None, [
             f"no prediction: {one_line(error)}. Where the experiment is, `python -m determined_amp "
@@ -112,31 +120,17 @@ def _prediction(
     return predicted, [here] if on_cluster else []
 
 
-def text(lines: Sequence[str], predicted: FoundScale | None, search: Search) -> str:
-    """The report as Markdown: the answer first, then sentences, the picture and the trials."""
-    heads, rows = _facts(search)
-    parts = [
-        f"# {lines[0]}",
-        f"```yaml\n{scale_lines(predicted)}\n```" if predicted else "",
-        "\n".join(f"* {sentence}" for sentence in lines[1:]),
-        f"![{_CAPTION}]({NAME}.png)",
-        page.table(heads, ([_cell(value) for value in row] for row in rows)),
-        _origin(predicted, search),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _facts(search: Search) -> tuple[list[str], list[list[Any]]]:
+def _trials(search: Search) -> tuple[list[str], list[list[Any]]]:
     """The heads and the rows of the table of trials, the smallest scale first."""
     others = search.also_searched
     known = {name for run in search.runs for name in run.metrics}
-    metrics = [m for m in dict.fromkeys((search.metric, *_METRICS)) if m in known]
+    metrics = [name for name in _METRICS if name in known]
+    heads = ["trial", "init_scale", *others, "state", "batches", search.metric, *metrics]
     skips = any(run.skipped_steps is not None for run in search.runs)
-    heads = ["trial", "init_scale", *others, "state", "batches", *metrics]
     rows = []
     for run in sorted(search.runs, key=lambda run: (run.scale_log2, run.number)):
         row = [run.number, 2.0**run.scale_log2, *map(run.hparams.get, others)]
-        row += [run.state.value, run.batches, *map(run.metrics.get, metrics)]
+        row += [run.state.value, run.batches, search.value(run), *map(run.metrics.get, metrics)]
         rows.append([*row, run.skipped_steps] if skips else row)
     return [*heads, MetricName.SKIPPED_STEPS] if skips else heads, rows
 
@@ -149,10 +143,8 @@ def _cell(value: Any) -> str:
 
 def _origin(predicted: FoundScale | None, search: Search) -> str:
     """What the numbers were measured on."""
-    seeds = {run.seed for run in search.runs if run.seed is not None}
     machine, date = search.runs[0].machine, search.runs[0].date
     facts = [f"{len(search.runs)} trials of {search.name} ({search.origin})"]
-    facts += [f"{len(seeds)} seed{'s' * (len(seeds) != 1)}"] if seeds else []
     if machine != Machine():
         facts.append(f"on {machine.device}, torch {machine.torch}, {date}")
     if predicted:
@@ -187,7 +179,7 @@ def over_loss_scale(search: Search) -> Search:
     return dataclasses.replace(search, runs=runs)
 
 
-def predict(search: Search) -> FoundScale:
+def find_for_search(search: Search) -> FoundScale:
     """Run the finder on the experiment of a search, with the seed of the search.
 
     The scale is the default. Other searched hyperparameters are those of the first trial.
@@ -212,80 +204,67 @@ def predict(search: Search) -> FoundScale:
         return opened.find(BATCHES, name=search.name)
 
 
-def sentences(prediction: FoundScale | None, search: Search) -> Iterator[str]:
+def search_sentences(predicted: FoundScale | None, search: Search) -> Iterator[str]:
     """Sentences on how well prediction and search agree, and on the best trial."""
-    if prediction is not None:
-        yield from _predicted_and_measured(prediction, search)
-    yield from _best(None if prediction is None else prediction.finding, search)
+    if predicted is not None:
+        yield from _agreement(predicted, search.runs)
+    yield from _best(predicted, search)
     failed = [run for run in search.runs if run.state.is_failure]
     if failed:
         yield f"{len(failed)} trials failed; trial {failed[0].number}: {failed[0].reason}"
     yield from search.notes
 
 
-def _predicted_and_measured(prediction: FoundScale, search: Search) -> Iterator[str]:
-    """Sentences on the overflows, scores and skips that were predicted and measured."""
-    finding, runs = prediction.finding, search.runs
-    overflows = [(run.scale_log2, run.overflow) for run in runs if run.overflow is not None]
-    wrong = sorted(scale for scale, over in overflows if over is not (scale > finding.top_log2))
-    if overflows:
-        yield (
-            f"overflow: predicted above 2^{finding.top_log2:g}, and "
-            f"{len(overflows) - len(wrong)} of {len(overflows)} trials agree"
-            + (f"; not those at {', '.join(f'2^{scale:g}' for scale in wrong)}" if wrong else "")
-        )
-    scores = [
-        (r.scale_log2, r.metrics[SCORE], predicted_score(prediction, r.scale_log2))
-        for r in runs
-        if r.is_scored
-    ]
-    yield from _agreement(f"{SCORE}: predicted and measured", scores)
-    skips = [
-        abs(run.skipped_steps - finding.expected_skips(run.scale_log2)) <= 1
-        for run in runs
-        if run.skipped_steps is not None
-    ]
-    if skips:
-        yield (
-            f"skipped steps: {sum(skips)} of {len(skips)} trials skipped what was expected, or one "
-            "more or less"
-        )
+def _agreement(predicted: FoundScale, runs: Sequence[Run]) -> Iterator[str]:
+    """Sentences on the overflows and scores that were predicted and measured."""
+    top = predicted.finding.top_log2
+    measured = [run for run in runs if run.overflow is not None]
+    wrong = [run.scale_log2 for run in measured if run.overflow is not (run.scale_log2 > top)]
+    if measured:
+        agree = f"{len(measured) - len(wrong)} of {len(measured)} trials agree"
+        at = ", ".join(f"2^{scale:g}" for scale in sorted(wrong))
+        but = f"; not those at {at}" if wrong else ""
+        yield f"overflow: predicted above 2^{top:g}, and {agree}{but}"
+    apart = {}
+    for run in runs:
+        if run.is_scored:
+            expected = predicted_score(predicted, run.scale_log2)
+            apart[run.scale_log2] = abs(run.metrics[SCORE] - expected)
+    if apart:
+        where = max(apart, key=lambda scale: apart[scale])
+        differ = f"differ by {apart[where]:.2g} at most, at 2^{where:g}"
+        yield f"{SCORE}: predicted and measured {differ if apart[where] else 'are the same'}"
 
 
-def _agreement(what: str, trials: Sequence[tuple[float, float, float]]) -> Iterator[str]:
-    """How far two numbers are apart; each trial gives log2 of its scale, and both numbers."""
-    if trials:
-        most, where = max((abs(one - other), scale) for scale, one, other in trials)
-        apart = f"differ by {most:.2g} at most, at 2^{where:g}" if most else "are the same"
-        yield f"{what} {apart} ({len(trials)} trials)"
-
-
-def _best(finding: ScaleFinding | None, search: Search) -> Iterator[str]:
-    points = points_of(search)
-    if not points:
+def _best(predicted: FoundScale | None, search: Search) -> Iterator[str]:
+    ranked = search.ranked()
+    if not ranked:
         yield f"no trial reported {search.metric} yet"
         return
-    best = points[0]
-    choice = None if finding is None else finding.answer_log2
-    yield f"best trial: 2^{best.scale_log2:g} with {search.metric} {best.value:.4g}" + (
-        "" if choice is None else f"; the finder chose 2^{choice:g}"
-    )
+    best = ranked[0]
+    choice = None if predicted is None else predicted.finding.answer_log2
+    chosen = "" if choice is None else f"; the finder chose 2^{choice:g}"
+    value = search.value(best)
+    yield f"best trial: 2^{best.scale_log2:g} with {search.metric} {value:.4g}{chosen}"
     if search.also_searched:
         others = ", ".join(search.also_searched)
         yield f"the trials differ in {others}, too: {search.metric} does not rank the scales alone"
         return
-    worth = worth_of_best(
-        search.metric, [(run.scale_log2, run.metrics.get("steps_lost")) for run in search.ranked()]
-    )
+    lost = [(run.scale_log2, run.metrics.get("steps_lost")) for run in ranked]
+    worth = worth_of_best(search.metric, lost)
     if worth is not None:
         yield worth
-    is_scored = any(run.is_scored for run in search.runs)
-    band = None if is_scored else seed_band(points, finding)
-    if band is not None:
-        centre, spread = band
-        distance = abs(best.value - centre)
-        word = "a tie" if distance <= _SDS_OF_A_TIE * spread else "more than the seeds' noise"
+
+
+def _not_counted(search: Search) -> Iterator[str]:
+    """Why another trial than the one that the platform calls the best is named here."""
+    ranked = search.ranked()
+    reported = [run for run in search.runs if search.value(run) is not None]
+    if not ranked or not reported:
+        return
+    best = min(reported, key=search.order)
+    if search.order(best) < search.order(ranked[0]):
         yield (
-            f"inside the window {search.metric} is {centre:.4g}, and seeds differ by {spread:.2g} "
-            f"(standard deviation); the best is {distance:.2g} from that: {word}"
+            f"trial {best.number} reported the best {search.metric}, {search.value(best):.4g}, and "
+            f"does not count, although the platform may name it: {best.state.value}: {best.reason}"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,11 +44,6 @@ _SIDE_BY_SIDE = (
     "speeds",
 )
 
-_PAGE = 500  # runs in one answer of the master
-
-# By group of reports: the key of their metrics.
-_METRICS_OF_GROUP = {"training": "avg_metrics", "validation": "validation_metrics"}
-
 # The states of trials that have ended, without `STATE_`.
 _ENDED = {
     "COMPLETED": RunState.COMPLETED,
@@ -69,30 +64,15 @@ def read_experiment(number: int) -> Search:
     """
     with _on_master(number) as (session, experiment, origin):
         config: dict[str, Any] = {"hyperparameters": {}, **(experiment.config or {})}
-        if not isinstance(config["hyperparameters"], Mapping):
-            raise TypeError(f"its hyperparameters are {config['hyperparameters']!r}")
-        trials = experiment.list_trials()
-        reports, noted = _reports(session, trials), _noted(session, number)
-        runs = tuple(
-            _run(trial, origin, config, noted.get(trial.id, {}), reports[trial.id])
-            for trial in trials
-        )
-    return Search(origin, runs, config, notes=_SIDE_BY_SIDE)
+        runs = [_run(trial, session, origin, config) for trial in experiment.list_trials()]
+    return Search(origin, tuple(runs), config, notes=_SIDE_BY_SIDE)
 
 
-def _run(
-    trial: Trial,
-    origin: str,
-    config: Mapping[str, Any],
-    noted: Mapping[str, Any],
-    reports: Reports,
-) -> Run:
-    """A trial of an experiment, with the settings of a run folder where they are compared.
-
-    A trial that the master calls completed may have ended early. Only the settings show that,
-    because they hold its length.
-    """
-    hparams, settings = with_power_of_two(trial.hparams or {}, config), {}
+def _run(trial: Trial, session: Session, origin: str, config: Mapping[str, Any]) -> Run:
+    """A trial of an experiment, with the settings of a run folder where they are compared."""
+    noted, reports = _noted(session, trial.id), _reports(trial)
+    hparams = with_power_of_two(trial.hparams or {}, config)
+    settings: dict[str, Any] = {}
     if Topic.of(config) not in _WITHOUT_SETTINGS:
         try:
             settings = parse(config, origin, hyperparameters=hparams).settings
@@ -101,15 +81,7 @@ def _run(
                 f"{error}\nallowed: an experiment of determined_amp train, read where its code is"
             ) from error
         settings[SEED] = noted.get("seed")
-    status = str(trial.state.value if trial.state else "").removeprefix("STATE_")
-    state = _ENDED.get(status, RunState.RUNNING)
-    reason = str(noted.get("failure") or "")
-    if state is RunState.COMPLETED and reason:
-        state = RunState.INVALID
-    elif state is RunState.COMPLETED and settings:
-        state, reason = RunState.PRUNED, "ended early by its search"
-    elif state is RunState.STOPPED:
-        reason = "it was canceled"
+    state, reason = _end(trial, str(noted.get("failure") or ""), has_length=bool(settings))
     machine = Machine(**noted.get("machine", {}))
     return Run(
         f"{origin}, trial {trial.id}",
@@ -119,6 +91,43 @@ def _run(
         number=trial.id,
         hparams=flat(hparams),
     )
+
+
+def _end(trial: Trial, failure: str, *, has_length: bool) -> tuple[RunState, str]:
+    """How a trial ended, and why, before its reports are looked at.
+
+    A trial that the master calls completed may have failed, or have been ended early by its search.
+    Only its length shows the latter.
+    """
+    status = trial.state.value if trial.state else ""
+    state = _ENDED.get(status.removeprefix("STATE_"), RunState.RUNNING)
+    if state is RunState.STOPPED:
+        return state, "it was canceled"
+    if state is RunState.COMPLETED and failure:
+        return RunState.INVALID, failure
+    if state is RunState.COMPLETED and has_length:
+        return RunState.PRUNED, "ended early by its search"
+    return state, failure
+
+
+def _noted(session: Session, trial: int) -> Mapping[str, Any]:
+    """What a trial noted in the metadata of its run."""
+    metadata = bindings.get_GetRunMetadata(session, runId=trial).metadata or {}
+    noted: Mapping[str, Any] = metadata.get("amp") or {}
+    return noted
+
+
+def _reports(trial: Trial) -> Reports:
+    """The reports of a trial, in the order of its batches."""
+    reports = Reports()
+    for group in ("training", "validation"):
+        sent = [
+            Report.read(report.steps_completed, report.metrics)
+            for report in trial.iter_metrics(group)
+        ]
+        for report in sorted(sent, key=lambda report: report.batches):
+            reports.add(group, report)
+    return reports
 
 
 def read_finding(number: int) -> FoundScale:
@@ -162,8 +171,9 @@ def _checkpoint(number: int, name: str) -> Iterator[tuple[Path, str]]:
     with _on_master(number) as (session, experiment, origin), temporary_folder() as folder:
         saved = [c for c in experiment.list_checkpoints() if name in (c.resources or {})]
         if not saved:
-            noted = [n.get("failure") or n.get("answer") for n in _noted(session, number).values()]
-            why = next(filter(None, noted), "it has not completed, or ran another command")
+            noted = [_noted(session, trial.id) for trial in experiment.list_trials()]
+            told = [one.get("failure") or one.get("answer") for one in noted]
+            why = next(filter(None, told), "it has not completed, or ran another command")
             raise ReportError(f"{origin}: has no checkpoint with {name}: {why}")
         try:
             saved[0].download(str(folder))
@@ -173,38 +183,6 @@ def _checkpoint(number: int, name: str) -> Iterator[tuple[Path, str]]:
                 f"be reached: det checkpoint download {saved[0].uuid}"
             ) from error
         yield folder, origin
-
-
-def _noted(session: Session, experiment: int) -> dict[int, Mapping[str, Any]]:
-    """What the trials of an experiment noted in the metadata of their runs, by trial id."""
-    of_experiment = {
-        **{"columnName": "experimentId", "kind": "field", "location": "LOCATION_TYPE_RUN"},
-        **{"operator": "=", "type": "COLUMN_TYPE_NUMBER", "value": experiment},
-    }
-    group = {"children": [of_experiment], "conjunction": "and", "kind": "group"}
-    wanted = json.dumps({"filterGroup": group, "showArchived": True})
-    noted: dict[int, Mapping[str, Any]] = {}
-    while True:
-        page = bindings.v1SearchRunsRequest(filter=wanted, limit=_PAGE, offset=len(noted))
-        runs = bindings.post_SearchRuns(session, body=page).runs
-        noted |= {run.id: (run.metadata or {}).get("amp") or {} for run in runs}
-        if len(runs) < _PAGE:
-            return noted
-
-
-def _reports(session: Session, trials: Iterable[Trial]) -> dict[int, Reports]:
-    """The reports of all trials, by trial id."""
-    reports = {trial.id: Reports() for trial in trials}
-    # Without ids the master fails.
-    for group, key in _METRICS_OF_GROUP.items() if reports else ():
-        sent: dict[int, list[Report]] = {number: [] for number in reports}
-        for answer in bindings.get_GetMetrics(session, trialIds=list(sent), group=group):
-            for one in answer.metrics:
-                sent[one.trialId].append(Report.read(one.totalBatches, one.metrics[key]))
-        for number, ordered in sent.items():
-            for report in sorted(ordered, key=lambda report: report.batches):
-                reports[number].add(group, report)
-    return reports
 
 
 @contextmanager

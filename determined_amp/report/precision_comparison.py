@@ -1,106 +1,64 @@
 """Compares one precision with another: speed, memory, and the metric with its confidence interval.
 
-A difference that is not significant does not prove equality. Two precisions are equal within a
-margin if the whole 95 % confidence interval of their difference lies inside the margin.
+Runs are compared in pairs of equal seed. A difference that is not significant does not prove
+equality: two precisions are equal within a margin if the whole 95 % confidence interval of their
+difference lies inside the margin.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
-from statistics import mean, median_high, median_low, stdev, variance
-from typing import Any
+from statistics import mean, median_high, median_low, stdev
 
 from scipy import stats  # type: ignore[import-untyped]
 
 from determined_amp.amp.metric_names import MetricName
 from determined_amp.amp.settings import Precision
-from determined_amp.runs.run import ACCURACY, Run, Spread
-
-# AMP does not speed up a loop that spends a larger share of its time waiting for data.
-WAITS_FOR_DATA = 0.2
+from determined_amp.runs.run import Run, Spread
 
 # A smaller ratio of speed or memory counts as no difference.
 MIN_EFFECT = 1.05
 
 _CONFIDENCE = 0.95
-_MOST_SEEDS = 1000
 
 # A sentence names at most this many seeds.
 _NAMED_SEEDS = 10
 
 
-class Judgement(enum.Enum):
-    """The judgement of a claim."""
-
-    HOLDS = "yes"
-    FAILS = "no"
-    UNKNOWN = "cannot be told"
-    UNMEASURED = "not measured"
-
-
-# By text: what is measured, and the range in which the claim holds. Speed and memory are ratios,
-# the accuracy is a difference of shares.
-CLAIMS = {
-    "2.0x the speed": ("speed", 2.0, math.inf),
-    "half the memory": ("memory", 0.0, 0.5),
-    "within 0.3 points of accuracy": ("accuracy", -0.003, 0.003),
-}
-
-Range = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class Claim:
-    """One claim and its judgement."""
-
-    text: str  # the claim
-    judgement: Judgement  # whether it holds
-    measured: Range | None  # the range of the measurement; None if it was not measured
-
-
-def judge(measured: Range | None, low: float, high: float) -> Judgement:
-    """Whether a measured range lies inside the range of a claim, outside of it, or across."""
-    if measured is None:
-        return Judgement.UNMEASURED
-    if low <= measured[0] and measured[1] <= high:
-        return Judgement.HOLDS
-    outside = measured[1] < low or measured[0] > high
-    return Judgement.FAILS if outside else Judgement.UNKNOWN
-
-
 class Equivalence(enum.Enum):
-    """The verdict on a difference."""
+    """The verdict on a difference of the metric."""
 
     EQUAL = "equal within the margin"
     DIFFERENT = "different"
-    UNKNOWN = "cannot be told"
+    UNKNOWN = "cannot tell yet"
+
+
+class Effect(enum.Enum):
+    """The verdict on a ratio; less than `MIN_EFFECT` is no effect."""
+
+    LARGER = enum.auto()
+    SMALLER = enum.auto()
+    NOT_LARGER = enum.auto()  # whether it is smaller is not known
+    UNKNOWN = enum.auto()
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean difference and its 95 % confidence interval."""
+    """The mean of a difference over pairs of runs, and its 95 % confidence interval."""
 
     mean: float
-    seeds: int  # number of pairs if paired, else the smaller of the two numbers of seeds
-    std: float | None  # standard deviation of the difference for one seed; None with a single seed
-    low: float  # lower end of the interval; -inf with a single seed
-    high: float  # upper end of the interval; inf with a single seed
-    paired: bool  # whether the differences are between runs with the same seed
+    pairs: int
+    std: float | None  # standard deviation over the pairs; None with a single one
+    low: float  # lower end of the interval; -inf with a single pair
+    high: float  # upper end of the interval; inf with a single pair
 
     @property
-    def half_width(self) -> float | None:
-        """Half width of the interval; None with a single seed."""
-        return (self.high - self.low) / 2 if math.isfinite(self.high) else None
-
-    @property
-    def known_range(self) -> tuple[float, float]:
-        """The interval; without any spread over seeds it could be anything."""
-        return (self.low, self.high) if self.std else (-math.inf, math.inf)
+    def half_width(self) -> float:
+        """Half width of the interval; infinite with a single pair."""
+        return self.high - self.mean
 
     def verdict(self, margin: float) -> Equivalence:
         """Judge the difference; a significant difference within the margin counts as equal.
@@ -116,55 +74,63 @@ class Interval:
             return Equivalence.DIFFERENT
         return Equivalence.UNKNOWN
 
-    def seeds_needed(self, margin: float) -> int | None:
-        """Number of seeds for a verdict, if mean and standard deviation stay the same.
 
-        None without a standard deviation, or if more than a thousand seeds are needed.
-        """
-        if not self.std:
-            return None
-        # The largest half width that allows one of the two verdicts.
-        half_width = max(margin - abs(self.mean), abs(self.mean))
-        for seeds in range(2, _MOST_SEEDS + 1):
-            dof = seeds - 1 if self.paired else 2 * (seeds - 1)
-            quantile = float(stats.t.ppf((1 + _CONFIDENCE) / 2, dof))
-            if quantile * self.std / math.sqrt(seeds) <= half_width:
-                return seeds
-        return None
-
-
-def paired(first: Sequence[float], second: Sequence[float]) -> Interval:
-    """The interval of paired differences: both sequences have the same seeds in the same order."""
-    differences = [a - b for a, b in zip(first, second, strict=True)]
-    std = stdev(differences) if len(differences) > 1 else None
-    ends = _ends(mean(differences), std, lambda: stats.ttest_rel(first, second))
-    return Interval(mean(differences), len(differences), std, *ends, paired=True)
-
-
-def welch(first: Sequence[float], second: Sequence[float]) -> Interval:
-    """The interval of the difference of two means, by Welch's t-test for unequal variances."""
-    difference, seeds = mean(first) - mean(second), min(len(first), len(second))
-    std = math.sqrt(variance(first) + variance(second)) if seeds > 1 else None
-    ends = _ends(difference, std, lambda: stats.ttest_ind(first, second, equal_var=False))
-    return Interval(difference, seeds, std, *ends, paired=False)
-
-
-def _ends(middle: float, std: float | None, test: Callable[[], Any]) -> Range:
-    """The ends of the interval of a test: anything with one seed, a point without a spread."""
-    if std is None:
-        return -math.inf, math.inf
-    if std == 0.0:
-        return middle, middle
-    with warnings.catch_warnings():
-        # SciPy warns that its p-value is imprecise if seeds hardly differ; the p-value is not used.
-        warnings.simplefilter("ignore", RuntimeWarning)
-        low, high = test().confidence_interval(_CONFIDENCE)
-    return float(low), float(high)
+def interval_of(differences: Sequence[float]) -> Interval:
+    """The mean of some differences, and its interval by Student's t-test."""
+    middle, pairs = mean(differences), len(differences)
+    if pairs < 2:
+        return Interval(middle, pairs, None, -math.inf, math.inf)
+    std = stdev(differences)
+    quantile = float(stats.t.ppf((1 + _CONFIDENCE) / 2, pairs - 1))
+    half_width = quantile * std / math.sqrt(pairs)
+    return Interval(middle, pairs, std, middle - half_width, middle + half_width)
 
 
 @dataclass(frozen=True)
-class Summary:
-    """The runs of one precision."""
+class Ratio:
+    """The ratio of one precision to another over pairs of runs with equal seeds.
+
+    For a single pair, all ranges are those of the ratios of its reports.
+    """
+
+    median: float  # median over the pairs
+    low: float  # minimum over the pairs
+    high: float  # maximum over the pairs
+    pairs: int
+    certain_low: float  # lower end of the 95 % interval of the geometric mean over the pairs
+    certain_high: float  # its upper end
+
+    @property
+    def effect(self) -> Effect:
+        """The verdict. An effect must show in every pair, and beyond what may be chance."""
+        above = min(self.low, self.certain_low) > 1.0
+        below = max(self.high, self.certain_high) < 1.0
+        if above and self.median >= MIN_EFFECT:
+            return Effect.LARGER
+        if below and self.median <= 1.0 / MIN_EFFECT:
+            return Effect.SMALLER
+        return Effect.NOT_LARGER if self.certain_high < MIN_EFFECT else Effect.UNKNOWN
+
+
+def ratio_of(pairs: Sequence[tuple[Spread, Spread]]) -> Ratio | None:
+    """The ratio of the first number to the second over some pairs of runs; None without a pair."""
+    if not pairs:
+        return None
+    ratios = [first.median / second.median for first, second in pairs]
+    # A median that inverts if the ratios do: of an even number the geometric mean.
+    middle = math.sqrt(median_low(ratios) * median_high(ratios))
+    if len(pairs) == 1:
+        ((first, second),) = pairs
+        low, high = first.low / second.high, first.high / second.low
+        return Ratio(middle, low, high, 1, low, high)
+    logs = interval_of([math.log(ratio) for ratio in ratios])
+    certain_low, certain_high = math.exp(logs.low), math.exp(logs.high)
+    return Ratio(middle, min(ratios), max(ratios), len(pairs), certain_low, certain_high)
+
+
+@dataclass(frozen=True)
+class PrecisionRuns:
+    """The runs in one precision."""
 
     precision: Precision
     runs: Sequence[Run]  # the completed runs, by seed
@@ -181,19 +147,16 @@ class Summary:
         return (*self.runs, *self.failed)[0].is_only_fp32
 
     @property
-    def seeds(self) -> list[int]:
-        """The known seeds of the completed runs."""
-        return [run.seed for run in self.runs if run.seed is not None]
-
-    @property
     def seeds_in_words(self) -> str:
         """The number of runs, and their seeds."""
         count = len(self.runs)
-        known = ", ".join(map(str, self.seeds[:_NAMED_SEEDS])) or "unknown"
-        known += ", ..." if len(self.seeds) > _NAMED_SEEDS else ""
-        plural = "s" * (count != 1)
         failed = f" and {len(self.failed)} failed" if self.failed else ""
-        return f"{count} run{plural}{failed}" + (f", seed{plural} {known}" if count else "")
+        if not count:
+            return f"0 runs{failed}"
+        plural = "s" * (count != 1)
+        seeds = ", ".join(str(run.seed) for run in self.runs[:_NAMED_SEEDS])
+        more = ", ..." if count > _NAMED_SEEDS else ""
+        return f"{count} run{plural}{failed}, seed{plural} {seeds}{more}"
 
     @property
     def values(self) -> list[float]:
@@ -225,9 +188,14 @@ class Summary:
         """The spread of a number of the last training report."""
         return self.spread(lambda run: run.last(name))
 
+    def of_optimizers(self, name: str) -> Spread | None:
+        """The spread of a number of the last training report, summed over the optimizers."""
+        return self.spread(lambda run: run.of_optimizers(name))
+
     def spread(self, value: Callable[[Run], float | None]) -> Spread | None:
         """The spread over the completed runs that have the value."""
-        return Spread.of([number for run in self.runs if (number := value(run)) is not None])
+        values = [value(run) for run in self.runs]
+        return Spread.of([number for number in values if number is not None])
 
 
 def median_speed(run: Run) -> float | None:
@@ -235,42 +203,17 @@ def median_speed(run: Run) -> float | None:
     return run.speed.median if run.speed else None
 
 
-def summaries(runs: Sequence[Run], metric: str) -> list[Summary]:
-    """A summary for each precision that has a run, in the order of `Precision`."""
-    by_precision = []
+def by_precision(runs: Sequence[Run], metric: str) -> list[PrecisionRuns]:
+    """The runs of each precision that has one, in the order of `Precision`."""
+    ordered = sorted(runs, key=lambda run: (run.seed or 0, run.name))
+    made = []
     for precision in Precision:
-        same = [run for run in runs if run.precision is precision]
-        same.sort(key=lambda run: (run.seed or 0, run.name))
+        same = [run for run in ordered if run.precision is precision]
         failed = [run for run in same if run.state.is_failure]
         completed = [run for run in same if not run.state.is_failure]
         if same:
-            by_precision.append(Summary(precision, completed, failed, metric))
-    return by_precision
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """The ratio of one precision to another over pairs of runs."""
-
-    median: float  # median over the pairs
-    low: float  # minimum over the pairs; for a single pair the smallest ratio of its reports
-    high: float  # maximum over the pairs; for a single pair the largest ratio of its reports
-    pairs: int
-    # Whether runs with the same seed are paired; otherwise each run of one precision is paired with
-    # each run of the other.
-    by_seed: bool
-    # Whether the 95 % interval of its mean excludes 1, in the logarithm. On a busy machine two
-    # pairs may agree by chance. True if nothing is known of a spread over runs.
-    beyond_chance: bool = True
-
-    @property
-    def is_larger(self) -> bool:
-        """Whether it is above 1 beyond chance, in every pair, and its median `MIN_EFFECT`."""
-        return self.beyond_chance and self.low > 1.0 and self.median >= MIN_EFFECT
-
-    @property
-    def is_smaller(self) -> bool:
-        return self.beyond_chance and self.high < 1.0 and self.median <= 1.0 / MIN_EFFECT
+            made.append(PrecisionRuns(precision, completed, failed, metric))
+    return made
 
 
 @dataclass(frozen=True)
@@ -283,16 +226,19 @@ class Comparison:
     margin: float  # difference of the metric that does not matter
     speed: Ratio | None  # ratio of samples per second; None if not measured
     memory: Ratio | None  # ratio of allocated memory; None if not measured, as on a CPU
-    difference: Interval  # difference of the metric, candidate minus base
+    difference: Interval  # difference of the metric, of `precision` minus that of `against`
     verdict: Equivalence
     lost_runs: int  # number of failed runs of the precision to judge
-    # The claims of the literature, judged; empty if they were not asked for.
-    claims: Sequence[Claim] = ()
 
     @property
     def is_better(self) -> bool:
         """Whether the mean of the metric is better, whatever the verdict."""
         return (self.difference.mean < 0) is self.smaller_is_better
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether the metric is worse beyond chance."""
+        return self.verdict is Equivalence.DIFFERENT and not self.is_better
 
     @property
     def is_not_worse(self) -> bool:
@@ -302,121 +248,45 @@ class Comparison:
         """
         if self.verdict is Equivalence.UNKNOWN:
             return self.is_better or abs(self.difference.mean) <= self.margin
-        return self.verdict is Equivalence.EQUAL or self.is_better
+        return not self.is_worse
 
 
-def comparisons(
-    compared: Sequence[Summary],
-    base: Precision,
-    *,
-    smaller_is_better: bool,
-    margin: float,
-    judge_claims: bool,
-) -> list[Comparison]:
-    """Compare every precision with the baseline, and AMP also with `tf32` on devices with TF32.
-
-    A run of the baseline must have completed. The other options are those of `find`.
-    """
-    made = []
-    for candidate, other in _to_compare(compared, base):
-        speed = speed_ratio(candidate, other)
-        memory = _ratio(candidate, other, _allocated) if candidate.runs[0].machine.on_gpu else None
-        measured = difference(candidate, other, candidate.metric)
-        comparison = Comparison(
-            precision=candidate.precision,
-            against=other.precision,
-            smaller_is_better=smaller_is_better,
-            margin=margin,
-            speed=speed,
-            memory=memory,
-            difference=measured,
-            verdict=measured.verdict(margin),
-            lost_runs=len(candidate.failed),
-            claims=_claims(candidate, other, speed, memory) if judge_claims else (),
-        )
-        made.append(comparison)
-    return made
+def compare_precisions(
+    candidate: PrecisionRuns, base: PrecisionRuns, *, smaller_is_better: bool, margin: float
+) -> Comparison:
+    """Compare a precision with another one, which have a seed in common."""
+    pairs = seed_pairs(candidate, base)
+    metric = candidate.metric
+    differences = [run.metrics[metric] - other.metrics[metric] for run, other in pairs]
+    difference = interval_of(differences)
+    on_gpu = candidate.runs[0].machine.on_gpu
+    return Comparison(
+        precision=candidate.precision,
+        against=base.precision,
+        smaller_is_better=smaller_is_better,
+        margin=margin,
+        speed=_ratio(pairs, lambda run: run.speed),
+        memory=_ratio(pairs, _allocated) if on_gpu else None,
+        difference=difference,
+        verdict=difference.verdict(margin),
+        lost_runs=len(candidate.failed),
+    )
 
 
-def _to_compare(compared: Sequence[Summary], base: Precision) -> list[tuple[Summary, Summary]]:
-    completed = {s.precision: s for s in compared if s.runs}
-    real = {p: s for p, s in completed.items() if not s.is_only_fp32}
-    pairs = [(s, completed[base]) for p, s in real.items() if p is not base]
-    # Where the device has TF32, many programs without AMP run in it.
-    if base is Precision.FP32 and Precision.TF32 in real:
-        pairs += [(s, real[Precision.TF32]) for p, s in real.items() if p.autocasts]
-    return pairs
-
-
-def _claims(
-    candidate: Summary, base: Summary, speed: Ratio | None, memory: Ratio | None
-) -> Sequence[Claim]:
-    """The claims of the literature on AMP, judged; none for another precision."""
-    if not candidate.precision.autocasts:
-        return ()
-    accuracies = [run.metrics.get(ACCURACY) for run in (*candidate.runs, *base.runs)]
-    # An accuracy above 1 is in percent, and the claim is on a share.
-    has_accuracy = all(value is not None and value <= 1.0 for value in accuracies)
-    measured = {
-        "speed": (speed.low, speed.high) if speed else None,
-        "memory": (memory.low, memory.high) if memory else None,
-        "accuracy": difference(candidate, base, ACCURACY).known_range if has_accuracy else None,
-    }
-    return [
-        Claim(text, judge(measured[what], low, high), measured[what])
-        for text, (what, low, high) in CLAIMS.items()
-    ]
-
-
-def speed_ratio(candidate: Summary, base: Summary) -> Ratio | None:
-    """The ratio of samples per second; None if not measured."""
-    return _ratio(candidate, base, lambda run: run.speed)
-
-
-def difference(candidate: Summary, base: Summary, metric: str) -> Interval:
-    """The difference of a metric that all completed runs have."""
-    by_seed = _by_seed(candidate, base)
-    if by_seed:
-        values = ((run.metrics[metric], other.metrics[metric]) for run, other in by_seed)
-        return paired(*zip(*values, strict=True))
-    return welch(*([run.metrics[metric] for run in side.runs] for side in (candidate, base)))
-
-
-def _by_seed(candidate: Summary, base: Summary) -> list[tuple[Run, Run]]:
-    """The pairs of equal seed; none if most runs would be left out for a single pair."""
+def seed_pairs(candidate: PrecisionRuns, base: PrecisionRuns) -> list[tuple[Run, Run]]:
+    """The completed runs with equal seeds."""
     others = {run.seed: run for run in base.runs if run.seed is not None}
-    pairs = [(run, others[run.seed]) for run in candidate.runs if run.seed in others]
-    is_enough = len(pairs) > 1 or min(len(candidate.runs), len(base.runs)) == 1
-    return pairs if is_enough else []
+    return [(run, others[run.seed]) for run in candidate.runs if run.seed in others]
 
 
-def _ratio(
-    candidate: Summary, base: Summary, value: Callable[[Run], Spread | None]
-) -> Ratio | None:
-    """The ratio of a number over the pairs of equal seed, or over all pairs of runs."""
-    by_seed = _by_seed(candidate, base)
-    pairs = [
-        (a, b)
-        for run, other in by_seed or product(candidate.runs, base.runs)
-        if (a := value(run)) and (b := value(other))
-    ]
-    if not pairs:
-        return None
-    ratios = [a.median / b.median for a, b in pairs]
-    low, high = min(ratios), max(ratios)
-    if len(pairs) == 1:
-        ((a, b),) = pairs
-        low, high = a.low / b.high, a.high / b.low
-    # A median that inverts if the ratios do: of an even number the geometric mean.
-    middle = math.sqrt(median_low(ratios) * median_high(ratios))
-    if by_seed:
-        logs = [(math.log(a.median), math.log(b.median)) for a, b in pairs]
-        change = paired(*zip(*logs, strict=True))
-    else:
-        sides = ([value(run) for run in side.runs] for side in (candidate, base))
-        change = welch(*([math.log(it.median) for it in side if it] for side in sides))
-    chance = bool(change.std) and change.low <= 0.0 <= change.high
-    return Ratio(middle, low, high, len(pairs), bool(by_seed), not chance)
+def _ratio(pairs: Sequence[tuple[Run, Run]], value: Callable[[Run], Spread | None]) -> Ratio | None:
+    """The ratio of a number over those pairs of which both runs have it."""
+    measured = []
+    for run, other in pairs:
+        first, second = value(run), value(other)
+        if first is not None and second is not None:
+            measured.append((first, second))
+    return ratio_of(measured)
 
 
 def _allocated(run: Run) -> Spread | None:

@@ -10,31 +10,23 @@ from determined_amp.runs.folder import read_run
 from determined_amp.search.search_folder import STUDY_FILE, Search, is_search, read_search
 from determined_amp.search.task import Topic
 
-_REPORT = "python -m determined_amp report"
+PRECISION, LOSS_SCALE = "precision", "loss-scale"
 
-# By topic: the reports that fit, and why another one does not.
+# By topic: its only report.
 _REPORTS = {
+    Topic.LOSS_SCALES: LOSS_SCALE,
+    Topic.COMPARISON: PRECISION,
+    Topic.PRECISIONS: PRECISION,
+    Topic.SINGLE_RUN: PRECISION,
+}
+
+# By topic: why it has no report.
+_ANSWERS = {
     Topic.FINDING: (
-        (),
-        "is the finder's answer, which ends its log, and no search; with a search: "
-        f"{_REPORT} loss-scale SEARCH --finding {{source}}",
+        "is the finder's answer, which ends its log, and no search; with a search: python -m "
+        "determined_amp report loss-scale SEARCH --finding {source}"
     ),
-    Topic.CHECK: ((), "is the check of a trial's own AMP; its findings end its log"),
-    Topic.LOSS_SCALES: (
-        ("loss-scale",),
-        "searches for the loss scale, in one precision; its report: "
-        f"{_REPORT} loss-scale {{source}}",
-    ),
-    **dict.fromkeys(
-        (Topic.COMPARISON, Topic.PRECISIONS),
-        (("precision",), f"compares precisions; its report: {_REPORT} precision {{source}}"),
-    ),
-    Topic.SINGLE_RUN: (
-        ("precision",),
-        "is a single run, no search; with runs in other precisions: "
-        f"{_REPORT} precision {{source}} OTHERS",
-    ),
-    Topic.OTHER_SEARCH: (("precision", "loss-scale"), ""),
+    Topic.CHECK: "is the check of a trial's own AMP; its findings end its log",
 }
 
 
@@ -72,42 +64,36 @@ def read_source(source: str) -> Search:
     )
 
 
-def report_for(search: Search) -> str:
-    """The report that fits a source: `precision` or `loss-scale`."""
-    reports, _ = _REPORTS[Topic.of(search.config)]
-    return reports[0] if reports else "loss-scale"
+def report_on(source: str, search: Search, named: str | None) -> str:
+    """The report on a source: `precision` or `loss-scale`.
 
-
-def check_report(report: str, source: str, search: Search) -> None:
-    """Check that a report fits a source.
+    Args:
+        source: The source, as given on the command line.
+        search: Its runs.
+        named: The report that the user named; None: the source decides.
 
     Raises:
-        ReportError: if it does not fit. The message has the command that does.
+        ReportError: if the source has no report, or another one. The message has the command.
     """
-    reports, why_not = _REPORTS[Topic.of(search.config)]
-    if report not in reports:
+    topic = Topic.of(search.config)
+    if topic in _ANSWERS:
         # A task of one answer reports that, and nothing before it.
         unanswered = [run for run in search.runs if not run.reports.validations]
-        if unanswered and not reports:
+        if unanswered:
             raise ReportError(f"{search.origin}: has no answer: {unanswered[0].reason}")
-        raise ReportError(f"{search.origin}: {why_not.format(source=source)}")
+        raise ReportError(f"{search.origin}: {_ANSWERS[topic].format(source=source)}")
+    fitting = _REPORTS.get(topic, named or PRECISION)
+    if named not in (None, fitting):
+        raise ReportError(
+            f"{search.origin}: has no report {named}; its report: python -m determined_amp report "
+            f"{fitting} {source}"
+        )
+    return fitting
 
 
 def folder_beside(source: str) -> Path:
-    """The default output folder for a source; it is created if it does not exist.
-
-    Raises:
-        ReportError: if it cannot be created.
-    """
+    """The default output folder for a source, which need not exist."""
     path = Path(source)
     if is_experiment(source):
-        path = Path("runs") / f"experiment-{source}"
-    elif path.is_file():
-        path = path.parent
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ReportError(
-            f"{path}: cannot be made: {error.strerror}; allowed: --output with an existing folder"
-        ) from error
-    return path
+        return Path("runs") / f"experiment-{source}"
+    return path.parent if path.is_file() else path

@@ -63,17 +63,25 @@ class Search:
         """The failed trials, except those with hyperparameters that cannot train."""
         return [run for run in self.runs if run.state is RunState.FAILED]
 
+    def value(self, run: Run) -> float | None:
+        """The value that ranks a trial: its best validation, as the platform does; None without."""
+        values = [value for _, value in run.curve(self.metric) if math.isfinite(value)]
+        return min(values, key=lambda value: self._sign * value, default=None)
+
+    def order(self, run: Run) -> tuple[float, float]:
+        """Sorts trials with a value: best first, of equals those with a scale nearest to 2^16."""
+        value = self.value(run)
+        assert value is not None
+        return self._sign * value, bits_from_default(run.scale_log2)
+
     def ranked(self) -> list[Run]:
-        """The trials with a result, best first; of equals those with a scale nearest to 2^16."""
-        sign = -1 if value_at(self.config, "searcher.smaller_is_better") is False else 1
-
-        def order(run: Run) -> tuple[float, float]:
-            value = result(run, self.metric)
-            assert value is not None
-            return sign * value, bits_from_default(run.scale_log2)
-
+        """The trials with a result, best first."""
         ended = [run for run in self.runs if result(run, self.metric) is not None]
-        return sorted(ended, key=order)
+        return sorted(ended, key=self.order)
+
+    @property
+    def _sign(self) -> int:
+        return -1 if value_at(self.config, "searcher.smaller_is_better") is False else 1
 
 
 def result(run: Run, metric: str) -> float | None:

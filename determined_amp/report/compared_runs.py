@@ -1,4 +1,4 @@
-"""The findings of a comparison: whether runs can be compared, the numbers, claims and advice."""
+"""The runs that a report on precisions compares: which count, and whether they can be compared."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from determined_amp.amp.settings import SCALER_KEYS, Precision
 from determined_amp.experiment.machine import Machine
 from determined_amp.report import ReportError
 from determined_amp.report.precision_comparison import (
-    MIN_EFFECT,
     Comparison,
-    Equivalence,
-    Ratio,
-    Summary,
-    comparisons,
-    speed_ratio,
-    summaries,
+    PrecisionRuns,
+    by_precision,
+    compare_precisions,
+    seed_pairs,
 )
 from determined_amp.runs.run import (
     ACCURACY,
@@ -29,7 +26,6 @@ from determined_amp.runs.run import (
     PRECISION,
     SEED,
     SMALLER_IS_BETTER,
-    TRIAL,
     Run,
     RunState,
 )
@@ -44,17 +40,12 @@ _MAY_DIFFER = frozenset(
 )
 _NAMED_RUNS = 2
 
-# The trials of this repository, which the claims of the literature are judged on unasked.
-_OWN_TRIALS = ("trials.resnet50:", "trials.latte:", "trials.mlp:")
-
-RULE = (
-    "the fastest of those that are not worse, lost no run and are faster than the baseline in "
-    f"every pair of runs, beyond chance, and by {MIN_EFFECT - 1:.0%} or more; else the baseline"
-)
+# How to give runs of both precisions the same seeds.
+_EQUAL_SEEDS = "runs with equal seeds, as `hyperparameters.trial_seed` gives the trials of a search"
 
 
 @dataclass(frozen=True)
-class Findings:
+class ComparedRuns:
     """The comparison of some runs, in plain values."""
 
     metric: str  # the compared metric
@@ -66,22 +57,19 @@ class Findings:
     machine: Machine  # the machine of all completed runs
     # The first and the last day on which a run began, or one day; empty if unknown.
     dates: Sequence[str]
-    summaries: Sequence[Summary]  # a summary per precision, in the order of `Precision`
+    precisions: Sequence[PrecisionRuns]  # the runs per precision, in the order of `Precision`
     comparisons: Sequence[Comparison]  # comparisons, those with the baseline first
     left_out: Sequence[str]  # a sentence for each run that does not count
     notes: Sequence[str] = ()  # further sentences from the sources
 
     @property
-    def runs(self) -> list[Run]:
-        """The completed and the failed runs."""
-        return [run for summary in self.summaries for run in (*summary.runs, *summary.failed)]
+    def completed(self) -> list[Run]:
+        return [run for same in self.precisions for run in same.runs]
 
     @property
-    def drift(self) -> Ratio | None:
-        """The drift of the machine: the speed of tf32 over fp32 on a device without TF32."""
-        base = [s for s in self.summaries if s.precision is Precision.FP32 and s.runs]
-        same = [s for s in self.summaries if s.is_only_fp32 and s.runs]
-        return speed_ratio(same[0], base[0]) if base and same else None
+    def runs(self) -> list[Run]:
+        """The completed and the failed runs."""
+        return [run for same in self.precisions for run in (*same.runs, *same.failed)]
 
     @property
     def setting(self) -> str:
@@ -96,14 +84,13 @@ class Findings:
         return [c for c in self.comparisons if c.against is self.baseline]
 
 
-def find(
+def compare_runs(
     sources: Sequence[Search],
     metric: str | None = None,
     margin: float | None = None,
     *,
     smaller_is_better: bool | None = None,
-    judge_claims: bool = False,
-) -> Findings:
+) -> ComparedRuns:
     """Compare all runs of some sources.
 
     Args:
@@ -113,8 +100,6 @@ def find(
             if it is in percent), and 1 % of the baseline's mean for another metric.
         smaller_is_better: Direction of the metric; by default the searcher's for its own metric,
             else the direction that the name implies.
-        judge_claims: Whether to judge the claims of the literature on any trial; they are judged on
-            the trials of this repository in any case.
 
     Raises:
         ReportError: if the runs cannot be compared, or do not report the metric.
@@ -123,32 +108,51 @@ def find(
     _check_comparable(runs)
     metric = _metric(_finished(runs), metric)
     runs = [_judged_by(run, metric) for run in runs]
-    _check_comparable(runs)
+    _check_comparable(runs)  # one of them may have failed by its metric
     first = _finished(runs)[0]
-    by_precision, base = summaries(runs, metric), _baseline(runs)
+    precisions, baseline = by_precision(runs, metric), _baseline(runs)
     if smaller_is_better is None:
         smaller_is_better = _smaller_is_better(first, metric)
-    margin = _margin(by_precision, base, metric) if margin is None else margin
+    if margin is None:
+        margin = _margin(precisions, baseline)
+    comparisons = []
+    for candidate, base in _to_compare(precisions, baseline):
+        if not seed_pairs(candidate, base):
+            raise ReportError(
+                f"{candidate.name} and {base.name} have no seed in common; allowed: {_EQUAL_SEEDS}"
+            )
+        made = compare_precisions(
+            candidate, base, smaller_is_better=smaller_is_better, margin=margin
+        )
+        comparisons.append(made)
     days = sorted({run.date[:10] for run in runs if run.date})
-    return Findings(
+    notes = [note for source in sources for note in source.notes]
+    return ComparedRuns(
         metric=metric,
         smaller_is_better=smaller_is_better,
         margin=margin,
-        baseline=base,
+        baseline=baseline,
         settings={n: value for n, value in first.settings.items() if n not in _MAY_DIFFER},
         machine=first.machine,
         dates=list(dict.fromkeys(days[:1] + days[-1:])),
-        summaries=by_precision,
-        comparisons=comparisons(
-            by_precision,
-            base,
-            smaller_is_better=smaller_is_better,
-            margin=margin,
-            judge_claims=judge_claims or str(first.settings[TRIAL]).startswith(_OWN_TRIALS),
-        ),
+        precisions=precisions,
+        comparisons=comparisons,
         left_out=left_out,
-        notes=list(dict.fromkeys(note for source in sources for note in source.notes)),
+        notes=list(dict.fromkeys(notes)),
     )
+
+
+def _to_compare(
+    precisions: Sequence[PrecisionRuns], baseline: Precision
+) -> list[tuple[PrecisionRuns, PrecisionRuns]]:
+    """Every precision with the baseline, and AMP also with `tf32` on devices with TF32."""
+    completed = {same.precision: same for same in precisions if same.runs}
+    real = {p: same for p, same in completed.items() if not same.is_only_fp32}
+    pairs = [(same, completed[baseline]) for p, same in real.items() if p is not baseline]
+    # Where the device has TF32, many programs without AMP run in it.
+    if baseline is Precision.FP32 and Precision.TF32 in real:
+        pairs += [(same, real[Precision.TF32]) for p, same in real.items() if p.autocasts]
+    return pairs
 
 
 def _countable(sources: Sequence[Search]) -> tuple[list[Run], list[str]]:
@@ -158,28 +162,31 @@ def _countable(sources: Sequence[Search]) -> tuple[list[Run], list[str]]:
     """
     runs: list[Run] = []
     left_out: list[str] = []
-    everything = [run for source in sources for run in source.runs]
-    for run in (run for run in everything if run.settings):
+    for run in (run for source in sources for run in source.runs):
+        if not run.settings:
+            left_out.append(f"{run.name}: {run.state.value}: {run.reason}")
+            continue
         if PRECISION not in run.settings:
             raise ReportError(
                 f"{run.name}: {PRECISION}: missing; allowed: a trial with hyperparameters.amp, "
                 "which names its precision"
             )
-        changes = [
-            f"{name} changed at a resume: "
-            + ", ".join(f"{value} from batch {first}" for first, value in parts)
-            for name, parts in run.changed.items()
-        ]
+        changes = "; ".join(_changes(run))
         if changes or not (run.state is RunState.COMPLETED or run.state.is_failure):
-            left_out.append(f"{run.short_name}: {'; '.join(changes) or run.reason}")
+            left_out.append(f"{run.short_name}: {changes or run.reason}")
         else:
             runs.append(run)
-    left_out += [f"{r.name}: {r.state.value}: {r.reason}" for r in everything if not r.settings]
     left_out += [reason for source in sources for reason in source.left_out]
     if not runs:
         others = "; left out: " + "; ".join(left_out) if left_out else ""
         raise ReportError(f"no run has finished{others}; allowed: finished runs of two precisions")
     return runs, left_out
+
+
+def _changes(run: Run) -> Iterator[str]:
+    for name, parts in run.changed.items():
+        values = ", ".join(f"{value} from batch {first}" for first, value in parts)
+        yield f"{name} changed at a resume: {values}"
 
 
 def _finished(runs: Sequence[Run]) -> list[Run]:
@@ -223,13 +230,12 @@ def _is_accuracy(metric: str) -> bool:
     return "accuracy" in metric
 
 
-def _margin(by_precision: Sequence[Summary], base: Precision, metric: str) -> float:
-    (mean,) = (summary.mean for summary in by_precision if summary.precision is base)
-    assert mean is not None  # every finished run has the metric
-    if _is_accuracy(metric):
-        values = (run.metrics[metric] for summary in by_precision for run in summary.runs)
-        in_percent = max(values) > 1.0
+def _margin(precisions: Sequence[PrecisionRuns], baseline: Precision) -> float:
+    if _is_accuracy(precisions[0].metric):
+        in_percent = any(max(same.values, default=0.0) > 1.0 for same in precisions)
         return _ACCURACY_MARGIN * (100 if in_percent else 1)
+    (mean,) = (same.mean for same in precisions if same.precision is baseline)
+    assert mean is not None  # every finished run has the metric
     return _RELATIVE_MARGIN * abs(mean)
 
 
@@ -241,7 +247,7 @@ def _check_comparable(runs: Sequence[Run]) -> None:
             message names them all), or if there are fewer than two precisions, no finished
             baseline, or two finished runs with the same precision and seed.
     """
-    problems = [*_differences(runs), *_duplicates(runs)]
+    problems = [*_unequal(runs), *_duplicates(runs)]
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise ReportError(
@@ -261,7 +267,7 @@ def _baseline(runs: Sequence[Run]) -> Precision:
     return Precision.FP32 if Precision.FP32 in finished else Precision.TF32
 
 
-def _differences(runs: Sequence[Run]) -> Iterator[str]:
+def _unequal(runs: Sequence[Run]) -> Iterator[str]:
     """A sentence per setting, device or version in which the runs differ."""
     keys = sorted({key for run in runs for key in run.settings} - _MAY_DIFFER)
     facts = {key: [(run, run.settings.get(key, "not set")) for run in runs] for key in keys}
@@ -269,12 +275,11 @@ def _differences(runs: Sequence[Run]) -> Iterator[str]:
     finished = _finished(runs)
     facts |= {n: [(run, getattr(run.machine, n)) for run in finished] for n in OF_A_MACHINE}
     for what, of_runs in facts.items():
-        by_value: dict[str, list[str]] = {}
+        names: dict[str, list[str]] = {}
         for run, value in of_runs:
-            by_value.setdefault(str(value), []).append(run.short_name)
-        if len(by_value) > 1:
-            parts = (f"{value} in {_some(names)}" for value, names in by_value.items())
-            yield f"{what}: {'; '.join(parts)}"
+            names.setdefault(str(value), []).append(run.short_name)
+        if len(names) > 1:
+            yield f"{what}: " + "; ".join(f"{value} in {_some(names[value])}" for value in names)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -283,11 +288,11 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _duplicates(runs: Sequence[Run]) -> Iterator[str]:
-    by_seed: dict[tuple[Precision, int], list[str]] = {}
+    same: dict[tuple[Precision, int], list[str]] = {}
     for run in _finished(runs):
         if run.seed is not None:
-            by_seed.setdefault((run.precision, run.seed), []).append(run.name)
-    for (precision, seed), names in by_seed.items():
+            same.setdefault((run.precision, run.seed), []).append(run.name)
+    for (precision, seed), names in same.items():
         if len(names) > 1:
             yield (
                 f"{precision.value} has finished {len(names)} times with seed {seed}: "
@@ -305,55 +310,3 @@ def _missing(runs: Sequence[Run]) -> Iterator[str]:
         yield f"all runs are {' and '.join(names)}{same} and there is nothing to compare"
     if _baseline(runs) not in {run.precision for run in finished}:
         yield "there is no baseline"
-
-
-@dataclass(frozen=True)
-class Advice:
-    """The precision to use."""
-
-    precision: Precision  # the precision to use
-    why: str  # the reason, in words
-
-
-def advise(findings: Findings) -> Advice:
-    """Apply `RULE`; `Comparison.is_not_worse` says what "not worse" means."""
-    good = [c for c in findings.with_baseline if c.is_not_worse and not c.lost_runs]
-    faster = [(c.speed.median, c) for c in good if c.speed and c.speed.is_larger]
-    if not faster:
-        reasons = [f"{s.name} has no finished run" for s in findings.summaries if not s.runs]
-        reasons += [
-            f"{c.precision.value} {_fault(c, findings.metric)}" for c in findings.with_baseline
-        ]
-        return Advice(findings.baseline, "; ".join(reasons))
-    times, best = max(faster, key=lambda pair: pair[0])
-    metric, why = findings.metric, f"it is {times:.2f} times as fast as {best.against.value}"
-    if best.verdict is Equivalence.UNKNOWN:
-        seeds = best.difference.seeds
-        why += (
-            f", but whether its {metric} is the same cannot be told with {seeds} "
-            f"seed{'s' * (seeds != 1)}: train more before you rely on it"
-        )
-    elif best.verdict is Equivalence.EQUAL:
-        why += f" with equal {metric}"
-    else:
-        why += f" with better {metric}"
-    return Advice(best.precision, why)
-
-
-def _fault(comparison: Comparison, metric: str) -> str:
-    """The strongest reason against a precision: what is certain comes before what may be chance."""
-    if comparison.lost_runs:
-        return "lost a run"
-    if comparison.verdict is Equivalence.DIFFERENT and not comparison.is_not_worse:
-        return f"has a worse {metric}"
-    if comparison.speed is not None and comparison.speed.is_smaller:
-        return f"is slower ({comparison.speed.median:.2f} times the speed)"
-    if not comparison.is_not_worse:
-        seeds = comparison.difference.seeds
-        return (
-            f"has a worse mean {metric}, and {seeds} seed{'s' * (seeds != 1)} cannot "
-            "tell whether that is chance"
-        )
-    if comparison.speed is None:
-        return "has no measured speed"
-    return "is not faster by more than the spread of the runs"
