@@ -259,6 +259,20 @@ class Recurrent(Stranger):
         self.model = model
 
 
+class WithMuon(Recurrent):
+    """Steps by an optimizer that multiplies in bfloat16."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        context.optimizers.clear()
+        self.optimizer = context.wrap_optimizer(Multiplies(self.model.parameters(), {"lr": 0.1}))
+
+
+class Multiplies(torch.optim.Optimizer):
+    def step(self, closure: Any = None) -> Any:
+        torch.ones(2, 3, dtype=torch.bfloat16) @ torch.ones(3, 5, dtype=torch.bfloat16)
+
+
 class LastState(nn.Module):
     def __init__(self) -> None:
         super().__init__()

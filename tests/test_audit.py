@@ -136,29 +136,12 @@ class TestProductCount:
         assert {dtype for _, dtype in count.flops} == {BF16}
 
     def test_what_an_optimizer_multiplies_in_its_step_is_not_counted(self) -> None:
-        """Muon does, in bfloat16. A closure runs forward and backward, which count."""
-        weight = nn.Parameter(torch.ones(3, 5))
-        optimizer = Multiplies([weight])
-        with ProductCount() as count:
-            optimizer.step()
-            optimizer.step(None)
-            assert not count.flops
-            torch.autograd.backward((torch.ones(2, 3) @ weight).sum())
-            assert count.flops == {("mm", FP32): 2 * 60}
-            optimizer.step(lambda: multiply(FP32))
-        assert count.flops == {("mm", FP32): 3 * 60, ("mm", BF16): 60}
-
-
-class Multiplies(torch.optim.Optimizer):
-    """Makes one product in bfloat16 in its step."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__(parameters, {})
-
-    def step(self, closure: Any = None) -> Any:
-        if closure is not None:
-            closure()
-        multiply(BF16)
+        audits = []
+        for trial in ("Recurrent", "WithMuon"):
+            config = {"hyperparameters": {"global_batch_size": 4}}
+            audit, _ = audit_here(config, "config.yaml", f"tests.strangers:{trial}")
+            audits.append(audit.flops)
+        assert audits[0] == audits[1]
 
 
 class TestVerdict:

@@ -5,8 +5,7 @@ of the first batch by dtype, forward and backward, and stops the run if the wron
 
 A product is an operation for which `torch.utils.flop_counter` has a formula: matrix products,
 convolutions and fused attention (on a CPU, torch 2.3 does not count fused attention). Recurrent
-layers and anything in `torch.inference_mode` are not counted. Nor is what an optimizer computes in
-its step: Muon multiplies in bfloat16 in any precision.
+layers and anything in `torch.inference_mode` are not counted.
 """
 
 from __future__ import annotations
@@ -15,17 +14,11 @@ import dataclasses
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
-from torch.utils.hooks import RemovableHandle
 
 from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.amp.loop import AmpLoop
@@ -33,7 +26,6 @@ from determined_amp.amp.metric_names import AuditMetricName
 from determined_amp.amp.precision import DeviceSupport
 from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.amp.settings import Precision
-from determined_amp.amp.tensors import has_closure
 
 _REMEDY = (
     "Is the forward in train_batch under amp.autocast()? In a trial without a MixedPrecision of "
@@ -51,8 +43,9 @@ _RESULT = "out_val" if "out_val" in _FORMULA.parameters else "out"
 class ProductCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
     """Counts products and casts by dtype. It does not synchronise.
 
-    Count a rehearsal, never a batch that is trained: while a mode watches, autocast does not reach
-    the products inside some operations, such as those of `nn.Bilinear` and `torch.sparse.mm`.
+    Count a rehearsal, which makes no step, never a batch that is trained: while a mode watches,
+    autocast does not reach the products inside some operations, such as those of `nn.Bilinear` and
+    `torch.sparse.mm`.
 
     The backward is counted too, because autograd's threads inherit the mode.
 
@@ -69,34 +62,12 @@ class ProductCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self.flops: Counter[tuple[str, torch.dtype]] = Counter()
         self.casts = 0
         self.cast_bytes = 0
-        self._steps = 0  # steps that are under way, one inside the other
-        self._hooks: list[RemovableHandle] = []
-
-    def __enter__(self) -> ProductCount:
-        self._hooks = [
-            register_optimizer_step_pre_hook(partial(self._count_step, by=1)),
-            register_optimizer_step_post_hook(partial(self._count_step, by=-1)),
-        ]
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for hook in self._hooks:
-            hook.remove()
-
-    def _count_step(self, optimizer: Any, args: Any, kwargs: Mapping[str, Any], *, by: int) -> None:
-        # A closure runs the forward and the backward inside the step, as for LBFGS.
-        if not has_closure(args, kwargs):
-            self._steps += by
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self._steps:
-            return result
         operation = getattr(func, "overloadpacket", func)
         if operation in flop_registry:
             flops = flop_registry[operation](*args, **{**kwargs, _RESULT: result})

@@ -18,7 +18,7 @@ from determined import core, pytorch
 from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.amp.precision import DeviceSupport
 from determined_amp.amp.precision_audit import Audit, AuditError
-from determined_amp.amp.rehearsal import Rehearsal
+from determined_amp.amp.rehearsal import Rehearsal, without_steps
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment.errors import faults_of_the_trial
 from determined_amp.experiment.experiment import Experiment, indivisible_batch, parse
@@ -33,6 +33,7 @@ from determined_amp.trial.determined_private import (
     average_by_default,
     controlled_by,
     end_loop,
+    what_steps,
 )
 from determined_amp.trial.loss_scale import find_in_trial, score
 from determined_amp.trial.mixed_precision import MixedPrecision
@@ -176,8 +177,13 @@ def audit_here(
             amp.finds_scale = False
         train_batch = opened.trial.train_batch
 
-        def rehearsal_of(**batch: Any) -> Rehearsal:  # nothing is trained after it
-            return Rehearsal(lambda scale: train_batch(**batch), context.models)
+        def rehearsal_of(**batch: Any) -> Rehearsal:
+            def train(scale: float | None) -> None:
+                no_scaler = torch.amp.GradScaler(enabled=False)  # its own does as it likes here
+                with without_steps(no_scaler, context.optimizers, what_steps(context)):
+                    train_batch(**batch)
+
+            return Rehearsal(train, context.models)
 
         has_tf32 = DeviceSupport.of(context.device).tf32
         asked = precision or Precision.FP32
