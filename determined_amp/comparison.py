@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from determined_amp.pilots import (
     BATCHES,
     FINDER_BATCHES,
     REPORTING_PERIOD,
+    TOO_SLOW,
     Pilot,
     find_the_scale,
     train_briefly,
@@ -41,14 +41,11 @@ from determined_amp.search.search_folder import Search, read_search, write_remar
 # Number of reports per run. The first report of a process has no steady speed.
 _REPORTS = 8
 
-# A precision is left out if its batches take more than this many times as long as in fp32.
-_TOO_SLOW = 5.0
-
 # Time limit of the runs as a multiple of their estimate, and seconds for the report after them.
 _RESERVE, _REPORT_SECONDS = 1.3, 10.0
 
 # The answer where there is nothing to compare.
-_ONLY_FP32 = f"use fp32: every other precision failed or was more than {_TOO_SLOW:g}x slower"
+_ONLY_FP32 = f"use fp32: every other precision failed or was more than {TOO_SLOW:g}x slower"
 
 _FLOAT16_HOPELESS = (Verdict.FORWARD_OVERFLOW, Verdict.BF16)
 
@@ -225,17 +222,17 @@ class PilotResults:
         Raises:
             CompareError: if the trial cannot be trained in fp32.
         """
-        base = self.pilots.get(Precision.FP32)
-        name = pilot.precision.value
-        if pilot.failure is not None:
-            if pilot.precision is Precision.FP32:
-                raise CompareError(f"the trial cannot be trained in fp32: {pilot.failure}")
-            self.left_out[name] = pilot.failure
-        elif base and pilot.seconds_per_batch > _TOO_SLOW * base.seconds_per_batch:
-            times = pilot.seconds_per_batch / base.seconds_per_batch
-            self.left_out[name] = f"a batch takes {times:.0f} times as long as in fp32"
-        else:
+        if pilot.failure is None:
             self.pilots[pilot.precision] = pilot
+        elif pilot.precision is Precision.FP32:
+            raise CompareError(f"the trial cannot be trained in fp32: {pilot.failure}")
+        else:
+            self.left_out[pilot.precision.value] = pilot.failure
+
+    def leave_out(self, precision: Precision, why: str) -> None:
+        """Leave out a precision whose pilot was trained."""
+        del self.pilots[precision]
+        self.left_out[precision.value] = why
 
     def remarks(self) -> dict[str, list[str]]:
         """Sentences for the report: precisions left out, and the loss scale."""
@@ -328,35 +325,41 @@ def run_pilots(trials: _Trials, results: PilotResults, folder: Path, console: Co
     Raises:
         CompareError: if the trial cannot be trained in fp32.
     """
-    log = partial(say, console)
-
-    def run_pilot(precision: Precision) -> None:
-        name = precision.value
-        with console.status(f"measuring {BATCHES} batches in {name}, and their audit"):
-            config = trials.pilot(precision, BATCHES)
-            results.add(train_briefly(config, precision, folder / name, log))
-
-    run_pilot(Precision.FP32)
-    has_tf32 = read_record(folder / Precision.FP32.value).machine.has_tf32
-    with console.status(f"measuring the loss scale of {FINDER_BATCHES} batches"):
-        _find(trials, results, folder, log)
-    for precision in (Precision.TF32, Precision.AMP_FP16, Precision.AMP_BF16):
-        is_fp32 = precision is Precision.TF32 and not has_tf32
-        if not is_fp32 and precision.value not in results.left_out:
-            run_pilot(precision)
+    baseline = folder / Precision.FP32.value
+    for precision in Precision:
+        if precision is Precision.TF32 and not read_record(baseline).machine.has_tf32:
+            continue  # it would be fp32
+        _run_pilot(trials, results, folder, precision, console)
+        if precision is Precision.AMP_FP16 and precision in results.pilots:
+            with console.status(f"measuring the loss scale of {FINDER_BATCHES} batches"):
+                _find(trials, results, folder)
 
 
-def _find(trials: _Trials, results: PilotResults, folder: Path, log: Callable[[str], None]) -> None:
+def _run_pilot(
+    trials: _Trials, results: PilotResults, folder: Path, precision: Precision, console: Console
+) -> None:
+    """Train briefly in a precision, and show how far it has come."""
+    what = f"pilot in {precision.value}"
+    with console.status(f"{what}: waiting for its first batches, and their audit") as shown:
+
+        def watch(batches: int) -> None:
+            shown.update(f"{what}: {batches} of {BATCHES} batches")
+
+        config, base = trials.pilot(precision, BATCHES), results.pilots.get(Precision.FP32)
+        results.add(train_briefly(config, precision, folder / precision.value, base, watch))
+
+
+def _find(trials: _Trials, results: PilotResults, folder: Path) -> None:
     """Find the loss scale, or the reason why float16 has none."""
     config = trials.pilot(Precision.AMP_FP16, FINDER_BATCHES)
-    answer = find_the_scale(config, folder / "loss-scale", log)
+    answer = find_the_scale(config, folder / "loss-scale")
     if isinstance(answer, str):
-        results.left_out[Precision.AMP_FP16.value] = answer
+        results.leave_out(Precision.AMP_FP16, answer)
         return
     results.scale = answer
     if answer.finding.verdict in _FLOAT16_HOPELESS:
         cause = answer.finding.cause or "float16 loses gradients at every loss scale"
-        results.left_out[Precision.AMP_FP16.value] = cause
+        results.leave_out(Precision.AMP_FP16, cause)
     else:
         trials.change_amp(yaml_changes(answer))
     (folder.parent / FILE_NAME).write_text(answer.json_text())
@@ -386,11 +389,12 @@ def make_plan(
 
 def print_pilots(console: Console, results: PilotResults) -> None:
     """Print the results of the pilots."""
+    say(console, f"pilots of {BATCHES} batches, which only plan the runs:")
     base = results.pilots.get(Precision.FP32, Pilot(Precision.FP32)).seconds_per_batch
     for precision, pilot in results.pilots.items():
         line = f"  {precision.value:9} {1000 * pilot.seconds_per_batch:8.1f} ms a batch"
         if precision is not Precision.FP32:
-            line += f", about {base / pilot.seconds_per_batch:.2f} times as fast as fp32"
+            line += f", {base / pilot.seconds_per_batch:.2f} times as fast as fp32 in its pilot"
         say(console, line)
     for name, why in results.left_out.items():
         say(console, f"  {name:9} left out: {why}")

@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from determined_amp.amp.settings import Precision
 from determined_amp.finder.found_scale import FILE_NAME, FoundScale
-from determined_amp.runs.folder import RunFolder, read_metrics
+from determined_amp.runs.folder import RunFolder
 from determined_amp.runs.run import RunState
 from determined_amp.search.task import Task, Verb
-from determined_amp.search.trial_process import Job, Message, TrialProcess, TrialResult
+from determined_amp.search.trial_process import Job, TrialProcess, TrialResult
 
 # Length and reporting period in batches. The first ten batches of a process are not timed.
-BATCHES, REPORTING_PERIOD = 20, 4
+BATCHES, REPORTING_PERIOD = 20, 2
 
 # How many batches the finder uses.
 FINDER_BATCHES = 4
 
-# Seconds after the first batch until a training is asked to stop, and then until it is killed.
-_PATIENCE, _GRACE = 40.0, 40.0
+# A precision is left out if its batches take more than this many times as long as in fp32.
+TOO_SLOW = 5.0
 
-# Seconds that the finder may take after its first batch.
-_FINDER = 80.0
+# How many times between reports are needed to stop a slow pilot: one may be a hiccup.
+_ENOUGH = 2
 
-# Seconds until the first batch: data sets, tokenizers, compilation, a busy machine.
-_START = 600.0
-
-# Seconds until the start of a pilot is said to be slow, and between the lines that say so.
-_SLOW_START = 10.0, 60.0
+# Told how many batches are trained, at each report; an error ends the pilot.
+Watch = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -43,6 +39,8 @@ class Pilot:
 
     precision: Precision
     seconds_per_batch: float = 0.0  # time of a batch, excluding the first batches of the process
+    # The same between those two reports where it was shortest, the reports included.
+    shortest: float = 0.0
     # Seconds for everything else: the start of the process, the data, the audit, one validation,
     # one checkpoint.
     overhead: float = 0.0
@@ -51,111 +49,118 @@ class Pilot:
     failure: str | None = None
 
 
+class _Progress:
+    """Times the batches of a pilot by its reports, and stops one that is much slower than fp32.
+
+    What the first report took is left out: data, compilation, the audit. A precision is judged by
+    its shortest time, so that a busy machine excludes none.
+
+    Args:
+        base: The pilot in fp32; None for that one.
+        batch_size: Samples in a batch.
+        watch: Called at each report.
+    """
+
+    def __init__(self, base: Pilot | None, batch_size: int, watch: Watch) -> None:
+        self._base = base
+        self._batch_size = batch_size
+        self._watch = watch
+        self._last: tuple[int, float] | None = None
+        self._between_reports: list[float] = []
+        self._steady: list[float] = []
+        self.batches = 0
+
+    def goes_on(self, report: Mapping[str, Any]) -> bool:
+        """Whether the pilot goes on after this report."""
+        if report["group"] != "training":
+            return True
+        now, self.batches = time.monotonic(), report["batches"]
+        if self._last is not None:
+            trained, then = self._last
+            self._between_reports.append((now - then) / (self.batches - trained))
+        self._last = self.batches, now
+        if speed := report.get("samples_per_second"):
+            self._steady.append(self._batch_size / speed)
+        self._watch(self.batches)
+        return len(self._between_reports) < _ENOUGH or self.times_of_fp32 <= TOO_SLOW
+
+    @property
+    def shortest(self) -> float:
+        """Seconds of a batch, as `Pilot.shortest`; 0 if no report tells."""
+        return min(self._between_reports or self._steady, default=0.0)
+
+    @property
+    def times_of_fp32(self) -> float:
+        """How many times as long as in fp32 a batch takes."""
+        return self.shortest / self._base.shortest if self._base is not None else 1.0
+
+    @property
+    def seconds_per_batch(self) -> float:
+        """As in `Pilot`; 0 if no report tells."""
+        return median(self._steady) if self._steady else self.shortest
+
+
 def train_briefly(
-    config: Mapping[str, Any], precision: Precision, folder: Path, log: Callable[[str], None]
+    config: Mapping[str, Any],
+    precision: Precision,
+    folder: Path,
+    base: Pilot | None,
+    watch: Watch,
 ) -> Pilot:
-    """Train `BATCHES` batches, or as many as fit into 40 seconds after the first one.
+    """Train `BATCHES` batches, or a few if they take much longer than in fp32.
 
     Args:
         config: The experiment in this precision, with this length and `REPORTING_PERIOD`.
         precision: The precision.
         folder: The run folder to make.
-        log: Called with a sentence while the first batch is awaited.
+        base: The pilot in fp32; None for that one.
+        watch: Called at each report.
     """
     began = time.monotonic()
-    job = Job(Task(Verb.TRAIN), config, RunFolder(folder).path)
-    too_slow = f"{REPORTING_PERIOD} batches take more than {_PATIENCE + _GRACE:.0f} s"
-    result = _run(job, precision.value, _PATIENCE, too_slow, log)
+    progress = _Progress(base, int(config["hyperparameters"]["global_batch_size"]), watch)
+    result = _run(Job(Task(Verb.TRAIN), config, RunFolder(folder).path), progress.goes_on)
     wall = time.monotonic() - began
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a pilot is never continued
-    blocked = result.state is RunState.STOPPED and result.reason
-    if blocked or result.state.is_failure:
+    if progress.times_of_fp32 > TOO_SLOW:
+        return Pilot(precision, failure=_left_out_for_time(progress.times_of_fp32, precision))
+    if result.state is not RunState.COMPLETED:
         return Pilot(precision, failure=result.reason or "it failed")
-    lines = list(read_metrics(folder / "metrics.jsonl"))
-    training = (line for line in lines if line["group"] == "training")
-    speeds = [speed for line in training if (speed := line.get("samples_per_second"))]
-    if speeds:
-        seconds = int(config["hyperparameters"]["global_batch_size"]) / speeds[-1]
-    elif result.seconds_per_batch is not None:
-        seconds = result.seconds_per_batch
-    else:
-        return Pilot(precision, failure="it ended before its first report")
-    trained = max(line["batches"] for line in lines)
-    return Pilot(precision, seconds, max(wall - trained * seconds, 0.0), result.epoch_batches)
+    seconds = progress.seconds_per_batch
+    if not seconds:
+        return Pilot(precision, failure="its reports tell no speed")
+    overhead = max(wall - progress.batches * seconds, 0.0)
+    return Pilot(precision, seconds, progress.shortest, overhead, result.epoch_batches)
 
 
-def find_the_scale(
-    config: Mapping[str, Any], folder: Path, log: Callable[[str], None]
-) -> FoundScale | str:
+def _left_out_for_time(times: float, precision: Precision) -> str:
+    return (
+        f"for time: a batch takes {times:.0f} times as long as in fp32 (`python -m determined_amp "
+        f"train YAML --precision {precision.value}` trains in it all the same)"
+    )
+
+
+def find_the_scale(config: Mapping[str, Any], folder: Path) -> FoundScale | str:
     """The initial loss scale of an experiment in `amp_fp16`, or why none can be found.
 
     See `train_briefly` for the arguments.
     """
     job = Job(Task(Verb.FIND, batches=FINDER_BATCHES), config, RunFolder(folder).path)
-    too_slow = f"the finder took more than {_FINDER:.0f} s after its first batch"
-    result = _run(job, "the finder", _FINDER, too_slow, log)
+    result = _run(job, lambda report: True)
     if result.state is not RunState.COMPLETED:
         return result.reason or "it was stopped"
     return FoundScale.read(folder / FILE_NAME)
 
 
-def _run(
-    job: Job, name: str, patience: float, too_slow: str, log: Callable[[str], None]
-) -> TrialResult:
-    """Run a job in a process of its own; its clock begins with its first batch.
-
-    Args:
-        job: The job.
-        name: The job whose first batch is awaited.
-        patience: Seconds after the first batch until the job is asked to stop.
-        too_slow: The reason of its failure if it then has no result.
-        log: Called with a sentence while the first batch is awaited.
-    """
-    with ExitStack() as stack:
-        trial = TrialProcess(job)
-        stack.callback(trial.close, kill=True)
-        result = _await_first_batch(trial, name, log) or _result(trial, patience)
-        if result is not None:
-            return result
-        trial.process.terminate()  # a training stops at its next report, the finder at once
-        result = _result(trial, _GRACE)
-        if result is None or trial.process.exitcode == -signal.SIGTERM:
-            return TrialResult(RunState.FAILED, reason=too_slow)
+def _run(job: Job, goes_on: Callable[[Mapping[str, Any]], bool]) -> TrialResult:
+    """Run a job in a process of its own, as long as it goes on; no clock ends it."""
+    trial = TrialProcess(job)
+    try:
+        result = trial.result(goes_on)
+        if result is None:
+            trial.process.join()
+            status = trial.process.exitcode
+            reason = f"its process died with exit status {status}"
+            return TrialResult(RunState.FAILED, reason=reason)
         return result
-
-
-def _await_first_batch(
-    trial: TrialProcess, name: str, log: Callable[[str], None]
-) -> TrialResult | None:
-    """Wait for the first batch, and log that it is awaited; the result if the job ends before."""
-    began, (waited, between) = time.monotonic(), _SLOW_START
-    longest = f"{_START / 60:.0f} minutes"
-    while True:
-        message = _next(trial, began + min(waited, _START))
-        if message is not None:
-            return message if isinstance(message, TrialResult) else None
-        if waited >= _START:
-            return TrialResult(RunState.FAILED, reason=f"no batch was trained within {longest}")
-        log(
-            f"{name}: waiting for the first batch since {waited:.0f} s: data, model and "
-            f"compilation may take up to {longest}"
-        )
-        waited += between
-
-
-def _result(trial: TrialProcess, seconds: float) -> TrialResult | None:
-    """The result of a job that has trained its first batch; None if there is none in time."""
-    message = _next(trial, time.monotonic() + seconds)
-    return message if isinstance(message, TrialResult) else None
-
-
-def _next(trial: TrialProcess, ends: float) -> Message | None:
-    """The first batch or the result, whichever is next; None if neither comes before `ends`."""
-    if not trial.connection.poll(max(ends - time.monotonic(), 0.0)):
-        return None
-    message = trial.receive()
-    if message is None:
-        trial.process.join()
-        reason = f"its process died with exit status {trial.process.exitcode}"
-        return TrialResult(RunState.FAILED, reason=reason)
-    return message
+    finally:
+        trial.close(kill=True)

@@ -5,7 +5,6 @@ Nothing here imports the repository, and nothing of it may: the file is copied i
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -54,34 +53,6 @@ class Images(pytorch.PyTorchTrial):
         return pytorch.DataLoader(self.data(), self.context.get_per_slot_batch_size())
 
     build_validation_data_loader = build_training_data_loader
-
-
-class SlowData(Images):
-    """Its data take long to make, as a data set that is tokenized first.
-
-    Attributes:
-        start: Seconds for the data.
-        batch: Seconds for a batch.
-    """
-
-    start, batch = 1.5, 0.0
-
-    def data(self) -> TensorDataset:
-        time.sleep(self.start)
-        return super().data()
-
-    def build_validation_data_loader(self) -> pytorch.DataLoader:
-        return pytorch.DataLoader(super().data(), self.context.get_per_slot_batch_size())
-
-
-class SlowBatches(SlowData):
-    """Its batches are slow, too."""
-
-    start, batch = 4.0, 0.2
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
-        time.sleep(self.batch)
-        return super().train_batch(batch, epoch_idx, batch_idx)
 
 
 class Loud(Images):

@@ -9,7 +9,6 @@ import json
 import math
 import shutil
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,21 +26,21 @@ from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.overrides import in_precision
 from determined_amp.experiment.training import Length
 from determined_amp.finder.found_scale import FoundScale
-from determined_amp.pilots import BATCHES, FINDER_BATCHES, REPORTING_PERIOD, Pilot
+from determined_amp.pilots import BATCHES, FINDER_BATCHES, Pilot
 from determined_amp.report.precision_report import write_precision_report
 from determined_amp.runs.folder import RunFolder
 from determined_amp.runs.run import RunState
 from determined_amp.search import optimize
 from determined_amp.search.search_folder import Search, read_search, write_remarks
 from determined_amp.search.task import Task, Verb
-from determined_amp.search.trial_process import FirstBatch, Job, TrialResult
+from determined_amp.search.trial_process import Job, TrialResult
 from tests import searching, shapes
 from tests.cluster_task import TaskMaster, start_task
 from tests.precisions import run
 from tests.reporting import found_scale
 from tests.searching import DEAD, Staged
 
-DONE = TrialResult(RunState.COMPLETED, epoch_batches=16, seconds_per_batch=0.5)
+DONE = TrialResult(RunState.COMPLETED, epoch_batches=16)
 
 
 def experiment(trial: str) -> dict[str, Any]:
@@ -62,7 +61,7 @@ def compare(trial: str, tmp: Path, *options: str, changed: Any = None, status: i
     shutil.copy(shapes.__file__, tmp / "shapes.py")
     (tmp / "plain.yaml").write_text(yaml.safe_dump({**experiment(trial), **(changed or {})}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comparison, "_TOO_SLOW", math.inf)
+        patch.setattr(pilots, "TOO_SLOW", math.inf)
         patch.chdir(tmp)
         patch.syspath_prepend(str(tmp))
         assert door.main(["compare", "plain.yaml", *options]) == status
@@ -157,33 +156,6 @@ def test_runs_that_take_longer_than_estimated_have_all_the_minutes_allowed() -> 
     assert (short.time_limit, long.time_limit) == (180.0, 520.0)
 
 
-@pytest.mark.usefixtures("_workers_import_once")
-@pytest.mark.parametrize("trial", [shapes.SlowData, shapes.SlowBatches])
-def test_slow_start_is_waited_for_with_a_line_and_does_not_count(
-    trial: type[shapes.SlowData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Clocks begin with the first batch: data that takes long to make is no slow training.
-
-    Slow batches are stopped within the first reports, which have no steady speed yet.
-    """
-    # After the first batch less than the loader sleeps; before it much more.
-    monkeypatch.setattr(pilots, "_PATIENCE", 1.0)
-    monkeypatch.setattr(pilots, "_GRACE", 60.0)
-    monkeypatch.setattr(pilots, "_SLOW_START", (1.0, 60.0))
-    shutil.copy(shapes.__file__, tmp_path / "shapes.py")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    config = in_precision(experiment(trial.__name__), "fp32")
-    config["scheduling_unit"] = REPORTING_PERIOD
-    config["hyperparameters"]["amp"]["audit"] = False  # its rehearsal is one more slow batch
-    lines: list[str] = []
-    pilot = pilots.train_briefly(config, Precision.FP32, tmp_path / "pilot", lines.append)
-    assert pilot.failure is None
-    assert trial.batch <= pilot.seconds_per_batch < trial.start / 8
-    assert pilot.overhead > trial.start
-    assert lines[0].startswith("fp32: waiting for the first batch since ")
-
-
 def test_yaml_without_a_batch_size_is_told_what_to_write(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,7 +189,7 @@ def test_comparison_that_ends_between_its_steps_is_a_sentence(
 ) -> None:
     def run_pilots(trials: Any, results: PilotResults, folder: Any, console: Any) -> None:
         for precision, seconds in ((Precision.FP32, 0.001), (Precision.AMP_BF16, 0.002)):
-            results.add(Pilot(precision, seconds, 1.0))
+            results.add(Pilot(precision, seconds, overhead=1.0))
 
     monkeypatch.setattr(comparison, "run_pilots", run_pilots)
     monkeypatch.setattr(comparison, "run_comparison", lambda *call: "within 3 min")
@@ -227,7 +199,7 @@ def test_comparison_that_ends_between_its_steps_is_a_sentence(
     compare("Images", tmp_path, status=2 if moment is None else 130)
     shown = capsys.readouterr()
     assert shown.err.startswith(words)
-    assert "  amp_bf16       2.0 ms a batch, about 0.50 times as fast as fp32\n" in shown.out
+    assert "  amp_bf16       2.0 ms a batch, 0.50 times as fast as fp32 in its pilot\n" in shown.out
     assert "plan: fp32, amp_bf16 in turn, 3 runs of " in shown.out
 
 
@@ -290,7 +262,7 @@ def test_plan_is_no_longer_than_the_experiment(
 ) -> None:
     """Three minutes over 1.3, less six starts of 1 s, are 2207 batches of six runs at 10 ms."""
     precisions = (Precision.FP32, Precision.AMP_BF16)
-    results = PilotResults({p: Pilot(p, 0.01, 1.0, epoch_batches=16) for p in precisions})
+    results = PilotResults({p: Pilot(p, 0.01, overhead=1.0, epoch_batches=16) for p in precisions})
     experiment: Any = SimpleNamespace(
         aggregation_frequency=window, training=SimpleNamespace(max_length=length)
     )
@@ -299,14 +271,6 @@ def test_plan_is_no_longer_than_the_experiment(
     assert plan.batches == batches
     assert plan.reporting_period % window == 0
     assert plan.seconds == pytest.approx(6 + 0.06 * plan.batches)
-
-
-def test_precision_that_is_much_slower_than_fp32_is_left_out() -> None:
-    results = PilotResults()
-    for precision, seconds in zip(Precision, (0.01, 0.01, 0.2, 0.02), strict=True):
-        results.add(Pilot(precision, seconds, 1.0))
-    assert results.left_out == {"amp_fp16": "a batch takes 20 times as long as in fp32"}
-    assert len(results.pilots) == 3
 
 
 def test_key_amp_of_the_trial_itself_is_not_overwritten() -> None:
@@ -337,84 +301,136 @@ def test_runs_of_a_comparison_differ_in_precision_and_seed_alone() -> None:
     pilot = trials.pilot(Precision.TF32, BATCHES)
     assert pilot["hyperparameters"]["amp"] == {"precision": "tf32"}
     assert pilot["searcher"] == {**searcher, "max_length": {"batches": 21}}  # whole windows
-    assert pilot["scheduling_unit"] == 6
+    assert pilot["scheduling_unit"] == 3
 
 
 @pytest.mark.parametrize("has_tf32", [True, False])
 def test_pilots_are_of_every_precision_that_the_device_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_tf32: bool
 ) -> None:
+    results = stage_pilots(tmp_path, monkeypatch, {}, has_tf32=has_tf32)
+    assert list(results.pilots) == [p for p in Precision if has_tf32 or p is not Precision.TF32]
+    assert results.scale == FoundScale.read(tmp_path / "loss_scale.json") == found_scale()
+
+
+def test_no_loss_scale_is_sought_in_a_precision_that_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = stage_pilots(tmp_path, monkeypatch, {Precision.AMP_FP16: "for time"})
+    assert results.left_out == {"amp_fp16": "for time"}
+    assert results.scale is None
+    assert Precision.AMP_BF16 in results.pilots
+
+
+def stage_pilots(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failures: dict[Precision, str],
+    *,
+    has_tf32: bool = True,
+) -> PilotResults:
+    """The results of pilots that end at once."""
+
+    def train(config: Any, precision: Precision, *_: Any) -> Pilot:
+        return Pilot(precision, 1.0, failure=failures.get(precision))
+
     record = SimpleNamespace(machine=SimpleNamespace(has_tf32=has_tf32))
     monkeypatch.setattr(comparison, "read_record", Mock(return_value=record))
     monkeypatch.setattr(comparison, "find_the_scale", Mock(return_value=found_scale()))
-    monkeypatch.setattr(comparison, "train_briefly", lambda c, precision, *_: Pilot(precision, 1.0))
+    monkeypatch.setattr(comparison, "train_briefly", train)
     results = PilotResults()
     trials: Any = Mock()
     comparison.run_pilots(trials, results, tmp_path / "pilots", Console())
-    assert list(results.pilots) == [p for p in Precision if has_tf32 or p is not Precision.TF32]
-    assert results.scale == FoundScale.read(tmp_path / "loss_scale.json") == found_scale()
-    assert [call.args for call in trials.change_amp.call_args_list] == [({"init_scale": 2.0**17},)]
+    changes = [call.args for call in trials.change_amp.call_args_list]
+    assert changes == ([] if failures else [({"init_scale": 2.0**17},)])
+    return results
+
+
+def reports(*batches: int, **metrics: float) -> list[dict[str, Any]]:
+    return [{"group": "training", "batches": count, **metrics} for count in batches]
 
 
 class TestPilot:
-    """In a worker without a process."""
+    """Without a process and without a clock: the first report comes after 100 s, others sooner."""
 
     @pytest.fixture(autouse=True)
     def _staged(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pilots, "TrialProcess", Staged)
-        monkeypatch.setattr(pilots, "_PATIENCE", 0.05)
-        monkeypatch.setattr(pilots, "_START", 0.1)
-        monkeypatch.setattr(pilots, "_SLOW_START", (0.05, 0.05))
         for name in ("made", "jobs"):
             monkeypatch.setattr(Staged, name, [])
 
-    @pytest.mark.parametrize(
-        ("messages", "speed", "pilot"),
-        [
-            ((FirstBatch(), DONE), 64.0, 0.25),
-            ((DONE,), None, 0.5),
-            ((TrialResult(RunState.STOPPED),), None, "it ended before its first report"),
-            ((TrialResult(RunState.STOPPED, "disk full"),), 64.0, "disk full"),
-            ((TrialResult(RunState.INVALID),), 64.0, "it failed"),
-            ((FirstBatch(), DEAD), 64.0, "its process died with exit status -15"),
-            ((FirstBatch(),), 64.0, "4 batches take more than 40 s"),
-            ((), 64.0, "no batch was trained within 0 minutes"),
-        ],
-    )
-    def test_training_is_timed_or_has_failed(
-        self,
-        messages: Sequence[object],
-        speed: float | None,
-        pilot: float | str,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
+    def train(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *messages: object, base: float = 1.0
+    ) -> Pilot:
+        """A pilot in TF32 that sends these, at the seconds 100, 101, 103, 106, and so on."""
+        ticks = iter([0.0, *(100.0 + n * (n + 1) / 2 for n in range(20))])
+        clock = SimpleNamespace(monotonic=lambda: next(ticks))
+        monkeypatch.setattr(pilots, "time", clock)
         monkeypatch.setattr(Staged, "messages", messages)
-        measured = {} if speed is None else {"samples_per_second": speed}
-        RunFolder(tmp_path).append_metrics({"group": "training", "batches": 20, **measured})
-        said: list[str] = []
         config = experiment("Images")
-        made = pilots.train_briefly(config, Precision.TF32, tmp_path, said.append)
-        if isinstance(pilot, str):
-            assert made == Pilot(Precision.TF32, failure=pilot)
-        else:
-            assert made == Pilot(Precision.TF32, pilot, 0.0, epoch_batches=16)
+        fp32 = Pilot(Precision.FP32, shortest=base)
+        made = pilots.train_briefly(config, Precision.TF32, tmp_path, fp32, lambda batches: None)
         assert Staged.jobs == [Job(Task(Verb.TRAIN), config, tmp_path)]
-        assert len(said) == (not messages)
         assert not (tmp_path / "checkpoints").exists()
         assert Staged.made[0].connection.closed
+        return made
+
+    def test_start_is_no_time_of_a_batch(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The command ends at 106 s, of which 6 batches take half a second each."""
+        pilot = self.train(tmp_path, monkeypatch, *reports(2, 4, 6), DONE)
+        assert pilot == Pilot(Precision.TF32, 0.5, 0.5, overhead=103.0, epoch_batches=16)
+
+    def test_steady_speed_is_the_time_of_a_batch(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of batches of 16 samples, also where gradients accumulate up to the only report."""
+        spoken = reports(32, samples_per_second=64.0)
+        pilot = self.train(tmp_path, monkeypatch, *spoken, DONE)
+        assert (pilot.seconds_per_batch, pilot.shortest) == (0.25, 0.25)
+
+    def test_much_slower_precision_is_stopped_after_two_times_between_reports(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stopped = TrialResult(RunState.PRUNED)
+        pilot = self.train(tmp_path, monkeypatch, *reports(2, 4, 6), stopped, base=0.09)
+        assert str(pilot.failure).startswith(
+            "for time: a batch takes 6 times as long as in fp32 (`python -m determined_amp train "
+            "YAML --precision tf32` trains"
+        )
+        theirs = Staged.made[0].theirs
+        assert [theirs.recv() for _ in range(3)] == [True, True, False]
+
+    def test_one_short_time_between_reports_keeps_a_precision(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pilot = self.train(tmp_path, monkeypatch, *reports(2, 4, 6, 8), DONE, base=0.11)
+        assert pilot.failure is None
+
+    @pytest.mark.parametrize(
+        ("message", "failure"),
+        [
+            (TrialResult(RunState.STOPPED, "disk full"), "disk full"),
+            (TrialResult(RunState.INVALID), "it failed"),
+            (DEAD, "its process died with exit status -15"),
+            (DONE, "its reports tell no speed"),
+        ],
+    )
+    def test_pilot_without_an_end_or_a_speed_has_failed(
+        self, message: object, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made = self.train(tmp_path, monkeypatch, message)
+        assert made == Pilot(Precision.TF32, failure=failure)
 
     def test_finder_has_an_answer_or_has_failed(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (RunFolder(tmp_path).path / "loss_scale.json").write_text(found_scale().json_text())
-        said: list[str] = []
         for message, answer in (
             (TrialResult(RunState.COMPLETED), found_scale()),
             (TrialResult(RunState.FAILED, "why"), "why"),
-            (None, "no batch was trained within 0 minutes"),
         ):
-            monkeypatch.setattr(Staged, "messages", () if message is None else (message,))
-            assert pilots.find_the_scale({}, tmp_path, said.append) == answer
+            monkeypatch.setattr(Staged, "messages", (message,))
+            assert pilots.find_the_scale({}, tmp_path) == answer
         assert Staged.jobs[0] == Job(Task(Verb.FIND, FINDER_BATCHES), {}, tmp_path)
-        assert [line.partition(":")[0] for line in said] == ["the finder"]

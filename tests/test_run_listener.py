@@ -20,8 +20,7 @@ from determined_amp.local.run import train
 from determined_amp.local.run_listener import LocalReports, RunListener
 from determined_amp.runs.folder import RunFolder
 from determined_amp.runs.run import RunState
-from determined_amp.search.task import Task, Verb
-from determined_amp.search.trial_process import Job, TrialListener
+from determined_amp.search.trial_process import TrialListener
 from tests import training
 
 
@@ -102,7 +101,7 @@ def test_listener_that_does_not_start_ends_the_others(tmp_path: Path) -> None:
 def test_trial_whose_search_was_killed_stops_with_a_checkpoint(tmp_path: Path) -> None:
     ours, theirs = multiprocessing.Pipe()
     ours.close()
-    listener = TrialListener(Job(Task(Verb.TRAIN), {}, tmp_path, is_searched=True), theirs)
+    listener = TrialListener(theirs)
     run(tmp_path, listener)
     state, reason, batches = training.end(tmp_path)
     assert (state, reason) == ("stopped", "its search was killed")

@@ -23,7 +23,7 @@ from determined_amp.search.search_display import closing_lines, minutes
 from determined_amp.search.search_folder import STUDY_FILE, read_search, write_config
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.search.study import StudyError, open_study, storing
-from determined_amp.search.trial_process import FirstBatch, TrialResult
+from determined_amp.search.trial_process import TrialResult
 from tests import searching, training
 from tests.reporting import SEARCH, scored, write_study
 from tests.searching import DEAD, Staged
@@ -189,7 +189,7 @@ class TestTrials:
     def test_every_trial_has_a_process_and_those_of_one_time_have_slots(
         self, tmp_path: Path
     ) -> None:
-        self.run(tmp_path, *[(FirstBatch(), *COMPLETED)] * 3, workers=2)
+        self.run(tmp_path, *[COMPLETED] * 3, workers=2)
         assert len(Staged.made) == 3
         assert {trial.slot for trial in Staged.made} <= {0, 1}
         assert all(trial.connection.closed for trial in Staged.made)

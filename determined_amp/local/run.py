@@ -35,7 +35,7 @@ from determined_amp.local.display import Display
 from determined_amp.local.logs import logging_to
 from determined_amp.local.open_trial import outcome, translating_invalid_trials, trial_context
 from determined_amp.local.processes import StopOnSignal, process_group
-from determined_amp.local.run_listener import LocalReports, RunListener, after_first_batch
+from determined_amp.local.run_listener import LocalReports, RunListener
 from determined_amp.runs.folder import RunFolder, read_record
 from determined_amp.runs.run import Run, RunState
 from determined_amp.trial.checkpoint import CheckpointError
@@ -176,12 +176,7 @@ class LocalController(SafeController):
             )
         for listener in self._listeners:
             listener.on_training(self.start_from_batch, total, epoch)
-        after_first_batch(self.trial, self._notify_of_first_batch)
         super().run_loop()
-
-    def _notify_of_first_batch(self) -> None:
-        for listener in self._listeners:
-            listener.on_first_batch()
 
     def save(self, path: Path) -> None:
         storage = self.core_context.checkpoint

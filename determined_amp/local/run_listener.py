@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from determined import pytorch
 
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.local.processes import StopOnSignal
@@ -37,9 +35,6 @@ class RunListener:
         An epoch has `epoch_batches` batches on one slot.
         """
 
-    def on_first_batch(self) -> None:
-        """The first batch of this process was trained: data, model and kernels are ready."""
-
     def on_status(self, status: str) -> None:
         """The trial has set its status, a text."""
 
@@ -53,21 +48,6 @@ class RunListener:
             error: The exception that ended it; None if it ended normally.
             stopped: Whether it was stopped, and can be resumed.
         """
-
-
-def after_first_batch(trial: pytorch.PyTorchTrial, notify: Callable[[], None]) -> None:
-    """Call `notify` once, after the next batch that the trial trains."""
-    train_batch, trained = trial.train_batch, False
-
-    def train_and_notify(*args: Any, **kwargs: Any) -> Any:
-        nonlocal trained
-        metrics = train_batch(*args, **kwargs)
-        if not trained:
-            trained = True
-            notify()
-        return metrics
-
-    trial.train_batch = train_and_notify  # type: ignore[method-assign]
 
 
 class LocalReports(LocalTrainContext):

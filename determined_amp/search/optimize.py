@@ -221,7 +221,7 @@ class Objective:
                 return before  # a killed search could not tell the study
         config, hparams = self._plan.trial(trial.number)
         folder.describe_trial(trial.number, hparams)
-        ended = self._in_a_process(trial, Job(self._plan.task, config, folder.path, True))
+        ended = self._in_a_process(trial, Job(self._plan.task, config, folder.path))
         folder.end(ended.state, ended.reason or "")
         run, metric = read_run(folder.path), self._plan.settings.metric
         if run.state is RunState.COMPLETED and result(run, metric) is None:

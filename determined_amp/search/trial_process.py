@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from determined_amp.local.logs import logging_to
 from determined_amp.local.open_trial import open_trial, outcome
 from determined_amp.local.processes import StopOnSignal
 from determined_amp.local.run import train
-from determined_amp.local.run_listener import RunListener, after_first_batch
+from determined_amp.local.run_listener import RunListener
 from determined_amp.runs.folder import RunFolder
 from determined_amp.runs.run import RunState
 from determined_amp.search.task import Task, Verb
@@ -46,13 +45,6 @@ class Job:
     task: Task  # whether to train, score or find
     config: Mapping[str, Any]  # its experiment configuration
     folder: Path  # its run folder; a trial with a checkpoint there continues from it
-    # Whether it sends its reports, and stops if the answer says so.
-    is_searched: bool = False
-
-
-@dataclass(frozen=True)
-class FirstBatch:
-    """The first batch of a trial was trained; its start is over."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +56,6 @@ class TrialResult:
     # Why it is invalid or failed, or which machine problem interrupted it; else None.
     reason: str | None = None
     epoch_batches: int | None = None  # batches of an epoch; None if it did not train
-    # Time of a batch between the first one and the last training report; None if there is no such
-    # report.
-    seconds_per_batch: float | None = None
-
-
-# What a trial sends; a mapping is one of its reports, with `group` and `batches`.
-Message = FirstBatch | TrialResult | Mapping[str, Any]
 
 
 class TrialProcess:
@@ -92,27 +77,19 @@ class TrialProcess:
         self.process.start()
         theirs.close()
 
-    def receive(self) -> Message | None:
-        """The next message; None if the process has died."""
-        try:
-            message: Message = self.connection.recv()
-        except (EOFError, ConnectionError):
-            return None
-        return message
-
     def result(self, goes_on: Callable[[Mapping[str, Any]], bool]) -> TrialResult | None:
         """The result; None if the process has died.
 
         Args:
-            goes_on: Whether the trial continues after this report.
+            goes_on: Whether the trial continues after this report, a mapping with `group` and
+                `batches`.
         """
-        while True:
-            message = self.receive()
-            if isinstance(message, Mapping):
-                with suppress(ConnectionError):  # it has died meanwhile
-                    self.connection.send(goes_on(message))
-            elif not isinstance(message, FirstBatch):
-                return message
+        with suppress(EOFError, ConnectionError):
+            while isinstance(message := self.connection.recv(), Mapping):
+                self.connection.send(goes_on(message))
+            result: TrialResult = message
+            return result
+        return None
 
     def close(self, *, kill: bool = False) -> int | None:
         """End the process, and return its exit status."""
@@ -133,7 +110,7 @@ def _serve(connection: Connection, job: Job, slot: int, workers: int, directory:
     multiprocessing.set_start_method("fork", force=True)
     _share_machine(slot, workers)
     os.chdir(directory)  # multiprocessing goes to the folder where it was imported
-    result = run_trial(job, TrialListener(job, connection))
+    result = run_trial(job, TrialListener(connection))
     with suppress(ConnectionError):  # the search was killed
         connection.send(result)
 
@@ -173,7 +150,6 @@ def _run(job: Job, folder: RunFolder, listener: TrialListener) -> None:
     logged = logging_to(folder.log, Console(quiet=True))
     with logged, open_trial(experiment.config, experiment.name) as opened:
         if job.task.verb is Verb.FIND:
-            after_first_batch(opened.trial, listener.on_first_batch)
             answer = opened.find(job.task.batches)
             (folder.path / FILE_NAME).write_text(answer.json_text())
             return
@@ -185,16 +161,14 @@ def _run(job: Job, folder: RunFolder, listener: TrialListener) -> None:
 
 
 class TrialListener(RunListener):
-    """Sends the first batch and the reports of a trial to its search, which may stop it.
+    """Sends the reports of a trial to its search, which may stop it.
 
     Attributes:
         result: How the trial has ended, unless an error ends it.
     """
 
-    def __init__(self, job: Job, connection: Connection) -> None:
-        self._job = job
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._first_batch_at = 0.0
         self.result = TrialResult(RunState.COMPLETED)
 
     def on_training(self, first_batch: int, total_batches: int, epoch_batches: int) -> None:
@@ -203,16 +177,7 @@ class TrialListener(RunListener):
     def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
         self._stop = stop
 
-    def on_first_batch(self) -> None:
-        self._first_batch_at = time.monotonic()
-        with suppress(ConnectionError):
-            self._connection.send(FirstBatch())
-
     def on_report(self, line: Mapping[str, Any]) -> None:
-        if line["group"] == "training" and line["batches"] > 1:
-            seconds = time.monotonic() - self._first_batch_at
-            each = seconds / (line["batches"] - 1)
-            self.result = replace(self.result, seconds_per_batch=each)
         try:
             goes_on = self.ask(line)
         except (EOFError, ConnectionError):
@@ -229,8 +194,6 @@ class TrialListener(RunListener):
         Raises:
             EOFError, ConnectionError: if the search was killed.
         """
-        if not self._job.is_searched:
-            return True
         self._connection.send(dict(line))
         return bool(self._connection.recv())
 
