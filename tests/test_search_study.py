@@ -119,6 +119,19 @@ def test_trial_worse_than_another_stops_where_they_are_first_compared(tmp_path: 
     assert continues == [True, True, True, False, True]
 
 
+def test_report_that_a_killed_search_has_stored_is_not_stored_again(tmp_path: Path) -> None:
+    """Optuna would warn, which is an error here."""
+    config = searching.load(tmp_path, "loss_scale_grid.yaml", *searching.THREE_SCALES)
+    plan = SearchPlan(config)
+    report = {"group": "validation", "loss_scale_score": 1.0, "batches": 2}
+    for _ in range(2):
+        study, _ = open_study(tmp_path, plan)
+        trial = study.ask()
+        assert Objective(plan, tmp_path, 1)._goes_on(trial, report)
+        assert trial.number == 0
+    assert study.trials[0].intermediate_values == {2: 1.0}
+
+
 def ended_by(state: RunState, reason: str | None = None) -> tuple[TrialResult]:
     return (TrialResult(state, reason=reason),)
 
@@ -141,6 +154,7 @@ class TestTrials:
         folder: Path,
         *processes: Sequence[object],
         metric: str = "loss_scale_score",
+        values: Sequence[float] = (0.5,),
         workers: int = 1,
         time_limit: float | None = None,
     ) -> Any:
@@ -148,7 +162,9 @@ class TestTrials:
         config = searching.load(folder, "loss_scale_grid.yaml", *searching.THREE_SCALES)
         for number in range(3):
             run_folder = RunFolder(trial_folder(folder, number))
-            run_folder.append_metrics({"group": "validation", "batches": 2, metric: 0.5})
+            for batches, value in enumerate(values, 2):
+                line = {"group": "validation", "batches": batches, metric: value}
+                run_folder.append_metrics(line)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Staged, "scripts", list(processes))
             plan = SearchPlan(write_config(folder, config, workers))
@@ -185,6 +201,14 @@ class TestTrials:
         assert (run.state.value, run.reason) == ends
         assert run.hparams == {"amp.init_scale": 2.0**24}
         assert self.states(tmp_path)[0] is kept
+
+    def test_best_validation_of_a_trial_is_its_value_as_on_the_platform(
+        self, tmp_path: Path
+    ) -> None:
+        self.run(tmp_path, *[COMPLETED] * 3, values=(0.5, 0.25, 0.75))
+        storage = f"sqlite:///{tmp_path / STUDY_FILE}"
+        study = optuna.load_study(study_name=None, storage=storage)
+        assert [trial.value for trial in study.trials] == [0.25] * 3
 
     def test_every_trial_has_a_process_and_those_of_one_time_have_slots(
         self, tmp_path: Path

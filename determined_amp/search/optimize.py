@@ -24,6 +24,7 @@ from determined_amp.runs.folder import (
 from determined_amp.runs.run import Run, RunState
 from determined_amp.search.search_display import closing_lines, line_of_a_trial, minutes
 from determined_amp.search.search_folder import (
+    Search,
     read_config,
     read_search,
     result,
@@ -207,10 +208,10 @@ class Objective:
         print(line_of_a_trial(run, metric))
         if run.state is RunState.PRUNED:
             raise optuna.TrialPruned
-        value = result(run, metric)
-        if value is None:
+        best = Search(str(self._folder), (run,), self._plan.search).value(run)
+        if best is None or result(run, metric) is None:
             raise FailedTrialError(run.reason)
-        return value
+        return best
 
     def _run(self, trial: optuna.Trial) -> Run:
         """Run a trial in its process, and record how it ended."""
@@ -264,12 +265,12 @@ class Objective:
             return True
         if not math.isfinite(value):
             return True
-        if not isinstance(settings, AshaSearcher):
-            trial.report(value, report["batches"])
-            return True
-        length = int(report[settings.time_metric])
-        trial.report(value, length)
-        return length >= settings.max_time or not trial.should_prune()
+        asha = settings if isinstance(settings, AshaSearcher) else None
+        length = int(report[asha.time_metric if asha else "batches"])
+        stored = trial.study.get_trials(deepcopy=False)[trial.number].intermediate_values
+        if length not in stored:  # a killed search may have stored it
+            trial.report(value, length)
+        return asha is None or length >= asha.max_time or not trial.should_prune()
 
     def _stop_in_time(self) -> None:
         self.time_is_up = self.time_is_up or not self.stopping
