@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import NoReturn
 
 from determined_amp import __version__
 from determined_amp.amp.errors import UserError
@@ -36,8 +37,13 @@ _COMMANDS = {
 # Commands that write their result into a folder. The others print it.
 _KEEP_THEIR_RESULT = ("train", "compare", "search", "report", "report precision")
 
-# Packages that the extras of pyproject.toml install.
-_OF_EXTRAS = ("optuna", "sqlalchemy", "matplotlib", "scipy", "torchvision", "sklearn", "diffusers")
+# Modules that an image may lack, and what pip calls the packages that have them.
+_COMPARE = "optuna matplotlib scipy"
+_MAY_BE_MISSING = {
+    **dict.fromkeys(("optuna", "sqlalchemy", "matplotlib", "scipy"), _COMPARE),
+    "sklearn": "scikit-learn",
+    **{name: name for name in ("rich", "tensorboard", "torchvision", "diffusers")},
+}
 
 
 def usage() -> str:
@@ -97,14 +103,29 @@ def _do(command: str, words: Sequence[str]) -> int:
         module = importlib.import_module(_COMMANDS[command][0])
         return int(module.main(words[1:]))
     except ModuleNotFoundError as error:
-        if error.name not in _OF_EXTRAS:
+        if error.name not in _MAY_BE_MISSING:
             raise
-        add = (
-            "add python3 -m pip install optuna matplotlib scipy to startup-hook.sh"
-            if "DET_TASK_TYPE" in os.environ
-            else "pip install '.[all]' in a checkout of determined_amp adds it"
+        lacks = f"{command} needs {error.name}, which is not installed"
+        if "DET_TASK_TYPE" not in os.environ:
+            remedy = "pip install '.[all]' in a checkout of determined_amp adds it"
+            raise UserError(f"{lacks}; {remedy}") from error
+        packages = _MAY_BE_MISSING[error.name]
+        _fail_in_task(
+            f"{lacks}; add python3 -m pip install {packages} to startup-hook.sh, or use an image "
+            "that has it where the nodes reach no package index"
         )
-        raise UserError(f"{command} needs {error.name}, which is not installed; {add}") from error
+
+
+def _fail_in_task(reason: str) -> NoReturn:
+    """Raise a `UserError`, and note it in the metadata of the run."""
+    import determined as det  # noqa: PLC0415  # seconds
+
+    from determined_amp.trial.notes import failure_noted  # noqa: PLC0415
+
+    info = det.get_cluster_info()
+    assert info is not None
+    with failure_noted(info):
+        raise UserError(reason)
 
 
 def _refuse_empty(words: Sequence[str]) -> None:

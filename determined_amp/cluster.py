@@ -140,8 +140,17 @@ def task_without_trial() -> Iterator[tuple[dict[str, Any], core.Context]]:
     """Configuration and context of a task that makes its trial in processes of their own.
 
     The reason of a `UserError` goes to the overview and the metadata of the run.
+
+    Raises:
+        UserError: if the task has several slots.
     """
     info = task_info()
+    if _has_several_slots(info):
+        with failure_noted(info):
+            raise UserError(
+                "resources.slots_per_trial: got more than one slot; allowed: 1 for compare and "
+                "check, whose runs are single processes"
+            )
     config = {**task_configuration(info), "hyperparameters": constants(info.trial.hparams)}
     # It warns that it writes by torch, as it does in every task without TensorFlow.
     logging.getLogger("determined.tensorboard").setLevel(logging.ERROR)
@@ -163,14 +172,17 @@ def leave_answer(
     train.report_progress(1.0)
 
 
+def _has_several_slots(info: det.ClusterInfo) -> bool:
+    return len(info.slot_ids) > 1 or len(info.container_addrs) > 1
+
+
 def start_ranks(info: det.ClusterInfo, *command: str) -> None:
     """In a task of several slots, replace this process by Determined's launcher of a command.
 
     Call it after the configuration was checked, so that mistakes are reported once and without the
     launcher's traceback. In a process that the launcher has started, it returns.
     """
-    single = len(info.slot_ids) < 2 and len(info.container_addrs) < 2
-    if single or "RANK" in os.environ:
+    if not _has_several_slots(info) or "RANK" in os.environ:
         return
     rank = [sys.executable, "-m", "determined_amp", *command]
     launcher = [sys.executable, "-m", "determined.launch.torch_distributed"]

@@ -14,12 +14,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import determined as det
 import pytest
 import yaml
 from rich.console import Console
 
 from determined_amp import ConfigError, comparison, pilots
 from determined_amp import __main__ as door
+from determined_amp.amp.errors import UserError
 from determined_amp.amp.settings import Precision
 from determined_amp.comparison import CompareError, PilotResults
 from determined_amp.experiment.experiment import parse
@@ -34,6 +36,7 @@ from determined_amp.search import optimize
 from determined_amp.search.search_folder import Search, read_search, write_remarks
 from determined_amp.search.task import Task, Verb
 from determined_amp.search.trial_process import Job, TrialResult
+from determined_amp.trial import notes
 from tests import searching, shapes
 from tests.cluster_task import TaskMaster, start_task
 from tests.precisions import run
@@ -219,6 +222,16 @@ def test_task_of_a_cluster_that_fails_leaves_its_reason(
         comparison.compare_on_cluster(Namespace())
     assert on_cluster.metadata["failure"].endswith("in fp32: no batch")
     assert on_cluster.status == "trial cannot be trained in fp32: no batch"
+
+
+def test_task_of_several_slots_is_refused_with_its_reason_on_the_master(
+    on_cluster: TaskMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    det.get_cluster_info().slot_ids.append(1)  # type: ignore[union-attr]
+    monkeypatch.setattr(notes, "train_context_of_task", lambda info: on_cluster)
+    with pytest.raises(UserError, match="slots_per_trial: got more than one slot; allowed: 1"):
+        comparison.compare_on_cluster(Namespace())
+    assert on_cluster.metadata["failure"].startswith("resources.slots_per_trial: got more")
 
 
 def test_task_of_a_cluster_leaves_the_answer_in_metadata_metrics_and_checkpoint(

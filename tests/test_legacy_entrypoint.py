@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import determined as det
 import pytest
 from determined import util
 from determined.exec import harness
 
-from determined_amp import AuditError, GuardError, TrialAsItIs
+from determined_amp import AuditError, ConfigError, GuardError, TrialAsItIs
 from tests.cluster_task import TaskMaster, start_task
 from tests.harness import content, same_bits
 from tests.trials import FP16_SECTION as FP16
@@ -99,6 +101,23 @@ def test_unmodified_trial_trains_by_one_key(legacy: Legacy) -> None:
     reports = legacy(TrialAsItIs, {"precision": "amp_bf16"}, 8, trial="tests.trials:Plain")
     assert reports.training[0]["watch_audit_share"] == 1
     assert reports.training[-1]["watch_applied_steps"] == 8
+
+
+def test_mistake_in_the_section_ends_a_task_with_one_line_and_is_on_the_master(
+    legacy: Legacy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    amp = {"precision": "amp_bf16", "auditt": True}
+    hook, noted = sys.excepthook, Mock()
+    monkeypatch.setattr(TaskMaster, "set_metadata", noted)
+    monkeypatch.setattr(sys, "excepthook", hook)  # put back after the test
+    with pytest.raises(ConfigError) as raised:
+        legacy(TrialAsItIs, amp, 8, trial="tests.trials:Plain")
+    with pytest.raises(SystemExit):
+        sys.excepthook(ConfigError, raised.value, None)
+    (line,) = capsys.readouterr().err.splitlines()
+    reason = "experiment: hyperparameters.amp.auditt: unknown key; did you mean audit?"
+    assert line == f"no retry can help: {reason}"
+    assert noted.call_args.args == ({"amp": {"failure": reason}},)
 
 
 class FourRows(Weights):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shlex
 import signal
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,7 +20,9 @@ from determined_amp import __main__ as door
 from determined_amp import cluster
 from determined_amp.amp.errors import UserError
 from determined_amp.cli import audit, train
+from determined_amp.trial import notes
 from tests import training
+from tests.cluster_task import start_task
 from tests.training import ROOT
 
 BF16, FP16 = (f"experiment_configs/mlp/{name}.yaml" for name in ("bf16", "amp"))
@@ -180,12 +184,29 @@ def test_package_of_an_extra_that_is_missing_is_named_with_the_remedy(
     monkeypatch.setattr(audit, "main", lacks)
     assert door.main(["audit", "optuna"]) == 2
     assert "audit needs optuna, which is not installed; pip install" in capsys.readouterr().err
-    with monkeypatch.context() as task:
-        task.setenv("DET_TASK_TYPE", "TRIAL")
-        assert door.main(["audit", "optuna"]) == 2
-    assert "pip install optuna matplotlib scipy to startup-hook.sh" in capsys.readouterr().err
     with pytest.raises(ModuleNotFoundError):  # of the trial
         door.main(["audit", "model_def"])
+
+
+def test_package_that_an_image_lacks_is_one_line_in_a_task_and_its_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands themselves are not imported either."""
+    master = start_task(monkeypatch, tmp_path, {}, {})
+    monkeypatch.setattr(notes, "train_context_of_task", lambda info: master)
+    for package, pip in (("rich", "rich"), ("sklearn", "scikit-learn")):
+        lacks = Mock(side_effect=ModuleNotFoundError(name=package))
+        monkeypatch.setattr(importlib, "import_module", lacks)
+        assert door.main(["train"]) == 2
+        reason = f"train needs {package}, which is not installed; add python3 -m pip install {pip} "
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"no retry can help: {reason}")
+        assert master.metadata["failure"].startswith(reason)
+
+
+def test_door_needs_no_package_that_an_image_may_lack() -> None:
+    code = "import sys; sys.modules['rich'] = None; import determined_amp.__main__"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_ctrl_c_is_a_word_and_no_traceback(

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import Console
-from rich.logging import RichHandler
+if TYPE_CHECKING:
+    from rich.console import Console
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,8 @@ def logging_to(path: Path | None, console: Console) -> Iterator[None]:
     Python's own warnings are logged, too, and the traceback of what ends the block. A few warnings
     of Determined are written and not shown.
     """
+    from rich.logging import RichHandler  # noqa: PLC0415  # an image may lack it
+
     shown: logging.Handler = RichHandler(
         logging.WARNING, console, show_time=False, show_path=False, markup=False
     )
