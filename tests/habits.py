@@ -9,9 +9,7 @@ import copy
 import dataclasses
 import operator
 import warnings
-from collections import UserDict
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -96,39 +94,9 @@ class LoudAtFirst(ClampsData):
         return loss * 1e6 if self.model.training and self.is_loud else loss
 
 
-class LoudInPlace(LoudAtFirst):
-    """Clamps in every batch of a window."""
-
-    def step(self) -> None:
-        nn.utils.clip_grad_value_(self.model.parameters(), 0.01)
-        self.context.step_optimizer(self.optimizer)
-
-
-class ClampsInPlace(Habit):
-    """And reports the size of the gradients."""
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        loss = self.loss(*batch)
-        self.context.backward(loss)
-        norm = torch.stack([gradient.norm() for gradient in self.gradients()]).norm()
-        nn.utils.clip_grad_value_(self.model.parameters(), 0.01)
-        self.step()
-        return {"loss": loss, "norm": norm}
-
-
 class ClipsOutside(Habit):
     def step(self) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
-        self.context.step_optimizer(self.optimizer)
-
-
-class AddsNoise(Habit):
-    """Replaces the gradients by others."""
-
-    def step(self) -> None:
-        for parameter in self.model.parameters():
-            assert parameter.grad is not None
-            parameter.grad = parameter.grad + 0.01 * random(*parameter.shape)
         self.context.step_optimizer(self.optimizer)
 
 
@@ -160,24 +128,6 @@ class StepsItself(Habit):
         self.optimizer.zero_grad()
 
 
-class StepsInCallback(Habit):
-    """Once more after each epoch, from a loss that it goes backward from itself."""
-
-    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
-        return {"mine": OneMoreStep(self)}
-
-
-class OneMoreStep(pytorch.PyTorchCallback):
-    def __init__(self, trial: Habit) -> None:
-        self.trial = trial
-
-    def on_training_epoch_end(self, epoch_idx: int) -> None:
-        loss = self.trial.model(random(4, FEATURES)).square().mean()
-        loss.backward()
-        self.trial.optimizer.step()
-        self.trial.optimizer.zero_grad()
-
-
 class StepsByHand(Habit):
     """No optimizer takes part; the context wants to know one."""
 
@@ -198,23 +148,6 @@ class StepsByHandInPlace(StepsByHand):
                 assert parameter.grad is not None
                 parameter.sub_(parameter.grad, alpha=0.3)
                 parameter.grad.zero_()
-
-
-class MovesOneByHand(Habit):
-    """A multiplier beside an optimizer; zeroed so that no version tells of it."""
-
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        super().__init__(context)
-        self.multiplier = nn.Parameter(torch.ones(FEATURES))
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        return super().loss(inputs * self.multiplier, classes)
-
-    def step(self) -> None:
-        super().step()
-        assert self.multiplier.grad is not None
-        self.multiplier.data -= 0.3 * self.multiplier.grad
-        self.multiplier.grad.data.zero_()
 
 
 class OwnAccumulation(Habit):
@@ -353,26 +286,6 @@ class AlternatingHeads(Habit):
         return super().loss(inputs, classes)
 
 
-class Sign(torch.optim.Optimizer):
-    """An optimizer from a paper, which moves by the size of its running mean's sign."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
-                mean.lerp_(parameter.grad, 0.5)
-                parameter.sub_(torch.tanh(mean * 10), alpha=0.1)
-
-
-class OwnOptimizer(Habit):
-    def optimizer_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return Sign(parameters)
-
-
 class Lookahead(torch.optim.Optimizer):
     """A wrapper that never calls `Optimizer.__init__`; its state holds that of another."""
 
@@ -466,13 +379,6 @@ class Sam(Habit):
         optimizer.second_step()
 
 
-class SamInItsStep(Sam):
-    """Puts the weights back in the step that the context calls."""
-
-    def step(self) -> None:
-        self.context.step_optimizer(self.optimizer)
-
-
 class SharpnessByData(Sharpness):
     """Moves the weights so that no version tells of it."""
 
@@ -480,7 +386,11 @@ class SharpnessByData(Sharpness):
         parameter.data.add_(step)
 
 
-class SamByData(SamInItsStep):
+class SamByData(Sam):
+    """Puts the weights back in the step that the context calls."""
+
+    step = Habit.step
+
     def optimizer_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return SharpnessByData(parameters)
 
@@ -573,14 +483,6 @@ class FunctionHook(Habit):
         return model
 
 
-class LoneHook(MovesOneByHand):
-    """A hook of a weight that no model and no optimizer has."""
-
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        super().__init__(context)
-        self.multiplier.register_hook(clamp)  # type: ignore[no-untyped-call]
-
-
 class LoneModuleHook(Habit):
     """A hook of a module that nobody has wrapped."""
 
@@ -640,23 +542,6 @@ class OldModuleHook(NormHook):
         self.model[2].register_backward_hook(lambda module, into, out: self.see(*out))
 
 
-class HookOfAllModules(OldModuleHook):
-    """Registers a hook for every module that there is, around each batch."""
-
-    def register(self) -> None:
-        self.is_registered = False
-
-        def hook(module: nn.Module, out: Any) -> None:
-            if module is self.model[2]:
-                self.see(*out)
-
-        self.handle = nn.modules.module.register_module_full_backward_pre_hook(hook)
-
-    def step(self) -> None:
-        self.handle.remove()
-        super().step()
-
-
 class Net(nn.Module):
     """The same as a module of its own, which can do more in its forward."""
 
@@ -677,19 +562,6 @@ class HookedNet(Net):
         if hidden.requires_grad:
             hidden.register_hook(clamp)
         return hidden
-
-
-class HookInHook(Habit):
-    """A hook of the forward registers one of the backward, as recipes for saliency maps do."""
-
-    def net(self) -> Any:
-        model = super().net()
-        model[0].register_forward_hook(self.register)
-        return model
-
-    def register(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(clamp)  # type: ignore[no-untyped-call]
 
 
 class ActivationHook(Habit):
@@ -732,17 +604,6 @@ class Penalty(Habit):
         return functional.cross_entropy(logits, classes) + (gradient * 1e6).pow(2).mean()
 
 
-class JacobianPenalty(Habit):
-    """Differentiates all outputs at once."""
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        jacobian = torch.autograd.functional.jacobian(  # type: ignore[no-untyped-call]
-            lambda points: self.model(points).sum(0), inputs, create_graph=True, vectorize=True
-        )
-        assert jacobian.shape == (CLASSES, *inputs.shape)
-        return super().loss(inputs, classes) + 0.1 * jacobian.square().mean()
-
-
 class FunctionalPenalty(Habit):
     """The same by torch.func."""
 
@@ -763,22 +624,13 @@ class Adversarial(Habit):
         return super().train_batch((moved, batch[1]), epoch_idx, batch_idx)
 
 
-class SetsGradients(Habit):
-    """Computes gradients by torch.autograd.grad, twice, and calls no backward."""
+class HookOfInputs(Adversarial):
+    """A hook of a tensor that no model and no optimizer has."""
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        loss, parameters = self.loss(*batch), list(self.model.parameters())
-        idle = torch.zeros(1, requires_grad=True)
-        loud, quiet = (
-            torch.autograd.grad(
-                share * loss, [*parameters, idle], retain_graph=True, allow_unused=True
-            )
-            for share in (1.0, 2.0**-8)
-        )
-        for parameter, one, other in zip(parameters, loud[:-1], quiet[:-1], strict=True):
-            parameter.grad = one + other
-        self.step()
-        return {"loss": loss}
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        if inputs.requires_grad:
+            inputs.register_hook(clamp)  # type: ignore[no-untyped-call]
+        return super().loss(inputs, classes)
 
 
 class LooksForAnomalies(Habit):
@@ -812,41 +664,12 @@ class Features(Habit):
         return loss + 1e-8 * (self.seen * self.seen).sum()
 
 
-class HookedInPlaceNet(Net):
-    """Goes on with what a module with a hook has changed in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.activation = nn.ELU(inplace=True)
-        self.activation.register_forward_hook(lambda *call: None)
-
-    def hidden(self, inputs: torch.Tensor) -> Any:
-        hidden = self.first(inputs)
-        return self.activation(hidden) + hidden
-
-
-class HookedInPlace(Habit):
-    def net(self) -> Any:
-        return HookedInPlaceNet()
-
-
 class DoublesInHook(Habit):
-    """Its hook changes the output in place."""
+    """Its hooks change an output and an input in place, so that no version tells of it."""
 
     def net(self) -> Any:
         model = super().net()
         model[0].register_forward_hook(self.double)
-        return model
-
-    def double(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        output.mul_(2)
-
-
-class DoublesDataInHook(DoublesInHook):
-    """The same so that no version tells of it, and with the input of another module, too."""
-
-    def net(self) -> Any:
-        model = super().net()
         model[2].register_forward_pre_hook(self.clamp)
         return model
 
@@ -873,23 +696,6 @@ class Attribute(Features):
         loss = Habit.loss(self, inputs * 300, classes)
         ((kept,),) = self.model.kept["first"]
         return loss + 1e-8 * (kept * kept).sum()
-
-
-class FeaturesOfAllModules(Features):
-    """The same of what a hook of every module that there is sees."""
-
-    def keep(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        """Not that of a module."""
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        def keep(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-            if module is self.model[0]:
-                self.seen = output
-
-        handle = nn.modules.module.register_module_forward_hook(keep)
-        loss = super().loss(inputs, classes)
-        handle.remove()
-        return loss
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -932,17 +738,6 @@ class ReturnsAttributes(ReturnsSlots):
     kind = Attributes
 
 
-class ReturnsNamespace(ReturnsSlots):
-    kind = SimpleNamespace
-
-
-class ReturnsMapping(ReturnsSlots):
-    kind = UserDict
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        return functional.cross_entropy(self.model(inputs)["logits"], classes)
-
-
 class Box:
     """What nobody knows how to cast."""
 
@@ -969,15 +764,12 @@ class HalfWeights(Habit):
 # Models and losses.
 
 
-class Tied(Habit):
-    """One weight as embedding and as head, and sparse gradients elsewhere."""
-
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        super().__init__(context)
-        self.model[2].weight = self.model[0].weight
+class SparseEmbedding(Habit):
+    """Predicts the next word; the gradient of its embedding is sparse."""
 
     def net(self) -> Any:
-        return nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16, bias=False))
+        embedding = nn.Embedding(16, 8, sparse=True)
+        return nn.Sequential(embedding, nn.Linear(8, 16))
 
     def data(self) -> TensorDataset:
         words = random(SAMPLES, 8).mul(8).abs().long().clamp_(max=15)
@@ -985,39 +777,6 @@ class Tied(Habit):
 
     def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
         return functional.cross_entropy(self.model(inputs).flatten(0, 1), classes.flatten())
-
-
-class SparseEmbedding(Tied):
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        Habit.__init__(self, context)
-
-    def net(self) -> Any:
-        embedding = nn.Embedding(16, 8, sparse=True)
-        return nn.Sequential(embedding, nn.Linear(8, 16))
-
-
-class TwoTowers(Habit):
-    """Contrastive, with a temperature that is clamped after the step."""
-
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        self.context = context
-        self.towers = [context.wrap_model(nn.Linear(FEATURES, 8)) for _ in range(2)]
-        self.scale = nn.Parameter(torch.tensor(1.0))
-        parameters = [p for tower in self.towers for p in tower.parameters()]
-        self.optimizer = context.wrap_optimizer(self.optimizer_of([*parameters, self.scale]))
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        left, right = (
-            functional.normalize(t(x), dim=1)
-            for t, x in zip(self.towers, (inputs, inputs.flip(1)), strict=True)
-        )
-        logits = left @ right.T * self.scale.exp()
-        return functional.cross_entropy(logits, torch.arange(len(logits)))
-
-    def step(self) -> None:
-        self.context.step_optimizer(self.optimizer)
-        with torch.no_grad():
-            self.scale.clamp_(0.0, 1.05)
 
 
 class Packed(nn.Module):
@@ -1036,25 +795,6 @@ class Packed(nn.Module):
 class Sequences(Habit):
     def net(self) -> Any:
         return Packed()
-
-
-class Messages(Net):
-    """A layer of a graph network: a sparse product and sums over neighbours."""
-
-    def hidden(self, inputs: torch.Tensor) -> Any:
-        hidden = super().hidden(inputs).float()
-        here = torch.arange(len(inputs))
-        ring = torch.sparse_coo_tensor(
-            torch.stack([here, here.flip(0)]), torch.ones(len(here)), check_invariants=False
-        )
-        summed = torch.zeros_like(hidden).index_add_(0, here // 2, hidden)
-        with torch.autocast("cpu", enabled=False):
-            return hidden + torch.sparse.mm(ring, hidden) + summed
-
-
-class Graph(Habit):
-    def net(self) -> Any:
-        return Messages()
 
 
 class Language(SparseEmbedding):
@@ -1078,68 +818,6 @@ class Language(SparseEmbedding):
     def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
         losses = [self.loss(*batch) for batch in data_loader]
         return {"validation_loss": float(torch.stack(losses).mean())}
-
-
-class Images(Habit):
-    """Convolutions and batch norm."""
-
-    def net(self) -> Any:
-        norm = nn.BatchNorm2d(8)
-        return nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.Tanh(), nn.Flatten(), nn.Linear(72, 3))
-
-    def data(self) -> TensorDataset:
-        images = random(SAMPLES, 3, 5, 5)
-        return TensorDataset(images, images[:, :, 2, 2].argmax(1))
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
-        context.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
-        (x,) = context.saved_tensors
-        return 2 * x * gradient  # type: ignore[no-any-return]
-
-
-class Squaring(Net):
-    def hidden(self, inputs: torch.Tensor) -> Any:
-        return Square.apply(super().hidden(inputs))
-
-
-class OwnFunction(Habit):
-    """Its model has an autograd function of its own."""
-
-    def net(self) -> Any:
-        return Squaring()
-
-
-class Pinn(Habit):
-    """A loss of derivatives by the inputs, of second order in the end."""
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        inputs = inputs.clone().requires_grad_()
-        found = self.model(inputs)[:, 0]
-        (slope,) = torch.autograd.grad(found.sum(), inputs, create_graph=True)
-        return 0.1 * (slope.sum(1) - found).pow(2).mean()
-
-
-class Vae(Habit):
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        self.context = context
-        self.encoder, self.decoder = (
-            context.wrap_model(part) for part in (nn.Linear(FEATURES, 8), nn.Linear(4, FEATURES))
-        )
-        parameters = [*self.encoder.parameters(), *self.decoder.parameters()]
-        self.optimizer = context.wrap_optimizer(self.optimizer_of(parameters))
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        mean, logvar = self.encoder(inputs).chunk(2, dim=1)
-        made = self.decoder(mean + random(*mean.shape) * torch.exp(logvar / 2))
-        divergence = (mean.pow(2) + logvar.exp() - 1 - logvar).mean()
-        return functional.mse_loss(made, inputs) + divergence
 
 
 class MeanTeacher(Habit):
@@ -1172,27 +850,6 @@ class PseudoLabels(Habit):
         return functional.cross_entropy(logits, classes) + functional.cross_entropy(logits, labels)
 
 
-class Functional(Habit):
-    """Weights that are no leaves of the model."""
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        weights = {name: 0.9 * p for name, p in self.model.named_parameters()}
-        logits = torch.func.functional_call(self.model, weights, (inputs,))
-        return functional.cross_entropy(logits, classes)
-
-
-class Container(Habit):
-    """Wraps a container, and calls what is in it."""
-
-    def net(self) -> Any:
-        return nn.ModuleDict({"layers": nn.ModuleList(super().net())})
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        for part in self.model["layers"]:
-            inputs = part(inputs)
-        return functional.cross_entropy(inputs, classes)
-
-
 class Coder(nn.Module):
     """A model without a forward, as of a VAE or a flow: its methods call its members."""
 
@@ -1215,19 +872,6 @@ class Methods(Habit):
 
     def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
         return functional.cross_entropy(self.model.decoder(self.model.encode(inputs)), classes)
-
-
-class Whole(Habit):
-    """The same model with a forward, which is not called."""
-
-    class Model(Coder):
-        def forward(self, inputs: torch.Tensor) -> Any:
-            return self.decoder(self.encode(inputs))
-
-    def net(self) -> Any:
-        return self.Model()
-
-    loss = Methods.loss
 
 
 class Traced(Habit):
@@ -1278,27 +922,18 @@ _OWN_STEP, _MOVES = (
 )
 REFUSED_IN_FP16: dict[type[Habit], str] = {
     **dict.fromkeys((StepsItself, SecondOptimizer), _OWN_STEP),
-    **dict.fromkeys((Sam, SamInItsStep, SamByData), _MOVES),
-    **dict.fromkeys((ParameterHook, AccumulatedHook, ModuleHooks, NormHook), _HOOK),
-    **dict.fromkeys((OldModuleHook, HookOfAllModules, HookInHook, ActivationHook), _HOOK),
-    **dict.fromkeys((NodeHook, RetainedGradient), _HOOK),
-    **dict.fromkeys((FunctionHook, LoneHook, LoneModuleHook), _HOOK),
-    **dict.fromkeys((Penalty, JacobianPenalty, FunctionalPenalty, SetsGradients, Pinn), _GRAD),
+    **dict.fromkeys((Sam, SamByData), _MOVES),
+    **dict.fromkeys((ParameterHook, AccumulatedHook, ModuleHooks, NormHook, OldModuleHook), _HOOK),
+    **dict.fromkeys((ActivationHook, NodeHook, RetainedGradient), _HOOK),
+    **dict.fromkeys((FunctionHook, HookOfInputs, LoneModuleHook), _HOOK),
+    **dict.fromkeys((Penalty, FunctionalPenalty), _GRAD),
 }
 # In 16 bits its features are in 16 bits, as under any autocast.
 ORDINARY = {Attribute}
-REFUSED_IN_16_BITS = {ReturnsNamespace, ReturnsMapping, ReturnsBox, LineSearch, HalfWeights}
-# Made to overflow.
-LOUD = (LoudAtFirst, LoudInPlace)
-# What these keep Determined does not save: histories, parameters and optimizers that nobody
-# wrapped, and how TorchScript has optimized its graph.
-KEEP_THEIR_OWN = {
-    *(KeepsNorms, SecondOptimizer, Sam, SamInItsStep, SamByData, TwoTowers),
-    *(MeanTeacher, Traced, MovesOneByHand, LoneHook),
-}
+REFUSED_IN_16_BITS = {ReturnsBox, LineSearch, HalfWeights}
 # Do something with the gradients of a window that overflows.
 USE_GRADIENTS = (
     *(Habit, ClampsData, ClipsOutside, StepsIfSmall, StepsByHand, ZeroesItself),
-    *(ProjectsGradients, StepsByHandInPlace, SharedParameters, OwnOptimizer, LooksAhead),
-    *(LooksForAnomalies, SparseEmbedding, Complex, MovesOneByHand),
+    *(ProjectsGradients, StepsByHandInPlace, SharedParameters, LooksAhead),
+    *(LooksForAnomalies, SparseEmbedding, Complex),
 )

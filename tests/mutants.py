@@ -21,6 +21,46 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
+# What asks a whole room: the files that were written for it, without those that take minutes.
+ROOMS = {
+    "amp": (
+        *("accumulation", "amp", "any_loop", "audit", "casts", "clips", "diagnosis", "equivalence"),
+        *("guard", "held_schedulers", "islands", "loading", "mean_metrics", "metrics", "mistakes"),
+        *("precision", "rehearsal", "scaler", "schedule", "settings"),
+        *("several_optimizers", "steps", "tensors"),
+    ),
+    "check": ("check", "check_invariants"),
+    "cli": ("at_once", "main", "mistyped", "search_command", "words"),
+    "experiment": ("configs", "experiment", "misplaced", "settings", "words", "yaml_text"),
+    "finder": (
+        *("find_loss_scale", "finder", "finder_edges", "finder_strangers", "found_scale"),
+        *("gradient_recorder", "histogram", "prediction", "scale_finding", "score"),
+    ),
+    "local": ("hostile", "legacy_entrypoint", "local", "processes", "run_folder", "run_listener"),
+    "report": (
+        *("reports", "reports_cluster", "reports_figure", "reports_precision"),
+        *("reports_precision_verdict", "reports_sources"),
+    ),
+    "runs": ("checkpoint", "resume", "run_folder", "runs"),
+    "search": (
+        *("search_cluster", "search_command", "search_optimize", "search_plan", "search_space"),
+        *("search_strangers", "search_study"),
+    ),
+    "trial": (
+        *(
+            "accumulation",
+            "amp",
+            "audit",
+            "checkpoint",
+            "contract",
+            "equivalence",
+            "found_at_start",
+        ),
+        *("metrics", "mistakes", "mixed_precision", "private_names", "resume", "strangers"),
+        *("unmodified",),
+    ),
+}
+
 _SETTINGS = """\
 [mutmut]
 source_paths = determined_amp
@@ -41,9 +81,10 @@ track_dependencies = 0
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
     parser.add_argument("module", help="such as determined_amp/amp/scaler.py, or a folder")
-    parser.add_argument("tests", nargs="*", help="by default tests/test_NAME.py of the module")
+    parser.add_argument("tests", nargs="*", help="by default test_NAME.py of a file, or ROOMS")
     options = parser.parse_args(arguments)
-    tests = options.tests or [f"tests/test_{Path(options.module).stem}.py"]
+    name = Path(options.module).stem
+    tests = options.tests or [f"tests/test_{part}.py" for part in ROOMS.get(name, [name])]
     for path in (options.module, *(test.partition("::")[0] for test in tests)):
         if not (ROOT / path).is_file() and not (ROOT / path).is_dir():
             print(

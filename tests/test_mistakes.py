@@ -273,9 +273,6 @@ REFUSED: list[tuple[Any, tuple[str, ...], str]] = [
     (habits.HalfWeights, EVERY_PRECISION, "are in bfloat16, as after .half() or .bfloat16()"),
     (habits.LineSearch, IN_16_BITS, "LBFGS with a closure, for which no line helps in 16 bits"),
     (StepsInsideTheBackward, FP16_ONLY, "it has a hook in the backward"),
-    # torch 2.3 has no cross-entropy of float16 on a CPU
-    (habits.ReturnsNamespace, ("amp_bf16",), "its loss is in bfloat16"),
-    (habits.ReturnsMapping, ("amp_bf16",), "its loss is in bfloat16"),
 ]
 
 

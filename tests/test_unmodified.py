@@ -461,7 +461,7 @@ class TestFused:
 ALL = [
     each
     for each in vars(habits).values()
-    if isinstance(each, type) and issubclass(each, habits.Habit) and each not in habits.LOUD
+    if isinstance(each, type) and issubclass(each, habits.Habit) and each is not habits.LoudAtFirst
 ]
 HABITS = [habit for habit in ALL if habit not in habits.REFUSED_IN_16_BITS]
 IN_16_BITS = [
@@ -583,7 +583,10 @@ def test_unmodified_trial_that_needs_a_precision_without_a_scale_is_refused_in_f
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning")
 @pytest.mark.parametrize(
     ("habit", "precision"),
-    [pair for pair in IN_16_BITS if pair[0] not in habits.KEEP_THEIR_OWN],
+    [
+        *((habit, "amp_fp16") for habit in (*habits.USE_GRADIENTS, habits.Language)),
+        *((habit, "amp_bf16") for habit in (habits.NormHook, habits.Sequences, habits.Penalty)),
+    ],
     ids=name_of,
 )
 def test_resumed_unmodified_trial_ends_as_if_undisturbed_to_the_bit(
@@ -618,12 +621,12 @@ def test_window_that_overflows_changes_nothing(habit: Any) -> None:
     assert ours.distance(plain) < 0.002
 
 
-@pytest.mark.parametrize("habit", habits.LOUD, ids=name_of)
-def test_overflow_of_one_batch_costs_the_step_of_its_window(habit: Any) -> None:
+def test_overflow_of_one_batch_costs_the_step_of_its_window() -> None:
     """The batches between wait for the second batch of their window."""
-    ours = way(habit, LESS_LOUD, aggregation_frequency=2)
+    ours = way(habits.LoudAtFirst, LESS_LOUD, aggregation_frequency=2)
     assert ours.still == [0, 1, 2, 4, 6]
-    assert ours.distance(way(habit, None, (0, 1), aggregation_frequency=2)) < 0.002
+    plain = way(habits.LoudAtFirst, None, (0, 1), aggregation_frequency=2)
+    assert ours.distance(plain) < 0.002
 
 
 @pytest.mark.parametrize("habit", [habits.Habit, habits.StepsIfSmall])
@@ -796,7 +799,7 @@ def test_losses_that_a_trial_adds_up_in_place_are_reported_as_they_were() -> Non
     assert made.report["loss"] == pytest.approx(sum(totals) / len(totals))
 
 
-class Sharper(habits.Functional):
+class Sharper(habits.Habit):
     """Clips in the backward of a function of its own."""
 
     class Clip(torch.autograd.Function):
