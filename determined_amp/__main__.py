@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from determined_amp import __version__
 from determined_amp.amp.errors import UserError
-from determined_amp.experiment.errors import NO_RETRY, exit_status
+from determined_amp.experiment.errors import exit_status
 from determined_amp.local.logs import surviving_closed_output
 
 # By command: the module of its `main(arguments)`, and its help text. `main` returns the exit
@@ -76,12 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problem = f"got {command!r}" if words else "no command given"
         print(f"{problem}; allowed: {', '.join(_COMMANDS)}\n\n{usage()}", file=sys.stderr)
         return 2
-    # A cluster restarts a failed task unless its log has this text.
-    in_task = command == "train" or "DET_TASK_TYPE" in os.environ
-    before = NO_RETRY if in_task else ""
     try:
         with surviving_closed_output() as output:
-            status = exit_status(partial(_do, command, words), before)
+            status = exit_status(partial(_do, command, words))
     except KeyboardInterrupt as stopped:
         print(str(stopped) or "interrupted", file=sys.stderr)
         return 130

@@ -629,5 +629,12 @@ class TestScript:
         done = checked(folder, "--minutes", "0.05", "train.py")
         assert (done.returncode, done.stdout[:8]) == (0, "0 faults")
 
+    def test_ctrl_c_in_a_script_is_a_word_and_no_traceback(self, folder: Path) -> None:
+        (folder / "train.py").write_text("raise KeyboardInterrupt")
+        done = checked(folder, "train.py")
+        assert (done.returncode, done.stdout[:8]) == (130, "0 faults")
+        assert done.stderr.endswith("\ninterrupted\n")
+        assert "Traceback" not in done.stderr
+
     def test_missing_script_is_status_2(self, folder: Path) -> None:
         assert checked(folder, "none.py").returncode == 2

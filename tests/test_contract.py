@@ -215,7 +215,7 @@ def test_batches_never_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("precision", "first", "said", "newest"),
     [
-        (Precision.AMP_FP16, 12, "no retry can help: 80% of the optimizer steps", 20),
+        (Precision.AMP_FP16, 12, "error: 80% of the optimizer steps", 20),
         (Precision.FP32, 4, "the training loss is nan in fp32", 4),
     ],
     ids=["amp_fp16", "fp32"],

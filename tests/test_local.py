@@ -383,6 +383,7 @@ def test_name_with_markup_is_shown_as_it_is() -> None:
     text = io.StringIO()
     display = Display(experiment_named("x [/b] [red]", "f1 [/b]"), Console(file=text, width=100))
     display.on_start(Mock(shown="runs/[/b]"), Mock(answer=None))
+    display.on_precision("amp_bf16")
     for batches, speed in enumerate((1.0, 100.0, 300.0, 200.0, 7.0)):
         line = {"group": "training", "batches": batches, "samples_per_second": speed}
         display.on_report({**line, "f1 [/b]": 0.25, "other": 1.0})
@@ -390,7 +391,8 @@ def test_name_with_markup_is_shown_as_it_is() -> None:
     # The median of the steady reports: the first has the audit in it.
     (row,) = [row for row in text.getvalue().splitlines() if "samples per second" in row]
     assert row.split()[-2:] == ["150", "│"]
-    assert "train      4  7 samples/s  f1 [/b] 0.25\n" in text.getvalue()
+    assert "train      4  7 samples/s  f1 [/b] 0.25  other 1\n" in text.getvalue()
+    assert text.getvalue().startswith("x [/b] [red]: amp_bf16\n")
     assert "│ f1 [/b] " in text.getvalue()
     assert "x [/b] [red]: completed" in text.getvalue()
     assert "run folder: runs/[/b]" in text.getvalue()

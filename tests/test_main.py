@@ -112,11 +112,9 @@ def test_help_of_a_command_lists_its_arguments(
 @pytest.mark.parametrize(
     ("module", "text", "message"),
     [
-        # It may be a task of a cluster, whose log policy waits for the first words.
-        (train, "as told", "no retry can help: as told\n"),
-        (audit, "as told", "as told\n"),
+        (train, "as told", "error: as told\n"),
         # Control characters of others do not reach the terminal.
-        (audit, "\x1b]0;title\x07 of\nme", "\ufffd]0;title\ufffd of\nme\n"),
+        (audit, "\x1b]0;title\x07 of\nme", "error: \ufffd]0;title\ufffd of\nme\n"),
     ],
 )
 def test_error_of_a_user_is_one_message_and_status_2(
@@ -143,9 +141,9 @@ def test_report_of_torchrun_ends_with_the_reason(tmp_path: Path) -> None:
     # Two import torch here: a fake torch would prove nothing of the file that they agree on.
     done = training.outcome(*command, str(config))
     assert done.returncode == 1
-    assert "no retry can help: " in done.stderr
+    assert "error: " in done.stderr
     assert "hyperparameters.trial: got 'os:getcwd'" in done.stderr
-    assert "  traceback : no retry can help: " in done.stderr.strip().splitlines()[-2]
+    assert "  traceback : error: " in done.stderr.strip().splitlines()[-2]
 
 
 class TestRanks:

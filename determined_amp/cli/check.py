@@ -101,7 +101,7 @@ def _check_script(arguments: Sequence[str]) -> int:
     )
     status = _answer(findings, as_json=options.json) if first else 0
     sys.stdout.flush()
-    script.show(raised)
     if isinstance(raised, KeyboardInterrupt):
-        return 130
+        raise raised
+    script.show(raised)
     return 1 if raised is not None else status

@@ -18,6 +18,8 @@ from determined_amp.amp.errors import UserError, one_line, printable
 # A log policy in the YAMLs matches these words, so the cluster does not restart the trial.
 NO_RETRY = "no retry can help: "
 
+AT_A_PROMPT = "error: "
+
 _OURS = (str(Path(__file__).parents[1]), sys.base_prefix, "<")
 
 # RuntimeError messages of torch and numpy about sizes that do not fit in memory.
@@ -161,14 +163,19 @@ def faults_of_the_trial() -> Iterator[None]:
         raise type(error)(message.strip()) from error
 
 
-def exit_status(run: Callable[[], int], before: str) -> int:
-    """The result of `run`, or 2 after a `UserError`, which is printed after the text `before`."""
+def exit_status(run: Callable[[], int]) -> int:
+    """The result of `run`, or 2 after a `UserError`, which is printed."""
     try:
         return run()
     except UserError as error:
-        print(f"{before}{printable(str(error))}", file=sys.stderr, flush=True)
-        _report_to_launcher(f"{before}{error}")
+        _say(error)
         return 2
+
+
+def _say(error: UserError) -> None:
+    before = NO_RETRY if "DET_TASK_TYPE" in os.environ else AT_A_PROMPT
+    print(f"{before}{printable(str(error))}", file=sys.stderr, flush=True)
+    _report_to_launcher(f"{before}{error}")
 
 
 def _report_to_launcher(reason: str) -> None:
@@ -205,8 +212,7 @@ def print_uncaught_user_errors() -> None:
         if not isinstance(error, UserError):
             before(kind, error, trace)
             return
-        print(f"{NO_RETRY}{error}", file=sys.stderr, flush=True)
-        _report_to_launcher(f"{NO_RETRY}{error}")
+        _say(error)
         raise SystemExit(2)  # Python takes the exit status from the hook's exception
 
     sys.excepthook = hook

@@ -50,8 +50,11 @@ _CLOSING = (
     ("peak memory (MiB)", MetricName.PEAK_MEMORY_MIB, "{:,.0f}"),
 )
 
-# One line or table shows at most this many metrics with unknown names.
+# One line or table shows at most this many metrics of the trial's own.
 _MOST_OTHERS = 12
+
+# How the names of our other metrics begin.
+_EXPLAIN = ("watch_", MetricName.SKIPPED_STEPS)
 
 
 def _progress_bar(console: Console) -> Progress:
@@ -91,8 +94,9 @@ class Display(RunListener):
             )
 
     def on_precision(self, precision: str) -> None:
-        """Keep it for the table."""
+        """Show it, and keep it for the table."""
         self._precision = precision
+        self._say(f"{self._title}: {precision}")
 
     def on_training(self, first_batch: int, total_batches: int, epoch_batches: int) -> None:
         """Show a bar until the run ends."""
@@ -165,11 +169,11 @@ class Display(RunListener):
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def _others(self, numbers: Mapping[str, float], known: Collection[str]) -> list[str]:
-        """The other metrics to show: the searcher's, or all if the trial reports no known one."""
-        others = [name for name in numbers if name not in known and name not in LENGTH_UNITS]
-        if any(name in known for name in numbers):
-            return [name for name in others if name == self._metric]
-        return others[:_MOST_OTHERS]
+        """The trial's own metrics, that of the searcher first."""
+        ours = {*known, *LENGTH_UNITS}
+        own = [name for name in numbers if name not in ours and not name.startswith(_EXPLAIN)]
+        own.sort(key=lambda name: name != self._metric)
+        return own[:_MOST_OTHERS]
 
     def _update(self, **changes: Any) -> None:
         for task in self._progress.task_ids:
