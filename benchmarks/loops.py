@@ -1,8 +1,7 @@
-"""The loops that `benchmarks.overhead` compares: the same model on the same batches."""
+"""The loops that `benchmarks.peers` compares: the same model on the same batches."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.measured import DEVICE, ROOT
-from benchmarks.turns import BATCHES_PER_TURN, Turns
+from benchmarks.turns import BATCHES_PER_ROUND, Turns
+from determined_amp.amp.loop import AmpLoop
 from determined_amp.experiment.experiment import Experiment, parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.open_trial import throwaway_core_context, trial_context
@@ -108,28 +108,22 @@ def context_of(experiment: Experiment) -> Iterator[pytorch.PyTorchTrialContext]:
         yield trial_context(core_context, experiment)
 
 
+def batches_of(case: Case, turns: Turns) -> Iterator[loading.Batch]:
+    """The batches of a case, on the device, until the turns are over."""
+    for batch in case.loader().get_data_loader(repeat=True):
+        turns.batch_begins()
+        if turns.over:
+            return
+        yield loading.to_device(batch, case.device)
+
+
 def bare(case: Case, turns: Turns) -> nn.Module:
     """PyTorch's own recipe (https://docs.pytorch.org/docs/stable/notes/amp_examples.html)."""
-    return _train_bare(case, turns, case.loader().get_data_loader(repeat=True))
-
-
-def bare_in_memory(case: Case, turns: Turns) -> nn.Module:
-    """The same loop on batches in memory, without the loader."""
-    batches = case.loader().get_data_loader(repeat=True)
-    few = list(itertools.islice(batches, BATCHES_PER_TURN))
-    return _train_bare(case, turns, itertools.cycle(few))
-
-
-def _train_bare(case: Case, turns: Turns, batches: Iterable[loading.Batch]) -> nn.Module:
     torch.manual_seed(case.experiment.seed)
     model = case.model().to(case.device)
     optimizer, scaler = case.optimizer(model), case.scaler()
     scheduler, parameters = case.scheduler(optimizer), list(model.parameters())
-    for batch in batches:
-        turns.batch_begins()
-        if turns.over:
-            break
-        images, labels = loading.to_device(batch, case.device)
+    for images, labels in batches_of(case, turns):
         with case.autocast():
             loss = functional.cross_entropy(model(images), labels)
         torch.autograd.backward(scaler.scale(loss))
@@ -140,6 +134,28 @@ def _train_bare(case: Case, turns: Turns, batches: Iterable[loading.Batch]) -> n
         optimizer.zero_grad()
         if scheduler:
             scheduler.step()
+    return model
+
+
+def amp_loop(case: Case, turns: Turns) -> nn.Module:
+    """`AmpLoop`, with a report every 100 batches."""
+    torch.manual_seed(case.experiment.seed)
+    amp = AmpLoop(case.hparams.amp, case.device)
+    model = amp.prepare(case.model()).to(case.device)
+    optimizer = case.optimizer(model)
+    scheduler = case.scheduler(optimizer)
+    if scheduler:
+        amp.wrap_lr_scheduler(scheduler)
+    for step, (images, labels) in enumerate(batches_of(case, turns), start=1):
+        with amp.autocast():
+            loss = functional.cross_entropy(model(images), labels)
+        torch.autograd.backward(amp.scaler.scale(loss))
+        amp.clip_gradients(optimizer, max_norm=case.max_grad_norm)
+        amp.scaler.step(optimizer)
+        optimizer.zero_grad()
+        amp.update(loss, samples=len(labels))
+        if step % BATCHES_PER_ROUND == 0:
+            amp.report()
     return model
 
 

@@ -1,4 +1,4 @@
-"""Draws the README's picture and writes its tables, from the results in `benchmarks/results`.
+"""Draws the README's picture, and writes its tables and those of docs/amp.md, from the results.
 
     python -m benchmarks.readme
 
@@ -23,12 +23,16 @@ from benchmarks.gpu import report as gpu_report
 from benchmarks.loss_scale_rows import DEFAULT, FINDER, STEPS
 from benchmarks.loss_scale_tasks import TASKS
 from benchmarks.measured import RESULTS, ROOT
+from benchmarks.peers import SENTENCE_BEGINS, TABLE_BEGINS
+from benchmarks.peers import markdown as table_of_costs
+from benchmarks.peers import sentence as sentence_of_costs
 from determined_amp.finder.scale_score import DEFAULT_LOG2
 from determined_amp.report.page import BLUE, GREEN, INK, MUTED, STYLE, VERMILION, as_png
 from determined_amp.report.precision_report import spread_text
 from determined_amp.runs.run import Spread
 
 README = ROOT / "README.md"
+AMP_PAGE = ROOT / "docs" / "amp.md"
 PICTURE = ROOT / "docs" / "pictures" / "answers.png"
 # The report on precisions, by the name of the model.
 PRECISIONS = {
@@ -36,6 +40,7 @@ PRECISIONS = {
     "wide MLP": RESULTS / "precision_wide_mlp_cpu.json",
     "ResNet-50": RESULTS / "precision_resnet50_cpu.json",
 }
+COSTS = RESULTS / "peers_cpu.json"
 SCALES = RESULTS / "loss_scale_cpu.json"
 GPU = RESULTS / "gpu.json"
 NO_GPU = "No GPU has been measured yet."
@@ -153,6 +158,14 @@ def with_table(readme: str, rows: str) -> str:
     return f"{before}{rows}\n{after}"
 
 
+def with_costs(page: str, result: Mapping[str, Any]) -> str:
+    """The text of a page with what a batch costs: the README has a line, docs/amp.md the table."""
+    line = rf"{re.escape(SENTENCE_BEGINS)}[^\n]*"
+    page = re.sub(line, lambda _: sentence_of_costs(result), page)
+    rows = rf"{re.escape(TABLE_BEGINS)}[^\n]*\n(\|[^\n]*\n)+"
+    return re.sub(rows, lambda _: table_of_costs(result), page)
+
+
 def with_gpu(readme: str, result: Mapping[str, Any]) -> str:
     """The text of the README with the table of a GPU.
 
@@ -179,7 +192,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     precisions = read_precisions()
     PICTURE.write_bytes(as_png(draw(precisions, json.loads(SCALES.read_text()))))
-    readme = with_table(README.read_text(), table(precisions))
+    costs = json.loads(COSTS.read_text())
+    readme = with_costs(with_table(README.read_text(), table(precisions)), costs)
+    AMP_PAGE.write_text(with_costs(AMP_PAGE.read_text(), costs))
     README.write_text(with_gpu(readme, json.loads(GPU.read_text())) if GPU.exists() else readme)
 
 

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 BATCHES_PER_TURN = 20
+BATCHES_PER_ROUND = 100  # one report of the default period
 
 
 class Turns:
