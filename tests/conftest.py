@@ -136,11 +136,13 @@ def _workers_import_once() -> None:
 
 # Files that take longest, started first: workers that end together leave no core idle.
 LONGEST = (
-    *("test_check.py", "test_hostile.py", "test_finder.py", "test_search_optimize.py"),
-    *("test_contract.py", "test_strangers.py", "test_compare.py", "test_processes.py"),
-    *("test_score.py", "test_compiled.py", "test_package.py", "test_local.py"),
-    *("test_schedule.py", "test_your_trial.py", "test_reports_precision.py"),
-    *("test_benchmarks_gpu.py", "test_reports.py", "test_run_folder.py"),
+    *("test_search_optimize.py", "test_check.py", "test_check_invariants.py", "test_compiled.py"),
+    *("test_score.py", "test_processes.py", "test_compare.py", "test_at_once.py"),
+    *("test_package.py", "test_strangers.py", "test_local.py", "test_hostile.py"),
+    *("test_search_study.py", "test_torch_alone.py", "test_imports.py", "test_finder.py"),
+    *("test_any_loop.py", "test_benchmarks_gpu.py", "test_mixed_precision.py", "test_contract.py"),
+    *("test_no_sync.py", "test_flush.py", "test_unmodified.py", "test_schedule.py"),
+    *("test_reports.py", "test_main.py", "test_finder_edges.py", "test_words.py"),
 )
 
 

@@ -56,8 +56,7 @@ ROOMS = {
             "equivalence",
             "found_at_start",
         ),
-        *("metrics", "mistakes", "mixed_precision", "private_names", "resume", "strangers"),
-        *("unmodified",),
+        *("metrics", "mistakes", "mixed_precision", "private_names", "resume", "unmodified"),
     ),
 }
 

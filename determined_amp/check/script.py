@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import _thread
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import threading
@@ -40,6 +40,7 @@ class _End:
     def __init__(self, spies: Spies) -> None:
         self.told = 0
         self._spies = spies
+        self._main = threading.get_ident()
 
     def look(self) -> None:
         """Before each backward."""
@@ -54,9 +55,9 @@ class _End:
         raise Enough
 
     def time_is_over(self) -> None:
-        """On another thread."""
+        """On another thread; a call that waits, as for data, is interrupted, too."""
         self.told += 1
-        _thread.interrupt_main()
+        signal.pthread_kill(self._main, signal.SIGINT)
 
 
 def examine_script(
