@@ -17,7 +17,7 @@ from determined.common import api
 
 import determined_amp
 from determined_amp.check import probe
-from determined_amp.local import checkpoint_storage, run, run_listener
+from determined_amp.local import checkpoint_storage, run_listener, trainer
 from determined_amp.trial import determined_private
 
 LIBRARY = Path(determined_amp.__file__).parent
@@ -127,7 +127,7 @@ def test_no_other_file_touches_a_private_name_of_determined(path: Path) -> None:
 @pytest.mark.parametrize(
     "cls",
     [
-        run.LocalController,
+        trainer.LocalController,
         probe.Examined,
         checkpoint_storage.LocalCheckpoints,
         run_listener.LocalReports,

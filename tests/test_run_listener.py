@@ -16,8 +16,8 @@ from determined_amp.experiment.experiment import parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.checkpoint_storage import complete_checkpoints
 from determined_amp.local.processes import StopOnSignal
-from determined_amp.local.run import train
 from determined_amp.local.run_listener import LocalReports, RunListener
+from determined_amp.local.trainer import train
 from determined_amp.runs.folder import RunFolder
 from determined_amp.runs.run import RunState
 from determined_amp.search.trial_process import TrialListener

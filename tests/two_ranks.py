@@ -52,7 +52,7 @@ from tests.trials import (
 
 # What a run imports only when it needs it; each rank would import it again.
 for module in (
-    *("determined_amp.local.run", "functorch.compile", "sklearn.model_selection"),
+    *("determined_amp.local.trainer", "functorch.compile", "sklearn.model_selection"),
     *("torch._dynamo.repro.after_aot", "torch.utils.tensorboard", "trials.mlp"),
 ):
     importlib.import_module(module)

@@ -43,19 +43,20 @@ def main(arguments: Sequence[str]) -> int:
 
 def _train_here(options: argparse.Namespace, raw: Mapping[str, Any]) -> int:
     # These import torch, which takes seconds.
-    from determined_amp.local import run  # noqa: PLC0415
     from determined_amp.local.checkpoint_storage import (  # noqa: PLC0415
         Resume,
         complete_checkpoints,
     )
-    from determined_amp.runs.folder import RunFolder  # noqa: PLC0415
+    from determined_amp.local.trainer import train  # noqa: PLC0415
+    from determined_amp.runs.folder import RunFolder, fresh_folder  # noqa: PLC0415
 
     config = parse(raw, options.config, trial=options.trial)
     resume = Resume.latest(Path(options.resume)) if options.resume else None
     given = options.resume or options.run_folder
 
     def choose_folder() -> RunFolder:
-        folder = RunFolder(Path(given)) if given else RunFolder.new(Path("runs"), config.name)
+        folder = RunFolder(Path(given) if given else fresh_folder(Path("runs"), config.name))
+        held.enter_context(folder.locked())
         problem = None
         if resume is None and folder.foreign:
             problem = (
@@ -66,11 +67,10 @@ def _train_here(options: argparse.Namespace, raw: Mapping[str, Any]) -> int:
             problem = f"{given} holds a run already; allowed: another folder, or --resume {given}"
         if problem is not None:
             raise ConfigError("--run-folder", [problem])
-        held.enter_context(folder.locked())
         return folder
 
     with ExitStack() as held:
-        stopped = run.train(config, choose_folder, resume)
+        stopped = train(config, choose_folder, resume)
     return INTERRUPTED if stopped else 0
 
 

@@ -5,11 +5,11 @@ The newest, the best and the newest one with finite weights are kept.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import shutil
-import traceback
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -29,15 +29,14 @@ from determined_amp.trial.checkpoint import (
     read_without_code,
     restoring,
 )
-from determined_amp.trial.determined_private import LocalCheckpointContext
 
 logger = logging.getLogger(__name__)
 
-# Packages that write into a run folder. An error of a file that is open does not name the file.
-_WRITERS = ("determined_amp", "determined", "tensorboard")
-
 # The file with the counts of Determined's loop, and the metadata key of its checksum.
 _STATE, _CHECKSUM = "trial_state.pkl", "trial_state_crc32"
+
+# What a disk may say of any file.
+_OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 class DiskError(CheckpointError):
@@ -45,15 +44,15 @@ class DiskError(CheckpointError):
 
 
 def is_of_the_machine(error: BaseException, folder: Path) -> bool:
-    """Whether an error is about a file of the run in `folder`, and no fault of the trial."""
+    """Whether an error is about a file of the run in `folder`, and no fault of the trial.
+
+    An error of a file that is open names no file: then a full disk is that of the run.
+    """
     if not isinstance(error, OSError):
         return isinstance(error, DiskError)
-    if isinstance(error.filename, (str, bytes, os.PathLike)):
-        file = Path(os.path.realpath(os.fsdecode(error.filename)))
-        return file.is_relative_to(os.path.realpath(folder))
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    module = str(frames[-1].f_globals.get("__name__")) if frames else ""
-    return module.partition(".")[0] in _WRITERS
+    if isinstance(error.filename, str):
+        return Path(error.filename).absolute().is_relative_to(folder.absolute())
+    return error.errno in _OF_A_DISK
 
 
 @contextmanager
@@ -70,16 +69,7 @@ def translating_disk_errors(folder: Path) -> Iterator[None]:
         raise DiskError(f"{folder}: the run cannot go on: {error}; {kept}") from error
 
 
-class _WholeCheckpoints(storage.SharedFSStorageManager):
-    """Determined asks for a part of each checkpoint, and then warns that it gets all."""
-
-    @contextmanager
-    def restore_path(self, src: str, selector: storage.Selector | None = None) -> Iterator[Path]:
-        with super().restore_path(src) as path:
-            yield path
-
-
-class LocalCheckpoints(LocalCheckpointContext):
+class LocalCheckpoints(core.DummyCheckpointContext):
     """Determined's checkpoint storage, in one folder on this machine.
 
     A checkpoint is written under a hidden name, flushed to the disk and then renamed. So a process
@@ -97,9 +87,8 @@ class LocalCheckpoints(LocalCheckpointContext):
     def __init__(
         self, distributed: core.DistributedContext, folder: Path, reports: LocalReports | None
     ) -> None:
-        folder = folder.absolute()
-        super().__init__(distributed, _WholeCheckpoints(str(folder)))
-        self._folder = folder
+        self._folder = folder.absolute()
+        super().__init__(distributed, storage.SharedFSStorageManager(str(self._folder)))
         self._reports = reports
         self.finite = True
         if reports is not None:
@@ -114,33 +103,31 @@ class LocalCheckpoints(LocalCheckpointContext):
         for leftover in self._folder.glob(".batch-*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def store(self, metadata: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-        name = checkpoint_name(metadata["steps_completed"])
-        partial = self._folder / f".{name}.partial"
+    @contextmanager
+    def store_path(
+        self, metadata: dict[str, Any] | None = None, *, shard: bool = False
+    ) -> Iterator[tuple[Path, str]]:
+        """Determined's own, which the loop calls on the chief, without shards."""
+        assert metadata is not None
         assert self._reports is not None
         metadata["best"] = self._reports.is_best(metadata["steps_completed"])
+        name = checkpoint_name(metadata["steps_completed"])
+        final, partial = self._folder / name, self._folder / f".{name}.partial"
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             yield partial, name
             metadata["finite"] = self.finite
-            with zipfile.ZipFile(partial / "state_dict.pth"):
-                pass  # raises for a cut-off file: torch does not notice if its last flush fails
-            if (partial / _STATE).exists():
-                metadata[_CHECKSUM] = zlib.crc32((partial / _STATE).read_bytes())
-            self.write_metadata(partial, metadata)
-            _flush(partial)
+            _complete(partial, metadata)
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
-            if _is_of_the_disk(error):
-                kept = "the checkpoints before it are intact"
-                if not complete_checkpoints(self._folder):
-                    kept = "there is no checkpoint before it"
-                raise DiskError(
-                    f"{self._folder / name}: could not be saved: {error}; {kept}"
-                ) from error
-            raise
-        final, replaced = self._folder / name, self._folder / f".{name}.replaced"
+            if not _is_of_the_disk(error):
+                raise
+            kept = "the checkpoints before it are intact"
+            if not complete_checkpoints(self._folder):
+                kept = "there is no checkpoint before it"
+            raise DiskError(f"{final}: could not be saved: {error}; {kept}") from error
+        replaced = self._folder / f".{name}.replaced"
         if final.exists():
             final.rename(replaced)
         partial.rename(final)
@@ -156,16 +143,26 @@ class LocalCheckpoints(LocalCheckpointContext):
             with suppress(CheckpointError):
                 metadata[path] = read_metadata(path)
         saved = [path for path in metadata if path <= newest]
-        keep = {
-            newest,
-            *[path for path in saved if metadata[path].get("best")][-1:],
-            *[path for path in saved if metadata[path].get("finite", True)][-1:],
-        }
-        for path in metadata:
-            if path not in keep:
-                # Renamed first: a process killed here leaves no half-deleted `batch-*`.
-                doomed = path.rename(path.with_name(f".{path.name}.deleted"))
-                shutil.rmtree(doomed)
+        best = [path for path in saved if metadata[path].get("best")]
+        finite = [path for path in saved if metadata[path].get("finite", True)]
+        keep = {newest, *best[-1:], *finite[-1:]}
+        for path in metadata.keys() - keep:
+            # Renamed first: a process killed here leaves no half-deleted `batch-*`.
+            doomed = path.rename(path.with_name(f".{path.name}.deleted"))
+            shutil.rmtree(doomed)
+
+
+def _complete(partial: Path, metadata: dict[str, Any]) -> None:
+    """Check the weights, write the metadata, and flush all to the disk."""
+    with zipfile.ZipFile(partial / "state_dict.pth"):
+        pass  # raises for a cut-off file: torch does not notice if its last flush fails
+    if (partial / _STATE).exists():
+        metadata[_CHECKSUM] = zlib.crc32((partial / _STATE).read_bytes())
+    (partial / "metadata.json").write_text(json.dumps(metadata, indent=2))
+    # Flushing many files at once takes a tenth of the time of flushing them one by one.
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(_sync, partial.rglob("*")))  # raises what a thread raised
+    _sync(partial)
 
 
 def checkpoint_name(batches: int) -> str:
@@ -185,16 +182,16 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
         CheckpointError: if they cannot be read, or belong to another checkpoint.
     """
     try:
-        metadata = json.loads((checkpoint / "metadata.json").read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        metadata: dict[str, Any] = json.loads((checkpoint / "metadata.json").read_bytes())
+        name = checkpoint_name(metadata["steps_completed"])
+    except (OSError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint}: metadata.json cannot be read: {error}") from error
-    steps = metadata.get("steps_completed") if isinstance(metadata, dict) else None
     # With a changed digit it is still JSON, but a resume would train on the wrong data.
-    if not isinstance(steps, int) or checkpoint_name(steps) != checkpoint.name:
+    if name != checkpoint.name:
         raise CheckpointError(
             f"{checkpoint}: metadata.json is damaged: it does not say that it is of these batches"
         )
-    return {**metadata}
+    return metadata
 
 
 def check_state(checkpoint: Path, metadata: Mapping[str, Any]) -> None:
@@ -256,17 +253,6 @@ def _is_of_the_disk(error: BaseException) -> bool:
     words = ("inline_container", "iostream")
     of_torch = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     return of_torch or isinstance(error, (OSError, zipfile.BadZipFile))
-
-
-def _flush(folder: Path) -> None:
-    """Flush every file to the disk, before a rename makes them visible.
-
-    Flushing many files at once takes a tenth of the time of flushing them one by one.
-    """
-    with ThreadPoolExecutor(8) as pool:
-        for _ in pool.map(_sync, folder.rglob("*")):  # raises what a thread raised
-            pass
-    _sync(folder)
 
 
 def _sync(path: Path) -> None:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Warnings of Determined about its own writer: nothing that a user can change.
-_NOT_FOR_USERS = ("TensorFlow writer not found",)
+# How warnings of Determined begin that no user can act on.
+_NOT_FOR_USERS = ("TensorFlow writer not found", "Ignoring partial checkpoint download")
 
 
 class _MayVanish:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -17,9 +15,6 @@ from determined import core
 from torch import distributed
 
 from determined_amp.amp.errors import UserError
-
-# Seconds between two signals that make the second one another request.
-APART = 5.0
 
 # Variables that torchrun sets in every process.
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -45,21 +40,7 @@ def process_group() -> Iterator[core.DistributedContext]:
     if owned:
         distributed.init_process_group(_backend())
     try:
-        # Determined's default ports are fixed, so a second run on this machine would collide.
-        ports = _free_ports(2)
-        distributed.broadcast_object_list(ports, src=0)
-        yield _Processes(
-            _gpu(),
-            rank=int(os.environ["RANK"]),
-            size=int(size),
-            local_rank=int(os.environ["LOCAL_RANK"]),
-            local_size=int(os.environ["LOCAL_WORLD_SIZE"]),
-            cross_rank=int(os.environ["GROUP_RANK"]),
-            cross_size=int(os.environ["GROUP_WORLD_SIZE"]),
-            chief_ip=os.environ.get("MASTER_ADDR"),
-            pub_port=ports[0],
-            pull_port=ports[1],
-        )
+        yield _Processes.from_torch_distributed(os.environ.get("MASTER_ADDR"))
     finally:
         if owned:
             distributed.destroy_process_group()
@@ -76,40 +57,31 @@ def _check_environment(size: str, needed: Sequence[str]) -> None:
 
 
 class _Processes(core.DistributedContext):
-    """The processes of a run, of which several may share a GPU.
+    """The processes of a run, which talk through free ports.
 
-    Args:
-        gpu: The GPU of this process. Determined takes the GPU whose number is `local_rank`.
-        ranks: The arguments of `DistributedContext`.
+    Determined's default ports are fixed, so a second run on this machine would collide.
     """
 
-    def __init__(self, gpu: int | None, **ranks: Any) -> None:
-        self._local_rank: int = ranks["local_rank"]
-        super().__init__(**ranks)
-        if gpu is not None:
-            self.local_rank = gpu
-
-    def get_local_rank(self) -> int:
-        """Determined calls this to tell processes apart, so it is the rank and not the GPU."""
-        return self._local_rank
-
-
-def _gpu() -> int | None:
-    """The GPU of this process; None without any."""
-    if not torch.cuda.is_available():
-        return None
-    return int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+    def __init__(self, **ranks: Any) -> None:
+        with socket.create_server(("", 0)) as one, socket.create_server(("", 0)) as other:
+            ports = [server.getsockname()[1] for server in (one, other)]
+        distributed.broadcast_object_list(ports, src=0)
+        super().__init__(**ranks, pub_port=ports[0], pull_port=ports[1])
 
 
 def _backend() -> str:
     """The backend of torch.distributed; also selects the GPU of this process."""
-    gpu = _gpu()
-    if gpu is None:
+    if not torch.cuda.is_available():
         return "gloo"
-    torch.cuda.set_device(gpu)
-    # NCCL refuses two processes on one GPU.
-    shared = int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count()
-    return "gloo" if shared else "cpu:gloo,cuda:nccl"
+    processes, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if processes > gpus:
+        raise UserError(
+            f"got {processes} processes for {gpus} GPUs; allowed: --nproc-per-node {gpus}, or "
+            "CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
+    # Without this, NCCL and Determined would put every process onto the first GPU.
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return "cpu:gloo,cuda:nccl"
 
 
 @contextmanager
@@ -127,9 +99,9 @@ def on_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterato
 class StopOnSignal(core.DummyPreemptContext):
     """Stops a run as a cluster pauses a trial: at the next report, with a checkpoint.
 
-    The first SIGINT or SIGTERM requests the stop; a second one interrupts at once. SIGTERM counts
-    as the second only `APART` seconds after the first: on one Ctrl-C the terminal sends SIGINT to
-    every process, and torchrun adds SIGTERM. The chief decides for all ranks.
+    The first SIGINT or SIGTERM requests the stop, and a second SIGINT interrupts at once. SIGTERM
+    never does: on one Ctrl-C torchrun adds it to the SIGINT of the terminal. The chief decides for
+    all ranks.
 
     Args:
         processes: The processes of this run.
@@ -148,7 +120,6 @@ class StopOnSignal(core.DummyPreemptContext):
         self.obeyed = False
         self.reason = "asked to stop"
         self.answer: str | None = None
-        self._asked_at = math.inf
 
     @contextmanager
     def listening(self) -> Iterator[StopOnSignal]:
@@ -162,22 +133,10 @@ class StopOnSignal(core.DummyPreemptContext):
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.reason = f"stopped by {signal.Signals(number).name}"
-        now = time.monotonic()
-        if self.requested and (number == signal.SIGINT or now >= self._asked_at + APART):
+        if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not self.requested and self.answer is not None:
             # Not by print: the signal may have interrupted another print.
             with suppress(OSError):
                 os.write(2, f"\n{self.answer}\n".encode())
-        if not self.requested:
-            self._asked_at = now
         self.requested = True
-
-
-def _free_ports(count: int) -> list[int]:
-    """Free ports, all different: each stays bound until all are found."""
-    with ExitStack() as held:
-        listeners = [held.enter_context(closing(socket.socket())) for _ in range(count)]
-        for listener in listeners:
-            listener.bind(("127.0.0.1", 0))
-        return [listener.getsockname()[1] for listener in listeners]

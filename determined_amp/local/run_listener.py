@@ -8,7 +8,7 @@ from typing import Any
 
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.local.processes import StopOnSignal
-from determined_amp.runs.folder import RunFolder
+from determined_amp.runs.folder import RunFolder, read_metrics
 from determined_amp.trial.determined_private import LocalTrainContext
 
 
@@ -75,7 +75,7 @@ class LocalReports(LocalTrainContext):
         self._metric = experiment.platform.searcher.metric
         self._smaller_is_better = experiment.platform.searcher.smaller_is_better
         self._best: tuple[float, int] | None = None  # value, batches
-        for line in folder.read_metrics():
+        for line in read_metrics(folder.metrics):
             if line["group"] == "validation" and line["batches"] <= first_batch:
                 self._note_validation(line["batches"], line)
 

@@ -24,10 +24,8 @@ import dataclasses
 import datetime
 import fcntl
 import json
-import logging
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -40,8 +38,6 @@ from determined_amp.experiment.files import write_whole
 from determined_amp.experiment.machine import Machine
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.runs.run import Part, Report, Reports, Run, RunState, judged
-
-logger = logging.getLogger(__name__)
 
 _RECORD, _RESOLVED = "run.json", "resolved.yaml"
 
@@ -69,32 +65,25 @@ def lock(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
     """
     path = folder / ".lock"
     try:
-        # A link may lead to another's file, which would be truncated below.
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        file = path.open("ab+", buffering=0)
     except OSError as error:
         raise FolderError(
             f"{path}: cannot be written: {error.strerror}; allowed: a folder of your own"
         ) from error
-    try:
-        _take(descriptor, folder, what, wait=wait)
+    with file:
+        try:
+            # Only this process holds the lock, not the loader processes that it forks.
+            fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError as error:
+            holder = path.read_text().strip()
+            raise FolderInUseError(
+                f"{folder}: process {holder} is running {what}; allowed: wait until it ends, or "
+                "stop it"
+            ) from error
+        file.truncate(0)
         with suppress(OSError):  # on a full disk the message cannot name the process
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            file.write(f"{os.getpid()}\n".encode())
         yield
-    finally:
-        os.close(descriptor)
-
-
-def _take(descriptor: int, folder: Path, what: str, *, wait: bool) -> None:
-    try:
-        # Only this process holds the lock, not the loader processes that it forks.
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except (BlockingIOError, PermissionError) as error:
-        holder = os.pread(descriptor, 20, 0).strip()
-        process = f"process {holder.decode()}" if holder.isdigit() else "another process"
-        raise FolderInUseError(
-            f"{folder}: {process} is running {what}; allowed: wait until it ends, or stop it"
-        ) from error
 
 
 class RunError(UserError):
@@ -123,11 +112,6 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.log = path / "log.txt"
         self.record = path / _RECORD
-        self._made = _missing(path)
-        try:
-            str(path).encode()
-        except UnicodeEncodeError as error:  # TensorBoard writes into no other
-            raise FolderError(f"{str(path)!a} is no name in UTF-8; allowed: one that is") from error
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -140,27 +124,8 @@ class RunFolder:
     def foreign(self) -> list[str]:
         """Files that a run would replace, in a folder that is no run's."""
         replaced = (self.config, self.path / _RESOLVED, self.metrics)
-        there = [file.name for file in replaced if os.path.lexists(file)]
+        there = [file.name for file in replaced if file.exists()]
         return [] if self.record.exists() else there
-
-    @staticmethod
-    def new(root: Path, name: str) -> RunFolder:
-        """Make the folder of a run that starts now."""
-        above = _missing(root.absolute())  # the trial may change the directory
-        folder = RunFolder(fresh_folder(root, name))
-        folder._made = [folder.path, folder.path.parent, *above]
-        return folder
-
-    def discard(self) -> None:
-        """Remove the folder and its empty parents, if they were made for this run.
-
-        A folder that was there before stays as it is.
-        """
-        if self._made:
-            shutil.rmtree(self.path, ignore_errors=True)
-        for path in self._made[1:]:
-            with suppress(OSError):  # it has other runs
-                path.rmdir()
 
     def describe(self, experiment: Experiment, machine: Machine, *, first_batch: int = 0) -> Run:
         """Record that the run trains from now on, and what it trains.
@@ -225,13 +190,9 @@ class RunFolder:
         with self.metrics.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """The reports so far."""
-        return read_metrics(self.metrics)
-
     def forget_metrics_after(self, batches: int) -> None:
         """Drop the reports of later batches, which a resumed run trains again."""
-        kept = (line for line in self.read_metrics() if line["batches"] <= batches)
+        kept = [line for line in read_metrics(self.metrics) if line["batches"] <= batches]
         write_whole(self.metrics, (json.dumps(line) + "\n" for line in kept))
 
 
@@ -258,11 +219,11 @@ def read_run(folder: Path) -> Run:
     """The run in a folder, with its reports, and with its state judged by them.
 
     Raises:
-        RunError: if the folder is not a run folder.
+        RunError: if the folder is not a run folder, or its reports are damaged.
     """
-    run = read_record(folder)
-    lines = read_metrics(folder / "metrics.jsonl")
-    reports = Reports((line["group"], Report.read(line["batches"], line)) for line in lines)
+    run, reports = read_record(folder), Reports()
+    for line in read_metrics(folder / "metrics.jsonl"):
+        reports.add(line["group"], Report.read(line["batches"], line))
     state, reason = judged(run.state, run.reason, run.settings, reports)
     return dataclasses.replace(run, state=state, reason=reason, reports=reports)
 
@@ -288,39 +249,29 @@ def read_trials(search: Path, left_out: list[str]) -> Iterator[Run]:
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The reports in a `metrics.jsonl`, one after the other; none without the file.
 
-    A last line that a kill cut off is left out. Any other line that is not a report is damaged, and
-    is left out with a warning.
+    A last line that a kill cut off is left out.
+
+    Raises:
+        RunError: if another line is no report.
     """
     if not path.exists():
         return
-    damaged = []
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            report = _report(line)
-            if report is not None:
-                yield report
-            elif line.strip() and line.endswith(b"\n"):
-                damaged.append(number)
-    if damaged:
-        shown = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
-        logger.warning("%s: left out what is no report, in line %s", path, shown)
+        for number, text in enumerate(file, start=1):
+            if not text.endswith(b"\n"):
+                return
+            try:
+                line = json.loads(text)
+                batches, group = line["batches"], line["group"]
+            except (LookupError, TypeError, ValueError) as error:
+                raise _damaged(path, number) from error
+            if type(batches) is not int or not isinstance(group, str):
+                raise _damaged(path, number)
+            yield line
 
 
-def _report(line: bytes) -> dict[str, Any] | None:
-    """The report in a line; None if the line is not a report."""
-    try:
-        report = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(report, dict) or not isinstance(report.get("group"), str):
-        return None
-    batches = report.get("batches")
-    return report if type(batches) is int and 0 <= batches < 2**53 else None
-
-
-def _missing(path: Path) -> list[Path]:
-    """The folders to make so that `path` exists, innermost first."""
-    return [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
+def _damaged(path: Path, number: int) -> RunError:
+    return RunError(f"{path}: line {number} is no report; allowed: the file without this line")
 
 
 def fresh_folder(root: Path, name: str) -> Path:
@@ -334,13 +285,13 @@ def fresh_folder(root: Path, name: str) -> Path:
     name = re.sub(r"[^\w.+=@ -]+", "-", name).strip(". ")[:100] or "unnamed"
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     path, count = root / name / stamp, 1
-    while True:
-        try:
-            path.mkdir(parents=True)
-        except OSError as error:
-            if not os.path.lexists(path):  # as above a link to nowhere
-                raise FolderError(f"cannot make the folder {path}: {error.strerror}") from error
-            count += 1  # another run began in the same second
-            path = root / name / f"{stamp}-{count}"
-        else:
-            return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            with suppress(FileExistsError):  # another run began in the same second
+                path.mkdir()
+                return path
+            count += 1
+            path = path.with_name(f"{stamp}-{count}")
+    except OSError as error:
+        raise FolderError(f"cannot make the folder {path}: {error.strerror}") from error

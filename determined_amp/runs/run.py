@@ -12,15 +12,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from determined_amp.amp.errors import one_line
 from determined_amp.amp.metric_names import AuditMetricName, MetricName
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment.machine import Machine
 from determined_amp.experiment.training import LENGTH_UNITS
-
-T = TypeVar("T")
 
 # Settings by their dotted names, see `Experiment.settings`.
 AMP = "hyperparameters.amp"
@@ -34,12 +32,6 @@ TRIAL = "hyperparameters.trial"
 
 ACCURACY = "validation_accuracy"
 SCALE, SCORE = "init_scale", "loss_scale_score"
-
-# A run keeps this many of its validations, and judges its speed by this many reports.
-_MOST_VALIDATIONS, _MOST_SPEEDS = 400, 4096
-
-# No speed, count or size of a run is as large; a damaged file may say so.
-_MOST = 1e18
 
 
 class RunState(str, enum.Enum):
@@ -69,6 +61,12 @@ class Part:
     date: str | None = None  # when it began, ISO 8601; None if unknown
     command: Sequence[str] = ()  # the command line; empty if unknown
 
+    @property
+    def what_it_trains(self) -> dict[str, Any]:
+        """What makes it a training of its own: settings and facts of its machine, by name."""
+        facts = {n: value for n, value in self.settings.items() if not n.startswith(_MAY_CHANGE)}
+        return facts | {name: getattr(self.machine, name) for name in OF_A_MACHINE}
+
 
 @dataclass(frozen=True)
 class Report:
@@ -81,7 +79,7 @@ class Report:
     def read(batches: int, metrics: Mapping[str, Any]) -> Report:
         """The report with the numbers among some metrics; NaN and infinities may be text."""
         numbers = {
-            name: _as_float(value)
+            name: float(value)
             for name, value in metrics.items()
             if name != "batches"
             and (isinstance(value, (int, float)) or value in ("NaN", "Infinity", "-Infinity"))
@@ -103,50 +101,29 @@ class Spread:
         return Spread(median(values), min(values), max(values)) if values else None
 
 
-class Thinned(Generic[T]):
-    """At most `most` items of a stream, evenly spaced, and its last one; `most` is even."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._kept: list[T] = []
-        self._newest: list[T] = []  # empty if it is kept
-        self._count, self._stride = 0, 1
-
-    def add(self, item: T) -> None:
-        self._newest = [item]
-        if self._count % self._stride == 0:
-            self._kept.append(item)
-            self._newest = []
-            if len(self._kept) > self._most:
-                self._kept, self._stride = self._kept[::2], 2 * self._stride
-        self._count += 1
-
-    def items(self) -> list[T]:
-        return [*self._kept, *self._newest]
-
-
 class Reports:
-    """The reports of one run, read as a stream: their number does not affect the memory.
+    """The reports of one run.
 
     Attributes:
+        validations: The validation reports in order.
         training: The last training report; None without any.
         audit_share: Share of the first batch's FLOPs in the configured precision, the minimum over
             processes; None if it was not audited.
     """
 
     def __init__(self, reports: Iterable[tuple[str, Report]] = ()) -> None:
+        self.validations: list[Report] = []
         self.training: Report | None = None
         self.audit_share: float | None = None
-        self._validations = Thinned[Report](_MOST_VALIDATIONS)
-        self._speeds = Thinned[float](_MOST_SPEEDS)
-        self._waits = Thinned[float](_MOST_SPEEDS)
+        self._speeds: list[float] = []
+        self._waits: list[float] = []
         for group, report in reports:
             self.add(group, report)
 
     def add(self, group: str, report: Report) -> None:
         """Add the next report of a group; other groups are ignored."""
         if group == "validation":
-            self._validations.add(report)
+            self.validations.append(report)
         elif group == "training":
             self._add_training(report)
 
@@ -159,39 +136,27 @@ class Reports:
         # The first report of a process includes the audit, allocations, and the timing of
         # algorithms, so its speed does not count.
         speed = metrics.get(MetricName.SAMPLES_PER_SECOND, 0.0)
-        if is_first or share is not None or not 0.0 < speed < _MOST:
+        if is_first or share is not None or not 0.0 < speed < math.inf:
             return
-        self._speeds.add(speed)
+        self._speeds.append(speed)
         if MetricName.DATA_WAIT_SHARE in metrics:
-            self._waits.add(metrics[MetricName.DATA_WAIT_SHARE])
-
-    @property
-    def validations(self) -> list[Report]:
-        """The validation reports in order; evenly spaced ones of very many, and always the last."""
-        return self._validations.items()
+            self._waits.append(metrics[MetricName.DATA_WAIT_SHARE])
 
     @property
     def speed(self) -> Spread | None:
         """Samples per second in steady reports; None without one."""
-        return Spread.of(self._speeds.items())
+        return Spread.of(self._speeds)
 
     @property
     def data_wait_share(self) -> float | None:
         """Share of the time that the loop waited for data: the median over steady reports."""
-        waits = Spread.of(self._waits.items())
-        return waits.median if waits else None
+        return median(self._waits) if self._waits else None
 
 
 def of_optimizers(metrics: Mapping[str, float], name: str) -> float | None:
     """The sum over all optimizers of a number in a report; None if it has none."""
-    own = (v for n, v in metrics.items() if n == name or re.fullmatch(rf"{name}_\d+", n))
-    numbers = [number for value in own if (number := _plausible(value)) is not None]
+    numbers = [metrics[n] for n in metrics if n == name or re.fullmatch(rf"{name}_\d+", n)]
     return sum(numbers) if numbers else None
-
-
-def _plausible(value: float | None) -> float | None:
-    """The number; None if it is not finite, or too large to be one of a report."""
-    return value if value is not None and abs(value) < _MOST else None
 
 
 @dataclass(frozen=True)
@@ -227,14 +192,13 @@ class Run:
     @property
     def changed(self) -> dict[str, list[tuple[int, Any]]]:
         """What changed at a resume: by name the batches before each part, and its value."""
-        facts = []
-        for part in self.parts:
-            known = {n: v for n, v in part.settings.items() if not n.startswith(_MAY_CHANGE)}
-            known |= {name: getattr(part.machine, name) for name in OF_A_MACHINE}
-            facts.append((part.first_batch, known))
-        names = dict.fromkeys(name for _, known in facts for name in known)
-        values = {n: [(first, known.get(n)) for first, known in facts] for n in names}
-        return {n: parts for n, parts in values.items() if len({repr(v) for _, v in parts}) > 1}
+        known = [(part.first_batch, part.what_it_trains) for part in self.parts]
+        changed = {}
+        for name in dict.fromkeys(name for _, facts in known for name in facts):
+            values = [(first, facts.get(name)) for first, facts in known]
+            if any(value != values[0][1] for _, value in values):
+                changed[name] = values
+        return changed
 
     @property
     def precision(self) -> Precision:
@@ -282,9 +246,10 @@ class Run:
         return [(r.batches, r.metrics[metric]) for r in reports if metric in r.metrics]
 
     def last(self, name: str) -> float | None:
-        """A number of the last training report; None if it is not finite, or too large to be."""
+        """A number of the last training report; None if it is not finite, or not there."""
         training = self.reports.training
-        return _plausible(training.metrics.get(name)) if training else None
+        value = training.metrics.get(name, math.nan) if training else math.nan
+        return value if math.isfinite(value) else None
 
     def of_optimizers(self, name: str) -> float | None:
         """The sum over all optimizers of a number in the last training report."""
@@ -306,15 +271,14 @@ class Run:
 
     @property
     def scale_log2(self) -> float:
-        """log2 of the initial loss scale; NaN if it has none that a float32 can hold.
+        """log2 of the initial loss scale; NaN if it has none.
 
         The metric `init_scale_log2` takes precedence: a sampled scale is rounded before use.
         """
-        reported = self.metrics.get("init_scale_log2", math.nan)
-        if abs(reported) <= _LARGEST_LOG2:
-            return reported
+        if "init_scale_log2" in self.metrics:
+            return self.metrics["init_scale_log2"]
         scale = next((value for name, value in self.hparams.items() if is_scale(name)), None)
-        if isinstance(scale, (int, float)) and 2.0**-_LARGEST_LOG2 <= scale <= 2.0**_LARGEST_LOG2:
+        if isinstance(scale, (int, float)) and scale > 0:
             return math.log2(scale)
         return math.nan
 
@@ -338,22 +302,11 @@ class Run:
         return None if overflow is None else bool(overflow)
 
 
-# log2 of the largest loss scale that `amp.init_scale` allows; a master or a file may say anything.
-_LARGEST_LOG2 = 127
-
 # What makes two parts of a run different trainings, besides their settings.
 OF_A_MACHINE = ("device", "slots", "torch")
 
 # Settings that a resume may change: they do not change what a batch trains.
 _MAY_CHANGE = ("name", f"{TRAINING}.", "searcher.", "checkpoint_policy", "profiling.")
-
-
-def _as_float(value: float | str) -> float:
-    """A number, or text of one, as a float; infinite if no float is as large."""
-    try:
-        return float(value)
-    except OverflowError:
-        return math.copysign(math.inf, 1 if isinstance(value, str) or value > 0 else -1)
 
 
 def is_scale(name: str) -> bool:

@@ -28,8 +28,8 @@ from determined_amp.local.checkpoint_storage import (
 from determined_amp.local.logs import logging_to
 from determined_amp.local.open_trial import open_trial, outcome
 from determined_amp.local.processes import StopOnSignal
-from determined_amp.local.run import train
 from determined_amp.local.run_listener import RunListener
+from determined_amp.local.trainer import train
 from determined_amp.runs.folder import RunFolder
 from determined_amp.runs.run import RunState
 from determined_amp.search.task import Task, Verb

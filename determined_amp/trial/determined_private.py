@@ -7,7 +7,6 @@ to review this file.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -430,24 +429,7 @@ def safe_loop() -> AbstractContextManager[None]:
     return controlled_by(SafeController) if is_determineds_own_loop() else nullcontext()
 
 
-# Contexts of Determined that keep a run on this machine.
-
-
-class LocalCheckpointContext(core.DummyCheckpointContext):
-    """Stores checkpoints by `store`, which a subclass gives."""
-
-    def store(self, metadata: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-        """Yield once: the folder to write a checkpoint into, and its name."""
-        raise NotImplementedError
-
-    def write_metadata(self, folder: Path, metadata: dict[str, Any]) -> None:
-        """Write `metadata.json`, which makes a folder a checkpoint."""
-        self._write_metadata_file(os.fspath(folder), metadata)
-
-    def _store_path_single(
-        self, metadata: dict[str, Any] | None = None
-    ) -> Iterator[tuple[Path, str]]:
-        return self.store(metadata or {})
+# The context of Determined that keeps reports on this machine.
 
 
 class LocalTrainContext(core.DummyTrainContext):

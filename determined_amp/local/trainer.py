@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 from determined import core, util
-from determined.common import detignore
 from rich.console import Console
 from torch import nn
 
@@ -28,7 +26,6 @@ from determined_amp.experiment.machine import Machine
 from determined_amp.local.checkpoint_storage import (
     LocalCheckpoints,
     Resume,
-    is_of_the_machine,
     translating_disk_errors,
 )
 from determined_amp.local.display import Display
@@ -81,13 +78,9 @@ class RunRecorder(RunListener):
         self._batches = line["batches"]
 
     def on_end(self, error: BaseException | None, *, stopped: bool) -> None:
-        if error is not None and self._total is None:
-            folder = self._folder.path
-            if isinstance(error, UserError) or is_of_the_machine(error, folder):
-                self._folder.discard()  # nothing has been trained: there is no run
-            # A resume that fails before it trains does not change how the run ended.
-            if self._resumed or not folder.exists():
-                return
+        # A resume that fails before it trains does not change how the run ended.
+        if self._resumed and self._total is None:
+            return
         try:
             self._folder.end(*self._ended(error))
         except OSError as lost:  # a full disk may have ended the run itself
@@ -207,12 +200,7 @@ def train(
         Whether the run was stopped, and can be resumed.
 
     Raises:
-        CheckpointError: if the checkpoint to resume from does not fit, or one cannot be saved.
-        ConfigError: if the batch does not divide among the processes, or the experiment has no
-            length.
-        DiskError: if a file of the run cannot be read or written.
-        InvalidTrialError: if the hyperparameters cannot train.
-        PrecisionError: if the device only emulates the precision.
+        UserError: if it cannot train. A `DiskError` is no fault of the trial.
     """
     _ = experiment.max_length  # raises if there is none, before a folder is made
     with (
@@ -222,26 +210,14 @@ def train(
         StopOnSignal(processes).listening() as stop,
     ):
         chief = processes.rank == 0
-        chosen = choose_folder() if chief else None
-        path = processes.broadcast(chosen.path if chosen else None)
-        folder = chosen or RunFolder(path)
-        processes.allgather(None)  # no rank may make the folder after another has discarded it
+        folder = processes.broadcast(choose_folder() if chief else None)
         console = Console(quiet=not (chief and show))
-        notified: list[RunListener] = []
-        if chief:
-            display = [Display(experiment, console)] if show else []
-            recorder = RunRecorder(experiment, resume, processes.size)
-            notified = [recorder, *display, *listeners]
-        with translating_disk_errors(folder.path):
-            _fit(
-                experiment,
-                resume,
-                folder,
-                notified,
-                processes=processes,
-                stop=stop,
-                console=console,
-            )
+        display = [Display(experiment, console)] if show else []
+        recorder = RunRecorder(experiment, resume, processes.size)
+        notified = [recorder, *display, *listeners] if chief else []
+        log = logging_to(folder.log if chief else None, console)
+        with translating_disk_errors(folder.path), log:
+            _fit(experiment, resume, folder, notified, processes=processes, stop=stop)
         return stop.obeyed
 
 
@@ -253,7 +229,6 @@ def _fit(
     *,
     processes: core.DistributedContext,
     stop: StopOnSignal,
-    console: Console,
 ) -> None:
     """Train in this process; the chief alone has listeners, and writes into the folder."""
     first_batch, start = (resume.batches, resume.checkpoint) if resume else (0, None)
@@ -264,12 +239,12 @@ def _fit(
         preempt=stop,
         train=reports or core.DummyTrainContext(folder.tensorboard),
     )
+    loop = partial(LocalController, experiment, listeners, first_batch, Path.cwd())
     with (
-        logging_to(folder.log if listeners else None, console),
         core_context,
         _notifying(listeners, folder, stop),
         faults_of_the_trial(),
-        controlled_by(partial(LocalController, experiment, listeners, first_batch, Path.cwd())),
+        controlled_by(loop),
     ):
         context = trial_context(core_context, experiment, first_batch)
         trial = trial_of_run(experiment, context)
@@ -322,29 +297,15 @@ def _are_finite(models: Sequence[nn.Module]) -> bool:
 
 
 def _copy_user_code(here: Path, path: Path, on_cluster: bool) -> None:
-    """Copy the code that `determined.pytorch.load_trial_from_checkpoint_path` needs.
+    """Copy what `determined.pytorch.load_trial_from_checkpoint_path` imports: loaded modules.
 
-    These are the modules imported from the directory `here`, and all Python files of the packages
-    imported from there. Files that `.detignore` excludes, data, environments and installed packages
-    are not copied.
+    These are the modules from below the directory `here`, without installed packages.
     """
     # Compare strings: `Path` objects of thousands of modules would take longer than the copy.
-    inside, tops = f"{here}{os.sep}", set[str]()
+    inside = f"{here}{os.sep}"
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None) or ""
-        if file.startswith(inside) and file.endswith(".py"):
-            tops.add(file[len(inside) :].split(os.sep, 1)[0])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an error, if the trial or PYTHONWARNINGS says so
-        ignored = detignore.make_shutil_ignore(here)
-
-    def no_code(folder: str, names: list[str]) -> set[str]:
-        kept = (n for n in names if n.endswith(".py") or (Path(folder) / n).is_dir())
-        return {*ignored(folder, names), *(set(names) - {*kept}), "site-packages"}
-
-    for top in tops - no_code(str(here), list(tops)):
-        if (here / top).is_file():
-            (path / "code").mkdir(exist_ok=True)
-            shutil.copyfile(here / top, path / "code" / top)
-        elif not (here / top / "pyvenv.cfg").exists():
-            shutil.copytree(here / top, path / "code" / top, ignore=no_code)
+        if file.startswith(inside) and file.endswith(".py") and "site-packages" not in file:
+            copy = path / "code" / file.removeprefix(inside)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
