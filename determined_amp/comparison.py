@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import determined as det
 from rich.console import Console
+from rich.status import Status
 
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.settings import Precision
-from determined_amp.cluster import leave_answer, task_without_trial
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, parse
 from determined_amp.experiment.overrides import in_precision
 from determined_amp.experiment.training import has_our_form
@@ -33,10 +32,18 @@ from determined_amp.pilots import (
 from determined_amp.report import ReportError
 from determined_amp.report.precision_report import PrecisionReport, write_precision_report
 from determined_amp.runs.folder import fresh_folder, read_record
-from determined_amp.runs.run import RunState
+from determined_amp.runs.run import Run, RunState
 from determined_amp.search.optimize import GRACE, INTERRUPTED, run_comparison
 from determined_amp.search.search_display import minutes, say
-from determined_amp.search.search_folder import Search, read_search, write_remarks
+from determined_amp.search.search_folder import (
+    Search,
+    read_config,
+    read_remarks,
+    read_search,
+    write_config,
+    write_remarks,
+)
+from determined_amp.search.search_plan import SearchPlan
 
 # Number of reports per run. The first report of a process has no steady speed.
 _REPORTS = 8
@@ -45,7 +52,7 @@ _REPORTS = 8
 _RESERVE, _REPORT_SECONDS = 1.3, 10.0
 
 # The answer where there is nothing to compare.
-_ONLY_FP32 = f"use fp32: every other precision failed or was more than {TOO_SLOW:g}x slower"
+ONLY_FP32 = f"use fp32: every other precision failed or was more than {TOO_SLOW:g}x slower"
 
 _FLOAT16_HOPELESS = (Verdict.FORWARD_OVERFLOW, Verdict.BF16)
 
@@ -54,22 +61,40 @@ class CompareError(UserError):
     """No two precisions can be compared."""
 
 
+class ComparisonPaused(Exception):  # noqa: N818  # it is no error
+    """A comparison was paused: `folder` has the runs so far; None before the first."""
+
+    def __init__(self, folder: Path | None) -> None:
+        super().__init__()
+        self.folder = folder
+
+
+@dataclass(frozen=True)
+class Compared:
+    """How a comparison ended."""
+
+    folder: Path
+    report: PrecisionReport | None = None  # None if only fp32 could be trained
+    is_interrupted: bool = False  # whether a signal stopped it
+
+
 def compare(
-    config: Mapping[str, Any], source: str, options: argparse.Namespace
-) -> tuple[Path, PrecisionReport | None, bool]:
+    config: Mapping[str, Any],
+    source: str,
+    options: argparse.Namespace,
+    is_paused: Callable[[], bool] = bool,
+) -> Compared:
     """Compare the precisions of a trial, and print which one to use.
 
     Args:
         config: The experiment configuration.
         source: Where it comes from, for the error message.
         options: `trial`, `seeds`, `batches`, `minutes`.
-
-    Returns:
-        The folder of the comparison; its report, None if only fp32 could be trained; and whether a
-        signal stopped it.
+        is_paused: Asked at each report of a run whether to stop there.
 
     Raises:
         UserError: if the trial cannot be trained in fp32.
+        ComparisonPaused: if it is paused; `go_on` trains the other runs.
     """
     console = Console()
     experiment = parse(in_precision(config, Precision.FP32.value), source, trial=options.trial)
@@ -77,26 +102,48 @@ def compare(
     trials = _Trials(experiment, config, options.seeds)
     results = PilotResults()
     try:
-        run_pilots(trials, results, folder / "pilots", console)
+        run_pilots(trials, results, folder / "pilots", console, is_paused)
     finally:  # after Ctrl-C, too
         print_pilots(console, results)
     if len(results.pilots) < 2:
-        say(console, f"\n{_ONLY_FP32} (see above)")
-        return folder, None, False
+        say(console, f"\n{ONLY_FP32} (see above)")
+        return Compared(folder)
     plan = make_plan(results, experiment, options)
     print_plan(console, results, plan, options.seeds)
-    write_remarks(folder, **results.remarks())
-    cut_short = run_comparison(folder, trials.search(list(results.pilots), plan), plan.time_limit)
-    planned = options.seeds * len(results.pilots)
-    return folder, _report(folder, planned, cut_short, console), cut_short == INTERRUPTED
+    write_remarks(folder, **results.remarks(), time_limit=plan.time_limit)
+    write_config(folder, trials.search(list(results.pilots), plan), workers=1)
+    return go_on(folder, is_paused)
 
 
-def _report(folder: Path, planned: int, cut_short: str, console: Console) -> PrecisionReport:
+def go_on(folder: Path, is_paused: Callable[[], bool]) -> Compared:
+    """Train the runs of a comparison that have not ended, and print its answer.
+
+    They have the whole time limit. See `compare` for `is_paused` and what it raises.
+    """
+    console, time_limit = Console(), read_remarks(folder)["time_limit"]
+    cut_short = run_comparison(folder, time_limit, is_paused)
+    is_interrupted = cut_short == INTERRUPTED
+    if is_interrupted and is_paused():
+        raise ComparisonPaused(folder)
+    return Compared(folder, _report(folder, cut_short, console), is_interrupted)
+
+
+def planned_runs(folder: Path) -> int:
+    """The number of runs of the comparison in a folder."""
+    return len(SearchPlan(read_config(folder)).points)
+
+
+def ended_runs(source: Search) -> list[Run]:
+    """The runs of a comparison that have ended, or failed."""
+    return [r for r in source.runs if r.state is RunState.COMPLETED or r.state.is_failure]
+
+
+def _report(folder: Path, cut_short: str, console: Console) -> PrecisionReport:
     """Write the report on those of the planned runs that have ended, and print its answer.
 
     `cut_short` is what `run_comparison` returned.
     """
-    steps = _to_go_on(folder)
+    steps, planned = _to_go_on(folder), planned_runs(folder)
     try:
         ended = _of_answer(read_search(folder), planned, cut_short)
         written = write_precision_report([ended], folder)
@@ -126,7 +173,7 @@ def _of_answer(source: Search, planned: int, cut_short: str) -> Search:
 
     The folder of a run says nothing to a reader, and on a cluster it ends with its task.
     """
-    ended = [r for r in source.runs if r.state is RunState.COMPLETED or r.state.is_failure]
+    ended = ended_runs(source)
     missing = planned - len(ended)
     were = "was" if missing == 1 else "were"
     left_out = [f"{missing} of {planned} runs {were} not finished {cut_short}"] if missing else []
@@ -152,39 +199,6 @@ def _to_go_on(folder: Path) -> list[str]:
         return [f"det experiment create ... --config entrypoint='{longer}'"]
     commands = ("search --resume", "report")
     return [f"python -m determined_amp {command} {folder}" for command in commands]
-
-
-def compare_on_cluster(options: argparse.Namespace) -> None:
-    """Run the comparison as a cluster task; log, metrics and checkpoint have the answer.
-
-    Raises:
-        UserError: see `compare`.
-    """
-    with task_without_trial() as (config, core_context):
-        folder, written, _ = compare(config, "experiment", options)
-        # There is no report if only fp32 could be trained.
-        noted: dict[str, Any] = {"answer": _ONLY_FP32, "precision": Precision.FP32.value}
-        batches, metrics = BATCHES, {"speed": 1.0}
-        if written is not None:
-            compared, advised = written.compared, written.recommended.precision
-            noted = {"answer": written.recommended.answer, "precision": advised.value}
-            batches = max(run.batches for run in compared.runs)
-            for comparison in compared.with_baseline:
-                ratios = {"speed": comparison.speed, "memory": comparison.memory}
-                measured = {name: ratio.median for name, ratio in ratios.items() if ratio}
-                precision = comparison.precision.value
-                metrics |= {f"{name}_{precision}": value for name, value in measured.items()}
-                if comparison.precision is advised:
-                    noted["verdict"] = comparison.verdict.value
-                    metrics["speed"] = measured["speed"]  # without one it is not advised
-        noted["speed"] = round(metrics["speed"], 3)
-        times = "" if noted["speed"] == 1.0 else f": {noted['speed']:.1f}x"
-        status = f"use {noted['precision']}{times}"
-        leave_answer(core_context.train, status, batches, metrics, **noted)
-        files = [path for path in folder.iterdir() if path.is_file() and path.suffix]
-        with core_context.checkpoint.store_path({"steps_completed": batches}) as (stored, _):
-            for path in files:
-                shutil.copy(path, stored / path.name)
 
 
 @dataclass(frozen=True)
@@ -319,34 +333,36 @@ class _Trials:
         return -(-batches // window) * window
 
 
-def run_pilots(trials: _Trials, results: PilotResults, folder: Path, console: Console) -> None:
+def run_pilots(
+    trials: _Trials,
+    results: PilotResults,
+    folder: Path,
+    console: Console,
+    is_paused: Callable[[], bool],
+) -> None:
     """Train briefly in every precision that the device supports, and find the loss scale.
 
     Raises:
         CompareError: if the trial cannot be trained in fp32.
+        ComparisonPaused: if it is paused.
     """
     baseline = folder / Precision.FP32.value
     for precision in Precision:
         if precision is Precision.TF32 and not read_record(baseline).machine.has_tf32:
             continue  # it would be fp32
-        _run_pilot(trials, results, folder, precision, console)
+        what = f"pilot in {precision.value}"
+        with console.status(f"{what}: waiting for its first batches, and their audit") as shown:
+
+            def watch(batches: int, what: str = what, shown: Status = shown) -> None:
+                shown.update(f"{what}: {batches} of {BATCHES} batches")
+                if is_paused():
+                    raise ComparisonPaused(None)
+
+            config, base = trials.pilot(precision, BATCHES), results.pilots.get(Precision.FP32)
+            results.add(train_briefly(config, precision, folder / precision.value, base, watch))
         if precision is Precision.AMP_FP16 and precision in results.pilots:
             with console.status(f"measuring the loss scale of {FINDER_BATCHES} batches"):
                 _find(trials, results, folder)
-
-
-def _run_pilot(
-    trials: _Trials, results: PilotResults, folder: Path, precision: Precision, console: Console
-) -> None:
-    """Train briefly in a precision, and show how far it has come."""
-    what = f"pilot in {precision.value}"
-    with console.status(f"{what}: waiting for its first batches, and their audit") as shown:
-
-        def watch(batches: int) -> None:
-            shown.update(f"{what}: {batches} of {BATCHES} batches")
-
-        config, base = trials.pilot(precision, BATCHES), results.pilots.get(Precision.FP32)
-        results.add(train_briefly(config, precision, folder / precision.value, base, watch))
 
 
 def _find(trials: _Trials, results: PilotResults, folder: Path) -> None:

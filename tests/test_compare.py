@@ -17,13 +17,15 @@ from unittest.mock import Mock
 import determined as det
 import pytest
 import yaml
+from determined import core
 from rich.console import Console
 
-from determined_amp import ConfigError, comparison, pilots
+from determined_amp import ConfigError, comparison, comparison_task, pilots
 from determined_amp import __main__ as door
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.settings import Precision
-from determined_amp.comparison import CompareError, PilotResults
+from determined_amp.comparison import Compared, CompareError, PilotResults
+from determined_amp.comparison_task import compare_on_cluster
 from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.overrides import in_precision
 from determined_amp.experiment.training import Length
@@ -33,7 +35,7 @@ from determined_amp.report.precision_report import write_precision_report
 from determined_amp.runs.folder import RunFolder
 from determined_amp.runs.run import RunState
 from determined_amp.search import optimize
-from determined_amp.search.search_folder import Search, read_search, write_remarks
+from determined_amp.search.search_folder import Search, read_search, write_config, write_remarks
 from determined_amp.search.task import Task, Verb
 from determined_amp.search.trial_process import Job, TrialResult
 from determined_amp.trial import notes
@@ -149,8 +151,8 @@ def test_comparison_says_why_it_ended_early(
 ) -> None:
     ended = {"time_is_up": False, "stopping": False, **end}
     monkeypatch.setattr(optimize, "_optimize", Mock(return_value=SimpleNamespace(**ended)))
-    config = searching.load(tmp_path, "compare_precisions.yaml")
-    assert optimize.run_comparison(tmp_path, config, 600.0) == why
+    write_config(tmp_path, searching.load(tmp_path, "compare_precisions.yaml"), workers=1)
+    assert optimize.run_comparison(tmp_path, 600.0, bool) == why
 
 
 def test_runs_that_take_longer_than_estimated_have_all_the_minutes_allowed() -> None:
@@ -190,7 +192,7 @@ def test_comparison_that_ends_between_its_steps_is_a_sentence(
     moment: str | None,
     words: str,
 ) -> None:
-    def run_pilots(trials: Any, results: PilotResults, folder: Any, console: Any) -> None:
+    def run_pilots(trials: Any, results: PilotResults, *_: Any) -> None:
         for precision, seconds in ((Precision.FP32, 0.001), (Precision.AMP_BF16, 0.002)):
             results.add(Pilot(precision, seconds, overhead=1.0))
 
@@ -217,9 +219,9 @@ def test_task_of_a_cluster_that_fails_leaves_its_reason(
     on_cluster: TaskMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault = CompareError("the trial cannot be trained in fp32: no batch")
-    monkeypatch.setattr(comparison, "compare", Mock(side_effect=fault))
+    monkeypatch.setattr(comparison_task, "compare", Mock(side_effect=fault))
     with pytest.raises(CompareError):
-        comparison.compare_on_cluster(Namespace())
+        compare_on_cluster(Namespace())
     assert on_cluster.metadata["failure"].endswith("in fp32: no batch")
     assert on_cluster.status == "trial cannot be trained in fp32: no batch"
 
@@ -230,7 +232,7 @@ def test_task_of_several_slots_is_refused_with_its_reason_on_the_master(
     det.get_cluster_info().slot_ids.append(1)  # type: ignore[union-attr]
     monkeypatch.setattr(notes, "train_context_of_task", lambda info: on_cluster)
     with pytest.raises(UserError, match="slots_per_trial: got more than one slot; allowed: 1"):
-        comparison.compare_on_cluster(Namespace())
+        compare_on_cluster(Namespace())
     assert on_cluster.metadata["failure"].startswith("resources.slots_per_trial: got more")
 
 
@@ -241,11 +243,12 @@ def test_task_of_a_cluster_leaves_the_answer_in_metadata_metrics_and_checkpoint(
     made.mkdir()
     write_remarks(made, [], [])
     source = Search("", (run("fp32"), run("amp_bf16", speed=2000.0)))
-    compared = Mock(return_value=(made, write_precision_report([source], made), False))
-    monkeypatch.setattr(comparison, "compare", compared)
-    comparison.compare_on_cluster(Namespace(minutes=1))
+    report = write_precision_report([source], made)
+    compared = Mock(return_value=Compared(made, report))
+    monkeypatch.setattr(comparison_task, "compare", compared)
+    compare_on_cluster(Namespace(minutes=1))
     config = {"name": "a", "hyperparameters": {"learning_rate": 0.5}}
-    compared.assert_called_once_with(config, "experiment", Namespace(minutes=1))
+    assert compared.call_args.args[:3] == (config, "experiment", Namespace(minutes=1))
     (saved,) = tmp_path.glob("checkpoints/*")
     assert {"precision.png", "precision.md", "precision.json", "compare.json"} <= {
         path.name for path in saved.iterdir()
@@ -257,6 +260,42 @@ def test_task_of_a_cluster_leaves_the_answer_in_metadata_metrics_and_checkpoint(
     noted = {"answer": answer, "precision": "amp_bf16", "verdict": "cannot tell yet", "speed": 2.0}
     assert on_cluster.metadata.items() >= noted.items()
     assert on_cluster.status == "use amp_bf16: 2.0x"
+
+
+@pytest.mark.usefixtures("_workers_import_once")
+def test_paused_task_stops_at_a_report_and_goes_on_with_its_finished_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paused in its second run, in whose second process the others are trained."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pilots, "TOO_SLOW", math.inf)
+    config = {**experiment("Images"), "entrypoint": "tests.shapes:Images"}
+    master = start_task(monkeypatch, tmp_path, config, config["hyperparameters"])
+    paused = Mock(side_effect=lambda *_: any(tmp_path.glob("runs/*/*/trials/0001")))
+    monkeypatch.setattr(core.DummyPreemptContext, "should_preempt", paused)
+    info: Any = det.get_cluster_info()
+    info.trial.experiment_id = 7
+    options = Namespace(trial=None, seeds=1, batches=24, minutes=20)
+    compare_on_cluster(options)
+    (kept,) = tmp_path.glob("checkpoints/*")
+    assert not master.reports
+    assert master.status.startswith("paused: 1 of ")
+    first, second = read_search(kept / "comparison").runs
+    assert (first.state, second.state) == (RunState.COMPLETED, RunState.STOPPED)
+    assert 0 < second.trained_batches < 24
+    assert not list(kept.glob("comparison/trials/0000/checkpoints/*"))
+
+    shutil.rmtree(tmp_path / "runs")  # with its container
+    info.latest_checkpoint = kept.name
+    paused.side_effect = lambda *_: False
+    compare_on_cluster(options)
+    (folder,) = tmp_path.glob("runs/*/*")
+    runs = read_search(folder).runs
+    assert {run.state for run in runs} == {RunState.COMPLETED}
+    assert [len(run.parts) for run in runs[:3]] == [1, 2, 1]
+    assert runs[0].date == first.date
+    assert runs[1].parts[1].first_batch == second.trained_batches
+    assert master.reports["validation"][0][0] == 24
 
 
 @pytest.mark.parametrize(
@@ -353,7 +392,7 @@ def stage_pilots(
     monkeypatch.setattr(comparison, "train_briefly", train)
     results = PilotResults()
     trials: Any = Mock()
-    comparison.run_pilots(trials, results, tmp_path / "pilots", Console())
+    comparison.run_pilots(trials, results, tmp_path / "pilots", Console(), bool)
     changes = [call.args for call in trials.change_amp.call_args_list]
     assert changes == ([] if failures else [({"init_scale": 2.0**17},)])
     return results

@@ -44,18 +44,20 @@ def main(arguments: Sequence[str]) -> int:
             )
             raise ConfigError(options.config, [Problem(_BATCH_SIZE, text)])
     start_server()
+    # Imported after the server starts: both spend seconds importing torch, at the same time.
     try:
-        # Imported after the server starts: both spend seconds importing torch, at the same time.
-        from determined_amp import comparison  # noqa: PLC0415
-
         if is_task():
-            comparison.compare_on_cluster(options)
+            from determined_amp.comparison_task import compare_on_cluster  # noqa: PLC0415
+
+            compare_on_cluster(options)
             return 0
-        _, _, stopped = comparison.compare(config, options.config, options)
+        from determined_amp.comparison import compare  # noqa: PLC0415
+
+        compared = compare(config, options.config, options)
     except KeyboardInterrupt as interrupt:  # during the runs, the engine handles signals
         early = "stopped before the first run: nothing is compared yet; begin again to compare"
         raise KeyboardInterrupt(str(interrupt) or early) from None
-    return INTERRUPTED if stopped else 0
+    return INTERRUPTED if compared.is_interrupted else 0
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -108,30 +108,33 @@ def run_search(folder: Path, workers: int) -> int:
     return 1 if ended.failed() else 0
 
 
-def run_comparison(folder: Path, search: Mapping[str, Any], time_limit: float) -> str:
-    """Run the trials of a new comparison in its folder, one at a time.
+def run_comparison(folder: Path, time_limit: float, is_paused: Callable[[], bool]) -> str:
+    """Run all trials of the comparison in a folder that have not ended, one at a time.
 
-    After `time_limit` seconds it stops as if by a signal.
+    After `time_limit` seconds, or at a report while it `is_paused`, it stops as if by a signal.
 
     Returns:
         When or why it ended before its last trial, such as "within 3 min"; else an empty text.
     """
-    plan = SearchPlan(write_config(folder, search, workers=1))
-    objective = _optimize(folder, plan, 1, time_limit)
+    objective = _optimize(folder, SearchPlan(read_config(folder)), 1, time_limit, is_paused)
     if objective.time_is_up:
         return f"within {minutes(time_limit)}"
     return INTERRUPTED if objective.stopping else ""
 
 
 def _optimize(
-    folder: Path, plan: SearchPlan, workers: int, time_limit: float | None = None
+    folder: Path,
+    plan: SearchPlan,
+    workers: int,
+    time_limit: float | None = None,
+    is_paused: Callable[[], bool] = bool,
 ) -> Objective:
     """Run all trials of the search in a folder."""
     with lock(folder, "this search"), storing(folder):
         if workers > workers_of(plan.search):  # from now on the speeds of its trials do not count
             write_config(folder, plan.search, workers)
         study, waiting = open_study(folder, plan)
-        objective = Objective(plan, folder, workers)
+        objective = Objective(plan, folder, workers, is_paused)
         with (
             on_stop_signals(objective.on_signal),
             objective.limited_to(time_limit),
@@ -149,13 +152,26 @@ class Objective:
     Optuna calls it in one thread for each trial that runs at the same time. The first SIGINT or
     SIGTERM stops every trial at its next report, with a checkpoint; a second one ends them at once.
 
+    Args:
+        plan: The search.
+        folder: Its folder.
+        workers: Number of trials that run at the same time.
+        is_paused: Asked at each report whether to stop as if by a signal.
+
     Attributes:
         fault: The error that stopped the search, such as a full disk; else None.
         time_is_up: Whether the time limit stopped it.
     """
 
-    def __init__(self, plan: SearchPlan, folder: Path, workers: int) -> None:
+    def __init__(
+        self,
+        plan: SearchPlan,
+        folder: Path,
+        workers: int,
+        is_paused: Callable[[], bool] = bool,
+    ) -> None:
         self._plan = plan
+        self._is_paused = is_paused
         self._folder = folder
         self._workers = workers
         # Processes are started and joined one at a time: multiprocessing looks at all of them.
@@ -259,6 +275,8 @@ class Objective:
 
     def _goes_on(self, trial: optuna.Trial, report: Mapping[str, Any]) -> bool:
         """Give a validation to Optuna; whether the trial continues after this report."""
+        if not self.stopping and self._is_paused():
+            self._stop()
         settings = self._plan.settings
         value = report.get(settings.metric)
         if report["group"] != "validation" or not isinstance(value, (int, float)):

@@ -3,7 +3,7 @@
 search.yaml    the search; its `max_concurrent_trials` is the number of workers
 study.db       Optuna's study: the points, which of them wait, and the reported values
 trials/0000    the run folder of trial 0, and so on, see `runs.folder`
-compare.json   `left_out` and `notes` of `Search`, written by the command `compare`
+compare.json   `left_out` and `notes` of `Search`, and the time limit of the runs, by `compare`
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ def write_config(folder: Path, config: Mapping[str, Any], workers: int) -> dict[
     return written
 
 
-def write_remarks(folder: Path, left_out: Sequence[str], notes: Sequence[str]) -> None:
-    """Write `left_out` and `notes` of a search into its folder."""
-    text = json.dumps({"left_out": left_out, "notes": notes}, indent=2)
+def write_remarks(folder: Path, left_out: Sequence[str], notes: Sequence[str], **more: Any) -> None:
+    """Write `left_out` and `notes` of a search into its folder, and more values."""
+    text = json.dumps({"left_out": left_out, "notes": notes, **more}, indent=2)
     write_whole(folder / _REMARKS, text + "\n")
 
 
@@ -146,7 +146,7 @@ def read_search(folder: Path) -> Search:
         ConfigError: if its configuration cannot be read.
     """
     config, left_out = read_config(folder), list[str]()
-    remarks = _read_remarks(folder)
+    remarks = read_remarks(folder)
     shared = workers_of(config) > 1
     trials = read_trials(folder, left_out)
     runs = tuple(dataclasses.replace(run, shares_device=shared) for run in trials)
@@ -154,10 +154,10 @@ def read_search(folder: Path) -> Search:
     return Search(str(folder), runs, config, tuple(remarks["left_out"]), notes)
 
 
-def _read_remarks(folder: Path) -> dict[str, list[str]]:
+def read_remarks(folder: Path) -> dict[str, Any]:
     """What `write_remarks` wrote; nothing for a search that is no comparison."""
     file = folder / _REMARKS
     if not file.exists():
         return {"left_out": [], "notes": []}
-    remarks: dict[str, list[str]] = json.loads(file.read_bytes())
+    remarks: dict[str, Any] = json.loads(file.read_bytes())
     return remarks

@@ -1,0 +1,116 @@
+"""The command `compare` as one task of a cluster, which may be paused."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+from determined import core
+
+from determined_amp.amp.settings import Precision
+from determined_amp.cluster import leave_answer, task_info, task_without_trial
+from determined_amp.comparison import (
+    ONLY_FP32,
+    Compared,
+    ComparisonPaused,
+    compare,
+    ended_runs,
+    go_on,
+    planned_runs,
+)
+from determined_amp.pilots import BATCHES
+from determined_amp.report.precision_report import PrecisionReport
+from determined_amp.runs.folder import fresh_folder
+from determined_amp.search.search_folder import read_search
+from determined_amp.trial.notes import show_status
+
+# In the checkpoint of a paused task: the folder of its comparison.
+_FOLDER = "comparison"
+
+
+def compare_on_cluster(options: argparse.Namespace) -> None:
+    """Run the comparison as a cluster task; log, metrics and checkpoint have the answer.
+
+    A task that is paused stops at the next report of a run, and goes on there when it is activated.
+
+    Raises:
+        UserError: see `compare`.
+    """
+    with task_without_trial() as (config, core_context):
+        is_paused = core_context.preempt.should_preempt
+        try:
+            folder = _left_by_a_pause(core_context.checkpoint, f"compare-{config.get('name')}")
+            if folder is None:
+                compared = compare(config, "experiment", options, is_paused)
+            else:
+                compared = go_on(folder, is_paused)
+        except ComparisonPaused as paused:
+            if paused.folder is not None:
+                _keep(core_context, paused.folder)
+            return
+        _leave(core_context, compared)
+
+
+def _left_by_a_pause(checkpoints: core.CheckpointContext, name: str) -> Path | None:
+    """The comparison that an earlier process of this task kept; None for the first process."""
+    saved = task_info().latest_checkpoint
+    if saved is None:
+        return None
+    with checkpoints.restore_path(saved) as stored:
+        if not (stored / _FOLDER).is_dir():  # the answer of a process that failed after it
+            return None
+        folder = fresh_folder(Path("runs"), name)
+        shutil.copytree(stored / _FOLDER, folder, dirs_exist_ok=True)
+    print(f"going on: {_so_far(folder)}", flush=True)
+    return folder
+
+
+def _keep(core_context: core.Context, folder: Path) -> None:
+    """Store a paused comparison; of the runs that have ended only their numbers are needed."""
+    runs = read_search(folder)
+    for run in ended_runs(runs):
+        shutil.rmtree(Path(run.name) / "checkpoints", ignore_errors=True)
+    trained = sum(run.trained_batches for run in runs.runs)
+    with core_context.checkpoint.store_path({"steps_completed": trained}) as (stored, _):
+        shutil.copytree(folder, stored / _FOLDER)
+    print(f"paused: {_so_far(folder)}; an activation goes on with the others", flush=True)
+    show_status(core_context.train, f"paused: {_so_far(folder)}")
+
+
+def _so_far(folder: Path) -> str:
+    return f"{len(ended_runs(read_search(folder)))} of {planned_runs(folder)} runs are finished"
+
+
+def _leave(core_context: core.Context, compared: Compared) -> None:
+    """Report the answer to the master, and store the page."""
+    # There is no report if only fp32 could be trained.
+    noted: dict[str, Any] = {"answer": ONLY_FP32, "precision": Precision.FP32.value}
+    batches, metrics = BATCHES, {"speed": 1.0}
+    if compared.report is not None:
+        noted, metrics = _in_numbers(compared.report)
+        batches = max(run.batches for run in compared.report.compared.runs)
+    noted["speed"] = round(metrics["speed"], 3)
+    times = "" if noted["speed"] == 1.0 else f": {noted['speed']:.1f}x"
+    status = f"use {noted['precision']}{times}"
+    leave_answer(core_context.train, status, batches, metrics, **noted)
+    files = [path for path in compared.folder.iterdir() if path.is_file() and path.suffix]
+    with core_context.checkpoint.store_path({"steps_completed": batches}) as (stored, _):
+        for path in files:
+            shutil.copy(path, stored / path.name)
+
+
+def _in_numbers(report: PrecisionReport) -> tuple[dict[str, Any], dict[str, float]]:
+    """What the metadata note of a report, and its metrics."""
+    advised, metrics = report.recommended.precision, {"speed": 1.0}
+    noted = {"answer": report.recommended.answer, "precision": advised.value}
+    for comparison in report.compared.with_baseline:
+        ratios = {"speed": comparison.speed, "memory": comparison.memory}
+        measured = {name: ratio.median for name, ratio in ratios.items() if ratio}
+        precision = comparison.precision.value
+        metrics |= {f"{name}_{precision}": value for name, value in measured.items()}
+        if comparison.precision is advised:
+            noted["verdict"] = comparison.verdict.value
+            metrics["speed"] = measured["speed"]  # without one it is not advised
+    return noted, metrics
