@@ -7,9 +7,7 @@ score    Measures on a few frozen batches how many optimizer steps the trial's l
          parameters and batches. Of several that lose none, the platform may name any as the best.
 find     Finds the loss scale in one pass over a few batches. The log ends with tables and verdict.
          The checkpoint holds everything in `loss_scale.json`, which
-         `python -m determined_amp report loss-scale SEARCH --finding ID` reads. The metric group
-         `loss_scale` has the overflow share and the flushed share for every power of two from 2^1
-         up. The WebUI plots them over "batches", which here means log2 of the scale.
+         `python -m determined_amp report loss-scale SEARCH --finding ID` reads.
 check    Says what is wrong with the trial's own AMP. The findings end the log.
 """
 
@@ -30,8 +28,7 @@ from determined_amp.check.doctor import examine
 from determined_amp.experiment.errors import limits_of_16_bits, translating_exits
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, constants, parse
 from determined_amp.experiment.score_check import check_score
-from determined_amp.finder.found_scale import FILE_NAME
-from determined_amp.finder.scale_finding import ScaleFinding
+from determined_amp.finder.found_scale import FILE_NAME, FoundScale
 from determined_amp.local.open_trial import OpenTrial
 from determined_amp.trial.determined_private import (
     average_by_default,
@@ -108,20 +105,9 @@ def find_task(trial: str | None, batches: int, arguments: Sequence[str]) -> None
     experiment = task_experiment(info, trial)
     start_ranks(info, "find", *arguments)
     with _opened(info, experiment) as opened:
-        context, answer = opened.context, opened.find(batches)
-        if context.distributed.rank == 0:
-            scale_log2 = answer.finding.answer_log2
-            note_on_master(context, init_scale=None if scale_log2 is None else 2.0**scale_log2)
-            verdict = answer.finding.verdict.value
-            status = verdict if scale_log2 is None else f"init_scale 2^{scale_log2}"
-            show_status(train_context(context), status)
-            _report_finding(train_context(context), answer.finding, batches)
-            with checkpoint_context(context).store_path({"steps_completed": batches}) as (
-                folder,
-                _,
-            ):
-                (folder / FILE_NAME).write_text(answer.json_text())
-            train_context(context).report_progress(1.0)
+        answer = opened.find(batches)
+        if opened.context.distributed.rank == 0:
+            _leave_finding(opened.context, answer, batches)
             print(answer)  # last, because the log also contains the reports
 
 
@@ -228,20 +214,14 @@ def _opened(info: det.ClusterInfo, experiment: Experiment) -> Iterator[OpenTrial
         yield OpenTrial(trial_of_run(experiment, context), context, experiment)
 
 
-def _report_finding(train: core.TrainContext, finding: ScaleFinding, batches: int) -> None:
-    for scale in range(1, finding.shown_scales()[-1] + 1):
-        predicted = finding.at(scale)
-        shares = {
-            "overflow_share": predicted.overflow_share,
-            "flushed_share": predicted.flushed_share,
-        }
-        train.report_metrics(group="loss_scale", steps_completed=scale, metrics=shares)
-    metrics = {
-        "window_low_log2": finding.low_log2,
-        "window_top_log2": finding.top_log2,
-        "window_bits": finding.window_bits,
-        "expected_skips_at_default": finding.expected_skips(16),
-    }
-    if finding.answer_log2 is not None:
-        metrics["init_scale_log2"] = finding.answer_log2
-    train.report_validation_metrics(steps_completed=batches, metrics=metrics)
+def _leave_finding(context: pytorch.PyTorchTrialContext, answer: FoundScale, batches: int) -> None:
+    """Report the finder's answer to the master, and store all of it."""
+    finding = answer.finding
+    scale_log2, metrics = finding.answer_log2, {"window_bits": finding.window_bits}
+    status, init_scale = finding.verdict.value, None
+    if scale_log2 is not None:
+        status, init_scale = f"init_scale 2^{scale_log2}", 2.0**scale_log2
+        metrics["init_scale_log2"] = scale_log2
+    leave_answer(train_context(context), status, batches, metrics, init_scale=init_scale)
+    with checkpoint_context(context).store_path({"steps_completed": batches}) as (folder, _):
+        (folder / FILE_NAME).write_text(answer.json_text())

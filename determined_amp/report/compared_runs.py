@@ -15,7 +15,6 @@ from determined_amp.report.precision_comparison import (
     PrecisionRuns,
     by_precision,
     compare_precisions,
-    seed_pairs,
 )
 from determined_amp.runs.run import (
     ACCURACY,
@@ -39,9 +38,6 @@ _MAY_DIFFER = frozenset(
     {"name", "searcher.name", SEED, PRECISION, *(f"{AMP}.{key}" for key in SCALER_KEYS)}
 )
 _NAMED_RUNS = 2
-
-# How to give runs of both precisions the same seeds.
-_EQUAL_SEEDS = "runs with equal seeds, as `hyperparameters.trial_seed` gives the trials of a search"
 
 
 @dataclass(frozen=True)
@@ -109,37 +105,37 @@ def compare_runs(
     metric = _metric(_finished(runs), metric)
     runs = [_judged_by(run, metric) for run in runs]
     _check_comparable(runs)  # one of them may have failed by its metric
-    first = _finished(runs)[0]
-    precisions, baseline = by_precision(runs, metric), _baseline(runs)
     if smaller_is_better is None:
-        smaller_is_better = _smaller_is_better(first, metric)
+        smaller_is_better = _smaller_is_better(_finished(runs)[0], metric)
+    precisions, baseline = by_precision(runs, metric), _baseline(runs)
     if margin is None:
         margin = _margin(precisions, baseline)
-    comparisons = []
-    for candidate, base in _to_compare(precisions, baseline):
-        if not seed_pairs(candidate, base):
-            raise ReportError(
-                f"{candidate.name} and {base.name} have no seed in common; allowed: {_EQUAL_SEEDS}"
-            )
-        made = compare_precisions(
-            candidate, base, smaller_is_better=smaller_is_better, margin=margin
-        )
-        comparisons.append(made)
-    days = sorted({run.date[:10] for run in runs if run.date})
-    notes = [note for source in sources for note in source.notes]
+    comparisons = [
+        compare_precisions(*pair, smaller_is_better=smaller_is_better, margin=margin)
+        for pair in _to_compare(precisions, baseline)
+    ]
     return ComparedRuns(
         metric=metric,
         smaller_is_better=smaller_is_better,
         margin=margin,
         baseline=baseline,
-        settings={n: value for n, value in first.settings.items() if n not in _MAY_DIFFER},
-        machine=first.machine,
-        dates=list(dict.fromkeys(days[:1] + days[-1:])),
         precisions=precisions,
         comparisons=comparisons,
         left_out=left_out,
-        notes=list(dict.fromkeys(notes)),
+        notes=list(dict.fromkeys(note for source in sources for note in source.notes)),
+        **_in_common(runs),
     )
+
+
+def _in_common(runs: Sequence[Run]) -> dict[str, Any]:
+    """The fields of `ComparedRuns` that the runs have in common."""
+    first = _finished(runs)[0]
+    days = sorted({run.date[:10] for run in runs if run.date})
+    return {
+        "settings": {n: value for n, value in first.settings.items() if n not in _MAY_DIFFER},
+        "machine": first.machine,
+        "dates": list(dict.fromkeys(days[:1] + days[-1:])),
+    }
 
 
 def _to_compare(

@@ -70,18 +70,12 @@ def write_loss_scale_report(
     lines = [*_not_counted(search), *of_the_finder, *search_sentences(predicted, search)]
     lines += remarks
     heads, rows = _trials(search)
-    cells = [[_cell(value) for value in row] for row in rows]
-    paste = [f"```yaml\n{scale_lines(predicted)}\n```"] if predicted else []
-    markdown = "\n\n".join(
-        [
-            f"# {lines[0]}",
-            *paste,
-            "\n".join(f"* {sentence}" for sentence in lines[1:]),
-            f"![{_CAPTION}]({NAME}.png)",
-            markdown_table(heads, cells),
-            _origin(predicted, search),
-        ]
-    )
+    table = markdown_table(heads, [[_cell(value) for value in row] for row in rows])
+    paste = f"```yaml\n{scale_lines(predicted)}\n```" if predicted else ""
+    items = "\n".join(f"* {sentence}" for sentence in lines[1:])
+    figure_line = f"![{_CAPTION}]({NAME}.png)"
+    parts = [f"# {lines[0]}", paste, items, figure_line, table, _origin(predicted, search)]
+    markdown = "\n\n".join(filter(None, parts))
     record = {
         "answer": lines[0],
         "sentences": lines,

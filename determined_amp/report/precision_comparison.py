@@ -17,6 +17,7 @@ from scipy import stats  # type: ignore[import-untyped]
 
 from determined_amp.amp.metric_names import MetricName
 from determined_amp.amp.settings import Precision
+from determined_amp.report import ReportError
 from determined_amp.runs.run import Run, Spread
 
 # A smaller ratio of speed or memory counts as no difference.
@@ -254,29 +255,34 @@ class Comparison:
 def compare_precisions(
     candidate: PrecisionRuns, base: PrecisionRuns, *, smaller_is_better: bool, margin: float
 ) -> Comparison:
-    """Compare a precision with another one, which have a seed in common."""
-    pairs = seed_pairs(candidate, base)
+    """Compare a precision with another one.
+
+    Raises:
+        ReportError: if they have no seed in common.
+    """
+    others = {run.seed: run for run in base.runs if run.seed is not None}
+    pairs = [(run, others[run.seed]) for run in candidate.runs if run.seed in others]
+    if not pairs:
+        raise ReportError(
+            f"{candidate.name} and {base.name} have no seed in common; allowed: runs with equal "
+            "seeds, as `hyperparameters.trial_seed` gives the trials of a search"
+        )
     metric = candidate.metric
     differences = [run.metrics[metric] - other.metrics[metric] for run, other in pairs]
     difference = interval_of(differences)
     on_gpu = candidate.runs[0].machine.on_gpu
+    memory = _ratio(pairs, _allocated) if on_gpu else None
     return Comparison(
         precision=candidate.precision,
         against=base.precision,
         smaller_is_better=smaller_is_better,
         margin=margin,
         speed=_ratio(pairs, lambda run: run.speed),
-        memory=_ratio(pairs, _allocated) if on_gpu else None,
+        memory=memory,
         difference=difference,
         verdict=difference.verdict(margin),
         lost_runs=len(candidate.failed),
     )
-
-
-def seed_pairs(candidate: PrecisionRuns, base: PrecisionRuns) -> list[tuple[Run, Run]]:
-    """The completed runs with equal seeds."""
-    others = {run.seed: run for run in base.runs if run.seed is not None}
-    return [(run, others[run.seed]) for run in candidate.runs if run.seed in others]
 
 
 def _ratio(pairs: Sequence[tuple[Run, Run]], value: Callable[[Run], Spread | None]) -> Ratio | None:
