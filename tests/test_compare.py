@@ -203,7 +203,7 @@ def test_comparison_that_ends_between_its_steps_is_a_sentence(
         monkeypatch.setattr(comparison, moment, Mock(side_effect=KeyboardInterrupt))
     compare("Images", tmp_path, status=2 if moment is None else 130)
     shown = capsys.readouterr()
-    assert shown.err.startswith(words)
+    assert shown.err.removeprefix("error: ").startswith(words)
     assert "  amp_bf16       2.0 ms a batch, 0.50 times as fast as fp32 in its pilot\n" in shown.out
     assert "plan: fp32, amp_bf16 in turn, 3 runs of " in shown.out
 

@@ -136,7 +136,7 @@ def test_report_that_cannot_be_written_is_a_sentence_and_leaves_nothing(
     (workplace / "out" / "loss_scale.md").mkdir(parents=True)
     options = ["--finding", "finding.json", "--output", "out"]
     said = refusal("report", "loss-scale", "study", *options)
-    assert said.startswith("out: the report cannot be written: [Errno 21] Is a directory: ")
+    assert said.startswith("error: out: the report cannot be written: [Errno 21] Is a directory: ")
     assert [path.name for path in (workplace / "out").iterdir()] == ["loss_scale.md"]
 
 
@@ -145,7 +145,7 @@ def test_score_of_a_trial_that_no_scale_helps_is_one_sentence(
 ) -> None:
     """Determined's context leaves the process with status 0 then, without a word."""
     words = ("--batches", "1", "--config", "hyperparameters.trial=tests.mortal:OverflowingTrial")
-    assert refusal("score", "experiment.yaml", *words).startswith("no loss scale helps: ")
+    assert refusal("score", "experiment.yaml", *words).startswith("error: no loss scale helps: ")
 
 
 @pytest.mark.parametrize(
