@@ -23,7 +23,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from determined_amp.check import watching
-from determined_amp.check.finding import Findings, Level
+from determined_amp.check.finding import CheckFindings, Level
 from determined_amp.check.scale_moves import Moves, ScaleMoves
 from tests.test_check import Right, ScalerNotWrapped, examined
 from tests.training import ROOT
@@ -363,8 +363,8 @@ CLEAN = [
 ]
 
 
-def watched(loop: type[Loop]) -> Findings:
-    kept: list[Findings] = []
+def watched(loop: type[Loop]) -> CheckFindings:
+    kept: list[CheckFindings] = []
     try:
         with watching() as findings:
             kept.append(findings)

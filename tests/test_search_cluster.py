@@ -17,7 +17,7 @@ from determined.tensorboard.base import get_metric_writer
 
 from determined_amp import __main__ as door
 from determined_amp import cluster
-from determined_amp.check.finding import Finding, Findings, Level
+from determined_amp.check.finding import CheckFinding, CheckFindings, Level
 from determined_amp.finder.found_scale import FoundScale
 from determined_amp.search.space import read_space
 from determined_amp.trial import determined_private
@@ -96,10 +96,10 @@ def test_check_leaves_the_number_of_faults_and_ends_its_log_with_them(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def examine(*call: Any) -> Findings:
+    def examine(*call: Any) -> CheckFindings:
         get_metric_writer()  # as Determined does for a task; it warns
-        fault = Finding("scaled", Level.FAULT, "it is scaled", (), "by 2", "x / 2")
-        return Findings([fault], seen="12 batches")
+        fault = CheckFinding("scaled", Level.FAULT, "it is scaled", (), "by 2", "x / 2")
+        return CheckFindings([fault], seen="12 batches")
 
     logging.getLogger("determined.tensorboard").setLevel(logging.NOTSET)
     monkeypatch.setattr(cluster, "examine", examine)

@@ -8,13 +8,14 @@ loop:
     print(findings)
 
 Spies note events in a record. `invariants.py` judges what holds for every right training, and
-`rules.py` names the lines of known mistakes. To add a finding, write its words into `ADVICE` of
-`advice.py`, a function with `@rule` into one of the two that yields `found(key, lines, effect)`, a
-row into docs/check.md, and a trial into `PLANTED` of tests/test_check.py. What explains what
+`rules.py` names the lines of known mistakes. To add a finding, write its words into `REMEDIES` of
+`remedies.py`, a function with `@rule` into one of the two that yields `found(key, lines, effect)`,
+a row into docs/check.md, and a trial into `PLANTED` of tests/test_check.py. What explains what
 stands in `EXPLAINED` of `judge.py`: one cause is one finding.
 """
 
-from determined_amp.check.finding import Finding, Findings
-from determined_amp.check.watch import watching
+from determined_amp.check.any_loop import watching
+from determined_amp.check.finding import CheckFinding as Finding
+from determined_amp.check.finding import CheckFindings as Findings
 
 __all__ = ["Finding", "Findings", "watching"]

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from determined_amp.check.finding import Finding, Findings, Level
+from determined_amp.check.finding import CheckFinding, CheckFindings, Level
 from determined_amp.check.fresh_process import run_afresh
-from determined_amp.check.judge import judge, without_consequences
+from determined_amp.check.judge import judge_record, without_consequences
 from determined_amp.check.probe import RESUMED, Probe
 from determined_amp.check.record import Record
 from determined_amp.check.ruling import found, number
@@ -27,7 +27,7 @@ _STEPS = 17
 RUNS = 4
 
 # Findings that follow from calls, and that the measured update refutes.
-_REFUTED = {"unscaled_loss", "unscaled_twice"}
+_REFUTED = {"unscaled_loss", "clip_scaled", "clip_value_scaled"}
 
 Run = Callable[[Probe], Record]
 
@@ -38,7 +38,7 @@ def examine(
     trial: str | None,
     notify: Callable[[str], None],
     run: Run | None = None,
-) -> Findings:
+) -> CheckFindings:
     """Examine the trial of an experiment.
 
     Args:
@@ -56,13 +56,13 @@ def examine(
         first = Probe(config, source, trial, folder, saves=True)
         notify("training a few batches, two of them with an overflow if it scales its loss")
         record = run(first)
-        findings = judge(record)
+        findings = judge_record(record)
         if any(finding.key == "raised" for finding in findings):
             notify("once more, since it raised an error")
             again = replace(first, overflows=())
             undisturbed = run(again)
             if undisturbed.error is None:
-                first, record, findings = again, undisturbed, judge(undisturbed)
+                first, record, findings = again, undisturbed, judge_record(undisturbed)
                 findings.notes.append("it raises an error on an overflow, so none was forced")
         findings.all += _in_the_checkpoint(record)
         if any(folder.glob("*/state_dict.pth")):
@@ -81,20 +81,18 @@ def examine(
     return findings
 
 
-def _in_the_checkpoint(record: Record) -> Iterator[Finding]:
+def _in_the_checkpoint(record: Record) -> Iterator[CheckFinding]:
     """What is wrong with the checkpoint that a run left."""
     if record.empty_scaler_state and (record.has_cuda or record.is_amp):
-        off = [scaler for scaler in record.scalers if not scaler.enabled]
-        effect = (
-            "a run that goes on from it with AMP ends: 0 of the 5 values of its state are there"
-        )
         # Without a GPU what is off may be on elsewhere, unless AMP needs no scaler.
         bfloat16 = any(each.explicit and each.dtype == "bfloat16" for each in record.regions)
         level = Level.FAULT if record.has_cuda or bfloat16 else Level.SUSPICION
-        yield found("empty_scaler_state", [scaler.where for scaler in off], effect, level)
+        off = [scaler.where for scaler in record.scalers if not scaler.enabled]
+        effect = "a run with AMP that goes on from it ends: 0 of 5 values of its state are there"
+        yield found("empty_scaler_state", off, effect, level)
 
 
-def _lost_by_resume(before: Record, after: Record) -> Iterator[Finding]:
+def _lost_by_resume(before: Record, after: Record) -> Iterator[CheckFinding]:
     """What a resumed run has lost.
 
     Args:
@@ -103,8 +101,7 @@ def _lost_by_resume(before: Record, after: Record) -> Iterator[Finding]:
     """
     if not after.batches:
         if after.error is not None:
-            kind, text = after.error
-            effect = ": ".join([kind, *text.splitlines()[:1]])
+            effect = ": ".join([after.error[0], *after.error[1].splitlines()[:1]])
             yield found("resume_fails", [after.raised], effect, Level.SUSPICION)
         return
     for scaler, resumed in zip(before.scalers, after.scalers, strict=False):
@@ -113,37 +110,33 @@ def _lost_by_resume(before: Record, after: Record) -> Iterator[Finding]:
             effect = f"scale {number(old)} became {number(new)} after resume"
             yield found("scaler_not_saved", [scaler.where], effect)
     for schedule, again in zip(before.schedules, after.schedules, strict=False):
-        old, new = schedule.places.get("end"), again.places.get("start")
-        if schedule.ours or schedule.inner or None in (old, new):
-            continue
-        if old != new:
-            effect = f"{schedule.kind} was at step {old} and is at step {new} after resume"
+        places = schedule.places.get("end"), again.places.get("start")
+        if not schedule.ours and None not in places and places[0] != places[1]:
+            effect = f"{schedule.kind} was at step {places[0]}, and is at {places[1]} after resume"
             yield found("schedule_not_saved", [schedule.where], effect)
             return
     for optimizer in range(before.optimizers):
-        went_on = [s for s in before.of("step") if s.optimizer == optimizer and s.after_save]
-        resumed_steps = [s for s in after.of("step") if s.optimizer == optimizer]
-        pairs = list(zip(went_on, resumed_steps, strict=False))[:RESUMED]
-        if any(one.skipped or other.skipped for one, other in pairs):
-            continue
-        for count, (one, other) in enumerate(pairs, 1):
-            if one.rates != other.rates:
-                was, now = (number(float(step.rates[0])) for step in (one, other))
-                effect = f"step {count} after a resume has the rate {now}; without a break {was}"
-                yield found("schedule_not_saved", [], effect)
-                return
+        went_on = before.of("step", optimizer=optimizer, after_save=True)
+        pairs = [*zip(went_on, after.of("step", optimizer=optimizer), strict=False)][:RESUMED]
+        lost = [(one, other) for one, other in pairs if one.rates != other.rates]
+        if lost and not any(step.skipped for pair in pairs for step in pair):
+            was, now = (number(float(step.rates[0])) for step in lost[0])
+            effect = f"a step after a resume has the rate {now}; without a break {was}"
+            yield found("schedule_not_saved", [], effect)
+            return
 
 
-def _compare(findings: Findings, moved: Record) -> None:
+def _compare(findings: CheckFindings, moved: Record) -> None:
     """Add what a run shows whose scale moved, and drop what it refutes.
 
     Args:
         findings: Those of a run whose scale did not move.
         moved: The run whose scale did.
     """
-    shown = judge(moved)
+    shown = judge_record(moved)
     keys = {finding.key for finding in shown}
     if moved.error is None:
         findings.all = [f for f in findings if f.key not in _REFUTED - keys]
-    findings.all += [finding for finding in shown if finding.key == "depends_on_scale"]
-    findings.all = without_consequences(findings.all)
+    measured = [finding for finding in shown if finding.key in ("depends_on_scale", "scales_mixed")]
+    known = {finding.key for finding in findings}
+    findings.all += [finding for finding in measured if finding.key not in known]

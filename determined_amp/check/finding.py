@@ -29,7 +29,7 @@ class Where:
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckFinding:
     """One thing that is wrong, or may be."""
 
     key: str  # its name, for programs
@@ -43,29 +43,28 @@ class Finding:
     def text(self) -> str:
         """Some lines for the terminal."""
         places = ", ".join(map(str, self.where))
-        lines = [f"{self.level.value}: {self.sentence}" + (f" ({places})" if places else "")]
-        lines.append(f"  {self.effect}")
-        first, *more = self.write.splitlines()
-        lines += [f"  write: {first}", *(f"         {line}" for line in more)]
-        return "\n".join([*lines, f"  read: {self.page}#{self.key.replace('_', '-')}"])
+        head = f"{self.level.value}: {self.sentence}" + (f" ({places})" if places else "")
+        write = self.write.replace("\n", "\n         ")
+        anchor = self.key.replace("_", "-")
+        return f"{head}\n  {self.effect}\n  write: {write}\n  read: {self.page}#{anchor}"
 
 
 @dataclass
-class Findings:
+class CheckFindings:
     """What one examination found: faults first."""
 
-    all: list[Finding] = field(default_factory=list)
+    all: list[CheckFinding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what was not examined, and why
     seen: str = ""  # what was examined, in one sentence
 
-    def __iter__(self) -> Iterator[Finding]:
+    def __iter__(self) -> Iterator[CheckFinding]:
         return iter(self.all)
 
     def __len__(self) -> int:
         return len(self.all)
 
     @property
-    def faults(self) -> list[Finding]:
+    def faults(self) -> list[CheckFinding]:
         return [finding for finding in self.all if finding.level is Level.FAULT]
 
     def sort(self) -> None:
@@ -74,21 +73,17 @@ class Findings:
 
     def __str__(self) -> str:
         counts = Counter(finding.level for finding in self.all)
-        parts = [
-            f"{counts[level]} {level.value}{'' if counts[level] == 1 else 's'}"
-            for level in Level
-            if counts[level] or level is Level.FAULT
-        ]
+        parts = []
+        for level in Level:
+            plural = "" if counts[level] == 1 else "s"
+            if counts[level] or level is Level.FAULT:
+                parts.append(f"{counts[level]} {level.value}{plural}")
         head = ", ".join(parts) + (f": {self.seen}" if self.seen else "")
         body = [finding.text() for finding in self.all]
         return "\n\n".join([head, *body, *(f"note: {note}" for note in self.notes)])
 
     def to_json(self) -> str:
         """The same for programs; `faults` is the number of the first line."""
-        content = {
-            "faults": len(self.faults),
-            "seen": self.seen,
-            "findings": [{**asdict(each), "level": each.level.value} for each in self.all],
-            "notes": self.notes,
-        }
-        return json.dumps(content, indent=2)
+        findings = [asdict(finding) for finding in self.all]
+        content = {"faults": len(self.faults), "seen": self.seen, "findings": findings}
+        return json.dumps({**content, "notes": self.notes}, indent=2)

@@ -34,10 +34,10 @@ class Forwards:
         # By module, its buffers that were finite when it was met.
         self._finite: dict[nn.Module, list[str]] = {}
 
-    @property
-    def inside(self) -> bool:
-        """Whether a forward runs."""
-        return bool(self._running)
+    def enter_autocast(self) -> None:
+        """The module of this forward may enter it itself."""
+        if self._running and torch.is_grad_enabled():
+            self._record.forwards[True] += 1
 
     def before(self, module: nn.Module, inputs: Any) -> None:
         """A hook of all modules."""
@@ -60,11 +60,9 @@ class Forwards:
         """A hook of all modules."""
         if self._running:
             self._running.pop()
-        if self.looks and not self._record.first_overflow and torch.is_grad_enabled():
-            outputs = [each for each in tensors_of(output) if each.is_floating_point()]
-            given = [each for each in tensors_of(inputs) if each.is_floating_point()]
-            if any(map(_overflows, outputs)) and not any(map(_overflows, given)):
-                self._record.first_overflow = self._name_of(module) + _remedy(module, inputs)
+        looks = self.looks and not self._record.first_overflow and torch.is_grad_enabled()
+        if looks and _has_overflown(output) and not _has_overflown(inputs):
+            self._record.first_overflow = self._name_of(module) + _remedy(module, inputs)
 
     def drop_casts(self) -> None:
         """Autocast has dropped its casts."""
@@ -87,9 +85,10 @@ class Forwards:
         return type(module).__name__
 
 
-def _overflows(tensor: torch.Tensor) -> bool:
+def _has_overflown(value: Any) -> bool:
     """Whether it has NaN or infinity; minus infinity is a mask."""
-    return bool((tensor.isnan() | tensor.isposinf()).any())
+    tensors = [each for each in tensors_of(value) if each.is_floating_point()]
+    return any(bool((each.isnan() | each.isposinf()).any()) for each in tensors)
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -102,13 +101,15 @@ def _remedy(module: nn.Module, inputs: Any) -> str:
     """What was tried on a module without others inside and without buffers."""
     if any(True for _ in module.children()) or any(True for _ in module.buffers()):
         return ""
-    remedies = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     helps = []
-    for name, dtype in remedies.items():
+    for dtype in (torch.float32, torch.bfloat16):
         # It may not take another dtype. The casts that autocast keeps are those of float16.
-        with suppress(Exception), torch.no_grad():
+        with (
+            suppress(Exception),
+            torch.no_grad(),
+            torch.autocast(inputs[0].device.type, enabled=False),
+        ):
             given = [each.to(dtype) for each in inputs]
-            with torch.autocast(given[0].device.type, enabled=False):
-                if is_finite(copy.deepcopy(module).to(dtype).forward(*given)):
-                    helps.append(name)
-    return f"; tried: finite in {' and in '.join(helps)}" if helps else ""
+            if is_finite(copy.deepcopy(module).to(dtype).forward(*given)):
+                helps.append(f"in {str(dtype).removeprefix('torch.')}")
+    return f"; tried: finite {' and '.join(helps)}" if helps else ""

@@ -5,21 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from determined_amp.check import invariants, rules  # noqa: F401  # they list themselves
-from determined_amp.check.advice import ADVICE
-from determined_amp.check.finding import Finding, Findings, Where
+from determined_amp.check.finding import CheckFinding, CheckFindings, Where
 from determined_amp.check.record import Record
+from determined_amp.check.remedies import REMEDIES
 from determined_amp.check.ruling import RULES
 
 _WRONG_GRADIENTS = {
     *("unscaled_loss", "unscaled_twice", "step_without_scaler", "unscale_in_window"),
-    *("clip_scaled", "clip_value_scaled", "clip_by_hand_scaled", "penalty_scaled"),
-    *("half_weights", "no_loss_scale", "nan_hidden", "update_missing", "scales_mixed"),
-    *("update_in_window", "update_per_optimizer", "not_zeroed", "no_gradients"),
-    "step_twice",
+    *("clip_scaled", "clip_value_scaled", "penalty_scaled", "step_twice", "scales_mixed"),
+    *("half_weights", "no_loss_scale", "nan_hidden", "update_missing", "update_in_window"),
+    *("not_zeroed", "no_gradients"),
 }
 # What is measured, and the faults that are its cause: one cause is one finding.
 EXPLAINED = {
-    "overflow_hidden": {"clip_value_scaled", "clip_by_hand_scaled", "nan_hidden"},
+    "overflow_hidden": {"clip_value_scaled", "nan_hidden", "depends_on_scale"},
     "depends_on_scale": _WRONG_GRADIENTS,
     "no_steps": {*_WRONG_GRADIENTS, "depends_on_scale", "loss_16_bits"},
     "not_finite": {
@@ -27,21 +26,22 @@ EXPLAINED = {
         *("no_steps", "overflow_hidden", "depends_on_scale", "loss_16_bits"),
     },
     "unscaled_loss": {"no_loss_scale"},
+    "scales_mixed": {"not_zeroed", "unscale_in_window", "update_in_window"},
     "schedule_not_saved": {"scaler_not_saved", "resume_fails"},
 }
 
 
-def judge(record: Record) -> Findings:
+def judge_record(record: Record) -> CheckFindings:
     """All findings of one run. What two rules find on one line is one finding."""
-    by_place: dict[tuple[str, Where | None], Finding] = {}
+    by_place: dict[tuple[str, Where | None], CheckFinding] = {}
     for finding in (each for rule in RULES for each in rule(record)):
         place = finding.key, finding.where[0] if finding.where else None
         same = by_place.get(place)
         effect = f"{same.effect}; {finding.effect}" if same else finding.effect
         by_place[place] = replace(same or finding, effect=effect)
-    findings = Findings(without_consequences([*by_place.values()]), seen=_seen(record))
+    findings = CheckFindings(without_consequences([*by_place.values()]), seen=_seen(record))
     if not record.determined:
-        findings.all = [replace(f, write=ADVICE[f.key].in_a_loop or f.write) for f in findings]
+        findings.all = [replace(f, write=REMEDIES[f.key].in_a_loop or f.write) for f in findings]
     if record.disturbed and not record.determined:
         findings.all = [finding for finding in findings if finding.key != "raised"]
         findings.notes.append(
@@ -55,9 +55,9 @@ def judge(record: Record) -> Findings:
     return findings
 
 
-def without_consequences(findings: list[Finding]) -> list[Finding]:
+def without_consequences(findings: list[CheckFinding]) -> list[CheckFinding]:
     """The findings, without what a fault among them explains."""
-    faults = {finding.key for finding in Findings(findings).faults}
+    faults = {finding.key for finding in CheckFindings(findings).faults}
     return [each for each in findings if not EXPLAINED.get(each.key, set()) & faults]
 
 
@@ -66,23 +66,21 @@ def interventions(record: Record) -> list[str]:
     overflown, moved = set(), set()
     for optimizer in range(record.optimizers):
         windows = [window for window in record.complete if window.optimizer == optimizer]
-        for number, window in enumerate(windows, 1):
-            overflown |= {number} if window.forced else set()
-            moved |= {number} if window.steps[0].moved else set()
+        for count, window in enumerate(windows, 1):
+            overflown |= {count} if window.forced else set()
+            moved |= {count} if window.steps[0].moved else set()
     texts = {"made an overflow": overflown, "divided the loss scale": moved}
     return [
-        f"the doctor {text} in these steps of an optimizer: {', '.join(map(str, sorted(numbers)))}"
-        for text, numbers in texts.items()
-        if numbers
+        f"the doctor {text} in these steps of an optimizer: {', '.join(map(str, sorted(counts)))}"
+        for text, counts in texts.items()
+        if counts
     ]
 
 
 def _seen(record: Record) -> str:
-    steps = record.of("step")
-    skipped = sum(step.skipped for step in steps)
+    skipped, steps = record.of("step", skipped=True), record.of("step")
     dtypes = sorted({region.dtype for region in record.regions})
     amp = f"autocast in {' and '.join(dtypes)}" if dtypes else "no autocast"
-    return (
-        f"{record.batches} batches, {len(steps) - skipped} steps, {skipped} skipped, {amp}, "
-        f"{'a GradScaler' if record.scales else 'no GradScaler'}"
-    )
+    scaler = "a GradScaler" if record.scales else "no GradScaler"
+    applied = len(steps) - len(skipped)
+    return f"{record.batches} batches, {applied} steps, {len(skipped)} skipped, {amp}, {scaler}"

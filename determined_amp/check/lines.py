@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+import traceback
 from pathlib import Path
-from types import FrameType
 
 from determined_amp.check.finding import Where
 
+_DOCTOR = str(Path(__file__).parent) + os.sep
 _LIBRARY = str(Path(__file__).parents[1]) + os.sep
 _PATHS = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 _NOT_THE_USERS = (_LIBRARY, "<", *(path + os.sep for path in _PATHS if path))
@@ -25,38 +25,27 @@ def is_users(file: str) -> bool:
     return not (file.startswith(_NOT_THE_USERS) or any(part in file for part in _INSTALLED))
 
 
+def is_doctors(file: str) -> bool:
+    """Whether a file is one of this package, whose frames no user wants to see."""
+    return file.startswith(_DOCTOR)
+
+
 def users_line() -> Where | None:
     """The line of the user's code that is being executed; None in code of others alone."""
-    for frame in _frames():
-        if frame.f_code.co_filename.endswith(_LOOP):
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        file = frame.f_code.co_filename
+        if file.endswith(_LOOP):
             return None
-        if is_users(frame.f_code.co_filename):
-            return where_of(frame)
+        if is_users(file):
+            return where_in(file, line)
     return None
 
 
-def passes(end: str) -> bool:
-    """Whether a file of this library with such an end called what is being executed."""
-    for frame in _frames():
-        file = frame.f_code.co_filename
-        if is_users(file):
-            return False
-        if file.startswith(_LIBRARY) and file.endswith(end):
-            return True
-    return False
-
-
-def _frames() -> Iterator[FrameType]:
-    """The frames that lead to the caller, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def where_of(frame: FrameType) -> Where:
-    """The line at which a frame is."""
-    return where_in(frame.f_code.co_filename, frame.f_lineno)
+def called_by_library() -> bool:
+    """Whether the rest of this library makes the call that a spy sees."""
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    caller = next(file for file in files if not is_doctors(file))
+    return caller.startswith(_LIBRARY)
 
 
 def where_in(path: str, line: int) -> Where:
@@ -67,9 +56,8 @@ def where_in(path: str, line: int) -> Where:
 
 def where_raised(error: BaseException) -> Where | None:
     """The innermost line of the user's that an error has come through."""
-    trace, where = error.__traceback__, None
-    while trace is not None:
-        if is_users(trace.tb_frame.f_code.co_filename):
-            where = where_in(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
-        trace = trace.tb_next
+    where = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if is_users(frame.f_code.co_filename):
+            where = where_in(frame.f_code.co_filename, line)
     return where

@@ -103,17 +103,12 @@ def run(probe: Probe) -> Record:
             )
     except CheckpointError:  # it is recorded, as all that a trial raises
         pass
-    except UserError:
-        raise
-    except KeyboardInterrupt:
+    except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:  # an `InvalidExperimentException` is no `Exception`
         if not (made or isinstance(error, errors.InvalidExperimentException)):
-            at = f" at {record.raised}" if record.raised else ""
-            raise UserError(
-                f"the trial cannot be made on this machine: {type(error).__name__}{at}: "
-                f"{one_line(error)}"
-            ) from error
+            what = f"{type(error).__name__} at {record.raised}: {one_line(error)}"
+            raise UserError(f"the trial cannot be made on this machine: {what}") from error
     if probe.saves:
         _examine_checkpoint(probe.folder, record)
     return record
@@ -154,7 +149,7 @@ def _note_settings(context: pytorch.PyTorchTrialContext, spies: Spies) -> None:
         amp.guard.enabled = False  # its guard would end a run that the doctor makes overflow
     manual = pytorch.LRScheduler.StepMode.MANUAL_STEP
     wrapped = {id(scheduler) for scheduler, mode in schedulers(context) if mode is not manual}
-    for scheduler, schedule in spies.schedules.known.items():
+    for scheduler, schedule in spies.schedules.items():
         schedule.wrapped = id(scheduler) in wrapped
 
 
@@ -248,15 +243,11 @@ class Examined(SafeController):
                     stack.enter_context(float16_as(torch.float32))
                 reports.append(self.validate())
         del record.events[seen:]
-        if len(reports) == 3:
-            as_is, again, in_float32 = (
-                {name: float(it) for name, it in report.items() if util.is_numerical_scalar(it)}
-                for report in reports
-            )
-            # Some draw numbers that no seed fixes, and differ by themselves.
-            record.metrics = {
-                name: (value, in_float32[name])
-                for name, value in as_is.items()
-                if name in in_float32 and name not in ("batches", "epochs")
-                if str(value) == str(again.get(name))  # NaN, too
-            }
+        if len(reports) < 3:
+            return
+        as_is, again, in_float32 = reports
+        for name, value in as_is.items():
+            # Some draw numbers that no seed fixes, and differ by themselves. A NaN is none of them.
+            draws = str(value) != str(again.get(name))
+            if util.is_numerical_scalar(value) and name in in_float32 and not draws:
+                record.metrics[name] = float(value), float(in_float32[name])

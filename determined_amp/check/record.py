@@ -19,24 +19,21 @@ class Event(SimpleNamespace):
 
     | kind | |
     |---|---|
-    | `backward` | its `loss`, whether under `autocast`, the factors of what it was added `onto`, |
-    | | whether the loss is `finite`, how many optimizers it `reached`, the norm of what it |
-    | | `added`, the largest `scale` then |
-    | `changed` | norm and peak of gradients `before` and `after` it, and their `factor` then |
-    | `unscale` | whether `in_step` of the scaler |
-    | `clip` | `of` norm or value, to what `limit`, the `norm` it saw, `factors` of the gradients |
+    | `backward` | its `loss`, whether under `autocast`, whether the loss is `finite`, how many |
+    | | optimizers it `reached`, the norm of what it `added`, the largest `scale` then |
+    | `unscale` | |
+    | `clip` | of `norm` or value, to what `limit`, the `norm` it saw, the `factor` of gradients |
     | `zero_grad` | |
     | `step` | of which `optimizer`, `scaled` by a scaler or not, `skipped`, `again` with the same |
-    | | gradients; their `norm`, and what it was `unscaled`, before a clip; their `factor` and |
-    | | `backwards`; `updates` of the scale since; `rates`; the `scale`, whether the doctor has |
-    | | `moved` it, and `disturbed` gradients; whether it is `after_save` of a checkpoint |
+    | | gradients; their `norm`, and what it was before a clip (`unclipped`); their `factor`, and |
+    | | by what code of the user's changed their norm (`by_hand`); `rates`; the `scale`, whether |
+    | | the doctor has `moved` it, and `disturbed` gradients; if `after_save` of a checkpoint |
     | `stale` | forward of a module whose weights autocast had cast before they changed |
-    | `update` | the scale `after` it, whether `early`: while scaled gradients wait for a step |
+    | `update` | the scale `after` it |
     | `move` | of which `schedule` |
     | `autocast`, `autocast_off` | `dtype`, whether `explicit`, with `grad`, `in_batch` |
-    | `refusal` | the `text` of an error that a `GradScaler` raised |
-    | `hide` | how many values were `hidden`, the optimizer if `of_gradient`, whether a `scalar` |
-    | `tf32` | `name` and `value` of a switch, whether `in_batch`, the file that it is set `by` |
+    | `hide` | whether `nan_to_num` was given a `scalar` |
+    | `tf32` | the new `value` of the precision of float32 products |
     | `save` | whether the state of an `optimizer`, and a `scale` |
     """
 
@@ -59,24 +56,24 @@ class Schedule:
     kind: str  # the name of its class
     where: Where | None  # the line that made it
     optimizer: int  # the number of its optimizer
-    ours: bool = False  # this library moves it
-    inner: bool = False  # another one moves it
+    ours: bool = False  # this library moves it, or another scheduler
     wrapped: bool = False  # Determined moves it
     places: dict[str, Any] = field(default_factory=dict)  # at the `start`, at the `end`
 
 
 @dataclass(eq=False)
-class Window:
+class StepWindow:
     """What happened to one optimizer from the first backward after a step to its next ones."""
 
     optimizer: int  # its number
     backwards: list[Event] = field(default_factory=list)  # whose gradients it has
-    dropped: list[Event] = field(default_factory=list)  # zeroed before any step used them
-    lost: int = 0  # of the backwards, whose gradients were zeroed then
+    lost: int = 0  # of the backwards, whose gradients were zeroed before any step used them
+    zeroed: list[Event] = field(default_factory=list)  # by these
     stale: int = 0  # gradients that an earlier step has used and that were not zeroed
+    unscales: list[Event] = field(default_factory=list)
     steps: list[Event] = field(default_factory=list)
     moves: list[Event] = field(default_factory=list)  # of its schedulers until the next backward
-    forced: bool = False  # the doctor made it overflow
+    forced: int = 0  # how often the doctor made it overflow
 
     @property
     def used(self) -> list[Event]:
@@ -85,7 +82,7 @@ class Window:
 
     @property
     def skipped(self) -> bool:
-        return bool(self.steps) and all(step.skipped for step in self.steps)
+        return all(step.skipped for step in self.steps)
 
 
 @dataclass
@@ -95,7 +92,7 @@ class Record:
     determined: bool = False  # it ran in Determined's loop
     has_cuda: bool = False
     events: list[Event] = field(default_factory=list)
-    windows: list[Window] = field(default_factory=list)  # in the order of their first backward
+    windows: list[StepWindow] = field(default_factory=list)  # in the order of their first backward
     scalers: list[Scaler] = field(default_factory=list)
     schedules: list[Schedule] = field(default_factory=list)
     optimizers: int = 0
@@ -125,19 +122,20 @@ class Record:
         self.events.append(event)
         return event
 
-    def of(self, kind: str) -> list[Event]:
-        """The events of a kind."""
-        return [event for event in self.events if event.kind == kind]
+    def of(self, kind: str, **known: Any) -> list[Event]:
+        """The events of a kind of which this is known."""
+        wanted = {"kind": kind, **known}.items()
+        return [event for event in self.events if wanted <= vars(event).items()]
 
     @property
     def regions(self) -> list[Event]:
         """Regions of autocast that the training was in."""
-        return [event for event in self.of("autocast") if event.grad]
+        return self.of("autocast", grad=True)
 
     @property
     def regions_of_validation(self) -> list[Event]:
         """Those that a validation was in."""
-        return [each for each in self.of("autocast") if not (each.grad or each.in_batch)]
+        return self.of("autocast", grad=False, in_batch=False)
 
     @property
     def scales(self) -> bool:
@@ -145,16 +143,11 @@ class Record:
         return any(scaler.enabled and scaler.used for scaler in self.scalers)
 
     @property
-    def mixes(self) -> bool:
-        """Whether mixed precision has a part in the training."""
-        return bool(self.regions) or self.scales
-
-    @property
     def is_amp(self) -> bool:
         """Whether there is any mixed precision."""
         return any(scaler.enabled for scaler in self.scalers) or bool(self.regions)
 
     @property
-    def complete(self) -> list[Window]:
+    def complete(self) -> list[StepWindow]:
         """Windows that a step has ended."""
         return [window for window in self.windows if window.steps]

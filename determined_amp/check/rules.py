@@ -8,23 +8,19 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-from determined_amp.check.finding import Finding, Where
-from determined_amp.check.graph import Loss
-from determined_amp.check.invariants import power_of_steps
-from determined_amp.check.lines import is_users
-from determined_amp.check.record import Event, Record, Schedule, Window
+from determined_amp.check.finding import CheckFinding, Where
+from determined_amp.check.invariants import dependence_of
+from determined_amp.check.record import Event, Record, Schedule, StepWindow
 from determined_amp.check.ruling import (
     COST,
     FAULT,
     SUSPICION,
-    Power,
     count_of,
+    dependence,
     found,
     number,
-    power_of,
     rule,
     share_of,
-    usual_steps,
 )
 from determined_amp.experiment.errors import name_in_16_bits
 
@@ -34,21 +30,22 @@ _BY_STEPS = 0.75
 # Relative change of a validation metric by 16 bits that is no rounding, and one that may be some.
 _CHANGED, _MAYBE_CHANGED = 0.05, 0.01
 
+# A limit that is this share of the scale was multiplied by it.
+_LIMIT = 0.01
+
 
 # Scaling, stepping, updating.
 
 
 @rule
-def _ranks(record: Record) -> Iterator[Finding]:
+def _ranks(record: Record) -> Iterator[CheckFinding]:
     """The ranks of a distributed training have scales of their own."""
-    used = [scales for scales in record.scales_of_ranks if scales]
-    differ = [values for values in zip(*used, strict=False) if len(set(values)) > 1]
-    if len(used) > 1 and (differ or len({len(scales) for scales in used}) > 1):
-        different = sorted(set(differ[-1] if differ else (scales[-1] for scales in used)))
-        effect = f"{len(differ)} of {max(map(len, used))} updates left different scales, as "
-        effect += " and ".join(map(number, different))
+    different = {tuple(scales) for scales in record.scales_of_ranks if scales}
+    if len(different) > 1:
+        last = sorted(scales[-1] for scales in different)
+        effect = f"{len(different)} ranks have other scales, at the end {number(last[0])} and "
         lines = [scaler.where for scaler in record.scalers if scaler.used]
-        yield found("scale_differs_by_rank", lines, effect)
+        yield found("scale_differs_by_rank", lines, effect + number(last[-1]))
 
 
 _ERRORS = (
@@ -66,269 +63,160 @@ _CAST_ON_CUDA = re.compile(r"^(scatter|dot|grid_sampler)\b")
 
 
 @rule
-def _error(record: Record) -> Iterator[Finding]:
+def _error(record: Record) -> Iterator[CheckFinding]:
     if record.error is None:
         return
     kind, text = record.error
     said = ": ".join([kind, *text.splitlines()[:1]])
-    after = f"the training stops in batch {record.batches}: {said}"
+    effect = f"the training stops in batch {record.batches}: {said}"
     level = FAULT
     key = next((_cause(record, key) for words, key in _ERRORS if words in text), None)
     if key is None:
-        key = name_in_16_bits(text)
+        key = name_in_16_bits(text) or "raised"
         # What one device lacks another may have: CUDA's autocast casts the arguments of some
         # operations for which that of a CPU does not.
-        if key in (None, "no_16_bit_kernel") or _CAST_ON_CUDA.search(text):
-            level = FAULT if kind == "InvalidExperimentException" else SUSPICION
-    yield found(key or "raised", [record.raised], after, level)
+        elsewhere = key in ("raised", "no_16_bit_kernel") or _CAST_ON_CUDA.search(text)
+        if elsewhere and kind != "InvalidExperimentException":
+            level = SUSPICION
+    yield found(key, [record.raised], effect, level)
 
 
 def _cause(record: Record, key: str) -> str:
     """The cause of an error of GradScaler that can have several."""
     if key == "no_gradients":
-        key = _why_no_gradients(record)
+        losses = record.of("backward")
+        trained = any(backward.reached for backward in losses)
+        if losses and losses[-1].loss.leaf:
+            key = "constant_loss" if trained else "loss_cut_off"
+        elif losses and not trained:
+            key = "other_parameters"
     elif key == "unscaled_twice":
-        since_before = _newest(record, "backward") > _newest(record, "unscale")
-        key = "update_missing" if since_before else key
-        key = "unscale_in_window" if _mixed(record) else key
+        since = [e.kind for e in record.events if e.kind in ("unscale", "backward", "update")]
+        key = "update_missing" if since[-1:] == ["backward"] else key
+        key = "unscale_in_window" if any(map(_unscaled_before, record.windows)) else key
     elif key == "update_missing":
         key = "step_twice" if record.of("update") else key
     elif key == "update_in_window":
-        past = [step for step in record.of("step")[-1:] if not step.scaled and step.factor > 1.5]
-        key = "step_without_scaler" if past else key
+        by_hand = [step for step in record.of("step")[-1:] if not step.scaled and step.factor > 1.5]
+        key = "step_without_scaler" if by_hand else key
         key = key if any(scaler.used for scaler in record.scalers) else "no_loss_scale"
     return key
 
 
-def _why_no_gradients(record: Record) -> str:
-    losses = record.of("backward")
-    trained = any(backward.reached for backward in losses)
-    if losses and losses[-1].loss.leaf:
-        return "constant_loss" if trained else "loss_cut_off"
-    return "no_gradients" if trained or not losses else "other_parameters"
-
-
-def _newest(record: Record, kind: str) -> int:
-    return max((event.number for event in record.of(kind)), default=-1)
+def _unscaled_before(window: StepWindow) -> list[Event]:
+    """What has unscaled gradients to which scaled ones were added then."""
+    last = max((each.number for each in window.used if each.loss.scale), default=-1)
+    return [unscale for unscale in window.unscales if unscale.number < last]
 
 
 @rule
-def _refusals(record: Record) -> Iterator[Finding]:
-    """The training catches what the scaler raises, and never steps again."""
-    refusals = record.of("refusal")
-    if record.error is not None or len(refusals) < 3:
-        return
-    text = refusals[0].text
-    keys = [_cause(record, key) for words, key in _ERRORS if words in text]
-    if keys and refusals[0].number > _newest(record, "step"):
-        effect = f"{len(refusals)} calls raised {text!r}, and no step follows the first of them"
-        yield found(keys[0], refusals, effect)
+def _unscaled_early(record: Record) -> Iterator[CheckFinding]:
+    early = [unscale for window in record.windows for unscale in _unscaled_before(window)]
+    if early and record.error is None:
+        effect = f"after {share_of(record, early)} gradients were added that are still scaled"
+        yield found("unscale_in_window", early, effect)
 
 
 @rule
-def _factors(record: Record) -> Iterator[Finding]:
-    """The gradients of a step are not what the loss says."""
-    steps = usual_steps(record)
-    wrong: dict[str, list[Event]] = defaultdict(list)
-    right = {o for o in range(record.optimizers) if _is_right(power_of_steps(record, o))}
-    for step in steps:
-        key = None if step.again or step.optimizer in right else _wrong_factor(record, step)
-        if key:
-            wrong[key].append(step)
-    for key, events in wrong.items():
-        factor = events[-1].factor
-        many = f"in {count_of(len(events), len(steps), 'step')}"
-        lines = events
-        if key == "step_without_scaler":
-            effect = f"the gradients are {number(factor)} times as large as they should be"
-        elif key.startswith("update"):
-            lines = [update for update in record.of("update") if update.early]
-            another = "divided by another scale than they were multiplied by"
-            effect = f"the scale was updated before: where it changes, gradients are {another}"
-        else:
-            effect = f"the gradients are 1/{number(1 / factor)} of what they should be"
-            if key == "unscaled_loss":
-                lines = [b for step in events for b in step.backwards if b.loss.scale is None]
-        yield found(key, lines, f"{many} {effect}")
-
-
-def _is_right(power: Power | None) -> bool:
-    """Whether norms were seen not to follow the scale, whatever the calls looked like."""
-    return power is not None and power.measured >= 12 and abs(power.exponent) < 0.1
-
-
-def _wrong_factor(record: Record, step: Event) -> str | None:
-    if not step.scaled:
-        return "step_without_scaler" if step.factor > 1.5 else None
-    if step.updates:
-        others = any(
-            step.backwards and e.optimizer != step.optimizer and e.batch == step.batch
-            for e in record.of("step")
-            if e.number < step.number
-        )
-        return "update_per_optimizer" if others else "update_in_window"
-    if step.factor < 0.7:
-        scaled = all(backward.loss.scale for backward in step.backwards)
-        return "unscaled_twice" if scaled else "unscaled_loss"
-    return None
+def _unscaled_loss(record: Record) -> Iterator[CheckFinding]:
+    """A loss was not scaled, or a part of it, and the scaler divides the gradients of all."""
+    divided = [w for w in record.complete if any(step.scaled for step in w.steps)]
+    by_line: dict[Where | None, list[Event]] = defaultdict(list)
+    for backward in {id(b): b for window in divided for b in window.used}.values():
+        if backward.loss.unscaled and not backward.loss.has_gradient:
+            by_line[backward.where].append(backward)
+    for line, backwards in by_line.items():
+        # A gradient of a scaled loss that is handed on is scaled, whatever the graph says.
+        seen = dependence((each.scale, each.added) for each in backwards)
+        is_part = any(backward.loss.scale for backward in backwards)
+        if is_part or seen is None or seen.exponent < 0.5:
+            effect = "added gradients that are divided by the scale and were never multiplied"
+            yield found("unscaled_loss", [line], f"{share_of(record, backwards)} {effect}")
 
 
 @rule
-def _faint(record: Record) -> Iterator[Finding]:
-    """One of several losses was not scaled, and the scaler divides the gradients of all."""
-    unscaled = [b for b in record.of("backward") if not (b.loss.scale or b.loss.has_gradient)]
-    mixed = {backward.number for backward in _mixed(record)}
-    before = {
-        earlier.number
-        for window in record.windows
-        for backward in _onto_unscaled(window)
-        for earlier in window.backwards
-        if earlier.number < backward.number and backward.number not in mixed
-    }
-    faint = [b for b in unscaled if b.number in before or any(factor > 1 for factor in b.onto)]
-    faint = [b for b in faint if not _grows_with_scale(record, b)]
-    faint += [b for b in record.of("backward") if b.loss.in_part]
-    if faint and any(step.scaled for step in record.of("step")):
-        effect = "added gradients that are divided by the scale and were never multiplied"
-        yield found("unscaled_loss", faint, f"{share_of(record, faint)} {effect}")
-
-
-def _grows_with_scale(record: Record, backward: Event) -> bool:
-    """Whether what the backwards of a line add was seen to be multiplied by the scale after all.
-
-    As where a gradient of a scaled loss is handed on.
-    """
-    same = [b for b in record.of("backward") if b.where == backward.where]
-    power = power_of((b.scale, b.added) for b in same)
-    return power is not None and power.exponent > 0.5
-
-
-def _onto_unscaled(window: Window) -> list[Event]:
-    """Backwards that added scaled gradients to others that are not."""
-    return [b for b in window.backwards if b.loss.scale not in (None, 1.0) and 1.0 in b.onto]
-
-
-def _mixed(record: Record) -> list[Event]:
-    """Backwards that added scaled gradients to others that were unscaled before."""
-    divided = [event.number for kind in ("unscale", "changed") for event in record.of(kind)]
-    found_in = [
-        (backward.number, backward)
-        for window in record.windows
-        for backward in _onto_unscaled(window)
-        if any(window.backwards[0].number < n < backward.number for n in divided)
-    ]
-    return [*dict(found_in).values()]
+def _step_without_scaler(record: Record) -> Iterator[CheckFinding]:
+    for optimizer in range(record.optimizers):
+        steps = record.of("step", optimizer=optimizer, scaled=False, again=False)
+        large = [step for step in steps if step.factor > 1.5 and math.isfinite(step.norm)]
+        seen = dependence_of(record, optimizer)
+        is_right = seen is not None and abs(seen.exponent) < 0.1
+        blind = [step for step in steps if step.disturbed and not math.isfinite(step.norm)]
+        effect = ""
+        if large and not is_right:
+            times = number(large[-1].factor)
+            effect = f"in {count_of(len(large), len(steps), 'step')} the gradients are {times} "
+            effect += "times as large as they should be"
+        elif blind:
+            effect = f"{len(blind)} forced overflows reached the weights"
+        if effect:
+            yield found("step_without_scaler", large or blind, effect)
 
 
 @rule
-def _unscaled_early(record: Record) -> Iterator[Finding]:
-    mixed = _mixed(record)
-    if mixed and record.error is None:
-        times = f"{number(mixed[-1].loss.scale)} times as large as those which were unscaled before"
-        effect = f"{share_of(record, mixed)} added gradients that are {times}"
-        lines = [event for event in record.of("unscale") if not event.in_step]
-        yield found("unscale_in_window", lines, effect)
-
-
-@rule
-def _step_twice(record: Record) -> Iterator[Finding]:
+def _step_twice(record: Record) -> Iterator[CheckFinding]:
     usual = [window.steps for window in record.complete if not window.forced]
-    again = [steps for steps in usual if any(step.again for step in steps)]
-    twice = [steps for steps in again if any(step.scaled for step in steps)]
+    twice = [s for s in usual if any(x.again for x in s) and any(x.scaled for x in s)]
     if twice:
         many = count_of(len(twice), len(record.complete), "window")
         lines = [step for steps in twice for step in steps]
         yield found("step_twice", lines, f"{many} had {len(twice[-1])} steps")
 
 
-# Clipping.
-
-
 @rule
-def _clips(record: Record) -> Iterator[Finding]:
+def _clips(record: Record) -> Iterator[CheckFinding]:
     by_line: dict[Where | None, list[Event]] = defaultdict(list)
     for clip in record.of("clip"):
-        if any(factor > 1.5 for factor in clip.factors):
+        takes_effect = clip.norm > clip.limit and clip.limit < _LIMIT * clip.factor
+        if clip.factor > 1.5 and takes_effect:
             by_line[clip.where].append(clip)
     for line, clips in by_line.items():
-        factors = [max(f for f in clip.factors if f > 1.5) for clip in clips]
-        limits = [clip.limit / factor for clip, factor in zip(clips, factors, strict=True)]
-        last, factor = clips[-1], factors[-1]
-        if len(set(factors)) > 1:
-            times_scale = max(limits) <= 1.01 * min(limits)
-        else:
-            times_scale = last.limit >= max(100.0, 0.05 * factor)
-        if times_scale or math.isinf(last.limit):
-            continue  # the limit was multiplied by the scale, or nothing is clipped
-        norms = [clip.norm for clip in clips if math.isfinite(clip.norm)]
-        seen = f"; the norm of the true gradients was {norms[-1] / factor:.3g}" if norms else ""
+        last = clips[-1]
         effect = (
-            f"at scale {number(factor)} the limit {last.limit:g} clips true gradients at "
-            f"{last.limit / factor:.3g}, 1/{number(factor)} of the limit{seen}"
+            f"at scale {number(last.factor)} the limit {last.limit:g} clips true gradients at "
+            f"{last.limit / last.factor:.3g}, whose norm was {last.norm / last.factor:.3g}"
         )
-        key = "clip_scaled" if last.of == "norm" else "clip_value_scaled"
+        key = "clip_scaled" if last.of == "max_norm" else "clip_value_scaled"
         yield found(key, [line], effect)
 
 
 @rule
-def _clips_by_hand(record: Record) -> Iterator[Finding]:
-    changed = [e for e in record.of("changed") if e.factor > 1.5 or math.isnan(e.factor)]
-    if len(changed) < 3 or not record.scales:
-        return
-    for which, what in enumerate(("norm", "largest element")):
-        after, before = [e.after[which] for e in changed], [e.before[which] for e in changed]
-        if max(after) <= 1.001 * min(after) and max(before) > 1.01 * min(before):
-            effect = f"in {len(changed)} steps the scaled gradients got the {what} {after[-1]:.3g}"
-            yield found("clip_by_hand_scaled", changed, effect)
-            return
-
-
-@rule
-def _overflow_in_weights(record: Record) -> Iterator[Finding]:
-    """Gradients were unscaled, and the optimizer stepped without asking what `unscale_` found."""
-    forced = [window for window in record.complete if window.forced]
-    first = [window.steps[0] for window in forced]
-    blind = [step for step in first if not (step.scaled or math.isfinite(step.norm))]
-    if blind:
-        many = count_of(len(blind), len(forced), "forced overflow")
-        yield found("step_without_scaler", blind, f"{many} reached the weights")
+def _penalty(record: Record) -> Iterator[CheckFinding]:
+    penalties = [backward for backward in record.of("backward") if backward.loss.penalty]
+    if penalties:
+        times = number(penalties[-1].loss.penalty)
+        yield found("penalty_scaled", penalties, f"the gradients in it are {times} times as large")
 
 
 # Schedules.
 
 
 @rule
-def _schedules(record: Record) -> Iterator[Finding]:
+def _schedules(record: Record) -> Iterator[CheckFinding]:
     for schedule in record.schedules:
-        if schedule.ours or schedule.inner:
-            continue
         windows = [w for w in record.complete if w.optimizer == schedule.optimizer]
-        if any(move.schedule is schedule for move in record.of("move")):
+        if schedule.ours or len(windows) < 3:
+            continue
+        if record.of("move", schedule=schedule):
             yield from _moves(record, schedule, windows)
-        elif record.determined or record.epochs:
-            if len(windows) < 3 or schedule.wrapped or not record.is_amp:
-                continue
-            yield _never(record, schedule, len(windows))
+        elif not schedule.wrapped and record.is_amp and (record.determined or record.epochs):
+            effect = f"{schedule.kind} did not move in {len(windows)} steps, {record.epochs} epochs"
+            # It may move where an epoch ends, and the only one has just ended.
+            level = FAULT if record.epochs > 1 else SUSPICION
+            yield found("schedule_never", [schedule.where], effect, level)
 
 
-def _never(record: Record, schedule: Schedule, steps: int) -> Finding:
-    epochs = f"{record.epochs} epoch{'' if record.epochs == 1 else 's'}"
-    effect = f"{schedule.kind} did not move in {steps} steps and {epochs}"
-    return found("schedule_never", [schedule.where], effect, SUSPICION)
-
-
-def _moves(record: Record, schedule: Schedule, windows: list[Window]) -> Iterator[Finding]:
-    moves = [move for move in record.of("move") if move.schedule is schedule]
+def _moves(record: Record, schedule: Schedule, windows: list[StepWindow]) -> Iterator[CheckFinding]:
     # By window, the lines that moved it: where Determined did, the line that made the scheduler.
-    moved = [
-        [move.where or schedule.where for move in window.moves if move.schedule is schedule]
-        for window in windows
-    ]
+    moved = []
+    for window in windows:
+        moves = [move for move in window.moves if move.schedule is schedule]
+        moved.append([move.where or schedule.where for move in moves])
     steps, applied = len(windows), sum(not window.skipped for window in windows)
-    if steps < 3 or sum(map(bool, moved)) < _BY_STEPS * applied:
+    by_epochs = record.epochs >= _BY_STEPS * steps  # an epoch is one step
+    if sum(map(bool, moved)) < _BY_STEPS * applied or by_epochs:
         return
-    if record.epochs >= _BY_STEPS * steps:
-        return  # an epoch is one step, and the schedule may be one of epochs
+    moves = record.of("move", schedule=schedule)
     effect = f"the rate moved {len(moves)} times in {steps} steps"
     if sum(len(set(lines)) > 1 for lines in moved) > 0.5 * steps:
         effect += f": the schedule ends at {steps / len(moves):.0%} of the training"
@@ -336,26 +224,23 @@ def _moves(record: Record, schedule: Schedule, windows: list[Window]) -> Iterato
     elif len(moves) > 1.5 * steps and any(move.where for move in moves):
         yield found("schedule_per_batch", moves, effect, SUSPICION)
     skipped = [lines for window, lines in zip(windows, moved, strict=True) if window.skipped]
-    on_skipped = [lines for lines in skipped if lines]
-    if on_skipped:
-        many = count_of(len(on_skipped), len(skipped), "skipped step")
-        lines = [line for lines in on_skipped for line in lines]
+    wrong = [lines for lines in skipped if lines]
+    if wrong:
+        many = count_of(len(wrong), len(skipped), "skipped step")
+        lines = [line for lines in wrong for line in lines]
         yield found("schedule_on_skipped", lines, f"{many} moved the schedule")
 
 
 @rule
-def _rates_by_hand(record: Record) -> Iterator[Finding]:
+def _rates_by_hand(record: Record) -> Iterator[CheckFinding]:
     """A rate that no scheduler of torch's moves, and that moves on skipped steps."""
     scheduled = {schedule.optimizer for schedule in record.schedules}
     for optimizer in {*range(record.optimizers)} - scheduled:
         windows = [w for w in record.complete if w.optimizer == optimizer]
-        rates = [window.steps[0].rates for window in windows]
-        moved = [w for w, (now, then) in zip(windows, pairwise(rates), strict=False) if now != then]
-        skipped = sum(window.skipped for window in windows[:-1])
-        on_skipped = sum(window.skipped for window in moved)
-        if len(moved) >= _BY_STEPS * (len(windows) - 1) and on_skipped:
-            what = count_of(on_skipped, skipped, "skipped step")
-            effect = f"{what} moved a learning rate that no scheduler of torch has"
+        moved = [w for w, then in pairwise(windows) if w.steps[0].rates != then.steps[0].rates]
+        skipped = sum(window.skipped for window in moved)
+        if skipped and len(moved) >= _BY_STEPS * (len(windows) - 1):
+            effect = f"{skipped} skipped steps moved a learning rate that no scheduler of torch has"
             yield found("schedule_on_skipped", [], effect, SUSPICION)
 
 
@@ -363,162 +248,110 @@ def _rates_by_hand(record: Record) -> Iterator[Finding]:
 
 
 @rule
-def _accumulation(record: Record) -> Iterator[Finding]:
+def _accumulation(record: Record) -> Iterator[CheckFinding]:
     windows = [window for window in record.complete if not window.forced]
     several = [window for window in windows if _is_accumulated(record, window)]
     if len(windows) < 2 or len(several) < len(windows) - 1 or not record.is_amp:
         return
-    if any(len({b.where for b in window.backwards}) > 1 for window in several):
-        return
     last = several[-1]
     size, losses = len(last.backwards), [backward.loss for backward in last.backwards]
-    zeroed = [window for window in several if window.lost]
-    if len(zeroed) >= len(windows) - 1:
+    level = FAULT if record.batches else SUSPICION
+    zeroed = [each for window in several if window.lost for each in window.zeroed or window.used]
+    divisors = [loss.divisor / record.aggregation for loss in losses if loss.mean]
+    by_hand = abs(size * last.steps[0].by_hand - 1) < 1e-2
+    if sum(bool(window.lost) for window in several) >= len(windows) - 1:
         effect = f"{last.lost} of {size} micro-batches of each step are thrown away"
-        level = FAULT if record.batches else SUSPICION
-        yield found("zero_grad_in_window", [e for w in zeroed for e in w.dropped], effect, level)
+        yield found("zero_grad_in_window", zeroed, effect, level)
     elif record.aggregation > 1 and record.averages:
-        if abs(losses[-1].divisor / record.aggregation - 1) < 1e-3:
+        if divisors and abs(divisors[-1] - 1) < 1e-3:
             effect = f"gradients are 1/{record.aggregation} of the mean over the window"
-            level = SUSPICION if losses[-1].sums else FAULT
-            yield found("loss_divided_twice", last.backwards, effect, level)
-    elif all(_is_whole_mean(loss) for loss in losses) and not _is_divided(record, last):
+            yield found("loss_divided_twice", last.backwards, effect)
+    elif all(loss.mean and abs(loss.divisor - 1) < 1e-3 for loss in losses) and not by_hand:
         effect = f"a step has {size} times the mean gradient of its {size} micro-batches"
-        level = FAULT if record.batches else SUSPICION
         yield found("loss_not_divided", last.backwards, effect, level)
 
 
-def _is_accumulated(record: Record, window: Window) -> bool:
-    """Whether it has the gradients of several batches, of one backward each.
+def _is_accumulated(record: Record, window: StepWindow) -> bool:
+    """Whether it has the gradients of several batches, of one backward each, from one line.
 
     Where no loader gives batches, each backward may be of another one.
     """
-    batches = {backward.batch for backward in window.backwards}
     many = len(window.backwards)
-    return many > 1 and (many == len(batches) or not record.batches)
-
-
-def _is_whole_mean(loss: Loss) -> bool:
-    return loss.mean and abs(loss.divisor - 1) < 1e-3
-
-
-def _is_divided(record: Record, window: Window) -> bool:
-    """Whether the gradients were divided by the number of micro-batches before the step."""
-    first, last = window.backwards[-1].number, window.steps[0].number
-    ratios = [e.before[0] / e.after[0] for e in record.of("changed") if first < e.number < last]
-    return any(abs(ratio / len(window.backwards) - 1) < 1e-2 for ratio in ratios)
+    batches = {backward.batch for backward in window.backwards}
+    lines = {backward.where for backward in window.backwards}
+    return many > 1 and len(lines) == 1 and (many == len(batches) or not record.batches)
 
 
 # What is computed in what.
 
 
 @rule
-def _autocast(record: Record) -> Iterator[Finding]:
-    inside = [backward for backward in record.of("backward") if backward.autocast]
+def _autocast(record: Record) -> Iterator[CheckFinding]:
+    inside = record.of("backward", autocast=True)
     if inside:
         yield found("autocast_backward", inside, f"{share_of(record, inside)} ran under autocast")
-    if not record.mixes:
-        return
-    halves = {"float16", "bfloat16"} & record.weights
-    if halves:
-        dtype = min(halves)
-        lost = 2048 if dtype == "float16" else 256
-        effect = f"weights are in {dtype}: an update smaller than 1/{lost} of a weight is lost"
+    halves = {"float16": 2048, "bfloat16": 256}
+    dtype = next((dtype for dtype in halves if dtype in record.weights), None)
+    mixes = record.regions or record.scales
+    if mixes and dtype and not (record.error and "FP16" in record.error[1]):
+        lost = f"an update smaller than 1/{halves[dtype]} of a weight is lost"
         lines = [step for step in record.of("step") if step.where][:1]
-        if record.error is None or "FP16" not in record.error[1]:
-            yield found("half_weights", lines, effect)
-    elif record.forwards[False] and not record.forwards[True]:
-        off, level = record.of("autocast_off"), FAULT
-        modules = f"{record.forwards[False]} forwards of modules with weights"
-        effect = f"0 of {modules} ran under autocast"
-        if off and not record.regions and not record.has_cuda:
-            level = SUSPICION
-            effect += "; a region is switched off here, as it may be without a GPU"
+        yield found("half_weights", lines, f"weights are in {dtype}: {lost}")
+    elif mixes and record.forwards[False] and not (dtype or record.forwards[True]):
+        off = record.of("autocast_off")
+        effect = f"0 of {record.forwards[False]} forwards of modules with weights ran under it"
+        # A region that is switched off here may be on with a GPU.
+        is_off_here = off and not record.regions and not record.has_cuda
+        level = SUSPICION if is_off_here else FAULT
         yield found("autocast_covers_nothing", record.regions or off, effect, level)
 
 
 @rule
-def _loss_in_16_bits(record: Record) -> Iterator[Finding]:
+def _loss_in_16_bits(record: Record) -> Iterator[CheckFinding]:
     float16 = "a loss above 65504 is inf, one below 6e-8 is 0, and a scale of 65536 is inf in it"
-    limits = (("float16", float16), ("bfloat16", "it has 3 digits"))
+    limits = {"float16": float16, "bfloat16": "it has 3 digits"}
     losses = [b for b in record.of("backward") if not b.loss.has_gradient]
-    for dtype, limit in limits if record.mixes else ():
+    for dtype, limit in limits.items() if record.regions or record.scales else ():
         events = [backward for backward in losses if backward.loss.dtype == dtype]
+        bad = sum(not backward.finite for backward in events)
         if events:
-            bad = sum(not backward.finite for backward in events)
             level = FAULT if bad > len(events) / 2 else SUSPICION
             effect = f"{share_of(record, events)} began at a loss in {dtype}: {limit}"
             yield found("loss_16_bits", events, effect, level)
 
 
 @rule
-def _penalty(record: Record) -> Iterator[Finding]:
-    penalties = [backward for backward in record.of("backward") if backward.loss.penalty]
-    if penalties:
-        times = number(penalties[-1].loss.penalty)
-        yield found("penalty_scaled", penalties, f"the gradients in it are {times} times as large")
+def _hidden_nan(record: Record) -> Iterator[CheckFinding]:
+    hidden = record.of("hide", scalar=True)
+    if hidden and record.is_amp:
+        effect = f"{len(hidden)} losses whose NaN would be 0, and which the scaler cannot see"
+        yield found("nan_hidden", hidden, effect)
 
 
 @rule
-def _hidden_nan(record: Record) -> Iterator[Finding]:
-    losses = [backward for backward in record.of("backward") if backward.loss.hides_nan]
-    gradients = [event for event in record.of("hide") if event.of_gradient is not None]
-    replaced = [event for event in record.of("hide") if event.hidden]
-    if losses and record.mixes:
-        effect = f"{share_of(record, losses)} began at a loss whose NaN would be 0"
-        lines = [event for event in record.of("hide") if event.scalar and event.where]
-        yield found("nan_hidden", lines or losses, effect)
-        return
-    hidden = [event for event in gradients if event.hidden]
-    stepped_with = [event for event in hidden if not _step_was_skipped(record, event)]
-    if hidden and not stepped_with:
-        return  # the scaler had looked before
-    events = stepped_with or gradients or replaced
-    values = f"{sum(event.hidden for event in events)} values"
-    if stepped_with:
-        effect = "of gradients that were not finite were replaced, and stepped with"
-        yield found("nan_hidden", events, f"{values} {effect}")
-    elif events and record.mixes:
-        effect = "that were not finite were replaced here"
-        yield found("nan_hidden", events, f"{values} {effect}", SUSPICION)
-
-
-def _step_was_skipped(record: Record, change: Event) -> bool:
-    """Whether the next step with gradients that were changed is skipped."""
-    steps = (step for step in record.of("step") if step.optimizer == change.of_gradient)
-    return next((step.skipped for step in steps if step.number > change.number), False)
-
-
-@rule
-def _scaler_and_dtype(record: Record) -> Iterator[Finding]:
-    regions = record.regions
-    dtypes = {region.dtype for region in regions}
+def _scaler_and_dtype(record: Record) -> Iterator[CheckFinding]:
+    dtypes = {region.dtype for region in record.regions}
     enabled = [scaler for scaler in record.scalers if scaler.enabled and not scaler.ours]
-    waits = [step for step in record.of("step") if step.scaled]
-    explicit = all(region.explicit for region in regions)
+    waits = record.of("step", scaled=True)
+    explicit = all(region.explicit for region in record.regions)
     if dtypes == {"bfloat16"} and record.scales and explicit and waits:
         effect = f"{share_of(record, waits)} asked the device whether to skip, for nothing"
         yield found("bfloat16_with_scaler", [scaler.where for scaler in enabled], effect)
-    if record.error is not None and "_scale is None" in record.error[1]:
-        return  # that is found with its line
+    raised = record.error is not None and "_scale is None" in record.error[1]  # found with its line
     losses = [backward.loss for backward in record.of("backward")]
-    if "float16" in dtypes and losses and not any(x.scale or x.divisor < 1 / 8 for x in losses):
-        flush = "gradients of 16-bit products below 6e-8 are 0"
-        unused = [scaler.where for scaler in enabled if not scaler.used]
-        if unused:
-            effect = f"a GradScaler is made and scales nothing: {flush}"
-            yield found("no_loss_scale", unused, effect)
-        elif not record.scales:
-            yield found("no_loss_scale", regions, flush, SUSPICION)
+    scaled = any(loss.scale or loss.divisor < 1 / 8 for loss in losses)
+    if "float16" in dtypes and losses and not (scaled or raised or record.scales):
+        unused = [scaler.where for scaler in enabled]
+        effect = f"{len(losses)} backwards, 0 scaled: gradients of 16-bit products below 6e-8 are 0"
+        level = FAULT if unused else SUSPICION
+        yield found("no_loss_scale", unused or record.regions, effect, level)
 
 
 @rule
-def _metrics(record: Record) -> Iterator[Finding]:
+def _metrics(record: Record) -> Iterator[CheckFinding]:
     for name, (as_is, exact) in record.metrics.items():
-        if not math.isfinite(exact):
-            continue
         change = abs(as_is - exact) / max(abs(exact), 1e-12) if as_is != exact else 0.0
-        if math.isnan(change) or change > _MAYBE_CHANGED:
+        if math.isfinite(exact) and not change <= _MAYBE_CHANGED:
             level = SUSPICION if change <= _CHANGED else FAULT
             effect = f"{name} of the same weights: {as_is:.4g}, in float32 {exact:.4g}"
             yield found("eval_16_bits", record.regions_of_validation, effect, level)
@@ -528,35 +361,29 @@ def _metrics(record: Record) -> Iterator[Finding]:
 
 
 @rule
-def _checkpoint_of_a_loop(record: Record) -> Iterator[Finding]:
+def _checkpoint_of_a_loop(record: Record) -> Iterator[CheckFinding]:
     """In a loop of the user's own: the optimizer is saved, and the scaler is not."""
-    saves = [save for save in record.of("save") if save.optimizer]
-    if record.determined or not saves or not record.scales:
-        return
-    if not any(save.scale for save in record.of("save")):
-        updates = record.of("update")
-        effect = "after a resume it begins at init_scale again"
-        effect += f", not at {number(updates[-1].after)}" if updates else ""
+    saves = record.of("save", optimizer=True)
+    updates = record.of("update")
+    if (
+        saves
+        and updates
+        and record.scales
+        and not (record.determined or record.of("save", scale=True))
+    ):
+        effect = f"after a resume it begins at init_scale again, not at {number(updates[-1].after)}"
         yield found("scaler_not_saved", saves, effect)
 
 
 @rule
-def _tf32(record: Record) -> Iterator[Finding]:
-    for event in record.of("tf32"):
-        ours = any(f"/{name}/" in event.by for name in ("torch", "determined", "determined_amp"))
-        if ours and not event.in_batch:
-            continue
-        what = f"{event.name} = {event.value}"
-        if event.in_batch:
-            yield found("tf32", [event], f"{what} while batch {event.batch} trains")
-            return
-        if not is_users(event.by) and record.is_amp:
-            yield found("tf32", [event], f"{what}, set by {event.by}", SUSPICION)
-            return
+def _tf32(record: Record) -> Iterator[CheckFinding]:
+    for event in record.of("tf32")[:1]:
+        effect = f"float32 products became {event.value!r} while batch {event.batch} trained"
+        yield found("tf32", [event], effect)
 
 
 @rule
-def _syncs(record: Record) -> Iterator[Finding]:
+def _syncs(record: Record) -> Iterator[CheckFinding]:
     lines: Counter[Where] = Counter()
     for (where, _), times in record.syncs.items():
         lines[where] += times

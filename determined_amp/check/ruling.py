@@ -5,44 +5,35 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import correlation, stdev
+from statistics import median
 
-from determined_amp.check.advice import ADVICE
-from determined_amp.check.finding import Finding, Level, Where
+from determined_amp.check.finding import CheckFinding, Level, Where
 from determined_amp.check.record import Event, Record
+from determined_amp.check.remedies import REMEDIES
 
-Rule = Callable[[Record], Iterator[Finding]]
+Rule = Callable[[Record], Iterator[CheckFinding]]
 Lines = Iterable[Event | Where | None]
 
 FAULT, SUSPICION, COST = Level.FAULT, Level.SUSPICION, Level.COST
 RULES: list[Rule] = []
 
-# So many norms, at scales so far apart, tell whether norms follow the scale.
-_LEAST_NORMS, _LEAST_OCTAVES = 6, 3.9
+# Scales so far apart, with so many norms at each, tell whether norms follow the scale.
+_LEAST_RATIO, _LEAST_NORMS = 15.0, 3
+# In this share of the pairs of a low and a high scale the norm differs in the same direction.
+_SEPARATED = 0.8
 
 
-def found(key: str, at: Lines, effect: str, level: Level = FAULT) -> Finding:
+def found(key: str, at: Lines, effect: str, level: Level = FAULT) -> CheckFinding:
     """A finding at these lines, or at those of these events."""
     lines = dict.fromkeys(each.where if isinstance(each, Event) else each for each in at)
     where = tuple(line for line in lines if line is not None)
-    return Finding(key, level, ADVICE[key].sentence, where, effect, ADVICE[key].in_a_trial)
+    return CheckFinding(key, level, REMEDIES[key].sentence, where, effect, REMEDIES[key].in_a_trial)
 
 
 def rule(judges: Rule) -> Rule:
     """Let a function be one of the rules; equal levels are told in the order of the rules."""
     RULES.append(judges)
     return judges
-
-
-def usual_steps(record: Record) -> list[Event]:
-    """Steps whose gradients are finite and were not touched by the doctor."""
-    return [
-        step
-        for window in record.windows
-        if not window.forced
-        for step in window.steps
-        if math.isfinite(step.norm) and step.norm > 0 and math.isfinite(step.factor)
-    ]
 
 
 def count_of(part: int, whole: int, what: str) -> str:
@@ -63,40 +54,36 @@ def number(value: float) -> str:
 
 
 @dataclass(frozen=True)
-class Power:
-    """How norms follow the loss scale: they are proportional to its power of `exponent`.
+class Dependence:
+    """How norms follow the loss scale."""
 
-    A norm that the scale does not change has 0, one of scaled gradients 1.
-    """
-
-    exponent: float
-    besides_time: float  # correlation of the logarithms that the order of the norms leaves
-    octaves: float  # between the smallest scale and the largest
-    measured: int  # norms
+    factor: float  # by which medians of norms differ, between high scales and low ones
+    ratio: float  # of the medians of those scales
+    norms: int  # that were measured at least at each of the two
+    is_clear: bool  # nearly all norms at the one are larger than nearly all at the other
 
     @property
-    def factor(self) -> float:
-        """By which norms differ between the largest scale and the smallest."""
-        return float(2.0 ** abs(self.exponent * self.octaves))
+    def exponent(self) -> float:
+        """The power of the scale that norms are proportional to.
+
+        A norm that the scale does not change has 0, one of scaled gradients 1.
+        """
+        return math.log(self.factor) / math.log(self.ratio)
 
 
-def power_of(scales_and_norms: Iterable[tuple[float | None, float]]) -> Power | None:
+def dependence(scales_and_norms: Iterable[tuple[float | None, float]]) -> Dependence | None:
     """How norms follow the scale; None where the scale has not changed enough to tell."""
-    points = [
-        (math.log2(scale), math.log2(norm))
-        for scale, norm in scales_and_norms
-        if scale and 0 < norm < math.inf
-    ]
-    scales, norms = [x for x, _ in points], [y for _, y in points]
-    octaves = max(scales, default=0.0) - min(scales, default=0.0)
-    if len(points) < _LEAST_NORMS or octaves < _LEAST_OCTAVES:
+    points = [(scale, norm) for scale, norm in scales_and_norms if scale and 0 < norm < math.inf]
+    scales = [scale for scale, _ in points] or [1.0]
+    middle = math.sqrt(min(scales) * max(scales))
+    low = [point for point in points if point[0] < middle]
+    high = [point for point in points if point[0] >= middle]
+    norms = min(len(low), len(high))
+    if max(scales) < _LEAST_RATIO * min(scales) or norms < _LEAST_NORMS:
         return None
-    spread = stdev(norms)
-    if not spread:
-        return Power(0.0, 0.0, octaves, len(points))
-    both = correlation(scales, norms)
-    times = list(range(len(points)))
-    early, late = correlation(scales, times), correlation(norms, times)
-    unexplained = math.sqrt((1 - early**2) * (1 - late**2))
-    besides = abs(both - early * late) / unexplained if unexplained > 0.1 else 0.0
-    return Power(both * spread / stdev(scales), besides, octaves, len(points))
+    low_scale, low_norm = (median(values) for values in zip(*low, strict=True))
+    high_scale, high_norm = (median(values) for values in zip(*high, strict=True))
+    larger = sum(above > below for _, above in high for _, below in low)
+    share = larger / (len(high) * len(low))
+    is_clear = max(share, 1 - share) >= _SEPARATED
+    return Dependence(high_norm / low_norm, high_scale / low_scale, norms, is_clear)

@@ -20,13 +20,13 @@ class Moves:
     least: float = 16.0  # and stays above this: float16 has few digits for small gradients
 
 
+@dataclass
 class _Moved:
     """What is known of one scaler."""
 
-    def __init__(self) -> None:
-        self.window = 0  # of those that may be moved, this one
-        self.decided = False  # about this window
-        self.kept: torch.Tensor | None = None  # the scale that comes back after the window
+    windows: int = 0  # that may have been moved
+    decided: bool = False  # about this window
+    kept: torch.Tensor | None = None  # the scale that comes back after the window
 
 
 class ScaleMoves:
@@ -42,34 +42,36 @@ class ScaleMoves:
     """
 
     def __init__(self, rests: Callable[[], bool], moves: Moves | None) -> None:
-        self.is_moved = False  # a scale is moved now
         self._moves = moves
         self._rests = rests
         self._known: dict[torch.amp.GradScaler, _Moved] = {}
 
+    @property
+    def is_moved(self) -> bool:
+        """Whether a scale is moved now."""
+        return any(moved.kept is not None for moved in self._known.values())
+
     def begin(self, scalers: Iterable[torch.amp.GradScaler]) -> None:
         """A window may begin here."""
-        if self._moves is None:
-            return
         for scaler in scalers:
             moved = self._known.setdefault(scaler, _Moved())
-            if moved.decided or not scaler.is_enabled() or scaler._scale is None:
-                continue
-            moved.decided = True
-            if self._rests():
-                continue
-            moved.window += 1
-            scale = float(scaler.get_scale())
-            low = max(scale / self._moves.by, self._moves.least)
-            if moved.window.bit_count() % 2 and scale >= low * _WORTH:  # the Thue-Morse sequence
-                moved.kept = scaler._scale
-                scaler._scale = torch.full_like(scaler._scale, low)
-                self.is_moved = True
+            if scaler.is_enabled() and scaler._scale is not None and not moved.decided:
+                moved.decided = True
+                if self._moves is not None and not self._rests():
+                    self._move(scaler, moved, self._moves)
+
+    def _move(self, scaler: Any, moved: _Moved, how: Moves) -> None:
+        moved.windows += 1
+        scale = float(scaler.get_scale())
+        low = max(scale / how.by, how.least)
+        in_this_one = moved.windows.bit_count() % 2  # the Thue-Morse sequence
+        if in_this_one and scale >= low * _WORTH:
+            moved.kept = scaler._scale
+            scaler._scale = torch.full_like(scaler._scale, low)
 
     def has_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """A scaler has multiplied a loss: its scale stays until its update."""
-        if self._moves is not None:
-            self._known.setdefault(scaler, _Moved()).decided = True
+        self._known.setdefault(scaler, _Moved()).decided = True
 
     def update(self, scaler: Any, own: Callable[[], None], *, sets: bool) -> None:
         """Update a scale and put it back.
@@ -81,13 +83,15 @@ class ScaleMoves:
         """
         moved = self._known.setdefault(scaler, _Moved())
         kept, moved.kept, moved.decided = moved.kept, None, False
-        before = scaler._scale.clone() if kept is not None else None
+        if kept is None or sets:
+            own()
+            return
+        before = scaler._scale.clone()
         own()
-        if kept is not None and not sets:
-            ratio = float(scaler._scale / before)
-            factors = (scaler.get_growth_factor(), scaler.get_backoff_factor())
-            scaler._scale = kept.mul_(ratio if ratio in factors else 1.0)
-        self.is_moved = any(each.kept is not None for each in self._known.values())
+        ratio = float(scaler._scale / before)
+        # Where the floor of a scaler has stopped it, the scale that comes back has not moved.
+        factors = (scaler.get_growth_factor(), scaler.get_backoff_factor())
+        scaler._scale = kept.mul_(ratio if ratio in factors else 1.0)
 
     def end(self) -> None:
         """Put back what a training has left moved."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -21,38 +23,38 @@ _OFF = {
     "COMET_MODE": "disabled",
     "NEPTUNE_MODE": "debug",
     "CLEARML_OFFLINE_MODE": "1",
-    "MLFLOW_TRACKING_URI": "file:{folder}",
     "HF_HUB_OFFLINE": "1",
 }
 
-# Functions of a source and a target: what was saved into the scratch folder stays in it.
-_HAND_ON = (
-    *((os, "replace"), (os, "rename"), (shutil, "move")),
-    *((shutil, "copyfile"), (shutil, "copy"), (shutil, "copy2")),
-)
+# What saves a file; what reads, copies or removes one; by the names of the arguments of both.
+_SAVE, _USE = ("save", "save_file", "save_model"), ("load", "load_file", "load_model")
+_FILES: dict[Any, tuple[str, ...]] = {
+    os: ("replace", "rename", "remove", "unlink"),
+    shutil: ("move", "copyfile", "copy", "copy2"),
+}
+_SOURCES, _TARGETS = ("f", "filename", "src", "path"), ("f", "filename", "dst")
 
 
 @contextmanager
 def saving_into(folder: Path) -> Iterator[None]:
-    """Send what `torch.save` and safetensors write in this block into a folder."""
+    """Send what `torch.save` and safetensors write in this block into a folder.
+
+    What reads, renames, copies or removes such a file afterwards finds it there.
+    """
     scratch = _Scratch(folder)
-    savers: list[tuple[Any, str, int]] = [(torch, "save", 1)]
+    modules = [torch]
     with suppress(ImportError):
-        safetensors = importlib.import_module("safetensors.torch")
-        savers += [(safetensors, "save_file", 1), (safetensors, "save_model", 1)]
+        modules.append(importlib.import_module("safetensors.torch"))
+    savers = [(module, name) for module in modules for name in _SAVE if hasattr(module, name)]
+    users = [(module, name) for module in modules for name in _USE if hasattr(module, name)]
+    users += [(module, name) for module, names in _FILES.items() for name in names]
+    off = {**_OFF, "MLFLOW_TRACKING_URI": f"file:{folder}"}
     with ExitStack() as stack:
-        for name, value in _OFF.items():
-            stack.enter_context(_variable(name, value.format(folder=folder)))
-        for owner, name, place in savers:
-            own = getattr(owner, name)
-            stack.enter_context(patched(owner, name, partial(scratch.save, own, place)))
-        stack.enter_context(patched(torch, "load", partial(scratch.read, torch.load)))
-        for owner, name in _HAND_ON:
-            own = getattr(owner, name)
-            stack.enter_context(patched(owner, name, partial(scratch.hand_on, own)))
-        for name in ("remove", "unlink"):
-            own = getattr(os, name)
-            stack.enter_context(patched(os, name, partial(scratch.read, own)))
+        stack.enter_context(mock.patch.dict(os.environ, off))
+        for names, call in ((savers, scratch.save), (users, scratch.use)):
+            for owner, name in names:
+                replacement = partial(call, getattr(owner, name))
+                stack.enter_context(patched(owner, name, replacement))
         yield
 
 
@@ -63,49 +65,34 @@ class _Scratch:
         self._folder = folder
         self._files: dict[str, Path] = {}
 
-    def save(self, own: Callable[..., Any], place: int, *args: Any, **kwargs: Any) -> Any:
-        """Save into the folder; `place` is that of the path among the arguments."""
-        given = [*args]
-        if len(given) > place:
-            given[place] = self._instead_of(given[place])
-        else:
-            kwargs = {
-                key: self._instead_of(value) if key in ("f", "filename") else value
-                for key, value in kwargs.items()
-            }
-        return own(*given, **kwargs)
+    def save(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Save into the folder."""
+        call = inspect.signature(own).bind(*args, **kwargs)
+        for name in _TARGETS:
+            if name in call.arguments:
+                call.arguments[name] = self._instead_of(call.arguments[name])
+        return own(*call.args, **call.kwargs)
 
-    def read(self, own: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Read or remove what was saved here, else the file itself."""
-        return own(self._known(path) or path, *args, **kwargs)
-
-    def hand_on(self, own: Callable[..., Any], source: Any, to: Any, *more: Any, **how: Any) -> Any:
-        """Rename or copy within the folder what was saved here."""
-        known = self._known(source)
-        return own(known or source, self._instead_of(to) if known else to, *more, **how)
+    def use(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Read, rename, copy or remove within the folder what was saved here, else the file."""
+        call = inspect.signature(own).bind(*args, **kwargs)
+        for name in _SOURCES:
+            known = self._known(call.arguments.get(name))
+            if known is not None:
+                target = call.arguments.get("dst")
+                if target is not None:
+                    of_folder = os.path.join(target, os.path.basename(call.arguments[name]))
+                    target = of_folder if os.path.isdir(target) else target
+                    call.arguments["dst"] = self._instead_of(target)
+                call.arguments[name] = known
+        return own(*call.args, **call.kwargs)
 
     def _known(self, path: Any) -> Path | None:
-        if not isinstance(path, (str, os.PathLike)):
-            return None
-        return self._files.get(os.path.abspath(path))
+        is_path = isinstance(path, (str, os.PathLike))
+        return self._files.get(os.path.abspath(path)) if is_path else None
 
     def _instead_of(self, path: Any) -> Any:
         if not isinstance(path, (str, os.PathLike)):
             return path  # an open file
         name = os.path.abspath(path)
-        if name not in self._files:
-            self._files[name] = self._folder / f"{len(self._files)}-{Path(name).name}"
-        return self._files[name]
-
-
-@contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        return self._files.setdefault(name, self._folder / f"{len(self._files)}-{Path(name).name}")

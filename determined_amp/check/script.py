@@ -7,22 +7,20 @@ import runpy
 import signal
 import sys
 import tempfile
-import threading
-import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from determined_amp.amp.patched import patched
-from determined_amp.check.finding import Findings
+from determined_amp.check.any_loop import leave_out_spies, watched
+from determined_amp.check.finding import CheckFindings
 from determined_amp.check.scale_moves import Moves
 from determined_amp.check.scratch import saving_into
-from determined_amp.check.spies import OVERFLOWS, Spies
-from determined_amp.check.watch import leave_out_spies, watched
+from determined_amp.check.spies import Spies
 
-# Steps of each optimizer: two that overflow, and eight at each of two scales.
-STEPS = 18
+# Steps of each optimizer: two that overflow, and nine at each of two scales.
+STEPS = 20
 
 # So often a script is told to end before the process is ended.
 _PATIENCE = 5
@@ -30,7 +28,7 @@ _PATIENCE = 5
 ONE_RUN = "one run cannot show whether a resume brings back the scale and the learning rates"
 
 
-class Enough(KeyboardInterrupt):
+class _Enough(KeyboardInterrupt):
     """The doctor has seen enough: the script ends as by Ctrl-C."""
 
 
@@ -40,29 +38,33 @@ class _End:
     def __init__(self, spies: Spies) -> None:
         self.told = 0
         self._spies = spies
-        self._main = threading.get_ident()
 
     def look(self) -> None:
         """Before each backward."""
         steps = Counter(step.optimizer for step in self._spies.record.of("step"))
         if self.told or (steps and min(steps.values()) >= STEPS):
-            self.tell()
+            self.told += 1
+            raise SystemExit if self.told > _PATIENCE else _Enough
 
-    def tell(self) -> None:
-        self.told += 1
-        if self.told > _PATIENCE:
-            raise SystemExit
-        raise Enough
+    @contextmanager
+    def after(self, seconds: float) -> Iterator[None]:
+        """End what runs in this block when so much time has passed, also while it waits."""
+        before = signal.signal(signal.SIGALRM, self._time_is_over)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
-    def time_is_over(self) -> None:
-        """On another thread; a call that waits, as for data, is interrupted, too."""
+    def _time_is_over(self, *signalled: object) -> None:
         self.told += 1
-        signal.pthread_kill(self._main, signal.SIGINT)
+        raise _Enough
 
 
 def examine_script(
     path: str, arguments: Sequence[str], minutes: float, *, in_place: bool
-) -> tuple[Findings, BaseException | None]:
+) -> tuple[CheckFindings, BaseException | None]:
     """Run a script as `__main__` under the doctor's eyes.
 
     Args:
@@ -74,21 +76,17 @@ def examine_script(
     Returns:
         The findings, and what the script itself raised.
     """
-    spies, findings = Spies(OVERFLOWS, Moves()), Findings()
+    spies, findings = Spies(moves=Moves()), CheckFindings()
     end = _End(spies)
     spies.before_backward = end.look
-    timer = threading.Timer(60 * minutes, end.time_is_over)
-    timer.daemon = True
     raised: BaseException | None = None
     with ExitStack() as stack:
         if not in_place:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="determined_amp-"))
             stack.enter_context(saving_into(Path(folder)))
         stack.enter_context(_as_started(path, arguments))
-        stack.callback(timer.cancel)
         try:
-            with watched(spies, findings):
-                timer.start()
+            with watched(spies, findings), end.after(60 * minutes):
                 _run(path, end)
         except BaseException as error:
             raised = error
@@ -100,11 +98,9 @@ def examine_script(
 def _run(path: str, end: _End) -> None:
     try:
         runpy.run_path(path, run_name="__main__")
-    except SystemExit as left:
-        if left.code not in (None, 0) and not end.told:
-            raise
-    except KeyboardInterrupt:
-        if not end.told:
+    except (SystemExit, KeyboardInterrupt) as left:
+        is_right = isinstance(left, SystemExit) and left.code in (None, 0)
+        if not (end.told or is_right):
             raise
 
 
@@ -123,12 +119,6 @@ def _leave_out_what_runs_it(error: BaseException, path: str) -> None:
         trace = trace.tb_next
     error.__traceback__ = trace or error.__traceback__
     leave_out_spies(error)
-
-
-def show(raised: BaseException | None) -> None:
-    """Print what a script raised, as Python does."""
-    if raised is not None:
-        traceback.print_exception(raised)
 
 
 def is_first_rank() -> bool:

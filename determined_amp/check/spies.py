@@ -5,25 +5,27 @@ from __future__ import annotations
 import gc
 import math
 import sys
+import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
-from inspect import signature
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, overrides
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+from torch.nn.utils import clip_grad
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.overrides import TorchFunctionMode
 
 from determined_amp.amp.backward_graph import backwards_through
 from determined_amp.amp.errors import UserError
@@ -31,12 +33,17 @@ from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import autocast_is_on
 from determined_amp.amp.tensors import is_finite, parameters_of, tensors_of
 from determined_amp.check.forwards import Forwards
-from determined_amp.check.gradients import Gradients
-from determined_amp.check.graph import loss_of, mark, mark_gradients
-from determined_amp.check.lines import is_users, users_line, where_of, where_raised
-from determined_amp.check.record import Record, Scaler
+from determined_amp.check.lines import (
+    called_by_library,
+    is_users,
+    users_line,
+    where_in,
+    where_raised,
+)
+from determined_amp.check.losses import loss_of, mark, mark_gradients
+from determined_amp.check.record import Record, Scaler, Schedule
 from determined_amp.check.scale_moves import Moves, ScaleMoves
-from determined_amp.check.schedules import Schedules
+from determined_amp.check.step_gradients import StepGradients
 
 Own = Callable[..., Any]  # what a spy is called in place of
 Spy = Callable[..., Any]  # called with that and its arguments
@@ -44,11 +51,15 @@ Spy = Callable[..., Any]  # called with that and its arguments
 # Windows of an optimizer, from 0, in which the doctor makes the gradients overflow.
 OVERFLOWS = (5, 8)
 
-_READS = (
-    *("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__"),
-    *("__format__", "__repr__", "__array__"),  # torch does the reading in these
+_READS = frozenset(
+    (
+        *("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__"),
+        *("__format__", "__repr__", "__array__", "get_scale"),
+    )
 )
-_CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")  # torch 2.3 has two
+_SCALER = torch.amp.GradScaler
+# Those that do not make themselves as the others do.
+_SCHEDULERS = ("LRScheduler", "ReduceLROnPlateau", "SequentialLR", "ChainedScheduler")
 
 
 class Spies:
@@ -60,27 +71,28 @@ class Spies:
 
     Attributes:
         record: What was seen.
-        schedules: What is known of the schedulers.
+        schedules: What is known of each scheduler.
         before_backward: Called before each; it may end the training.
     """
 
     def __init__(self, overflows: Collection[int] = OVERFLOWS, moves: Moves | None = None) -> None:
         self.record = Record()
+        self.schedules: dict[Any, Schedule] = {}
+        self.before_backward: Callable[[], None] = lambda: None
         self._scalers: dict[torch.amp.GradScaler, Scaler] = {}
-        self._gradients: list[Gradients] = []
-        self._parts: dict[Any, list[Gradients]] = {}  # see `_parts_of`
+        self._gradients: list[StepGradients] = []
+        self._parts: dict[Any, list[StepGradients]] = {}  # see `_parts_of`
         self._overflows = overflows
         self._moves = ScaleMoves(self._rests, moves)
         self._forwards = Forwards(self.record)
         self._disturbed = False  # gradients, since the newest update of a scale
         self._stack = ExitStack()  # of what is watched
         self._spied: set[tuple[type, str]] = set()
-        self.schedules = Schedules(self.record, self._first_part_of, self._spy_on)
-        self.before_backward: Callable[[], None] = lambda: None
         self._in_batch = False
-        self._running: set[str] = set()  # see `_outermost`
+        self._running: dict[str, Any] = {}  # see `_outermost`
         self._scaler_that_steps: torch.amp.GradScaler | None = None
         self._steps = 0  # of optimizers, nested in each other
+        self._products = torch.get_float32_matmul_precision()
         self._ended = False
 
     # What the loop around the training calls.
@@ -97,8 +109,9 @@ class Spies:
         """Keep the scale of each scaler and the place of each schedule."""
         self.record.saved = True
         for scaler, known in self._scalers.items():
-            known.scales[moment] = float(scaler.get_scale()) if scaler.is_enabled() else None
-        self.schedules.take_places(moment)
+            known.scales[moment] = self._scale_of(scaler)
+        for scheduler, schedule in self.schedules.items():
+            schedule.places[moment] = getattr(scheduler, "last_epoch", None)
 
     def meet_optimizers(self) -> None:
         """Let those that are there already take part."""
@@ -112,7 +125,7 @@ class Spies:
     def watching(self) -> Iterator[None]:
         """Record what happens in this block."""
         with self._stack as stack:
-            for owner, name, spy in [*self._spies()]:
+            for owner, name, spy in self._spies():
                 spied = self._in_place_of(getattr(owner, name), spy)
                 stack.enter_context(patched(owner, name, spied))
             stack.callback(setattr, self, "_ended", True)
@@ -126,49 +139,52 @@ class Spies:
                 stack.callback(handle.remove)
             stack.enter_context(backwards_through(self._backward))
             stack.enter_context(_eager())
+            stack.enter_context(_Functions(self._function))
             stack.callback(self._look_at_the_end)
             try:
                 yield
             except (KeyboardInterrupt, GeneratorExit):
                 raise
             except BaseException as error:  # some of Determined's are no `Exception`
-                # A sentence of this library tells what the trial raised.
-                cause = error.__cause__ if isinstance(error, UserError) else None
-                cause = cause or error
-                self.record.error = type(cause).__name__, str(cause)
-                self.record.raised = where_raised(cause)
-                self.record.disturbed = self._disturbed
+                self._note_error(error)
                 raise
+
+    def _note_error(self, error: BaseException) -> None:
+        # A sentence of this library tells what the trial raised.
+        cause = error.__cause__ if isinstance(error, UserError) else None
+        cause = cause or error
+        self.record.error = type(cause).__name__, str(cause)
+        self.record.raised = where_raised(cause)
+        self.record.disturbed = self._disturbed
+
+    def _look_at_the_end(self) -> None:
+        """Note which weights and buffers are not finite."""
+        weights = {id(weight): weight for each in self._gradients for weight in each.weights}
+        bad = sum(not is_finite(weight) for weight in weights.values() if weight.numel())
+        if bad:
+            self.record.not_finite.append(f"{bad} of {len(weights)} weights")
+        self.record.not_finite += self._forwards.buffers_not_finite()
 
     # What is watched, and by what.
 
-    def _spies(self) -> Iterator[tuple[Any, str, Spy]]:
-        scaler, scheduler = torch.amp.GradScaler, lr_scheduler.LRScheduler
-        yield scaler, "__init__", self._make
-        yield scaler, "scale", self._scale
-        yield scaler, "unscale_", self._unscale
-        yield scaler, "step", self._scaler_step
-        yield scaler, "update", self._update
-        yield scaler, "get_scale", self._read
-        yield Optimizer, "__init__", self._make
-        yield nn.Module, "zero_grad", self._zero
-        schedulers = {scheduler, lr_scheduler.ReduceLROnPlateau}  # which is another in torch 2.3
-        for kind in schedulers.union(_with_own(scheduler, "__init__")):
-            yield kind, "__init__", self.schedules.spy_on_making
-        yield torch.autocast, "__enter__", self._autocast
-        yield torch, "clear_autocast_cache", self._drop_casts
-        yield torch, "save", self._save
-        for name in _READS:
-            yield torch.Tensor, name, self._read
-        for name in ("nan_to_num", "nan_to_num_"):
-            yield torch.Tensor, name, self._hide
-            yield torch, name, self._hide
-        yield torch, "set_float32_matmul_precision", self._switch
-        yield type(torch.backends.cuda.matmul), "__setattr__", self._switch
-        yield type(torch.backends.cudnn), "__setattr__", self._switch
-        clips = [getattr(nn.utils, name) for name in _CLIPS if hasattr(nn.utils, name)]
-        for owner, name in _names_of(clips):
-            yield owner, name, self._clip
+    def _spies(self) -> list[tuple[Any, str, Spy]]:
+        makes = [getattr(lr_scheduler, name) for name in _SCHEDULERS]
+        return [
+            (_SCALER, "__init__", self._make),
+            (_SCALER, "scale", self._scale),
+            (_SCALER, "unscale_", self._unscale),
+            (_SCALER, "step", self._scaler_step),
+            (_SCALER, "update", self._update),
+            (_SCALER, "get_scale", self._read),
+            (Optimizer, "__init__", self._make),
+            (nn.Module, "zero_grad", self._zero),
+            *((kind, "__init__", self._make_schedule) for kind in makes),
+            (torch.autocast, "__enter__", self._autocast),
+            (torch, "clear_autocast_cache", self._drop_casts),
+            (torch, "save", self._save),
+            # All of torch's clips sort their gradients by this, however they were imported.
+            (clip_grad, "_group_tensors_by_device_and_dtype", self._clip),
+        ]
 
     def _in_place_of(self, own: Own, spy: Spy) -> Callable[..., Any]:
         @wraps(own)
@@ -187,15 +203,14 @@ class Spies:
                 self._stack.enter_context(patched(kind, method, spied))
 
     @contextmanager
-    def _outermost(self, kind: str) -> Iterator[bool]:
-        """Whether this call is in no other of its kind: torch calls its own functions, too."""
-        outermost = kind not in self._running
-        self._running.add(kind)
+    def _outermost(self, kind: str, it: object = None) -> Iterator[Any]:
+        """None for the outermost call of its kind, else what that was called for."""
+        before = self._running.get(kind)
+        self._running[kind] = before or it or self
         try:
-            yield outermost
+            yield before
         finally:
-            if outermost:
-                self._running.remove(kind)
+            self._running[kind] = before
 
     # Who takes part.
 
@@ -206,25 +221,17 @@ class Spies:
         else:
             self._known_scaler(it)
 
-    def _parts_of(self, optimizer: Any) -> list[Gradients]:
+    def _parts_of(self, optimizer: Any) -> list[StepGradients]:
         """The gradients that an optimizer steps with: those of all that it holds, if it wraps."""
         if optimizer not in self._parts:
             weights = set(map(id, parameters_of(optimizer)))
             inside = [g for g in self._gradients if weights.issuperset(map(id, g.weights))]
             if weights != {id(weight) for each in inside for weight in each.weights}:
-                inside = [Gradients(optimizer, self.record, self._overflows)]
+                inside = [StepGradients(optimizer, self.record, self._overflows)]
                 self._gradients += inside
             self._parts[optimizer] = inside
             self._spy_on(optimizer, "zero_grad", self._zero)
         return self._parts[optimizer]
-
-    def _first_part_of(self, optimizer: Any) -> Gradients:
-        return self._parts_of(optimizer)[0]
-
-    def _of_trainers(self, parameters: Iterable[torch.Tensor]) -> list[Gradients]:
-        """The gradients of all who train any of these."""
-        theirs = set(map(id, parameters))
-        return [g for g in self._gradients if not theirs.isdisjoint(map(id, g.weights))]
 
     def _rests(self) -> bool:
         """Whether the next window of an optimizer is one to make overflow."""
@@ -232,21 +239,47 @@ class Spies:
 
     def _known_scaler(self, scaler: torch.amp.GradScaler) -> Scaler:
         if scaler not in self._scalers:
-            self._scalers[scaler] = Scaler(
-                where=users_line(),
-                enabled=scaler.is_enabled(),
-                ours="determined_amp" in type(scaler).__module__,
-            )
+            ours = "determined_amp" in type(scaler).__module__
+            self._scalers[scaler] = Scaler(users_line(), scaler.is_enabled(), ours)
             self.record.scalers.append(self._scalers[scaler])
         return self._scalers[scaler]
 
-    def _number_of(self, scaler: torch.amp.GradScaler) -> int:
-        return [*self._scalers].index(scaler)
+    @staticmethod
+    def _scale_of(scaler: torch.amp.GradScaler) -> float | None:
+        return float(scaler.get_scale()) if scaler.is_enabled() else None
 
     def _scales(self) -> list[float]:
         """That of each scaler, in the order of their numbers; 0 of one that is switched off."""
-        scalers = self._scalers
-        return [float(each.get_scale()) if each.is_enabled() else 0.0 for each in scalers]
+        return [self._scale_of(each) or 0.0 for each in self._scalers]
+
+    # Schedules.
+
+    def _make_schedule(self, own: Own, it: Any, *args: Any, **kwargs: Any) -> None:
+        self._spy_on(it, "step", self._move_schedule)
+        with self._outermost("schedule", it):
+            own(it, *args, **kwargs)  # it moves to its first place
+        self._known_schedule(it)
+
+    def _move_schedule(self, own: Own, it: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._outermost("schedule", it) as outer:
+            result = own(it, *args, **kwargs)
+        if outer is not None:
+            # A class of the user's may call the method that it overrides: that is no inner one.
+            if outer is not it and it in self.schedules:
+                self.schedules[it].ours = True
+        elif called_by_library():
+            self._known_schedule(it).ours = True
+        else:
+            move = self.record.note("move", schedule=self._known_schedule(it))
+            self._parts_of(it.optimizer)[0].window.moves.append(move)
+        return result
+
+    def _known_schedule(self, it: Any) -> Schedule:
+        if it not in self.schedules:
+            optimizer = self._parts_of(it.optimizer)[0].number
+            self.schedules[it] = Schedule(type(it).__name__, users_line(), optimizer)
+            self.record.schedules.append(self.schedules[it])
+        return self.schedules[it]
 
     # Backward, unscale, clip.
 
@@ -254,100 +287,85 @@ class Spies:
         self._moves.begin([scaler])
         scaled = own(scaler, outputs)
         self._moves.has_scaled(scaler)
-        if scaler.is_enabled():
-            known, scale = self._known_scaler(scaler), float(scaler.get_scale())
+        scale = self._scale_of(scaler)
+        if scale is not None:
+            known = self._known_scaler(scaler)
             known.used = True
             known.scales.setdefault("start", scale)  # of one that is made in the first batch
-            mark(scaled, outputs, scale, self._number_of(scaler))
+            mark(scaled, outputs, scale, [*self._scalers].index(scaler))
         return scaled
 
     def _backward(self, run: Own, *args: Any, **kwargs: Any) -> Any:
         """In place of the engine that all of torch's backwards call."""
-        with self._outermost("backward") as outermost:
-            if not outermost:
+        with self._outermost("backward") as outer:
+            if outer is not None:
                 return run(*args, **kwargs)
-            if not kwargs.get("accumulate_grad"):
-                return self._gradients_alone(run, *args, **kwargs)
-            self.before_backward()
-            loss, autocast = loss_of(args[0], self._scales()), _any_autocast()
-            before = []
-            for gradients in self._gradients:
-                gradients.look()
-                gradients.before_backward()
-                before.append((gradients, gradients.versions()))
-            finite = all(map(is_finite, tensors_of(args[0])))
-            self._forwards.looks = not finite
-            result = run(*args, **kwargs)
-            reached = [each for each, versions in before if each.versions() != versions]
-            onto = [each.factor for each in reached if each.pending and each.norm != 0]
-            known = {"loss": loss, "autocast": autocast, "onto": onto, "finite": finite}
-            known["scale"] = max(self._scales(), default=0.0)
-            known["added"] = math.hypot(*(gradients.norm_added() for gradients in reached))
-            event = self.record.note("backward", reached=len(reached), **known)
-            may_force = not self._moves.is_moved
-            forced = [each for each in reached if each.add(event, may_force=may_force)]
-            self._disturbed = self._disturbed or bool(forced)
-            for gradients in forced:
-                for sharing in self._of_trainers(gradients.weights):
-                    sharing.window.forced = True
-            return result
+            if not kwargs.get("accumulate_grad"):  # `torch.autograd.grad`
+                scale = loss_of(args[0], self._scales()).scale
+                gradients = run(*args, **kwargs)
+                mark_gradients(gradients, scale)
+                return gradients
+            return self._watch_backward(partial(run, *args, **kwargs), args[0])
 
-    def _gradients_alone(self, run: Own, *args: Any, **kwargs: Any) -> Any:
-        """`torch.autograd.grad`."""
-        outputs, creates_graph = args[0], len(args) > 3 and bool(args[3])
-        scale = loss_of(outputs, self._scales()).scale
-        gradients = run(*args, **kwargs)
-        if creates_graph:
-            mark_gradients(gradients, scale)
-        for gradient in gradients:
-            if isinstance(gradient, torch.Tensor):
-                gradient._scaled_by = scale or 1.0  # type: ignore[attr-defined]
-        return gradients
+    def _watch_backward(self, run: Callable[[], Any], outputs: Any) -> Any:
+        self.before_backward()
+        self._look_at_switches()
+        scales = self._scales()
+        loss = loss_of(outputs, scales)
+        autocast = autocast_is_on("cpu") or autocast_is_on("cuda")
+        finite = all(map(is_finite, tensors_of(outputs)))
+        self._forwards.looks = not finite
+        before = {}
+        for gradients in self._gradients:
+            gradients.look()
+            gradients.before_backward()
+            before[gradients] = gradients.versions()
+        result = run()
+        reached = [each for each, versions in before.items() if each.versions() != versions]
+        event = self.record.note(
+            "backward",
+            loss=loss,
+            autocast=autocast,
+            finite=finite,
+            reached=len(reached),
+            scale=max(scales, default=0.0),
+            added=math.hypot(*(gradients.norm_added() for gradients in reached)),
+        )
+        may_force = not self._moves.is_moved
+        for gradients in [each for each in reached if each.add(event, may_force=may_force)]:
+            self._disturbed = True
+            for sharing in self._of_trainers(gradients.weights):
+                sharing.window.forced = sharing.window.forced or 1
+        return result
+
+    def _of_trainers(self, parameters: Iterable[torch.Tensor]) -> list[StepGradients]:
+        """The gradients of all who train any of these."""
+        theirs = set(map(id, parameters))
+        return [g for g in self._gradients if not theirs.isdisjoint(map(id, g.weights))]
 
     def _unscale(self, own: Own, scaler: Any, optimizer: Any) -> None:
         parts = self._parts_of(optimizer)
         for gradients in parts:
             gradients.look()
-        with self._noting_refusal():
-            own(scaler, optimizer)
+        own(scaler, optimizer)
         if scaler.is_enabled() and any(gradients.pending for gradients in parts):
-            self.record.note("unscale", in_step=self._scaler_that_steps is not None)
             for gradients in parts:
                 gradients.unscale(float(scaler.get_scale()))
 
-    @contextmanager
-    def _noting_refusal(self) -> Iterator[None]:
-        try:
-            yield
-        except (AssertionError, RuntimeError) as error:  # the training may catch it, and go on
-            self.record.note("refusal", text=str(error))
-            raise
-
-    def _clip(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        with self._outermost("clip") as outermost:
-            if not outermost:
-                return own(*args, **kwargs)
-            call = signature(own).bind(*args, **kwargs)
-            name, limit = [*call.arguments][:2]
-            what = call.arguments[name]
-            parameters = [what] if isinstance(what, torch.Tensor) else list(what)
-            call.arguments[name] = parameters
-            clipped = self._of_trainers(parameters)
+    def _clip(self, own: Own, lists: Any, *args: Any, **kwargs: Any) -> Any:
+        """Before a clip: it gets lists of gradients, and its limit stands in one of its frames."""
+        limit = _limit_of_clip()
+        given = {id(gradient) for gradients in lists for gradient in gradients}
+        pending = [each for each in self._gradients if each.pending]
+        clipped = [each for each in pending if not given.isdisjoint(map(id, each.dense()))]
+        if limit is not None and clipped:
             for gradients in clipped:
-                if gradients.pending or not self._steps:  # else its own step clips them
-                    gradients.look()
-            clipped = [gradients for gradients in clipped if gradients.pending]
-            result = own(*call.args, **call.kwargs)
-            self.record.note(
-                "clip",
-                of="value" if "value" in own.__name__ else "norm",
-                limit=float(call.arguments[limit]),
-                norm=float(result.detach()) if isinstance(result, torch.Tensor) else math.nan,
-                factors=[each.factor for each in clipped if math.isfinite(each.norm)],
-            )
-            for gradients in clipped:
-                gradients.measure()
-            return result
+                gradients.look()
+                gradients.clipped = True
+            norm = math.hypot(*(each.norm for each in clipped))
+            factor = max((each.factor for each in clipped if each.factor > 1.5), default=1.0)
+            self.record.note("clip", of=limit[0], limit=limit[1], norm=norm, factor=factor)
+        return own(lists, *args, **kwargs)
 
     # Step, update, zero_grad.
 
@@ -360,38 +378,39 @@ class Spies:
             gradients.look()
         self._scaler_that_steps = scaler
         try:
-            with self._noting_refusal():
-                result = own(scaler, optimizer, *args, **kwargs)
+            result = own(scaler, optimizer, *args, **kwargs)
         finally:
             self._scaler_that_steps = None
         if len(self.record.of("step")) == before:
             found: Any = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-            skipped = not found or any(map(bool, found.values()))
             for gradients in parts:
-                self._step(gradients, scaler, skipped=skipped)
+                self._step(gradients, scaler, skipped=not found or any(map(bool, found.values())))
         return result
 
     def _before_step(self, optimizer: Optimizer, *call: Any) -> None:
         self._steps += 1
-        if self._steps == 1:
-            # What a scaler leaves to a fused optimizer.
-            scale: Any = getattr(optimizer, "grad_scale", None)
-            found_inf: Any = getattr(optimizer, "found_inf", None)
-            for gradients in self._parts_of(optimizer):
-                gradients.look()
-                self._step(
-                    gradients,
-                    self._scaler_that_steps,
-                    skipped=found_inf is not None and bool(float(found_inf)),
-                    divisor=1.0 if scale is None else float(scale),
-                )
+        if self._steps > 1:
+            return
+        # What a scaler leaves to a fused optimizer.
+        scale: Any = getattr(optimizer, "grad_scale", None)
+        found_inf: Any = getattr(optimizer, "found_inf", None)
+        skipped = found_inf is not None and bool(float(found_inf))
+        divisor = 1.0 if scale is None else float(scale)
+        for gradients in self._parts_of(optimizer):
+            gradients.look()
+            self._step(gradients, self._scaler_that_steps, skipped=skipped, divisor=divisor)
 
-    def _step(self, gradients: Gradients, scaler: Any, *, skipped: bool, **how: Any) -> None:
+    def _step(self, gradients: StepGradients, scaler: Any, *, skipped: bool, **how: Any) -> None:
         scaled = scaler is not None and scaler.is_enabled()
-        scale = float(scaler.get_scale()) if scaled else gradients.scale
-        moment = {"moved": self._moves.is_moved, "disturbed": self._disturbed}
-        moment["after_save"] = self.record.saved
-        gradients.step(skipped=skipped, scaled=scaled, scale=scale, **moment, **how)
+        gradients.step(
+            skipped=skipped,
+            scaled=scaled,
+            scale=self._scale_of(scaler) if scaled else gradients.scale,
+            moved=self._moves.is_moved,
+            disturbed=self._disturbed,
+            after_save=self.record.saved,
+            **how,
+        )
 
     def _after_step(self, optimizer: Optimizer, *call: Any) -> None:
         self._steps = max(self._steps - 1, 0)
@@ -407,26 +426,16 @@ class Spies:
         self._disturbed = False
         if scaler.is_enabled():
             self._known_scaler(scaler)
-            theirs = (None, self._number_of(scaler))
-            every = [each for each in self._gradients if each.scaler in theirs]
-            waiting = [each for each in every if each.pending and each.factor != 1.0]
-            for gradients in waiting:
-                gradients.updates += 1
-            self.record.note("update", after=float(scaler.get_scale()), early=bool(waiting))
+            self.record.note("update", after=self._scale_of(scaler))
 
     def _zero(self, own: Own, it: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._outermost("zero") as outermost:
-            if not outermost or self._steps:
-                return own(it, *args, **kwargs)
-            theirs = parameters_of(it) if hasattr(it, "param_groups") else it.parameters()
-            waiting = [each for each in self._of_trainers(theirs) if each.pending and each.dense()]
-            result = own(it, *args, **kwargs)
-            for gradients in waiting:  # a wrapper around an optimizer may have done nothing
-                if not any(bool(gradient.any()) for gradient in gradients.dense()):
-                    gradients.empty()
-            return result
+        # Whether it has zeroed something is seen at the next backward.
+        with self._outermost("zero") as outer:
+            if outer is None and not self._steps:
+                self.record.note("zero_grad")
+            return own(it, *args, **kwargs)
 
-    # Autocast, and what costs, hides or is saved.
+    # Forwards, and what costs, hides, switches or is saved.
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled():
@@ -437,17 +446,9 @@ class Spies:
         self._forwards.drop_casts()
         own()
 
-    def _look_at_the_end(self) -> None:
-        """Note which weights and buffers are not finite."""
-        weights = {id(weight): weight for each in self._gradients for weight in each.weights}
-        bad = sum(not is_finite(weight) for weight in weights.values() if weight.numel())
-        if bad:
-            self.record.not_finite.append(f"{bad} of {len(weights)} weights")
-        self.record.not_finite += self._forwards.buffers_not_finite()
-
     def _autocast(self, own: Own, region: Any) -> Any:
-        if region._enabled and self._forwards.inside and torch.is_grad_enabled():
-            self.record.forwards[True] += 1  # the module of this forward may enter it itself
+        if region._enabled:
+            self._forwards.enter_autocast()
         made_before = region.device == "cuda" and not self.record.has_cuda
         if region._enabled or made_before or is_users(sys._getframe(2).f_code.co_filename):
             self.record.note(
@@ -459,96 +460,89 @@ class Spies:
             )
         return own(region)
 
-    def _read(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(2)
-        if self._in_batch and is_users(caller.f_code.co_filename):
-            self.record.syncs[where_of(caller), own.__name__.strip("_")] += 1
-        return own(*args, **kwargs)
+    def _function(self, name: str, args: Any, kwargs: Any) -> None:
+        """A function of torch is called, with the caller three frames above."""
+        if not self._in_batch:
+            return
+        if name in _READS:
+            self._note_read(name)
+        elif name in ("nan_to_num", "nan_to_num_"):
+            tensor = args[0] if args else kwargs["input"]
+            is_loss = tensor.requires_grad and tensor.numel() == 1
+            self.record.note("hide", scalar=is_loss)
 
-    def _hide(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        tensor = args[0] if args else kwargs["input"]
-        optimizer = self._whose_gradient(tensor)
-        if self._in_batch and (optimizer is not None or tensor.requires_grad):
-            hidden = int((~torch.isfinite(tensor.detach())).sum())
-            self.record.note(
-                "hide", hidden=hidden, of_gradient=optimizer, scalar=tensor.numel() == 1
-            )
-        return own(*args, **kwargs)
+    def _read(self, own: Own, scaler: Any) -> Any:
+        self._note_read("get_scale")
+        return own(scaler)
 
-    def _whose_gradient(self, tensor: torch.Tensor) -> int | None:
-        """The number of the optimizer whose gradient this is."""
-        for each in self._gradients if tensor.numel() else ():
-            if tensor.data_ptr() in [gradient.data_ptr() for gradient in each.dense()]:
-                return each.number
-        return None
+    def _note_read(self, name: str) -> None:
+        """The host reads; what torch and this library read by themselves is not counted."""
+        frame: Any = sys._getframe(3)
+        if frame.f_code.co_filename == overrides.__file__:  # on its way from a method in Python
+            frame = frame.f_back.f_back
+        if self._in_batch and is_users(frame.f_code.co_filename):
+            where = where_in(frame.f_code.co_filename, frame.f_lineno)
+            self.record.syncs[where, name.strip("_")] += 1
 
-    def _switch(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        *owner_and_name, value = *args, *kwargs.values()
-        name = str(owner_and_name[1] if owner_and_name else own.__name__.removeprefix("set_"))
-        if "tf32" in name or "precision" in name:
-            by = sys._getframe(2).f_code.co_filename
-            self.record.note("tf32", name=name, value=str(value), in_batch=self._in_batch, by=by)
-        return own(*args, **kwargs)
+    def _look_at_switches(self) -> None:
+        """The precision of float32 products, which is one for the whole process."""
+        before, self._products = self._products, torch.get_float32_matmul_precision()
+        if self._products != before and self._in_batch:
+            self.record.note("tf32", value=self._products)
 
     def _save(self, own: Own, *args: Any, **kwargs: Any) -> Any:
+        parts = [*_parts_in(args[0] if args else kwargs["obj"])]
         scales = [scale for scale in self._scales() if scale]
-        optimizer, scale = _states_in(args[0] if args else kwargs["obj"], scales)
+        optimizer = any(isinstance(each, Optimizer) or _is_optimizers(each) for each in parts)
+        scale = any(isinstance(each, _SCALER) or _number_of(each) in scales for each in parts)
         self.record.note("save", optimizer=optimizer, scale=scale)
         return own(*args, **kwargs)
 
 
-def _names_of(functions: Iterable[Callable[..., Any]]) -> list[tuple[Any, str]]:
-    """Every module and name that has one of these: the user's modules may have imported it.
+class _Functions(TorchFunctionMode):
+    """Tells a spy which functions of torch are called, and with what."""
 
-    They are looked for in one pass, since there are a hundred thousand names, and by `id`, since
-    a value of any kind may have one.
-    """
-    wanted = set(map(id, functions))
-    spaces = ((module, getattr(module, "__dict__", {})) for module in list(sys.modules.values()))
-    return [
-        (module, name)
-        for module, space in spaces
-        if not wanted.isdisjoint(map(id, list(space.values())))
-        for name, value in list(space.items())
-        if id(value) in wanted
-    ]
+    def __init__(self, spy: Callable[[str, Any, Any], None]) -> None:
+        super().__init__()
+        self._spy = spy
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._spy(getattr(func, "__name__", ""), args, kwargs)
+        return func(*args, **kwargs)
 
 
-def _with_own(base: type, method: str) -> Iterable[type]:
-    kind: type
-    for kind in base.__subclasses__():
-        if method in vars(kind):
-            yield kind
-        yield from _with_own(kind, method)
+def _limit_of_clip() -> tuple[str, float] | None:
+    """The name and the value of the limit of a clip of torch's that begins now."""
+    limit = None
+    for frame, _ in traceback.walk_stack(sys._getframe(3)):
+        known, name = frame.f_locals, frame.f_code.co_name
+        if frame.f_code.co_filename != clip_grad.__file__:
+            break
+        if name == "clip_grad_norm_" and "total_norm" in known:
+            return None  # it began before
+        for each in ("max_norm", "clip_value"):
+            limit = (each, float(known[each])) if each in known else limit
+    return limit
 
 
-def _states_in(content: Any, scales: Sequence[float]) -> tuple[bool, bool]:
-    """Whether an object that is saved has the state of an optimizer, and a loss scale.
-
-    Args:
-        content: The object.
-        scales: The present loss scales.
-    """
-    if isinstance(content, (Optimizer, torch.amp.GradScaler)):
-        return isinstance(content, Optimizer), not isinstance(content, Optimizer)
-    if isinstance(content, dict):
-        if "param_groups" in content:
-            return True, False
-        scale = any("scale" in str(k) and _is_one_of(scales, v) for k, v in content.items())
-        below = [(False, scale), *(_states_in(value, scales) for value in content.values())]
-    else:
-        parts = content if isinstance(content, (list, tuple)) else []
-        below = [_states_in(part, scales) for part in parts]
-    return any(optimizer for optimizer, _ in below), any(scale for _, scale in below)
+def _parts_in(content: Any) -> Iterator[Any]:
+    """An object that is saved, and all that is in its containers."""
+    yield content
+    if isinstance(content, (dict, list, tuple)):
+        for part in content.values() if isinstance(content, dict) else content:
+            yield from _parts_in(part)
 
 
-def _is_one_of(scales: Sequence[float], value: Any) -> bool:
-    is_one = isinstance(value, torch.Tensor) and value.numel() == 1
-    return (is_one or isinstance(value, (int, float))) and float(value) in scales
+def _is_optimizers(state: Any) -> bool:
+    return isinstance(state, dict) and "param_groups" in state
 
 
-def _any_autocast() -> bool:
-    return autocast_is_on("cpu") or autocast_is_on("cuda")
+def _number_of(value: Any) -> float | None:
+    is_number = isinstance(value, (int, float, torch.Tensor))
+    if not is_number or (isinstance(value, torch.Tensor) and value.numel() != 1):
+        return None
+    return float(value)
 
 
 @contextmanager

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from determined_amp.amp.errors import UserError
-from determined_amp.check.finding import Findings
+from determined_amp.check.finding import CheckFindings
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -63,7 +64,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _answer(findings: Findings, *, as_json: bool) -> int:
+def _answer(findings: CheckFindings, *, as_json: bool) -> int:
     print(findings.to_json() if as_json else findings)
     return 1 if findings.faults else 0
 
@@ -73,15 +74,12 @@ def _check_script(arguments: Sequence[str]) -> int:
         prog="python -m determined_amp check",
         description="Say what is wrong with the mixed precision of a script.",
     )
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument(
-        "--minutes", type=float, default=2.0, help="how long the script may run (default: 2)"
-    )
-    parser.add_argument(
-        "--in-place", action="store_true", help="save, log and upload where the script says"
-    )
-    parser.add_argument("script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own")
+    add = parser.add_argument
+    add("--json", action="store_true", help="print the findings as JSON")
+    add("--minutes", type=float, default=2.0, help="how long the script may run (default: 2)")
+    add("--in-place", action="store_true", help="save, log and upload where the script says")
+    add("script")
+    add("arguments", nargs=argparse.REMAINDER, help="its own")
     options = parser.parse_args(arguments)
     if not Path(options.script).is_file():
         raise UserError(f"{options.script}: no such file; allowed: a script that trains")
@@ -101,7 +99,9 @@ def _check_script(arguments: Sequence[str]) -> int:
     )
     status = _answer(findings, as_json=options.json) if first else 0
     sys.stdout.flush()
+    if raised is None:
+        return status
     if isinstance(raised, KeyboardInterrupt):
         raise raised
-    script.show(raised)
-    return 1 if raised is not None else status
+    traceback.print_exception(raised)
+    return 1

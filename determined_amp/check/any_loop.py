@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +12,9 @@ from torch import distributed
 from torch.utils.data import dataloader
 
 from determined_amp.amp.patched import patched
-from determined_amp.check.finding import Findings
-from determined_amp.check.judge import interventions, judge
+from determined_amp.check.finding import CheckFindings
+from determined_amp.check.judge import interventions, judge_record
+from determined_amp.check.lines import is_doctors
 from determined_amp.check.record import Record
 from determined_amp.check.scale_moves import Moves
 from determined_amp.check.spies import OVERFLOWS, Spies
@@ -25,7 +24,7 @@ from determined_amp.check.stand_in import ONLY_ON_A_GPU, cpu_for_cuda
 @contextmanager
 def watching(
     overflows: Collection[int] = OVERFLOWS, *, moves_scale: bool = True
-) -> Iterator[Findings]:
+) -> Iterator[CheckFindings]:
     """Watch the training in this block; the findings are there when it ends.
 
         with determined_amp.check.watching() as findings:
@@ -44,7 +43,7 @@ def watching(
             `update`. That changes no right update beyond the rounding of float16. Without it, and
             without overflows, the training is left undisturbed.
     """
-    findings = Findings()
+    findings = CheckFindings()
     spies = Spies(overflows, Moves() if moves_scale else None)
     try:
         with watched(spies, findings):
@@ -56,33 +55,28 @@ def watching(
 
 
 @contextmanager
-def watched(spies: Spies, findings: Findings) -> Iterator[None]:
+def watched(spies: Spies, findings: CheckFindings) -> Iterator[None]:
     """Watch the training in this block, and fill the findings when it ends, however it does."""
     spies.meet_optimizers()
-    spies.record.has_cuda = torch.cuda.is_available()
+    record = spies.record
+    record.has_cuda = torch.cuda.is_available()
     try:
         with cpu_for_cuda(), _batches_of_loaders(spies), spies.watching():
             yield
-            _gather_scales(spies.record)
+            _gather_scales(record)
     finally:
-        _fill(findings, spies.record)
-
-
-def _fill(findings: Findings, record: Record) -> None:
-    judged = judge(record)
-    findings.all, findings.seen = judged.all, judged.seen
-    findings.notes = [*judged.notes, *interventions(record)]
-    if not record.has_cuda:
-        findings.notes.append(ONLY_ON_A_GPU)
+        judged = judge_record(record)
+        findings.all, findings.seen = judged.all, judged.seen
+        findings.notes = [*judged.notes, *interventions(record)]
+        findings.notes += [] if record.has_cuda else [ONLY_ON_A_GPU]
 
 
 def leave_out_spies(error: BaseException) -> None:
     """Take the frames of this package out of a traceback, behind the first, which is the user's."""
-    here = str(Path(__file__).parent) + os.sep
     trace = error.__traceback__
     while trace is not None:
         below = trace.tb_next
-        while below is not None and below.tb_frame.f_code.co_filename.startswith(here):
+        while below is not None and is_doctors(below.tb_frame.f_code.co_filename):
             below = below.tb_next
         trace.tb_next = below
         trace = below
@@ -90,13 +84,10 @@ def leave_out_spies(error: BaseException) -> None:
 
 def _gather_scales(record: Record) -> None:
     """Let each rank know the scales of all."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return
-    own = [event.after for event in record.of("update")]
-    gathered: list[Any] = [None] * distributed.get_world_size()
-    if len(gathered) > 1:
+    if distributed.is_available() and distributed.is_initialized():
+        gathered: list[Any] = [None] * distributed.get_world_size()
         with suppress(RuntimeError):  # a rank has left
-            distributed.all_gather_object(gathered, own)
+            distributed.all_gather_object(gathered, [each.after for each in record.of("update")])
             record.scales_of_ranks = gathered
 
 

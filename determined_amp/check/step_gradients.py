@@ -1,0 +1,202 @@
+"""Follows the gradients of an optimizer: what multiplies them, and what happens to them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from determined_amp.amp.tensors import parameters_of, values_of
+from determined_amp.check.record import Event, Record, StepWindow
+
+Versions = list[tuple[int, int]]
+
+# So often a window is made to overflow: what the first backward leaves may be zeroed before the
+# step, as the gradients that a generator's loss leaves in the discriminator are.
+_MOST_OVERFLOWS = 2
+
+
+def norm_of(tensors: list[torch.Tensor]) -> float:
+    """The norm of all of their numbers together, taken in float32."""
+    norms = [torch.linalg.vector_norm(each.detach().float()).cpu() for each in tensors]
+    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
+
+class StepGradients:
+    """The gradients that one optimizer steps with.
+
+    Args:
+        optimizer: The optimizer.
+        record: What happens to them is noted there.
+        overflows: Windows of them that are made to overflow.
+    """
+
+    def __init__(self, optimizer: Optimizer, record: Record, overflows: Collection[int]) -> None:
+        self.number = record.optimizers  # the place of the optimizer among all
+        self.factor = 1.0  # what they are multiplied by; NaN if that is not known
+        self.scale: float | None = None  # that the newest backward was scaled by
+        self.pending = False  # there are some that no step has used
+        self.norm = math.nan  # when they were looked at last
+        self.clipped = False  # by torch, since they were looked at
+        self.window = StepWindow(self.number)  # the newest
+        self._windows = 0  # that have begun
+        self._optimizer = optimizer
+        self._record = record
+        self._overflows = overflows
+        self._before: list[torch.Tensor] = []  # the newest backward, if there were any to add to
+        self._stale = 0  # of them, those that a step has used and nobody has zeroed since
+        self._emptied = False  # after the newest backward
+        self._forces = False  # this window is one to make overflow
+        self._overflown = 0  # windows that were made to overflow
+        self._used: Versions | None = None  # by the newest step
+        self._unclipped: float | None = None  # the norm that the scaler left
+        self._by_hand = 1.0  # what code of the user's has multiplied their norm by
+        record.optimizers += 1
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """What they are the gradients of."""
+        return parameters_of(self._optimizer)
+
+    def dense(self) -> list[torch.Tensor]:
+        """Those there are."""
+        gradients = (p.grad for p in self.weights if p.grad is not None)
+        return [g._values() if g.is_sparse else g for g in gradients]
+
+    def versions(self) -> Versions:
+        """What differs as soon as one of them is another or has other values."""
+        gradients = (p.grad for p in self.weights)
+        return [(0, 0) if g is None else (id(g), g._version) for g in gradients]
+
+    def measure(self) -> None:
+        """Take their norm."""
+        self.norm = norm_of(self.dense())
+
+    def look(self) -> None:
+        """Note what code of the user's has done to them since they were looked at last."""
+        before = self.norm
+        if not self.pending:
+            # Those that no backward has left were set by the training, as `p.grad = g`.
+            if self._used is not None and self.versions() != self._used and self.dense():
+                self.measure()
+                self.pending, self.factor = self.norm > 0, math.nan
+                self._open_window()
+            return
+        self.measure()
+        by_torch, self.clipped = self.clipped, False
+        if by_torch:
+            return
+        ratio = self.norm / before if before else math.nan
+        if abs(ratio - 1) > 1e-3:
+            self._by_hand *= ratio
+        if self.factor > 1.5 and not ratio * self.factor > 1.01:
+            self.factor = math.nan  # divided by the scale, and clipped perhaps
+
+    def before_backward(self) -> None:
+        """They may have been zeroed, or not at all."""
+        gradients = self.dense()
+        if not self._emptied and self.pending and not any(bool(g.any()) for g in gradients):
+            self._empty()
+        self._before = [g.detach().clone() for g in gradients] if self.pending else []
+        self._stale = 0
+        if not self.pending:
+            now = zip(self.weights, self.versions(), self._used or [], strict=False)
+            same = [p.grad for p, version, old in now if version == old and p.grad is not None]
+            self._stale = sum(bool(values_of(gradient).any()) for gradient in same)
+
+    def _empty(self) -> None:
+        """They were zeroed before any step has used them."""
+        self.window.zeroed += self._record.of("zero_grad")[-1:]
+        self.window.lost, self.window.stale = len(self.window.backwards), 0
+        self.factor, self.norm, self._emptied = 1.0, 0.0, True
+
+    def unscale(self, scale: float) -> None:
+        """A scaler has looked for an overflow and divided them."""
+        self.factor /= scale
+        self.window.unscales.append(self._record.note("unscale"))
+        self.measure()
+        self._unclipped = self.norm
+
+    def is_due(self) -> bool:
+        """Whether the next window is one to make overflow."""
+        return sum(number <= self._windows for number in self._overflows) > self._overflown
+
+    def add(self, backward: Event, *, may_force: bool) -> bool:
+        """A backward has added to them.
+
+        Args:
+            backward: The backward.
+            may_force: Whether they may be made to overflow now.
+
+        Returns:
+            Whether they were.
+        """
+        # Where the scaler has looked, the loop has left the step out by itself.
+        left_out = self._emptied and self._unclipped is not None and self.window.forced
+        if self.window.steps or not self.window.backwards or left_out:
+            self._forces = may_force and self.is_due()
+            self._open_window()
+            self.window.stale = self._stale
+        window, loss = self.window, backward.loss
+        may_force = self._forces and bool(loss.scale) and window.forced < _MOST_OVERFLOWS
+        forces = may_force and (self._emptied or not window.backwards)
+        window.backwards.append(backward)
+        if forces:
+            for gradient in self.dense():
+                gradient.detach().fill_(math.inf)
+            self._overflown += not window.forced
+            window.forced += 1
+        if loss.has_gradient and not loss.scale:
+            self.factor = math.nan  # that of the gradient it was given
+        elif loss.scale or not self.pending:
+            self.factor = loss.scale or 1.0
+        self.pending, self._emptied, self.scale = True, False, loss.scale
+        self.measure()
+        return forces
+
+    def norm_added(self) -> float:
+        """The norm of what the newest backward has added."""
+        now = self.dense()
+        if len(now) != len(self._before):  # the first, or one that reached others
+            return norm_of(now)
+        return norm_of([a - b for a, b in zip(now, self._before, strict=True)])
+
+    def _open_window(self) -> None:
+        self.window = StepWindow(self.number)
+        self._windows += 1
+        self._unclipped, self._by_hand = None, 1.0
+        self._record.windows.append(self.window)
+
+    def step(self, *, divisor: float = 1.0, **known: Any) -> None:
+        """The optimizer steps with them, or a scaler skips that.
+
+        Args:
+            divisor: What the step itself divides them by.
+            known: What else is known of the step.
+        """
+        dtypes = {str(p.dtype) for p in self.weights if p.requires_grad}
+        self._record.weights |= {dtype.removeprefix("torch.") for dtype in dtypes}
+        self.measure()
+        norm = self.norm / divisor
+        event = self._record.note(
+            "step",
+            optimizer=self.number,
+            again=not self.pending and norm > 0,
+            factor=self.factor / divisor,
+            norm=norm,
+            unclipped=norm if self._unclipped is None else self._unclipped,
+            by_hand=self._by_hand,
+            rates=[group.get("lr") for group in self._optimizer.param_groups],
+            **known,
+        )
+        if self.pending or norm:  # there are some
+            self.window.steps.append(event)
+        self.pending, self.factor = False, 1.0
+        self.note_used()
+
+    def note_used(self) -> None:
+        """Keep what a step has used: what differs from it later is new."""
+        self._used = self.versions()
