@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import os
 import random
@@ -76,6 +77,16 @@ def _seeded() -> None:
     np.random.seed(0)
     torch.default_generator.manual_seed(0)  # torch.manual_seed also writes down the call stack
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _levels_restored() -> Iterator[None]:
+    """`pytorch.init` and the task of a comparison change what is logged, for good."""
+    loggers = [logging.getLogger(), logging.getLogger("determined.tensorboard")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture

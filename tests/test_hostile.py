@@ -330,8 +330,11 @@ class TestDataThatBreaks:
         training.resume(run)
         assert final(run) == undisturbed
 
-    @pytest.mark.parametrize("workers", [0, 1], ids=["main process", "worker"])
-    @pytest.mark.parametrize("damage", [lambda data: data[:20], as_a_bomb], ids=["cut off", "bomb"])
+    @pytest.mark.parametrize(
+        ("workers", "damage"),
+        [(0, as_a_bomb), (1, lambda data: data[:20])],
+        ids=["bomb in the main process", "cut off in a worker"],
+    )
     def test_names_a_photo_that_cannot_be_decoded(
         self,
         tmp_path: Path,

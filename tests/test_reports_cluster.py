@@ -216,24 +216,8 @@ class TestTimeLimit:
             return (status, "{}") if "experiments" in path else answer(path, query)
 
         monkeypatch.setattr(master, "answer", refuse)
-        monkeypatch.setattr("determined_amp.runs.master.ALL_ANSWERS", 20)
-        with pytest.raises(ReportError, match="gave no experiment 7: "):
-            read_experiment(7)
-
-    def test_time_limit_of_each_request_is_shorter(
-        self, master: Master, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        answer = master.answer
-
-        def silent(path: str, query: str) -> tuple[int, str]:
-            if "experiments" in path:
-                time.sleep(2)
-            return answer(path, query)
-
-        monkeypatch.setattr(master, "answer", silent)
-        monkeypatch.setattr("determined_amp.runs.master.ANSWER", 0.5)
-        monkeypatch.setattr("determined_amp.runs.master._RETRIES", 0)
-        with pytest.raises(ReportError, match="gave no experiment 7: "):
+        monkeypatch.setattr("determined_amp.runs.master.ALL_ANSWERS", 1)
+        with pytest.raises(MasterError, match="has not answered all within 1 s"):
             read_experiment(7)
 
 

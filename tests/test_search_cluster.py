@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -101,7 +100,6 @@ def test_check_leaves_the_number_of_faults_and_ends_its_log_with_them(
         fault = CheckFinding("scaled", Level.FAULT, "it is scaled", (), "by 2", "x / 2")
         return CheckFindings([fault], seen="12 batches")
 
-    logging.getLogger("determined.tensorboard").setLevel(logging.NOTSET)
     monkeypatch.setattr(cluster, "examine", examine)
     master = task("check.yaml")
     assert master.reports["validation"] == [(1, {"faults": 1})]

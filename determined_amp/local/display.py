@@ -86,17 +86,13 @@ class Display(RunListener):
                 f"{self._title}: {first_batch} batches are trained, which is all that it asks for; "
                 f"to go on, give it a larger {self._length}"
             )
-        self._progress.add_task("training", completed=first_batch, total=total_batches)
+        self._task = self._progress.add_task("training", completed=first_batch, total=total_batches)
         self._progress.start()
-
-    def on_status(self, status: str) -> None:
-        """Show the status beside the bar."""
-        self._update(description=status)
 
     def on_report(self, line: Mapping[str, Any]) -> None:
         """Show one report as a line and move the bar."""
         group, batches = line["group"], line["batches"]
-        self._update(completed=batches)
+        self._progress.update(self._task, completed=batches)
         numbers = {name: value for name, value in line.items() if isinstance(value, (int, float))}
         shown = [text.format(numbers[name]) for name, text in _SHOWN.items() if name in numbers]
         shown += [f"{name} {numbers[name]:.4g}" for name in self._others(numbers)]
@@ -122,7 +118,3 @@ class Display(RunListener):
         own = [name for name in numbers if name not in ours and not name.startswith(_EXPLAIN)]
         own.sort(key=lambda name: name != self._metric)
         return own[:_MOST_OTHERS]
-
-    def _update(self, **changes: Any) -> None:
-        for task in self._progress.task_ids:
-            self._progress.update(task, **changes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,19 +175,9 @@ def audit_here(
         if amp is not None:
             amp.guard.enabled = False  # otherwise it audits the batch as well
             amp.finds_scale = False
-        train_batch = opened.trial.train_batch
-
-        def rehearsal_of(**batch: Any) -> Rehearsal:
-            def train(scale: float | None) -> None:
-                no_scaler = torch.amp.GradScaler(enabled=False)  # its own does as it likes here
-                with without_steps(no_scaler, context.optimizers, what_steps(context)):
-                    train_batch(**batch)
-
-            return Rehearsal(train, context.models)
-
         has_tf32 = DeviceSupport.of(context.device).tf32
         asked = precision or Precision.FP32
-        audited(opened.trial, rehearsal_of, asked, stop, has_tf32=has_tf32)
+        audited(opened.trial, _rehearsals(opened), asked, stop, has_tf32=has_tf32)
         try:
             with controlled_by(SafeController):
                 trainer = pytorch.Trainer(opened.trial, context)
@@ -197,6 +187,21 @@ def audit_here(
                 raise
             done.append(error.audit)
     return done[0], precision
+
+
+def _rehearsals(opened: OpenTrial) -> Callable[..., Rehearsal]:
+    """What makes the rehearsal of a batch of the trial, given the arguments of `train_batch`."""
+    context, train_batch = opened.context, opened.trial.train_batch
+
+    def of_batch(**batch: Any) -> Rehearsal:
+        def train(scale: float | None) -> None:
+            no_scaler = torch.amp.GradScaler(enabled=False)  # its own does as it likes here
+            with without_steps(no_scaler, context.optimizers, what_steps(context)):
+                train_batch(**batch)
+
+        return Rehearsal(train, context.models)
+
+    return of_batch
 
 
 @contextmanager

@@ -35,9 +35,6 @@ class RunListener:
         An epoch has `epoch_batches` batches on one slot.
         """
 
-    def on_status(self, status: str) -> None:
-        """The trial has set its status, a text."""
-
     def on_report(self, line: Mapping[str, Any]) -> None:
         """The loop has reported: a line has the metrics, their `group`, and `batches`."""
 
@@ -85,10 +82,6 @@ class LocalReports(LocalTrainContext):
 
     def get_experiment_best_validation(self) -> float | None:
         return self._best[0] if self._best else None
-
-    def set_status(self, status: str) -> None:
-        for listener in self._listeners:
-            listener.on_status(status)
 
     def take_report(self, group: str, batches: int, metrics: dict[str, Any]) -> None:
         numbers = {name: _number(value) for name, value in metrics.items()}

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
-import urllib3
 from determined.common import api
 from determined.common.api import authentication, certs, errors
 
 from determined_amp.amp.errors import UserError, one_line
-from determined_amp.amp.patched import patched
 
 # Seconds to wait for the first answer: the address may be wrong.
 _FIRST_ANSWER = 10
 
-# Seconds that a master may be silent in any later request, and for all requests together.
-ANSWER, ALL_ANSWERS = 20, 120
+# Seconds to wait for all answers together.
+ALL_ANSWERS = 120
 
 # What Determined's bindings raise if an answer does not look like a master's.
 NONSENSE = (
@@ -39,33 +35,11 @@ class MasterAwayError(MasterError):
     """No master answers now, so a retry may help."""
 
 
-def _with_limit(request: Callable[..., Any]) -> Callable[..., Any]:
-    """`api.BaseSession._do_request` with a time limit; without one it waits for ever."""
-    signature = inspect.signature(request)
-
-    def limited(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        call.arguments["timeout"] = call.arguments["timeout"] or ANSWER
-        return request(*call.args, **call.kwargs)
-
-    return limited
-
-
-class _Session(api.Session):
-    _do_request = _with_limit(api.Session._do_request)
-
-
-# A master that is away is asked again a few times, soon: its Retry-After may say an hour.
-_RETRIES = urllib3.util.retry.Retry(
-    3, backoff_factor=0.5, status_forcelist=[502, 503, 504], respect_retry_after_header=False
-)
-
-
 @contextmanager
 def answering_in_time() -> Iterator[None]:
     """Raise a `MasterAwayError` if a master needs more than `ALL_ANSWERS` seconds for this block.
 
-    A limit per request is not enough: it starts again with every byte and every page.
+    The SDK has no limit, and one per request starts again with every byte and every page.
     """
 
     def give_up(number: int, frame: FrameType | None) -> None:
@@ -104,9 +78,7 @@ def log_in(address: str) -> api.Session:
     try:
         # Determined asks for a password only if none is given; an empty one counts as given.
         password = os.environ.get("DET_PASS", "")
-        limited = _with_limit(api.BaseSession._do_request)
-        with patched(api.BaseSession, "_do_request", limited):
-            login = authentication.login_with_cache(url, None, password, certs.default_load(url))
+        return authentication.login_with_cache(url, None, password, certs.default_load(url))
     except (errors.UnauthenticatedException, errors.ForbiddenException) as error:
         raise MasterError(
             f"{url}: the login was refused; log in with `det -m {url} user login USER`, "
@@ -117,7 +89,6 @@ def log_in(address: str) -> api.Session:
         raise kind(f"{url}: the login failed: {one_line(error)}") from error
     except NONSENSE as error:
         raise not_a_master(url) from error
-    return _Session(login.master, login.username, login.token, login.cert, _RETRIES)
 
 
 def _find_master(url: str) -> None:

@@ -1,4 +1,4 @@
-"""All private names of Determined 0.38.1 that the library uses, but for those of `runs/master.py`.
+"""All private names of Determined 0.38.1 that the library uses.
 
 Determined offers no public way to do what is done here. To port the library to another version is
 to review this file.
