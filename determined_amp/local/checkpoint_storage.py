@@ -23,12 +23,7 @@ from determined import core
 from determined.common import storage
 
 from determined_amp.local.run_listener import LocalReports
-from determined_amp.trial.checkpoint import (
-    CheckpointError,
-    check_bytes,
-    read_without_code,
-    restoring,
-)
+from determined_amp.trial.checkpoint import CheckpointError, check_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -195,22 +190,17 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
 
 
 def check_state(checkpoint: Path, metadata: Mapping[str, Any]) -> None:
-    """Check the loop's counts against the metadata; old checkpoints have no checksum there.
+    """Check the loop's counts against their checksum in the metadata.
 
     Raises:
-        CheckpointError: if a byte has changed, the file is not there, or it is of other batches.
+        CheckpointError: if a byte has changed, or the file is not there.
     """
-    file = checkpoint / _STATE
     try:
-        checksum = zlib.crc32(file.read_bytes())
+        checksum = zlib.crc32((checkpoint / _STATE).read_bytes())
     except OSError as error:
         raise CheckpointError(f"{checkpoint}: {_STATE} cannot be read: {error}") from error
-    if checksum != metadata.get(_CHECKSUM, checksum):
+    if checksum != metadata.get(_CHECKSUM):
         raise CheckpointError(f"{checkpoint}: {_STATE} is damaged: a byte has changed")
-    with restoring(checkpoint):
-        batches = read_without_code(file).get("batches_trained")
-    if batches != metadata["steps_completed"]:
-        raise CheckpointError(f"{checkpoint}: {_STATE} is damaged: it is not of these batches")
 
 
 @dataclass(frozen=True)
