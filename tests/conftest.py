@@ -81,7 +81,7 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def _levels_restored() -> Iterator[None]:
-    """`pytorch.init` and the task of a comparison change what is logged, for good."""
+    """Determined's harness and the task of a comparison change what is logged, for good."""
     loggers = [logging.getLogger(), logging.getLogger("determined.tensorboard")]
     levels = [logger.level for logger in loggers]
     yield

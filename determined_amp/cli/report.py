@@ -128,21 +128,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--better",
         choices=("larger", "smaller"),
-        help="precision: direction of --metric; default: the searcher's, or that which the name "
-        "implies",
+        help="precision: direction of --metric; default: as the searcher or its name says",
     )
     parser.add_argument(
         "--margin",
         type=_positive,
         metavar="X",
-        help="precision: difference that does not matter; default: 0.003 of an accuracy, else "
-        "1 %% of the baseline's mean",
+        help="precision: what does not matter; default: 0.003 of an accuracy, else 1 %% of the mean",
     )
     parser.add_argument(
         "--finding",
         metavar="FILE_OR_EXPERIMENT_ID",
-        help="loss-scale: the finder's JSON, or its experiment on the master, instead of running "
-        "it here",
+        help="loss-scale: the finder's JSON, or its experiment; default: runs it here",
     )
     return parser
 

@@ -81,10 +81,11 @@ def trial_context(
         raise ConfigError(experiment.name, wrong)
     for set_seed in (random.seed, np.random.seed, torch.random.manual_seed):
         set_seed(experiment.seed)
+    hparams, config = dict(experiment.hyperparameters), dict(experiment.config)
     context = pytorch.PyTorchTrialContext(
         core_context=core_context,
-        hparams=copy.deepcopy(dict(experiment.hyperparameters)),
-        exp_conf=copy.deepcopy(dict(experiment.config)),
+        hparams=copy.deepcopy(hparams),
+        exp_conf=copy.deepcopy(config),
         trial_seed=experiment.seed,
         aggregation_frequency=experiment.aggregation_frequency,
         slots_per_trial=processes.size,

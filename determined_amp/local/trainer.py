@@ -102,14 +102,13 @@ class RunRecorder(RunListener):
 def _warn_of_changes(run: Run) -> None:
     """Log what this resume changed: reports do not compare such a run with others."""
     first = run.parts[-1].first_batch
-    changes = (
-        f"{name} from {values[-2][1]} to {values[-1][1]}"
-        for name, values in run.changed.items()
-        if values[-2][1] != values[-1][1]
-    )
-    changed = "; ".join(changes)
-    if changed:
-        logger.warning("the resume after %d batches changed %s", first, changed)
+    changes = []
+    for name, values in run.changed.items():
+        before, now = (value for _, value in values[-2:])
+        if before != now:
+            changes.append(f"{name} from {before} to {now}")
+    if changes:
+        logger.warning("the resume after %d batches changed %s", first, "; ".join(changes))
 
 
 class LocalController(SafeController):
