@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         "--margin",
         type=_positive,
         metavar="X",
-        help="precision: what does not matter; default: 0.003 of an accuracy, else 1 %% of the mean",
+        help="precision: what does not matter; default: 0.003 of an accuracy or 1 %% of the mean",
     )
     parser.add_argument(
         "--finding",
