@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from determined_amp.amp.counts import DeviceSum
+from determined_amp.amp.loop import AmpLoop
 from determined_amp.amp.metrics import (
     WARMUP_BATCHES,
     StepReport,
@@ -89,11 +90,12 @@ def warmed_up() -> TrainingMetrics:
 
 class TestTrainingMetrics:
     def test_sum_of_losses_keeps_no_graph(self) -> None:
-        metrics = training_metrics()
-        for weight in (1, 2):
-            metrics.add(torch.tensor(1.0, requires_grad=True), weight)
-        assert not metrics._loss_sum.total().requires_grad
-        assert not any(waiting.requires_grad for waiting in metrics._loss_sum._waiting)
+        amp = AmpLoop(AmpSettings(Precision.FP32), "cpu")
+        for samples in (1, 2):
+            amp.update(torch.tensor(1.0, requires_grad=True), samples)
+        losses = amp.metrics._loss_sum
+        assert not any(waiting.requires_grad for waiting in losses._waiting)
+        assert not losses.total().requires_grad
 
     def test_report_is_of_its_own_batches_alone(self) -> None:
         """A step with norm 2 and a gradient of 2^10; a skipped one and two of norm 6; then none."""

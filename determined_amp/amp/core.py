@@ -182,7 +182,9 @@ class AmpCore:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for the forward and the loss of a training batch; never for the backward."""
-        return autocast(self.device.type, self._dtype) if self._dtype else nullcontext()
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self._dtype)
 
     def _clip(self, optimizer: Optimizer, parameters: list[torch.Tensor], max_norm: float) -> None:
         if self.is_rehearsing:
@@ -200,9 +202,8 @@ class AmpCore:
 
         Call it between two steps of the same optimizer within a batch.
         """
-        if not self.scaler.is_finished:
-            for optimizer, skipped in self.scaler.finish().items():
-                self.metrics.of(optimizer).finish(skipped)
+        for optimizer, skipped in self.scaler.finish().items():
+            self.metrics.of(optimizer).finish(skipped)
 
     def _count(
         self, loss: torch.Tensor | float | None, samples: int | None, *, again: bool = False

@@ -121,7 +121,7 @@ class TrainingMetrics(StepsOfEach):
         """Count one batch. No synchronisation.
 
         Args:
-            loss: Mean loss of the batch, (), on the device.
+            loss: Mean loss of the batch, (), on the device, detached.
             samples: Samples in the batch; None counts it as one and measures no speed.
             again: Whether this batch has been counted before, so that only the loss is new.
 
@@ -132,7 +132,7 @@ class TrainingMetrics(StepsOfEach):
         """
         weight = 1 if samples is None else samples
         if loss is not None:
-            self._loss_sum.add(loss.detach(), weight)
+            self._loss_sum.add(loss, weight)
             self._losses += weight
             if self._first_loss is None:
                 self._first_loss = loss

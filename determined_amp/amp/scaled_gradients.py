@@ -32,6 +32,8 @@ _PERIOD = 10
 
 # torch exports no name of this module.
 _module: Any = clip_grad
+# It clips what it has just unscaled.
+_OUR_CLIP = "determined_amp.amp.steps"
 _by_device_and_dtype: Callable[..., Any] = _module._group_tensors_by_device_and_dtype
 _refusing: weakref.WeakSet[ScaledGradients]
 
@@ -43,6 +45,10 @@ class ScaledGradients:
         refuse_clip: Called with the gradients that one of torch's functions is about to clip.
         optimizers: The optimizers of the training; more may come later.
         trained: Returns the parameters of the training, as long as it has no optimizer.
+
+    Attributes:
+        noted: The gradients after the newest backward and their versions, by the id of the
+            parameter; empty in most steps.
     """
 
     def __init__(
@@ -54,8 +60,7 @@ class ScaledGradients:
         self.refuse_clip = refuse_clip
         self._optimizers = optimizers
         self._trained = trained
-        # The gradients after the newest backward and their versions, by the id of the parameter.
-        self._noted: dict[int, tuple[torch.Tensor, int]] = {}
+        self.noted: dict[int, tuple[torch.Tensor, int]] = {}
         self._steps = 0
         self._has_warned = False
 
@@ -71,18 +76,16 @@ class ScaledGradients:
     def end(self) -> None:
         """A step has ended: no gradient is scaled any more."""
         self._steps += 1
-        self._noted.clear()
+        self.noted.clear()
         _refusing.discard(self)
         if not _refusing:
             _module._group_tensors_by_device_and_dtype = _by_device_and_dtype
 
     def compare(self, parameters: Iterable[torch.Tensor]) -> None:
         """Warn if a gradient has changed since its backward; it is about to be divided."""
-        if not self._noted:
-            return
         has_changed = False
         for parameter in parameters:
-            noted, gradient = self._noted.pop(id(parameter), None), parameter.grad
+            noted, gradient = self.noted.pop(id(parameter), None), parameter.grad
             if noted is not None and gradient is not None:
                 before, version = noted
                 has_changed |= gradient is not before or gradient._version != version
@@ -101,7 +104,7 @@ class ScaledGradients:
         for parameter in stepped or self._trained():
             gradient = parameter.grad
             if gradient is not None:
-                self._noted[id(parameter)] = gradient, gradient._version
+                self.noted[id(parameter)] = gradient, gradient._version
 
 
 _refusing = weakref.WeakSet()
@@ -109,13 +112,13 @@ _refusing = weakref.WeakSet()
 
 def _refuse_clips(tensors: list[list[torch.Tensor]], *others: Any, **named: Any) -> Any:
     """In place of the function that torch's clips sort their gradients by."""
-    frame = sys._getframe(1)
+    frame, clips = sys._getframe(1), False
     while frame.f_globals is vars(clip_grad):
-        if frame.f_code.co_name.startswith("clip_grad"):  # and not to measure a norm
-            for scaled in list(_refusing):
-                scaled.refuse_clip(tensors[0])
-            break
+        clips |= frame.f_code.co_name.startswith("clip_grad")  # and does not measure a norm
         frame = frame.f_back  # type: ignore[assignment]
+    if clips and frame.f_globals.get("__name__") != _OUR_CLIP:
+        for scaled in list(_refusing):
+            scaled.refuse_clip(tensors[0])
     return _by_device_and_dtype(tensors, *others, **named)
 
 

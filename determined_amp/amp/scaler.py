@@ -108,7 +108,8 @@ class LossScaler(torch.amp.GradScaler):
         stage = self._check(optimizer, "unscale")
         self._stages[optimizer] = stage
         if self._enabled:
-            self.scaled_gradients.compare(parameters_of(optimizer))
+            if self.scaled_gradients.noted:
+                self.scaled_gradients.compare(parameters_of(optimizer))
             super().unscale_(optimizer)
             if not any_gradient(optimizer):
                 self._note_nothing(optimizer)
@@ -126,7 +127,7 @@ class LossScaler(torch.amp.GradScaler):
         elif not self.has_scaled and any_gradient(optimizer):
             raise error_of(Mistake.SCALES_NO_LOSS, self._remedies)
         self._meet(optimizer)
-        if self._enabled and not self.is_unscaled(optimizer):
+        if self.scaled_gradients.noted and not self.is_unscaled(optimizer):
             self.scaled_gradients.compare(parameters_of(optimizer))
         if self._enabled and not any_gradient(optimizer):
             # torch raises an error here. In float32 such a step changes nothing, nor does it here.
@@ -179,18 +180,13 @@ class LossScaler(torch.amp.GradScaler):
         """The optimizers that have stepped since `finish`, and whether the step was skipped."""
         return self._outcomes
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether no optimizer has stepped, nor been unscaled for a step, since `finish`."""
-        return not self._outcomes and Stage.UNSCALED not in self._stages.values()
-
     def is_unscaled(self, optimizer: Optimizer) -> bool:
         """Whether the gradients of an optimizer are unscaled, and it has not stepped yet."""
         return self._stages.get(optimizer) is Stage.UNSCALED
 
     def unscale_once(self, optimizer: Optimizer) -> None:
         """Call `unscale_`, unless the gradients of an optimizer are unscaled already."""
-        if not self.is_unscaled(optimizer):
+        if self._stages.get(optimizer) is not Stage.UNSCALED:
             self.unscale_(optimizer)
 
     def check_step(self, optimizer: Optimizer) -> None:

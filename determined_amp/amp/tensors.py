@@ -12,16 +12,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors in nested lists, tuples and mappings, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_of(item)
-    elif isinstance(value, (dict, Mapping)):
-        for item in value.values():
-            yield from tensors_of(item)
+    found, waiting = [], [value]
+    while waiting:  # every batch is looked through: a recursion costs a call for each item
+        item = waiting.pop()
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple)):
+            waiting.extend(reversed(item))
+        elif isinstance(item, (dict, Mapping)):
+            waiting.extend(reversed([*item.values()]))
+    return found
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -13,25 +13,26 @@ class Stopwatch:
 
     Args:
         device: The device that works.
+
+    Attributes:
+        running: Whether it was started, and not stopped since.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._started: Any = None
-
-    @property
-    def running(self) -> bool:
-        return self._started is not None
+        self.running = False
 
     def start(self) -> None:
         self._started = self._now()
+        self.running = True
 
     def stop(self) -> None:
-        self._started = None
+        self.running = False
 
     def seconds(self) -> float:
         """Seconds since `start`, 0 if it was not started; waits for the device."""
-        if self._started is None:
+        if not self.running:
             return 0.0
         now = self._now()
         if self._cuda:

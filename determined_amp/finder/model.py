@@ -90,7 +90,7 @@ def rehearsal_of(
 
 
 def _samples(batch: Any) -> int:
-    first = next(tensors_of(batch), None)
+    first = next(iter(tensors_of(batch)), None)
     return len(first) if first is not None and first.dim() else 1
 
 
