@@ -8,41 +8,35 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from functools import partial
-from typing import NoReturn
+from contextlib import suppress
 
 from determined_amp import __version__
 from determined_amp.amp.errors import UserError
-from determined_amp.experiment.errors import exit_status
-from determined_amp.local.logs import surviving_closed_output
+from determined_amp.experiment.failures import is_task, print_failure
 
 # By command: the module of its `main(arguments)`, and its help text. `main` returns the exit
 # status, and raises a `UserError` for an error that a user can fix.
 _COMMANDS = {
-    "train": ("determined_amp.cli.train", "train an experiment, here or as a task of a cluster"),
-    "audit": ("determined_amp.cli.audit", "show what one training batch is computed in"),
-    "find": ("determined_amp.cli.find", "find the initial loss scale in one pass"),
-    "score": ("determined_amp.cli.score", "measure the steps that a loss scale loses"),
-    "compare": ("determined_amp.cli.compare", "train in every precision, and say which to use"),
-    "check": ("determined_amp.cli.check", "say what is wrong with the AMP of a trial"),
-    "search": ("determined_amp.cli.search", "run a search without a cluster"),
-    "report": ("determined_amp.cli.report", "write the report that fits the source"),
-    "report precision": ("determined_amp.cli.report", "compare precisions, with a verdict"),
-    "report loss-scale": (
-        "determined_amp.cli.report",
-        "draw the loss scale, predicted and observed",
-    ),
+    "train": ("train", "train an experiment, here or as a task of a cluster"),
+    "audit": ("audit_batch", "show what one training batch is computed in"),
+    "find": ("find", "find the initial loss scale in one pass"),
+    "score": ("score_scale", "measure the steps that a loss scale loses"),
+    "compare": ("compare", "train in every precision, and say which to use"),
+    "check": ("check", "say what is wrong with the AMP of a trial"),
+    "search": ("search", "run a search without a cluster"),
+    "report": ("report", "write the report that fits the source"),
+    "report precision": ("report", "compare precisions, with a verdict"),
+    "report loss-scale": ("report", "draw the loss scale, predicted and observed"),
 }
 
 # Commands that write their result into a folder. The others print it.
 _KEEP_THEIR_RESULT = ("train", "compare", "search", "report", "report precision")
 
-# Modules that an image may lack, and what pip calls the packages that have them.
-_COMPARE = "optuna matplotlib scipy"
-_MAY_BE_MISSING = {
-    **dict.fromkeys(("optuna", "sqlalchemy", "matplotlib", "scipy"), _COMPARE),
-    "sklearn": "scikit-learn",
+# Packages of ours that an installation or an image may lack: their module, and their name for pip.
+_PACKAGES = {
     **{name: name for name in ("rich", "tensorboard", "torchvision", "diffusers")},
+    **{name: name for name in ("optuna", "sqlalchemy", "matplotlib", "scipy")},
+    **{"yaml": "pyyaml", "sklearn": "scikit-learn"},
 }
 
 
@@ -77,52 +71,63 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{problem}; allowed: {', '.join(_COMMANDS)}\n\n{usage()}", file=sys.stderr)
         return 2
     try:
-        with surviving_closed_output() as output:
-            status = exit_status(partial(_do, command, words))
+        return _run(command, words)
+    except UserError as error:
+        print_failure(error)
+        if is_task():
+            _note(error)
+        return 2
     except KeyboardInterrupt as stopped:
         print(str(stopped) or "interrupted", file=sys.stderr)
         return 130
-    lost = output.error
-    if status or lost is None or lost.errno == errno.EPIPE or command in _KEEP_THEIR_RESULT:
-        return status
-    print(f"{command}: standard output cannot be written: {lost.strerror}", file=sys.stderr)
-    return 2
 
 
-def _do(command: str, words: Sequence[str]) -> int:
+def _run(command: str, words: Sequence[str]) -> int:
     """Import a command and run it; its exit status."""
     _refuse_empty(words)
     # `python -m` puts the working directory on the path; an installed script does not.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        # The import takes seconds. Here, a Ctrl-C during it prints no traceback.
-        module = importlib.import_module(_COMMANDS[command][0])
-        return int(module.main(words[1:]))
+        # Imports take seconds, and a package may be missing: here both end in a sentence.
+        from determined_amp.local.logs import surviving_closed_output  # noqa: PLC0415
+
+        module = importlib.import_module(f"determined_amp.cli.{_COMMANDS[command][0]}")
+        with surviving_closed_output() as output:
+            status = int(module.main(words[1:]))
     except ModuleNotFoundError as error:
-        if error.name not in _MAY_BE_MISSING:
+        package = _PACKAGES.get(str(error.name).partition(".")[0])
+        if package is None:
             raise
-        lacks = f"{command} needs {error.name}, which is not installed"
-        if "DET_TASK_TYPE" not in os.environ:
-            remedy = "pip install '.[all]' in a checkout of determined_amp adds it"
-            raise UserError(f"{lacks}; {remedy}") from error
-        packages = _MAY_BE_MISSING[error.name]
-        _fail_in_task(
-            f"{lacks}; add python3 -m pip install {packages} to startup-hook.sh, or use an image "
-            "that has it where the nodes reach no package index"
+        raise UserError(
+            f"{command} needs {package}, which is not {_how_to_add(package)}"
+        ) from error
+    lost = output.error
+    if status or lost is None or lost.errno == errno.EPIPE or command in _KEEP_THEIR_RESULT:
+        return status
+    raise UserError(f"{command}: standard output cannot be written: {lost.strerror}")
+
+
+def _how_to_add(package: str) -> str:
+    if is_task():
+        return (
+            f"in the image; allowed: an image with it, or python3 -m pip install {package} in "
+            "startup-hook.sh, with a package index that the task can reach"
         )
+    return "installed; pip install '.[all]' in a checkout of determined_amp adds it"
 
 
-def _fail_in_task(reason: str) -> NoReturn:
-    """Raise a `UserError`, and note it in the metadata of the run."""
-    import determined as det  # noqa: PLC0415  # seconds
+def _note(error: UserError) -> None:
+    """Note why a task ends in the metadata of its run."""
+    # They need torch, as the task does.
+    import determined as det  # noqa: PLC0415
 
     from determined_amp.trial.notes import failure_noted  # noqa: PLC0415
 
     info = det.get_cluster_info()
-    assert info is not None
-    with failure_noted(info):
-        raise UserError(reason)
+    if info is not None:
+        with suppress(UserError), failure_noted(info):
+            raise error
 
 
 def _refuse_empty(words: Sequence[str]) -> None:

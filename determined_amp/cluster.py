@@ -25,8 +25,8 @@ from determined import core, pytorch
 
 from determined_amp.amp.errors import UserError
 from determined_amp.check.doctor import examine
-from determined_amp.experiment.errors import limits_of_16_bits, translating_exits
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, constants, parse
+from determined_amp.experiment.failures import faults_of_the_trial
 from determined_amp.experiment.score_check import check_score
 from determined_amp.finder.found_scale import FILE_NAME, FoundScale
 from determined_amp.local.open_trial import OpenTrial
@@ -37,46 +37,16 @@ from determined_amp.trial.determined_private import (
     train_context,
 )
 from determined_amp.trial.fitting import fit
-from determined_amp.trial.notes import (
-    failure_noted,
-    note,
-    note_on_master,
-    show_failure,
-    show_status,
-)
+from determined_amp.trial.notes import note, note_on_master, show_failure, show_status
 from determined_amp.trial.unmodified import trial_of_run
 
 logger = logging.getLogger(__name__)
 
 
-def task_info() -> det.ClusterInfo:
-    """Determined's information on the trial that this task runs."""
-    info = det.get_cluster_info()
-    assert info is not None  # `cli.options.is_task` has checked it
-    return info
-
-
-def task_experiment(info: det.ClusterInfo, trial: str | None) -> Experiment:
-    """The experiment of a trial on a cluster, with the hyperparameters that were sampled for it.
-
-    If it is wrong, the metadata of the run say so.
-
-    Raises:
-        ConfigError: naming every mistake.
-    """
-    with failure_noted(info):
-        return parse(
-            task_configuration(info),
-            "experiment",
-            trial=trial,
-            hyperparameters=info.trial.hparams,
-        )
-
-
 def train_task(trial: str | None, arguments: Sequence[str]) -> None:
     """Train the trial of this task; `arguments` are those of the command."""
     info = task_info()
-    experiment = task_experiment(info, trial)
+    experiment = _experiment(info, trial)
     start_ranks(info, "train", *arguments)
     if TRIAL_SEED in info.trial.hparams:
         info.trial.trial_seed = experiment.seed
@@ -88,21 +58,18 @@ def train_task(trial: str | None, arguments: Sequence[str]) -> None:
 def score_task(trial: str | None, batches: int) -> None:
     """Score the loss scale of the trial of this task on its first `batches` batches."""
     info = task_info()
-    experiment = task_experiment(info, trial)
-    with failure_noted(info):
-        check_score(experiment)
+    experiment = _experiment(info, trial)
+    check_score(experiment)
     with _opened(info, experiment) as opened:
         report = train_context(opened.context)
         metrics = opened.score(batches)
-        show_status(report, f"{metrics['steps_lost']:.3g} steps lost")
-        report.report_validation_metrics(steps_completed=batches, metrics=metrics)
-        report.report_progress(1.0)
+        leave_answer(report, f"{metrics['steps_lost']:.3g} steps lost", batches, metrics)
 
 
 def find_task(trial: str | None, batches: int, arguments: Sequence[str]) -> None:
     """Find the loss scale of the trial of this task; `arguments` are those of the command."""
     info = task_info()
-    experiment = task_experiment(info, trial)
+    experiment = _experiment(info, trial)
     start_ranks(info, "find", *arguments)
     with _opened(info, experiment) as opened:
         answer = opened.find(batches)
@@ -132,20 +99,15 @@ def task_without_trial() -> Iterator[tuple[dict[str, Any], core.Context]]:
     """
     info = task_info()
     if _has_several_slots(info):
-        with failure_noted(info):
-            raise UserError(
-                "resources.slots_per_trial: got more than one slot; allowed: 1 for compare and "
-                "check, whose runs are single processes"
-            )
+        raise UserError(
+            "resources.slots_per_trial: got more than one slot; allowed: 1 for compare and check, "
+            "whose runs are single processes"
+        )
     config = {**task_configuration(info), "hyperparameters": constants(info.trial.hparams)}
     # It warns that it writes by torch, as it does in every task without TensorFlow.
     logging.getLogger("determined.tensorboard").setLevel(logging.ERROR)
-    with core.init() as core_context:
-        try:
-            yield config, core_context
-        except UserError as error:
-            show_failure(core_context.train, str(error))
-            raise
+    with core.init(distributed=core.DummyDistributedContext()) as core_context:
+        yield config, core_context
 
 
 def leave_answer(
@@ -175,22 +137,36 @@ def start_ranks(info: det.ClusterInfo, *command: str) -> None:
     os.execv(sys.executable, [*launcher, *rank])  # noqa: S606
 
 
+def task_info() -> det.ClusterInfo:
+    """Determined's information on the trial that this task runs."""
+    info = det.get_cluster_info()
+    assert info is not None  # `is_task` has checked it
+    return info
+
+
+def _experiment(info: det.ClusterInfo, trial: str | None) -> Experiment:
+    """The experiment of a trial on a cluster, with the hyperparameters that were sampled for it."""
+    hparams = info.trial.hparams
+    return parse(task_configuration(info), "experiment", trial=trial, hyperparameters=hparams)
+
+
 @contextmanager
 def _context(experiment: Experiment) -> Iterator[pytorch.PyTorchTrialContext]:
-    """Determined's context of a task; if the trial no longer trains, it reports why.
+    """Determined's context of a task.
 
-    The reason goes to the overview and the metadata of the run. That of an `InvalidHP`, which
-    Determined drops, is also the last line of its log.
+    Determined drops the reason of an `InvalidHP`. It goes to the overview and the metadata of the
+    run, and is the last line of its log.
     """
     logging.basicConfig(level=logging.INFO, format=det.LOG_FORMAT)
     hparams, frequency = dict(experiment.hyperparameters), experiment.aggregation_frequency
     try:
         with pytorch.init(hparams=hparams, aggregation_frequency=frequency) as context:
-            average_by_default(context, experiment.plan.average_aggregated_gradients)
+            averages = experiment.platform.optimizations.average_aggregated_gradients
+            average_by_default(context, averages)
             try:
-                with translating_exits(), limits_of_16_bits():
+                with faults_of_the_trial():
                     yield context
-            except (det.InvalidHP, UserError) as error:
+            except det.InvalidHP as error:
                 if context.distributed.rank == 0:
                     show_failure(train_context(context), str(error))
                 raise

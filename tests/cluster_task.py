@@ -15,7 +15,7 @@ from determined import core, pytorch
 from determined.common import storage
 
 from determined_amp.local.open_trial import throwaway_core_context
-from determined_amp.trial import determined_private
+from determined_amp.trial import determined_private, notes
 
 
 class TaskMaster(core.TrainContext):
@@ -92,6 +92,7 @@ def start_task(
     hparams: Mapping[str, Any],
     *,
     seed: int = 1,
+    slots: int = 1,
 ) -> TaskMaster:
     """Let this process be the task of a trial.
 
@@ -101,6 +102,7 @@ def start_task(
         config: The experiment configuration.
         hparams: The hyperparameters that were sampled for the trial.
         seed: The trial's seed, which the platform drew.
+        slots: Number of its slots, all on one machine.
     """
     trial = SimpleNamespace(
         _config=config, _steps_completed=0, _debug=False, hparams=hparams, trial_seed=seed
@@ -109,13 +111,15 @@ def start_task(
         task_type="TRIAL",
         latest_checkpoint=None,
         trial=trial,
-        slot_ids=[0],
+        slot_ids=[*range(slots)],
         container_addrs=["localhost"],
     )
     master = TaskMaster(folder)
 
     @contextmanager
-    def connected() -> Iterator[core.Context]:
+    def connected(distributed: object = None) -> Iterator[core.Context]:
+        if len(info.slot_ids) > 1 and distributed is None:  # as `core.init` does
+            raise ValueError("you must provide a valid DistributedContext for a multi-slot task")
         with throwaway_core_context() as core_context:
             core_context.train = master
             core_context.checkpoint = core.DummyCheckpointContext(
@@ -143,6 +147,7 @@ def start_task(
             )
 
     monkeypatch.setenv("DET_TASK_TYPE", "TRIAL")
+    monkeypatch.setattr(notes, "train_context_of_task", lambda of_this: master)
     monkeypatch.setattr(det, "get_cluster_info", lambda: info)
     monkeypatch.setattr(pytorch, "init", init)
     monkeypatch.setattr(core, "init", connected)

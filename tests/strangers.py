@@ -168,24 +168,6 @@ class BecomesNaN(Stranger):
         return super().train_batch(batch, epoch_idx, batch_idx)
 
 
-class WithSecond(Stranger):
-    """The second parameter is what the first caller passed, whatever it is called."""
-
-    def __init__(self, context: pytorch.PyTorchTrialContext, options: dict[str, Any], /) -> None:
-        super().__init__(context)
-        self.given = options
-
-
-class WithConfig(Stranger):
-    """The whole experiment configuration, by name."""
-
-    def __init__(
-        self, context: pytorch.PyTorchTrialContext, hparams: Any, *, exp_conf: dict[str, Any]
-    ) -> None:
-        super().__init__(context)
-        self.given = (hparams, exp_conf)
-
-
 class WithDefaults(Stranger):
     """Needs nothing but the context."""
 
@@ -198,7 +180,7 @@ class WithDefaults(Stranger):
         **named: Any,
     ) -> None:
         super().__init__(context)
-        self.given = (hparams, others, verbose, named)
+        assert (hparams, others, verbose, named) == (None, (), False, {})
 
 
 class WithTokenizer(Stranger):

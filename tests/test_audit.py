@@ -21,7 +21,7 @@ from determined_amp.amp import precision_audit as module
 from determined_amp.amp.precision_audit import Audit, AuditError, ProductCount
 from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.amp.settings import Precision
-from determined_amp.cli import audit as command
+from determined_amp.cli import audit_batch as command
 from determined_amp.experiment import experiment
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.open_trial import audit_here
@@ -44,7 +44,9 @@ def options(config: str, *overrides: str) -> list[str]:
 
 def audit_of(config: str) -> Audit:
     path, *changes = options(config)
-    audit, asked = audit_here(with_overrides(experiment.read_yaml(path), changes[1::2]), path)
+    audit, asked = audit_here(
+        experiment.read_experiment(with_overrides(experiment.read_yaml(path), changes[1::2]), path)
+    )
     assert asked is audit.precision
     return audit
 
@@ -139,7 +141,8 @@ class TestProductCount:
         audits = []
         for trial in ("Recurrent", "WithMuon"):
             config = {"hyperparameters": {"global_batch_size": 4}}
-            audit, _ = audit_here(config, "config.yaml", f"tests.strangers:{trial}")
+            name = f"tests.strangers:{trial}"
+            audit, _ = audit_here(experiment.read_experiment(config, "config.yaml", trial=name))
             audits.append(audit.flops)
         assert audits[0] == audits[1]
 

@@ -16,6 +16,7 @@ from PIL import Image
 from torchvision import datasets
 from torchvision.transforms import v2
 
+from determined_amp.amp.errors import Problem
 from determined_amp.experiment.fields import read
 from trials.data.augment import crop_and_flip, uniform_numbers
 from trials.data.images import DatasetName, DataSettings, TensorImages, load
@@ -265,7 +266,7 @@ def test_downloads_of_one_node_wait_for_each_other(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_settings_contradict_each_other_at_one_key(raw: dict[str, object], key: str | None) -> None:
-    problems: list[str] = []
+    problems: list[Problem] = []
     read(DataSettings, raw, "data", problems)
     assert [problem.partition(":")[0] for problem in problems] == ([f"data.{key}"] if key else [])
 

@@ -101,8 +101,9 @@ def test_initial_validation_and_averaging_belong_to_both_forms() -> None:
         "perform_initial_validation": True,
         "optimizations.average_aggregated_gradients": False,
     }
-    plan = experiment.parse(changed(values), "test").plan
-    assert (plan.initial_validation, plan.average_aggregated_gradients) == (True, False)
+    platform = experiment.parse(changed(values), "test").platform
+    assert platform.perform_initial_validation
+    assert not platform.optimizations.average_aggregated_gradients
 
 
 @pytest.mark.parametrize(
@@ -112,12 +113,6 @@ def test_initial_validation_and_averaging_belong_to_both_forms() -> None:
             {"hp.global_batch_size": 63, "resources.slots_per_trial": 2},
             "hp.global_batch_size: got 63, which does not divide among 2 slots; "
             "allowed: a multiple of 2",
-        ),
-        ({"searcher.metric": ...}, "searcher.metric: missing; "),
-        ({"searcher.smaller_is_better": ...}, "searcher.smaller_is_better: missing; "),
-        (
-            {"reproducibility": ...},
-            "reproducibility.experiment_seed: missing; allowed: an integer >= 0",
         ),
         (
             {"data.workers": 10**6},
@@ -192,7 +187,7 @@ def test_mistake_is_the_one_problem_reported(
     [
         {"hp.amp.audit": 3, "hp.global_batch_size": 0, "scheduling_unit": 5, "searcher": 1},
         # Those that only the trial's own classes know.
-        {"hp.warmup_steps": -1, "data.classes": 1, "searcher.metric": ...},
+        {"hp.warmup_steps": -1, "data.classes": 1},
     ],
 )
 def test_mistakes_of_all_sections_are_reported_together(wrong: dict[str, object]) -> None:
@@ -231,8 +226,6 @@ def test_precision_of_the_command_line_may_be_in_quotes_as_in_the_yaml() -> None
 def test_length_as_a_text_replaces_the_unit(text: str, length: Length) -> None:
     result = experiment.parse(changed({"hp.training.max_length": text}), "test")
     assert result.training.max_length == length
-    again = experiment.parse(result.resolved(), "resolved")
-    assert again.training == result.training
 
 
 def test_experiment_of_dets_option_test_trains_one_batch() -> None:

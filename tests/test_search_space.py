@@ -8,11 +8,12 @@ from typing import Any
 import optuna
 import pytest
 
+from determined_amp.amp.errors import Problem
 from determined_amp.search.space import read_space
 
 
 def space(hyperparameters: Any) -> Any:
-    problems: list[str] = []
+    problems: list[Problem] = []
     result = read_space(hyperparameters, problems)
     assert problems == []
     return result

@@ -50,7 +50,7 @@ def test_two_ranges_make_a_comparison_of_any_experiment() -> None:
     assert trial.training.validation_period == Length(batches=4)
     assert trial.training.reporting_period == Length(batches=2)
     assert trial.aggregation_frequency == 2
-    assert not trial.plan.average_aggregated_gradients
+    assert not trial.platform.optimizations.average_aggregated_gradients
     assert trial.seed == 3
 
 

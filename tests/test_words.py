@@ -15,7 +15,7 @@ import yaml
 from determined_amp import AmpLoop
 from determined_amp import __main__ as door
 from determined_amp.amp.errors import ConfigError, UserError
-from determined_amp.experiment.errors import faults_of_the_trial
+from determined_amp.experiment.failures import faults_of_the_trial
 from determined_amp.experiment.yaml_text import load_yaml
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.harness import Context
@@ -41,19 +41,18 @@ class Wide(Stranger):
         )
 
 
-@pytest.mark.parametrize(
-    "words", ["ran out of memory of tokens", "expected torch.float16 weights", "negative dimension"]
-)
-def test_error_that_the_trial_raises_itself_keeps_its_words(words: str) -> None:
+def test_error_that_the_trial_raises_itself_keeps_its_words() -> None:
+    words = "expected torch.float16 weights"
     with pytest.raises(RuntimeError, match=words) as caught, faults_of_the_trial():
         raise RuntimeError(words)
     assert not isinstance(caught.value, UserError)
 
 
-def test_memory_that_torch_does_not_get_is_said_so() -> None:
+def test_error_of_torch_in_16_bits_says_what_to_write() -> None:
     """The control."""
-    with pytest.raises(UserError, match=r"^not enough memory: "), faults_of_the_trial():
-        torch.empty(2**60)
+    half = torch.ones(1, dtype=torch.float16)
+    with pytest.raises(UserError, match=r"one dtype for both"), faults_of_the_trial():
+        torch.mm(half[None], torch.ones(1, 1))
 
 
 @pytest.mark.parametrize("settings", [{"precision": "amp_fp16"}, "amp_fp16", None])

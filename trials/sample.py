@@ -28,7 +28,6 @@ from torchvision.utils import make_grid
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.cli.options import at_least
 from determined_amp.experiment import experiment
-from determined_amp.experiment.errors import limits_of_the_machine
 from determined_amp.local.checkpoint_storage import complete_checkpoints, read_metadata
 from determined_amp.trial.checkpoint import CheckpointError, check_bytes
 from trials.data.clips import ClipDataset
@@ -53,8 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_out(Path(options.out), config.data.channels)
         labels = _labels(config, options.labels, options.clips)
         choices = {name: getattr(options, name) for name in ("steps", "guidance", "seed")}
-        with limits_of_the_machine():
-            clips = sample(denoiser, config, labels, **choices)
+        clips = sample(denoiser, config, labels, **choices)
         written = write(clips, Path(options.out))
     except UserError as error:
         print(error, file=sys.stderr)

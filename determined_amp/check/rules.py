@@ -22,7 +22,7 @@ from determined_amp.check.ruling import (
     rule,
     share_of,
 )
-from determined_amp.experiment.errors import name_in_16_bits
+from determined_amp.experiment.failures import name_in_16_bits
 
 # A schedule that moves in this share of the steps moves by steps, not by epochs.
 _BY_STEPS = 0.75

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from determined_amp.amp.errors import UserError
 from determined_amp.check.finding import CheckFindings
+from determined_amp.experiment.failures import is_task
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,11 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     if paths and paths[0].endswith(".py"):
         return _check_script(arguments)
     # Imported here: a script needs nothing of it, nor what it imports.
-    from determined_amp.cli.options import (  # noqa: PLC0415
-        checked_configuration,
-        is_task,
-        parser_of,
-    )
+    from determined_amp.cli.options import experiment_of, parser_of  # noqa: PLC0415
     from determined_amp.cli.search import start_server  # noqa: PLC0415
 
     parser = parser_of("check", "Say what is wrong with the AMP of a trial.", precision=False)
@@ -47,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
 
         check_task(options.trial, as_json=options.json)
         return 0
-    config = checked_configuration(options)
+    experiment = experiment_of(options)
     start_server("determined_amp.check.doctor")
     # Imported after the server starts: both spend seconds importing torch, at the same time.
     from determined_amp.check.doctor import RUNS, examine  # noqa: PLC0415
@@ -57,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
         f"at most {RUNS} short runs of the trial, each in a fresh process: most take less than a "
         f"minute, none more than {PATIENCE / 60:.0f} minutes"
     )
-    return _answer(examine(config, options.config, options.trial, _say), as_json=options.json)
+    return _answer(examine(experiment.config, experiment.source, None, _say), as_json=options.json)
 
 
 def _say(text: str) -> None:

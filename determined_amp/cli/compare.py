@@ -14,19 +14,13 @@ It writes `runs/compare-NAME/TIME/`, a search folder with the page `precision.md
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from determined_amp.amp.errors import ConfigError, Problem
-from determined_amp.cli.options import (
-    INTERRUPTED,
-    at_least,
-    checked_configuration,
-    is_task,
-    parser_of,
-)
+from determined_amp.cli.options import INTERRUPTED, at_least, experiment_of, parser_of
 from determined_amp.cli.search import start_server
-from determined_amp.experiment.dotted import value_at
+from determined_amp.experiment.failures import is_task
 
 _BATCH_SIZE = "hyperparameters.global_batch_size"
 
@@ -34,10 +28,11 @@ _BATCH_SIZE = "hyperparameters.global_batch_size"
 def main(arguments: Sequence[str]) -> int:
     """Compare the precisions of a trial, until there is an answer or a signal stops it."""
     options = _options(arguments)
-    config: dict[str, Any] = {}
+    config: Mapping[str, Any] = {}
     if not is_task():
-        config = checked_configuration(options)
-        if value_at(config, _BATCH_SIZE) is None:
+        experiment = experiment_of(options)
+        config = experiment.config
+        if experiment.global_batch_size is None:
             text = (
                 "missing; allowed: the number of samples in a batch, which turns a speed into the "
                 f"time of a batch, for instance by --config {_BATCH_SIZE}=32"

@@ -10,20 +10,17 @@ It can be the entrypoint of an experiment on a cluster, with the options `--tria
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from determined_amp.amp.errors import ConfigError, UserError
-from determined_amp.cli.options import add_batches_option, checked_configuration, is_task, parser_of
+from determined_amp.amp.errors import ConfigError, Problem, UserError
+from determined_amp.cli.options import add_batches_option, experiment_of, parser_of
+from determined_amp.experiment.failures import is_task
 from determined_amp.experiment.files import write_together, write_whole
 
 if TYPE_CHECKING:
     from determined_amp.finder.found_scale import FoundScale
-
-# The first bytes of the files that the command writes.
-_JSON, _PNG = b'{\n "run": {', b"\x89PNG"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,14 +31,16 @@ def main(arguments: Sequence[str]) -> int:
 
         find_task(options.trial, options.batches, arguments)
         return 0
-    _check_targets(options)
-    config = checked_configuration(options)
+    targets = {"--json": (options.json, ".json"), "--plot": (options.plot, ".png")}
+    problems = [p for name, target in targets.items() for p in _problems(name, *target)]
+    if problems:
+        raise ConfigError("command line", problems)
+    experiment = experiment_of(options)
     # This imports torch, which takes seconds.
     from determined_amp.local.open_trial import open_trial  # noqa: PLC0415
 
-    with open_trial(config, options.config, options.trial, options.checkpoint) as opened:
-        name = str(config.get("name", options.config))
-        answer = opened.find(options.batches, name=name)
+    with open_trial(experiment, options.checkpoint) as opened:
+        answer = opened.find(options.batches)
     print(answer)
     _save(answer, options)
     return 0
@@ -62,32 +61,14 @@ def _save(answer: FoundScale, options: argparse.Namespace) -> None:
         raise UserError(f"the answer cannot be written: {error}; allowed: another file") from error
 
 
-def _check_targets(options: argparse.Namespace) -> None:
-    """Raise for a wrong option before the work starts."""
-    problems = [
-        problem
-        for target, begins in ((options.json, _JSON), (options.plot, _PNG))
-        if target is not None and (problem := _problem(target, begins)) is not None
-    ]
-    if options.json is not None and options.json == options.plot:
-        problems.append(f"got {options.plot} for --json and for --plot; allowed: two files")
-    if options.plot is not None and options.plot.suffix != ".png":
-        problems.append(f"--plot: got {options.plot}; allowed: a name in .png")
-    if problems:
-        raise ConfigError("command line", problems)
-
-
-def _problem(target: Path, begins: bytes) -> str | None:
+def _problems(option: str, target: Path | None, suffix: str) -> Iterator[Problem]:
+    """What is wrong with the name of a file, before the work starts."""
+    if target is None:
+        return
     if not target.parent.is_dir():
-        return f"got {target}, whose folder does not exist"
-    if target.is_dir():
-        return f"got {target}, which is a folder; allowed: a file"
-    if not target.is_file():  # a device or a pipe has no content to lose
-        return None
-    with suppress(OSError), target.open("rb") as file:
-        if file.read(len(begins)) == begins:  # an earlier answer
-            return None
-    return f"got {target}, which is there and no answer of this command; allowed: another file"
+        yield Problem(option, f"got {target}, whose folder does not exist; allowed: one that does")
+    if target.suffix != suffix:  # so that no file of another kind is replaced
+        yield Problem(option, f"got {target}; allowed: a name in {suffix}")
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

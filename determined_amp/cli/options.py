@@ -6,22 +6,17 @@ Nothing here imports torch: a mistake in an option or in a YAML is named at once
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from typing import Any
 
 from determined_amp.amp.settings import Precision
-from determined_amp.experiment.experiment import check, read_yaml
+from determined_amp.experiment.experiment import Experiment, read_experiment, read_yaml
+from determined_amp.experiment.failures import is_task
 from determined_amp.experiment.overrides import in_precision, with_overrides
 from determined_amp.search.task import BATCHES, MOST_BATCHES
 
 # The exit status of a command that a signal has stopped, so that `a && b` stops, too.
 INTERRUPTED = 130
-
-
-def is_task() -> bool:
-    """Whether this process is the task of a trial on a cluster, which has its configuration."""
-    return os.environ.get("DET_TASK_TYPE") == "TRIAL"
 
 
 def parser_of(
@@ -71,15 +66,13 @@ def configuration_of(options: argparse.Namespace) -> dict[str, Any]:
     return in_precision(config, getattr(options, "precision", None))
 
 
-def checked_configuration(options: argparse.Namespace) -> dict[str, Any]:
-    """The configuration that the options lead to, checked as far as it goes without the trial.
+def experiment_of(options: argparse.Namespace) -> Experiment:
+    """The experiment that the options lead to, checked as far as it goes without the trial.
 
     Raises:
         ConfigError: naming every mistake.
     """
-    config = configuration_of(options)
-    check(config, options.config, trial=options.trial)
-    return config
+    return read_experiment(configuration_of(options), options.config, trial=options.trial)
 
 
 def add_override_option(parser: argparse.ArgumentParser) -> None:

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from determined_amp.amp.errors import ConfigError, Problem
-from determined_amp.cli.options import INTERRUPTED, configuration_of, is_task, parser_of
-from determined_amp.experiment.dotted import value_at
-from determined_amp.experiment.experiment import check, parse, ranges
+from determined_amp.amp.errors import ConfigError
+from determined_amp.cli.options import INTERRUPTED, experiment_of, parser_of
+from determined_amp.experiment.experiment import Experiment
+from determined_amp.experiment.failures import is_task
 
 if TYPE_CHECKING:
     from determined_amp.runs.folder import RunFolder
-
-_SEARCHES = ("random", "grid", "adaptive_asha", "async_halving")
-_METHODS = ("single", *_SEARCHES, "custom")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -35,13 +32,10 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     options = _options(arguments)
     options.config = options.config or os.path.join(options.resume, "config.yaml")
-    config = configuration_of(options)
-    _refuse_search(config, options.config)
-    check(config, options.config, trial=options.trial)
-    return _train_here(options, config)
+    return _train_here(options, experiment_of(options))
 
 
-def _train_here(options: argparse.Namespace, raw: Mapping[str, Any]) -> int:
+def _train_here(options: argparse.Namespace, experiment: Experiment) -> int:
     # These import torch, which takes seconds.
     from determined_amp.local.checkpoint_storage import (  # noqa: PLC0415
         Resume,
@@ -50,12 +44,12 @@ def _train_here(options: argparse.Namespace, raw: Mapping[str, Any]) -> int:
     from determined_amp.local.trainer import train  # noqa: PLC0415
     from determined_amp.runs.folder import RunFolder, fresh_folder  # noqa: PLC0415
 
-    config = parse(raw, options.config, trial=options.trial)
+    experiment = experiment.with_trial()
     resume = Resume.latest(Path(options.resume)) if options.resume else None
     given = options.resume or options.run_folder
 
     def choose_folder() -> RunFolder:
-        folder = RunFolder(Path(given) if given else fresh_folder(Path("runs"), config.name))
+        folder = RunFolder(Path(given) if given else fresh_folder(Path("runs"), experiment.name))
         held.enter_context(folder.locked())
         problem = None
         if resume is None and folder.foreign:
@@ -70,27 +64,8 @@ def _train_here(options: argparse.Namespace, raw: Mapping[str, Any]) -> int:
         return folder
 
     with ExitStack() as held:
-        stopped = train(config, choose_folder, resume)
+        stopped = train(experiment, choose_folder, resume)
     return INTERRUPTED if stopped else 0
-
-
-def _refuse_search(config: Mapping[str, Any], source: str) -> None:
-    """Raise if this configures a search, or names an unknown search method."""
-    method = value_at(config, "searcher.name")
-    if method is not None and method not in _METHODS:
-        text = f"got {method!r}; allowed: {', '.join(_METHODS)}"
-        raise ConfigError(source, [Problem("searcher.name", text)])
-    hyperparameters = config.get("hyperparameters")
-    if method not in _SEARCHES or not isinstance(hyperparameters, Mapping):
-        return
-    # A trial of a search has one value per hyperparameter, and can be trained.
-    if any(ranges(hyperparameters)):
-        text = (
-            f"got {method}, and there are ranges to search; allowed: python -m determined_amp "
-            f"search {source}; or searcher.name: single and one value for every "
-            "hyperparameter"
-        )
-        raise ConfigError(source, [Problem("searcher.name", text)])
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -1,4 +1,8 @@
-"""Parses any trial's experiment YAML, in either form, into a typed object; names every mistake.
+"""Reads any trial's experiment YAML, in either form, into a typed object; names every mistake.
+
+The way of a configuration: `read_yaml` reads it. `read_experiment` translates Determined's form
+into ours, and checks all that needs neither the trial nor torch, which takes seconds to import.
+`Experiment.with_trial` imports the trial, and checks what only its classes know.
 
 Determined 0.38.1 reads some keys only for its legacy entrypoints. They have no effect for a script
 that calls `pytorch.Trainer`, as ours does. So our form of a YAML has these settings under
@@ -8,16 +12,12 @@ that calls `pytorch.Trainer`, as ours does. So our form of a YAML has these sett
 A trial class may have attributes `Hparams` and `Data`, frozen dataclasses of `setting`s. With them,
 the sections `hyperparameters` and `data` are checked strictly before anything starts. Without them,
 the sections may hold anything.
-
-All that needs no trial is checked first, so that a mistake is named at once: the trial imports
-torch, which takes seconds.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import enum
 import importlib.util
 import math
@@ -25,7 +25,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from determined_amp.amp.errors import ConfigError, Problem
 from determined_amp.amp.settings import AmpSettings, setting
@@ -34,17 +34,14 @@ from determined_amp.experiment.entrypoint import is_class, trial_in
 from determined_amp.experiment.fields import is_settings_class, plain, read
 from determined_amp.experiment.misplaced import misplaced, of_the_trial
 from determined_amp.experiment.training import (
-    DETERMINEDS_KEYS,
-    ONE_BATCH,
     Length,
-    Plan,
     TrainingSettings,
     for_test,
     has_our_form,
     in_our_form,
-    is_test,
-    keys_without_effect,
-    read_plan,
+    in_their_words,
+    key_of,
+    mistakes_of_our_form,
 )
 from determined_amp.experiment.yaml_text import load_yaml, read_text
 
@@ -53,13 +50,18 @@ if TYPE_CHECKING:
 
     from determined_amp.experiment.factory import Factory
 
+T = TypeVar("T")
+
 _NUMBERS = ("int", "double", "log")
 _RANGES = (*_NUMBERS, "categorical")
 
-_SCALE = "amp.init_scale"
-
 # The precision of a run without an `amp` section.
 NO_AMP_SECTION = "no amp section: the trial's own precision, as it is; no guard, no loss scale"
+
+_ONE_VALUE = (
+    "got a range to search; allowed: one value, for instance by --config {}=VALUE, or all of them "
+    "by python -m determined_amp search"
+)
 
 # The hyperparameter that sets the seed of a trial, in place of one that the platform draws.
 TRIAL_SEED = "trial_seed"
@@ -80,6 +82,8 @@ class Searcher:
     Without a metric there is no best checkpoint.
     """
 
+    READ_IN_PART = True
+
     metric: str | None = setting(None)
     smaller_is_better: bool = setting(True)
     name: str = setting("single")
@@ -89,12 +93,16 @@ class Searcher:
 class Reproducibility:
     """`experiment_seed` seeds a local run; a cluster derives the seed of each trial from it."""
 
+    READ_IN_PART = True
+
     experiment_seed: int = setting(0, at_least=0, at_most=2**32 - 1)
 
 
 @dataclass(frozen=True)
 class Resources:
     """`slots_per_trial` is the number of processes that the experiment requests on a cluster."""
+
+    READ_IN_PART = True
 
     slots_per_trial: int = setting(1, at_least=0)
 
@@ -103,12 +111,23 @@ class Resources:
 class Profiling:
     """`enabled` starts Determined's system profiler on a cluster."""
 
+    READ_IN_PART = True
+
     enabled: bool = setting(False)
 
 
 @dataclass(frozen=True)
+class Optimizations:
+    """Whether Determined averages the gradients over the batches of a step."""
+
+    READ_IN_PART = True
+
+    average_aggregated_gradients: bool = setting(True)
+
+
+@dataclass(frozen=True)
 class Platform:
-    """Determined's own sections of an experiment configuration, as far as we read them."""
+    """Determined's own keys of an experiment configuration, as far as we read them."""
 
     searcher: Searcher = setting(Searcher())
     reproducibility: Reproducibility = setting(Reproducibility())
@@ -116,44 +135,50 @@ class Platform:
     resources: Resources = setting(Resources())
     profiling: Profiling = setting(Profiling())
     checkpoint_policy: CheckpointPolicy = setting(CheckpointPolicy.BEST)
+    perform_initial_validation: bool = setting(False)
+    optimizations: Optimizations = setting(Optimizations())
 
 
-# Required in the YAML of a trial with `Hparams`: (name, allowed values).
-_REQUIRED = (
-    ("searcher.metric", "a string"),
-    ("searcher.smaller_is_better", "true or false"),
-    ("reproducibility.experiment_seed", "an integer >= 0"),
-)
+@dataclass(frozen=True)
+class CommonHyperparameters:
+    """The hyperparameters that mean the same in every trial."""
+
+    training: TrainingSettings = setting(TrainingSettings())
+    aggregation_frequency: int = setting(1, at_least=1)  # batches per optimizer step
+    # Number of samples in a batch, over all slots; None if the YAML has none.
+    global_batch_size: int | None = setting(None, at_least=1)
+    amp: AmpSettings | None = setting(None)
+    trial_seed: int | None = setting(None, at_least=0, at_most=2**32 - 1)
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """An experiment configuration, parsed."""
+    """An experiment configuration, read."""
 
-    # The configuration before parsing, with trial and seed filled in.
+    source: str  # where it comes from, for error messages
+    # The configuration with the values, trial and seed of this experiment: it needs no arguments.
     config: Mapping[str, Any] = dataclasses.field(repr=False)
     trial: str  # import path of the factory, `module:name`
-    # The trial class, or a function that makes the trial; None before it is imported.
-    factory: Factory | None = dataclasses.field(repr=False)
+    trial_key: str  # the key or the option that names it
     platform: Platform  # Determined's own sections
+    seed: int  # of a local run
     # The hyperparameters that the trial gets; `{type: const, val: x}` becomes x.
     hyperparameters: Mapping[str, Any] = dataclasses.field(repr=False)
-    plan: Plan  # how the trial is trained
+    training: TrainingSettings  # lengths and periods
+    aggregation_frequency: int  # batches per optimizer step
     amp: AmpSettings | None  # the `amp` section of the hyperparameters; None if there is none
     # Number of samples in a batch, over all slots; None if the YAML has none.
     global_batch_size: int | None
     # The `data` section: an instance of the trial's class `Data` if it has one, else a dict.
     data: Any
-    hparams: Any  # an instance of the trial's class `Hparams`; None if it has none
+    # An instance of the trial's class `Hparams`; None if it has none.
+    hparams: Any = None
+    # The trial class, or a function that makes the trial; None before it is imported.
+    factory: Factory | None = dataclasses.field(default=None, repr=False)
 
     @property
     def name(self) -> str:
         return self.platform.name
-
-    @property
-    def seed(self) -> int:
-        """Seed of a local run."""
-        return self.platform.reproducibility.experiment_seed
 
     @property
     def precision(self) -> str:
@@ -166,19 +191,9 @@ class Experiment:
         first = precision if precision == NO_AMP_SECTION else f"precision: {precision}"
         return f"{first} ({'; '.join(own)}: the trial's own)" if own else first
 
-    @property
-    def training(self) -> TrainingSettings:
-        return self.plan.training
-
     def key_of(self, name: str) -> str:
         """The key of the YAML that holds a setting of the training, such as `max_length`."""
-        if has_our_form(self.hyperparameters):
-            return f"hyperparameters.training.{name}"
-        return DETERMINEDS_KEYS[name]
-
-    @property
-    def aggregation_frequency(self) -> int:
-        return self.plan.aggregation_frequency
+        return key_of(name, ours=has_our_form(self.hyperparameters))
 
     @property
     def max_length(self) -> Length:
@@ -188,65 +203,69 @@ class Experiment:
             ConfigError: if the configuration has none.
         """
         if self.training.max_length is None:
-            raise ConfigError(
-                self.name,
-                [
-                    "has no length; allowed: hyperparameters.training.max_length: {batches: N}, or "
-                    "--config searcher.max_length.batches=N"
-                ],
+            text = (
+                "has no length; allowed: hyperparameters.training.max_length: {batches: N}, or "
+                "--config searcher.max_length.batches=N"
             )
+            raise ConfigError(self.name, [text])
         return self.training.max_length
 
     def resolved(self) -> dict[str, Any]:
-        """An equivalent configuration in our form, with every default filled in."""
-        if self.hparams is None:
-            own = {
-                **self.hyperparameters,
-                "training": plain(self.training),
-                "aggregation_frequency": self.aggregation_frequency,
-            }
-        else:
+        """All settings in our form, defaults included, as a run is recorded."""
+        own = {"trial": self.trial, "global_batch_size": None, **self.hyperparameters}
+        if self.hparams is not None:
             own = plain(self.hparams)
+        own["aggregation_frequency"] = self.aggregation_frequency
+        own["training"] = plain(self.training)
         if self.amp is not None:
             own["amp"] = plain(self.amp)
-        changes = {
+        return {
             **plain(self.platform),
-            "perform_initial_validation": self.plan.initial_validation,
-            "optimizations": {
-                "average_aggregated_gradients": self.plan.average_aggregated_gradients
-            },
+            "reproducibility": {"experiment_seed": self.seed},
             "data": plain(self.data),
+            "hyperparameters": own,
         }
-        return {**_merged(in_our_form(self.config), changes), "hyperparameters": own}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The whole configuration in our form, defaults included, by dotted name."""
-        resolved = self.resolved()
-        hyperparameters = {
-            "trial": resolved.get("entrypoint"),
-            "global_batch_size": None,
-            **resolved["hyperparameters"],
-            "aggregation_frequency": self.aggregation_frequency,
-            "training": plain(self.training),
-        }
-        sections = {"data": resolved["data"], "hyperparameters": hyperparameters}
-        return flat({**plain(self.platform), **sections})
+        """All settings in our form, defaults included, by dotted name."""
+        return flat(self.resolved())
+
+    def with_trial(self) -> Experiment:
+        """Import the trial, and check the sections that only it knows.
+
+        Raises:
+            ConfigError: naming every mistake.
+        """
+        from determined_amp.experiment.factory import load_factory  # noqa: PLC0415  # torch
+
+        if self.factory is not None:
+            return self
+        try:
+            factory = load_factory(self.trial)
+        except ValueError as error:
+            searched = _searched(self.trial, self.source)
+            text = f"{error}{searched}; allowed: module:Class of a PyTorchTrial"
+            raise ConfigError(self.source, [Problem(self.trial_key, text)]) from error
+        problems: list[Problem] = []
+        values, data, hparams = dict(self.hyperparameters), self.data, None
+        strict, data_class = _own_class(factory, "Hparams"), _own_class(factory, "Data")
+        if strict is not None:
+            values["trial"] = self.trial
+            hparams = read(strict, values, "hyperparameters", problems)
+        if data_class is not None:
+            data = read(data_class, data, "data", problems)
+        if problems:
+            raise ConfigError(self.source, problems)
+        changes = {"factory": factory, "hyperparameters": values, "hparams": hparams, "data": data}
+        return dataclasses.replace(self, **changes)
 
     def make(self, context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrial:
         """Make the trial in a context of this experiment."""
         from determined_amp.experiment.factory import make_trial  # noqa: PLC0415  # torch
 
-        assert self.factory is not None  # `parse` has imported it
+        assert self.factory is not None  # `with_trial` has imported it
         return make_trial(self.factory, context)
-
-
-def _merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with `changes`; a section in `changes` replaces only the keys it has."""
-    merged = copy.deepcopy(dict(config))
-    for key, value in changes.items():
-        merged[key] = {**(merged.get(key) or {}), **value} if isinstance(value, Mapping) else value
-    return merged
 
 
 def read_yaml(path: str) -> Mapping[str, Any]:
@@ -261,33 +280,7 @@ def read_yaml(path: str) -> Mapping[str, Any]:
     return config
 
 
-def parse(
-    config: Mapping[str, Any],
-    source: str,
-    *,
-    trial: str | None = None,
-    hyperparameters: Mapping[str, Any] | None = None,
-) -> Experiment:
-    """Check a whole configuration and convert it to typed settings.
-
-    Args:
-        config: The experiment configuration.
-        source: Where it comes from, for the error message.
-        trial: `module:Class` or `module:function`; by default the `--trial` of an entrypoint, else
-            `hyperparameters.trial`, else an entrypoint of that form.
-        hyperparameters: The hyperparameters that the searcher chose for this trial; by default
-            those of `config`. An initial loss scale that was drawn from a range is rounded to the
-            nearest power of two: scaling by one is exact.
-
-    Raises:
-        ConfigError: naming every mistake. Those that only the trial's own classes show are named
-            when there are no others.
-    """
-    experiment, key = _check(config, source, trial, hyperparameters)
-    return _with_trial(experiment, key, source)
-
-
-def check(
+def read_experiment(
     config: Mapping[str, Any],
     source: str,
     *,
@@ -296,107 +289,136 @@ def check(
 ) -> Experiment:
     """Check all of a configuration that can be checked without the trial, and without torch.
 
-    A command calls it before it imports torch, so that a mistake is named at once. `parse`, which
-    has the same arguments, checks the rest.
-
-    Returns:
-        The experiment, whose trial cannot be made.
+    Args:
+        config: The experiment configuration, in either form.
+        source: Where it comes from, for the error message.
+        trial: `module:Class` or `module:function`; by default the `--trial` of an entrypoint, else
+            `hyperparameters.trial`, else an entrypoint of that form.
+        hyperparameters: The hyperparameters that the searcher chose for this trial; by default
+            those of `config`. An initial loss scale that was drawn from a range is rounded to the
+            nearest power of two: scaling by one is exact.
 
     Raises:
         ConfigError: naming every mistake.
     """
-    return _check(config, source, trial, hyperparameters)[0]
+    problems: list[Problem] = []
+    values = _values(config, hyperparameters, problems)
+    path, key = ("", "") if problems else _named_trial(config, values, trial, problems)
+    platform = read_known(Platform, config, "", problems)
+    common = read_common(config, values, problems)
+    if platform is not None and common is not None:
+        slots = platform.resources.slots_per_trial
+        problems.extend(indivisible_batch(common.global_batch_size, slots))
+    elsewhere = misplaced(config, values)
+    named = {problem.key for problem in elsewhere}
+    elsewhere.extend(problem for problem in problems if problem.key not in named)
+    if elsewhere or platform is None or common is None:
+        raise ConfigError(source, elsewhere)
+    seed = common.trial_seed
+    if seed is None:
+        seed = platform.reproducibility.experiment_seed
+    values = {name: value for name, value in values.items() if name != TRIAL_SEED}
+    return Experiment(
+        source=source,
+        config=_recorded(config, values, path, seed),
+        trial=path,
+        trial_key=key,
+        platform=platform,
+        seed=seed,
+        hyperparameters=values,
+        training=common.training,
+        aggregation_frequency=common.aggregation_frequency,
+        amp=common.amp,
+        global_batch_size=common.global_batch_size,
+        data={} if config.get("data") is None else config["data"],
+    )
 
 
-def _check(
+def parse(
     config: Mapping[str, Any],
     source: str,
-    trial: str | None,
-    hyperparameters: Mapping[str, Any] | None,
-) -> tuple[Experiment, str]:
-    """The experiment as far as it is known without its trial, and the key that names the trial."""
-    problems: list[str] = []
-    config, values = _with_values(config, hyperparameters, problems)
-    named = None if problems else _named_trial(config, values, trial, problems)
-    platform = read(Platform, config, "", problems, strict=False)
-    known = _read_known(values, problems)
-    problems.extend(_misspelt(config))
-    if has_our_form(values):
-        problems.extend(keys_without_effect(config))
-    plan = None if known is None else read_plan(config, values, problems)
-    if platform is not None and known is not None:
-        slots = platform.resources.slots_per_trial
-        problems.extend(indivisible_batch(known.global_batch_size, slots))
-    elsewhere = misplaced(config, values)
-    named_before = {problem.key for problem in elsewhere}
-    problems = [*elsewhere, *(p for p in problems if getattr(p, "key", "") not in named_before)]
-    if problems or named is None or platform is None or known is None or plan is None:
-        raise ConfigError(source, problems)
-    path, key = named
-    experiment = Experiment(
-        config=config,
-        trial=path,
-        factory=None,
-        platform=platform,
-        hyperparameters=values,
-        plan=plan,
-        amp=known.amp,
-        global_batch_size=known.global_batch_size,
-        data={} if config.get("data") is None else config["data"],
-        hparams=None,
-    )
-    return experiment, key
+    *,
+    trial: str | None = None,
+    hyperparameters: Mapping[str, Any] | None = None,
+) -> Experiment:
+    """Read an experiment, and import its trial; the arguments are those of `read_experiment`.
+
+    Raises:
+        ConfigError: naming every mistake. Those that only the trial's own classes show are named
+            when there are no others.
+    """
+    found = read_experiment(config, source, trial=trial, hyperparameters=hyperparameters)
+    return found.with_trial()
 
 
-def _with_values(
-    config: Mapping[str, Any], chosen: Mapping[str, Any] | None, problems: list[str]
-) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Configuration and hyperparameters of one trial, which the searcher may have chosen."""
+def read_known(
+    cls: type[T], section: Mapping[str, Any], path: str, problems: list[Problem]
+) -> T | None:
+    """Read those keys of a section that a settings class has; None counts as no key."""
+    names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    known = {k: v for k, v in section.items() if k in names and v is not None}
+    return read(cls, known, path, problems)
+
+
+def read_common(
+    config: Mapping[str, Any], values: Mapping[str, Any], problems: list[Problem]
+) -> CommonHyperparameters | None:
+    """The hyperparameters that mean the same in every trial, from either form.
+
+    Args:
+        config: The experiment configuration.
+        values: The hyperparameters of the trial.
+        problems: The mistakes are appended, with the keys of the user's form.
+    """
+    ranged = [Problem(name, _ONE_VALUE.format(name)) for name in ranges(values)]
+    problems.extend(ranged)
+    ours, found = has_our_form(values), list[Problem]()
+    translated = dict(values) if ours else in_our_form(config, values)
+    if not isinstance(values.get("amp"), Mapping):  # the trial's own
+        translated["amp"] = None
+    common = None
+    if not ranged:
+        common = read_known(CommonHyperparameters, translated, "hyperparameters", found)
+    problems.extend(found if ours else map(in_their_words, found))
+    if ours:
+        problems.extend(mistakes_of_our_form(config, values))
+    return common
+
+
+def _values(
+    config: Mapping[str, Any], chosen: Mapping[str, Any] | None, problems: list[Problem]
+) -> Mapping[str, Any]:
+    """The hyperparameters of one trial, which the searcher may have chosen."""
     values = config.get("hyperparameters", {}) if chosen is None else chosen
     if not isinstance(values, Mapping):
         text = f"got {values!r}; allowed: a mapping of keys to values"
         problems.append(Problem("hyperparameters", text))
-        values = {}
-    if has_our_form(values) and is_test(config):
-        config, values = for_test(config), {**values, "training": ONE_BATCH}
-    values = constants(values)
-    if chosen is not None:
-        values = with_power_of_two(values, config)
-        config = {**config, "hyperparameters": values}
-    return _with_trial_seed(config, values, problems)
+        return {}
+    values = constants(for_test(config, values))
+    return values if chosen is None else with_power_of_two(values, config)
+
+
+def _recorded(
+    config: Mapping[str, Any], values: Mapping[str, Any], trial: str, seed: int
+) -> dict[str, Any]:
+    """The configuration with hyperparameters, trial and seed."""
+    reproducibility = {**(config.get("reproducibility") or {}), "experiment_seed": seed}
+    recorded = {**config, "hyperparameters": values, "reproducibility": reproducibility}
+    if isinstance(values.get("trial"), str):
+        recorded["hyperparameters"] = {**values, "trial": trial}
+    else:
+        recorded["entrypoint"] = trial
+    return recorded
 
 
 def with_power_of_two(values: Mapping[str, Any], search: Mapping[str, Any]) -> Mapping[str, Any]:
     """The hyperparameters with `amp.init_scale` rounded, if `search` has a range for it."""
-    space, scale = value_at(search, f"hyperparameters.{_SCALE}"), value_at(values, _SCALE)
+    space = value_at(search, "hyperparameters.amp.init_scale")
+    scale = value_at(values, "amp.init_scale")
     is_range = isinstance(space, Mapping) and space.get("type") in _NUMBERS
     if not is_range or not isinstance(scale, (int, float)) or scale <= 0:
         return values
     return {**values, "amp": {**values["amp"], "init_scale": 2.0 ** round(math.log2(scale))}}
-
-
-def _with_trial_seed(
-    config: Mapping[str, Any], values: Mapping[str, Any], problems: list[str]
-) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Configuration and hyperparameters with `trial_seed` moved to the seed of the experiment.
-
-    The platform draws a seed for each trial of a search. This hyperparameter sets it instead, so
-    that trials can share one. The trial itself does not get it.
-    """
-    if TRIAL_SEED not in values:
-        return config, values
-    others = {key: value for key, value in values.items() if key != TRIAL_SEED}
-    seed = values[TRIAL_SEED]
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
-        text = f"got {seed!r}; allowed: an integer >= 0 and below 2^32"
-        problems.append(Problem(f"hyperparameters.{TRIAL_SEED}", text))
-        return config, others
-    given = config.get("reproducibility") or {}
-    if not isinstance(given, Mapping):  # which is a mistake of its own
-        return config, others
-    reproducibility = {**given, "experiment_seed": seed}
-    changed = {**config, "hyperparameters": others, "reproducibility": reproducibility}
-    return changed, others
 
 
 def constants(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -436,9 +458,9 @@ def _named_trial(
     config: Mapping[str, Any],
     hyperparameters: Mapping[str, Any],
     option: str | None,
-    problems: list[str],
-) -> tuple[str, str] | None:
-    """The import path of the trial, and the key that has it."""
+    problems: list[Problem],
+) -> tuple[str, str]:
+    """The import path of the trial, and the key that has it; empty after appending a problem."""
     entrypoint, name = config.get("entrypoint"), hyperparameters.get("trial")
     if option is not None:
         return option, "--trial"
@@ -453,86 +475,7 @@ def _named_trial(
         "PyTorchTrial there, as the entrypoint, or as --trial module:Class"
     )
     problems.append(Problem("hyperparameters.trial", text))
-    return None
-
-
-def _misspelt(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """A problem for each key that looks like a misspelt one, in the sections that we read in part.
-
-    Such a key would have no effect. Other unknown keys are allowed there.
-    """
-    read_in_part = vars(Platform()).items()
-    known = {k: frozenset(vars(v)) for k, v in read_in_part if dataclasses.is_dataclass(v)}
-    for name, keys in known.items():
-        section = config.get(name)
-        for key in section.keys() - keys if isinstance(section, Mapping) else ():
-            for near in difflib.get_close_matches(str(key), keys, n=1, cutoff=0.8):
-                yield Problem(f"{name}.{key}", f"unknown key; did you mean {near}?")
-
-
-@dataclass(frozen=True)
-class _Known:
-    """The hyperparameters that mean the same in every trial."""
-
-    global_batch_size: int | None = setting(None, at_least=1)
-    amp: AmpSettings | None = setting(None)
-
-
-def _read_known(hyperparameters: Mapping[str, Any], problems: list[str]) -> _Known | None:
-    before = len(problems)
-    for path in ranges(hyperparameters):
-        text = f"got a range to search; allowed: one value, for instance by --config {path}=VALUE"
-        problems.append(Problem(path, text))
-    if len(problems) > before:
-        return None
-    amp = hyperparameters.get("amp")
-    settings = None
-    if isinstance(amp, Mapping):  # any other `amp` is the trial's own
-        settings = read(AmpSettings, amp, "hyperparameters.amp", problems)
-    size = {"global_batch_size": hyperparameters.get("global_batch_size")}
-    known = read(_Known, size, "hyperparameters", problems, strict=False)
-    return None if known is None else dataclasses.replace(known, amp=settings)
-
-
-def _with_trial(experiment: Experiment, key: str, source: str) -> Experiment:
-    """Import the trial, and check the sections that only it knows."""
-    from determined_amp.experiment.factory import load_factory  # noqa: PLC0415  # torch
-
-    try:
-        factory = load_factory(experiment.trial)
-    except ValueError as error:
-        text = (
-            f"{error}{_searched(experiment.trial, source)}; allowed: module:Class of a PyTorchTrial"
-        )
-        raise ConfigError(source, [Problem(key, text)]) from error
-    problems: list[str] = []
-    values, data, hparams = dict(experiment.hyperparameters), experiment.data, None
-    strict, data_class = _own_class(factory, "Hparams"), _own_class(factory, "Data")
-    if strict is not None or isinstance(values.get("trial"), str):
-        values["trial"] = experiment.trial
-    if strict is not None:
-        hparams = read(strict, values, "hyperparameters", problems)
-        for name, allowed in _REQUIRED:
-            if value_at(experiment.config, name) is None:
-                problems.append(Problem(name, f"missing; allowed: {allowed}"))
-    if data_class is not None:
-        data = read(data_class, data, "data", problems)
-    if problems:
-        raise ConfigError(source, problems)
-    # With its trial and its seed the configuration needs no further arguments.
-    changes: dict[str, Any] = {"reproducibility": {"experiment_seed": experiment.seed}}
-    if isinstance(values.get("trial"), str):
-        changes["hyperparameters"] = {"trial": experiment.trial}
-    else:
-        changes["entrypoint"] = experiment.trial
-    return dataclasses.replace(
-        experiment,
-        config=_merged(experiment.config, changes),
-        factory=factory,
-        hyperparameters=values,
-        data=data,
-        hparams=hparams,
-    )
+    return "", ""
 
 
 def _searched(trial: str, source: str) -> str:

@@ -16,13 +16,23 @@ import enum
 import math
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from determined_amp.amp.errors import ConfigError, Problem
 from determined_amp.amp.settings import BOUNDS, DECLARED
 
 T = TypeVar("T")
+
+# The types of a value, in words.
+_IN_WORDS = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    tuple: "a list of strings",
+}
+_MAPPING = "a mapping of keys to values"
 
 
 @typing.runtime_checkable
@@ -37,9 +47,7 @@ def is_settings_class(cls: object) -> bool:
     return all(DECLARED in field.metadata for field in dataclasses.fields(cls))
 
 
-def read(
-    cls: type[T], raw: object, path: str, problems: list[str], *, strict: bool = True
-) -> T | None:
+def read(cls: type[T], raw: object, path: str, problems: list[Problem]) -> T | None:
     """Build `cls` from the mapping `raw`, and append its mistakes to `problems`.
 
     Args:
@@ -47,12 +55,12 @@ def read(
             an `enum.Enum`, another settings class, a number or an enum, or one of these `| None`.
             It may define `contradictions(self, fields_set: frozenset[str])`, which yields pairs
             `(key, sentence)`, and `section_of(text: str)`, which returns the section that a text
-            stands for, or None.
+            stands for, or None. With `READ_IN_PART = True` it has some keys of a section of
+            Determined's. Then others are no mistakes unless they look like one of these, misspelt,
+            and null counts as no key.
         raw: The section, as read from YAML or JSON.
         path: Dotted name of the section, for messages; empty for the whole configuration.
         problems: The mistakes are appended.
-        strict: Whether an unknown key is a mistake. It is False for Determined's own sections,
-            which have more keys than we read; null then counts as no key.
 
     Returns:
         The settings, or None if the section has a mistake.
@@ -61,34 +69,31 @@ def read(
     if isinstance(raw, str) and section_of is not None:
         raw = section_of(raw) or raw
     if not isinstance(raw, Mapping):
-        problems.append(Problem(path, f"got {_shown(raw)}; allowed: a mapping of keys to values"))
+        problems.append(Problem(path, f"got {shown(raw)}; allowed: {_MAPPING}"))
         return None
-    if not strict:
-        raw = {key: value for key, value in raw.items() if value is not None}
     before = len(problems)
+    in_part = getattr(cls, "READ_IN_PART", False)
+    if in_part:
+        raw = {key: value for key, value in raw.items() if value is not None}
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    problems.extend(_unknown_keys(raw, path, fields, in_part=in_part))
     hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    for key in raw:
-        if strict and key not in fields:
-            text = f"unknown key; {_suggestion(str(key), fields)}"
-            problems.append(Problem(_join(path, key), text))
     values: dict[str, object] = {}
     for name, field in fields.items():
-        place, hint, given = _join(path, name), hints[name], raw.get(name)
-        if name not in raw:
-            if field.default is not dataclasses.MISSING:
-                continue
-            if not dataclasses.is_dataclass(hint):
-                problems.append(Problem(place, f"missing; allowed: {_allowed(hint, field)}"))
-                continue
-            given = {}  # to name the keys that are missing in this section
-        values[name] = _value(hint, given, place, field, problems, strict=strict)
+        place = _join(path, name)
+        if name in raw:
+            values[name] = _value(hints[name], raw[name], place, field, problems)
+        elif field.default is dataclasses.MISSING and dataclasses.is_dataclass(hints[name]):
+            read(hints[name], {}, place, problems)  # to name the keys that are missing
+        elif field.default is dataclasses.MISSING:
+            allowed = _allowed(hints[name], field)
+            problems.append(Problem(place, f"missing; allowed: {allowed}"))
     if len(problems) > before:
         return None
     make: Callable[..., T] = cls
     settings = make(**values)
-    fields_set = frozenset(name for name in fields if raw.get(name) is not None)
     if isinstance(settings, _CanContradict):
+        fields_set = frozenset(name for name in fields if raw.get(name) is not None)
         wrong = settings.contradictions(fields_set)
         problems.extend(Problem(_join(path, key), text) for key, text in wrong)
     return settings if len(problems) == before else None
@@ -100,7 +105,7 @@ def read_section(cls: type[T], raw: object, path: str) -> T:
     Raises:
         ConfigError: naming every mistake.
     """
-    problems: list[str] = []
+    problems: list[Problem] = []
     settings = read(cls, raw, path, problems)
     if settings is None:
         raise ConfigError("experiment configuration", problems)
@@ -108,17 +113,9 @@ def read_section(cls: type[T], raw: object, path: str) -> T:
 
 
 def plain(value: Any) -> Any:
-    """Settings as plain YAML types: the inverse of `read`.
-
-    Defaults that contradict other settings are left out, because `read` would refuse them.
-    """
+    """Settings as plain YAML types, defaults included."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        if isinstance(value, _CanContradict):
-            fields_set = frozenset(name for name, held in values.items() if held is not None)
-            for key, _ in value.contradictions(fields_set):
-                values.pop(key, None)
-        return {name: plain(held) for name, held in values.items()}
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Mapping):
@@ -126,30 +123,49 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+def shown(raw: object) -> str:
+    """A value in a message, shortened to 60 characters."""
+    text = repr(raw)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def did_you_mean(key: object, names: Iterable[str], cutoff: float) -> str | None:
+    """The problem with a key that looks like one of these names, misspelt; None if it does not."""
+    near = difflib.get_close_matches(str(key), list(names), n=1, cutoff=cutoff)
+    return f"unknown key; did you mean {near[0]}?" if near else None
+
+
+def _unknown_keys(
+    raw: Mapping[Any, object], path: str, names: Iterable[str], *, in_part: bool
+) -> Iterator[Problem]:
+    for key in raw:
+        if key in names:
+            continue
+        text = did_you_mean(key, names, 0.8 if in_part else 0.6)
+        if text is not None:
+            yield Problem(_join(path, key), text)
+        elif not in_part:
+            yield Problem(_join(path, key), f"unknown key; allowed: {', '.join(names)}")
+
+
 def _join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
 def _value(
-    hint: Any,
-    raw: object,
-    path: str,
-    field: dataclasses.Field[Any],
-    problems: list[str],
-    *,
-    strict: bool,
+    hint: Any, raw: object, path: str, field: dataclasses.Field[Any], problems: list[Problem]
 ) -> object:
     kinds, optional = _kinds(hint)
     if raw is None and optional:
         return None
     if dataclasses.is_dataclass(kinds[0]):
-        return read(typing.cast("type[object]", kinds[0]), raw, path, problems, strict=strict)
-    value = next((v for kind in kinds if (v := _converted(kind, raw)) is not None), None)
-    bounds = [] if isinstance(value, enum.Enum) else _bounds(field)
-    if value is None or not all(BOUNDS[name][1](value, bound) for name, bound in bounds):
-        allowed = f"{_allowed(hint, field)}{_hint_for(kinds[0], raw)}"
-        problems.append(Problem(path, f"got {_shown(raw)}; allowed: {allowed}"))
-    return value
+        return read(typing.cast("type[object]", kinds[0]), raw, path, problems)
+    for kind in kinds:
+        value = _converted(kind, raw)
+        if value is not None and (isinstance(value, enum.Enum) or _in_bounds(value, field)):
+            return value
+    problems.append(Problem(path, f"got {shown(raw)}; allowed: {_allowed(hint, field)}"))
+    return None
 
 
 def _converted(kind: Any, raw: object) -> object:
@@ -158,16 +174,14 @@ def _converted(kind: Any, raw: object) -> object:
         # A member's value may be a bool, and Python's bools equal numbers.
         same = (m for m in kind if m.value == raw and isinstance(raw, type(m.value)))
         return next(same, None)
-    if kind in (int, float) and isinstance(raw, bool):
-        return None
-    if kind is float:
-        return _finite(raw) if isinstance(raw, (int, float)) else None
-    if kind in (bool, int, str):
-        return raw if isinstance(raw, kind) else None
     if typing.get_origin(kind) is tuple:
         listed = isinstance(raw, (list, tuple)) and all(isinstance(item, str) for item in raw)
         return tuple(typing.cast("list[str]", raw)) if listed else None
-    raise TypeError(f"settings cannot hold {kind!r}")
+    if isinstance(raw, bool) and kind is not bool:
+        return None
+    if kind is float:
+        return _finite(raw) if isinstance(raw, (int, float)) else None
+    return raw if isinstance(raw, kind) else None
 
 
 def _finite(number: float) -> float | None:
@@ -186,60 +200,34 @@ def _kinds(hint: Any) -> tuple[list[Any], bool]:
     return kinds, len(kinds) < len(typing.get_args(hint))
 
 
-def _bounds(field: dataclasses.Field[Any]) -> list[tuple[str, float]]:
-    return [(name, bound) for name, bound in field.metadata.items() if name in BOUNDS]
+def _bounds(field: dataclasses.Field[Any]) -> Iterator[tuple[str, Callable[[Any, Any], bool], Any]]:
+    """The bounds of a field: each with its sign, and the comparison that holds within it."""
+    for name, (sign, holds) in BOUNDS.items():
+        if name in field.metadata:
+            yield sign, holds, field.metadata[name]
+
+
+def _in_bounds(value: object, field: dataclasses.Field[Any]) -> bool:
+    return all(holds(value, bound) for _, holds, bound in _bounds(field))
 
 
 def _allowed(hint: Any, field: dataclasses.Field[Any]) -> str:
     kinds, optional = _kinds(hint)
-    text = ", ".join(_described(kind, field) for kind in kinds)
-    return text + (", or the key left out" if optional else "")
+    described = [_described(kind, field) for kind in kinds]
+    if optional:
+        described.append("or the key left out")
+    return ", ".join(described)
 
 
 def _described(kind: Any, field: dataclasses.Field[Any]) -> str:
+    if dataclasses.is_dataclass(kind):
+        return _MAPPING
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         values = (member.value for member in kind)
         return ", ".join(str(v).lower() if isinstance(v, bool) else str(v) for v in values)
-    if dataclasses.is_dataclass(kind):
-        text = "a mapping of keys to values"
-    elif typing.get_origin(kind) is tuple:
-        text = "a list of strings"
-    else:
-        text = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[kind]
-    bounds = " and ".join(
-        f"{BOUNDS[name][0]} {bound if isinstance(bound, int) else f'{bound:g}'}"
-        for name, bound in _bounds(field)
+    words = _IN_WORDS[typing.get_origin(kind) or kind]
+    limits = (
+        f"{sign} {bound if isinstance(bound, int) else f'{bound:g}'}"
+        for sign, _, bound in _bounds(field)
     )
-    return text + (f" {bounds}" if bounds else "")
-
-
-def _hint_for(kind: Any, raw: object) -> str:
-    if isinstance(raw, Mapping) and "type" in raw:
-        return " (this is a search space: run it as a search, or give one value to train with)"
-    if kind in (int, float) and isinstance(raw, str):
-        try:
-            number = float(raw)
-        except ValueError:
-            return ""
-        if math.isfinite(number) and (kind is float or number.is_integer()):
-            literal = _as_yaml_float(number) if kind is float else f"{number:.0f}"
-            of_yaml_1_1 = "e" in raw.lower() and "." not in raw
-            why = f"YAML 1.1 reads {raw} as a string" if of_yaml_1_1 else "this is a text in quotes"
-            return f" ({why}: write {literal})"
-    return ""
-
-
-def _as_yaml_float(number: float) -> str:
-    """`number` as a literal that every YAML reader reads as a float: 1.0e-4, not 1e-4."""
-    mantissa, _, exponent = repr(number).partition("e")
-    return f"{float(mantissa)}" + (f"e{exponent}" if exponent else "")
-
-
-def _suggestion(key: str, fields: Iterable[str]) -> str:
-    near = difflib.get_close_matches(key, list(fields), n=1)
-    return f"did you mean {near[0]}?" if near else f"allowed: {', '.join(fields)}"
-
-
-def _shown(raw: object) -> str:
-    text = repr(raw)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return f"{words} {' and '.join(limits)}".rstrip()

@@ -1,14 +1,13 @@
-"""Reads how to train a trial, from either form of an experiment configuration.
+"""How to train a trial: lengths and periods, from either form of an experiment configuration.
 
 Our form has the section `hyperparameters.training`, which a script on a cluster receives.
 Determined's own form has `searcher.max_length`, `min_validation_period`, `optimizations` and the
 like. Determined 0.38.1 reads them only for an entrypoint `module:Class`; they mean the same here.
-`perform_initial_validation` and `optimizations.average_aggregated_gradients` belong to both forms.
+`in_our_form` translates them once. What reads the settings knows our form only.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from determined_amp.amp.errors import Problem
 from determined_amp.amp.settings import setting
 from determined_amp.experiment.dotted import value_at
-from determined_amp.experiment.fields import read
 
 if TYPE_CHECKING:
     from determined import pytorch
@@ -25,21 +23,24 @@ if TYPE_CHECKING:
 LENGTH_UNITS = ("batches", "epochs")
 UNITS = ("batches", "records", "epochs")
 
-# The keys of Determined's form, by the names of `TrainingSettings`.
-DETERMINEDS_KEYS = {
-    "max_length": "searcher.max_length",
-    "validation_period": "min_validation_period",
-    "checkpoint_period": "min_checkpoint_period",
-    "reporting_period": "scheduling_unit",
+_TRAINING = "hyperparameters.training"
+
+# Our keys, and those of Determined's form.
+_DETERMINEDS_KEYS = {
+    f"{_TRAINING}.max_length": "searcher.max_length",
+    f"{_TRAINING}.validation_period": "min_validation_period",
+    f"{_TRAINING}.checkpoint_period": "min_checkpoint_period",
+    f"{_TRAINING}.reporting_period.batches": "scheduling_unit",
+    "hyperparameters.aggregation_frequency": "optimizations.aggregation_frequency",
 }
 
 # Keys without effect for a script entrypoint: (name, the master's default, what to use instead).
 WITHOUT_EFFECT: tuple[tuple[str, object, str], ...] = (
-    ("searcher.max_length", None, "hyperparameters.training.max_length"),
-    ("min_validation_period", {"batches": 0}, "hyperparameters.training.validation_period"),
-    ("min_checkpoint_period", {"batches": 0}, "hyperparameters.training.checkpoint_period"),
-    ("scheduling_unit", 100, "hyperparameters.training.reporting_period"),
-    ("records_per_epoch", 0, "hyperparameters.training in batches or epochs"),
+    ("searcher.max_length", None, f"{_TRAINING}.max_length"),
+    ("min_validation_period", {"batches": 0}, f"{_TRAINING}.validation_period"),
+    ("min_checkpoint_period", {"batches": 0}, f"{_TRAINING}.checkpoint_period"),
+    ("scheduling_unit", 100, f"{_TRAINING}.reporting_period"),
+    ("records_per_epoch", 0, f"{_TRAINING} in batches or epochs"),
     ("optimizations.aggregation_frequency", 1, "hyperparameters.aggregation_frequency"),
     ("optimizations.gradient_compression", False, "nothing: it is for Horovod only"),
     ("optimizations.average_training_metrics", True, "nothing: metrics are exact over ranks"),
@@ -49,6 +50,13 @@ WITHOUT_EFFECT: tuple[tuple[str, object, str], ...] = (
     ("optimizations.tensor_fusion_cycle_time", 1, "nothing: it is for Horovod only"),
     ("optimizations.grad_updates_size_file", None, "nothing: it is for Horovod only"),
 )
+
+# The lengths of `det experiment create --test`, which writes them in Determined's form only.
+_ONE_BATCH = {
+    "max_length": {"batches": 1},
+    "validation_period": {"batches": 1},
+    "reporting_period": {"batches": 1},
+}
 
 
 @dataclass(frozen=True)
@@ -70,12 +78,11 @@ class Length:
         return {unit: int(count)} if is_number and unit in LENGTH_UNITS else None
 
     def contradictions(self, fields_set: frozenset[str]) -> Iterator[tuple[str, str]]:
-        units = sum(unit is not None for unit in (self.batches, self.epochs))
-        if units != 1:
+        if len(fields_set) != 1:
             yield (
                 "batches",
-                f"got {units} units; allowed: one of batches and epochs, or a text instead of the "
-                "section, such as '2 epochs'",
+                f"got {len(fields_set)} units; allowed: one of batches and epochs, or a text "
+                "instead of the section, such as '2 epochs'",
             )
 
     def unit(self) -> pytorch.TrainUnit:
@@ -94,8 +101,7 @@ class Length:
 class TrainingSettings:
     """Length and periods of a run; script entrypoints pass them to `Trainer.fit`."""
 
-    # Length of the whole run. The section `hyperparameters.training` requires it. Without a length
-    # a trial can be audited, but not trained.
+    # Length of the whole run. Without one a trial can be audited, but not trained.
     max_length: Length | None = setting(None)
     # Interval of validations. One always follows the last batch; without a period it is the only
     # one.
@@ -108,21 +114,6 @@ class TrainingSettings:
     # torch's switch unchanged.
     cudnn_benchmark: bool | None = setting(None)
 
-    def contradictions(self, fields_set: frozenset[str]) -> Iterator[tuple[str, str]]:
-        if self.max_length is None:
-            yield "max_length", "missing; allowed: {batches: N} or {epochs: N}"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a trial is trained."""
-
-    training: TrainingSettings  # lengths and periods
-    aggregation_frequency: int = 1  # batches per optimizer step
-    # Whether Determined averages gradients over these batches.
-    average_aggregated_gradients: bool = True
-    initial_validation: bool = False  # whether to validate before the first batch
-
 
 def has_our_form(hyperparameters: object) -> bool:
     """Whether these hyperparameters have a section `training` with lengths and periods."""
@@ -130,20 +121,32 @@ def has_our_form(hyperparameters: object) -> bool:
     return isinstance(section, Mapping)
 
 
-def read_plan(
-    config: Mapping[str, Any], hyperparameters: Mapping[str, Any], problems: list[str]
-) -> Plan | None:
-    """The plan of an experiment, or None if it has a mistake."""
-    if has_our_form(hyperparameters):
-        return _read_ours(config, hyperparameters, problems)
-    return _read_determineds(config, hyperparameters, problems)
+def key_of(name: str, *, ours: bool) -> str:
+    """The key that holds a length of `TrainingSettings`, in our form or in Determined's."""
+    key = f"{_TRAINING}.{name}"
+    return key if ours else _DETERMINEDS_KEYS[key]
 
 
-def keys_without_effect(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """A problem for each key that has no effect in a configuration of our form.
+def for_test(config: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The hyperparameters, for one batch if `det experiment create --test` made the experiment."""
+    if _is_test(config) and has_our_form(values):
+        return {**values, "training": _ONE_BATCH}
+    return values
+
+
+def _is_test(config: Mapping[str, Any]) -> bool:
+    return str(config.get("description")).startswith("[test-mode] ")
+
+
+def mistakes_of_our_form(config: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[Problem]:
+    """A problem for each key without effect in a configuration of our form, and without a length.
 
     A key with the master's default asks for nothing: a master fills it in.
     """
+    if values["training"].get("max_length") is None:
+        yield Problem(f"{_TRAINING}.max_length", "missing; allowed: {batches: N} or {epochs: N}")
+    if _is_test(config):  # which has some of these keys from `det`
+        return
     for name, default, instead in WITHOUT_EFFECT:
         value = value_at(config, name)
         if value is not None and value != default:
@@ -151,150 +154,52 @@ def keys_without_effect(config: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(name, text)
 
 
-def in_our_form(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a configuration without the keys that have no effect in our form."""
-    changed = copy.deepcopy(dict(config))
-    for name, _, _ in WITHOUT_EFFECT:
-        section, _, key = name.rpartition(".")
-        place = value_at(changed, section) if section else changed
-        if isinstance(place, dict):
-            place.pop(key, None)
-    return changed
-
-
-def is_test(config: Mapping[str, Any]) -> bool:
-    """Whether `det experiment create --test` made this experiment."""
-    return str(config.get("description")).startswith("[test-mode] ")
-
-
-# The lengths of `--test` in our form; `det` writes them into the keys of Determined's form.
-ONE_BATCH: Mapping[str, Any] = {
-    "max_length": {"batches": 1},
-    "validation_period": {"batches": 1},
-    "reporting_period": {"batches": 1},
-}
-
-
-def for_test(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Repair a copy of a configuration of our form that `det experiment create --test` has changed.
-
-    The changed configuration has keys of Determined's form, and lacks the direction of the metric.
-    """
-    mended = in_our_form(config)
-    if isinstance(mended.get("searcher"), dict):
-        mended["searcher"].setdefault("smaller_is_better", True)
-    return mended
-
-
-@dataclass(frozen=True)
-class _Optimizations:
-    aggregation_frequency: int = setting(1, at_least=1)
-    average_aggregated_gradients: bool = setting(True)
-
-
-@dataclass(frozen=True)
-class _OfBothForms:
-    perform_initial_validation: bool = setting(False)
-    optimizations: _Optimizations = setting(_Optimizations())
-
-
-@dataclass(frozen=True)
-class _OurHyperparameters:
-    aggregation_frequency: int = setting(1, at_least=1)
-
-
-def _read_ours(
-    config: Mapping[str, Any], hyperparameters: Mapping[str, Any], problems: list[str]
-) -> Plan | None:
-    place = "hyperparameters"
-    training = read(TrainingSettings, hyperparameters["training"], f"{place}.training", problems)
-    ours = read(_OurHyperparameters, hyperparameters, place, problems, strict=False)
-    both = read(_OfBothForms, config, "", problems, strict=False)
-    if training is None or ours is None or both is None:
-        return None
-    average = both.optimizations.average_aggregated_gradients
-    return Plan(training, ours.aggregation_frequency, average, both.perform_initial_validation)
-
-
-@dataclass(frozen=True)
-class _Period:
-    """A length in Determined's form; 0 means never."""
-
-    batches: int | None = setting(None, at_least=0)
-    records: int | None = setting(None, at_least=0)
-    epochs: int | None = setting(None, at_least=0)
-
-    def contradictions(self, fields_set: frozenset[str]) -> Iterator[tuple[str, str]]:
-        if len(fields_set) != 1:
-            yield "batches", f"got {len(fields_set)} units; allowed: one of {', '.join(UNITS)}"
-
-
-@dataclass(frozen=True)
-class _DeterminedKeys(_OfBothForms):
-    min_validation_period: _Period = setting(_Period(batches=0))
-    min_checkpoint_period: _Period = setting(_Period(batches=0))
-    scheduling_unit: int = setting(100, at_least=1)
-
-
-def _read_determineds(
-    config: Mapping[str, Any], hyperparameters: Mapping[str, Any], problems: list[str]
-) -> Plan | None:
-    before = len(problems)
-    keys = read(_DeterminedKeys, config, "", problems, strict=False)
-    size = hyperparameters.get("global_batch_size")
-    batch_size = size if isinstance(size, int) and size > 0 else None
-    max_length = _max_length(config, batch_size, problems)
-    if keys is None:
-        return None
-    training = TrainingSettings(
-        max_length,
-        _length(keys.min_validation_period, "min_validation_period", batch_size, problems),
-        _length(keys.min_checkpoint_period, "min_checkpoint_period", batch_size, problems),
-        Length(batches=keys.scheduling_unit),
-    )
-    if len(problems) > before:
-        return None
-    return Plan(
-        training,
-        keys.optimizations.aggregation_frequency,
-        keys.optimizations.average_aggregated_gradients,
-        keys.perform_initial_validation,
-    )
-
-
-def _max_length(
-    config: Mapping[str, Any], batch_size: int | None, problems: list[str]
-) -> Length | None:
-    place, length = "searcher.max_length", value_at(config, "searcher.max_length")
-    if length is None:
-        return None
+def in_our_form(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters in our form, with lengths and periods from Determined's own keys."""
+    batch_size = values.get("global_batch_size")
+    length = value_at(config, "searcher.max_length")
     if isinstance(length, int) and not isinstance(length, bool):
         unit = value_at(config, "searcher.unit")
         length = {unit if unit in UNITS else "batches": length}
-    period = read(_Period, length, place, problems, strict=False)
-    if period is None:
-        return None
-    if not (period.batches or period.records or period.epochs):
-        problems.append(Problem(place, "got 0; allowed: 1 or more"))
-    return _length(period, place, batch_size, problems)
+    scheduling_unit = config.get("scheduling_unit")
+    training = {
+        "max_length": _in_batches(length, batch_size),
+        "validation_period": _period(config.get("min_validation_period"), batch_size),
+        "checkpoint_period": _period(config.get("min_checkpoint_period"), batch_size),
+        "reporting_period": {"batches": 100 if scheduling_unit is None else scheduling_unit},
+    }
+    frequency = value_at(config, "optimizations.aggregation_frequency")
+    return {**values, "training": training, "aggregation_frequency": frequency}
 
 
-def _length(
-    period: _Period, place: str, batch_size: int | None, problems: list[str]
-) -> Length | None:
-    """A period as a length, by the rules of Determined's `TrainUnit`.
+def in_their_words(problem: Problem) -> Problem:
+    """A problem with the keys of Determined's form, where the settings were translated from it."""
+    for ours, theirs in _DETERMINEDS_KEYS.items():
+        if problem.key.startswith(ours):
+            text = problem.removeprefix(f"{problem.key}: ")
+            if problem.key == f"{ours}.records":
+                text = (
+                    "needs hyperparameters.global_batch_size, and 1 record or more; allowed: "
+                    "that, or a length in batches or epochs"
+                )
+            return Problem(problem.key.replace(ours, theirs), text)
+    return problem
 
-    A number of records is rounded down to whole batches, but to one batch at least.
+
+def _period(period: Any, batch_size: object) -> Any:
+    """A period of Determined's form, in batches or epochs; None for 0, which means never."""
+    is_never = isinstance(period, Mapping) and list(map(repr, period.values())) == ["0"]
+    return None if is_never else _in_batches(period, batch_size)
+
+
+def _in_batches(length: Any, batch_size: object) -> Any:
+    """A length of Determined's form, with whole batches instead of records, at least one.
+
+    It is left as it is if that cannot be done.
     """
-    if period.epochs:
-        return Length(epochs=period.epochs)
-    if period.records:
-        if batch_size is None:
-            text = (
-                "needs hyperparameters.global_batch_size; allowed: that, or a length in batches or "
-                "epochs"
-            )
-            problems.append(Problem(f"{place}.records", text))
-            return None
-        return Length(batches=max(period.records // batch_size, 1))
-    return Length(batches=period.batches) if period.batches else None
+    if not isinstance(length, Mapping) or length.keys() != {"records"}:
+        return length
+    records = length["records"]
+    if not all(isinstance(number, int) and number > 0 for number in (records, batch_size)):
+        return length
+    return {"batches": max(records // batch_size, 1)}

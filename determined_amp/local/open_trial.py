@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +20,8 @@ from determined_amp.amp.precision import DeviceSupport
 from determined_amp.amp.precision_audit import Audit, AuditError
 from determined_amp.amp.rehearsal import Rehearsal, without_steps
 from determined_amp.amp.settings import Precision
-from determined_amp.experiment.errors import faults_of_the_trial
-from determined_amp.experiment.experiment import Experiment, indivisible_batch, parse
+from determined_amp.experiment.experiment import Experiment, indivisible_batch
+from determined_amp.experiment.failures import faults_of_the_trial
 from determined_amp.experiment.files import directory_kept, temporary_folder
 from determined_amp.finder.found_scale import FoundScale
 from determined_amp.local.checkpoint_storage import LocalCheckpoints, Resume
@@ -94,7 +94,8 @@ def trial_context(
         managed_training=True,
         debug_enabled=False,
     )
-    average_by_default(context, experiment.plan.average_aggregated_gradients)
+    averages = experiment.platform.optimizations.average_aggregated_gradients
+    average_by_default(context, averages)
     return context
 
 
@@ -123,22 +124,18 @@ class OpenTrial:
 
 
 @contextmanager
-def open_trial(
-    config: Mapping[str, Any], source: str, trial: str | None = None, checkpoint: Path | None = None
-) -> Iterator[OpenTrial]:
-    """Make the trial that an experiment configuration names, in one process on this machine.
+def open_trial(experiment: Experiment, checkpoint: Path | None = None) -> Iterator[OpenTrial]:
+    """Make the trial of an experiment, in one process on this machine.
 
     Args:
-        config: The experiment configuration.
-        source: Where it comes from, for the error message.
-        trial: `module:Class`, if the configuration does not name it.
+        experiment: The experiment, with or without its trial.
         checkpoint: A checkpoint to start from, or a run folder, whose newest checkpoint is used.
 
     Raises:
-        ConfigError: if the configuration is wrong or names no trial.
+        ConfigError: if the trial cannot be imported, or its own sections are wrong.
         CheckpointError: if there is no checkpoint.
     """
-    experiment = parse(config, source, trial=trial)
+    experiment = experiment.with_trial()
     folder = None if checkpoint is None else _checkpoint_folder(checkpoint)
     parent, name = (None, None) if folder is None else (folder.parent, folder.name)
     with (
@@ -151,9 +148,7 @@ def open_trial(
             yield OpenTrial(trial_of(experiment, context), context, experiment, name)
 
 
-def audit_here(
-    config: Mapping[str, Any], source: str, trial: str | None = None
-) -> tuple[Audit, Precision | None]:
+def audit_here(experiment: Experiment) -> tuple[Audit, Precision | None]:
     """Train one batch here, in Determined's loop and without writing files.
 
     Returns:
@@ -162,7 +157,7 @@ def audit_here(
 
     Raises:
         AuditError: if the batch is not computed in the precision that the trial asks for.
-        ConfigError: if the configuration is wrong or names no trial.
+        ConfigError: if the trial cannot be imported, or its own sections are wrong.
     """
     done: list[Audit] = []
 
@@ -170,7 +165,7 @@ def audit_here(
         done.append(audit)
         end_loop()
 
-    with open_trial(config, source, trial) as opened:
+    with open_trial(experiment) as opened:
         context, amp = opened.context, MixedPrecision.of(opened.context)
         precision = None if amp is None else amp.settings.precision
         if amp is not None:

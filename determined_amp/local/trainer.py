@@ -19,8 +19,8 @@ from torch import nn
 
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.patched import patched
-from determined_amp.experiment.errors import faults_of_the_trial
 from determined_amp.experiment.experiment import CheckpointPolicy, Experiment
+from determined_amp.experiment.failures import faults_of_the_trial
 from determined_amp.experiment.files import directory_kept
 from determined_amp.experiment.machine import Machine
 from determined_amp.local.checkpoint_storage import (

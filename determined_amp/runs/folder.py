@@ -1,7 +1,7 @@
 """The folder of a local run, and what reads it.
 
 config.yaml      the configuration, with the trial and the seed filled in; a resume reads it
-resolved.yaml    the same with every default filled in; training from it gives the same run
+resolved.yaml    for a reader: all settings that were read, with every default; nothing reads it
 run.json         the run: its state, why it ended, and its parts, see `Run`:
                  {"state": "stopped", "reason": "stopped by SIGINT", "number": 0, "hparams": {},
                   "parts": [{"first_batch": 0, "settings": {...}, "machine": {...}, "date": ...,

@@ -18,8 +18,8 @@ from determined_amp.experiment.experiment import (
     TRIAL_SEED,
     Experiment,
     Searcher,
-    check,
     parse,
+    read_experiment,
 )
 from determined_amp.experiment.fields import read
 from determined_amp.experiment.score_check import check_score
@@ -36,6 +36,8 @@ _SCALE = "amp.init_scale"
 @dataclass(frozen=True, kw_only=True)
 class GridSearcher(Searcher):
     """The `searcher` section of a grid or a single trial; the names are Determined's."""
+
+    READ_IN_PART = False
 
     name: str = setting()
     metric: str = setting()
@@ -99,10 +101,10 @@ class SearchPlan:
     """
 
     def __init__(self, search: Mapping[str, Any], source: str = "search") -> None:
-        problems: list[str] = []
+        problems: list[Problem] = []
         settings = read_searcher(search.get("searcher"), problems)
         task = _task_here(search, problems)
-        in_space: list[str] = []
+        in_space: list[Problem] = []
         self.space = read_space(search.get("hyperparameters"), in_space)
         if settings is not None and settings.name == "grid":
             in_space.extend(_mistakes_of_a_grid(self.space))
@@ -123,11 +125,11 @@ class SearchPlan:
 
     def _mistakes_of_a_trial(
         self, probe: Mapping[str, Any], task: Task | None, settings: GridSearcher | None
-    ) -> list[str]:
+    ) -> list[Problem]:
         """What is wrong with one trial; mistakes of searcher and entrypoint are named elsewhere."""
         try:
             sampled = self.space.nested(probe)
-            experiment = check(self.search, "search", hyperparameters=sampled)
+            experiment = read_experiment(self.search, "search", hyperparameters=sampled)
             if task is not None and task.verb is Verb.SCORE:
                 check_score(experiment)
             elif isinstance(settings, AshaSearcher):
@@ -203,7 +205,7 @@ class SearchPlan:
         return int(np.random.SeedSequence((self._seed, number)).generate_state(1)[0])
 
 
-def read_searcher(raw: object, problems: list[str]) -> GridSearcher | None:
+def read_searcher(raw: object, problems: list[Problem]) -> GridSearcher | None:
     """The `searcher` section; None after appending its mistakes to `problems`."""
     section = raw if isinstance(raw, Mapping) else {}
     name = str(section.get("name"))
@@ -243,7 +245,7 @@ def unequal_lengths(experiment: Experiment, searcher: AshaSearcher) -> Iterator[
         yield Problem(experiment.key_of("validation_period"), f"{text}; allowed: {allowed}")
 
 
-def _task_here(search: Mapping[str, Any], problems: list[str]) -> Task | None:
+def _task_here(search: Mapping[str, Any], problems: list[Problem]) -> Task | None:
     """The task of the trials of a search; None after appending a mistake to `problems`."""
     try:
         task = Task.of(search)

@@ -84,7 +84,7 @@ class Space:
         return sample
 
 
-def read_space(hyperparameters: object, problems: list[str]) -> Space:
+def read_space(hyperparameters: object, problems: list[Problem]) -> Space:
     """The space of a `hyperparameters` section; a sentence per mistake is added to `problems`."""
     if not isinstance(hyperparameters, Mapping):
         text = f"got {hyperparameters!r}; allowed: a mapping of keys to values"
@@ -93,7 +93,9 @@ def read_space(hyperparameters: object, problems: list[str]) -> Space:
     return Space(tuple(_axes(hyperparameters, (), problems)), hyperparameters)
 
 
-def _axes(section: Mapping[str, Any], path: tuple[str, ...], problems: list[str]) -> Iterator[Axis]:
+def _axes(
+    section: Mapping[str, Any], path: tuple[str, ...], problems: list[Problem]
+) -> Iterator[Axis]:
     for key in sorted(section, key=str):
         value, here = section[key], (*path, str(key))
         if not isinstance(value, Mapping) or value.get("type") == "const":
@@ -106,7 +108,7 @@ def _axes(section: Mapping[str, Any], path: tuple[str, ...], problems: list[str]
             yield axis
 
 
-def _axis(raw: Mapping[str, Any], path: tuple[str, ...], problems: list[str]) -> Axis | None:
+def _axis(raw: Mapping[str, Any], path: tuple[str, ...], problems: list[Problem]) -> Axis | None:
     """The axis of one hyperparameter; None after adding a mistake to `problems`."""
     place, kind = ".".join(("hyperparameters", *path)), raw["type"]
     if kind == "categorical":
@@ -167,7 +169,7 @@ class _Range:
 
 
 def _choices(
-    raw: Mapping[str, Any], path: tuple[str, ...], place: str, problems: list[str]
+    raw: Mapping[str, Any], path: tuple[str, ...], place: str, problems: list[Problem]
 ) -> Axis | None:
     """The axis of a categorical hyperparameter."""
     for key in raw.keys() - {"type", "vals"}:

@@ -148,7 +148,7 @@ def _run(job: Job, folder: RunFolder, listener: TrialListener) -> None:
         return
     folder.describe(experiment, Machine.of_this_process())
     logged = logging_to(folder.log, Console(quiet=True))
-    with logged, open_trial(experiment.config, experiment.name) as opened:
+    with logged, open_trial(experiment) as opened:
         if job.task.verb is Verb.FIND:
             answer = opened.find(job.task.batches)
             (folder.path / FILE_NAME).write_text(answer.json_text())

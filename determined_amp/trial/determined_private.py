@@ -19,7 +19,7 @@ from determined.common.api import authentication, bindings, certs, errors
 
 from determined_amp.amp.errors import ConfigError, GuardError, UserError
 from determined_amp.amp.patched import patched
-from determined_amp.experiment.errors import ending_the_program
+from determined_amp.experiment.failures import ending_the_program
 from determined_amp.trial.checkpoint import (
     PortableCheckpoint,
     allow_numpy_random_state,

@@ -9,12 +9,16 @@ import determined as det
 import torch
 from determined import pytorch
 
-from determined_amp.amp.errors import ConfigError
-from determined_amp.experiment.errors import ending_the_program
-from determined_amp.experiment.experiment import Platform, constants
-from determined_amp.experiment.fields import read
+from determined_amp.amp.errors import ConfigError, Problem
+from determined_amp.experiment.experiment import (
+    CommonHyperparameters,
+    Platform,
+    constants,
+    read_common,
+    read_known,
+)
+from determined_amp.experiment.failures import ending_the_program
 from determined_amp.experiment.misplaced import misplaced
-from determined_amp.experiment.training import Plan, read_plan
 from determined_amp.trial.determined_private import aggregation_frequency, safe_loop
 from determined_amp.trial.mixed_precision import MixedPrecision
 
@@ -39,12 +43,12 @@ def fit(trial: pytorch.PyTorchTrial, context: pytorch.PyTorchTrialContext, **opt
         GuardError: if the run no longer trains.
     """
     config, hyperparameters = _configuration(context)
-    plan, platform = _read(config, hyperparameters, context)
-    _check_aggregation(plan.aggregation_frequency, context)
-    if plan.training.cudnn_benchmark is not None:
-        torch.backends.cudnn.benchmark = plan.training.cudnn_benchmark
+    common, platform = _read(config, hyperparameters, context)
+    _check_aggregation(common.aggregation_frequency, context)
+    if common.training.cudnn_benchmark is not None:
+        torch.backends.cudnn.benchmark = common.training.cudnn_benchmark
     with safe_loop():
-        pytorch.Trainer(trial, context).fit(**{**_options(plan, platform), **options})
+        pytorch.Trainer(trial, context).fit(**{**_options(common, platform), **options})
 
 
 def _check_aggregation(frequency: int, context: pytorch.PyTorchTrialContext) -> None:
@@ -79,19 +83,20 @@ def _read(
     config: Mapping[str, Any],
     hyperparameters: Mapping[str, Any],
     context: pytorch.PyTorchTrialContext,
-) -> tuple[Plan, Platform]:
-    problems: list[str] = []
+) -> tuple[CommonHyperparameters, Platform]:
+    problems: list[Problem] = []
     if MixedPrecision.of(context) is None:  # one has read its settings, or its script gave them
         problems.extend(misplaced(config, hyperparameters))
-    plan = read_plan(config, hyperparameters, problems)
-    platform = read(Platform, config, "", problems, strict=False)
-    if plan is None or platform is None or problems:
+    # What a `MixedPrecision` has read, or a script has given it, is not read again.
+    common = read_common(config, {**hyperparameters, "amp": None}, problems)
+    platform = read_known(Platform, config, "", problems)
+    if common is None or platform is None or problems:
         raise ConfigError("experiment configuration", problems)
-    return plan, platform
+    return common, platform
 
 
-def _options(plan: Plan, platform: Platform) -> dict[str, Any]:
-    training = plan.training
+def _options(common: CommonHyperparameters, platform: Platform) -> dict[str, Any]:
+    training = common.training
     info = det.get_cluster_info()
     lengths = {
         "max_length": training.max_length,
@@ -103,6 +108,6 @@ def _options(plan: Plan, platform: Platform) -> dict[str, Any]:
         **{name: length and length.unit() for name, length in lengths.items()},
         "checkpoint_policy": platform.checkpoint_policy.value,
         "latest_checkpoint": info.latest_checkpoint if info is not None else None,
-        "step_zero_validation": plan.initial_validation,
+        "step_zero_validation": platform.perform_initial_validation,
         "profiling_enabled": platform.profiling.enabled,
     }

@@ -27,8 +27,8 @@ from determined_amp.amp.precision import DeviceSupport, described, warn_of_slow_
 from determined_amp.amp.rehearsal import NewestBatch, Rehearsal, attributes_apart, own_copy
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.amp.tensors import parameters_in
-from determined_amp.experiment.errors import ending_the_program, print_uncaught_user_errors
 from determined_amp.experiment.experiment import constants
+from determined_amp.experiment.failures import ending_the_program, print_uncaught_user_errors
 from determined_amp.experiment.fields import read_section
 from determined_amp.experiment.misplaced import misplaced
 from determined_amp.trial.accumulation import average_at_once, share_gradients_once

@@ -16,8 +16,8 @@ from torch import nn
 
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.settings import AmpSettings
-from determined_amp.experiment.errors import ending_the_program
 from determined_amp.experiment.experiment import Experiment, parse
+from determined_amp.experiment.failures import ending_the_program
 from determined_amp.trial.from_outside import FromOutside
 from determined_amp.trial.mixed_precision import MixedPrecision
 from determined_amp.trial.notes import note_on_master

@@ -11,12 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from determined_amp.cli.options import (
-    add_batches_option,
-    checked_configuration,
-    is_task,
-    parser_of,
-)
+from determined_amp.cli.options import add_batches_option, experiment_of, parser_of
+from determined_amp.experiment.failures import is_task
+from determined_amp.experiment.score_check import check_score
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -29,13 +26,11 @@ def main(arguments: Sequence[str]) -> int:
 
         score_task(options.trial, options.batches)
         return 0
-    config = checked_configuration(options)
-    # These import torch, which takes seconds.
-    from determined_amp.experiment.score_check import check_score  # noqa: PLC0415
-    from determined_amp.local.open_trial import open_trial  # noqa: PLC0415
+    experiment = experiment_of(options)
+    check_score(experiment)
+    from determined_amp.local.open_trial import open_trial  # noqa: PLC0415  # torch: seconds
 
-    with open_trial(config, options.config, options.trial) as opened:
-        check_score(opened.experiment)
+    with open_trial(experiment) as opened:
         metrics = opened.score(options.batches)
     for name, value in metrics.items():
         print(f"{name:24} {value:.6g}")
