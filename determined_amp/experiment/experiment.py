@@ -22,7 +22,7 @@ import enum
 import importlib.util
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -143,16 +143,16 @@ class Platform:
 class CommonHyperparameters:
     """The hyperparameters that mean the same in every trial."""
 
-    training: TrainingSettings = setting(TrainingSettings())
+    training: TrainingSettings = setting(TrainingSettings())  # lengths and periods
     aggregation_frequency: int = setting(1, at_least=1)  # batches per optimizer step
     # Number of samples in a batch, over all slots; None if the YAML has none.
     global_batch_size: int | None = setting(None, at_least=1)
-    amp: AmpSettings | None = setting(None)
+    amp: AmpSettings | None = setting(None)  # the section `amp`; None if there is none
     trial_seed: int | None = setting(None, at_least=0, at_most=2**32 - 1)
 
 
-@dataclass(frozen=True)
-class Experiment:
+@dataclass(frozen=True, kw_only=True)
+class Experiment(CommonHyperparameters):
     """An experiment configuration, read."""
 
     source: str  # where it comes from, for error messages
@@ -164,11 +164,6 @@ class Experiment:
     seed: int  # of a local run
     # The hyperparameters that the trial gets; `{type: const, val: x}` becomes x.
     hyperparameters: Mapping[str, Any] = dataclasses.field(repr=False)
-    training: TrainingSettings  # lengths and periods
-    aggregation_frequency: int  # batches per optimizer step
-    amp: AmpSettings | None  # the `amp` section of the hyperparameters; None if there is none
-    # Number of samples in a batch, over all slots; None if the YAML has none.
-    global_batch_size: int | None
     # The `data` section: an instance of the trial's class `Data` if it has one, else a dict.
     data: Any
     # An instance of the trial's class `Hparams`; None if it has none.
@@ -304,21 +299,14 @@ def read_experiment(
     problems: list[Problem] = []
     values = _values(config, hyperparameters, problems)
     path, key = ("", "") if problems else _named_trial(config, values, trial, problems)
-    platform = read_known(Platform, config, "", problems)
-    common = read_common(config, values, problems)
-    if platform is not None and common is not None:
-        slots = platform.resources.slots_per_trial
-        problems.extend(indivisible_batch(common.global_batch_size, slots))
-    elsewhere = misplaced(config, values)
-    named = {problem.key for problem in elsewhere}
-    elsewhere.extend(problem for problem in problems if problem.key not in named)
-    if elsewhere or platform is None or common is None:
-        raise ConfigError(source, elsewhere)
+    wrong = [*misplaced(config, values), *problems]
+    common, platform = read_sections(config, values, source, wrong)
     seed = common.trial_seed
     if seed is None:
         seed = platform.reproducibility.experiment_seed
     values = {name: value for name, value in values.items() if name != TRIAL_SEED}
     return Experiment(
+        **vars(common),
         source=source,
         config=_recorded(config, values, path, seed),
         trial=path,
@@ -326,12 +314,38 @@ def read_experiment(
         platform=platform,
         seed=seed,
         hyperparameters=values,
-        training=common.training,
-        aggregation_frequency=common.aggregation_frequency,
-        amp=common.amp,
-        global_batch_size=common.global_batch_size,
         data={} if config.get("data") is None else config["data"],
     )
+
+
+def read_sections(
+    config: Mapping[str, Any],
+    values: Mapping[str, Any],
+    source: str,
+    problems: Sequence[Problem] = (),
+) -> tuple[CommonHyperparameters, Platform]:
+    """The settings of a configuration that mean the same in every trial.
+
+    Args:
+        config: The experiment configuration, in either form.
+        values: The hyperparameters of the trial.
+        source: Where they come from, for the error message.
+        problems: Mistakes that are known already; each key is named once.
+
+    Raises:
+        ConfigError: naming every mistake.
+    """
+    found: list[Problem] = []
+    platform = read_known(Platform, config, "", found)
+    common = _read_common(config, values, found)
+    size = values.get("global_batch_size")
+    if platform is not None and isinstance(size, int):
+        found.extend(indivisible_batch(size, platform.resources.slots_per_trial))
+    named = {problem.key for problem in problems}
+    wrong = [*problems, *(problem for problem in found if problem.key not in named)]
+    if wrong or platform is None or common is None:
+        raise ConfigError(source, wrong)
+    return common, platform
 
 
 def parse(
@@ -360,7 +374,7 @@ def read_known(
     return read(cls, known, path, problems)
 
 
-def read_common(
+def _read_common(
     config: Mapping[str, Any], values: Mapping[str, Any], problems: list[Problem]
 ) -> CommonHyperparameters | None:
     """The hyperparameters that mean the same in every trial, from either form.
@@ -444,9 +458,9 @@ def ranges(values: Mapping[str, Any], path: str = "hyperparameters") -> Iterator
                 yield from ranges(value, f"{path}.{key}")
 
 
-def indivisible_batch(global_batch_size: int | None, slots: int) -> Iterator[Problem]:
+def indivisible_batch(global_batch_size: int, slots: int) -> Iterator[Problem]:
     """A problem if the slots cannot share the batch evenly; Determined would shrink the batch."""
-    if global_batch_size is not None and global_batch_size % max(slots, 1):
+    if global_batch_size % max(slots, 1):
         yield Problem(
             "hyperparameters.global_batch_size",
             f"got {global_batch_size}, which does not divide among {slots} slots; allowed: a "

@@ -16,7 +16,7 @@ import enum
 import math
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from determined_amp.amp.errors import ConfigError, Problem
@@ -33,11 +33,6 @@ _IN_WORDS = {
     tuple: "a list of strings",
 }
 _MAPPING = "a mapping of keys to values"
-
-
-@typing.runtime_checkable
-class _CanContradict(typing.Protocol):
-    def contradictions(self, fields_set: frozenset[str]) -> Iterable[tuple[str, str]]: ...
 
 
 def is_settings_class(cls: object) -> bool:
@@ -71,32 +66,37 @@ def read(cls: type[T], raw: object, path: str, problems: list[Problem]) -> T | N
     if not isinstance(raw, Mapping):
         problems.append(Problem(path, f"got {shown(raw)}; allowed: {_MAPPING}"))
         return None
-    before = len(problems)
     in_part = getattr(cls, "READ_IN_PART", False)
     if in_part:
         raw = {key: value for key, value in raw.items() if value is not None}
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    problems.extend(_unknown_keys(raw, path, fields, in_part=in_part))
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    found = list(_unknown_keys(raw, path, names, in_part=in_part))
+    values = _values(cls, raw, path, found)
+    settings: T | None = None
+    if not found:
+        settings = cls(**values)
+        contradictions = getattr(settings, "contradictions", None)
+        given = frozenset(name for name in names if raw.get(name) is not None)
+        wrong = () if contradictions is None else contradictions(given)
+        found = [Problem(_join(path, key), text) for key, text in wrong]
+    problems.extend(found)
+    return None if found else settings
+
+
+def _values(
+    cls: Any, raw: Mapping[Any, object], path: str, problems: list[Problem]
+) -> dict[str, object]:
+    """The values of the fields in a section; a required section that is missing counts as empty."""
     hints = typing.get_type_hints(cls)
     values: dict[str, object] = {}
-    for name, field in fields.items():
-        place = _join(path, name)
-        if name in raw:
-            values[name] = _value(hints[name], raw[name], place, field, problems)
-        elif field.default is dataclasses.MISSING and dataclasses.is_dataclass(hints[name]):
-            read(hints[name], {}, place, problems)  # to name the keys that are missing
-        elif field.default is dataclasses.MISSING:
-            allowed = _allowed(hints[name], field)
-            problems.append(Problem(place, f"missing; allowed: {allowed}"))
-    if len(problems) > before:
-        return None
-    make: Callable[..., T] = cls
-    settings = make(**values)
-    if isinstance(settings, _CanContradict):
-        fields_set = frozenset(name for name in fields if raw.get(name) is not None)
-        wrong = settings.contradictions(fields_set)
-        problems.extend(Problem(_join(path, key), text) for key, text in wrong)
-    return settings if len(problems) == before else None
+    for field in dataclasses.fields(cls):
+        place, hint = _join(path, field.name), hints[field.name]
+        required = field.default is dataclasses.MISSING
+        if field.name in raw or (required and dataclasses.is_dataclass(hint)):
+            values[field.name] = _value(hint, raw.get(field.name, {}), place, field, problems)
+        elif required:
+            problems.append(Problem(place, f"missing; allowed: {_allowed(hint, field)}"))
+    return values
 
 
 def read_section(cls: type[T], raw: object, path: str) -> T:
@@ -129,21 +129,13 @@ def shown(raw: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def did_you_mean(key: object, names: Iterable[str], cutoff: float) -> str | None:
-    """The problem with a key that looks like one of these names, misspelt; None if it does not."""
-    near = difflib.get_close_matches(str(key), list(names), n=1, cutoff=cutoff)
-    return f"unknown key; did you mean {near[0]}?" if near else None
-
-
 def _unknown_keys(
-    raw: Mapping[Any, object], path: str, names: Iterable[str], *, in_part: bool
+    raw: Mapping[Any, object], path: str, names: list[str], *, in_part: bool
 ) -> Iterator[Problem]:
-    for key in raw:
-        if key in names:
-            continue
-        text = did_you_mean(key, names, 0.8 if in_part else 0.6)
-        if text is not None:
-            yield Problem(_join(path, key), text)
+    for key in [key for key in raw if key not in names]:
+        near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.8 if in_part else 0.6)
+        if near:
+            yield Problem(_join(path, key), f"unknown key; did you mean {near[0]}?")
         elif not in_part:
             yield Problem(_join(path, key), f"unknown key; allowed: {', '.join(names)}")
 

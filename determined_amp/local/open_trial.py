@@ -76,7 +76,7 @@ def trial_context(
         ConfigError: if the batch does not divide among the processes.
     """
     processes = core_context.distributed
-    wrong = list(indivisible_batch(experiment.global_batch_size, processes.size))
+    wrong = list(indivisible_batch(experiment.global_batch_size or 0, processes.size))
     if wrong:
         raise ConfigError(experiment.name, wrong)
     for set_seed in (random.seed, np.random.seed, torch.random.manual_seed):

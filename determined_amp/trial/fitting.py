@@ -9,13 +9,12 @@ import determined as det
 import torch
 from determined import pytorch
 
-from determined_amp.amp.errors import ConfigError, Problem
+from determined_amp.amp.errors import ConfigError
 from determined_amp.experiment.experiment import (
     CommonHyperparameters,
     Platform,
     constants,
-    read_common,
-    read_known,
+    read_sections,
 )
 from determined_amp.experiment.failures import ending_the_program
 from determined_amp.experiment.misplaced import misplaced
@@ -84,15 +83,11 @@ def _read(
     hyperparameters: Mapping[str, Any],
     context: pytorch.PyTorchTrialContext,
 ) -> tuple[CommonHyperparameters, Platform]:
-    problems: list[Problem] = []
-    if MixedPrecision.of(context) is None:  # one has read its settings, or its script gave them
-        problems.extend(misplaced(config, hyperparameters))
-    # What a `MixedPrecision` has read, or a script has given it, is not read again.
-    common = read_common(config, {**hyperparameters, "amp": None}, problems)
-    platform = read_known(Platform, config, "", problems)
-    if common is None or platform is None or problems:
-        raise ConfigError("experiment configuration", problems)
-    return common, platform
+    # One has read its settings, or its script gave them: they are not read again.
+    is_made = MixedPrecision.of(context) is not None
+    elsewhere = () if is_made else misplaced(config, hyperparameters)
+    values = {**hyperparameters, "amp": None}
+    return read_sections(config, values, "experiment configuration", elsewhere)
 
 
 def _options(common: CommonHyperparameters, platform: Platform) -> dict[str, Any]:
