@@ -141,7 +141,6 @@ def test_log_is_drawn_uniformly_in_the_exponent() -> None:
         ({"type": "double", "minval": 0, "maxval": 1, "counts": 3}, "counts"),
         ({"type": "categorical", "vals": []}, "vals"),
         ({"type": "categorical", "values": [1]}, "values"),
-        ({"type": "categorical", "vals": [1, 1]}, "vals"),
     ],
 )
 def test_mistake_in_a_range_names_its_key(space: Any, key: str) -> None:

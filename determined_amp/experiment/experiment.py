@@ -448,14 +448,11 @@ def constants(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def ranges(values: Mapping[str, Any], path: str = "hyperparameters") -> Iterator[str]:
+def ranges(values: Mapping[str, Any]) -> Iterator[str]:
     """The dotted names of the hyperparameters that are search ranges."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            if value.get("type") in _RANGES:
-                yield f"{path}.{key}"
-            else:
-                yield from ranges(value, f"{path}.{key}")
+    for name, value in flat({"hyperparameters": values}).items():
+        if isinstance(value, Mapping) and value.get("type") in _RANGES:
+            yield name
 
 
 def indivisible_batch(global_batch_size: int, slots: int) -> Iterator[Problem]:
