@@ -12,7 +12,7 @@ from benchmarks import small_trials
 from benchmarks.small_trials import SmallTrial
 from determined_amp.amp.patched import patched
 from determined_amp.amp.rehearsal import Rehearsal
-from determined_amp.experiment.experiment import read_experiment
+from determined_amp.experiment.experiment import experiment_in
 from determined_amp.finder.gradient_recorder import Source
 from determined_amp.finder.histogram import Histogram
 from determined_amp.finder.prediction import Prediction
@@ -41,7 +41,7 @@ def looked_at(
     **hyperparameters: float,
 ) -> T:
     """`work` on the first batches of a trial, after some real steps on them."""
-    with open_trial(read_experiment(config(trial, **hyperparameters), trial.__name__)) as found:
+    with open_trial(experiment_in(config(trial, **hyperparameters), trial.__name__)) as found:
         small, context = found.trial, found.context
         assert isinstance(small, SmallTrial)
 
@@ -55,7 +55,7 @@ def looked_at(
 
 def skipped_steps(trial: Trial, steps: int, init_scale: float) -> int:
     """Of a real training from the first batch on."""
-    with open_trial(read_experiment(config(trial, init_scale=init_scale), trial.__name__)) as found:
+    with open_trial(experiment_in(config(trial, init_scale=init_scale), trial.__name__)) as found:
         assert isinstance(found.trial, SmallTrial)
         train(found.trial, steps)
         return found.trial.skipped_steps

@@ -45,7 +45,7 @@ def options(config: str, *overrides: str) -> list[str]:
 def audit_of(config: str) -> Audit:
     path, *changes = options(config)
     audit, asked = audit_here(
-        experiment.read_experiment(with_overrides(experiment.read_yaml(path), changes[1::2]), path)
+        experiment.experiment_in(with_overrides(experiment.read_yaml(path), changes[1::2]), path)
     )
     assert asked is audit.precision
     return audit
@@ -142,7 +142,7 @@ class TestProductCount:
         for trial in ("Recurrent", "WithMuon"):
             config = {"hyperparameters": {"global_batch_size": 4}}
             name = f"tests.strangers:{trial}"
-            audit, _ = audit_here(experiment.read_experiment(config, "config.yaml", trial=name))
+            audit, _ = audit_here(experiment.experiment_in(config, "config.yaml", trial=name))
             audits.append(audit.flops)
         assert audits[0] == audits[1]
 

@@ -25,7 +25,7 @@ from benchmarks.small_trials import (
 from determined_amp import __main__ as door
 from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.cli import find as finder
-from determined_amp.experiment.experiment import read_experiment, read_yaml
+from determined_amp.experiment.experiment import experiment_in, read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.found_scale import FoundScale
 from determined_amp.finder.scale_finding import ScaleFinding, Verdict, choice_of, find_window
@@ -86,7 +86,7 @@ class TestWindow:
     def test_first_overflow_of_fifty_convolutions_is_exact(self, steps: int) -> None:
         path, overrides = RESNET
         raw = read_yaml(str(ROOT / "experiment_configs" / path))
-        with open_trial(read_experiment(with_overrides(raw, overrides), path)) as found:
+        with open_trial(experiment_in(with_overrides(raw, overrides), path)) as found:
             train_batch = found.trial.train_batch
 
             def work(batches: Batches) -> None:
@@ -117,7 +117,7 @@ class TestRule:
         So a batch after the first ones, which are all that is looked at, may be one bit larger.
         """
         raw = read_yaml(str(ROOT / "experiment_configs" / path))
-        with open_trial(read_experiment(with_overrides(raw, overrides), path)) as found:
+        with open_trial(experiment_in(with_overrides(raw, overrides), path)) as found:
             trial: Any = found.trial
             train_batch = trial.train_batch
 

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.small_trials import SmallTrial, SummedLoss
 from determined_amp.amp.rehearsal import Rehearsal, own_copy
-from determined_amp.experiment.experiment import read_experiment, read_yaml
+from determined_amp.experiment.experiment import experiment_in, read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.scale_finding import ScaleFinding, Verdict, find_window
 from determined_amp.finder.scoring import score_batches
@@ -119,7 +119,7 @@ def test_frozen_half_of_a_model_is_no_concern(monkeypatch: pytest.MonkeyPatch) -
 
 def test_audit_and_guard_are_off_before_the_loop_starts() -> None:
     raw = read_yaml(str(ROOT / "experiment_configs/mlp/amp.yaml"))
-    with open_trial(read_experiment(with_overrides(raw, SMALL), "test")) as found:
+    with open_trial(experiment_in(with_overrides(raw, SMALL), "test")) as found:
         trial: Any = found.trial
         guard = trial.amp.guard
         assert guard.enabled

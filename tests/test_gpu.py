@@ -29,7 +29,7 @@ from determined_amp.amp.errors import GuardError
 from determined_amp.amp.fp32_modules import keep_in_float32
 from determined_amp.amp.precision import DeviceSupport, prepare_backend
 from determined_amp.amp.settings import AmpSettings, Precision
-from determined_amp.experiment.experiment import read_experiment, read_yaml
+from determined_amp.experiment.experiment import experiment_in, read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.histogram import Histogram
 from determined_amp.finder.scale_finding import find_window
@@ -379,7 +379,7 @@ def test_command_audits_a_batch_in_every_precision(
         *amp(precision=precision.value),
     )
     raw = read_yaml(str(training.ROOT / "experiment_configs" / config))
-    audit, asked = audit_here(read_experiment(with_overrides(raw, overrides), config))
+    audit, asked = audit_here(experiment_in(with_overrides(raw, overrides), config))
     assert asked is precision
     assert audit.share > 0.99
 
@@ -573,7 +573,7 @@ def test_fp32_modules_compute_in_float32_forward_and_backward(precision: Precisi
 @pytest.mark.parametrize("steps", [0, 10])
 def test_finder_finds_the_first_scale_that_overflows(steps: int) -> None:
     raw = read_yaml(str(training.ROOT / "experiment_configs/mlp/amp.yaml"))
-    with open_trial(read_experiment(with_overrides(raw, training.SMALL), "mlp")) as opened:
+    with open_trial(experiment_in(with_overrides(raw, training.SMALL), "mlp")) as opened:
         train_batch: Any = opened.trial.train_batch  # the finder puts its own in place
 
         def work(batches: Any) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from benchmarks.small_trials import BatchNormCNN, PreNormTransformer, SmallTrial, SummedLoss
 from determined_amp import AmpSettings, MixedPrecision, Precision
 from determined_amp.amp.rehearsal import Rehearsal, float16_as, largest_working
-from determined_amp.experiment.experiment import read_experiment, read_yaml
+from determined_amp.experiment.experiment import experiment_in, read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.prediction import LossScaleError
 from determined_amp.local.open_trial import open_trial
@@ -65,7 +65,7 @@ class TestNothingMoves:
 
     def test_nothing_moves_in_ours(self, caplog: pytest.LogCaptureFixture) -> None:
         raw = read_yaml(str(ROOT / "experiment_configs/mlp/amp.yaml"))
-        with open_trial(read_experiment(with_overrides(raw, SMALL), "test")) as found:
+        with open_trial(experiment_in(with_overrides(raw, SMALL), "test")) as found:
             trial = found.trial
             assert isinstance(trial, MLPTrial)
 
@@ -180,7 +180,7 @@ class TestInTrial:
                 seen.append(batch[1])
                 return super().train_batch(batch, epoch_idx, batch_idx)
 
-        with open_trial(read_experiment(config(SummedLoss), "test")) as found:
+        with open_trial(experiment_in(config(SummedLoss), "test")) as found:
             trial = Seeing(_another_context(found.context))
             train(trial, 3)
 
@@ -212,7 +212,7 @@ class TestInTraining:
             return 7
 
     def looked_at(self, work: Callable[[Any, Batches], Any], *, batches: int = 2) -> Any:
-        with open_trial(read_experiment(config(SummedLoss), "test")) as found:
+        with open_trial(experiment_in(config(SummedLoss), "test")) as found:
             trial = self.ThreeBackwards(_another_context(found.context))
             try:
                 return in_training(trial, trial.context, batches, lambda taken: work(trial, taken))
@@ -244,7 +244,7 @@ class TestInTraining:
     ) -> None:
         given: dict[str, Any] = {}
         monkeypatch.setattr(pytorch.Trainer, "fit", lambda trainer, **named: given.update(named))
-        with open_trial(read_experiment(config(SummedLoss), "test")) as found:
+        with open_trial(experiment_in(config(SummedLoss), "test")) as found:
             trial = self.ThreeBackwards(_another_context(found.context))
             with pytest.raises(SystemExit) as stopped:  # as where the platform asks for it
                 in_training(trial, trial.context, 1, len, latest_checkpoint="batch-00000004")
@@ -285,7 +285,7 @@ class TestErrors:
             wrapped_scaler(context)
 
     def test_trial_with_nothing_to_train_is_refused(self) -> None:
-        with open_trial(read_experiment(config(SummedLoss), "test")) as found:
+        with open_trial(experiment_in(config(SummedLoss), "test")) as found:
             trial: Any = found.trial
             trial.model.requires_grad_(False)
             with pytest.raises(LossScaleError, match=r"leave out requires_grad_\(False\) for what"):

@@ -21,7 +21,7 @@ from benchmarks.small_trials import (
 )
 from determined_amp.amp.patched import patched
 from determined_amp.amp.rehearsal import Rehearsal
-from determined_amp.experiment.experiment import read_experiment, read_yaml
+from determined_amp.experiment.experiment import experiment_in, read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder import scoring
 from determined_amp.finder.prediction import (
@@ -156,7 +156,7 @@ def invalid(trial: Trial, scale: int) -> str:
 
 def skipped_in_training(trial: Trial, init_scale: float) -> int:
     """Steps that a real training on one batch skips until the first is applied."""
-    with open_trial(read_experiment(config(trial, init_scale=init_scale), trial.__name__)) as found:
+    with open_trial(experiment_in(config(trial, init_scale=init_scale), trial.__name__)) as found:
         small = found.trial
         assert isinstance(small, SmallTrial)
         train_batch, first = small.train_batch, list[Any]()
@@ -238,7 +238,7 @@ def test_no_scale_of_a_trial_without_a_window_is_free() -> None:
 def test_scaler_of_the_trial_says_what_a_skip_and_a_flushed_share_cost() -> None:
     def scored(trial: Trial, scale: int) -> tuple[float, float]:
         with open_trial(
-            read_experiment(config(trial, init_scale=2.0**scale), trial.__name__)
+            experiment_in(config(trial, init_scale=2.0**scale), trial.__name__)
         ) as found:
             assert isinstance(found.trial, SmallTrial)
             found.trial.scaler.set_backoff_factor(0.25)
@@ -257,7 +257,7 @@ def test_floor_of_the_settings_is_the_end_of_the_scales(floor: float, invalid: b
     mlp = with_overrides(
         read_yaml(str(ROOT / "experiment_configs/mlp/amp.yaml")), [*SMALL, *scales]
     )
-    with open_trial(read_experiment(mlp, "mlp")) as found:
+    with open_trial(experiment_in(mlp, "mlp")) as found:
         if invalid:
             with pytest.raises(
                 det.InvalidHP, match=r"a loss scale of 2.09715e\+06; .* lower init_scale"

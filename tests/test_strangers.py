@@ -22,7 +22,7 @@ from determined_amp import __main__ as door
 from determined_amp.amp.errors import ConfigError
 from determined_amp.cli import audit_batch, train
 from determined_amp.experiment import experiment
-from determined_amp.experiment.experiment import read_experiment
+from determined_amp.experiment.experiment import experiment_in
 from determined_amp.experiment.factory import load_factory
 from determined_amp.experiment.failures import fault_in_16_bits
 from determined_amp.experiment.overrides import with_overrides
@@ -184,7 +184,7 @@ class TestOurForm:
 
 
 def made(name: str) -> Any:
-    with open_trial(read_experiment(LEGACY, "test", trial=f"tests.strangers:{name}")) as found:
+    with open_trial(experiment_in(LEGACY, "test", trial=f"tests.strangers:{name}")) as found:
         assert found.context.get_hparams() == {"lr": 0.1}
         return found.trial
 
@@ -198,7 +198,7 @@ class TestConstructors:
         assert made("WithHparams").given == {"lr": 0.1}
 
     def test_trial_may_eat_its_hyperparameters_but_not_the_experiments(self) -> None:
-        with open_trial(read_experiment(LEGACY, "test", trial="tests.strangers:Greedy")) as found:
+        with open_trial(experiment_in(LEGACY, "test", trial="tests.strangers:Greedy")) as found:
             assert found.context.get_hparams() == {}
             assert found.experiment.hyperparameters == {"lr": 0.1}
         assert LEGACY["hyperparameters"] == {"lr": 0.1}
@@ -518,7 +518,7 @@ def fitted(
     """What `fit` gives Determined's `Trainer`."""
     given: dict[str, Any] = {}
     monkeypatch.setattr(pytorch.Trainer, "fit", lambda trainer, **named: given.update(named))
-    with open_trial(read_experiment(config, "test")) as found:
+    with open_trial(experiment_in(config, "test")) as found:
         fit(found.trial, found.context, **options)
     return {
         name: (type(it), it.value) if hasattr(it, "value") else it for name, it in given.items()
@@ -561,7 +561,7 @@ class TestFit:
         words = (
             r"^experiment configuration: aggregation_frequency: got \d, .* made with 7; allowed: "
         )
-        with open_trial(read_experiment(changed(), "test")) as found:
+        with open_trial(experiment_in(changed(), "test")) as found:
             found.context._aggregation_frequency = 7
             with pytest.raises(ConfigError, match=words):
                 fit(found.trial, found.context)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from determined_amp.amp.settings import Precision
-from determined_amp.experiment.experiment import Experiment, read_experiment, read_yaml
+from determined_amp.experiment.experiment import Experiment, experiment_in, read_yaml
 from determined_amp.experiment.failures import is_task
 from determined_amp.experiment.overrides import in_precision, with_overrides
 from determined_amp.search.task import BATCHES, MOST_BATCHES
@@ -72,7 +72,7 @@ def experiment_of(options: argparse.Namespace) -> Experiment:
     Raises:
         ConfigError: naming every mistake.
     """
-    return read_experiment(configuration_of(options), options.config, trial=options.trial)
+    return experiment_in(configuration_of(options), options.config, trial=options.trial)
 
 
 def add_override_option(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,6 @@
 """Reads any trial's experiment YAML, in either form, into a typed object; names every mistake.
 
-The way of a configuration: `read_yaml` reads it. `read_experiment` translates Determined's form
+The way of a configuration: `read_yaml` reads it. `experiment_in` translates Determined's form
 into ours, and checks all that needs neither the trial nor torch, which takes seconds to import.
 `Experiment.with_trial` imports the trial, and checks what only its classes know.
 
@@ -275,7 +275,7 @@ def read_yaml(path: str) -> Mapping[str, Any]:
     return config
 
 
-def read_experiment(
+def experiment_in(
     config: Mapping[str, Any],
     source: str,
     *,
@@ -355,13 +355,13 @@ def parse(
     trial: str | None = None,
     hyperparameters: Mapping[str, Any] | None = None,
 ) -> Experiment:
-    """Read an experiment, and import its trial; the arguments are those of `read_experiment`.
+    """Read an experiment, and import its trial; the arguments are those of `experiment_in`.
 
     Raises:
         ConfigError: naming every mistake. Those that only the trial's own classes show are named
             when there are no others.
     """
-    found = read_experiment(config, source, trial=trial, hyperparameters=hyperparameters)
+    found = experiment_in(config, source, trial=trial, hyperparameters=hyperparameters)
     return found.with_trial()
 
 

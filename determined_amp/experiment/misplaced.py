@@ -17,6 +17,7 @@ from typing import Any
 from determined_amp.amp.errors import Problem
 from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.experiment.dotted import flat, value_at
+from determined_amp.experiment.fields import shown
 from determined_amp.experiment.training import UNITS, TrainingSettings
 
 # Top-level keys of an experiment configuration (`schemas/expconf/v0/experiment.json`).
@@ -142,9 +143,7 @@ def _is_length(key: str, value: object) -> bool:
 
 
 def _belongs(value: object, line: str) -> str:
-    shown = repr(value)
-    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-    return f"got {shown}, which nothing reads here; write {_HYPERPARAMETERS}: {line}"
+    return f"got {shown(value)}, which nothing reads here; write {_HYPERPARAMETERS}: {line}"
 
 
 def _unknown(key: str) -> str:

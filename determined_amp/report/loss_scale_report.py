@@ -11,7 +11,7 @@ from typing import Any
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.metric_names import MetricName
 from determined_amp.experiment.dotted import flat, nested, value_at
-from determined_amp.experiment.experiment import TRIAL_SEED, read_experiment
+from determined_amp.experiment.experiment import TRIAL_SEED, experiment_in
 from determined_amp.experiment.machine import Machine
 from determined_amp.finder.found_scale import FoundScale, scale_lines, scale_sentences
 from determined_amp.finder.scale_score import worth_of_best
@@ -194,7 +194,7 @@ def find_for_search(search: Search) -> FoundScale:
         if not (isinstance(value, Mapping) or name == TRIAL_SEED or is_scale(name))
     }
     config = {**plain, "hyperparameters": nested(kept)}
-    with open_trial(read_experiment(config, search.origin)) as opened:
+    with open_trial(experiment_in(config, search.origin)) as opened:
         return opened.find(BATCHES, name=search.name)
 
 

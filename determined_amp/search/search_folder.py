@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from determined_amp.amp.errors import ConfigError, Problem
 from determined_amp.experiment.dotted import value_at
-from determined_amp.experiment.experiment import Searcher, read_yaml
-from determined_amp.experiment.fields import read
+from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.files import write_whole
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.finder.scale_score import bits_from_default
@@ -119,17 +117,13 @@ def read_config(folder: Path) -> dict[str, Any]:
         RunError: if the folder is not that of a search.
         ConfigError: if the configuration cannot be read.
     """
-    file, problems = folder / SEARCH_FILE, list[Problem]()
+    file = folder / SEARCH_FILE
     if not file.is_file():
         raise RunError(
             f"{file}: there is no such file; allowed: the folder of a search by "
             "`python -m determined_amp search`"
         )
-    config = dict(read_yaml(str(file)))
-    read(Searcher, config.get("searcher"), "searcher", problems)
-    if problems:
-        raise ConfigError(str(file), problems)
-    return config
+    return dict(read_yaml(str(file)))
 
 
 def workers_of(config: Mapping[str, Any]) -> int:

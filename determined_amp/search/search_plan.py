@@ -18,8 +18,8 @@ from determined_amp.experiment.experiment import (
     TRIAL_SEED,
     Experiment,
     Searcher,
+    experiment_in,
     parse,
-    read_experiment,
 )
 from determined_amp.experiment.fields import read
 from determined_amp.experiment.score_check import check_score
@@ -108,10 +108,6 @@ class SearchPlan:
         self.space = read_space(search.get("hyperparameters"), in_space)
         if settings is not None and settings.name == "grid":
             in_space.extend(_mistakes_of_a_grid(self.space))
-        seed = value_at(search, "reproducibility.experiment_seed") or 0
-        if not isinstance(seed, int) or seed < 0:
-            text = f"got {seed!r}; allowed: an integer >= 0"
-            problems.append(Problem("reproducibility.experiment_seed", text))
         self.search = search
         probes = () if in_space else self.space.probes()
         for probe in probes:
@@ -121,7 +117,7 @@ class SearchPlan:
             raise ConfigError(source, list(dict.fromkeys(problems)))
         self.task: Task = task
         self.settings: GridSearcher = settings
-        self._seed: int = seed
+        self._seed = int(value_at(search, "reproducibility.experiment_seed") or 0)
 
     def _mistakes_of_a_trial(
         self, probe: Mapping[str, Any], task: Task | None, settings: GridSearcher | None
@@ -129,7 +125,7 @@ class SearchPlan:
         """What is wrong with one trial; mistakes of searcher and entrypoint are named elsewhere."""
         try:
             sampled = self.space.nested(probe)
-            experiment = read_experiment(self.search, "search", hyperparameters=sampled)
+            experiment = experiment_in(self.search, "search", hyperparameters=sampled)
             if task is not None and task.verb is Verb.SCORE:
                 check_score(experiment)
             elif isinstance(settings, AshaSearcher):
