@@ -17,11 +17,14 @@ import signal
 from collections.abc import Sequence
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from determined_amp.cli.options import add_override_option, at_least
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
+
+if TYPE_CHECKING:
+    from determined_amp.search.search_plan import SearchPlan
 
 # Each trial is a process with its own torch. A larger machine may have one per processor.
 _MOST_WORKERS = 16
@@ -39,17 +42,17 @@ PRELOADED = (
 def main(arguments: Sequence[str]) -> int:
     """Run a search or continue one; the exit status is that of `run_search`."""
     options = _options(arguments)
-    config: dict[str, Any] = {}
+    plan: SearchPlan | None = None
     if options.search:
         from determined_amp.search.search_plan import SearchPlan  # noqa: PLC0415  # Optuna
 
         config = with_overrides(read_yaml(options.search), options.overrides)
-        SearchPlan(config, options.search)
+        plan = SearchPlan(config, options.search)
     start_server()
     # Imported after the server starts: both spend seconds importing torch, at the same time.
     from determined_amp.search.optimize import new_search, run_search  # noqa: PLC0415
 
-    folder = options.resume or new_search(config, options.search, options.workers)
+    folder = options.resume if plan is None else new_search(plan, options.workers)
     return run_search(folder, options.workers)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import optuna
 
-from determined_amp.amp.errors import ConfigError, UserError
+from determined_amp.amp.errors import UserError
 from determined_amp.local.processes import on_stop_signals
 from determined_amp.runs.folder import (
     RunFolder,
@@ -57,21 +57,17 @@ class OpenTrialError(BaseException):
     """
 
 
-def new_search(config: Mapping[str, Any], source: str, workers: int) -> Path:
+def new_search(plan: SearchPlan, workers: int) -> Path:
     """The folder of a new search, after what its trial says of the YAML.
 
     Args:
-        config: The search.
-        source: Where it comes from, for the error message.
+        plan: The search.
         workers: Number of trials that run at the same time.
     """
-    try:
-        SearchPlan(config).check_trial()
-    except ConfigError as error:
-        raise ConfigError(source, error.problems) from error
-    folder = fresh_folder(Path("runs"), str(config.get("name", "search")))
+    plan.check_trial()
+    folder = fresh_folder(Path("runs"), str(plan.search.get("name", "search")))
     with storing(folder):
-        write_config(folder, config, workers)
+        write_config(folder, plan.search, workers)
     return folder
 
 

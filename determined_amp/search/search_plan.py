@@ -109,6 +109,7 @@ class SearchPlan:
         if settings is not None and settings.name == "grid":
             in_space.extend(_mistakes_of_a_grid(self.space))
         self.search = search
+        self._source = source
         probes = () if in_space else self.space.probes()
         for probe in probes:
             problems.extend(self._mistakes_of_a_trial(probe, task, settings))
@@ -185,7 +186,7 @@ class SearchPlan:
             seed = {"experiment_seed": self.drawn_seed(number)}
             given = config.get("reproducibility") or {}
             config = {**config, "reproducibility": {**given, **seed}}
-        return parse(config, str(config.get("name", "search")), hyperparameters=sampled)
+        return parse(config, self._source, hyperparameters=sampled)
 
     def trial(self, number: int) -> tuple[Mapping[str, Any], dict[str, Any]]:
         """The configuration of a trial, and its searched hyperparameters by dotted name."""
