@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import TypeGuard
 
-from determined_amp.amp.errors import ConfigError, Problem
-
 # Matches an entrypoint that Determined itself imports.
 _CLASS = re.compile(r"[\w.]+:[\w.]+")
 
@@ -23,32 +21,21 @@ def command_in(entrypoint: object) -> tuple[str, dict[str, str]]:
     """The command of this library that an entrypoint runs, and its options by name.
 
     Returns:
-        An empty command if it runs another program.
-
-    Raises:
-        ConfigError: if it is no command.
+        An empty command if it runs another program, or is no command.
     """
-    words = _words_of(entrypoint)
+    words: list[str] = []
+    if isinstance(entrypoint, list):
+        words = [str(word) for word in entrypoint]
+    elif isinstance(entrypoint, str):
+        with suppress(ValueError):  # a quotation mark without its partner
+            words = shlex.split(entrypoint)
     at = words.index("determined_amp") + 1 if "determined_amp" in words else len(words)
     return "".join(words[at : at + 1]), dict(_options(words[at + 1 :]))
 
 
 def trial_in(entrypoint: object) -> str | None:
     """The trial that a command in an entrypoint names by `--trial`."""
-    with suppress(ConfigError):
-        return command_in(entrypoint)[1].get("--trial")
-    return None
-
-
-def _words_of(entrypoint: object) -> list[str]:
-    words = entrypoint
-    if isinstance(entrypoint, str):
-        with suppress(ValueError):  # a quotation mark without its partner
-            words = shlex.split(entrypoint)
-    if isinstance(words, list) and all(isinstance(word, str) for word in words):
-        return words
-    problem = f"got {entrypoint!r}; allowed: a command, as a text or a list of words"
-    raise ConfigError("experiment", [Problem("entrypoint", problem)])
+    return command_in(entrypoint)[1].get("--trial")
 
 
 def _options(words: list[str]) -> Iterator[tuple[str, str]]:

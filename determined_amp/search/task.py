@@ -40,9 +40,9 @@ class Task:
         """The task of an experiment; None if its entrypoint runs another program.
 
         Raises:
-            ConfigError: if it is no command, or `--batches` is not a number that can be used.
+            ConfigError: if `--batches` is not a number that can be used.
         """
-        entrypoint = config.get("entrypoint") or ""
+        entrypoint = config.get("entrypoint")
         if is_class(entrypoint):
             return Task(Verb.TRAIN)
         command, options = command_in(entrypoint)
