@@ -200,18 +200,12 @@ class TestRecordOfTheEnd:
                 "failed",
                 "PermissionError: [Errno 13] denied: '/my/data.bin'",
             ),
-            (
-                raising(MemoryError("a list")),
-                UserError,
-                "failed",
-                "not enough memory: a list (",
-            ),
             (raising(SilentError()), SilentError, "failed", "SilentError"),
             # Determined ends the process then, by an exception without a word.
             (raising(det.InvalidHP("too wide")), UserError, "invalid", "too wide"),
             (raising(SystemExit(0)), UserError, "failed", "the trial called sys.exit(0)"),
         ],
-        ids=["interrupt", "error", "file", "memory", "no text", "invalid", "exit 0"],
+        ids=["interrupt", "error", "file", "no text", "invalid", "exit 0"],
     )
     def test_error_in_a_batch_is_recorded_and_its_traceback_logged(
         self,

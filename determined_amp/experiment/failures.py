@@ -56,8 +56,8 @@ _FAULTS_IN_16_BITS = {
 def faults_of_the_trial() -> Iterator[None]:
     """Raise a `UserError` of one sentence for an error of a trial that a user can fix.
 
-    It is code that runs in float32 but not under autocast, or a `UserError` from a loader process,
-    to whose text torch adds the whole traceback.
+    It is code that runs in float32 but not under autocast, a `UserError` from a loader process, to
+    whose text torch adds the whole traceback, or `sys.exit`: status 0 would say that it trained.
     """
     try:
         yield
@@ -67,6 +67,13 @@ def faults_of_the_trial() -> Iterator[None]:
         if not of_a_worker:
             raise
         raise type(error)(message.strip()) from error
+    except SystemExit as left:
+        if type(left) is not SystemExit:  # one of ours
+            raise
+        raise UserError(
+            f"the trial called sys.exit({left.code!r}); allowed: an exception if it failed, "
+            "context.set_stop_requested(True) to stop early"
+        ) from left
     except (RuntimeError, TypeError, ValueError) as error:
         fault = fault_in_16_bits(error)
         if fault is None:
