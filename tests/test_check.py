@@ -29,8 +29,6 @@ from determined_amp import __main__ as door
 from determined_amp.check import doctor, watching
 from determined_amp.check import probe as probes
 from determined_amp.check.finding import CheckFindings, Level
-from determined_amp.check.judge import judge_record
-from determined_amp.check.record import Record
 from determined_amp.check.remedies import REMEDIES
 from determined_amp.check.stand_in import ONLY_ON_A_GPU
 from tests import habits, test_amp_examples
@@ -1447,8 +1445,10 @@ def test_error_of_a_training_is_raised_and_judged() -> None:
     assert [(each.key, each.level) for each in kept[0]] == [("raised", Level.SUSPICION)]
 
 
-def test_nothing_that_trained_has_nothing_wrong() -> None:
-    assert judge_record(Record()).all == []
+def test_block_that_trains_nothing_is_not_called_examined() -> None:
+    with watching() as findings:
+        pass
+    assert str(findings).startswith("0 faults: nothing was trained, so nothing was examined")
 
 
 def test_every_finding_has_its_row_in_the_page() -> None:

@@ -7,7 +7,7 @@ loop:
         train()
     print(findings)
 
-Spies note events in a record. `invariants.py` judges what holds for every right training, and
+A recorder notes events in a record. `invariants.py` judges what holds for every right training, and
 `rules.py` names the lines of known mistakes. To add a finding, write its words into `REMEDIES` of
 `remedies.py`, a function with `@rule` into one of the two that yields `found(key, lines, effect)`,
 a row into docs/check.md, and a trial into `PLANTED` of tests/test_check.py. What explains what

@@ -16,8 +16,8 @@ from determined_amp.check.finding import CheckFindings
 from determined_amp.check.judge import interventions, judge_record
 from determined_amp.check.lines import is_doctors
 from determined_amp.check.record import Record
+from determined_amp.check.recorder import OVERFLOWS, Recorder
 from determined_amp.check.scale_moves import Moves
-from determined_amp.check.spies import OVERFLOWS, Spies
 from determined_amp.check.stand_in import ONLY_ON_A_GPU, cpu_for_cuda
 
 
@@ -44,24 +44,24 @@ def watching(
             without overflows, the training is left undisturbed.
     """
     findings = CheckFindings()
-    spies = Spies(overflows, Moves() if moves_scale else None)
+    recorder = Recorder(overflows, Moves() if moves_scale else None)
     try:
-        with watched(spies, findings):
+        with watched(recorder, findings):
             yield findings
     except Exception as error:
         print(findings, file=sys.stderr)
-        leave_out_spies(error)
+        leave_out_recorder(error)
         raise
 
 
 @contextmanager
-def watched(spies: Spies, findings: CheckFindings) -> Iterator[None]:
+def watched(recorder: Recorder, findings: CheckFindings) -> Iterator[None]:
     """Watch the training in this block, and fill the findings when it ends, however it does."""
-    spies.meet_optimizers()
-    record = spies.record
+    recorder.meet_optimizers()
+    record = recorder.record
     record.has_cuda = torch.cuda.is_available()
     try:
-        with cpu_for_cuda(), _batches_of_loaders(spies), spies.watching():
+        with cpu_for_cuda(), _batches_of_loaders(recorder), recorder.watching():
             yield
             _gather_scales(record)
     finally:
@@ -71,7 +71,7 @@ def watched(spies: Spies, findings: CheckFindings) -> Iterator[None]:
         findings.notes += [] if record.has_cuda else [ONLY_ON_A_GPU]
 
 
-def leave_out_spies(error: BaseException) -> None:
+def leave_out_recorder(error: BaseException) -> None:
     """Take the frames of this package out of a traceback, behind the first, which is the user's."""
     trace = error.__traceback__
     while trace is not None:
@@ -92,20 +92,20 @@ def _gather_scales(record: Record) -> None:
 
 
 @contextmanager
-def _batches_of_loaders(spies: Spies) -> Iterator[None]:
+def _batches_of_loaders(recorder: Recorder) -> Iterator[None]:
     """A batch of a `DataLoader` that is taken with gradients enabled is a training batch."""
     own = dataloader._BaseDataLoaderIter.__next__
 
     def take(iterator: Any) -> Any:
         if not torch.is_grad_enabled():
             return own(iterator)
-        spies.end_batch()
+        recorder.end_batch()
         try:
             batch = own(iterator)
         except StopIteration:
-            spies.record.epochs += 1
+            recorder.record.epochs += 1
             raise
-        spies.begin_batch()
+        recorder.begin_batch()
         return batch
 
     with patched(dataloader._BaseDataLoaderIter, "__next__", take):

@@ -78,9 +78,14 @@ def interventions(record: Record) -> list[str]:
 
 
 def _seen(record: Record) -> str:
+    backwards = record.of("backward")
+    if not backwards:
+        return "nothing was trained, so nothing was examined"
     skipped, steps = record.of("step", skipped=True), record.of("step")
     dtypes = sorted({region.dtype for region in record.regions})
     amp = f"autocast in {' and '.join(dtypes)}" if dtypes else "no autocast"
     scaler = "a GradScaler" if record.scales else "no GradScaler"
     applied = len(steps) - len(skipped)
-    return f"{record.batches} batches, {applied} steps, {len(skipped)} skipped, {amp}, {scaler}"
+    # Where no loader gives batches, nobody knows how many there were.
+    count = f"{record.batches} batches" if record.batches else f"{len(backwards)} backwards"
+    return f"{count}, {applied} steps, {len(skipped)} skipped, {amp}, {scaler}"

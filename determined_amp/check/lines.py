@@ -42,7 +42,7 @@ def users_line() -> Where | None:
 
 
 def called_by_library() -> bool:
-    """Whether the rest of this library makes the call that a spy sees."""
+    """Whether the rest of this library makes the call that a hook sees."""
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(1)))
     caller = next(file for file in files if not is_doctors(file))
     return caller.startswith(_LIBRARY)

@@ -21,8 +21,8 @@ from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.patched import patched
 from determined_amp.amp.rehearsal import float16_as
 from determined_amp.check.record import Record
+from determined_amp.check.recorder import OVERFLOWS, Recorder
 from determined_amp.check.scale_moves import Moves
-from determined_amp.check.spies import OVERFLOWS, Spies
 from determined_amp.check.stand_in import cpu_for_cuda
 from determined_amp.experiment.experiment import parse
 from determined_amp.local.open_trial import trial_context
@@ -72,8 +72,8 @@ def run(probe: Probe) -> Record:
     Raises:
         UserError: if the configuration is wrong, or the trial cannot be made on this machine.
     """
-    spies = Spies(probe.overflows, probe.moves)
-    record = spies.record
+    recorder = Recorder(probe.overflows, probe.moves)
+    record = recorder.record
     record.determined, record.has_cuda = True, torch.cuda.is_available()
     made = False
     checkpoints = sorted(path.parent.name for path in probe.folder.glob("*/state_dict.pth"))
@@ -83,15 +83,15 @@ def run(probe: Probe) -> Record:
             if probe.scale is not None:
                 stack.enter_context(float16_as(torch.float32))
                 stack.enter_context(_beginning_at(probe.scale))
-            stack.enter_context(spies.watching())
+            stack.enter_context(recorder.watching())
             stack.enter_context(patched(util, "write_user_code", lambda *given: None))
             core_context = stack.enter_context(_core_context(probe.folder))
             experiment = parse(probe.config, probe.source, trial=probe.trial)
             context = trial_context(core_context, experiment)
             trial = trial_of(experiment, context)
-            _note_settings(context, spies)
+            _note_settings(context, recorder)
             made = True
-            stack.enter_context(controlled_by(partial(Examined, probe, spies)))
+            stack.enter_context(controlled_by(partial(Examined, probe, recorder)))
             batches = 4 * probe.windows * record.aggregation
             pytorch.Trainer(trial, context).fit(
                 max_length=pytorch.Batch(1_000_000 if probe.resumes else batches),
@@ -139,9 +139,9 @@ def _beginning_at(scale: float) -> Iterator[None]:
         yield
 
 
-def _note_settings(context: pytorch.PyTorchTrialContext, spies: Spies) -> None:
+def _note_settings(context: pytorch.PyTorchTrialContext, recorder: Recorder) -> None:
     """Note what Determined knows."""
-    record = spies.record
+    record = recorder.record
     record.aggregation = aggregation_frequency(context)
     record.averages = averages_gradients(context)
     amp = MixedPrecision.of(context)
@@ -149,7 +149,7 @@ def _note_settings(context: pytorch.PyTorchTrialContext, spies: Spies) -> None:
         amp.guard.enabled = False  # its guard would end a run that the doctor makes overflow
     manual = pytorch.LRScheduler.StepMode.MANUAL_STEP
     wrapped = {id(scheduler) for scheduler, mode in schedulers(context) if mode is not manual}
-    for scheduler, schedule in spies.schedules.items():
+    for scheduler, schedule in recorder.schedules.items():
         schedule.wrapped = id(scheduler) in wrapped
 
 
@@ -165,19 +165,19 @@ class Examined(SafeController):
 
     Args:
         probe: What to run.
-        spies: Record it.
+        recorder: Record it.
         fitted: The arguments of `Trainer.fit`.
     """
 
-    def __init__(self, probe: Probe, spies: Spies, **fitted: Any) -> None:
+    def __init__(self, probe: Probe, recorder: Recorder, **fitted: Any) -> None:
         super().__init__(**fitted)
         self._probe = probe
-        self._spies = spies
+        self._recorder = recorder
         self._began = time.monotonic()
 
     def set_data_loaders(self) -> None:
         super().set_data_loaders()
-        shorten_epoch(self.context, _EPOCH * self._spies.record.aggregation)
+        shorten_epoch(self.context, _EPOCH * self._recorder.record.aggregation)
         # Again and again: Determined repeats its own loaders alone.
         again = itertools.repeat(self.training_loader)
         self.training_loader: Any = itertools.chain.from_iterable(again)
@@ -188,16 +188,16 @@ class Examined(SafeController):
             self._compare_metrics()
 
     def train_one_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
-        spies = self._spies
-        if self._probe.resumes and not spies.record.batches:
-            spies.take_state("start")
-            spies.record.saved = False
-        spies.begin_batch()
+        recorder = self._recorder
+        if self._probe.resumes and not recorder.record.batches:
+            recorder.take_state("start")
+            recorder.record.saved = False
+        recorder.begin_batch()
         try:
             metrics: dict[str, Any] = super().train_one_batch(batch, epoch_idx, batch_idx)
         finally:
-            spies.end_batch()
-        steps = Counter(step.optimizer for step in spies.record.of("step"))
+            recorder.end_batch()
+        steps = Counter(step.optimizer for step in recorder.record.of("step"))
         wanted = RESUMED if self._probe.resumes else self._probe.windows
         enough = max(steps.values(), default=0) >= wanted
         if enough or time.monotonic() - self._began > _PATIENCE:
@@ -206,7 +206,7 @@ class Examined(SafeController):
 
     def end_epoch(self, epoch_idx: int) -> None:
         super().end_epoch(epoch_idx)
-        self._spies.record.epochs += 1
+        self._recorder.record.epochs += 1
 
     def validate(self) -> dict[str, Any]:
         if self._probe.scale is not None or self._probe.resumes:
@@ -223,15 +223,15 @@ class Examined(SafeController):
 
     def checkpoint(self, already_exiting: bool) -> None:
         assert self.state
-        if not self._spies.record.saved:
-            self._spies.take_state("end")
+        if not self._recorder.record.saved:
+            self._recorder.take_state("end")
             if self._probe.saves:
                 super().checkpoint(already_exiting)
         self.state.last_ckpt = self.state.batches_trained
 
     def _compare_metrics(self) -> None:
         """Validate the same weights as the trial does, and in float32."""
-        record = self._spies.record
+        record = self._recorder.record
         if not record.regions_of_validation:
             return
         seen, before = len(record.events), random_state(0)

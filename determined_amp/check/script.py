@@ -13,11 +13,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from determined_amp.amp.patched import patched
-from determined_amp.check.any_loop import leave_out_spies, watched
+from determined_amp.check.any_loop import leave_out_recorder, watched
 from determined_amp.check.finding import CheckFindings
+from determined_amp.check.recorder import Recorder
 from determined_amp.check.scale_moves import Moves
 from determined_amp.check.scratch import saving_into
-from determined_amp.check.spies import Spies
 
 # Steps of each optimizer: two that overflow, and nine at each of two scales.
 STEPS = 20
@@ -35,13 +35,13 @@ class _Enough(KeyboardInterrupt):
 class _End:
     """Ends a script: where its optimizers have made enough steps, or when its time is over."""
 
-    def __init__(self, spies: Spies) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self.told = 0
-        self._spies = spies
+        self._recorder = recorder
 
     def look(self) -> None:
         """Before each backward."""
-        steps = Counter(step.optimizer for step in self._spies.record.of("step"))
+        steps = Counter(step.optimizer for step in self._recorder.record.of("step"))
         if self.told or (steps and min(steps.values()) >= STEPS):
             self.told += 1
             raise SystemExit if self.told > _PATIENCE else _Enough
@@ -76,9 +76,9 @@ def examine_script(
     Returns:
         The findings, and what the script itself raised.
     """
-    spies, findings = Spies(moves=Moves()), CheckFindings()
-    end = _End(spies)
-    spies.before_backward = end.look
+    recorder, findings = Recorder(moves=Moves()), CheckFindings()
+    end = _End(recorder)
+    recorder.before_backward = end.look
     raised: BaseException | None = None
     with ExitStack() as stack:
         if not in_place:
@@ -86,7 +86,7 @@ def examine_script(
             stack.enter_context(saving_into(Path(folder)))
         stack.enter_context(_as_started(path, arguments))
         try:
-            with watched(spies, findings), end.after(60 * minutes):
+            with watched(recorder, findings), end.after(60 * minutes):
                 _run(path, end)
         except BaseException as error:
             raised = error
@@ -118,7 +118,7 @@ def _leave_out_what_runs_it(error: BaseException, path: str) -> None:
     while trace is not None and trace.tb_frame.f_code.co_filename != path:
         trace = trace.tb_next
     error.__traceback__ = trace or error.__traceback__
-    leave_out_spies(error)
+    leave_out_recorder(error)
 
 
 def is_first_rank() -> bool:

@@ -45,8 +45,8 @@ from determined_amp.check.record import Record, Scaler, Schedule
 from determined_amp.check.scale_moves import Moves, ScaleMoves
 from determined_amp.check.step_gradients import StepGradients
 
-Own = Callable[..., Any]  # what a spy is called in place of
-Spy = Callable[..., Any]  # called with that and its arguments
+Own = Callable[..., Any]  # what a hook is called in place of
+Hook = Callable[..., Any]  # called with that and its arguments
 
 # Windows of an optimizer, from 0, in which the doctor makes the gradients overflow.
 OVERFLOWS = (5, 8)
@@ -62,7 +62,7 @@ _SCALER = torch.amp.GradScaler
 _SCHEDULERS = ("LRScheduler", "ReduceLROnPlateau", "SequentialLR", "ChainedScheduler")
 
 
-class Spies:
+class Recorder:
     """Records what the training in `watching` does.
 
     Args:
@@ -87,7 +87,7 @@ class Spies:
         self._forwards = Forwards(self.record)
         self._disturbed = False  # gradients, since the newest update of a scale
         self._stack = ExitStack()  # of what is watched
-        self._spied: set[tuple[type, str]] = set()
+        self._hooked: set[tuple[type, str]] = set()
         self._in_batch = False
         self._running: dict[str, Any] = {}  # see `_outermost`
         self._scaler_that_steps: torch.amp.GradScaler | None = None
@@ -125,9 +125,9 @@ class Spies:
     def watching(self) -> Iterator[None]:
         """Record what happens in this block."""
         with self._stack as stack:
-            for owner, name, spy in self._spies():
-                spied = self._in_place_of(getattr(owner, name), spy)
-                stack.enter_context(patched(owner, name, spied))
+            for owner, name, hook in self._hooks():
+                hooked = self._in_place_of(getattr(owner, name), hook)
+                stack.enter_context(patched(owner, name, hooked))
             stack.callback(setattr, self, "_ended", True)
             stack.callback(self._moves.end)
             for handle in (
@@ -167,7 +167,7 @@ class Spies:
 
     # What is watched, and by what.
 
-    def _spies(self) -> list[tuple[Any, str, Spy]]:
+    def _hooks(self) -> list[tuple[Any, str, Hook]]:
         makes = [getattr(lr_scheduler, name) for name in _SCHEDULERS]
         return [
             (_SCALER, "__init__", self._make),
@@ -186,21 +186,21 @@ class Spies:
             (clip_grad, "_group_tensors_by_device_and_dtype", self._clip),
         ]
 
-    def _in_place_of(self, own: Own, spy: Spy) -> Callable[..., Any]:
+    def _in_place_of(self, own: Own, hook: Hook) -> Callable[..., Any]:
         @wraps(own)
         def call(*args: Any, **kwargs: Any) -> Any:
             # A module that was imported meanwhile may have kept this.
-            return own(*args, **kwargs) if self._ended else spy(own, *args, **kwargs)
+            return own(*args, **kwargs) if self._ended else hook(own, *args, **kwargs)
 
         return call
 
-    def _spy_on(self, thing: Any, method: str, spy: Spy) -> None:
+    def _hook_into(self, thing: Any, method: str, hook: Hook) -> None:
         """Watch a method in each class of an object that has one of its own."""
         for kind in type(thing).__mro__:
-            if method in vars(kind) and (kind, method) not in self._spied:
-                self._spied.add((kind, method))
-                spied = self._in_place_of(vars(kind)[method], spy)
-                self._stack.enter_context(patched(kind, method, spied))
+            if method in vars(kind) and (kind, method) not in self._hooked:
+                self._hooked.add((kind, method))
+                hooked = self._in_place_of(vars(kind)[method], hook)
+                self._stack.enter_context(patched(kind, method, hooked))
 
     @contextmanager
     def _outermost(self, kind: str, it: object = None) -> Iterator[Any]:
@@ -230,7 +230,7 @@ class Spies:
                 inside = [StepGradients(optimizer, self.record, self._overflows)]
                 self._gradients += inside
             self._parts[optimizer] = inside
-            self._spy_on(optimizer, "zero_grad", self._zero)
+            self._hook_into(optimizer, "zero_grad", self._zero)
         return self._parts[optimizer]
 
     def _rests(self) -> bool:
@@ -255,7 +255,7 @@ class Spies:
     # Schedules.
 
     def _make_schedule(self, own: Own, it: Any, *args: Any, **kwargs: Any) -> None:
-        self._spy_on(it, "step", self._move_schedule)
+        self._hook_into(it, "step", self._move_schedule)
         with self._outermost("schedule", it):
             own(it, *args, **kwargs)  # it moves to its first place
         self._known_schedule(it)
@@ -500,15 +500,15 @@ class Spies:
 
 
 class _Functions(TorchFunctionMode):
-    """Tells a spy which functions of torch are called, and with what."""
+    """Tells a hook which functions of torch are called, and with what."""
 
-    def __init__(self, spy: Callable[[str, Any, Any], None]) -> None:
+    def __init__(self, hook: Callable[[str, Any, Any], None]) -> None:
         super().__init__()
-        self._spy = spy
+        self._hook = hook
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._spy(getattr(func, "__name__", ""), args, kwargs)
+        self._hook(getattr(func, "__name__", ""), args, kwargs)
         return func(*args, **kwargs)
 
 
@@ -552,7 +552,7 @@ def _eager() -> Iterator[None]:
         if hasattr(torch.compiler, "set_stance"):  # not in torch 2.3
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(warnings.catch_warnings())
-        # The reader of a number is a spy here, and not the line that torch would name.
+        # What reads a number is this file, and not the line that torch would name.
         for words in ("Detected call of `lr_scheduler", "Converting a tensor with requires_grad"):
             warnings.filterwarnings("ignore", words)
         yield
