@@ -415,7 +415,7 @@ def test_error_keeps_its_traceback_and_findings_are_printed_before(
         train()
     files = {frame.filename for frame in traceback.extract_tb(raised.tb)}
     assert not any("determined_amp/check" in file for file in files)
-    assert capsys.readouterr().err.startswith("0 faults, 1 suspicion: 0 batches")
+    assert capsys.readouterr().err.startswith("0 faults, 1 suspicion: nothing was trained")
 
 
 class Counts:
