@@ -138,7 +138,9 @@ def judge_refusal(mistake: Mistake, said: str) -> None:
 def not_as_asked() -> str:
     """What the run trained that the YAML, as Determined's own reader reads it, did not ask for."""
     asked = flat(util.yaml_safe_load(Path("config.yaml").read_text()))
-    trained = flat(util.yaml_safe_load(Path("run/resolved.yaml").read_text()))
+    trained: dict[str, Any] = {}
+    for name in ("config.yaml", "resolved.yaml"):  # the second has what was read, with defaults
+        trained |= flat(util.yaml_safe_load(Path("run", name).read_text()))
     for name, value in asked.items():
         found = trained.get(name)
         if isinstance(value, dict) and isinstance(found, dict):  # with what is added by default
