@@ -24,7 +24,7 @@ from determined_amp import ConfigError, comparison, comparison_task, pilots
 from determined_amp import __main__ as door
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.settings import Precision
-from determined_amp.comparison import Compared, CompareError, PilotResults
+from determined_amp.comparison import Compared, PilotResults
 from determined_amp.comparison_task import compare_on_cluster
 from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.overrides import in_precision
@@ -38,7 +38,6 @@ from determined_amp.search import optimize
 from determined_amp.search.search_folder import Search, read_search, write_config, write_remarks
 from determined_amp.search.task import Task, Verb
 from determined_amp.search.trial_process import Job, TrialResult
-from determined_amp.trial import notes
 from tests import searching, shapes
 from tests.cluster_task import TaskMaster, start_task
 from tests.precisions import run
@@ -215,25 +214,11 @@ def on_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TaskMaster:
     return start_task(monkeypatch, tmp_path, {"name": "a"}, hparams)
 
 
-def test_task_of_a_cluster_that_fails_leaves_its_reason(
-    on_cluster: TaskMaster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fault = CompareError("the trial cannot be trained in fp32: no batch")
-    monkeypatch.setattr(comparison_task, "compare", Mock(side_effect=fault))
-    with pytest.raises(CompareError):
-        compare_on_cluster(Namespace())
-    assert on_cluster.metadata["failure"].endswith("in fp32: no batch")
-    assert on_cluster.status == "trial cannot be trained in fp32: no batch"
-
-
-def test_task_of_several_slots_is_refused_with_its_reason_on_the_master(
-    on_cluster: TaskMaster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("on_cluster")
+def test_task_of_several_slots_is_refused() -> None:
     det.get_cluster_info().slot_ids.append(1)  # type: ignore[union-attr]
-    monkeypatch.setattr(notes, "train_context_of_task", lambda info: on_cluster)
     with pytest.raises(UserError, match="slots_per_trial: got more than one slot; allowed: 1"):
         compare_on_cluster(Namespace())
-    assert on_cluster.metadata["failure"].startswith("resources.slots_per_trial: got more")
 
 
 def test_task_of_a_cluster_leaves_the_answer_in_metadata_metrics_and_checkpoint(
