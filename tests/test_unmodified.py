@@ -13,7 +13,7 @@ import logging
 import math
 import pickle
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -51,13 +51,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step"),
     pytest.mark.filterwarnings("ignore:Using a non-full backward hook"),  # torch 2.3
 ]
-
-
-@pytest.fixture(autouse=True)
-def _no_hooks_of_all_modules_left() -> Iterator[None]:
-    """A trial that is refused does not come to remove its own."""
-    yield
-    module._global_backward_pre_hooks.clear()
 
 
 # The first step overflows: 2^24 times a gradient of about 0.1. Two good ones double the scale.
