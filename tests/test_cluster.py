@@ -459,7 +459,7 @@ class TestStranger:
         assert run.restarts() == 0
         training = run.metrics("training")
         assert training[0]["watch_audit_share"] == 1
-        assert re.search(r"\d x .+, natively: fp32 yes.*; torch \d", run.log())  # the machine
+        assert re.search(r"\d x .+; torch \d", run.log())  # the machine
         assert training[-1]["watch_applied_steps"] > 100
         assert run.metrics("validation")[-1]["validation_loss"] < 1
 

@@ -105,7 +105,7 @@ class TestRunFolder:
         assert training.end(folder) == ("completed", "", 12)
         lines = training.metrics(folder)
         assert [line["batches"] for line in lines if line["group"] == "validation"] == [6, 12]
-        assert "1 x cpu, natively: fp32 yes" in (folder / "log.txt").read_text()
+        assert "1 x cpu; torch " in (folder / "log.txt").read_text()
         assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
 
 

@@ -1,4 +1,4 @@
-"""Private names of Determined are in one file, and each is still there in this release."""
+"""Private names of Determined and of torch are in one file each, and are still there."""
 
 from __future__ import annotations
 

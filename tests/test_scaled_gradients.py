@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
 
 from determined_amp import AmpLoop, AmpSettings, ConfigError, Precision
-from determined_amp.amp import scaled_gradients
+from determined_amp.amp import torch_private
 from tests.harness import fit
 from tests.trials import Converted
 
@@ -185,8 +185,8 @@ def test_clip_of_a_model_beside_the_training_is_no_matter() -> None:
 def test_torch_is_left_as_it_was_after_each_step() -> None:
     gc.collect()  # loops of other tests that stopped between a backward and its step
     loop_with(nothing, "amp_fp16", 1)
-    own = scaled_gradients._by_device_and_dtype
-    assert vars(clip_grad)["_group_tensors_by_device_and_dtype"] is own
+    now = vars(clip_grad)["_group_tensors_by_device_and_dtype"]
+    assert now is torch_private.sort_gradients
 
 
 class Clips(Converted):

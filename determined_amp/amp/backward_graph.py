@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from determined_amp.amp.patched import patched
 from determined_amp.amp.tensors import numbered, parameters_in, tensors_of
+from determined_amp.amp.torch_private import backwards_through
 
 # Names for what no module computes, usually the loss, and for the model itself.
 OUTSIDE = "(outside the model)"
@@ -182,32 +181,3 @@ def module_names(models: Sequence[nn.Module]) -> dict[nn.Module, str]:
         for name, module in model.named_modules():
             names.setdefault(module, prefix + (name or WHOLE_MODEL))
     return names
-
-
-@contextmanager
-def backwards_through(run: Callable[..., Any]) -> Iterator[None]:
-    """Call a function in place of every backward of torch in this block.
-
-    Args:
-        run: Gets the engine's `run_backward` and its arguments: the outputs first, and
-            `accumulate_grad`, which is false for `torch.autograd.grad`.
-    """
-    engine = _Engine(torch.autograd.Variable._execution_engine, run)
-    with patched(torch.autograd.Variable, "_execution_engine", engine):
-        yield
-
-
-class _Engine:
-    """torch's autograd engine with another `run_backward`.
-
-    Args:
-        engine: torch's own engine.
-        run_backward: Called with the engine's own `run_backward` as its first argument.
-    """
-
-    def __init__(self, engine: Any, run_backward: Callable[..., Any]) -> None:
-        self._engine = engine
-        self.run_backward = partial(run_backward, engine.run_backward)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)

@@ -1,7 +1,7 @@
 """`torch.compile` for the forward and backward of training, and for nothing else.
 
-The audit and the finder watch torch's dispatch, and the guard's replay hooks into modules. Compiled
-code bypasses both. So these, and everything without gradients, such as a validation, call the
+The audit watches torch's dispatch, the guard and the finder the nodes of the graph. Compiled code
+bypasses both. So a rehearsal, and everything without gradients, such as a validation, calls the
 forward as it was written. A training compiles one graph for each shape of its batches, and its
 validation gives the same numbers as without compilation.
 """
@@ -66,7 +66,7 @@ class _Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # another model calls this one
             return self._forward(*args, **kwargs)
-        if _as_written or not torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
+        if _as_written or not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         try:
             if self._compiled is None:
@@ -90,7 +90,7 @@ class _Compiled:
 
 def _is_from_compiler(error: RuntimeError) -> bool:
     """Whether the compiler has raised an error, and not the model."""
-    exc = torch._dynamo.exc
-    if isinstance(error, exc.TorchRuntimeError):  # what the forward itself would raise
+    kinds = [kind.__name__ for kind in type(error).__mro__]
+    if "TorchRuntimeError" in kinds:  # what the forward itself would raise
         return False
-    return isinstance(error, exc.TorchDynamoException) or "Dynamo is not supported" in str(error)
+    return "TorchDynamoException" in kinds or "Dynamo is not supported" in str(error)

@@ -303,9 +303,9 @@ class AmpCore:
             )
 
     def _watch_steps(self, optimizer: Optimizer) -> None:
-        if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        try:
             self._hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
-        else:
+        except AttributeError:  # a wrapper that never calls `Optimizer.__init__`, or is none
             self._hooks[optimizer] = StepHook(optimizer, self._before_step)
 
     def _check_norm(self, max_norm: float | None, place: str) -> None:

@@ -34,6 +34,7 @@ from torch import nn
 
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.patched import patched
+from determined_amp.amp.torch_private import is_compiled, version_of
 
 
 class IslandError(UserError):
@@ -79,11 +80,6 @@ def meanwhile_in_float32(modules: Iterable[nn.Module], device_type: str) -> Iter
             forward = partial(_in_float32, module.forward, device_type)
             stack.enter_context(patched(module, "forward", forward))
         yield
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether the user has compiled it, with `torch.compile(model)` or `model.compile()`."""
-    return hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
 
 
 def matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -165,7 +161,7 @@ def write_back(replaced: Sequence[tuple[Any, Any]]) -> None:
     original_of = {id(cast): original for original, cast in replaced}
     for original, cast in replaced:
         if isinstance(original, torch.Tensor):
-            if not cast.is_inference() and cast._version:  # in place
+            if not cast.is_inference() and version_of(cast):  # in place
                 original.copy_(cast)
         elif isinstance(original, list):
             original[:] = [original_of.get(id(item), item) for item in cast]

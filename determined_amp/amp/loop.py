@@ -36,6 +36,7 @@ from determined_amp.amp.rehearsal import Rehearsal, own_copy
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.amp.slots import ProcessGroup, Slots
 from determined_amp.amp.tensors import parameters_in, parameters_of
+from determined_amp.amp.torch_private import version_of
 
 _NOT_REHEARSED = (
     "Its cause was not looked for: give the newest batch and the loss function, "
@@ -103,7 +104,7 @@ class AmpLoop(AmpCore):
         """
         self._begin()
         known = (p for p in parameters_in(self.models) if not p.is_inference())
-        self._versions = [(parameter, parameter._version) for parameter in known]
+        self._versions = [(parameter, version_of(parameter)) for parameter in known]
         self.metrics.reset()
         self.guard.start()
 
@@ -170,7 +171,7 @@ class AmpLoop(AmpCore):
             ConfigError: if the weights moved and no optimizer was stepped by the scaler.
             GuardError: if the run no longer trains; save a checkpoint if its `state_is_good`.
         """
-        has_moved = any(parameter._version != version for parameter, version in self._versions)
+        has_moved = any(version_of(parameter) != version for parameter, version in self._versions)
         if has_moved and self.scaler.has_scaled and not self.optimizers:
             raise error_of(Mistake.STEPS_ITSELF, self.remedies)
         everywhere = self.slots.allgather(self.metrics.per_slot_reduce())

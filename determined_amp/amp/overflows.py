@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from determined_amp.amp.backward_graph import BackwardGraph, Gradients, module_names
 from determined_amp.amp.tensors import has_nan, is_finite, largest_of, tensors_of
+from determined_amp.amp.torch_private import CAST, TorchDispatchMode
 
 # A mask may be -inf; what is computed from it is judged there.
 _MASKS = {"fill", "fill_", "full_like", "index_fill", "index_fill_", "masked_fill", "masked_fill_"}
@@ -102,7 +102,7 @@ class OverflowWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     def _look_at(self, operation: str, results: list[torch.Tensor], arguments: Any) -> None:
         module = self._graph.current
         key = module, operation, self._calls[module, operation]
-        is_cast = operation == "_to_copy"
+        is_cast = operation == CAST.__name__
         if not is_cast:  # casts differ between the precisions
             self._calls[module, operation] += 1
             if key in self._asked:

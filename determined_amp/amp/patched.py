@@ -2,10 +2,10 @@
 
 These attributes of torch are replaced this way, for the whole process:
 
-* `torch.autocast.__enter__`, while a batch is replayed in another dtype: the trial's own code opens
-  the regions, and nothing else changes their dtype.
-* `torch.autograd.Variable._execution_engine`, while a batch is replayed, and while a trial trains
-  as it is: `Tensor.backward` and `torch.autograd.grad` have no hook, and all of them end there.
+* `torch.autocast.__enter__`, while a batch is rehearsed in another dtype: the trial's own code
+  opens the regions, and nothing else changes their dtype.
+* `torch.autograd.Variable._execution_engine`, while a batch is rehearsed, and while an unmodified
+  trial trains: `Tensor.backward` and `torch.autograd.grad` have no hook, and all of them end there.
 * What registers forward hooks, while an unmodified trial trains in 16 bits: they see float32.
 * What registers hooks of a backward, and `Tensor.retain_grad`, while an unmodified trial trains
   with a loss scale: they are refused.

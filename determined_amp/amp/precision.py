@@ -18,7 +18,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DeviceSupport:
-    """What a device computes natively, that is, without a detour through float32.
+    """What a GPU computes natively, that is, without a detour through float32.
+
+    A CPU is said to lack what it has instructions for, too: whether its kernels use them, and how
+    fast they are, only a measurement tells.
 
     Args:
         name: The device, in words.
@@ -37,7 +40,7 @@ class DeviceSupport:
     def of(device: torch.device) -> DeviceSupport:
         """Ask the device itself. No synchronisation."""
         if device.type != "cuda":
-            return DeviceSupport("cpu", tf32=False, fp16=_cpu_has("fp16"), bf16=_cpu_has("bf16"))
+            return DeviceSupport("cpu", tf32=False, fp16=False, bf16=False)
         ampere = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
         bf16 = ampere or torch.version.hip is not None
         name = torch.cuda.get_device_name(device)
@@ -62,17 +65,12 @@ def described(device: torch.device, slots: int) -> str:
         slots: How many such devices train together.
     """
     support = DeviceSupport.of(device)
-    answers = (f"{p.value} {'no' if support.lacks(p) else 'yes'}" for p in Precision)
+    answers = [f"{p.value} {'no' if support.lacks(p) else 'yes'}" for p in Precision]
+    natively = f", natively: {', '.join(answers)}" if device.type == "cuda" else ""
     return (
-        f"{slots} x {support.name}, natively: {', '.join(answers)}; "
+        f"{slots} x {support.name}{natively}; "
         f"torch {torch.__version__}, Python {platform.python_version()}"
     )
-
-
-def _cpu_has(dtype: str) -> bool:
-    """Whether oneDNN, which computes products and convolutions on a CPU, has kernels for it."""
-    supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{dtype}_supported", None)
-    return supported is not None and bool(supported())
 
 
 class PrecisionError(UserError):

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from determined_amp.amp.errors import ConfigError, UserError
@@ -26,6 +25,7 @@ from determined_amp.amp.metric_names import AuditMetricName
 from determined_amp.amp.precision import DeviceSupport
 from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.amp.settings import Precision
+from determined_amp.amp.torch_private import CAST, TorchDispatchMode
 
 _REMEDY = (
     "Is the forward in train_batch under amp.autocast()? In a trial without a MixedPrecision of "
@@ -72,7 +72,7 @@ class ProductCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if operation in flop_registry:
             flops = flop_registry[operation](*args, **{**kwargs, _RESULT: result})
             self._count_product(operation.__name__, flops, args)
-        elif operation is torch.ops.aten._to_copy:
+        elif operation is CAST:
             self._count_cast(args[0], result)
         return result
 

@@ -18,11 +18,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
-from determined_amp.amp.backward_graph import backwards_through
 from determined_amp.amp.casts import drop_casts
 from determined_amp.amp.compiled import as_written
 from determined_amp.amp.fp32_modules import meanwhile_in_float32
 from determined_amp.amp.patched import patched
+from determined_amp.amp.precision import autocast_is_on
 from determined_amp.amp.tensors import (
     largest_of,
     named_parameters,
@@ -30,6 +30,7 @@ from determined_amp.amp.tensors import (
     tensors_of,
     values_of,
 )
+from determined_amp.amp.torch_private import backwards_through, version_of
 
 # Trains the batch at a loss scale, None for the current one: forward, loss and backward as in
 # training, without a step.
@@ -247,9 +248,9 @@ class NewestBatch:
         self.batch = own_copy(batch, shared=self._changes_batches is False)
         self._indices = indices
         tensors = [tensor for tensor in tensors_of(batch) if not tensor.is_inference()]
-        versions = [tensor._version for tensor in tensors]
+        versions = [version_of(tensor) for tensor in tensors]
         result = self._train(batch=batch, **indices)
-        has_changed = versions != [tensor._version for tensor in tensors]
+        has_changed = versions != [version_of(tensor) for tensor in tensors]
         self._changes_batches = has_changed or bool(self._changes_batches)
         return result
 
@@ -339,18 +340,24 @@ def _random_state_kept(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 def _buffers_kept(models: Sequence[nn.Module]) -> Iterator[None]:
     modules = [module for model in models for module in model.modules()]
     plain = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
-    owned = [(module, dict(module._buffers)) for module in plain]  # scripts keep their own
+    owned = [(module, _own_buffers(module), dir(module)) for module in plain]  # scripts keep theirs
     values = {buffer: buffer.clone() for model in models for buffer in model.buffers()}
     try:
         yield
     finally:
-        for module, own in owned:  # a module may have put others in their place
-            module._buffers.update(own)
+        for module, own, names in owned:  # a module may have put others in their place
+            made = [name for name in _own_buffers(module) if name in names]  # which were None
+            for name in dict.fromkeys([*own, *made]):
+                setattr(module, name, own.get(name))
         for buffer, before in values.items():
             # One that is not strided cannot be restored.
             if buffer.layout is torch.strided and not torch.equal(buffer, before):
                 with torch.no_grad():
                     buffer.copy_(before)
+
+
+def _own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(module.named_buffers(recurse=False, remove_duplicate=False))
 
 
 @contextmanager
@@ -428,21 +435,23 @@ def float16_as(dtype: torch.dtype | None) -> Iterator[set[torch.dtype]]:
         The dtypes of the regions that are entered, as they are in training.
     """
     in_float32 = dtype is torch.float32
+    autocast_to = None if in_float32 else dtype
     replaced = (torch.float16, torch.bfloat16) if in_float32 else (torch.float16,)
     enter = torch.autocast.__enter__
     entered: set[torch.dtype] = set()
 
-    def enter_as(region: torch.autocast) -> Any:
-        before = region.fast_dtype, region._enabled
-        if region._enabled:
-            entered.add(region.fast_dtype)
-        if dtype is not None and region._enabled and region.fast_dtype in replaced:
-            region.fast_dtype = region.fast_dtype if in_float32 else dtype
-            region._enabled = not in_float32
-        try:
-            return enter(region)  # type: ignore[no-untyped-call]  # torch has no types here
-        finally:
-            region.fast_dtype, region._enabled = before
+    def enter_as(region: Any) -> Any:
+        enter(region)  # type: ignore[no-untyped-call]  # torch has no types here
+        if not autocast_is_on(region.device):
+            return region
+        entered.add(region.fast_dtype)
+        if dtype is not None and region.fast_dtype in replaced:
+            region.__exit__(None, None, None)
+            other = torch.autocast(region.device, autocast_to, enabled=autocast_to is not None)
+            enter(other)  # type: ignore[no-untyped-call]
+            before = {name: value for name, value in vars(other).items() if "prev" in name}
+            vars(region).update(before)  # what its exit puts back
+        return region
 
     with patched(torch.autocast, "__enter__", enter_as):
         yield entered

@@ -10,6 +10,9 @@ from torch import nn
 
 logger = logging.getLogger(__name__)
 
+# The buffers of a BatchNorm or InstanceNorm that a forward writes.
+_STATISTICS = ("running_mean", "running_var")
+
 
 class RunningStatistics:
     """The running statistics of normalisation layers.
@@ -24,9 +27,9 @@ class RunningStatistics:
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         modules = (module for model in models for module in model.modules())
-        norms = (m for m in modules if isinstance(m, nn.modules.batchnorm._NormBase))
-        buffers = (buffer for norm in norms for buffer in norm.buffers())
-        self._buffers = [buffer for buffer in dict.fromkeys(buffers) if buffer.is_floating_point()]
+        named = (pair for module in modules for pair in module.named_buffers(recurse=False))
+        buffers = (buffer for name, buffer in named if name in _STATISTICS)
+        self._buffers = list(dict.fromkeys(buffers))
         self._good: list[torch.Tensor] = []
 
     def remember(self) -> None:

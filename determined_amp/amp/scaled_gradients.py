@@ -22,6 +22,13 @@ import torch
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
+from determined_amp.amp.torch_private import (
+    call_after_backward,
+    sort_gradients,
+    sort_gradients_by,
+    version_of,
+)
+
 logger = logging.getLogger(__name__)
 
 # Where code is not the user's.
@@ -30,11 +37,8 @@ _NOT_THE_USERS = ("determined_amp", "determined", "torch")
 # To note gradients costs the host some 20 us. Code that changes them does so in most steps.
 _PERIOD = 10
 
-# torch exports no name of this module.
-_module: Any = clip_grad
 # It clips what it has just unscaled.
 _OUR_CLIP = "determined_amp.amp.steps"
-_by_device_and_dtype: Callable[..., Any] = _module._group_tensors_by_device_and_dtype
 _refusing: weakref.WeakSet[ScaledGradients]
 
 
@@ -67,7 +71,7 @@ class ScaledGradients:
     def begin(self, scaled: torch.Tensor) -> None:
         """A loss was scaled: refuse clips, and note the gradients when its backward has ended."""
         _refusing.add(self)
-        _module._group_tensors_by_device_and_dtype = _refuse_clips
+        sort_gradients_by(_refuse_clips)
         is_watched = self._steps < _PERIOD or self._steps % _PERIOD == 0
         if is_watched and scaled.requires_grad and not self._has_warned:
             register: Any = scaled.register_hook  # torch has no types here
@@ -79,7 +83,7 @@ class ScaledGradients:
         self.noted.clear()
         _refusing.discard(self)
         if not _refusing:
-            _module._group_tensors_by_device_and_dtype = _by_device_and_dtype
+            sort_gradients_by(sort_gradients)
 
     def compare(self, parameters: Iterable[torch.Tensor]) -> None:
         """Warn if a gradient has changed since its backward; it is about to be divided."""
@@ -88,15 +92,13 @@ class ScaledGradients:
             noted, gradient = self.noted.pop(id(parameter), None), parameter.grad
             if noted is not None and gradient is not None:
                 before, version = noted
-                has_changed |= gradient is not before or gradient._version != version
+                has_changed |= gradient is not before or version_of(gradient) != version
         if has_changed and not self._has_warned:
             self._has_warned = True
             _warn()
 
     def _in_backward(self, gradient: torch.Tensor) -> None:
-        # DistributedDataParallel queues the end of its exchange, which this one must follow.
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: engine.queue_callback(self._take_notes))
+        call_after_backward(self._take_notes)
 
     def _take_notes(self) -> None:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
@@ -104,7 +106,7 @@ class ScaledGradients:
         for parameter in stepped or self._trained():
             gradient = parameter.grad
             if gradient is not None:
-                self.noted[id(parameter)] = gradient, gradient._version
+                self.noted[id(parameter)] = gradient, version_of(gradient)
 
 
 _refusing = weakref.WeakSet()
@@ -119,7 +121,7 @@ def _refuse_clips(tensors: list[list[torch.Tensor]], *others: Any, **named: Any)
     if clips and frame.f_globals.get("__name__") != _OUR_CLIP:
         for scaled in list(_refusing):
             scaled.refuse_clip(tensors[0])
-    return _by_device_and_dtype(tensors, *others, **named)
+    return sort_gradients(tensors, *others, **named)
 
 
 def _warn() -> None:

@@ -25,6 +25,7 @@ from determined_amp.amp.mistakes import IN_A_LOOP, TRANSITIONS, Mistake, Stage, 
 from determined_amp.amp.scaled_gradients import ScaledGradients
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.amp.tensors import any_gradient, parameters_of, tensors_of
+from determined_amp.amp.torch_private import scale_tensor, states_of_steps, takes_found_inf
 
 # Whether a step was skipped: a bool where the host knows, else `found_inf`, (), float32, on the
 # device, not 0 for a skipped step.
@@ -79,6 +80,7 @@ class LossScaler(torch.amp.GradScaler):
         self.scaled_gradients = ScaledGradients(self._refuse_clip, optimizers, trained)
         self.stepping = False
         self._trained = trained
+        self._scales = self.is_enabled()
         self._min_scale = settings.min_scale
         self._meet = meet
         self._remedies = remedies
@@ -95,7 +97,7 @@ class LossScaler(torch.amp.GradScaler):
         self.has_scaled = True
         if self._stages:
             self._forget_dropped_gradients()
-        if not self._enabled:
+        if not self._scales:
             return outputs
         scaled = super().scale(outputs)
         if not self.leaves_true_gradients:
@@ -107,7 +109,7 @@ class LossScaler(torch.amp.GradScaler):
         """Call `GradScaler.unscale_`, before anything reads or clips the gradients."""
         stage = self._check(optimizer, "unscale")
         self._stages[optimizer] = stage
-        if self._enabled:
+        if self._scales:
             if self.scaled_gradients.noted:
                 self.scaled_gradients.compare(parameters_of(optimizer))
             super().unscale_(optimizer)
@@ -121,7 +123,7 @@ class LossScaler(torch.amp.GradScaler):
         self._check(optimizer, "step")
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
-            if self._enabled:
+            if self._scales:
                 raise error_of(Mistake.TAKES_CLOSURE, self._remedies)
             args, kwargs = (partial(_call_with_new_casts, closure),), {}
         elif not self.has_scaled and any_gradient(optimizer):
@@ -129,7 +131,7 @@ class LossScaler(torch.amp.GradScaler):
         self._meet(optimizer)
         if self.scaled_gradients.noted and not self.is_unscaled(optimizer):
             self.scaled_gradients.compare(parameters_of(optimizer))
-        if self._enabled and not any_gradient(optimizer):
+        if self._scales and not any_gradient(optimizer):
             # torch raises an error here. In float32 such a step changes nothing, nor does it here.
             self._note_nothing(optimizer)
         self._has_moved = False
@@ -140,7 +142,7 @@ class LossScaler(torch.amp.GradScaler):
         finally:
             self.stepping = False
             _STEPPED_NOW.discard(id(optimizer))
-        if self._enabled and getattr(optimizer, "_step_supports_amp_scaling", False):
+        if self._scales and takes_found_inf(optimizer):
             self.has_stepped(optimizer, self._found_inf(optimizer))
         else:  # torch has asked the device
             self.has_stepped(optimizer, not self._has_moved)
@@ -150,13 +152,14 @@ class LossScaler(torch.amp.GradScaler):
         """Call `GradScaler.update`, and keep the scale above its floor. No synchronisation."""
         self.has_scaled = self._needs_update = False
         self._stages = {each: s for each, s in self._stages.items() if s is Stage.STEPPED}
-        if not self._enabled:
+        if not self._scales:
             return
-        if self._scale is not None:
+        scale = scale_tensor(self)
+        if scale is not None:
             if self._used is None:
-                self._used = self._scale.clone()
-            self._used.copy_(self._scale)
-        if len(self._per_optimizer_states) > 1:
+                self._used = scale.clone()
+            self._used.copy_(scale)
+        if len(states_of_steps(self)) > 1:
             # torch adds up what all optimizers found in the tensor of the first.
             self._outcomes = {
                 optimizer: skipped.clone() if isinstance(skipped, torch.Tensor) else skipped
@@ -164,12 +167,11 @@ class LossScaler(torch.amp.GradScaler):
             }
         self.scaled_gradients.end()
         super().update(new_scale)
-        assert self._scale is not None
-        self._scale.clamp_(min=self._min_scale)
+        scale_tensor(self).clamp_(min=self._min_scale)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue with a saved scale; factors and interval stay those of the settings."""
-        if self._enabled:
+        if self._scales:
             kept = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
             super().load_state_dict({**self.state_dict(), **kept})
 
@@ -255,7 +257,7 @@ class LossScaler(torch.amp.GradScaler):
             whose: The optimizer of some gradients, or any object that stands for them.
             found_inf: Whether they overflowed, (), float32, on the device; not 0 if they did.
         """
-        state = self._per_optimizer_states[id(whose)]
+        state = states_of_steps(self)[id(whose)]
         state["found_inf_per_device"] = {found_inf.device: found_inf}
         state["stage"] = OptState.UNSCALED
 
@@ -278,8 +280,7 @@ class LossScaler(torch.amp.GradScaler):
             raise error_of(Mistake.CLIPS_SCALED, self._remedies)
 
     def _note_nothing(self, optimizer: Optimizer) -> None:
-        assert self._scale is not None
-        self.note(optimizer, torch.zeros_like(self._scale))
+        self.note(optimizer, torch.zeros_like(scale_tensor(self)))
 
     def _forget_dropped_gradients(self) -> None:
         """An error may have led to `zero_grad` between a clip and its step: unscale anew."""
@@ -287,10 +288,10 @@ class LossScaler(torch.amp.GradScaler):
         for optimizer in unscaled:
             if not any_gradient(optimizer):
                 del self._stages[optimizer]
-                self._per_optimizer_states.pop(id(optimizer), None)
+                states_of_steps(self).pop(id(optimizer), None)
 
     def _found_inf(self, optimizer: Optimizer) -> torch.Tensor:
-        state = self._per_optimizer_states[id(optimizer)]
+        state = states_of_steps(self)[id(optimizer)]
         first, *more = state["found_inf_per_device"].values()
         found_inf: torch.Tensor = first
         for other in more:  # a model on several devices

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,9 @@ class AppliedStepSchedule:
         self._asks_device = skips and not fused
         self._simulation = Simulation(scheduler)
         scheduler.step = self._refuse_step  # type: ignore[method-assign]  # nobody else's now
-        self._shown = scheduler._last_lr
+        self._last_of_scheduler = scheduler.get_last_lr
+        self._known: object = scheduler.get_last_lr()
+        scheduler.get_last_lr = partial(_rates_of, self.optimizer)  # type: ignore[method-assign]
         self._table: RateTable | None = None
         self._logged: set[str] = set()
         self._skips = skips
@@ -97,6 +100,7 @@ class AppliedStepSchedule:
             return
         while simulation.is_behind(attempted):
             self._tabulate(simulation.extend())
+            self._known = self._last_of_scheduler()
             self._refuse_to_stand_still()
             simulation.at(self._step_on_host(attempted, applied))  # forgets what is not needed
         step = self._step_on_host(attempted, applied)
@@ -120,7 +124,6 @@ class AppliedStepSchedule:
             assert isinstance(applied, torch.Tensor)
             for group, rate in zip(groups, self._table.look_up(applied), strict=False):
                 group["lr"] = rate
-        self._shown = self._scheduler._last_lr = [group["lr"] for group in groups]
         self._warn_of_end(step)
 
     def counts_were_loaded(self) -> None:
@@ -178,7 +181,7 @@ class AppliedStepSchedule:
 
     def _refuse_other_hands(self) -> None:
         """Raise if the list of rates is another one, as after a step or a load of the state."""
-        if self._scheduler._last_lr is not self._shown:
+        if self._last_of_scheduler() is not self._known:
             raise ConfigError(
                 "wrap_lr_scheduler",
                 [
@@ -209,6 +212,10 @@ def _refuse_rates_on_a_device(scheduler: lr_scheduler.LRScheduler) -> None:
             )
 
 
+def _rates_of(optimizer: torch.optim.Optimizer) -> list[float | torch.Tensor]:
+    return [group["lr"] for group in optimizer.param_groups]
+
+
 def _listed(keys: Collection[str]) -> str:
     return " and ".join(sorted(keys))
 
@@ -230,6 +237,7 @@ class PlateauSchedule:
     def __init__(self, scheduler: lr_scheduler.ReduceLROnPlateau) -> None:
         self.optimizer = scheduler.optimizer
         self._scheduler = scheduler
+        scheduler.get_last_lr = partial(_rates_of, self.optimizer)  # type: ignore[method-assign]
 
     def validated(self, metric: float) -> None:
         """Step the scheduler with the metric of a validation, unless that is not finite."""
@@ -246,7 +254,6 @@ class PlateauSchedule:
         """Continue from a saved state, once the optimizer is restored; its settings stay."""
         for key in _PLATEAU_STATE:
             setattr(self._scheduler, key, state_dict[key])
-        self._scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
 
 def schedule_of(

@@ -53,7 +53,6 @@ class Simulation:
         self._step = scheduler.step
         groups = scheduler.optimizer.param_groups
         self._groups = [{**copy.deepcopy(_values(it)), "params": it["params"]} for it in groups]
-        self._last_lr = scheduler._last_lr
         self._keys = [list(group) for group in self._groups]
         self._initial = _states(self._groups)
         self._rows: deque[Row] = deque()
@@ -135,9 +134,8 @@ class Simulation:
 
     def _swap(self) -> None:
         """Swap the optimizer's groups with those of the simulation, or back."""
-        scheduler, optimizer = self._scheduler, self._scheduler.optimizer
+        optimizer = self._scheduler.optimizer
         self._groups, optimizer.param_groups = optimizer.param_groups, self._groups
-        self._last_lr, scheduler._last_lr = scheduler._last_lr, self._last_lr
 
 
 def _values(group: _Group) -> _Group:
@@ -168,8 +166,6 @@ class RateTable:
         self._device = device
         # CUDA's fused kernels read a float32; those of a CPU need the same number as other kernels.
         self._dtype = torch.float32 if device.type == "cuda" else torch.float64
-        self._last: list[float] | None = None  # the rates of the last step, and of how many more
-        self._held = 0
         self._table = torch.empty((0, groups), dtype=self._dtype, device=device)
         # Kernels write to whole tensors; their elements, the same memory, are the numbers in them.
         self._index = torch.zeros(1, dtype=torch.int64, device=device)
@@ -177,19 +173,8 @@ class RateTable:
         self._index_number, self._rates = self._index[0], self._row[0].unbind()
 
     def append(self, rates: list[list[float]]) -> None:
-        """Add the rates of every group, for every step. No synchronisation.
-
-        A schedule may be constant for the rest of a long run. `look_up` returns the last rates past
-        the end, so equal rates are only counted until different ones follow.
-        """
-        if self._last is not None and all(row == self._last for row in rates):
-            self._held += len(rates)
-            return
+        """Add the rates of every group, for every step. No synchronisation."""
         chunk = torch.tensor(rates, dtype=self._dtype)
-        if self._held:
-            held = torch.tensor([self._last], dtype=self._dtype).expand(self._held, -1)
-            chunk = torch.cat([held, chunk])
-        self._held, self._last = 0, rates[-1]
         if self._device.type == "cuda":
             chunk = chunk.pin_memory().to(self._device, non_blocking=True)
         self._table = torch.cat([self._table, chunk])

@@ -90,15 +90,6 @@ def is_stand_in(value: Any) -> bool:
     return getattr(type(value), "__torch_dispatch__", dispatch) is not dispatch
 
 
-# What `is_grads_batched` and `jacobian(vectorize=True)` make; torch 2.3 has no function that asks.
-_BATCHED = torch._C._dispatch_key_parse("Batched")
-
-
-def is_batched(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for the gradients of many seeds at once."""
-    return torch._C._dispatch_keys(tensor).has(_BATCHED)
-
-
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether all numbers of a tensor are finite; synchronises."""
     return bool(torch.isfinite(values_of(tensor)).all())

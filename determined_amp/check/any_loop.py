@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.utils.data import dataloader
+from torch.utils.data import DataLoader
 
 from determined_amp.amp.patched import patched
 from determined_amp.check.finding import CheckFindings
@@ -91,10 +91,19 @@ def _gather_scales(record: Record) -> None:
             record.scales_of_ranks = gathered
 
 
+def _kind_of_iterators() -> type:
+    """The class whose `__next__` every iterator over a `DataLoader` has."""
+    generator = torch.Generator()  # so that the global one draws nothing
+    numbers: Any = [0]
+    kinds = type(iter(DataLoader(numbers, generator=generator))).__mro__
+    return next(kind for kind in kinds if "__next__" in vars(kind))
+
+
 @contextmanager
 def _batches_of_loaders(recorder: Recorder) -> Iterator[None]:
     """A batch of a `DataLoader` that is taken with gradients enabled is a training batch."""
-    own = dataloader._BaseDataLoaderIter.__next__
+    kind: Any = _kind_of_iterators()
+    own = kind.__next__
 
     def take(iterator: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -108,5 +117,5 @@ def _batches_of_loaders(recorder: Recorder) -> Iterator[None]:
         recorder.begin_batch()
         return batch
 
-    with patched(dataloader._BaseDataLoaderIter, "__next__", take):
+    with patched(kind, "__next__", take):
         yield

@@ -12,6 +12,7 @@ from torch import nn
 
 from determined_amp.amp.precision import autocast_is_on
 from determined_amp.amp.tensors import is_finite, tensors_of
+from determined_amp.amp.torch_private import version_of
 from determined_amp.check.record import Record
 
 
@@ -52,7 +53,9 @@ class Forwards:
             self._record.forwards[on] += 1
         if on and torch.is_autocast_cache_enabled():
             matrices = [p for p in weights if p.dtype is torch.float32 and p.dim() > 1]
-            old = [p for p in matrices if self._cast.setdefault(id(p), p._version) != p._version]
+            old = [
+                p for p in matrices if self._cast.setdefault(id(p), version_of(p)) != version_of(p)
+            ]
             if old:
                 self._record.note("stale")
 

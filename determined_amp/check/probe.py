@@ -133,7 +133,7 @@ def _beginning_at(scale: float) -> Iterator[None]:
     def make(scaler: Any, *args: Any, **kwargs: Any) -> None:
         own(scaler, *args, **kwargs)
         if scaler.is_enabled():
-            scaler._init_scale = scale
+            torch.amp.GradScaler.load_state_dict(scaler, {**scaler.state_dict(), "scale": scale})
 
     with patched(torch.amp.GradScaler, "__init__", make):
         yield

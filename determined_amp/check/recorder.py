@@ -27,11 +27,11 @@ from torch.optim.optimizer import (
 )
 from torch.overrides import TorchFunctionMode
 
-from determined_amp.amp.backward_graph import backwards_through
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import autocast_is_on
 from determined_amp.amp.tensors import is_finite, parameters_of, tensors_of
+from determined_amp.amp.torch_private import backwards_through, states_of_steps
 from determined_amp.check.forwards import Forwards
 from determined_amp.check.lines import (
     called_by_library,
@@ -382,7 +382,7 @@ class Recorder:
         finally:
             self._scaler_that_steps = None
         if len(self.record.of("step")) == before:
-            found: Any = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            found: Any = states_of_steps(scaler)[id(optimizer)]["found_inf_per_device"]
             for gradients in parts:
                 self._step(gradients, scaler, skipped=not found or any(map(bool, found.values())))
         return result
@@ -447,18 +447,20 @@ class Recorder:
         own()
 
     def _autocast(self, own: Own, region: Any) -> Any:
-        if region._enabled:
+        entered = own(region)
+        is_enabled = autocast_is_on(region.device)
+        if is_enabled:
             self._forwards.enter_autocast()
         made_before = region.device == "cuda" and not self.record.has_cuda
-        if region._enabled or made_before or is_users(sys._getframe(2).f_code.co_filename):
+        if is_enabled or made_before or is_users(sys._getframe(2).f_code.co_filename):
             self.record.note(
-                "autocast" if region._enabled else "autocast_off",
+                "autocast" if is_enabled else "autocast_off",
                 dtype=str(region.fast_dtype).removeprefix("torch."),
                 explicit=getattr(region, "_given_dtype", True),
                 grad=torch.is_grad_enabled(),
                 in_batch=self._in_batch,
             )
-        return own(region)
+        return entered
 
     def _function(self, name: str, args: Any, kwargs: Any) -> None:
         """A function of torch is called, with the caller three frames above."""

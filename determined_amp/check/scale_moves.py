@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from determined_amp.amp.torch_private import replace_scale_tensor, scale_tensor
+
 # Where less than this is left to divide by, a scale stays.
 _WORTH = 4.0
 
@@ -55,7 +57,7 @@ class ScaleMoves:
         """A window may begin here."""
         for scaler in scalers:
             moved = self._known.setdefault(scaler, _Moved())
-            if scaler.is_enabled() and scaler._scale is not None and not moved.decided:
+            if scale_tensor(scaler) is not None and not moved.decided:
                 moved.decided = True
                 if self._moves is not None and not self._rests():
                     self._move(scaler, moved, self._moves)
@@ -66,8 +68,8 @@ class ScaleMoves:
         low = max(scale / how.by, how.least)
         in_this_one = moved.windows.bit_count() % 2  # the Thue-Morse sequence
         if in_this_one and scale >= low * _WORTH:
-            moved.kept = scaler._scale
-            scaler._scale = torch.full_like(scaler._scale, low)
+            moved.kept = scale_tensor(scaler)
+            replace_scale_tensor(scaler, torch.full_like(moved.kept, low))
 
     def has_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """A scaler has multiplied a loss: its scale stays until its update."""
@@ -86,15 +88,16 @@ class ScaleMoves:
         if kept is None or sets:
             own()
             return
-        before = scaler._scale.clone()
+        before = scale_tensor(scaler).clone()
         own()
-        ratio = float(scaler._scale / before)
+        ratio = float(scale_tensor(scaler) / before)
         # Where the floor of a scaler has stopped it, the scale that comes back has not moved.
         factors = (scaler.get_growth_factor(), scaler.get_backoff_factor())
-        scaler._scale = kept.mul_(ratio if ratio in factors else 1.0)
+        replace_scale_tensor(scaler, kept.mul_(ratio if ratio in factors else 1.0))
 
     def end(self) -> None:
         """Put back what a training has left moved."""
         for scaler, moved in self._known.items():
             if moved.kept is not None:
-                scaler._scale, moved.kept = moved.kept, None
+                replace_scale_tensor(scaler, moved.kept)
+                moved.kept = None

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from determined_amp.amp.tensors import parameters_of, values_of
+from determined_amp.amp.torch_private import version_of
 from determined_amp.check.record import Event, Record, StepWindow
 
 Versions = list[tuple[int, int]]
@@ -64,12 +65,12 @@ class StepGradients:
     def dense(self) -> list[torch.Tensor]:
         """Those there are."""
         gradients = (p.grad for p in self.weights if p.grad is not None)
-        return [g._values() if g.is_sparse else g for g in gradients]
+        return [values_of(g) if g.is_sparse else g for g in gradients]
 
     def versions(self) -> Versions:
         """What differs as soon as one of them is another or has other values."""
         gradients = (p.grad for p in self.weights)
-        return [(0, 0) if g is None else (id(g), g._version) for g in gradients]
+        return [(0, 0) if g is None else (id(g), version_of(g)) for g in gradients]
 
     def measure(self) -> None:
         """Take their norm."""
@@ -145,8 +146,9 @@ class StepGradients:
         forces = may_force and (self._emptied or not window.backwards)
         window.backwards.append(backward)
         if forces:
-            for gradient in self.dense():
-                gradient.detach().fill_(math.inf)
+            for weight in self.weights:
+                if weight.grad is not None:
+                    weight.grad.detach().mul_(math.inf)
             self._overflown += not window.forced
             window.forced += 1
         if loss.has_gradient and not loss.scale:

@@ -51,7 +51,7 @@ def share_gradients_once(
     Args:
         context: The trial's context; its wrapped models are told before each forward.
         is_update_batch: Whether a step follows the batch with that index. It must be false for a
-            batch that is replayed to find a fault, because every rank replays its own.
+            batch that is rehearsed to find a fault, because every rank rehearses its own.
     """
 
     def set_exchange(model: nn.Module, inputs: Any) -> None:

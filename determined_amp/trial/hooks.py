@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as of_all  # has the hooks that are called for every module
-from torch.nn.modules._functions import BackwardHookFunction
 
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.fp32_modules import as_float32, write_back
 from determined_amp.amp.patched import patched
-from determined_amp.trial.outer_autocast import OuterAutocast, refuse_in_float16
+from determined_amp.amp.torch_private import NODE_HOOKS
+from determined_amp.trial.unmodified_autocast import UnmodifiedAutocast, refuse_in_float16
 
 _BEFORE_FORWARD, _AFTER_FORWARD = "register_forward_pre_hook", "register_forward_hook"
 _register_before = nn.Module.register_forward_pre_hook
@@ -34,8 +34,10 @@ _OF_BACKWARDS: dict[Any, tuple[str, ...]] = {
         "register_backward_hook",
     ),
     torch.Tensor: ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
-    torch.autograd.Function: ("_register_hook",),  # of every node of a graph
+    NODE_HOOKS[0]: (NODE_HOOKS[1],),
 }
+
+_OF_LEAVES = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 
 # The key of our own hook among those for every module; torch's keys are not negative.
 _OURS = -1
@@ -53,6 +55,8 @@ class ForwardHooks:
         self._shown: set[nn.Module] = set()
         # The casts of the inputs of each module that is running.
         self._casts: dict[nn.Module, list[tuple[Any, Any]]] = {}
+        self._before_all = _hooks_beside(of_all.register_module_forward_pre_hook)
+        self._after_all = _hooks_beside(of_all.register_module_forward_hook)
         self._undo = ExitStack()
 
     @contextmanager
@@ -61,9 +65,8 @@ class ForwardHooks:
         with self._undo:
             for model in self._models:
                 for module in model.modules():
-                    hooks = {**module._forward_pre_hooks, **module._forward_hooks}
-                    if _any_of_the_trial(hooks):
-                        self._show(module)
+                    if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                        self._show_to_hooks_of(module)
             for name in (_BEFORE_FORWARD, _AFTER_FORWARD):
                 registering = _calling_first(self._meet, getattr(nn.Module, name))
                 self._undo.enter_context(patched(nn.Module, name, registering))
@@ -71,12 +74,17 @@ class ForwardHooks:
 
     def show_to_hooks_of_all(self) -> None:
         """Called before each forward, for hooks that are called for every module."""
-        self._put_first(of_all._global_forward_pre_hooks, self._cast_inputs)
-        self._put_first(of_all._global_forward_hooks, self._cast_output)
+        self._put_first(self._before_all, self._cast_inputs)
+        self._put_first(self._after_all, self._cast_output)
 
     def _meet(self, module: nn.Module, hook: Callable[..., Any], *_: Any, **__: Any) -> None:
         if _is_the_trials(hook):
             self._show(module)
+
+    def _show_to_hooks_of(self, module: nn.Module) -> None:
+        for register in (_register_before, _register_after):
+            if _any_of_the_trial(_hooks_beside(partial(register, module))):
+                self._show(module)
 
     def _show(self, module: nn.Module) -> None:
         if module in self._shown:
@@ -111,35 +119,27 @@ class ForwardHooks:
 class NoBackwardHooks:
     """Refuses the trial's hooks of a backward.
 
+    Those of modules are met in the first backward, whoever has registered them.
+
     Args:
-        models: The trial's models.
-        parameters: All of its parameters.
+        parameters: All parameters of the trial.
         autocast: Knows whether a batch is trained.
     """
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        parameters: Iterable[torch.Tensor],
-        autocast: OuterAutocast,
-    ) -> None:
-        self._models = models
+    def __init__(self, parameters: Iterable[torch.Tensor], autocast: UnmodifiedAutocast) -> None:
         self._parameters = parameters
         self._autocast = autocast
 
     @contextmanager
     def refused(self) -> Iterator[None]:
-        """Refuse them in this block, and those that there are already.
+        """Refuse them in this block, and those of tensors that there are already.
 
         Raises:
             ConfigError: if there is such a hook.
         """
         for parameter in self._parameters:
-            self.refuse_hooks_of(parameter)
-        for model in self._models:
-            for module in model.modules():
-                _refuse_any(module._backward_pre_hooks)
-                _refuse_any(module._backward_hooks)
+            if parameter.requires_grad:
+                self.refuse_hooks_of(parameter)
         with ExitStack() as stack:
             for owner, names in _OF_BACKWARDS.items():
                 for name in names:
@@ -147,19 +147,15 @@ class NoBackwardHooks:
                     stack.enter_context(patched(owner, name, registering))
             yield
 
-    def refuse_hooks_of_all(self) -> None:
-        """Called before each backward, for hooks that are called for every module."""
-        _refuse_any(of_all._global_backward_pre_hooks)
-        _refuse_any(of_all._global_backward_hooks)
-
     def refuse_hooks_of(self, leaf: torch.Tensor) -> None:
         """Refuse the hooks of a leaf of a graph, which may be in no model."""
-        _refuse_any(leaf._backward_hooks)
-        _refuse_any(getattr(leaf, "_post_accumulate_grad_hooks", None))
+        for register in _OF_LEAVES:
+            if _any_of_the_trial(_hooks_beside(partial(register, leaf))):
+                raise _refusal()
 
     def refuse_hook_of_module(self, kind: type) -> None:
-        """Refuse a kind of node that calls the backward hooks of a module in no model."""
-        if getattr(kind, "_forward_cls", None) is BackwardHookFunction:
+        """Refuse a kind of node that calls the backward hooks of a module, or of all modules."""
+        if kind.__name__ == "BackwardHookFunctionBackward":
             raise _refusal()
 
     def _refuse_one(self, owner: Any, hook: Any = None, *_: Any, **__: Any) -> None:
@@ -170,11 +166,6 @@ class NoBackwardHooks:
         outlives_the_batch = isinstance(owner, (nn.Module, nn.Parameter))
         if outlives_the_batch or self._autocast.training:
             raise _refusal()
-
-
-def _refuse_any(hooks: Mapping[int, Any] | None) -> None:
-    if hooks and _any_of_the_trial(hooks):
-        raise _refusal()
 
 
 def _refusal() -> ConfigError:
@@ -189,6 +180,18 @@ def _calling_first(function: Callable[..., None], method: Callable[..., Any]) ->
         return method(owner, *args, **kwargs)
 
     return call_both
+
+
+def _hooks_beside(register: Callable[..., Any]) -> Any:
+    """The hooks that a function has registered so far."""
+    handle = register(_hook)
+    hooks = handle.hooks_dict_ref()
+    handle.remove()
+    return hooks
+
+
+def _hook(*_: Any) -> None:
+    """Does nothing."""
 
 
 def _any_of_the_trial(hooks: Mapping[int, Callable[..., Any]]) -> bool:

@@ -229,24 +229,15 @@ def in_training(
         LossScaleError: if the trial has no enabled `GradScaler`, or nothing to train.
     """
     context = _prepared(context)
-    train_batch = trial.train_batch
-    rehearsals: list[Rehearsal] = []
     answer: Future[T] = Future()
 
-    def collect(batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
-        def train(own: Any) -> object:
-            return train_batch(own, epoch_idx, batch_idx)
+    def finish(rehearsals: Sequence[Rehearsal]) -> None:
+        try:
+            answer.set_result(work(rehearsals))
+        except Exception as error:  # Determined's loop may save a checkpoint on its way out
+            answer.set_exception(error)
 
-        rehearsals.append(_rehearsal_of(context, batch, train))
-        if len(rehearsals) == batches:
-            try:
-                answer.set_result(work(rehearsals))
-            except Exception as error:  # Determined's loop may save a checkpoint on its way out
-                answer.set_exception(error)
-            end_loop()
-        # With several slots, an empty dict would raise an IndexError on the chief.
-        return {"batch_samples": 0.0}
-
+    collect = _collector(context, trial.train_batch, batches, finish)
     with patched(trial, "train_batch", collect), controlled_by(BatchCollector):
         pytorch.Trainer(trial, context).fit(
             max_length=_NEVER,
@@ -257,6 +248,29 @@ def in_training(
     if not answer.done():  # the platform asked to stop before the last batch
         raise PreemptedError(0)
     return answer.result()
+
+
+def _collector(
+    context: pytorch.PyTorchTrialContext,
+    train_batch: Callable[..., Any],
+    batches: int,
+    finish: Callable[[Sequence[Rehearsal]], None],
+) -> Callable[..., dict[str, Any]]:
+    """A `train_batch` that trains nothing, passes so many batches on, and ends the loop."""
+    rehearsals: list[Rehearsal] = []
+
+    def collect(batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        def train(own: Any) -> object:
+            return train_batch(own, epoch_idx, batch_idx)
+
+        rehearsals.append(_rehearsal_of(context, batch, train))
+        if len(rehearsals) == batches:
+            finish(rehearsals)
+            end_loop()
+        # With several slots, an empty dict would raise an IndexError on the chief.
+        return {"batch_samples": 0.0}
+
+    return collect
 
 
 def _prepared(context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrialContext:

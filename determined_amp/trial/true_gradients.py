@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,8 +29,9 @@ from torch.optim import Optimizer
 
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.tensors import any_gradient, parameters_in, parameters_of
+from determined_amp.amp.torch_private import version_of
 from determined_amp.trial.hooks import NoBackwardHooks
-from determined_amp.trial.outer_autocast import refuse_in_float16
+from determined_amp.trial.unmodified_autocast import refuse_in_float16
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +85,6 @@ class TrueGradients:
         if self._stepped:
             self._end_windows()
             self._norms.clear()
-        self._hooks.refuse_hooks_of_all()
         self._refuse_moved_weights()
         self._update_parameters()
         leaves = [*self._parameters, *self._other_leaves_of(loss)]
@@ -92,12 +93,9 @@ class TrueGradients:
             run(self._scaler.scale(loss))
         kinds = by_kind(leaves)
         for device, dtype, gradients in kinds:
-            if device == found_inf.device and dtype in _INTEGERS:
-                torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
-            else:  # of a leaf in 16 bits or on another device, as no parameter of a model is
-                finite = [torch.isfinite(gradient).all() for gradient in gradients]
-                found_inf += (~torch.stack(finite).all()).to(found_inf.device)
-                torch._foreach_mul_(gradients, inverse.to(device, dtype))
+            torch._foreach_mul_(gradients, inverse.to(device, dtype))
+            largest = torch.stack(torch._foreach_norm(gradients, math.inf))
+            found_inf += (~torch.isfinite(largest).all()).to(found_inf.device)
         if self._amp.slots.size > 1:
             # Without an exchange of gradients in this batch, only this rank knows.
             distributed.all_reduce(found_inf, distributed.ReduceOp.MAX)
@@ -115,7 +113,7 @@ class TrueGradients:
         self._stepped.add(optimizer)
         return self._found_inf.get(optimizer, torch.zeros((), device=self._amp.device))
 
-    def replay(self, loss: torch.Tensor, run: Callable[[torch.Tensor], None]) -> None:
+    def rehearse(self, loss: torch.Tensor, run: Callable[[torch.Tensor], None]) -> None:
         """Go backward in a batch that is trained again, to see what overflows.
 
         The gradients of parameters stay scaled, and are not finite if something has overflowed.
@@ -150,7 +148,7 @@ class TrueGradients:
 
     def _versions(self) -> list[int | None]:
         gradients = (parameter.grad for parameter in self._parameters)
-        return [None if gradient is None else gradient._version for gradient in gradients]
+        return [None if gradient is None else version_of(gradient) for gradient in gradients]
 
     def _update_parameters(self) -> None:
         groups = [group["params"] for each in self._amp.optimizers for group in each.param_groups]
@@ -207,14 +205,18 @@ _Kind = tuple[torch.device, torch.dtype, list[torch.Tensor]]
 
 
 def by_kind(leaves: Sequence[torch.Tensor]) -> list[_Kind]:
-    """The values of the gradients that there are, as real numbers."""
+    """The values of the gradients that there are, as real numbers; none is empty."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for leaf in leaves:
+        if leaf.grad is not None and leaf.grad.is_sparse:
+            leaf.grad = leaf.grad.coalesce()  # only then its values can be changed in place
     gradients = (leaf.grad for leaf in leaves if leaf.grad is not None)
     for gradient in dict.fromkeys(gradients):  # two leaves may share one
-        values = gradient._values() if gradient.is_sparse else gradient
+        values = gradient.values() if gradient.is_sparse else gradient
         if values.is_complex():
             values = torch.view_as_real(values.conj() if values.is_conj() else values)
-        kinds[values.device, values.dtype].append(values)
+        if values.numel():
+            kinds[values.device, values.dtype].append(values)
     return [(device, dtype, values) for (device, dtype), values in kinds.items()]
 
 
@@ -225,7 +227,8 @@ def _multiply(leaves: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 
 def _warn_of_function(kind: type) -> None:
     """Warn that the backward of a trial's own function gets scaled gradients."""
-    function: Any = getattr(kind, "_forward_cls", None)
+    made_for = (each for each in vars(kind).values() if isinstance(each, type))
+    function: Any = next((f for f in made_for if issubclass(f, torch.autograd.Function)), None)
     backward = inspect.unwrap(getattr(function, "backward", _warn_of_function))
     code = backward.__code__ if inspect.isfunction(backward) else None
     if code is None or backward.__module__.startswith(("torch.", "determined_amp.")):

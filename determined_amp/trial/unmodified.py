@@ -1,7 +1,7 @@
 """Mixed precision for a float32 `PyTorchTrial` whose code knows nothing of it.
 
 The trial gets a view of its context. The view hands each model that is wrapped, each backward and
-each step to `FromOutside`, which does there what a trial with a `MixedPrecision` does itself.
+each step to `UnmodifiedTraining`, which does what a trial with a `MixedPrecision` does itself.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from determined_amp.amp.errors import UserError
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.experiment.experiment import Experiment, parse
 from determined_amp.experiment.failures import ending_the_program
-from determined_amp.trial.from_outside import FromOutside
 from determined_amp.trial.mixed_precision import MixedPrecision
 from determined_amp.trial.notes import note_on_master
-from determined_amp.trial.outer_autocast import refusal
+from determined_amp.trial.unmodified_autocast import refusal
+from determined_amp.trial.unmodified_training import UnmodifiedTraining
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +87,8 @@ def make_with_amp(
     """
     view = AmpContext(context, settings)
     trial = make_trial(view)
-    if view.outside is not None:
-        view.outside.attach(trial)
+    if view.unmodified is not None:
+        view.unmodified.attach(trial)
     else:
         view.hand_over()
     if MixedPrecision.of(context) is None:
@@ -127,13 +127,13 @@ class AmpContext(pytorch.PyTorchTrialContext):
         settings: The `amp` section.
 
     Attributes:
-        outside: What the three methods call. It is made when a trial without a `MixedPrecision`
+        unmodified: What the three methods call. It is made when a trial without a `MixedPrecision`
             wraps its first model.
     """
 
     def __init__(self, context: pytorch.PyTorchTrialContext, settings: AmpSettings) -> None:
         self.__dict__ = context.__dict__
-        self.outside: FromOutside | None = None
+        self.unmodified: UnmodifiedTraining | None = None
         self._amp_settings = settings
 
     def hand_over(self) -> None:
@@ -141,10 +141,10 @@ class AmpContext(pytorch.PyTorchTrialContext):
         self.__class__ = pytorch.PyTorchTrialContext  # type: ignore[assignment]
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        if self.outside is None and MixedPrecision.of(self) is None:
-            self.outside = FromOutside(self, self._amp_settings)
-        if self.outside is not None:
-            self.outside.prepare(model)
+        if self.unmodified is None and MixedPrecision.of(self) is None:
+            self.unmodified = UnmodifiedTraining(self, self._amp_settings)
+        if self.unmodified is not None:
+            self.unmodified.prepare(model)
         return super().wrap_model(model)
 
     def backward(
@@ -157,10 +157,10 @@ class AmpContext(pytorch.PyTorchTrialContext):
         def run(scaled: torch.Tensor) -> None:
             super(AmpContext, self).backward(scaled, gradient, retain_graph, create_graph)
 
-        if self.outside is None or not self.outside.is_attached:
+        if self.unmodified is None or not self.unmodified.is_attached:
             run(loss)
         else:
-            self.outside.backward(loss, run, create_graph=create_graph)
+            self.unmodified.backward(loss, run, create_graph=create_graph)
 
     def step_optimizer(
         self,
@@ -172,7 +172,7 @@ class AmpContext(pytorch.PyTorchTrialContext):
         def run(clip: Callable[[Any], Any] | None, scaler: Any) -> None:
             super(AmpContext, self).step_optimizer(optimizer, clip, auto_zero_grads, scaler)
 
-        if self.outside is None or not self.outside.is_attached:
+        if self.unmodified is None or not self.unmodified.is_attached:
             run(clip_grads, scaler)
         else:
-            self.outside.step(optimizer, run, clip_grads, scaler)
+            self.unmodified.step(optimizer, run, clip_grads, scaler)

@@ -25,11 +25,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from determined_amp.amp.backward_graph import backwards_through
 from determined_amp.amp.errors import ConfigError
-from determined_amp.amp.fp32_modules import as_float32, is_compiled
+from determined_amp.amp.fp32_modules import as_float32
 from determined_amp.amp.settings import AmpSettings, Compile
 from determined_amp.amp.tensors import has_closure, is_stand_in, parameters_in, parameters_of
+from determined_amp.amp.torch_private import backwards_through, is_compiled
 from determined_amp.trial.determined_private import (
     aggregation_frequency,
     current_batch,
@@ -41,13 +41,13 @@ from determined_amp.trial.determined_private import (
 from determined_amp.trial.hooks import ForwardHooks, NoBackwardHooks
 from determined_amp.trial.mixed_precision import MixedPrecision
 from determined_amp.trial.optimizers import fuse
-from determined_amp.trial.outer_autocast import (
+from determined_amp.trial.true_gradients import TrueGradients
+from determined_amp.trial.unmodified_autocast import (
     NO_AMP,
-    OuterAutocast,
+    UnmodifiedAutocast,
     refusal,
     refuse_in_float16,
 )
-from determined_amp.trial.true_gradients import TrueGradients
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def _called(model: nn.Module, *, with_members: bool) -> Iterator[nn.Module]:
                 yield from _called(member, with_members=with_members and not has_forward)
 
 
-class FromOutside(pytorch.PyTorchCallback):
+class UnmodifiedTraining(pytorch.PyTorchCallback):
     """Adds mixed precision to what a trial and its context ask of each other.
 
     Args:
@@ -89,7 +89,7 @@ class FromOutside(pytorch.PyTorchCallback):
         self.is_attached = False
         self._context = context
         self._amp = MixedPrecision(context, settings)
-        self._autocast = OuterAutocast(self._amp)
+        self._autocast = UnmodifiedAutocast(self._amp)
         self._losses: list[torch.Tensor] = []
         self._gradients: TrueGradients | None = None
         # The optimizer that steps without the context.
@@ -178,7 +178,7 @@ class FromOutside(pytorch.PyTorchCallback):
         if gradients is None:
             run(amp.scaler.scale(loss))
         elif amp.is_rehearsing:  # to find what overflows, which must not be set to 0
-            gradients.replay(loss, run)
+            gradients.rehearse(loss, run)
         else:
             gradients.backward(loss, run)
 
@@ -307,7 +307,7 @@ class FromOutside(pytorch.PyTorchCallback):
             self._autocast.before_forward = hooks.show_to_hooks_of_all
         if self._amp.scaler.is_enabled():
             parameters = parameters_in(self._amp.models, self._amp.optimizers)
-            refused = NoBackwardHooks(self._amp.models, parameters, self._autocast)
+            refused = NoBackwardHooks(parameters, self._autocast)
             self._patches.enter_context(refused.refused())
             self._gradients = TrueGradients(self._amp, refused)
 

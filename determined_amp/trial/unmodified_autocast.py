@@ -19,7 +19,7 @@ NO_AMP = (
 )
 
 
-class OuterAutocast:
+class UnmodifiedAutocast:
     """Runs a model's forward under autocast, and casts its results to float32.
 
     A copy of the model, such as an average of its weights, shares this object. A pickled model
@@ -62,7 +62,7 @@ class OuterAutocast:
             torch.clear_autocast_cache()
         return as_float32(output) if self.casts else output
 
-    def __deepcopy__(self, memo: object) -> OuterAutocast:
+    def __deepcopy__(self, memo: object) -> UnmodifiedAutocast:
         return self
 
     def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:

@@ -1,0 +1,115 @@
+"""All private names of torch that the library uses, but for `torch._foreach_*`.
+
+torch offers no public way to do what is done here. To support another version of torch is to review
+this file: `tests/test_private_names.py` has a test for each name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from determined_amp.amp.patched import patched
+
+__all__ = ["CAST", "NODE_HOOKS", "TorchDispatchMode"]
+
+# The operation that casts a tensor.
+CAST = torch.ops.aten._to_copy
+
+# Registers each hook of a node of the autograd graph.
+NODE_HOOKS: tuple[Any, str] = (torch.autograd.Function, "_register_hook")
+
+
+# How often a tensor has been changed in place, but for changes through `.data`.
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+
+# What a `GradScaler` knows of each optimizer, by its id, until its next update.
+states_of_steps: Callable[[Any], Any] = attrgetter("_per_optimizer_states")
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether the user has compiled it, with `torch.compile(model)` or `model.compile()`."""
+    return type(model).__name__ == "OptimizedModule" or model._compiled_call_impl is not None
+
+
+# Backwards.
+
+
+@contextmanager
+def backwards_through(run: Callable[..., Any]) -> Iterator[None]:
+    """Call a function in place of every backward of torch in this block.
+
+    Args:
+        run: Gets the engine's `run_backward` and its arguments: the outputs first, and
+            `accumulate_grad`, which is false for `torch.autograd.grad`.
+    """
+    engine = _Engine(torch.autograd.Variable._execution_engine, run)
+    with patched(torch.autograd.Variable, "_execution_engine", engine):
+        yield
+
+
+class _Engine:
+    """torch's autograd engine with another `run_backward`.
+
+    Args:
+        engine: torch's own engine.
+        run_backward: Called with the engine's own `run_backward` as its first argument.
+    """
+
+    def __init__(self, engine: Any, run_backward: Callable[..., Any]) -> None:
+        self._engine = engine
+        self.run_backward = partial(run_backward, engine.run_backward)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward that runs now has ended, and all exchange of gradients."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    # DistributedDataParallel queues the end of its exchange, which this one must follow.
+    engine.queue_callback(lambda: engine.queue_callback(function))
+
+
+# Loss scales.
+
+
+def scale_tensor(scaler: Any) -> Any:
+    """The scale of a `GradScaler` itself, (), float32; None before it has scaled a loss."""
+    return scaler._scale if scaler.is_enabled() else None
+
+
+def replace_scale_tensor(scaler: Any, scale: torch.Tensor | None) -> None:
+    """Let a `GradScaler` have another tensor as its scale."""
+    scaler._scale = scale
+
+
+def takes_found_inf(optimizer: Optimizer) -> bool:
+    """Whether an optimizer itself reads whether its step is skipped, as a fused one does."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def give_found_inf(optimizer: Any) -> None:
+    """Let `GradScaler.step` leave it to a fused optimizer whether its step is skipped."""
+    optimizer._step_supports_amp_scaling = True
+
+
+# Clips.
+
+# torch exports no name of this module.
+_module: Any = clip_grad
+sort_gradients: Callable[..., Any] = _module._group_tensors_by_device_and_dtype
+
+
+def sort_gradients_by(function: Callable[..., Any]) -> None:
+    """Let torch's clips sort their gradients by another function than `sort_gradients`."""
+    _module._group_tensors_by_device_and_dtype = function
