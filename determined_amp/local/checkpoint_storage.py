@@ -38,13 +38,11 @@ class DiskError(CheckpointError):
     """A file of a run could not be read or written, so another trial would fail, too."""
 
 
-def is_of_the_machine(error: BaseException, folder: Path) -> bool:
+def is_of_the_machine(error: OSError, folder: Path) -> bool:
     """Whether an error is about a file of the run in `folder`, and no fault of the trial.
 
     An error of a file that is open names no file: then a full disk is that of the run.
     """
-    if not isinstance(error, OSError):
-        return isinstance(error, DiskError)
     if isinstance(error.filename, str):
         return Path(error.filename).absolute().is_relative_to(folder.absolute())
     return error.errno in _OF_A_DISK
