@@ -25,6 +25,7 @@ from torch.optim import lr_scheduler
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils.data import DataLoader, TensorDataset
 
+from determined_amp import AmpLoop, AmpSettings, Precision
 from determined_amp import __main__ as door
 from determined_amp.check import doctor, watching
 from determined_amp.check import probe as probes
@@ -1500,3 +1501,23 @@ class TestCommand:
     ) -> None:
         assert door.main(["check", *arguments]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_right_amp_loop_is_clean_and_not_warned_of_the_overflow_that_is_forced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    amp = AmpLoop(AmpSettings(Precision.AMP_FP16), "cpu")
+    model = amp.prepare(nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with watching() as findings:
+        for _ in range(12):
+            with amp.autocast():
+                loss = model(torch.randn(4, 8)).float().square().mean()
+            amp.scaler.scale(loss).backward()
+            amp.clip_gradients(optimizer)
+            amp.scaler.step(optimizer)
+            optimizer.zero_grad()
+            amp.update(loss, samples=4)
+    assert not findings.faults
+    assert "the doctor made an overflow" in str(findings)
+    assert not any("scaled gradients were changed" in text for text in caplog.messages)

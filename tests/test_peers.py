@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from typing import Any
 
@@ -74,13 +75,13 @@ def test_committed_table_is_that_of_the_committed_numbers_and_is_quoted() -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "most"),
-    [(peers.REFERENCE, 0), (peers.AMP_LOOP, 56), (peers.TEN_LINES, 72)],
+    ("name", "least", "most"),
+    [(peers.REFERENCE, 0, 1), (peers.AMP_LOOP, 20, 56), (peers.TEN_LINES, 20, 72)],
 )
-def test_a_batch_makes_few_python_calls_of_ours(name: str, most: int) -> None:
+def test_a_batch_makes_few_python_calls_of_ours(name: str, least: int, most: int) -> None:
+    gc.collect()  # trainings of other tests, which ended within a window
     calls = peers.calls_of(Precision.AMP_FP16.value, name).total() / 100
-    assert bool(calls) is bool(most)
-    assert calls <= most
+    assert least <= calls <= most
 
 
 def test_no_rounds_are_a_mistake_of_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -149,24 +149,15 @@ def test_score_of_a_trial_that_no_scale_helps_is_one_sentence(
 
 
 @pytest.mark.parametrize(
-    ("option", "target"),
-    [
-        ("--json", "experiment.yaml"),  # its own input
-        ("--plot", "experiment.png"),  # a link to it
-        ("--json", "picture.png"),
-        ("--plot", "notes.png"),
-        ("--json", "other.json"),
-    ],
+    ("option", "target", "allowed"),
+    [("--json", "experiment.yaml", ".json"), ("--plot", "picture.json", ".png")],
 )
-def test_finder_replaces_no_file_but_an_earlier_answer(
-    option: str, target: str, workplace: Path, refusal: Callable[..., str]
+def test_finder_replaces_no_file_of_another_kind(
+    option: str, target: str, allowed: str, workplace: Path, refusal: Callable[..., str]
 ) -> None:
-    (workplace / "experiment.png").symlink_to("experiment.yaml")
-    (workplace / "picture.png").write_bytes(PNG)
-    (workplace / "notes.png").write_text("mine")
-    (workplace / "other.json").write_text('{"run": 5}')
+    (workplace / "picture.json").write_text("mine")
     before = {path: path.read_bytes() for path in workplace.iterdir() if path.is_file()}
-    words = f"got {target}, which is there and no answer of this command"
+    words = f"{option}: got {target}; allowed: a name in {allowed}"
     assert words in refusal("find", "experiment.yaml", option, target)
     assert before == {path: path.read_bytes() for path in workplace.iterdir() if path.is_file()}
 

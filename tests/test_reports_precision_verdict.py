@@ -223,7 +223,7 @@ class TestSpeed:
         assert (speed.median, summary.speed.median) == (2.2, 2200.0)
         assert summary.data_wait_share == pytest.approx(0.1)
 
-    @pytest.mark.parametrize("number", [math.inf, 10**400, -1])
+    @pytest.mark.parametrize("number", [math.inf, math.nan, -1])
     def test_odd_speed_or_memory_counts_for_nothing(self, number: float) -> None:
         odd = {"samples_per_second": number, "watch_peak_memory_mib": number}
         comparison = compared(FP32, run("amp_fp16", speed=[1000.0, 1.0], trained=odd))

@@ -114,6 +114,8 @@ _refusing = weakref.WeakSet()
 
 def _refuse_clips(tensors: list[list[torch.Tensor]], *others: Any, **named: Any) -> Any:
     """In place of the function that torch's clips sort their gradients by."""
+    if not _refusing:  # a training that ended within a window is gone
+        sort_gradients_by(sort_gradients)
     frame, clips = sys._getframe(1), False
     while frame.f_globals is vars(clip_grad):
         clips |= frame.f_code.co_name.startswith("clip_grad")  # and does not measure a norm

@@ -148,7 +148,7 @@ class StepGradients:
         if forces:
             for weight in self.weights:
                 if weight.grad is not None:
-                    weight.grad.detach().mul_(math.inf)
+                    weight.grad.data.mul_(math.inf)  # no version: it is no change of the user
             self._overflown += not window.forced
             window.forced += 1
         if loss.has_gradient and not loss.scale:
