@@ -21,6 +21,8 @@ README = (ROOT / "README.md").read_text()
 OURS = "python -m determined_amp "
 # The lines that a new user types once; the test of the whole page does what they do.
 SET_UP = ("git clone ", "cd ", "python3 -m venv ", ". .venv", "pip install ")
+# What only the folder of the clone has: its examples, and the runs of them.
+OF_THE_CLONE = ("experiment_configs/", "hp_search/", "runs/")
 SAMPLE = ("python -m determined_amp find ",)
 
 
@@ -89,4 +91,6 @@ def test_all_commands_of_the_readme_run_from_a_fresh_clone(
     )
     for command in commands():
         if command.startswith(OURS):
-            run(command, python, clone, own_folder, without_ours)
+            is_of_the_clone = any(name in command for name in OF_THE_CLONE)
+            folder = clone if is_of_the_clone else own_folder
+            run(command, python, clone, folder, without_ours)
