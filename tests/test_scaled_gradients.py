@@ -189,6 +189,17 @@ def test_torch_is_left_as_it_was_after_each_step() -> None:
     assert now is torch_private.sort_gradients
 
 
+def test_torch_is_left_as_it_was_by_a_training_that_ended_between_backward_and_step() -> None:
+    amp = AmpLoop(AmpSettings(Precision.AMP_FP16), "cpu")
+    model = amp.prepare(nn.Linear(1, 1))
+    amp.scaler.scale(model(torch.ones(1, 1)).sum()).backward()
+    assert vars(clip_grad)["_group_tensors_by_device_and_dtype"] is not torch_private.sort_gradients
+    del amp
+    gc.collect()
+    clip_grad_norm_(model.parameters(), 1.0)
+    assert vars(clip_grad)["_group_tensors_by_device_and_dtype"] is torch_private.sort_gradients
+
+
 class Clips(Converted):
     """Between the backward and the step, as in a loop without AMP."""
 
