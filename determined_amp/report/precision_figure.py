@@ -103,7 +103,8 @@ def _draw_differences(axes: Axes, compared: ComparedRuns) -> None:
     axes.tick_params(axis="x", length=0)
     axes.set_xlim(-0.6, max(len(names), 1) - 0.4)
     axes.margins(y=0.15)
-    axes.set_title(f"Difference of {compared.metric} (band: margin of {margin:.2g})")
+    axes.set_title(f"Difference of {compared.metric}")
+    axes.set_ylabel(f"band: margin of {margin:.2g}")
     if not comparisons:
         text = "no other precision has a finished run"
         axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color=MUTED)
