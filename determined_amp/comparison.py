@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +16,9 @@ from rich.status import Status
 
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.settings import Precision
+from determined_amp.experiment.dotted import put
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, parse
 from determined_amp.experiment.overrides import in_precision
-from determined_amp.experiment.training import has_our_form
 from determined_amp.finder.found_scale import FILE_NAME, FoundScale, scale_sentences, yaml_changes
 from determined_amp.finder.scale_finding import Verdict
 from determined_amp.pilots import (
@@ -34,7 +35,7 @@ from determined_amp.report.precision_report import PrecisionReport, write_precis
 from determined_amp.runs.folder import fresh_folder, read_record
 from determined_amp.runs.run import Run, RunState
 from determined_amp.search.optimize import GRACE, INTERRUPTED, run_comparison
-from determined_amp.search.search_display import minutes, say
+from determined_amp.search.search_display import minutes
 from determined_amp.search.search_folder import (
     Search,
     read_config,
@@ -96,20 +97,19 @@ def compare(
         UserError: if the trial cannot be trained in fp32.
         ComparisonPaused: if it is paused; `go_on` trains the other runs.
     """
-    console = Console()
     experiment = parse(in_precision(config, Precision.FP32.value), source, trial=options.trial)
     folder = fresh_folder(Path("runs"), f"compare-{experiment.name}")
     trials = _Trials(experiment, config, options.seeds)
     results = PilotResults()
     try:
-        run_pilots(trials, results, folder / "pilots", console, is_paused)
+        run_pilots(trials, results, folder / "pilots", is_paused)
     finally:  # after Ctrl-C, too
-        print_pilots(console, results)
+        print_pilots(results)
     if len(results.pilots) < 2:
-        say(console, f"\n{ONLY_FP32} (see above)")
+        print(f"\n{ONLY_FP32} (see above)")
         return Compared(folder)
     plan = make_plan(results, experiment, options)
-    print_plan(console, results, plan, options.seeds)
+    print_plan(results, plan, options.seeds)
     write_remarks(folder, **results.remarks(), time_limit=plan.time_limit)
     write_config(folder, trials.search(list(results.pilots), plan), workers=1)
     return go_on(folder, is_paused)
@@ -120,12 +120,11 @@ def go_on(folder: Path, is_paused: Callable[[], bool]) -> Compared:
 
     They have the whole time limit. See `compare` for `is_paused` and what it raises.
     """
-    console, time_limit = Console(), read_remarks(folder)["time_limit"]
-    cut_short = run_comparison(folder, time_limit, is_paused)
+    cut_short = run_comparison(folder, read_remarks(folder)["time_limit"], is_paused)
     is_interrupted = cut_short == INTERRUPTED
     if is_interrupted and is_paused():
         raise ComparisonPaused(folder)
-    return Compared(folder, _report(folder, cut_short, console), is_interrupted)
+    return Compared(folder, _report(folder, cut_short), is_interrupted)
 
 
 def planned_runs(folder: Path) -> int:
@@ -138,20 +137,15 @@ def ended_runs(source: Search) -> list[Run]:
     return [r for r in source.runs if r.state is RunState.COMPLETED or r.state.is_failure]
 
 
-def _report(folder: Path, cut_short: str, console: Console) -> PrecisionReport:
+def _report(folder: Path, cut_short: str) -> PrecisionReport:
     """Write the report on those of the planned runs that have ended, and print its answer.
 
     `cut_short` is what `run_comparison` returned.
     """
     steps, planned = _to_go_on(folder), planned_runs(folder)
+    ended = _of_answer(read_search(folder), planned, cut_short)
     try:
-        ended = _of_answer(read_search(folder), planned, cut_short)
         written = write_precision_report([ended], folder)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"stopped before the report was written; python -m determined_amp report {folder} "
-            "writes it"
-        ) from None
     except ReportError as error:
         if not cut_short:
             raise
@@ -163,8 +157,8 @@ def _report(folder: Path, cut_short: str, console: Console) -> PrecisionReport:
     if len(ended.runs) < planned:
         more = "".join(f"  {step}\n" for step in steps)
         early = f"not every run was finished {cut_short}: the answer is early. For more:"
-        say(console, f"{early}\n{more}")
-    say(console, f"\n{written.text}\n\nthe page with all numbers: {_page(folder)}")
+        print(f"{early}\n{more}")
+    print(f"\n{written.text}\n\nthe page with all numbers: {_page(folder)}")
     return written
 
 
@@ -276,13 +270,8 @@ class _Trials:
 
     def pilot(self, precision: Precision, batches: int) -> dict[str, Any]:
         """The experiment of a pilot in a precision."""
-        config = self._config(
-            {"amp": {**self._amp, "precision": precision.value}},
-            self._rounded(batches),
-            self._rounded(REPORTING_PERIOD),
-        )
-        seed = {"experiment_seed": self._seeds[0]}
-        return {**config, "reproducibility": {**config["reproducibility"], **seed}}
+        amp = {**self._amp, "precision": precision.value}
+        return self._config({"amp": amp}, self._rounded(batches), self._rounded(REPORTING_PERIOD))
 
     def search(self, precisions: Sequence[Precision], plan: ComparisonPlan) -> dict[str, Any]:
         """The search over these precisions and all seeds."""
@@ -293,9 +282,9 @@ class _Trials:
             "amp": {**self._amp, "precision": {"type": "categorical", "vals": names}},
         }
         config = self._config(ranges, plan.batches, plan.reporting_period)
-        searcher = {**config["searcher"], "name": "grid"}
-        name = f"compare-{self._experiment.name}"
-        return {**config, "name": name, "searcher": searcher}
+        config["name"] = f"compare-{self._experiment.name}"
+        config["searcher"]["name"] = "grid"
+        return config
 
     def _config(
         self, hyperparameters: Mapping[str, Any], batches: int, reporting_period: int
@@ -304,29 +293,27 @@ class _Trials:
 
         A run has one validation and one checkpoint, at its end.
         """
-        config, whole = dict(self._experiment.config), {"batches": batches}
-        own = {**config.get("hyperparameters", {}), **hyperparameters}
-        own_searcher = self._experiment.platform.searcher
-        searcher: dict[str, Any] = {
-            "name": "single",
-            "metric": own_searcher.metric,
-            "smaller_is_better": own_searcher.smaller_is_better,
-        }
-        if has_our_form(own):
-            own["training"] = {
-                **own["training"],
-                "max_length": whole,
-                "validation_period": whole,
-                "checkpoint_period": whole,
-                "reporting_period": {"batches": reporting_period},
-            }
-        else:
-            searcher["max_length"] = whole
-            config["min_validation_period"] = config["min_checkpoint_period"] = whole
-            config["scheduling_unit"] = reporting_period
+        config = copy.deepcopy(dict(self._experiment.config))
+        own = config["hyperparameters"] = {**config["hyperparameters"], **hyperparameters}
         if "trial" in own:
             config["entrypoint"] = "python3 -m determined_amp train"
-        return {**config, "hyperparameters": own, "searcher": searcher}
+        searcher = self._experiment.platform.searcher
+        config["searcher"] = {
+            "name": "single",
+            "metric": searcher.metric,
+            "smaller_is_better": searcher.smaller_is_better,
+        }
+        own.get("training", {}).pop("reporting_period", None)  # it may be in epochs
+        whole = {"batches": batches}
+        lengths: dict[str, Any] = {
+            "max_length": whole,
+            "validation_period": whole,
+            "checkpoint_period": whole,
+            "reporting_period.batches": reporting_period,
+        }
+        for name, length in lengths.items():
+            put(config, self._experiment.key_of(name).split("."), length)
+        return config
 
     def _rounded(self, batches: int) -> int:
         window = self._experiment.aggregation_frequency
@@ -337,7 +324,6 @@ def run_pilots(
     trials: _Trials,
     results: PilotResults,
     folder: Path,
-    console: Console,
     is_paused: Callable[[], bool],
 ) -> None:
     """Train briefly in every precision that the device supports, and find the loss scale.
@@ -346,7 +332,7 @@ def run_pilots(
         CompareError: if the trial cannot be trained in fp32.
         ComparisonPaused: if it is paused.
     """
-    baseline = folder / Precision.FP32.value
+    console, baseline = Console(), folder / Precision.FP32.value
     for precision in Precision:
         if precision is Precision.TF32 and not read_record(baseline).machine.has_tf32:
             continue  # it would be fp32
@@ -403,24 +389,23 @@ def make_plan(
     return ComparisonPlan(batches, period, overhead + batches * per_batch, allowed)
 
 
-def print_pilots(console: Console, results: PilotResults) -> None:
+def print_pilots(results: PilotResults) -> None:
     """Print the results of the pilots."""
-    say(console, f"pilots of {BATCHES} batches, which only plan the runs:")
+    print(f"pilots of {BATCHES} batches, which only plan the runs:")
     base = results.pilots.get(Precision.FP32, Pilot(Precision.FP32)).seconds_per_batch
     for precision, pilot in results.pilots.items():
         line = f"  {precision.value:9} {1000 * pilot.seconds_per_batch:8.1f} ms a batch"
         if precision is not Precision.FP32:
             line += f", {base / pilot.seconds_per_batch:.2f} times as fast as fp32 in its pilot"
-        say(console, line)
+        print(line)
     for name, why in results.left_out.items():
-        say(console, f"  {name:9} left out: {why}")
+        print(f"  {name:9} left out: {why}")
 
 
-def print_plan(console: Console, results: PilotResults, plan: ComparisonPlan, seeds: int) -> None:
+def print_plan(results: PilotResults, plan: ComparisonPlan, seeds: int) -> None:
     """Print what will be run, and the time that it takes."""
     names = ", ".join(precision.value for precision in results.pilots)
-    say(
-        console,
+    print(
         f"plan: {names} in turn, {seeds} run{'s' * (seeds != 1)} of {plan.batches} batches each: "
         f"about {minutes(plan.seconds)}, at most {minutes(plan.announced)}",
     )

@@ -13,9 +13,9 @@ from typing import Any
 from determined_amp.amp.settings import Precision
 from determined_amp.finder.found_scale import FILE_NAME, FoundScale
 from determined_amp.runs.folder import RunFolder
-from determined_amp.runs.run import RunState
+from determined_amp.runs.run import Run, RunState
 from determined_amp.search.task import Task, Verb
-from determined_amp.search.trial_process import Job, TrialProcess, TrialResult
+from determined_amp.search.trial_process import GoesOn, Job, TrialProcess
 
 # Length and reporting period in batches. The first ten batches of a process are not timed.
 BATCHES, REPORTING_PERIOD = 20, 2
@@ -69,9 +69,11 @@ class _Progress:
         self._between_reports: list[float] = []
         self._steady: list[float] = []
         self.batches = 0
+        self.epoch_batches: int | None = None
 
     def goes_on(self, report: Mapping[str, Any]) -> bool:
         """Whether the pilot goes on after this report."""
+        self.epoch_batches = report.get("epoch_batches", self.epoch_batches)
         if report["group"] != "training":
             return True
         now, self.batches = time.monotonic(), report["batches"]
@@ -118,18 +120,18 @@ def train_briefly(
     """
     began = time.monotonic()
     progress = _Progress(base, int(config["hyperparameters"]["global_batch_size"]), watch)
-    result = _run(Job(Task(Verb.TRAIN), config, RunFolder(folder).path), progress.goes_on)
+    ended = _run(Job(Task(Verb.TRAIN), config, RunFolder(folder)), progress.goes_on)
     wall = time.monotonic() - began
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a pilot is never continued
     if progress.times_of_fp32 > TOO_SLOW:
         return Pilot(precision, failure=_left_out_for_time(progress.times_of_fp32, precision))
-    if result.state is not RunState.COMPLETED:
-        return Pilot(precision, failure=result.reason or "it failed")
+    if ended.state is not RunState.COMPLETED:
+        return Pilot(precision, failure=ended.reason)
     seconds = progress.seconds_per_batch
     if not seconds:
         return Pilot(precision, failure="its reports tell no speed")
     overhead = max(wall - progress.batches * seconds, 0.0)
-    return Pilot(precision, seconds, progress.shortest, overhead, result.epoch_batches)
+    return Pilot(precision, seconds, progress.shortest, overhead, progress.epoch_batches)
 
 
 def _left_out_for_time(times: float, precision: Precision) -> str:
@@ -144,23 +146,20 @@ def find_the_scale(config: Mapping[str, Any], folder: Path) -> FoundScale | str:
 
     See `train_briefly` for the arguments.
     """
-    job = Job(Task(Verb.FIND, batches=FINDER_BATCHES), config, RunFolder(folder).path)
-    result = _run(job, lambda report: True)
-    if result.state is not RunState.COMPLETED:
-        return result.reason or "it was stopped"
-    return FoundScale.read(folder / FILE_NAME)
+    task = Task(Verb.FIND, batches=FINDER_BATCHES)
+    ended = _run(Job(task, config, RunFolder(folder)), lambda report: True)
+    return (
+        FoundScale.read(folder / FILE_NAME) if ended.state is RunState.COMPLETED else ended.reason
+    )
 
 
-def _run(job: Job, goes_on: Callable[[Mapping[str, Any]], bool]) -> TrialResult:
+def _run(job: Job, goes_on: GoesOn) -> Run:
     """Run a job in a process of its own, as long as it goes on; no clock ends it."""
-    trial = TrialProcess(job)
+    job.folder.describe_trial(0, {})
+    process = TrialProcess(job)
     try:
-        result = trial.result(goes_on)
-        if result is None:
-            trial.process.join()
-            status = trial.process.exitcode
-            reason = f"its process died with exit status {status}"
-            return TrialResult(RunState.FAILED, reason=reason)
-        return result
-    finally:
-        trial.close(kill=True)
+        process.answer(goes_on)
+    except BaseException:
+        process.end(kill=True)
+        raise
+    return process.end()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from unittest.mock import Mock
 
 import yaml
@@ -14,6 +14,7 @@ import yaml
 from determined_amp.cli import search as command
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
+from determined_amp.runs.run import RunState
 from determined_amp.search.search_folder import Search, read_search
 from determined_amp.search.trial_process import TrialProcess
 from tests.training import ROOT
@@ -65,32 +66,71 @@ def run(directory: Path, search: str, *overrides: str, workers: int = 1, status:
     return read_search(only_folder(directory))
 
 
-DEAD = "its process dies"
+class Ended(NamedTuple):
+    """How a staged trial ends, by the record in its folder."""
+
+    state: RunState = RunState.COMPLETED
+    reason: str = ""
+
+
+DEAD = Ended(RunState.RUNNING)  # its process dies
+COMPLETED = (Ended(),)
+
+
+class Reports:
+    """The connection to a staged trial.
+
+    Attributes:
+        answers: What the trial was told after each of its reports.
+        ended: Set when its process has ended.
+    """
+
+    def __init__(self, reports: Iterable[object]) -> None:
+        self._reports = [*reports]
+        self.answers: list[object] = []
+        self.ended = threading.Event()
+        self.closed = False
+
+    def recv(self) -> object:
+        if self._reports:
+            return self._reports.pop(0)
+        self.ended.wait()
+        raise EOFError
+
+    def send(self, answer: object) -> None:
+        self.answers.append(answer)
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class Staged(TrialProcess):
-    """A trial without a process: it only sends messages.
+    """A trial without a process: it makes reports, and ends, or waits until it is stopped.
 
     Attributes:
         made: All trials, in the order of their start.
-        scripts: What the next ones send, one after the other.
+        scripts: The reports of the next ones and their `Ended`, one after the other.
         jobs: What they were told to do.
-        messages: What each sends without a script.
-        ending: What ends it: `terminate` or `kill`.
+        script: That of each without one in `scripts`.
+        stopped_by: What ends it: `terminate` or `kill`.
     """
 
     made: ClassVar[list[Staged]] = []
     jobs: ClassVar[list[Any]] = []
-    messages: ClassVar[Sequence[object]] = ()
+    script: ClassVar[Sequence[object]] = ()
     scripts: ClassVar[list[Sequence[object]]] = []
-    ending = "terminate"
+    stopped_by = "terminate"
 
     def __init__(self, job: Any, slot: int = 0, workers: int = 1) -> None:
         self.slot = slot
-        self.connection, self.theirs = multiprocessing.Pipe()
+        self._folder = job.folder
+        script = self.scripts.pop(0) if self.scripts else self.script
+        self.connection: Any = Reports(each for each in script if not isinstance(each, Ended))
         self.process: Any = Mock(exitcode=-signal.SIGTERM)
-        getattr(self.process, self.ending).side_effect = self.theirs.close
+        getattr(self.process, self.stopped_by).side_effect = self.connection.ended.set
         self.made.append(self)
         self.jobs.append(job)
-        for message in self.scripts.pop(0) if self.scripts else self.messages:
-            self.theirs.close() if message is DEAD else self.theirs.send(message)
+        for end in script:
+            if isinstance(end, Ended):
+                job.folder.end(*end)
+                self.connection.ended.set()

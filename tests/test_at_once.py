@@ -41,7 +41,7 @@ WRONG_KEYS = (
 
 # The same for a search, whose searcher, ranges and trials are wrong.
 WRONG_SEARCH = (
-    "searcher.max_trials: grid does not take it; ",
+    "searcher.max_trials: unknown key",
     "entrypoint: got 'python3 train.py'; ",
     "hyperparameters.amp.precission: ",
     "hyperparameters.global_batch_size: ",

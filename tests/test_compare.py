@@ -18,7 +18,6 @@ import determined as det
 import pytest
 import yaml
 from determined import core
-from rich.console import Console
 
 from determined_amp import ConfigError, comparison, comparison_task, pilots
 from determined_amp import __main__ as door
@@ -37,14 +36,13 @@ from determined_amp.runs.run import RunState
 from determined_amp.search import optimize
 from determined_amp.search.search_folder import Search, read_search, write_config, write_remarks
 from determined_amp.search.task import Task, Verb
-from determined_amp.search.trial_process import Job, TrialResult
 from tests import searching, shapes
 from tests.cluster_task import TaskMaster, start_task
 from tests.precisions import run
 from tests.reporting import found_scale
-from tests.searching import DEAD, Staged
+from tests.searching import DEAD, Ended, Staged
 
-DONE = TrialResult(RunState.COMPLETED, epoch_batches=16)
+DONE = ({"group": "start", "batches": 0, "epoch_batches": 16}, Ended())
 
 
 def experiment(trial: str) -> dict[str, Any]:
@@ -169,27 +167,8 @@ def test_yaml_without_a_batch_size_is_told_what_to_write(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("moment", "words"),
-    [
-        ("run_comparison", "stopped before the first run: nothing is compared yet; begin again"),
-        (
-            "write_precision_report",
-            "stopped before the report was written; python -m determined_amp report ",
-        ),
-        (
-            None,
-            "stopped before there was anything to compare: too few runs were finished within 3 min"
-            "; python -m determined_amp search --resume ",
-        ),
-    ],
-)
-def test_comparison_that_ends_between_its_steps_is_a_sentence(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    moment: str | None,
-    words: str,
+def test_comparison_of_too_few_runs_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run_pilots(trials: Any, results: PilotResults, *_: Any) -> None:
         for precision, seconds in ((Precision.FP32, 0.001), (Precision.AMP_BF16, 0.002)):
@@ -198,11 +177,12 @@ def test_comparison_that_ends_between_its_steps_is_a_sentence(
     monkeypatch.setattr(comparison, "run_pilots", run_pilots)
     monkeypatch.setattr(comparison, "run_comparison", lambda *call: "within 3 min")
     monkeypatch.setattr(comparison, "read_search", lambda folder: Search(str(folder), ()))
-    if moment is not None:
-        monkeypatch.setattr(comparison, moment, Mock(side_effect=KeyboardInterrupt))
-    compare("Images", tmp_path, status=2 if moment is None else 130)
+    compare("Images", tmp_path, status=2)
     shown = capsys.readouterr()
-    assert shown.err.removeprefix("error: ").startswith(words)
+    assert shown.err.startswith(
+        "error: stopped before there was anything to compare: too few runs were finished within "
+        "3 min; python -m determined_amp search --resume "
+    )
     assert "  amp_bf16       2.0 ms a batch, 0.50 times as fast as fp32 in its pilot\n" in shown.out
     assert "plan: fp32, amp_bf16 in turn, 3 runs of " in shown.out
 
@@ -377,7 +357,7 @@ def stage_pilots(
     monkeypatch.setattr(comparison, "train_briefly", train)
     results = PilotResults()
     trials: Any = Mock()
-    comparison.run_pilots(trials, results, tmp_path / "pilots", Console(), bool)
+    comparison.run_pilots(trials, results, tmp_path / "pilots", bool)
     changes = [call.args for call in trials.change_amp.call_args_list]
     assert changes == ([] if failures else [({"init_scale": 2.0**17},)])
     return results
@@ -403,11 +383,12 @@ class TestPilot:
         ticks = iter([0.0, *(100.0 + n * (n + 1) / 2 for n in range(20))])
         clock = SimpleNamespace(monotonic=lambda: next(ticks))
         monkeypatch.setattr(pilots, "time", clock)
-        monkeypatch.setattr(Staged, "messages", messages)
+        monkeypatch.setattr(Staged, "script", messages)
         config = experiment("Images")
         fp32 = Pilot(Precision.FP32, shortest=base)
         made = pilots.train_briefly(config, Precision.TF32, tmp_path, fp32, lambda batches: None)
-        assert Staged.jobs == [Job(Task(Verb.TRAIN), config, tmp_path)]
+        (job,) = Staged.jobs
+        assert (job.task, job.config, job.folder.path) == (Task(Verb.TRAIN), config, tmp_path)
         assert not (tmp_path / "checkpoints").exists()
         assert Staged.made[0].connection.closed
         return made
@@ -416,7 +397,7 @@ class TestPilot:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The command ends at 106 s, of which 6 batches take half a second each."""
-        pilot = self.train(tmp_path, monkeypatch, *reports(2, 4, 6), DONE)
+        pilot = self.train(tmp_path, monkeypatch, *reports(2, 4, 6), *DONE)
         assert pilot == Pilot(Precision.TF32, 0.5, 0.5, overhead=103.0, epoch_batches=16)
 
     def test_steady_speed_is_the_time_of_a_batch(
@@ -424,34 +405,32 @@ class TestPilot:
     ) -> None:
         """Of batches of 16 samples, also where gradients accumulate up to the only report."""
         spoken = reports(32, samples_per_second=64.0)
-        pilot = self.train(tmp_path, monkeypatch, *spoken, DONE)
+        pilot = self.train(tmp_path, monkeypatch, *spoken, *DONE)
         assert (pilot.seconds_per_batch, pilot.shortest) == (0.25, 0.25)
 
     def test_much_slower_precision_is_stopped_after_two_times_between_reports(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        stopped = TrialResult(RunState.PRUNED)
+        stopped = Ended(RunState.PRUNED)
         pilot = self.train(tmp_path, monkeypatch, *reports(2, 4, 6), stopped, base=0.09)
         assert str(pilot.failure).startswith(
             "for time: a batch takes 6 times as long as in fp32 (`python -m determined_amp train "
             "YAML --precision tf32` trains"
         )
-        theirs = Staged.made[0].theirs
-        assert [theirs.recv() for _ in range(3)] == [True, True, False]
+        assert Staged.made[0].connection.answers == [True, True, False]
 
     def test_one_short_time_between_reports_keeps_a_precision(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        pilot = self.train(tmp_path, monkeypatch, *reports(2, 4, 6, 8), DONE, base=0.11)
+        pilot = self.train(tmp_path, monkeypatch, *reports(2, 4, 6, 8), *DONE, base=0.11)
         assert pilot.failure is None
 
     @pytest.mark.parametrize(
         ("message", "failure"),
         [
-            (TrialResult(RunState.STOPPED, "disk full"), "disk full"),
-            (TrialResult(RunState.INVALID), "it failed"),
-            (DEAD, "its process died with exit status -15"),
-            (DONE, "its reports tell no speed"),
+            (Ended(RunState.STOPPED, "disk full"), "disk full"),
+            (DEAD, "its process died with status -15"),
+            (Ended(), "its reports tell no speed"),
         ],
     )
     def test_pilot_without_an_end_or_a_speed_has_failed(
@@ -465,9 +444,9 @@ class TestPilot:
     ) -> None:
         (RunFolder(tmp_path).path / "loss_scale.json").write_text(found_scale().json_text())
         for message, answer in (
-            (TrialResult(RunState.COMPLETED), found_scale()),
-            (TrialResult(RunState.FAILED, "why"), "why"),
+            (Ended(), found_scale()),
+            (Ended(RunState.FAILED, "why"), "why"),
         ):
-            monkeypatch.setattr(Staged, "messages", (message,))
+            monkeypatch.setattr(Staged, "script", (message,))
             assert pilots.find_the_scale({}, tmp_path) == answer
-        assert Staged.jobs[0] == Job(Task(Verb.FIND, FINDER_BATCHES), {}, tmp_path)
+        assert Staged.jobs[0].task == Task(Verb.FIND, FINDER_BATCHES)

@@ -173,7 +173,7 @@ def test_address_without_a_master_is_a_sentence_that_repeats_no_password(
 
 @pytest.mark.parametrize(
     ("status", "words"),
-    [(429, "has too many requests"), (401, "asks for a login"), (403, "asks for a login")],
+    [(429, "answers with error 429"), (401, "asks for a login"), (403, "asks for a login")],
 )
 def test_address_that_refuses_is_no_other_program(
     status: int, words: str, monkeypatch: pytest.MonkeyPatch

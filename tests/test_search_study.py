@@ -22,10 +22,9 @@ from determined_amp.search.search_display import closing_lines, minutes
 from determined_amp.search.search_folder import STUDY_FILE, read_search, write_config
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.search.study import StudyError, open_study, storing
-from determined_amp.search.trial_process import TrialResult
 from tests import searching, training
 from tests.reporting import SEARCH, scored, write_study
-from tests.searching import DEAD, Staged
+from tests.searching import COMPLETED, DEAD, Ended, Staged
 
 
 def study_in(folder: Path) -> tuple[optuna.Study, int]:
@@ -128,11 +127,6 @@ def test_report_that_a_killed_search_has_stored_is_not_stored_again(tmp_path: Pa
     assert study.trials[0].intermediate_values == {2: 1.0}
 
 
-def ended_by(state: RunState, reason: str | None = None) -> tuple[TrialResult]:
-    return (TrialResult(state, reason=reason),)
-
-
-COMPLETED = ended_by(RunState.COMPLETED)
 AFTER = "; it ended after 2 batches"
 
 
@@ -191,8 +185,8 @@ class TestTrials:
     def test_end_of_a_trial_is_recorded(
         self, tmp_path: Path, state: str, metric: str, ends: tuple[str, str], kept: TrialState
     ) -> None:
-        ended = ended_by(RunState(state), None if state == "completed" else "why")
-        self.run(tmp_path, ended, COMPLETED, COMPLETED, metric=metric)
+        ended = Ended(RunState(state), "" if state == "completed" else "why")
+        self.run(tmp_path, (ended,), COMPLETED, COMPLETED, metric=metric)
         run = read_search(tmp_path).runs[0]
         assert (run.state.value, run.reason) == ends
         assert run.hparams == {"amp.init_scale": 2.0**24}
@@ -228,14 +222,14 @@ class TestTrials:
         """The search was killed before its study had it."""
         RunFolder(trial_folder(tmp_path, 1)).end(RunState.COMPLETED)
         self.run(tmp_path, COMPLETED, COMPLETED)
-        assert [job.folder.name for job in Staged.jobs] == ["0000", "0002"]
+        assert [job.folder.path.name for job in Staged.jobs] == ["0000", "0002"]
         assert self.states(tmp_path) == [TrialState.COMPLETE] * 3
 
     def test_problem_of_the_machine_stops_the_search_and_leaves_its_trials_open(
         self, tmp_path: Path
     ) -> None:
         with pytest.raises(SearchError, match="disk full; the search stopped, and its open trials"):
-            self.run(tmp_path, ended_by(RunState.STOPPED, "disk full"), (), workers=2)
+            self.run(tmp_path, [Ended(RunState.STOPPED, "disk full")], (), workers=2)
         assert TrialState.FAIL not in self.states(tmp_path)
         self.run(tmp_path, *[COMPLETED] * 3)
         assert self.states(tmp_path) == [TrialState.COMPLETE] * 3
@@ -244,7 +238,7 @@ class TestTrials:
     def test_time_limit_stops_what_runs_and_then_kills_it(
         self, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(Staged, "ending", ending)
+        monkeypatch.setattr(Staged, "stopped_by", ending)
         monkeypatch.setattr(optimize, "GRACE", 0.2 if ending == "kill" else 60.0)
         made = self.run(tmp_path, (), time_limit=0.5)
         assert made.time_is_up

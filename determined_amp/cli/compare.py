@@ -40,18 +40,14 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(options.config, [Problem(_BATCH_SIZE, text)])
     start_server()
     # Imported after the server starts: both spend seconds importing torch, at the same time.
-    try:
-        if is_task():
-            from determined_amp.comparison_task import compare_on_cluster  # noqa: PLC0415
+    if is_task():
+        from determined_amp.comparison_task import compare_on_cluster  # noqa: PLC0415
 
-            compare_on_cluster(options)
-            return 0
-        from determined_amp.comparison import compare  # noqa: PLC0415
+        compare_on_cluster(options)
+        return 0
+    from determined_amp.comparison import compare  # noqa: PLC0415
 
-        compared = compare(config, options.config, options)
-    except KeyboardInterrupt as interrupt:  # during the runs, the engine handles signals
-        early = "stopped before the first run: nothing is compared yet; begin again to compare"
-        raise KeyboardInterrupt(str(interrupt) or early) from None
+    compared = compare(config, options.config, options)
     return INTERRUPTED if compared.is_interrupted else 0
 
 

@@ -67,7 +67,7 @@ def _problems(option: str, target: Path | None, suffix: str) -> Iterator[Problem
         return
     if not target.parent.is_dir():
         yield Problem(option, f"got {target}, whose folder does not exist; allowed: one that does")
-    if target.suffix != suffix:  # so that no file of another kind is replaced
+    if target.suffix != suffix:  # so that no YAML is replaced
         yield Problem(option, f"got {target}; allowed: a name in {suffix}")
 
 
@@ -82,6 +82,13 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="FOLDER",
         help="start from this checkpoint, or from the newest one of this run folder",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole answer as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the prediction")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the whole answer as JSON, in place of an old FILE",
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw the prediction, in place of an old FILE"
+    )
     return parser.parse_args(arguments)

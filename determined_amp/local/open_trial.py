@@ -24,7 +24,7 @@ from determined_amp.experiment.experiment import Experiment, indivisible_batch
 from determined_amp.experiment.failures import faults_of_the_trial
 from determined_amp.experiment.files import directory_kept, temporary_folder
 from determined_amp.finder.found_scale import FoundScale
-from determined_amp.local.checkpoint_storage import LocalCheckpoints, Resume
+from determined_amp.local.checkpoint_storage import DiskError, LocalCheckpoints, Resume
 from determined_amp.runs.run import RunState
 from determined_amp.trial.audited import audited
 from determined_amp.trial.checkpoint import CheckpointError
@@ -59,6 +59,8 @@ def outcome(error: BaseException) -> tuple[RunState, str]:
     """The state and the reason of a run that an error ends."""
     if isinstance(error, (det.InvalidHP, InvalidTrialError)):
         return RunState.INVALID, str(error)
+    if isinstance(error, DiskError):
+        return RunState.STOPPED, str(error)
     if isinstance(error, UserError):
         return RunState.FAILED, str(error)
     lines = []

@@ -15,6 +15,7 @@ from determined import core
 from torch import distributed
 
 from determined_amp.amp.errors import UserError
+from determined_amp.runs.run import RunState
 
 # Variables that torchrun sets in every process.
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -109,7 +110,8 @@ class StopOnSignal(core.DummyPreemptContext):
     Attributes:
         requested: Whether to stop at the next report; set it to stop the run.
         obeyed: Whether the loop has been told to stop.
-        reason: Why it stopped, for the record of the end.
+        state: How the run ends then, for its record.
+        reason: Why it stopped, for its record.
         answer: Text to print at the first signal; None prints nothing.
     """
 
@@ -118,6 +120,7 @@ class StopOnSignal(core.DummyPreemptContext):
         self._processes = processes
         self.requested = False
         self.obeyed = False
+        self.state = RunState.STOPPED
         self.reason = "asked to stop"
         self.answer: str | None = None
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ class RunRecorder(RunListener):
         if error is not None:
             return outcome(error)
         if self._stop.obeyed:
-            return RunState.STOPPED, self._stop.reason
+            return self._stop.state, self._stop.reason
         if self._total is not None and self._batches < self._total:
             return RunState.STOPPED, "the trial asked to stop"
         return RunState.COMPLETED, ""
@@ -274,18 +274,15 @@ def _naming_changes(folder: RunFolder, experiment: Experiment) -> Iterator[None]
 def _notifying(
     listeners: Sequence[RunListener], folder: RunFolder, stop: StopOnSignal
 ) -> Iterator[None]:
-    """Notify listeners that the run starts and ends; the end, too, of the first one first."""
-    started: list[RunListener] = []
+    """Notify listeners that the run starts and ends."""
+    for listener in listeners:
+        listener.on_start(folder, stop)
     try:
-        for listener in listeners:
-            listener.on_start(folder, stop)
-            started.append(listener)
         yield
     finally:
         error = sys.exc_info()[1]
-        with ExitStack() as ends:
-            for listener in reversed(started):
-                ends.callback(listener.on_end, error, stopped=stop.obeyed)
+        for listener in listeners:
+            listener.on_end(error, stopped=stop.obeyed)
 
 
 def _are_finite(models: Sequence[nn.Module]) -> bool:

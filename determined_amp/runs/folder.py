@@ -155,8 +155,8 @@ class RunFolder:
         return run
 
     def describe_trial(self, number: int, hparams: Mapping[str, Any]) -> None:
-        """Write which trial of a search this is: its number, and its sampled values by name."""
-        self._change(number=number, hparams=hparams)
+        """Write that a trial of a search begins: its number, and its sampled values by name."""
+        self._change(state=RunState.RUNNING, reason="", number=number, hparams=hparams)
 
     def end(self, state: RunState, reason: str = "") -> None:
         """Write how the run ended, and why."""

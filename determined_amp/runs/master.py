@@ -31,19 +31,15 @@ class MasterError(UserError):
     """A master cannot be used: the address is wrong, the login fails, or it refuses a request."""
 
 
-class MasterAwayError(MasterError):
-    """No master answers now, so a retry may help."""
-
-
 @contextmanager
 def answering_in_time() -> Iterator[None]:
-    """Raise a `MasterAwayError` if a master needs more than `ALL_ANSWERS` seconds for this block.
+    """Raise a `MasterError` if a master needs more than `ALL_ANSWERS` seconds for this block.
 
     The SDK has no limit, and one per request starts again with every byte and every page.
     """
 
     def give_up(number: int, frame: FrameType | None) -> None:
-        raise MasterAwayError(
+        raise MasterError(
             f"the master has not answered all within {ALL_ANSWERS} s; try again when it works"
         )
 
@@ -85,8 +81,7 @@ def log_in(address: str) -> api.Session:
             "or set DET_USER and DET_PASS"
         ) from error
     except (errors.BadRequestException, errors.CorruptTokenCacheException, OSError) as error:
-        kind = MasterAwayError if is_away(error) else MasterError
-        raise kind(f"{url}: the login failed: {one_line(error)}") from error
+        raise MasterError(f"{url}: the login failed: {one_line(error)}") from error
     except NONSENSE as error:
         raise not_a_master(url) from error
 
@@ -95,19 +90,16 @@ def _find_master(url: str) -> None:
     try:
         session = api.UnauthSession(url, certs.default_load(url), max_retries=0)
         answer = session.get("/api/v1/master", timeout=_FIRST_ANSWER).json()
-    except ValueError as error:  # not JSON
-        raise not_a_master(url) from error
-    except errors.BadRequestException as error:
-        status = getattr(error, "status_code", None)
-        if status == 429:
-            raise MasterAwayError(f"{url}: has too many requests; try again later") from error
-        if isinstance(error, (errors.UnauthenticatedException, errors.ForbiddenException)):
-            raise MasterError(f"{url}: what answers there asks for a login of its own") from error
-        if is_away(error):
-            reason = "no master answers there"
-            if status:
-                reason = f"the master answers with error {status}; try again when it works"
-            raise MasterAwayError(f"{url}: {reason}") from error
+    except (errors.UnauthenticatedException, errors.ForbiddenException) as error:
+        raise MasterError(f"{url}: what answers there asks for a login of its own") from error
+    except errors.APIException as error:
+        raise MasterError(
+            f"{url}: answers with error {error.status_code}; allowed: a Determined master that "
+            "works"
+        ) from error
+    except errors.BadRequestException as error:  # what Determined makes of a timeout, too
+        raise MasterError(f"{url}: no master answers there") from error
+    except ValueError as error:  # not JSON, which is an OSError of requests, too
         raise not_a_master(url) from error
     except OSError as error:
         raise MasterError(
@@ -121,12 +113,3 @@ def _find_master(url: str) -> None:
 def not_a_master(url: str) -> MasterError:
     """The error for an address where something other than a master answers."""
     return MasterError(f"{url}: what answers there is not a Determined master")
-
-
-def is_away(error: Exception) -> bool:
-    """Whether a request got no answer, or an error of the server, so a retry may help."""
-    if isinstance(error, errors.APIException):
-        return int(error.status_code) >= 500
-    # Determined turns a timeout into a bare BadRequestException.
-    bare = type(error) is errors.BadRequestException
-    return bare or isinstance(error, (errors.MasterNotFoundException, MasterAwayError, OSError))

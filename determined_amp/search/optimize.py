@@ -33,7 +33,7 @@ from determined_amp.search.search_folder import (
 )
 from determined_amp.search.search_plan import AshaSearcher, SearchPlan
 from determined_amp.search.study import open_study, storing
-from determined_amp.search.trial_process import Job, TrialProcess, TrialResult
+from determined_amp.search.trial_process import Job, TrialProcess
 
 # Seconds that a trial gets to save a checkpoint when the time is up; then it is killed.
 GRACE = 15.0
@@ -170,6 +170,7 @@ class Objective:
         self._is_paused = is_paused
         self._folder = folder
         self._workers = workers
+        self._slots = list(range(workers))  # those that are free
         # Processes are started and joined one at a time: multiprocessing looks at all of them.
         self._lock = threading.Lock()
         self._running: list[TrialProcess] = []
@@ -226,7 +227,12 @@ class Objective:
         return best
 
     def _run(self, trial: optuna.Trial) -> Run:
-        """Run a trial in its process, and record how it ended."""
+        """Run a trial in its process; the run as its folder has it.
+
+        Raises:
+            OpenTrialError: if it was interrupted by the end of the search.
+            SearchError: if the machine interrupted it, as a full disk does.
+        """
         folder = RunFolder(trial_folder(self._folder, trial.number))
         if folder.record.exists():
             before = read_run(folder.path)
@@ -234,39 +240,37 @@ class Objective:
                 return before  # a killed search could not tell the study
         config, hparams = self._plan.trial(trial.number)
         folder.describe_trial(trial.number, hparams)
-        ended = self._in_a_process(trial, Job(self._plan.task, config, folder.path))
-        folder.end(ended.state, ended.reason or "")
-        run, metric = read_run(folder.path), self._plan.settings.metric
-        if run.state is RunState.COMPLETED and result(run, metric) is None:
+        ended = self._in_a_process(trial, Job(self._plan.task, config, folder))
+        if ended.state in (RunState.RUNNING, RunState.STOPPED) and self.stopping:
+            raise OpenTrialError
+        if ended.state is RunState.STOPPED:
+            raise SearchError(
+                f"{ended.reason}; the search stopped, and its open trials "
+                f"continue with: python -m determined_amp search --resume {self._folder}"
+            )
+        metric = self._plan.settings.metric
+        run = read_run(folder.path)
+        if ended.state is RunState.RUNNING:
+            folder.end(RunState.FAILED, ended.reason)
+        elif run.state is RunState.COMPLETED and result(run, metric) is None:
             folder.end(RunState.FAILED, f"{metric} was not reported")
-            run = read_run(folder.path)
-        return run
+        return read_run(folder.path)
 
-    def _in_a_process(self, trial: optuna.Trial, job: Job) -> TrialResult:
-        """The result of a job; that of a process that died is a failure."""
+    def _in_a_process(self, trial: optuna.Trial, job: Job) -> Run:
+        """Run a job; its record."""
         with self._lock:
-            taken = {process.slot for process in self._running}
-            slot = min({*range(self._workers)} - taken)
+            slot = self._slots.pop()
             process = TrialProcess(job, slot, self._workers)
             self._running.append(process)
         if self.stopping:  # a signal came while it started
             process.process.terminate()
         try:
-            ended = process.result(lambda report: self._goes_on(trial, report))
+            process.answer(lambda report: self._goes_on(trial, report))
         finally:  # it waits for an answer until the connection is closed
             with self._lock:
                 self._running.remove(process)
-                status = process.close()
-        interrupted = ended is None or ended.state is RunState.STOPPED
-        if self.stopping and interrupted:
-            raise OpenTrialError
-        if ended is None:
-            return TrialResult(RunState.FAILED, f"its process died with status {status}")
-        if interrupted:
-            raise SearchError(
-                f"{ended.reason or 'a trial was stopped'}; the search stopped, and its open trials "
-                f"continue with: python -m determined_amp search --resume {self._folder}"
-            )
+                self._slots.append(slot)
+                ended = process.end()
         return ended
 
     def _goes_on(self, trial: optuna.Trial, report: Mapping[str, Any]) -> bool:

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from determined_amp.experiment.dotted import nested
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.finder.scale_score import worth_of_best
@@ -61,11 +59,6 @@ def _best(metric: str, ranked: list[Run], *, stopped: bool) -> Iterator[str]:
         yield worth
     yield f"best so far, of trial {ranked[0].number}:" if stopped else "best:"
     yield dump_yaml({"hyperparameters": nested(ranked[0].hparams)}).rstrip()
-
-
-def say(console: Console, text: str) -> None:
-    """Print text as it is."""
-    console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 def minutes(seconds: float) -> str:

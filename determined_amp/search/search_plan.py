@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -211,16 +211,7 @@ def read_searcher(raw: object, problems: list[Problem]) -> GridSearcher | None:
         return None
     # The length of a trial in Determined's own form is no key of the search.
     own = {key: value for key, value in section.items() if key != "max_length"}
-    method = _METHODS[name]
-    for key in _keys_of(AshaSearcher) - _keys_of(method):
-        if own.pop(key, None) is not None:
-            text = f"{name} does not take it; leave it out, or change searcher.name"
-            problems.append(Problem(f"searcher.{key}", text))
-    return read(method, own, "searcher", problems)
-
-
-def _keys_of(method: type[GridSearcher]) -> set[str]:
-    return {field.name for field in fields(method)}
+    return read(_METHODS[name], own, "searcher", problems)
 
 
 def _mistakes_of_a_grid(space: Space) -> Iterator[Problem]:
