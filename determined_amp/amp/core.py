@@ -93,12 +93,9 @@ class AmpCore:
         )
         self._dtype = settings.precision.autocast_dtype
         self._one = torch.ones((), device=self.device)
+        scaled = settings.scales_the_loss
         self.metrics = TrainingMetrics(
-            self.device,
-            optimizers,
-            slots.size,
-            lambda: (self.loss_scale(), self.scaler.scale_of_newest_step(self._one)),
-            scaled=settings.scales_the_loss,
+            self.device, optimizers, slots.size, self._scales, scaled=scaled
         )
         self.guard = Guard(
             settings,
@@ -229,6 +226,9 @@ class AmpCore:
     def loss_scale(self) -> torch.Tensor:
         """The current loss scale, (), float32, on the device; 1 without a scaler."""
         return self.scaler.times(self._one)
+
+    def _scales(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.loss_scale(), self.scaler.scale_of_newest_step(self._one)
 
     def steps(self, optimizer: Optimizer) -> StepCounts:
         """The steps of one optimizer, counted on the device."""

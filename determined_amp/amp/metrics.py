@@ -204,15 +204,17 @@ class TrainingMetrics(StepsOfEach):
         """The steps of one optimizer, with the numbers of its `on_device`."""
         norm_sum, largest, *counted = numbers
         applied, applied_before, consecutive_skips = map(int, counted)
+        attempted = steps.counts.attempted
         new_applied = applied - applied_before
+        grad_norm = norm_sum / new_applied if steps.has_norm and new_applied else None
         return StepReport(
             name=self.suffix(optimizer),
             applied=applied,
-            skipped=steps.counts.attempted - applied,
+            skipped=attempted - applied,
             consecutive_skips=consecutive_skips,
             new_applied=new_applied,
-            new_attempted=steps.counts.attempted - steps.attempted_before,
-            grad_norm=norm_sum / new_applied if steps.has_norm and new_applied else None,
+            new_attempted=attempted - steps.attempted_before,
+            grad_norm=grad_norm,
             largest_gradient=largest,
             drifts=optimizer in self.drifting,
         )
@@ -266,17 +268,20 @@ _JOINED: dict[str, Callable[[Sequence[float]], float]] = {
 
 def _metrics_of(step: StepReport, *, scaled: bool) -> dict[str, float]:
     """What is reported of one optimizer; before the first skip some would be charts of zeros."""
-    largest, new = step.largest_gradient, step.new_attempted
-    values: dict[str, float | None] = {
-        MetricName.APPLIED_STEPS: step.applied,
-        MetricName.SKIPPED_STEPS: step.skipped if scaled else None,
-        MetricName.CONSECUTIVE_SKIPS: step.consecutive_skips if step.skipped else None,
-        MetricName.SKIP_RATIO: 1.0 - step.new_applied / new if step.skipped and new else None,
-        MetricName.LR_DRIFT_STEPS: step.skipped if step.skipped and step.drifts else None,
-        MetricName.HEADROOM_BITS: math.log2(FLOAT16_MAX / largest) if largest else None,
-        MetricName.GRAD_NORM: step.grad_norm,
-    }
-    return {name + step.name: value for name, value in values.items() if value is not None}
+    values: dict[str, float] = {MetricName.APPLIED_STEPS: step.applied}
+    if scaled:
+        values[MetricName.SKIPPED_STEPS] = step.skipped
+    if step.skipped:
+        values[MetricName.CONSECUTIVE_SKIPS] = step.consecutive_skips
+    if step.skipped and step.new_attempted:
+        values[MetricName.SKIP_RATIO] = 1.0 - step.new_applied / step.new_attempted
+    if step.skipped and step.drifts:
+        values[MetricName.LR_DRIFT_STEPS] = step.skipped
+    if step.largest_gradient:
+        values[MetricName.HEADROOM_BITS] = math.log2(FLOAT16_MAX / step.largest_gradient)
+    if step.grad_norm is not None:
+        values[MetricName.GRAD_NORM] = step.grad_norm
+    return {name + step.name: value for name, value in values.items()}
 
 
 def _attempted_steps(slot: dict[str, Any]) -> int:

@@ -140,15 +140,11 @@ class Audit:
         for (operation, dtype), flops in sorted(self.flops.items(), key=lambda row: -row[1]):
             share = flops / self.total_flops
             lines.append(f"{operation:{width}}  {_name(dtype):9}{flops / 1e9:>10.4g}{share:>8.1%}")
-        return "\n".join(
-            [
-                *lines,
-                f"{self.precision.value} asks for {_name(self.dtype)}: "
-                f"{self.share:.1%} of the FLOPs",
-                f"casts: {self.casts}, {self.cast_bytes / 2**20:.4g} MiB read and written",
-                f"TF32 switches: {self.tf32}",
-            ]
-        )
+        asked, mebibytes = _name(self.dtype), self.cast_bytes / 2**20
+        lines.append(f"{self.precision.value} asks for {asked}: {self.share:.1%} of the FLOPs")
+        lines.append(f"casts: {self.casts}, {mebibytes:.4g} MiB read and written")
+        lines.append(f"TF32 switches: {self.tf32}")
+        return "\n".join(lines)
 
     def metrics(self) -> dict[str, float]:
         """Only the share: numbers that are measured once make no curve."""

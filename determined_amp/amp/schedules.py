@@ -104,15 +104,18 @@ class AppliedStepSchedule:
             self._refuse_to_stand_still()
             simulation.at(self._step_on_host(attempted, applied))  # forgets what is not needed
         step = self._step_on_host(attempted, applied)
+        self._put(step, applied)
+        self._warn_of_end(step)
+
+    def _put(self, step: int, applied: torch.Tensor | int) -> None:
+        """Put the values of a step into the groups, with the rates of the table if there is one."""
+        simulation, groups = self._simulation, self.optimizer.param_groups
         if simulation.has_forgotten(step):
-            raise ConfigError(
-                "load_state_dict",
-                [
-                    f"{self._name()} has moved further than the state; allowed: to go back with a "
-                    "new scheduler and a new loop"
-                ],
+            problem = (
+                f"{self._name()} has moved further than the state; allowed: to go back with a new "
+                "scheduler and a new loop"
             )
-        groups = self.optimizer.param_groups
+            raise ConfigError("load_state_dict", [problem])
         if len(groups) > simulation.groups:
             self._warn_once(
                 f"{self._name()} does not move the parameter groups that were added after it was "
@@ -124,7 +127,6 @@ class AppliedStepSchedule:
             assert isinstance(applied, torch.Tensor)
             for group, rate in zip(groups, self._table.look_up(applied), strict=False):
                 group["lr"] = rate
-        self._warn_of_end(step)
 
     def counts_were_loaded(self) -> None:
         """The next counts are those of a saved state, which may have skips of another precision."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,18 +101,18 @@ class Simulation:
         return list(self._rows)
 
     def _append(self, state: _State) -> Row:
-        row: Row = tuple(
-            {
-                "lr": float(values[keys.index("lr")]),
-                **{key: values[keys.index(key)] for key in self.moved if key in keys},
-            }
-            for keys, values in zip(self._keys, state, strict=True)
-        )
+        row: Row = tuple(map(self._shown, self._keys, state))
         if self._rows and row == self._rows[-1]:
             row = self._rows[-1]
         self._rows.append(row)
         self.length += 1
         return row
+
+    def _shown(self, keys: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
+        """The rate of a group, and its other values that the scheduler moves."""
+        group = dict(zip(keys, values, strict=True))
+        moved = {key: group[key] for key in self.moved if key in group}
+        return {"lr": float(group["lr"]), **moved}
 
     def _simulate(self, steps: int) -> list[_State]:
         states: list[_State] = []
@@ -144,14 +144,12 @@ def _values(group: _Group) -> _Group:
 
 def _states(groups: list[_Group]) -> _State:
     """The values of the groups, in the order of their keys; no scheduler adds or removes one."""
+    states = []
     for group in groups:
-        float(group["lr"])  # raises if it is not a number
-    return [
-        (*group.values(),)
-        if not isinstance(group["lr"], torch.Tensor)
-        else tuple(float(v) if k == "lr" else v for k, v in group.items())
-        for group in groups
-    ]
+        rate = float(group["lr"])  # raises if it is not a number
+        values = {**group, "lr": rate} if isinstance(group["lr"], torch.Tensor) else group
+        states.append((*values.values(),))
+    return states
 
 
 class RateTable:

@@ -48,7 +48,8 @@ class FinderRun:
     samples: int  # number of samples in these batches, over all slots
     init_scale: float  # initial loss scale of the YAML
     growth_interval: int  # applied steps before the scale doubles
-    is_ours: bool  # whether the trial has a `MixedPrecision`, which reads the section `amp`
+    # Whether the trial has a `MixedPrecision`, which reads the section `amp`.
+    is_ours: bool = False
     min_scale: float = 0.0  # lower limit of the scale
     steps: int | None = None  # optimizer steps of the whole run; None if they are not known
 

@@ -49,12 +49,10 @@ def find_loss_scale(
     Raises:
         LossScaleError: if an argument is wrong, or no loss scale can be found.
     """
-    where = _device(model, device)
-    moved = [_to_device(batch, where) for batch in batches]
-    if not moved:
-        raise LossScaleError("batches: got none; allowed: one batch or more, such as four")
     if not (init_scale > 0 and math.isfinite(init_scale)):
         raise LossScaleError(f"init_scale: got {init_scale}; allowed: more than 0, and finite")
+    where = _device(model, device)
+    moved = _moved(batches, where)
     rehearsals = [rehearsal_of(model, loss_fn, batch, where) for batch in moved]
     finding = find_window(rehearsals, OneSlot())
     run = run_now(
@@ -64,7 +62,6 @@ def find_loss_scale(
         samples=sum(map(_samples, moved)),
         init_scale=init_scale,
         growth_interval=_GROWTH_INTERVAL,
-        is_ours=False,
     )
     return FoundScale(finding, run)
 
@@ -87,6 +84,13 @@ def rehearsal_of(
         torch.autograd.backward(scaled)
 
     return Rehearsal(train, [model], batch=batch)
+
+
+def _moved(batches: Iterable[Any], device: torch.device) -> list[Any]:
+    moved = [_to_device(batch, device) for batch in batches]
+    if not moved:
+        raise LossScaleError("batches: got none; allowed: one batch or more, such as four")
+    return moved
 
 
 def _samples(batch: Any) -> int:

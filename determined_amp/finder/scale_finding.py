@@ -164,14 +164,16 @@ def find_window(rehearsals: Sequence[Rehearsal], slots: Slots) -> ScaleFinding:
     top = largest_working(fails, guess, least, LARGEST_LOG2)
     gave_up = top < least
     low = prediction.smallest_scale_log2(FLUSHED_LIMIT)
+    shown = _shown_scales(low, top, measured)
+    modules = [_module(name, its) for name, its in prediction.modules.items()]
     return ScaleFinding(
         low_log2=low,
         top_log2=top,
         choice_log2=None if gave_up else choice_of(low, top),
         verdict=_verdict(low, top, gave_up=gave_up),
-        predicted=_shares(prediction, _shown_scales(low, top, measured)),
+        predicted=_shares(prediction, shown),
         measured=tuple(measured),
-        modules=tuple(_module(name, its) for name, its in prediction.modules.items()),
+        modules=tuple(modules),
         cause=cause_of(rehearsals, slots) if gave_up else "",
     )
 
@@ -186,14 +188,12 @@ def _shares(prediction: Prediction, shown: Sequence[int]) -> tuple[Shares, ...]:
 
 def _module(name: str, prediction: Prediction) -> ModuleGradients:
     total = prediction.total
-    return ModuleGradients(
-        name=name,
-        in_model=name not in (OUTSIDE, WHOLE_MODEL),
-        zeros=total.zeros,
-        values_by_log2=total.by_power(),
-        first_overflow_log2=prediction.first_overflow_log2 if total.nonzero else None,
-        low_log2=prediction.smallest_scale_log2(FLUSHED_LIMIT) if total.nonzero else None,
-    )
+    first_overflow, low = None, None
+    if total.nonzero:
+        first_overflow = prediction.first_overflow_log2
+        low = prediction.smallest_scale_log2(FLUSHED_LIMIT)
+    in_model = name not in (OUTSIDE, WHOLE_MODEL)
+    return ModuleGradients(name, in_model, total.zeros, total.by_power(), first_overflow, low)
 
 
 def _shown_scales(low: int, top: int, measured: Iterable[Measured]) -> list[int]:

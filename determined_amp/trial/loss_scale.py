@@ -145,11 +145,12 @@ def _find(
     scaler, amp = wrapped_scaler(context), MixedPrecision.of(context)
     finding = find_window(rehearsals, context.distributed)
     samples = sum(int(trial.get_batch_length(rehearsal.batch)) for rehearsal in rehearsals)
+    samples_of_slots = context.distributed.allgather(samples)
     run = run_now(
         name,
         context.device,
         batches=len(rehearsals),
-        samples=sum(context.distributed.allgather(samples)),
+        samples=sum(samples_of_slots),
         init_scale=float(scaler.get_scale()),
         growth_interval=int(scaler.get_growth_interval()),
         is_ours=amp is not None,
@@ -213,7 +214,7 @@ def in_training(
     work: Callable[[Sequence[Rehearsal]], T],
     latest_checkpoint: str | None = None,
 ) -> T:
-    """Collect the first batches of Determined's loop, pass them to `work`, and end the loop.
+    """Pass the first batches of Determined's loop to `work`, end the loop, and return the result.
 
     Args:
         trial: The trial; it cannot be used afterwards.
@@ -221,9 +222,6 @@ def in_training(
         batches: Number of batches to collect.
         work: Called once with the rehearsals of all of them, on every rank.
         latest_checkpoint: The checkpoint to start from, in the context's checkpoint storage.
-
-    Returns:
-        The result of `work`.
 
     Raises:
         LossScaleError: if the trial has no enabled `GradScaler`, or nothing to train.

@@ -51,19 +51,19 @@ class TrialGuard(pytorch.PyTorchCallback):
     def on_training_start(self) -> None:
         self._guard.start()
         settings, context = self._settings, self._context
+        has_scale = settings.scales_the_loss and not settings.finds_scale
+        now = datetime.now(timezone.utc)
         versions = {"python": platform.python_version()}
+        machine = machine_of(context.device, context.distributed.size, versions)
         note_on_master(
             context,
             precision=settings.precision.value,
-            init_scale=(
-                settings.first_scale
-                if settings.scales_the_loss and not settings.finds_scale
-                else None  # or noted when it is found
-            ),
+            # A scale that is still to be found is noted then.
+            init_scale=settings.first_scale if has_scale else None,
             seed=trial_seed(context),
             failure=None,
-            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            machine=asdict(machine_of(context.device, context.distributed.size, versions)),
+            date=now.isoformat(timespec="seconds"),
+            machine=asdict(machine),
         )
 
     def on_training_workload_end(self, avg_metrics: dict[str, Any], batch_metrics: Any) -> None:
