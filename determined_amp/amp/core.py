@@ -66,6 +66,9 @@ class AmpCore:
     source: str
     remedies: Mapping[Mistake, str]
 
+    is_rehearsing = False
+    _started = False
+
     def __init__(
         self,
         settings: AmpSettings,
@@ -76,27 +79,24 @@ class AmpCore:
         optimizers: list[Optimizer],
     ) -> None:
         self.settings = settings
-        self.device = torch.device(device)
-        self.fused = self.device.type == "cuda"
+        self.device = where = torch.device(device)
+        self.fused = where.type == "cuda"
         self.models = models
         self.optimizers = optimizers
         self.slots = slots
-        self.is_rehearsing = False
-        prepare_backend(settings.precision, self.device, set_switches=settings.set_backends)
+        prepare_backend(settings.precision, where, set_switches=settings.set_backends)
         self.scaler = LossScaler(
             settings,
-            self.device.type,
+            where.type,
             self._meet,
             self.remedies,
             trained=self._trained,
             optimizers=optimizers,
         )
         self._dtype = settings.precision.autocast_dtype
-        self._one = torch.ones((), device=self.device)
+        self._one = torch.ones((), device=where)
         scaled = settings.scales_the_loss
-        self.metrics = TrainingMetrics(
-            self.device, optimizers, slots.size, self._scales, scaled=scaled
-        )
+        self.metrics = TrainingMetrics(where, optimizers, slots.size, self._scales, scaled=scaled)
         self.guard = Guard(
             settings,
             self.metrics,
@@ -109,7 +109,6 @@ class AmpCore:
         self._prepared: list[nn.Module] = []
         self._unmatched = list(settings.fp32_modules)
         self._hooks: dict[Optimizer, RemovableHandle | StepHook] = {}
-        self._started = False
 
     # Before the training.
 

@@ -54,10 +54,10 @@ class FinderRun:
     steps: int | None = None  # optimizer steps of the whole run; None if they are not known
 
 
-def run_now(name: str, device: torch.device, **others: Any) -> FinderRun:
-    """A `FinderRun` on `device`, with today's date, this version of torch, and `others`."""
+def run_now(name: str, device: torch.device, *others: Any, **more: Any) -> FinderRun:
+    """A `FinderRun` on `device`, with today's date, this version of torch, and its other fields."""
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    return FinderRun(name, DeviceSupport.of(device).name, torch.__version__, today, **others)
+    return FinderRun(name, DeviceSupport.of(device).name, torch.__version__, today, *others, **more)
 
 
 @dataclass(frozen=True)

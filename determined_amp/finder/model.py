@@ -55,14 +55,8 @@ def find_loss_scale(
     moved = _moved(batches, where)
     rehearsals = [rehearsal_of(model, loss_fn, batch, where) for batch in moved]
     finding = find_window(rehearsals, OneSlot())
-    run = run_now(
-        type(model).__name__,
-        where,
-        batches=len(moved),
-        samples=sum(map(_samples, moved)),
-        init_scale=init_scale,
-        growth_interval=_GROWTH_INTERVAL,
-    )
+    samples = sum(map(_samples, moved))
+    run = run_now(type(model).__name__, where, len(moved), samples, init_scale, _GROWTH_INTERVAL)
     return FoundScale(finding, run)
 
 
