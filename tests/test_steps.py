@@ -202,22 +202,20 @@ class TestStepsOfEach:
         steps.load_state_dict({"optimizers": [counts]})
         assert optimizers[0].param_groups[0]["lr"] == 0.125
 
-    def test_plateau_is_among_those_that_move_with_validations(self) -> None:
+    def test_state_has_that_of_a_plateau_and_none_of_a_schedule_by_steps(self) -> None:
         optimizers: list[torch.optim.Optimizer] = [fused_sgd(), fused_sgd()]
         steps = StepsOfEach(CPU, optimizers, scaled=True)
-        for optimizer, make in zip(
-            optimizers, (lr_scheduler.ReduceLROnPlateau, lr_scheduler.ExponentialLR), strict=True
-        ):
-            scheduler: Any = make(optimizer, **({"gamma": 0.5} if "Exp" in make.__name__ else {}))
+        plateau = lr_scheduler.ReduceLROnPlateau(optimizers[0])
+        by_steps = lr_scheduler.ExponentialLR(optimizers[1], gamma=0.5)
+        for optimizer, scheduler in zip(optimizers, (plateau, by_steps), strict=True):
             steps.of(optimizer).schedule = schedule_of(scheduler, CPU, skips=True)
-        (plateau,) = steps.plateaus()
-        assert plateau.optimizer is optimizers[0]
-        plateau.validated(3.0)
+        for schedule in steps.schedules():
+            schedule.validated(3.0)
         state = steps.state_dict()
         assert [each and each["best"] for each in state["plateaus"]] == [3.0, None]
-        plateau.validated(2.0)
+        plateau.best = 2.0
         steps.load_state_dict(state)
-        assert plateau.state_dict()["best"] == 3.0
+        assert plateau.best == 3.0
 
 
 class TestFillMomentum:

@@ -158,7 +158,7 @@ class AmpCore:
             )
         skips = self.scaler.is_enabled()
         steps.schedule = schedule_of(scheduler, self.device, skips=skips)
-        self.metrics.restore_plateau(optimizer)
+        self.metrics.restore_schedule(optimizer)
         return scheduler
 
     def _begin(self) -> None:

@@ -183,7 +183,7 @@ class AmpLoop(AmpCore):
 
     def validated(self, metric: float) -> None:
         """Move every `ReduceLROnPlateau` by the metric of a validation."""
-        for schedule in self.metrics.plateaus():
+        for schedule in self.metrics.schedules():
             schedule.validated(metric)
 
     # What belongs in a checkpoint, beside models and optimizers.

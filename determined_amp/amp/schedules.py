@@ -22,13 +22,42 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
+from determined_amp.amp.counts import StepCounts
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.simulated_schedule import RateTable, Row, Simulation
 
 logger = logging.getLogger(__name__)
 
 
-class AppliedStepSchedule:
+class Schedule:
+    """Moves the rates of one optimizer; each kind overrides what moves it, and what it saves.
+
+    Attributes:
+        by_steps: Whether the rate of a step is known from the count of applied steps.
+        by_validations: Whether it needs the metric of each validation.
+    """
+
+    by_steps = False
+    by_validations = False
+
+    def place_rate(self, counts: StepCounts) -> None:
+        """Put the rate of the next step into the optimizer. No synchronisation if it is fused."""
+
+    def validated(self, metric: float) -> None:
+        """Called with the metric of every validation."""
+
+    def counts_were_loaded(self) -> None:
+        """The next counts are those of a saved state, which may have skips of another precision."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What a checkpoint must hold, as plain numbers; None if the counts are enough."""
+        return None
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved state, once the optimizer is restored; its settings stay."""
+
+
+class AppliedStepSchedule(Schedule):
     """Moves a torch scheduler with applied steps only; nothing else may step it.
 
     A fused optimizer reads its rate on the device, so where steps can be skipped it gets the rate
@@ -55,6 +84,8 @@ class AppliedStepSchedule:
         TypeError: for `ReduceLROnPlateau`, which `PlateauSchedule` is for.
     """
 
+    by_steps = True
+
     def __init__(
         self, scheduler: lr_scheduler.LRScheduler, device: torch.device, *, skips: bool
     ) -> None:
@@ -76,6 +107,10 @@ class AppliedStepSchedule:
         self._logged: set[str] = set()
         self._skips = skips
         self._skipped: int | None = None
+
+    def place_rate(self, counts: StepCounts) -> None:
+        known = None if self.on_device else counts.applied_on_host
+        self.move(counts.attempted, counts.applied if known is None else known)
 
     def move(self, attempted: int, applied: torch.Tensor | int) -> None:
         """Put the values of the next step into the optimizer's groups.
@@ -129,7 +164,6 @@ class AppliedStepSchedule:
                 group["lr"] = rate
 
     def counts_were_loaded(self) -> None:
-        """The next counts are those of a saved state, which may have skips of another precision."""
         self._skipped = None
 
     def _refuse_to_stand_still(self) -> None:
@@ -226,7 +260,7 @@ def _listed(keys: Collection[str]) -> str:
 _PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 
 
-class PlateauSchedule:
+class PlateauSchedule(Schedule):
     """Moves a `ReduceLROnPlateau` with validations, and resumes it.
 
     Args:
@@ -235,6 +269,8 @@ class PlateauSchedule:
     Attributes:
         optimizer: The scheduler's optimizer.
     """
+
+    by_validations = True
 
     def __init__(self, scheduler: lr_scheduler.ReduceLROnPlateau) -> None:
         self.optimizer = scheduler.optimizer
@@ -249,18 +285,15 @@ class PlateauSchedule:
             logger.warning("ReduceLROnPlateau ignores a validation metric of %s", metric)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the scheduler as plain numbers; the rates are in that of the optimizer."""
+        # The rates are in the state of the optimizer.
         return {key: getattr(self._scheduler, key) for key in _PLATEAU_STATE}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state, once the optimizer is restored; its settings stay."""
         for key in _PLATEAU_STATE:
             setattr(self._scheduler, key, state_dict[key])
 
 
-def schedule_of(
-    scheduler: Any, device: torch.device, *, skips: bool
-) -> AppliedStepSchedule | PlateauSchedule:
+def schedule_of(scheduler: Any, device: torch.device, *, skips: bool) -> Schedule:
     """The schedule that moves a scheduler of torch; see `AppliedStepSchedule` for the arguments."""
     if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
         return PlateauSchedule(scheduler)

@@ -16,7 +16,7 @@ from determined_amp.amp.counts import DeviceSum, StepCounts
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.patched import patched
 from determined_amp.amp.scaler import Skipped
-from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
+from determined_amp.amp.schedules import Schedule
 from determined_amp.amp.tensors import gradients_of
 
 # Optimizer steps between two measurements of the largest gradient, which reads all of them.
@@ -50,14 +50,14 @@ class OptimizerSteps:
         self.largest = torch.zeros((), device=device)
         self.applied_before = torch.zeros((), dtype=torch.int64, device=device)
         self.attempted_before = 0
-        self.schedule: AppliedStepSchedule | PlateauSchedule | None = None
+        self.schedule: Schedule | None = None
         self._scaled = scaled
         self._filled_groups = 0
 
     @property
     def is_scheduled(self) -> bool:
         """Whether its rate follows its applied steps."""
-        return isinstance(self.schedule, AppliedStepSchedule)
+        return self.schedule is not None and self.schedule.by_steps
 
     def begin(self, optimizer: Optimizer) -> None:
         """Prepare a step. A training may have added a group since the last one, to thaw a layer."""
@@ -74,10 +74,8 @@ class OptimizerSteps:
 
     def place_rate(self) -> None:
         """Put the rate of the next step into the optimizer, by the steps applied so far."""
-        schedule, counts = self.schedule, self.counts
-        if isinstance(schedule, AppliedStepSchedule):
-            known = None if schedule.on_device else counts.applied_on_host
-            schedule.move(counts.attempted, counts.applied if known is None else known)
+        if self.schedule is not None:
+            self.schedule.place_rate(self.counts)
 
     def clip(
         self, parameters: Sequence[torch.Tensor], max_norm: float, scale: Callable[[], torch.Tensor]
@@ -161,7 +159,7 @@ class StepsOfEach:
         self._scaled = scaled
         self._of: dict[Optimizer, OptimizerSteps] = {}
         self._saved: Sequence[dict[str, int]] = ()
-        self._saved_plateaus: Sequence[dict[str, Any] | None] = ()
+        self._saved_schedules: Sequence[dict[str, Any] | None] = ()
 
     def of(self, optimizer: Optimizer) -> OptimizerSteps:
         """The steps of one optimizer."""
@@ -176,28 +174,27 @@ class StepsOfEach:
         """The steps of every optimizer, in the order of the training's optimizers."""
         return [self.of(optimizer) for optimizer in self._optimizers]
 
-    def plateaus(self) -> list[PlateauSchedule]:
-        """The schedules that move with validations."""
+    def schedules(self) -> list[Schedule]:
+        """The schedules that `wrap_lr_scheduler` was given."""
         schedules = (steps.schedule for steps in self.all())
-        return [schedule for schedule in schedules if isinstance(schedule, PlateauSchedule)]
+        return [schedule for schedule in schedules if schedule is not None]
 
     def state_dict(self) -> dict[str, Any]:
         """Counts and schedules as plain numbers; synchronises."""
+        every = self.all()
         return {
-            "optimizers": [steps.counts.state_dict() for steps in self.all()],
-            "plateaus": [
-                steps.schedule.state_dict() if isinstance(steps.schedule, PlateauSchedule) else None
-                for steps in self.all()
-            ],
+            "optimizers": [steps.counts.state_dict() for steps in every],
+            # Only a plateau has a state of its own.
+            "plateaus": [steps.schedule and steps.schedule.state_dict() for steps in every],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; an optimizer that is still to come gets its part later."""
         self._saved = state_dict.get("optimizers", ())
-        self._saved_plateaus = state_dict.get("plateaus", ())
+        self._saved_schedules = state_dict.get("plateaus", ())
         for optimizer in self._optimizers:
             self.restore(optimizer)
-            self.restore_plateau(optimizer)
+            self.restore_schedule(optimizer)
 
     def restore(self, optimizer: Optimizer) -> None:
         """Give an optimizer its part of the loaded state."""
@@ -205,16 +202,16 @@ class StepsOfEach:
         if number < len(self._saved):
             steps = self.of(optimizer)
             steps.counts.load_state_dict(self._saved[number])
-            if isinstance(steps.schedule, AppliedStepSchedule):
+            if steps.schedule is not None:
                 steps.schedule.counts_were_loaded()
             steps.place_rate()
             steps.reset()
 
-    def restore_plateau(self, optimizer: Optimizer) -> None:
-        """Give its schedule, if that moves with validations, its part of the loaded state."""
+    def restore_schedule(self, optimizer: Optimizer) -> None:
+        """Give the schedule of an optimizer its part of the loaded state."""
         number, schedule = self._optimizers.index(optimizer), self.of(optimizer).schedule
-        saved = self._saved_plateaus[number] if number < len(self._saved_plateaus) else None
-        if saved and isinstance(schedule, PlateauSchedule):
+        saved = self._saved_schedules[number] if number < len(self._saved_schedules) else None
+        if saved and schedule is not None:
             schedule.load_state_dict(saved)
 
 

@@ -231,8 +231,8 @@ class MixedPrecision(ResumedTraining):
                 self._find_first(self._trial, train_batch)
 
     def on_validation_end(self, metrics: dict[str, Any]) -> None:
-        plateaus = self.metrics.plateaus()
-        if plateaus:
+        by_metric = [s for s in self.metrics.schedules() if s.by_validations]
+        if by_metric:
             name = str(searcher(self._context).get("metric"))
             if name not in metrics:
                 raise self._wrong(
@@ -240,7 +240,7 @@ class MixedPrecision(ResumedTraining):
                     f"ReduceLROnPlateau moves by searcher.metric, {name}, which the trial does "
                     f"not report; it reports {', '.join(map(str, metrics)) or 'nothing'}",
                 )
-            for schedule in plateaus:
+            for schedule in by_metric:
                 schedule.validated(float(metrics[name]))
 
     def on_trial_shutdown(self) -> None:
