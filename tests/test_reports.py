@@ -18,7 +18,7 @@ from determined_amp.cli import report as loss_scale
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.found_scale import FoundScale
 from determined_amp.report import page
-from determined_amp.report.loss_scale_report import search_sentences, write_loss_scale_report
+from determined_amp.report.loss_scale_report import search_sentences
 from determined_amp.runs.run import Report, Reports, RunState
 from determined_amp.search.search_folder import Search
 from tests import training
@@ -98,7 +98,10 @@ def test_finding_replaces_the_run_of_the_finder(
         (["study", "--finding", "none.json"], "none.json: cannot be read: No such file"),
         (["study", "--finding", "experiment.yaml"], "experiment.yaml: is not JSON"),
         (["study", "--finding", "foreign.json"], "foreign.json: is not a finding"),
-        (["study", "--output", "experiment.yaml"], "experiment.yaml: cannot be made: File exists"),
+        (
+            ["study", "--output", "experiment.yaml"],
+            "experiment.yaml: the report cannot be written: [Errno 17] File exi",
+        ),
         (
             ["study", "--margin", "1"],
             "--margin: belongs to report precision; this one is report lo",
@@ -180,8 +183,12 @@ def test_answer_that_cannot_be_written_is_a_sentence(
 
 
 def test_tags_in_what_others_wrote_stay_text_in_markdown(tmp_path: Path) -> None:
-    page.write_page(tmp_path, "x", "# <script>a</script>, 1 < 2\n", Figure(), {})
-    assert (tmp_path / "x.md").read_text() == "# &lt;script>a&lt;/script>, 1 < 2\n"
+    words = {"answer": "<script>a</script>, 1 < 2", "caption": "", "origin": "", "yaml": ""}
+    table = (["a"], [["x | y\nz"]])
+    page.write_page(tmp_path, "x", sentences=[], figure=Figure(), table=table, record={}, **words)
+    text = (tmp_path / "x.md").read_text()
+    assert text.startswith("# &lt;script>a&lt;/script>, 1 < 2\n")
+    assert "| x \\| y z |" in text
 
 
 def lines_of(rows: Any, metric: str = "loss_scale_score", **others: Any) -> str:
@@ -243,16 +250,12 @@ def test_best_trial_is_the_platforms_which_has_the_best_of_all_validations(
     assert said[0].startswith(f"best trial: 2^{best} with validation_loss ")
 
 
-def test_trial_that_the_platform_names_and_the_report_does_not_is_the_first_line(
-    tmp_path: Path,
-) -> None:
+def test_failed_trial_does_not_count_whatever_it_reported() -> None:
     failed = (16.0, RunState.FAILED, [0.1])
     search = searched(failed, (17.0, RunState.COMPLETED, [0.3]), smaller_is_better=True)
-    lines, _ = write_loss_scale_report(search, tmp_path)
-    assert lines[0].startswith("trial 0 reported the best validation_loss, 0.1, and does not count")
-    better = dataclasses.replace(search, runs=search.runs[1:])
-    lines, _ = write_loss_scale_report(better, tmp_path)
-    assert not lines[0].startswith("trial")
+    best, lost = search_sentences(None, search)
+    assert best.startswith("best trial: 2^17 with validation_loss 0.3")
+    assert lost.startswith("1 trials failed and do not count, although the platform may name one")
 
 
 def test_search_over_more_than_the_scale_ranks_no_scales() -> None:

@@ -60,7 +60,7 @@ def test_numbers_are_those_of_the_last_reports_of_each_trial(master: Master) -> 
     assert "note" not in search.runs[0].metrics
     (side_by_side,) = search.notes
     assert "which trials ran side by side" in side_by_side
-    with pytest.raises(ReportError, match="has no experiment 8: experiment not found"):
+    with pytest.raises(ReportError, match="gave no experiment 8: experiment not found"):
         read_experiment(8)
     assert search.runs[0].hparams["training.max_length.batches"] == 4
     assert search.metric == "loss_scale_score"

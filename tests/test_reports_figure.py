@@ -69,7 +69,7 @@ class TestMetric:
         assert [predicted[k] for k in (19, 20, 24)] == [1, math.log2(3), math.log2(7)]
         measured = dict(zip(*line(axes, "measured"), strict=True))
         assert measured == {scale: metrics["loss_scale_score"] for scale, _, metrics, _ in SCORES}
-        assert texts(axes) == ["best 2¹⁶"]
+        assert texts(axes) == ["best $2^{16}$"]
 
     def test_predicted_score_is_of_the_scale_after_the_skipped_steps(self) -> None:
         """Without a window: at 2^15, where nothing overflows, half a gradient is lost."""

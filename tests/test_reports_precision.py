@@ -110,7 +110,7 @@ class TestCommand:
             (["7"], "DET_MASTER is not set"),
             (
                 ["fp32", "amp_fp16", "--output", "fp32/run.json"],
-                "run.json: cannot be made: File exi",
+                "run.json: the report cannot be written: [Errno 17]",
             ),
             (["fp32"], "there is nothing to compare"),
             (["."], "is not a run folder"),

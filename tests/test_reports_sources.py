@@ -59,7 +59,7 @@ def test_search_without_a_scale_is_a_sentence(tmp_path: Path) -> None:
     space = "hyperparameters={learning_rate: {type: log, base: 10, minval: -4, maxval: 0}}"
     search = with_overrides(SEARCH, (space,))
     folder = write_study(tmp_path, [(0.1, {"loss_scale_score": 1.0})], search, "learning_rate")
-    with pytest.raises(ReportError, match=r"init_scale; it searches over learning_rate"):
+    with pytest.raises(ReportError, match="no trial has an initial loss scale; allowed: "):
         over_loss_scale(read_search(folder))
 
 

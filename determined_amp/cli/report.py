@@ -16,6 +16,7 @@ from pathlib import Path
 from determined_amp.amp.errors import UserError
 from determined_amp.report import ReportError
 from determined_amp.report.master_runs import fetch_comparison
+from determined_amp.report.page import Written
 from determined_amp.report.precision_report import write_precision_report
 from determined_amp.report.sources import (
     LOSS_SCALE,
@@ -25,11 +26,10 @@ from determined_amp.report.sources import (
     read_source,
     report_on,
 )
-from determined_amp.search.search_folder import Search
 from determined_amp.search.task import Topic
 
 # By report: its own options.
-_OPTIONS = {PRECISION: ("metric", "better", "margin"), LOSS_SCALE: ("finding",)}
+_OPTIONS = {PRECISION: ("metric", "margin"), LOSS_SCALE: ("finding",)}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,18 +42,20 @@ def main(arguments: Sequence[str]) -> int:
     for source, search in zip(options.sources, searches, strict=True):
         report_on(source, search, report)
     folder = options.output or folder_beside(options.sources[0])
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ReportError(
-            f"{folder}: cannot be made: {error.strerror}; allowed: --output with another folder"
-        ) from error
+    on_cluster = is_experiment(options.sources[0])
+    written: Written
     if report == LOSS_SCALE:
-        _report_loss_scale(searches[0], options, folder)
-    elif Topic.of(searches[0].config) is Topic.COMPARISON and is_experiment(options.sources[0]):
-        _fetch_comparison(int(options.sources[0]), options, folder)
+        # The finder imports torch.
+        from determined_amp.report import loss_scale_report  # noqa: PLC0415
+
+        written = loss_scale_report.write_loss_scale_report(
+            searches[0], folder, options.finding, on_cluster=on_cluster
+        )
+    elif on_cluster and Topic.of(searches[0].config) is Topic.COMPARISON:
+        written = _fetch_comparison(int(options.sources[0]), options, folder)
     else:
-        _report_precisions(searches, options, folder)
+        written = write_precision_report(searches, folder, options.metric, options.margin)
+    print(f"{written.text}\n\nwritten: {', '.join(map(str, written.files))}")
     return 0
 
 
@@ -69,37 +71,13 @@ def _check_options(report: str, options: argparse.Namespace) -> None:
         )
 
 
-def _report_precisions(
-    searches: Sequence[Search], options: argparse.Namespace, folder: Path
-) -> None:
-    written = write_precision_report(
-        searches,
-        folder,
-        metric=options.metric,
-        margin=options.margin,
-        smaller_is_better=None if options.better is None else options.better == "smaller",
-    )
-    print(f"{written.text}\n\nwritten: {', '.join(map(str, written.files))}")
-
-
-def _fetch_comparison(number: int, options: argparse.Namespace, folder: Path) -> None:
-    if options.metric or options.better or options.margin or options.sources[1:]:
+def _fetch_comparison(number: int, options: argparse.Namespace, folder: Path) -> Written:
+    if options.metric or options.margin or options.sources[1:]:
         raise ReportError(
             f"experiment {number}: its task has written the report; allowed: no other source, and "
-            "no --metric, --better and --margin"
+            "no --metric and --margin"
         )
-    print(f"{fetch_comparison(number, folder)}\nwritten: {folder}")
-
-
-def _report_loss_scale(search: Search, options: argparse.Namespace, folder: Path) -> None:
-    from determined_amp.report import loss_scale_report  # noqa: PLC0415  # the finder, torch
-
-    on_cluster = is_experiment(options.sources[0])
-    sentences, files = loss_scale_report.write_loss_scale_report(
-        search, folder, options.finding, on_cluster=on_cluster
-    )
-    print("\n".join(sentences))
-    print(f"written: {', '.join(map(str, files))}")
+    return fetch_comparison(number, folder)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -124,11 +102,6 @@ def _parser() -> argparse.ArgumentParser:
         "--metric",
         metavar="NAME",
         help="precision: validation metric; default: validation_accuracy, else the searcher's",
-    )
-    parser.add_argument(
-        "--better",
-        choices=("larger", "smaller"),
-        help="precision: direction of --metric; default: as the searcher or its name says",
     )
     parser.add_argument(
         "--margin",

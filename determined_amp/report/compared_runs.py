@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from determined_amp.report.precision_comparison import (
     PrecisionRuns,
     by_precision,
     compare_precisions,
+    counted,
 )
 from determined_amp.runs.run import (
     ACCURACY,
@@ -37,7 +39,6 @@ _RELATIVE_MARGIN = 0.01
 _MAY_DIFFER = frozenset(
     {"name", "searcher.name", SEED, PRECISION, *(f"{AMP}.{key}" for key in SCALER_KEYS)}
 )
-_NAMED_RUNS = 2
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,7 @@ class ComparedRuns:
 
 
 def compare_runs(
-    sources: Sequence[Search],
-    metric: str | None = None,
-    margin: float | None = None,
-    *,
-    smaller_is_better: bool | None = None,
+    sources: Sequence[Search], metric: str | None = None, margin: float | None = None
 ) -> ComparedRuns:
     """Compare all runs of some sources.
 
@@ -94,61 +91,51 @@ def compare_runs(
         metric: Validation metric; by default the accuracy if all report it, else the searcher's.
         margin: Difference of the metric that does not matter; by default 0.003 for an accuracy (0.3
             if it is in percent), and 1 % of the baseline's mean for another metric.
-        smaller_is_better: Direction of the metric; by default the searcher's for its own metric,
-            else the direction that the name implies.
 
     Raises:
         ReportError: if the runs cannot be compared, or do not report the metric.
     """
-    runs, left_out = _countable(sources)
-    _check_comparable(runs)
-    metric = _metric(_finished(runs), metric)
-    runs = [_judged_by(run, metric) for run in runs]
-    _check_comparable(runs)  # one of them may have failed by its metric
-    if smaller_is_better is None:
-        smaller_is_better = _smaller_is_better(_finished(runs)[0], metric)
-    precisions, baseline = by_precision(runs, metric), _baseline(runs)
+    countable, left_out = _countable(sources)
+    metric = metric or _default_metric(countable)
+    runs = [_judged_by(run, metric) for run in countable]
+    _check_comparable(runs, metric)
+    finished = _finished(runs)
+    first, baseline = finished[0], _baseline(finished)
+    smaller_is_better = _smaller_is_better(first, metric)
+    precisions = by_precision(runs, metric)
     if margin is None:
         margin = _margin(precisions, baseline)
     comparisons = [
         compare_precisions(*pair, smaller_is_better=smaller_is_better, margin=margin)
         for pair in _to_compare(precisions, baseline)
     ]
+    days = sorted(run.date[:10] for run in runs if run.date)
     return ComparedRuns(
         metric=metric,
         smaller_is_better=smaller_is_better,
         margin=margin,
         baseline=baseline,
+        settings={n: value for n, value in first.settings.items() if n not in _MAY_DIFFER},
+        machine=first.machine,
+        dates=list(dict.fromkeys(days[:1] + days[-1:])),
         precisions=precisions,
         comparisons=comparisons,
         left_out=left_out,
         notes=list(dict.fromkeys(note for source in sources for note in source.notes)),
-        **_in_common(runs),
     )
-
-
-def _in_common(runs: Sequence[Run]) -> dict[str, Any]:
-    """The fields of `ComparedRuns` that the runs have in common."""
-    first = _finished(runs)[0]
-    days = sorted({run.date[:10] for run in runs if run.date})
-    return {
-        "settings": {n: value for n, value in first.settings.items() if n not in _MAY_DIFFER},
-        "machine": first.machine,
-        "dates": list(dict.fromkeys(days[:1] + days[-1:])),
-    }
 
 
 def _to_compare(
     precisions: Sequence[PrecisionRuns], baseline: Precision
 ) -> list[tuple[PrecisionRuns, PrecisionRuns]]:
-    """Every precision with the baseline, and AMP also with `tf32` on devices with TF32."""
-    completed = {same.precision: same for same in precisions if same.runs}
-    real = {p: same for p, same in completed.items() if not same.is_only_fp32}
-    pairs = [(same, completed[baseline]) for p, same in real.items() if p is not baseline]
-    # Where the device has TF32, many programs without AMP run in it.
-    if baseline is Precision.FP32 and Precision.TF32 in real:
-        pairs += [(same, real[Precision.TF32]) for p, same in real.items() if p.autocasts]
-    return pairs
+    """Every precision with the baseline, and AMP also with `tf32` on devices with TF32.
+
+    Where the device has TF32, many programs without AMP run in it.
+    """
+    completed = [same for same in precisions if same.runs]
+    real = [same for same in completed if same.precision is baseline or not same.is_only_fp32]
+    pairs = itertools.combinations(real, 2)
+    return [(other, base) for base, other in pairs if not base.precision.autocasts]
 
 
 def _countable(sources: Sequence[Search]) -> tuple[list[Run], list[str]]:
@@ -189,6 +176,11 @@ def _finished(runs: Sequence[Run]) -> list[Run]:
     return [run for run in runs if run.state is RunState.COMPLETED]
 
 
+def _default_metric(runs: Sequence[Run]) -> str:
+    all_report_it = all(ACCURACY in run.metrics for run in _finished(runs))
+    return ACCURACY if all_report_it else str(runs[0].settings[METRIC])
+
+
 def _judged_by(run: Run, metric: str) -> Run:
     """A run that is a failure, too, if its last value of the compared metric is not finite."""
     value = run.metrics.get(metric, 0.0)
@@ -197,26 +189,14 @@ def _judged_by(run: Run, metric: str) -> Run:
     return replace(run, state=RunState.FAILED, reason=f"{metric} is {value} at the end")
 
 
-def _metric(finished: Sequence[Run], wanted: str | None) -> str:
-    reported = [set(run.metrics) for run in finished]
-    common = set.intersection(*reported) - {"epochs"}
-    chosen = wanted or (ACCURACY if ACCURACY in common else str(finished[0].settings[METRIC]))
-    if chosen not in common:
-        raise ReportError(
-            f"--metric: {chosen} is not in the last validation of every finished run; allowed: "
-            f"{', '.join(sorted(common)) or 'nothing, they have no metric in common'}"
-        )
-    return chosen
-
-
 def _smaller_is_better(run: Run, metric: str) -> bool:
     """The searcher's direction for its own metric; for others, the one that the name implies."""
     if metric == run.settings[METRIC]:
         return bool(run.settings[SMALLER_IS_BETTER])
     if not _is_accuracy(metric) and "loss" not in metric:
         raise ReportError(
-            f"--metric: whether a larger or a smaller {metric} is better is unknown; allowed: "
-            "--better larger or --better smaller with it"
+            f"--metric: whether a larger or a smaller {metric} is better is unknown; allowed: the "
+            "searcher.metric of the runs, or one whose name has accuracy or loss in it"
         )
     return not _is_accuracy(metric)
 
@@ -235,74 +215,83 @@ def _margin(precisions: Sequence[PrecisionRuns], baseline: Precision) -> float:
     return _RELATIVE_MARGIN * abs(mean)
 
 
-def _check_comparable(runs: Sequence[Run]) -> None:
+def _check_comparable(runs: Sequence[Run], metric: str) -> None:
     """Check that finished and failed runs can be compared.
 
     Raises:
         ReportError: if the runs differ in settings, devices or versions that must be the same (the
-            message names them all), or if there are fewer than two precisions, no finished
-            baseline, or two finished runs with the same precision and seed.
+            message names them all), if there are fewer than two precisions, no finished baseline,
+            or two finished runs with the same precision and seed, or if one lacks the metric.
     """
     problems = [*_unequal(runs), *_duplicates(runs)]
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise ReportError(
-            f"these runs cannot be compared: {len(problems)} problem{'s' * (len(problems) > 1)}\n"
+            f"these runs cannot be compared: {counted(len(problems), 'problem')}\n"
             f"{listed}\nallowed: runs that differ in precision, scaler settings, seed and name only"
         )
-    for problem in _missing(runs):
+    missing = _missing(runs)
+    if missing:
         raise ReportError(
-            f"{problem}; allowed: at least two precisions, and of fp32 or tf32 a finished run: "
+            f"{missing}; allowed: at least two precisions, and of fp32 or tf32 a finished run: "
             "give more sources, or train them with `python -m determined_amp compare CONFIG`"
+        )
+    common = set.intersection(*(set(run.metrics) for run in _finished(runs))) - {"epochs"}
+    if metric not in common:
+        raise ReportError(
+            f"--metric: {metric} is not in the last validation of every finished run; allowed: "
+            f"{', '.join(sorted(common)) or 'nothing, they have no metric in common'}"
         )
 
 
-def _baseline(runs: Sequence[Run]) -> Precision:
+def _baseline(finished: Sequence[Run]) -> Precision:
     """The precision to compare with: fp32 if an fp32 run has finished, else tf32."""
-    finished = {run.precision for run in _finished(runs)}
-    return Precision.FP32 if Precision.FP32 in finished else Precision.TF32
+    has_fp32 = any(run.precision is Precision.FP32 for run in finished)
+    return Precision.FP32 if has_fp32 else Precision.TF32
 
 
 def _unequal(runs: Sequence[Run]) -> Iterator[str]:
     """A sentence per setting, device or version in which the runs differ."""
-    keys = sorted({key for run in runs for key in run.settings} - _MAY_DIFFER)
-    facts = {key: [(run, run.settings.get(key, "not set")) for run in runs] for key in keys}
+    for name in sorted({name for run in runs for name in run.settings} - _MAY_DIFFER):
+        yield from differences(name, runs, [run.settings.get(name, "not set") for run in runs])
     # A failed run may have ended before its log named its machine.
     finished = _finished(runs)
-    facts |= {n: [(run, getattr(run.machine, n)) for run in finished] for n in OF_A_MACHINE}
-    for what, of_runs in facts.items():
-        names: dict[str, list[str]] = {}
-        for run, value in of_runs:
-            names.setdefault(str(value), []).append(run.short_name)
-        if len(names) > 1:
-            yield f"{what}: " + "; ".join(f"{value} in {_some(names[value])}" for value in names)
+    for name in OF_A_MACHINE:
+        yield from differences(name, finished, [getattr(run.machine, name) for run in finished])
 
 
-def _some(names: Sequence[str]) -> str:
-    rest = len(names) - _NAMED_RUNS
-    return ", ".join(names[:_NAMED_RUNS]) + (f" and {rest} more" if rest > 0 else "")
+def differences(what: str, runs: Sequence[Run], values: Sequence[object]) -> Iterator[str]:
+    """A sentence with every value and the first run that has it, if the runs differ."""
+    first: dict[str, str] = {}
+    for run, value in zip(runs, values, strict=True):
+        first.setdefault(str(value), run.short_name)
+    if len(first) > 1:
+        yield f"{what}: " + "; ".join(f"{value} in {name}" for value, name in first.items())
 
 
 def _duplicates(runs: Sequence[Run]) -> Iterator[str]:
-    same: dict[tuple[Precision, int], list[str]] = {}
+    names: dict[tuple[str, int], str] = {}
     for run in _finished(runs):
-        if run.seed is not None:
-            same.setdefault((run.precision, run.seed), []).append(run.name)
-    for (precision, seed), names in same.items():
-        if len(names) > 1:
+        if run.seed is None:
+            continue
+        key = run.precision.value, run.seed
+        if key in names:
             yield (
-                f"{precision.value} has finished {len(names)} times with seed {seed}: "
-                f"{', '.join(names)}; give one of them"
+                f"{run.precision.value} has finished twice with seed {run.seed}: {names[key]}, "
+                f"{run.name}; give one of them"
             )
+        names[key] = run.name
 
 
-def _missing(runs: Sequence[Run]) -> Iterator[str]:
+def _missing(runs: Sequence[Run]) -> str:
+    """What a comparison lacks; empty if it lacks nothing."""
     finished = _finished(runs)
     if not finished:
-        yield f"no run has finished: {'; '.join(dict.fromkeys(run.reason for run in runs))}"
+        return f"no run has finished: {'; '.join(dict.fromkeys(run.reason for run in runs))}"
+    is_only_fp32 = any(run.is_only_fp32 for run in runs)
     if len({Precision.FP32 if run.is_only_fp32 else run.precision for run in runs}) < 2:
         names = sorted({run.precision.value for run in runs})
-        same = ", which is fp32 on this device," if any(run.is_only_fp32 for run in runs) else ""
-        yield f"all runs are {' and '.join(names)}{same} and there is nothing to compare"
-    if _baseline(runs) not in {run.precision for run in finished}:
-        yield "there is no baseline"
+        same = ", which is fp32 on this device," if is_only_fp32 else ""
+        return f"all runs are {' and '.join(names)}{same} and there is nothing to compare"
+    has_baseline = any(run.precision is _baseline(finished) for run in finished)
+    return "" if has_baseline else "there is no baseline"

@@ -30,12 +30,11 @@ from determined_amp.report.page import (
 from determined_amp.runs.run import SCORE, Run
 from determined_amp.search.search_folder import Search
 
-_WIDTH, _PANEL_HEIGHT = 9.0, 2.9
-_MARGIN_BITS = 4
+_WIDTH, _PANEL_HEIGHT = 10.0, 2.9
 
-# log2 of a scale beyond the range of float32.
+# How far the axis goes beyond the window, and log2 of a scale beyond the range of float32.
+_MARGIN_BITS = 4
 _FAR = 200
-_SUPERSCRIPT = str.maketrans("0123456789-.", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻·")
 
 # A measured number on a predicted line.
 _DOT = {"markersize": 4.5, "markeredgecolor": PAPER, "markeredgewidth": 0.6}
@@ -49,15 +48,15 @@ def draw_loss_scale(predicted: FoundScale | None, search: Search | None) -> Figu
     with matplotlib.rc_context(STYLE):
         count = 1 + has_metric
         figure = Figure(figsize=(_WIDTH, count * _PANEL_HEIGHT), layout="constrained")
-        panels = figure.subplots(count, 1, squeeze=False)[:, 0]
-        limits = _limits(finding, runs)
+        panels = figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0]
+        panels[0].set_xlim(*_limits(finding, runs))
         _draw_shares(panels[0], finding, runs)
         if has_metric and search is not None:
-            _draw_metric(panels[1], predicted, search, limits)
-        for axes in panels:
-            if finding is not None:
-                _mark_scales(axes, finding, label=axes is panels[0])
-            axes.set_xlim(*limits)
+            _draw_metric(panels[1], predicted, search)
+        if finding is not None:
+            for axes in panels:
+                _mark_scales(axes, finding)
+        panels[0].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
         panels[-1].set_xlabel("log₂ of the initial loss scale")
         return figure
 
@@ -65,38 +64,26 @@ def draw_loss_scale(predicted: FoundScale | None, search: Search | None) -> Figu
 def _limits(finding: ScaleFinding | None, runs: Sequence[Run]) -> tuple[float, float]:
     scales = [run.scale_log2 for run in runs]
     if finding is not None:
-        scales += [finding.low_log2 - _MARGIN_BITS, finding.top_log2 + _MARGIN_BITS]
-        scales += [DEFAULT_LOG2, *(one.scale_log2 for one in finding.measured)]
+        scales += [finding.low_log2 - _MARGIN_BITS, finding.top_log2 + _MARGIN_BITS, DEFAULT_LOG2]
     return min(scales) - 1, max(scales) + 1
 
 
-def power(log2: float) -> str:
-    """2 to the power `log2`, such as 2¹⁶."""
-    return "2" + f"{log2:g}".translate(_SUPERSCRIPT)
+def _power(log2: float) -> str:
+    return f"$2^{{{log2:g}}}$"
 
 
-def _mark_scales(axes: Axes, finding: ScaleFinding, *, label: bool) -> None:
+def _mark_scales(axes: Axes, finding: ScaleFinding) -> None:
     """Mark the window, overflow, choice and PyTorch's default along an axis of log2 scales."""
     low, top, choice = finding.low_log2, finding.top_log2, finding.choice_log2
     if low <= top:
-        axes.axvspan(low, top, color=GREEN, alpha=0.10, linewidth=0, zorder=0)
-    axes.axvspan(top + 1, _FAR, color=VERMILION, alpha=0.12, linewidth=0, zorder=0)
-    axes.axvline(DEFAULT_LOG2, color=MUTED, linewidth=1.0, linestyle=(0, (4, 3)), zorder=1)
+        window = f"safe window, {_power(low)} to {_power(top)}"
+        axes.axvspan(low, top, color=GREEN, alpha=0.10, linewidth=0, label=window)
+    axes.axvspan(top + 1, _FAR, color=VERMILION, alpha=0.12, linewidth=0, label="overflow")
+    default = f"PyTorch's default, {_power(DEFAULT_LOG2)}"
+    axes.axvline(DEFAULT_LOG2, color=MUTED, linewidth=1.0, linestyle="--", label=default)
     if choice is not None:
-        axes.axvline(choice, color=GREEN, linewidth=1.8, zorder=1)
-    if not label:
-        return
-    above = axes.get_xaxis_transform()
-    safe = f"safe window {power(low)} to {power(top)}" if low <= top else "no safe window"
-    axes.text(top, 1.03, safe, transform=above, color=GREEN, ha="right")
-    axes.text(top + 1, 1.03, "overflow", transform=above, color=VERMILION)
-    labels = {DEFAULT_LOG2: (0.77, f"default {power(DEFAULT_LOG2)}", MUTED)}
-    if choice is not None:
-        word = "choice = default" if choice == DEFAULT_LOG2 else "choice"
-        labels[choice] = (0.87, f"{word} {power(choice)}", GREEN)
-    place = {"xycoords": above, "ha": "right", "va": "center"}
-    for scale, (height, text, color) in labels.items():
-        annotate(axes, text, (scale, height), (-4, 0), color=color, **place)
+        chosen = f"choice, {_power(choice)}"
+        axes.axvline(choice, color=GREEN, linewidth=1.8, zorder=1, label=chosen)
 
 
 def _draw_shares(axes: Axes, finding: ScaleFinding | None, runs: Sequence[Run]) -> None:
@@ -119,37 +106,31 @@ def _draw_shares(axes: Axes, finding: ScaleFinding | None, runs: Sequence[Run]) 
     top = {"marker": "x", "markersize": 5, "transform": axes.get_xaxis_transform()}
     crosses = [(scale, 0.94) for scale in overflowed]
     dots(axes, crosses, VERMILION, "overflow, measured (a step is skipped)", **top)
-    axes.legend(facecolor=PAPER, edgecolor="none", loc="center left")
     axes.set_yscale("symlog", linthresh=1e-4, linscale=0.5)
     axes.yaxis.set_major_locator(FixedLocator([0.0, 1e-4, 1e-2, 1.0]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share * 100:g} %"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylim(-2e-5, 2.5)
     axes.set_ylabel("share of gradient values")
-    axes.set_title("Gradients that float16 loses", pad=18)
+    axes.set_title("Gradients that float16 loses")
 
 
-def _draw_metric(
-    axes: Axes, predicted: FoundScale | None, search: Search, limits: tuple[float, float]
-) -> None:
+def _draw_metric(axes: Axes, predicted: FoundScale | None, search: Search) -> None:
     """Draw the searcher's metric by scale, and mark the best trial."""
     name, others = search.metric, search.also_searched
-    title = name.replace("_", " ").capitalize()
-    ranked = search.ranked()
-    points = []
-    for run in ranked:
-        value = search.value(run)
-        assert value is not None  # it is ranked
-        points.append((run.scale_log2, value))
+    points = [(run.scale_log2, search.value(run) or 0.0) for run in search.ranked()]
     if name == SCORE and predicted is not None:
-        scales = range(math.ceil(limits[0]), math.floor(limits[1]) + 1)
+        low, high = axes.get_xlim()
+        scales = range(math.ceil(low), math.floor(high) + 1)
         scores = [predicted_score(predicted, scale) for scale in scales]
         axes.plot(scales, scores, color=BLUE, linewidth=1.6, alpha=0.5, label="predicted")
     dots(axes, points, BLUE, "measured", **_DOT)
     dots(axes, points[:1], INK, markersize=9, markerfacecolor="none")
-    annotate(axes, f"best {power(points[0][0])}", points[0], (0, 13), ha="center")
-    axes.set_ylabel(name.replace("_", " "))
-    axes.set_title(f"{title} (differ also in {', '.join(others)})" if others else title)
+    annotate(axes, f"best {_power(points[0][0])}", points[0], (0, 13), ha="center")
+    words = name.replace("_", " ")
+    axes.set_ylabel(words)
+    differ = f" (differ also in {', '.join(others)})" if others else ""
+    axes.set_title(f"{words.capitalize()}{differ}")
 
 
 def predicted_score(predicted: FoundScale, scale_log2: float) -> float:

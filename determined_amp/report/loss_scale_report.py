@@ -10,16 +10,15 @@ from typing import Any
 
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.metric_names import MetricName
-from determined_amp.experiment.dotted import flat, nested, value_at
-from determined_amp.experiment.experiment import TRIAL_SEED, experiment_in
-from determined_amp.experiment.machine import Machine
+from determined_amp.experiment.dotted import flat, nested
+from determined_amp.experiment.experiment import experiment_in
 from determined_amp.finder.found_scale import FoundScale, scale_lines, scale_sentences
 from determined_amp.finder.scale_score import worth_of_best
 from determined_amp.local.open_trial import open_trial
 from determined_amp.report import ReportError
 from determined_amp.report.loss_scale_figure import draw_loss_scale, predicted_score
 from determined_amp.report.master_runs import read_finding
-from determined_amp.report.page import markdown_table, write_page
+from determined_amp.report.page import Written, write_page
 from determined_amp.report.sources import is_experiment
 from determined_amp.runs.run import SCALE, SCORE, Run, is_scale
 from determined_amp.search.search_folder import Search
@@ -27,10 +26,10 @@ from determined_amp.search.task import BATCHES
 
 NAME = "loss_scale"
 
-# Columns of the trial table, after the searcher's metric.
+# Columns of the trial table, after the searcher's metric, where a trial has them.
 _METRICS = (
     *("steps_lost", "flushed_share", "overflow", "backward_headroom_bits"),
-    "validation_accuracy",
+    *("validation_accuracy", MetricName.SKIPPED_STEPS),
 )
 
 _CAPTION = (
@@ -39,16 +38,13 @@ _CAPTION = (
     "flushed to 0. Red: a gradient overflows, the step is skipped, the scale halved."
 )
 
-# The sections of a configuration that the finder needs; a master fills in more.
-_SECTIONS = ("name", "entrypoint", "data", "hyperparameters", "searcher", "reproducibility")
-
 # What finds on a cluster, whatever trial a search has.
 _FIND_THERE = "the entrypoint `python3 -m determined_amp find` on its YAML without ranges"
 
 
 def write_loss_scale_report(
     source: Search, folder: Path, finding: str | None = None, *, on_cluster: bool = False
-) -> tuple[list[str], list[Path]]:
+) -> Written:
     """Write the report on a search.
 
     Args:
@@ -57,97 +53,81 @@ def write_loss_scale_report(
         finding: The finder's JSON file, or its experiment; None: the finder runs here.
         on_cluster: Whether the search ran on a cluster.
 
-    Returns:
-        The sentences of the report, the answer first, and its files.
-
     Raises:
         UserError: if the report cannot be made.
     """
     search = over_loss_scale(source)
-    predicted, remarks = _prediction(search, finding, on_cluster=on_cluster)
-    of_the_finder = list(scale_sentences(predicted)) if predicted else []
-    of_the_finder.sort(key=lambda line: not line.startswith("verdict: "))
-    lines = [*_not_counted(search), *of_the_finder, *search_sentences(predicted, search)]
-    lines += remarks
+    predicted, remark = _prediction(search, finding, on_cluster=on_cluster)
+    lines = list(scale_sentences(predicted)) if predicted else []
+    lines.sort(key=lambda line: not line.startswith("verdict: "))
+    lines += [*search_sentences(predicted, search), remark]
     heads, rows = _trials(search)
-    table = markdown_table(heads, [[_cell(value) for value in row] for row in rows])
-    paste = f"```yaml\n{scale_lines(predicted)}\n```" if predicted else ""
-    items = "\n".join(f"* {sentence}" for sentence in lines[1:])
-    figure_line = f"![{_CAPTION}]({NAME}.png)"
-    parts = [f"# {lines[0]}", paste, items, figure_line, table, _origin(predicted, search)]
-    markdown = "\n\n".join(filter(None, parts))
-    record = {
-        "answer": lines[0],
-        "sentences": lines,
-        "search": search.origin,
-        "metric": search.metric,
-        "trials": [dict(zip(heads, row, strict=True)) for row in rows],
-        "finding": predicted.as_json() if predicted else None,
-    }
-    figure = draw_loss_scale(predicted, search)
-    return lines, write_page(folder, NAME, f"{markdown}\n", figure, record)
+    return write_page(
+        folder,
+        NAME,
+        answer=lines[0],
+        yaml=scale_lines(predicted) if predicted else "",
+        sentences=lines[1:],
+        figure=draw_loss_scale(predicted, search),
+        caption=_CAPTION,
+        table=(heads, rows),
+        origin=_origin(search),
+        record={
+            "search": search.origin,
+            "metric": search.metric,
+            "trials": [dict(zip(heads, row, strict=True)) for row in rows],
+            "finding": predicted.as_json() if predicted else None,
+        },
+    )
 
 
 def _prediction(
     search: Search, finding: str | None, *, on_cluster: bool
-) -> tuple[FoundScale | None, list[str]]:
+) -> tuple[FoundScale | None, str]:
     """The given finding, or one made here, with a sentence on its origin or on what failed."""
-    if finding:
-        on_master = is_experiment(finding)
-        given = read_finding(int(finding)) if on_master else FoundScale.read(Path(finding))
-        run = given.run
-        return given, [
-            f"predicted by {finding}, of {run.name}: {run.samples} samples, on {run.device} with "
-            f"torch {run.torch}, {run.date}; nothing tells whether that is the trial of the search"
-        ]
     try:
-        predicted = find_for_search(search)
-    except UserError as error:  # the report is useful without it, too
-        return None, [
+        predicted = _given(finding) if finding else find_for_search(search)
+    except UserError as error:
+        if finding:
+            raise
+        return None, (  # the report is useful without it, too
             f"no prediction: {one_line(error)}. Where the experiment is, `python -m determined_amp "
             f"find CONFIG --json FILE` makes one for --finding; on a cluster, {_FIND_THERE} does"
-        ]
-    here = (
-        f"predicted here, on {predicted.run.device} with torch {predicted.run.torch}, which the "
-        f"cluster need not have; {_FIND_THERE} predicts there, for --finding ID"
-    )
-    return predicted, [here] if on_cluster else []
+        )
+    run = predicted.run
+    measured = f"{run.samples} samples, on {run.device} with torch {run.torch}, {run.date}"
+    if finding:
+        unknown = "nothing tells whether that is the trial of the search"
+        return predicted, f"predicted by {finding}, of {run.name}: {measured}; {unknown}"
+    there = f", which the cluster need not have; {_FIND_THERE} predicts there, for --finding ID"
+    return predicted, f"predicted here: {measured}{there if on_cluster else ''}"
+
+
+def _given(finding: str) -> FoundScale:
+    if is_experiment(finding):
+        return read_finding(int(finding))
+    return FoundScale.read(Path(finding))
 
 
 def _trials(search: Search) -> tuple[list[str], list[list[Any]]]:
     """The heads and the rows of the table of trials, the smallest scale first."""
-    others = search.also_searched
-    known = {name for run in search.runs for name in run.metrics}
-    metrics = [name for name in _METRICS if name in known]
-    heads = ["trial", "init_scale", *others, "state", "batches", search.metric, *metrics]
-    skips = any(run.skipped_steps is not None for run in search.runs)
+    others, runs = search.also_searched, sorted(search.runs, key=lambda run: run.scale_log2)
+    numbers = [{**run.metrics, MetricName.SKIPPED_STEPS: run.skipped_steps} for run in runs]
+    metrics = [name for name in _METRICS if any(one.get(name) is not None for one in numbers)]
     rows = []
-    for run in sorted(search.runs, key=lambda run: (run.scale_log2, run.number)):
+    for run, of_run in zip(runs, numbers, strict=True):
         row = [run.number, 2.0**run.scale_log2, *map(run.hparams.get, others)]
-        row += [run.state.value, run.batches, search.value(run), *map(run.metrics.get, metrics)]
-        rows.append([*row, run.skipped_steps] if skips else row)
-    return [*heads, MetricName.SKIPPED_STEPS] if skips else heads, rows
+        row += [run.state.value, run.batches, search.value(run), *map(of_run.get, metrics)]
+        rows.append(row)
+    return ["trial", "init_scale", *others, "state", "batches", search.metric, *metrics], rows
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _origin(predicted: FoundScale | None, search: Search) -> str:
-    """What the numbers were measured on."""
+def _origin(search: Search) -> str:
+    """What the trials were measured on."""
     machine, date = search.runs[0].machine, search.runs[0].date
-    facts = [f"{len(search.runs)} trials of {search.name} ({search.origin})"]
-    if machine != Machine():
-        facts.append(f"on {machine.device}, torch {machine.torch}, {date}")
-    if predicted:
-        run = predicted.run
-        facts.append(
-            f"predicted on {run.device}, torch {run.torch}, {run.date}, from {run.batches} batches "
-            f"with {run.samples} samples"
-        )
-    return f"{'; '.join(facts)}."
+    trials = f"{len(search.runs)} trials of {search.name} ({search.origin})"
+    known = f"; on {machine.device}, torch {machine.torch}, {date}" if date else ""
+    return f"{trials}{known}."
 
 
 def over_loss_scale(search: Search) -> Search:
@@ -163,38 +143,30 @@ def over_loss_scale(search: Search) -> Search:
         )
     runs = tuple(run for run in search.runs if not math.isnan(run.scale_log2))
     if not runs:
-        spaces = flat(search.config.get("hyperparameters") or {})
-        searched = [name for name, value in spaces.items() if isinstance(value, Mapping)]
         raise ReportError(
-            f"{search.origin}: no hyperparameter is called {SCALE}; it searches over "
-            f"{', '.join(searched) or 'nothing'}. Allowed: an experiment with amp.{SCALE}, such "
-            "as hp_search/loss_scale_grid.yaml"
+            f"{search.origin}: no trial has an initial loss scale; allowed: an experiment with "
+            f"amp.{SCALE}, such as hp_search/loss_scale_grid.yaml"
         )
     return dataclasses.replace(search, runs=runs)
 
 
 def find_for_search(search: Search) -> FoundScale:
-    """Run the finder on the experiment of a search, with the seed of the search.
+    """Run the finder on the experiment of a search, with the hyperparameters of the first trial.
 
-    The scale is the default. Other searched hyperparameters are those of the first trial.
+    The scale is the default.
 
     Raises:
         ConfigError: if the experiment is not on this machine, or is wrong.
         LossScaleError: if no loss scale can be found.
     """
-    plain = {key: search.config[key] for key in _SECTIONS if search.config.get(key) is not None}
-    frequency = value_at(search.config, "optimizations.aggregation_frequency")
-    # Determined's own form has it there; ours has a hyperparameter for it.
-    if isinstance(frequency, int) and frequency > 1:
-        plain["optimizations"] = {"aggregation_frequency": frequency}
     values = {**flat(search.config["hyperparameters"]), **search.runs[0].hparams}
     kept = {
         name: value
         for name, value in values.items()
-        if not (isinstance(value, Mapping) or name == TRIAL_SEED or is_scale(name))
+        if not (isinstance(value, Mapping) or is_scale(name))
     }
-    config = {**plain, "hyperparameters": nested(kept)}
-    with open_trial(experiment_in(config, search.origin)) as opened:
+    experiment = experiment_in(search.config, search.origin, hyperparameters=nested(kept))
+    with open_trial(experiment) as opened:
         return opened.find(BATCHES, name=search.name)
 
 
@@ -205,7 +177,10 @@ def search_sentences(predicted: FoundScale | None, search: Search) -> Iterator[s
     yield from _best(predicted, search)
     failed = [run for run in search.runs if run.state.is_failure]
     if failed:
-        yield f"{len(failed)} trials failed; trial {failed[0].number}: {failed[0].reason}"
+        yield (
+            f"{len(failed)} trials failed and do not count, although the platform may name one as "
+            f"the best; trial {failed[0].number}: {failed[0].reason}"
+        )
     yield from search.notes
 
 
@@ -248,17 +223,3 @@ def _best(predicted: FoundScale | None, search: Search) -> Iterator[str]:
     worth = worth_of_best(search.metric, lost)
     if worth is not None:
         yield worth
-
-
-def _not_counted(search: Search) -> Iterator[str]:
-    """Why another trial than the one that the platform calls the best is named here."""
-    ranked = search.ranked()
-    reported = [run for run in search.runs if search.value(run) is not None]
-    if not ranked or not reported:
-        return
-    best = min(reported, key=search.order)
-    if search.order(best) < search.order(ranked[0]):
-        yield (
-            f"trial {best.number} reported the best {search.metric}, {search.value(best):.4g}, and "
-            f"does not count, although the platform may name it: {best.state.value}: {best.reason}"
-        )

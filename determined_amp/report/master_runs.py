@@ -19,7 +19,7 @@ from determined_amp.experiment.experiment import parse, with_power_of_two
 from determined_amp.experiment.files import temporary_folder
 from determined_amp.experiment.machine import Machine
 from determined_amp.report import ReportError
-from determined_amp.report.page import write_files
+from determined_amp.report.page import Written, write_files
 from determined_amp.runs.master import NONSENSE, answering_in_time, log_in
 from determined_amp.runs.run import SEED, Part, Report, Reports, Run, RunState, judged
 from determined_amp.search.search_folder import Search
@@ -144,11 +144,8 @@ def read_finding(number: int) -> FoundScale:
         return FoundScale.from_json(json.loads((folder / FILE_NAME).read_text()), origin)
 
 
-def fetch_comparison(number: int, folder: Path) -> str:
+def fetch_comparison(number: int, folder: Path) -> Written:
     """Download the report of an experiment that ran `compare`, from its checkpoint.
-
-    Returns:
-        The text of the report.
 
     Raises:
         MasterError: if there is no such master, or the login fails.
@@ -158,7 +155,7 @@ def fetch_comparison(number: int, folder: Path) -> str:
         paths = downloaded.glob("precision.*")
         files = {folder / path.name: path.read_bytes() for path in paths}
     write_files(folder, files)
-    return files[folder / _TEXT].decode()
+    return Written(files[folder / _TEXT].decode(), list(files))
 
 
 @contextmanager
@@ -204,17 +201,16 @@ def _on_master(number: int) -> Iterator[tuple[Session, Experiment, str]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the SDK warns that it is deprecated
             from determined.experimental.client import Experiment  # noqa: PLC0415
-        refusal = f"{session.master} gave no experiment {number}"
         try:
             experiment = Experiment(number, session)
             experiment.reload()
             yield session, experiment, f"experiment {number} on {session.master}"
-        except errors.NotFoundException as error:
-            raise ReportError(f"{session.master} has no experiment {number}: {error}") from error
         except (errors.BadRequestException, bindings.APIHttpError, OSError) as error:
-            raise ReportError(f"{refusal}: {one_line(error)}") from error
+            raise ReportError(
+                f"{session.master} gave no experiment {number}: {one_line(error)}"
+            ) from error
         except (errors.BadResponseException, *NONSENSE) as error:
             raise ReportError(
-                f"{refusal}: its answer is not that of Determined 0.38: {type(error).__name__} "
-                f"{one_line(error)}"
+                f"{session.master} gave no experiment {number}: its answer is not that of "
+                f"Determined 0.38: {type(error).__name__} {one_line(error)}"
             ) from error

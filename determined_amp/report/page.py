@@ -7,13 +7,11 @@ apart.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import io
 import json
-import math
 import platform
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
+from determined_amp.experiment.fields import plain
 from determined_amp.experiment.files import write_together
 from determined_amp.report import ReportError
 
@@ -52,37 +51,65 @@ STYLE: dict[Any, Any] = {
 _HALO = [withStroke(linewidth=3, foreground=PAPER)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A report that was written."""
+
+    text: str  # the answer, the lines to paste, and all sentences
+    files: Sequence[Path]  # the PNG, Markdown and JSON files
+
+
 def write_page(
-    folder: Path, name: str, markdown: str, figure: Figure, record: Mapping[str, Any]
-) -> list[Path]:
-    """Write a report into a folder, and return its files.
+    folder: Path,
+    name: str,
+    *,
+    answer: str,
+    yaml: str,
+    sentences: Sequence[str],
+    figure: Figure,
+    caption: str,
+    table: tuple[Sequence[str], Sequence[Sequence[Any]]],
+    origin: str,
+    record: Mapping[str, Any],
+) -> Written:
+    """Write a report into a folder.
 
     Args:
-        folder: The folder.
+        folder: The folder, which is made if it is missing.
         name: Name of the files, without their suffix.
-        markdown: The text, which shows the picture `NAME.png`.
+        answer: The first line.
+        yaml: Lines to paste; may be empty.
+        sentences: All that is said besides the answer.
         figure: The picture.
-        record: The numbers: plain values, dataclasses and enums. JSON has no infinity and no NaN;
-            they become null.
+        caption: Its text.
+        table: Heads and rows of the numbers.
+        origin: What they were measured on, and how.
+        record: More numbers for the JSON: plain values, dataclasses and enums. JSON has no infinity
+            and no NaN; they become null.
 
     Raises:
         ReportError: if a file cannot be written.
     """
+    items = "\n".join(f"* {sentence}" for sentence in sentences)
+    paste = f"```yaml\n{yaml}\n```" if yaml else ""
+    picture = f"![{caption}]({name}.png)"
+    parts = [f"# {answer}", paste, items, picture, markdown_table(*table), f"{origin}\n"]
+    # What looks like a tag, in a name that somebody else chose, stays text.
+    markdown = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", "\n\n".join(filter(None, parts)))
     drawn = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "matplotlib": matplotlib.__version__,
     }
-    numbers = _plain({_DRAWN: drawn, **record})
-    # What looks like a tag, in a name that somebody else chose, stays text.
-    text = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", markdown)
+    numbers = json.dumps(plain({_DRAWN: drawn, "answer": answer, "sentences": sentences, **record}))
+    finite = json.loads(numbers, parse_constant=lambda name: None)
     files = {
         folder / f"{name}.png": as_png(figure),
-        folder / f"{name}.md": text.encode(),
-        folder / f"{name}.json": json.dumps(numbers, indent=2, allow_nan=False).encode(),
+        folder / f"{name}.md": markdown.encode(),
+        folder / f"{name}.json": json.dumps(finite, indent=2).encode(),
     }
     write_files(folder, files)
-    return list(files)
+    return Written("\n\n".join(filter(None, [answer, yaml, items])), list(files))
 
 
 def write_files(folder: Path, files: Mapping[Path, bytes]) -> None:
@@ -92,6 +119,7 @@ def write_files(folder: Path, files: Mapping[Path, bytes]) -> None:
         ReportError: if one cannot be written, or would replace JSON that is no report.
     """
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         for path in files:
             if path.suffix == ".json" and path.is_file() and f'"{_DRAWN}"' not in path.read_text():
                 raise ReportError(
@@ -105,17 +133,18 @@ def write_files(folder: Path, files: Mapping[Path, bytes]) -> None:
         ) from error
 
 
-def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """A table as Markdown, its first column to the left."""
     rule = ["---", *["---:"] * (len(heads) - 1)]
-    lines = [_table_line(cells) for cells in (heads, rule, *rows)]
+    lines = [f"| {' | '.join(map(_cell, cells))} |" for cells in (heads, rule, *rows)]
     return "\n".join(lines)
 
 
-def _table_line(cells: Sequence[str]) -> str:
-    on_one_line = [re.sub(r"\s+", " ", cell) for cell in cells]
-    escaped = [cell.replace("|", r"\|") for cell in on_one_line]
-    return f"| {' | '.join(escaped)} |"
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return re.sub(r"\s+", " ", text).replace("|", r"\|")
 
 
 def dots(
@@ -147,16 +176,3 @@ def as_png(figure: Figure) -> bytes:
     with matplotlib.rc_context(STYLE):
         figure.savefig(written, dpi=130, facecolor=PAPER, metadata={"Software": None})
     return written.getvalue()
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON has it."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = dataclasses.asdict(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, enum.Enum):
-        return value.value
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -56,11 +56,6 @@ class Interval:
     low: float  # lower end of the interval; -inf with a single pair
     high: float  # upper end of the interval; inf with a single pair
 
-    @property
-    def half_width(self) -> float:
-        """Half width of the interval; infinite with a single pair."""
-        return self.high - self.mean
-
     def verdict(self, margin: float) -> Equivalence:
         """Judge the difference; a significant difference within the margin counts as equal.
 
@@ -74,6 +69,11 @@ class Interval:
         if self.low > 0 or self.high < 0:
             return Equivalence.DIFFERENT
         return Equivalence.UNKNOWN
+
+
+def counted(count: int, noun: str) -> str:
+    """Such as "1 seed" and "2 seeds"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def interval_of(differences: Sequence[float]) -> Interval:
@@ -113,22 +113,6 @@ class Ratio:
         return Effect.NOT_LARGER if self.certain_high < MIN_EFFECT else Effect.UNKNOWN
 
 
-def ratio_of(pairs: Sequence[tuple[Spread, Spread]]) -> Ratio | None:
-    """The ratio of the first number to the second over some pairs of runs; None without a pair."""
-    if not pairs:
-        return None
-    ratios = [first.median / second.median for first, second in pairs]
-    # A median that inverts if the ratios do: of an even number the geometric mean.
-    middle = math.sqrt(median_low(ratios) * median_high(ratios))
-    if len(pairs) == 1:
-        ((first, second),) = pairs
-        low, high = first.low / second.high, first.high / second.low
-        return Ratio(middle, low, high, 1, low, high)
-    logs = interval_of([math.log(ratio) for ratio in ratios])
-    certain_low, certain_high = math.exp(logs.low), math.exp(logs.high)
-    return Ratio(middle, min(ratios), max(ratios), len(pairs), certain_low, certain_high)
-
-
 @dataclass(frozen=True)
 class PrecisionRuns:
     """The runs in one precision."""
@@ -150,14 +134,13 @@ class PrecisionRuns:
     @property
     def seeds_in_words(self) -> str:
         """The number of runs, and their seeds."""
-        count = len(self.runs)
-        failed = f" and {len(self.failed)} failed" if self.failed else ""
+        count, failed = len(self.runs), len(self.failed)
+        words = counted(count, "run") + (f" and {failed} failed" if failed else "")
         if not count:
-            return f"0 runs{failed}"
-        plural = "s" * (count != 1)
+            return words
         seeds = ", ".join(str(run.seed) for run in self.runs[:_NAMED_SEEDS])
         more = ", ..." if count > _NAMED_SEEDS else ""
-        return f"{count} run{plural}{failed}, seed{plural} {seeds}{more}"
+        return f"{words}, seed{'s' * (count > 1)} {seeds}{more}"
 
     @property
     def values(self) -> list[float]:
@@ -177,7 +160,7 @@ class PrecisionRuns:
     @property
     def speed(self) -> Spread | None:
         """Samples per second: the spread of the runs' medians."""
-        return self.spread(median_speed)
+        return self.spread(lambda run: run.speed.median if run.speed else None)
 
     @property
     def data_wait_share(self) -> float | None:
@@ -185,23 +168,20 @@ class PrecisionRuns:
         waits = self.spread(lambda run: run.reports.data_wait_share)
         return waits.median if waits else None
 
+    @property
+    def audit_share(self) -> float | None:
+        """Smallest audited share; None if no run was audited."""
+        shares = self.spread(lambda run: run.reports.audit_share)
+        return shares.low if shares else None
+
     def last(self, name: str) -> Spread | None:
         """The spread of a number of the last training report."""
         return self.spread(lambda run: run.last(name))
-
-    def of_optimizers(self, name: str) -> Spread | None:
-        """The spread of a number of the last training report, summed over the optimizers."""
-        return self.spread(lambda run: run.of_optimizers(name))
 
     def spread(self, value: Callable[[Run], float | None]) -> Spread | None:
         """The spread over the completed runs that have the value."""
         values = [value(run) for run in self.runs]
         return Spread.of([number for number in values if number is not None])
-
-
-def median_speed(run: Run) -> float | None:
-    """Samples per second of a run; None if not measured."""
-    return run.speed.median if run.speed else None
 
 
 def by_precision(runs: Sequence[Run], metric: str) -> list[PrecisionRuns]:
@@ -242,14 +222,15 @@ class Comparison:
         return self.verdict is Equivalence.DIFFERENT and not self.is_better
 
     @property
-    def is_not_worse(self) -> bool:
-        """Whether the metric is equal or better.
+    def may_be_worse(self) -> bool:
+        """Whether its mean is worse by more than the margin, which may be chance."""
+        is_known = self.verdict is not Equivalence.UNKNOWN
+        return not (is_known or self.is_better or abs(self.difference.mean) <= self.margin)
 
-        If the verdict is unknown, its mean decides: better, or worse by at most the margin.
-        """
-        if self.verdict is Equivalence.UNKNOWN:
-            return self.is_better or abs(self.difference.mean) <= self.margin
-        return not self.is_worse
+    @property
+    def times_as_fast(self) -> float:
+        """The median ratio of samples per second; 0 if it was not measured."""
+        return self.speed.median if self.speed else 0.0
 
 
 def compare_precisions(
@@ -268,17 +249,15 @@ def compare_precisions(
             "seeds, as `hyperparameters.trial_seed` gives the trials of a search"
         )
     metric = candidate.metric
-    differences = [run.metrics[metric] - other.metrics[metric] for run, other in pairs]
-    difference = interval_of(differences)
+    difference = interval_of([run.metrics[metric] - other.metrics[metric] for run, other in pairs])
     on_gpu = candidate.runs[0].machine.on_gpu
-    memory = _ratio(pairs, _allocated) if on_gpu else None
     return Comparison(
         precision=candidate.precision,
         against=base.precision,
         smaller_is_better=smaller_is_better,
         margin=margin,
         speed=_ratio(pairs, lambda run: run.speed),
-        memory=memory,
+        memory=_ratio(pairs, _allocated) if on_gpu else None,
         difference=difference,
         verdict=difference.verdict(margin),
         lost_runs=len(candidate.failed),
@@ -286,13 +265,21 @@ def compare_precisions(
 
 
 def _ratio(pairs: Sequence[tuple[Run, Run]], value: Callable[[Run], Spread | None]) -> Ratio | None:
-    """The ratio of a number over those pairs of which both runs have it."""
-    measured = []
-    for run, other in pairs:
-        first, second = value(run), value(other)
-        if first is not None and second is not None:
-            measured.append((first, second))
-    return ratio_of(measured)
+    """The ratio of a number over those pairs of which both runs have it; None without a pair."""
+    numbers = [(value(run), value(other)) for run, other in pairs]
+    measured = [(first, second) for first, second in numbers if first and second]
+    if not measured:
+        return None
+    ratios = [first.median / second.median for first, second in measured]
+    # A median that inverts if the ratios do: of an even number the geometric mean.
+    middle = math.sqrt(median_low(ratios) * median_high(ratios))
+    if len(measured) == 1:
+        ((first, second),) = measured
+        low, high = first.low / second.high, first.high / second.low
+        return Ratio(middle, low, high, 1, low, high)
+    logs = interval_of([math.log(ratio) for ratio in ratios])
+    certain_low, certain_high = math.exp(logs.low), math.exp(logs.high)
+    return Ratio(middle, min(ratios), max(ratios), len(ratios), certain_low, certain_high)
 
 
 def _allocated(run: Run) -> Spread | None:

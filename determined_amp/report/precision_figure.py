@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -23,7 +22,7 @@ from determined_amp.report.page import (
     annotate,
     dots,
 )
-from determined_amp.report.precision_comparison import Comparison, PrecisionRuns, median_speed
+from determined_amp.report.precision_comparison import Comparison, PrecisionRuns
 
 COLORS = {
     Precision.FP32: INK,
@@ -33,8 +32,6 @@ COLORS = {
 }
 _SIZE = (10.0, 4.2)
 _COLUMN_WIDTH = 0.6
-_JITTER = 0.32
-_HEADROOM = 1.15
 _LINE = 150
 
 
@@ -53,18 +50,21 @@ def draw_comparison(compared: ComparedRuns) -> Figure:
 
 def _draw_speeds(axes: Axes, compared: ComparedRuns) -> None:
     """Draw a dot per run, a column up to their median, and above it the ratio to the baseline."""
-    labels = {c.precision: f"{c.speed.median:.2f}x" for c in compared.with_baseline if c.speed}
+    labels = {c.precision: f"{c.times_as_fast:.2f}x" for c in compared.with_baseline if c.speed}
     if labels:
         labels[compared.baseline] = "baseline"
     for place, same in enumerate(compared.precisions):
         _draw_column(axes, place, same, labels.get(same.precision, ""))
-    names = [same.name for same in compared.precisions]
+    _name_places(axes, [same.name for same in compared.precisions])
+    axes.set_ylim(bottom=0)
+    axes.set_title("Samples per second (more is better)")
+
+
+def _name_places(axes: Axes, names: Sequence[str]) -> None:
     axes.set_xticks(range(len(names)), names)
     axes.tick_params(axis="x", length=0)
-    axes.set_xlim(-0.6, len(names) - 0.4)
-    highest = max((same.speed.high for same in compared.precisions if same.speed), default=1.0)
-    axes.set_ylim(0, _HEADROOM * highest)
-    axes.set_title("Samples per second (more is better)")
+    axes.set_xlim(-0.6, max(len(names), 1) - 0.4)
+    axes.margins(y=0.15)
 
 
 def _draw_column(axes: Axes, place: int, same: PrecisionRuns, label: str) -> None:
@@ -75,18 +75,12 @@ def _draw_column(axes: Axes, place: int, same: PrecisionRuns, label: str) -> Non
         axes.text(place, 0.0, text, ha="center", va="bottom", color=MUTED)
         return
     axes.bar(place, speed.median, _COLUMN_WIDTH, color=color, alpha=0.25, linewidth=0)
-    ends = place - _COLUMN_WIDTH / 2, place + _COLUMN_WIDTH / 2
-    axes.hlines(speed.median, *ends, color=color, linewidth=2)
-    values = [median_speed(run) for run in same.runs]
-    _draw_side_by_side(axes, place, [value for value in values if value is not None], color)
+    values = [run.speed.median for run in same.runs if run.speed]
+    # Side by side, because equal speeds would hide each other.
+    step = _COLUMN_WIDTH / (len(values) + 1)
+    first = place - _COLUMN_WIDTH / 2 + step
+    dots(axes, [(first + step * i, value) for i, value in enumerate(values)], color, markersize=4)
     annotate(axes, label, (place, speed.high), (0, 6), ha="center", va="bottom")
-
-
-def _draw_side_by_side(axes: Axes, place: int, values: Sequence[float], color: str) -> None:
-    step = _JITTER / max(len(values) - 1, 1)
-    first = place - step * (len(values) - 1) / 2
-    points = [(first + step * i, value) for i, value in enumerate(values)]
-    dots(axes, points, color, markersize=4, mew=0)
 
 
 def _draw_differences(axes: Axes, compared: ComparedRuns) -> None:
@@ -99,10 +93,7 @@ def _draw_differences(axes: Axes, compared: ComparedRuns) -> None:
         _draw_difference(axes, place, comparison)
         pair = f"{comparison.precision.value}\n- {comparison.against.value}"
         names.append(f"{pair}:\n{comparison.verdict.value.partition(' within')[0]}")
-    axes.set_xticks(range(len(names)), names)
-    axes.tick_params(axis="x", length=0)
-    axes.set_xlim(-0.6, max(len(names), 1) - 0.4)
-    axes.margins(y=0.15)
+    _name_places(axes, names)
     axes.set_title(f"Difference of {compared.metric}")
     axes.set_ylabel(f"band: margin of {margin:.2g}")
     if not comparisons:
@@ -117,5 +108,5 @@ def _draw_difference(axes: Axes, place: int, comparison: Comparison) -> None:
         text = "no interval\nof one seed"
         annotate(axes, text, (place, interval.mean), (9, 0), MUTED, va="center")
         return
-    style: dict[str, Any] = {"marker": "o", "markersize": 6, "capsize": 5, "linewidth": 1.6}
-    axes.errorbar(place, interval.mean, yerr=interval.half_width, color=color, **style)
+    length = interval.high - interval.mean
+    axes.errorbar(place, interval.mean, length, color=color, marker="o", capsize=5, linewidth=1.6)

@@ -9,14 +9,15 @@ from typing import Any
 
 from determined_amp.amp.metric_names import MetricName
 from determined_amp.amp.settings import SCALER_KEYS, Precision, yaml_lines
-from determined_amp.report.compared_runs import ComparedRuns, compare_runs
-from determined_amp.report.page import markdown_table, write_page
+from determined_amp.report.compared_runs import ComparedRuns, compare_runs, differences
+from determined_amp.report.page import Written, write_page
 from determined_amp.report.precision_comparison import (
     Comparison,
     Effect,
     Equivalence,
     PrecisionRuns,
     Ratio,
+    counted,
 )
 from determined_amp.report.precision_figure import draw_comparison
 from determined_amp.report.recommendation import (
@@ -46,8 +47,6 @@ _LAST = {
     "peak_memory_mib": MetricName.PEAK_MEMORY_MIB,
     "peak_reserved_memory_mib": MetricName.PEAK_RESERVED_MEMORY_MIB,
     "loss_scale_log2": MetricName.LOSS_SCALE_LOG2,
-}
-_OF_OPTIMIZERS = {
     "applied_steps": MetricName.APPLIED_STEPS,
     "skipped_steps": MetricName.SKIPPED_STEPS,
 }
@@ -57,67 +56,52 @@ _CAPTION = (
     "the green band. A hollow dot has one seed and no interval."
 )
 
-_METHOD = "Speed is that of the steady reports: the first report of every process is left out."
+_UNKNOWN = Equivalence.UNKNOWN.value
 
-_OF_SPEED = {
-    Effect.LARGER: "faster",
-    Effect.SMALLER: "slower",
-    Effect.NOT_LARGER: "not faster",
-    Effect.UNKNOWN: "cannot tell yet",
-}
-_OF_MEMORY = {
-    Effect.LARGER: "more",
-    Effect.SMALLER: "less",
-    Effect.NOT_LARGER: "not more",
-    Effect.UNKNOWN: "cannot tell yet",
-}
+_METHOD = "Speed is that of the steady reports: the first report of every process is left out."
 
 
 @dataclass(frozen=True)
-class PrecisionReport:
-    """A report that was written."""
+class PrecisionReport(Written):
+    """A report that was written, and what it says."""
 
-    text: str  # the answer, the lines to paste, and all sentences
-    files: Sequence[Path]  # the PNG, Markdown and JSON files
     compared: ComparedRuns
     recommended: Recommendation
 
 
 def write_precision_report(
-    sources: Sequence[Search], folder: Path, **options: Any
+    sources: Sequence[Search],
+    folder: Path,
+    metric: str | None = None,
+    margin: float | None = None,
 ) -> PrecisionReport:
-    """Write the report on some runs into a folder, with the options of `compare_runs`.
+    """Write the report on some runs into a folder; for `metric` and `margin` see `compare_runs`.
 
     Raises:
         ReportError: if the runs cannot be compared, or the report cannot be written.
     """
-    compared = compare_runs(sources, **options)
+    compared = compare_runs(sources, metric, margin)
     recommended = recommend(compared)
-    sentences = list(precision_sentences(compared))
-    items = "\n".join(f"* {sentence}" for sentence in sentences)
-    paste = yaml_of(compared, recommended)
-    text = f"{recommended.answer}\n\n{paste}\n\n{items}"
-    markdown = "\n\n".join(
-        [
-            f"# {recommended.answer}",
-            f"```yaml\n{paste}\n```",
-            items,
-            f"![{_CAPTION}]({NAME}.png)",
-            markdown_table(*precision_table(compared)),
-            _method(compared),
-        ]
-    )
     record = {
-        "answer": recommended.answer,
         "use": recommended.precision,
         "why": recommended.why,
-        "sentences": sentences,
         **vars(compared),
         "precisions": [_precision_record(same) for same in compared.precisions],
         "runs": [_run_record(run, compared.metric) for run in compared.runs],
     }
-    files = write_page(folder, NAME, f"{markdown}\n", draw_comparison(compared), record)
-    return PrecisionReport(text, files, compared, recommended)
+    written = write_page(
+        folder,
+        NAME,
+        answer=recommended.answer,
+        yaml=yaml_of(compared, recommended),
+        sentences=list(precision_sentences(compared)),
+        figure=draw_comparison(compared),
+        caption=_CAPTION,
+        table=precision_table(compared),
+        origin=_method(compared),
+        record=record,
+    )
+    return PrecisionReport(written.text, written.files, compared, recommended)
 
 
 def _precision_record(same: PrecisionRuns) -> dict[str, Any]:
@@ -139,7 +123,6 @@ def _run_record(run: Run, metric: str) -> dict[str, Any]:
     record = {name: getattr(run, name) for name in _FACTS}
     record |= {name: getattr(run.reports, name) for name in _OF_REPORTS}
     record |= {name: run.last(number) for name, number in _LAST.items()}
-    record |= {name: run.of_optimizers(number) for name, number in _OF_OPTIMIZERS.items()}
     record["scaler"] = {key: run.settings.get(f"{AMP}.{key}") for key in SCALER_KEYS}
     record["batches"] = run.trained_batches
     record["curve"] = run.curve(metric)
@@ -161,9 +144,9 @@ def yaml_of(compared: ComparedRuns, recommended: Recommendation) -> str:
 
 def precision_sentences(compared: ComparedRuns) -> Iterator[str]:
     """All sentences besides the answer, the comparisons first."""
-    for comparison in compared.comparisons:
-        yield _compared(comparison, compared.metric)
-    if any(_is_open(comparison) for comparison in compared.comparisons):
+    told = [_compared(comparison, compared.metric) for comparison in compared.comparisons]
+    yield from told
+    if any(_UNKNOWN in sentence for sentence in told):
         yield f"where this cannot tell yet, {more_seeds(compared.comparisons)}"
     yield from compared.notes
     yield from _waiting(compared)
@@ -179,57 +162,49 @@ def precision_sentences(compared: ComparedRuns) -> Iterator[str]:
 
 
 def _compared(comparison: Comparison, metric: str) -> str:
-    parts = [_speed(comparison.speed)]
-    if comparison.memory is not None:
-        memory = comparison.memory
-        parts.append(f"memory {in_words(memory)}: {_OF_MEMORY[memory.effect]}")
-    parts.append(_metric(comparison, metric))
-    return f"{comparison.precision.value} against {comparison.against.value}: {'; '.join(parts)}"
-
-
-def _speed(ratio: Ratio | None) -> str:
-    if ratio is None:
-        return "speed not measured"
-    is_slower = ratio.effect is Effect.SMALLER
-    inverse = f" ({1 / ratio.median:.1f} times the time)" if is_slower else ""
-    return f"speed {in_words(ratio)}: {_OF_SPEED[ratio.effect]}{inverse}"
-
-
-def _metric(comparison: Comparison, metric: str) -> str:
-    difference, verdict = comparison.difference, comparison.verdict
+    speed, memory = comparison.speed, comparison.memory
+    parts = ["speed not measured"]
+    if speed is not None:
+        is_slower = speed.effect is Effect.SMALLER
+        inverse = f" ({1 / speed.median:.1f} times the time)" if is_slower else ""
+        parts = [f"speed {in_words(speed)}: {_effect(speed, 'faster', 'slower')}{inverse}"]
+    if memory is not None:
+        parts.append(f"memory {in_words(memory)}: {_effect(memory, 'more', 'less')}")
+    difference = comparison.difference
     interval = ""
     if difference.std:
         ends = f"{difference.low:+.2g} to {difference.high:+.2g}"
         interval = f" (95 % interval {ends}, paired by seed)"
-    judged = verdict.value
+    parts.append(f"{metric} {difference.mean:+.2g}{interval}: {_verdict(comparison)}")
+    return f"{comparison.precision.value} against {comparison.against.value}: {'; '.join(parts)}"
+
+
+def _effect(ratio: Ratio, larger: str, smaller: str) -> str:
+    words = {Effect.LARGER: larger, Effect.SMALLER: smaller, Effect.NOT_LARGER: f"not {larger}"}
+    return words.get(ratio.effect, _UNKNOWN)
+
+
+def _verdict(comparison: Comparison) -> str:
+    verdict, difference = comparison.verdict, comparison.difference
     if verdict is Equivalence.EQUAL:
-        judged += f" of {comparison.margin:.2g}"
-    elif verdict is Equivalence.DIFFERENT:
-        judged += ", better" if comparison.is_better else ", worse"
-    elif difference.std is None:
-        judged += " with 1 seed, which does not show how much seeds differ"
-    elif difference.std == 0.0:  # as with a metric of few validation samples
-        judged += f" with {difference.pairs} seeds, between which the difference has no spread"
-    else:
-        judged += f" with {difference.pairs} seeds (margin {comparison.margin:.2g})"
-    return f"{metric} {difference.mean:+.2g}{interval}: {judged}"
-
-
-def _is_open(comparison: Comparison) -> bool:
-    """Whether the speed or the metric cannot be told yet."""
-    speed = comparison.speed
-    return comparison.verdict is Equivalence.UNKNOWN or (
-        speed is not None and speed.effect is Effect.UNKNOWN
-    )
+        return f"{verdict.value} of {comparison.margin:.2g}"
+    if verdict is Equivalence.DIFFERENT:
+        return f"{verdict.value}, {'better' if comparison.is_better else 'worse'}"
+    unknown = f"{verdict.value} with {counted(difference.pairs, 'seed')}"
+    if difference.std is None:
+        return f"{unknown}, which does not show how much seeds differ"
+    if difference.std == 0.0:  # as with a metric of few validation samples
+        return f"{unknown}, between which the difference has no spread"
+    return f"{unknown} (margin {comparison.margin:.2g})"
 
 
 def _waiting(compared: ComparedRuns) -> Iterator[str]:
-    waiting = [s for s in compared.precisions if (s.data_wait_share or 0.0) > WAITS_FOR_DATA]
+    shares = {same.name: same.data_wait_share or 0.0 for same in compared.precisions}
+    waiting = [f"{name} {share:.0%}" for name, share in shares.items() if share > WAITS_FOR_DATA]
     if waiting:
-        shares = ", ".join(f"{same.name} {same.data_wait_share:.0%}" for same in waiting)
         yield (
-            f"the loop waits for data more than {WAITS_FOR_DATA:.0%} of the time ({shares}): AMP "
-            "may not help there, more workers of the data loader may"
+            f"the loop waits for data more than {WAITS_FOR_DATA:.0%} of the time "
+            f"({', '.join(waiting)}): AMP may not help there, more workers of the data loader may"
         )
 
 
@@ -243,24 +218,19 @@ def _failed(compared: ComparedRuns) -> Iterator[str]:
 
 
 def _audited(compared: ComparedRuns) -> Iterator[str]:
-    if all(run.reports.audit_share == 1.0 for run in compared.completed):
-        yield "audit: every finished run computed all products in the precision that it asks for"
-        return
-    unaudited: list[str] = []
-    alike: dict[tuple[str, str], list[str]] = {}
-    for run in compared.completed:
-        share = run.reports.audit_share
-        if share is None:
-            unaudited.append(run.short_name)
-        elif share < 1.0:
-            alike.setdefault((run.precision.value, _share(share)), []).append(run.seed_name)
-    for (precision, part), seeds in alike.items():
-        yield (
-            f"audit: {precision} ({', '.join(seeds)}) computed {part} of the FLOPs of the first "
-            "batch in the precision that it asks for, the rest in another"
-        )
+    runs = compared.completed
+    unaudited = [run.short_name for run in runs if run.reports.audit_share is None]
     if unaudited:
         yield f"not audited, so whether the precision was on is unknown: {', '.join(unaudited)}"
+    elif all(run.reports.audit_share == 1.0 for run in runs):
+        yield "audit: every finished run computed all products in the precision that it asks for"
+    for same in compared.precisions:
+        share = same.audit_share
+        if share is not None and share < 1.0:
+            yield (
+                f"audit: {same.name} computed at least {_share(share)} of the FLOPs of the first "
+                "batch in the precision that it asks for, the rest in another"
+            )
 
 
 def _share(share: float) -> str:
@@ -271,15 +241,14 @@ def _share(share: float) -> str:
 def _mixed(compared: ComparedRuns) -> Iterator[str]:
     """Allowed differences between runs, other than the precision."""
     scaled = [run for run in compared.runs if run.precision is Precision.AMP_FP16]
+    found: list[str] = []
     for key in SCALER_KEYS:
-        values = [str(run.settings.get(f"{AMP}.{key}")) for run in scaled]
-        if len(set(values)) > 1:
-            listed = ", ".join(dict.fromkeys(values))
-            yield f"the runs in {Precision.AMP_FP16.value} differ in {key}: {listed}"
+        found += differences(key, scaled, [run.settings.get(f"{AMP}.{key}") for run in scaled])
     for name in compared.machine.versions:
-        values = [str(run.machine.versions.get(name)) for run in compared.runs]
-        if len(set(values)) > 1:
-            yield f"the runs differ in {name}: {', '.join(dict.fromkeys(values))}"
+        versions = [run.machine.versions.get(name) for run in compared.runs]
+        found += differences(name, compared.runs, versions)
+    for difference in found:
+        yield f"the runs differ in {difference}"
 
 
 def _caveats(compared: ComparedRuns) -> Iterator[str]:
@@ -303,13 +272,9 @@ def precision_table(compared: ComparedRuns) -> tuple[list[str], list[list[str]]]
     memory = "allocated" if compared.machine.on_gpu else "resident, not judged"
     heads = ["precision", "runs", compared.metric, "samples/s", "speed", f"peak MiB, {memory}"]
     heads += ["applied steps", "skipped", "loss scale", "waits for data", "audit", "training s"]
-    speeds = {c.precision: c.speed for c in compared.with_baseline}
-    rows = []
-    for same in compared.precisions:
-        ratio = speeds.get(same.precision)
-        times = f"{ratio.median:.2f}x" if ratio else ""
-        rows.append(_row(same, "1" if same.precision is compared.baseline else times))
-    return heads, rows
+    speeds = {c.precision: f"{c.times_as_fast:.2f}x" for c in compared.with_baseline if c.speed}
+    speeds[compared.baseline] = "1"
+    return heads, [_row(same, speeds.get(same.precision, "")) for same in compared.precisions]
 
 
 def _row(same: PrecisionRuns, times: str) -> list[str]:
@@ -317,17 +282,22 @@ def _row(same: PrecisionRuns, times: str) -> list[str]:
     failed = f", {len(same.failed)} failed" if same.failed else ""
     mean = "" if same.mean is None else f"{same.mean:.4g}"
     std = "" if same.std is None else f" ± {same.std:.2g}"
-    memory = same.last(MetricName.PEAK_MEMORY_MIB)
-    applied = same.of_optimizers(MetricName.APPLIED_STEPS)
-    skipped = same.of_optimizers(MetricName.SKIPPED_STEPS)
-    wait = same.data_wait_share
-    waits = "" if wait is None else f"{wait:.0%}"
-    audit = same.spread(lambda run: run.reports.audit_share)
-    share = "" if audit is None else _share(audit.low)
-    seconds = same.spread(lambda run: run.training_seconds)
-    row = [same.name, f"{len(same.runs)}{failed}", f"{mean}{std}", spread_text(same.speed), times]
-    row += [spread_text(memory), spread_text(applied), spread_text(skipped)]
-    return [*row, _scale(same), waits, share, spread_text(seconds)]
+    waits = "" if same.data_wait_share is None else f"{same.data_wait_share:.0%}"
+    share = "" if same.audit_share is None else _share(same.audit_share)
+    return [
+        same.name,
+        f"{len(same.runs)}{failed}",
+        f"{mean}{std}",
+        spread_text(same.speed),
+        times,
+        spread_text(same.last(MetricName.PEAK_MEMORY_MIB)),
+        spread_text(same.last(MetricName.APPLIED_STEPS)),
+        spread_text(same.last(MetricName.SKIPPED_STEPS)),
+        _scale(same),
+        waits,
+        share,
+        spread_text(same.spread(lambda run: run.training_seconds)),
+    ]
 
 
 def _scale(same: PrecisionRuns) -> str:

@@ -13,6 +13,7 @@ from determined_amp.report.precision_comparison import (
     Effect,
     Equivalence,
     Ratio,
+    counted,
 )
 
 RULE = (
@@ -41,19 +42,24 @@ class Recommendation:
 
 
 def recommend(compared: ComparedRuns) -> Recommendation:
-    """Apply `RULE`; `Comparison.is_not_worse` says what "not worse" means."""
-    comparisons, metric = compared.with_baseline, compared.metric
-    faster = [(_gain(c), c) for c in comparisons if _gain(c) and c.is_not_worse and not c.lost_runs]
-    if faster:
-        _, best = max(faster, key=lambda pair: pair[0])
-        return Recommendation(best.precision, _advantage(best, metric))
-    open_questions = [_open_question(c, metric) for c in comparisons if _may_pay(c)]
-    if open_questions:
-        more = f"{'; '.join(open_questions)}; {more_seeds(comparisons)}"
-        return Recommendation(compared.baseline, more, is_certain=False)
-    reasons = [f"{same.name} has no finished run" for same in compared.precisions if not same.runs]
-    reasons += [f"{c.precision.value} {_fault(c, metric)}" for c in comparisons]
-    return Recommendation(compared.baseline, "; ".join(reasons))
+    """Apply `RULE`."""
+    faults = [f"{same.name} has no finished run" for same in compared.precisions if not same.runs]
+    doubts: list[str] = []
+    usable: list[Comparison] = []
+    for comparison in compared.with_baseline:
+        if fault := _fault(comparison, compared.metric):
+            faults.append(f"{comparison.precision.value} {fault}")
+        elif doubt := _doubt(comparison, compared.metric):
+            doubts.append(doubt)
+        else:
+            usable.append(comparison)
+    if usable:
+        best = max(usable, key=lambda comparison: comparison.times_as_fast)
+        return Recommendation(best.precision, _advantage(best, compared.metric))
+    if doubts:
+        why = "; ".join([*doubts, more_seeds(compared.with_baseline)])
+        return Recommendation(compared.baseline, why, is_certain=False)
+    return Recommendation(compared.baseline, "; ".join(faults))
 
 
 def more_seeds(comparisons: Sequence[Comparison]) -> str:
@@ -66,58 +72,44 @@ def more_seeds(comparisons: Sequence[Comparison]) -> str:
     )
 
 
-def _gain(comparison: Comparison) -> float:
-    """How many times as fast as the baseline, beyond chance; 0 if that is not known."""
-    speed = comparison.speed
-    return speed.median if speed is not None and speed.effect is Effect.LARGER else 0.0
-
-
-def _may_pay(comparison: Comparison) -> bool:
-    """Whether more runs may show that it is faster and not worse."""
-    if comparison.lost_runs or comparison.is_worse or comparison.speed is None:
-        return False
-    return comparison.speed.effect in (Effect.LARGER, Effect.UNKNOWN)
-
-
-def _advantage(comparison: Comparison, metric: str) -> str:
-    why = f"it is {_gain(comparison):.2f} times as fast as {comparison.against.value}"
-    if comparison.verdict is Equivalence.UNKNOWN:
-        return (
-            f"{why}, but whether its {metric} is the same cannot be told with "
-            f"{_seeds(comparison)}: train more before you rely on it"
-        )
-    word = "equal" if comparison.verdict is Equivalence.EQUAL else "better"
-    return f"{why} with {word} {metric}"
-
-
-def _open_question(comparison: Comparison, metric: str) -> str:
-    """Why a precision is neither recommended nor ruled out."""
-    name, speed = comparison.precision.value, comparison.speed
-    assert speed is not None  # else it is ruled out
-    if speed.effect is Effect.UNKNOWN:
-        return f"whether {name} is faster, at {in_words(speed)}"
-    return (
-        f"{name} is {speed.median:.2f} times as fast, but whether its worse mean {metric} is "
-        f"chance cannot be told with {_seeds(comparison)}"
-    )
-
-
 def _fault(comparison: Comparison, metric: str) -> str:
-    """The strongest reason against a precision."""
+    """The strongest reason against a precision, which no more seeds will change; or nothing."""
+    speed = comparison.speed
     if comparison.lost_runs:
         return "lost a run"
     if comparison.is_worse:
         return f"has a worse {metric}"
-    if comparison.speed is None:
+    if speed is None:
         return "has no measured speed"
-    if comparison.speed.effect is Effect.SMALLER:
-        return f"is slower ({comparison.speed.median:.2f} times the speed)"
-    return f"is not faster by {MIN_EFFECT - 1:.0%} or more"
+    if speed.effect is Effect.SMALLER:
+        return f"is slower ({speed.median:.2f} times the speed)"
+    is_not_faster = speed.effect is Effect.NOT_LARGER
+    return f"is not faster by {MIN_EFFECT - 1:.0%} or more" if is_not_faster else ""
 
 
-def _seeds(comparison: Comparison) -> str:
-    count = comparison.difference.pairs
-    return f"{count} seed{'s' * (count != 1)}"
+def _doubt(comparison: Comparison, metric: str) -> str:
+    """Why a precision without a fault cannot be recommended yet; or nothing."""
+    name, speed = comparison.precision.value, comparison.speed
+    assert speed is not None  # that would be a fault
+    if speed.effect is Effect.UNKNOWN:
+        return f"whether {name} is faster, at {in_words(speed)}"
+    if not comparison.may_be_worse:
+        return ""
+    return (
+        f"{name} is {speed.median:.2f} times as fast, but whether its worse mean {metric} is "
+        f"chance cannot be told with {counted(comparison.difference.pairs, 'seed')}"
+    )
+
+
+def _advantage(comparison: Comparison, metric: str) -> str:
+    why = f"it is {comparison.times_as_fast:.2f} times as fast as {comparison.against.value}"
+    if comparison.verdict is Equivalence.UNKNOWN:
+        return (
+            f"{why}, but whether its {metric} is the same cannot be told with "
+            f"{counted(comparison.difference.pairs, 'seed')}: train more before you rely on it"
+        )
+    word = "equal" if comparison.verdict is Equivalence.EQUAL else "better"
+    return f"{why} with {word} {metric}"
 
 
 def in_words(ratio: Ratio) -> str:

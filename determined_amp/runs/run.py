@@ -79,12 +79,19 @@ class Report:
     def read(batches: int, metrics: Mapping[str, Any]) -> Report:
         """The report with the numbers among some metrics; NaN and infinities may be text."""
         numbers = {
-            name: float(value)
+            name: _number(value)
             for name, value in metrics.items()
             if name != "batches"
             and (isinstance(value, (int, float)) or value in ("NaN", "Infinity", "-Infinity"))
         }
         return Report(batches, numbers)
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond the range of float
+        return math.inf if value > 0 else -math.inf
 
 
 @dataclass(frozen=True)
@@ -151,12 +158,6 @@ class Reports:
     def data_wait_share(self) -> float | None:
         """Share of the time that the loop waited for data: the median over steady reports."""
         return median(self._waits) if self._waits else None
-
-
-def of_optimizers(metrics: Mapping[str, float], name: str) -> float | None:
-    """The sum over all optimizers of a number in a report; None if it has none."""
-    numbers = [metrics[n] for n in metrics if n == name or re.fullmatch(rf"{name}_\d+", n)]
-    return sum(numbers) if numbers else None
 
 
 @dataclass(frozen=True)
@@ -246,15 +247,14 @@ class Run:
         return [(r.batches, r.metrics[metric]) for r in reports if metric in r.metrics]
 
     def last(self, name: str) -> float | None:
-        """A number of the last training report; None if it is not finite, or not there."""
-        training = self.reports.training
-        value = training.metrics.get(name, math.nan) if training else math.nan
-        return value if math.isfinite(value) else None
+        """A number of the last training report, summed over the optimizers.
 
-    def of_optimizers(self, name: str) -> float | None:
-        """The sum over all optimizers of a number in the last training report."""
-        training = self.reports.training
-        return of_optimizers(training.metrics, name) if training else None
+        None if it is not finite, or not there.
+        """
+        metrics = self.reports.training.metrics if self.reports.training else {}
+        numbers = [metrics[n] for n in metrics if re.fullmatch(rf"{name}(_\d+)?", n)]
+        total = sum(numbers) if numbers else math.nan
+        return total if math.isfinite(total) else None
 
     @property
     def speed(self) -> Spread | None:
