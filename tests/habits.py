@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import operator
 import warnings
 from functools import partial
 from typing import Any
@@ -172,18 +171,6 @@ class ZeroesItself(Habit):
         return {"loss": loss}
 
 
-class TwoBackwards(Habit):
-    """Two losses of one graph, one step."""
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        logits = self.model(batch[0])
-        loss = functional.cross_entropy(logits, batch[1])
-        self.context.backward(loss, retain_graph=True)
-        self.context.backward(logits.pow(2).mean())
-        self.step()
-        return {"loss": loss}
-
-
 class ProjectsGradients(Habit):
     """Two tasks: takes the gradients of each, drops them, and sets what it makes of both."""
 
@@ -198,23 +185,6 @@ class ProjectsGradients(Habit):
             shared = (first * second).sum().clamp(max=0) / (second.square().sum() + 1e-12)
             parameter.grad = first + second - shared * second
         self.step()
-        return {"loss": loss}
-
-
-class SharesGradient(Habit):
-    """Two weights have one gradient, to which the second of two batches adds."""
-
-    def net(self) -> Any:
-        square = nn.Linear(FEATURES, FEATURES)
-        return nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), square, super().net())
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        loss = self.loss(*batch)
-        self.context.backward(loss / 2)
-        first, second = self.model[0].weight, self.model[2].weight
-        first.grad = second.grad = first.grad + second.grad
-        if batch_idx % 2:
-            self.step()
         return {"loss": loss}
 
 
@@ -292,16 +262,16 @@ class Lookahead(torch.optim.Optimizer):
     def __init__(self, fast: torch.optim.Optimizer) -> None:
         self.fast, self.steps = fast, 0
         self.param_groups, self.state = fast.param_groups, fast.state
-        self.slow = [p.detach().clone() for group in fast.param_groups for p in group["params"]]
+        self.parameters = self.param_groups[0]["params"]
+        self.slow = [parameter.detach().clone() for parameter in self.parameters]
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         self.fast.step()
         self.steps += 1
         if self.steps % 3 == 0:
-            parameters = [p for group in self.param_groups for p in group["params"]]
-            for slow, parameter in zip(self.slow, parameters, strict=True):
-                slow.add_(parameter.data - slow, alpha=0.5)
-                parameter.data.copy_(slow)
+            torch._foreach_lerp_(self.slow, self.parameters, 0.5)
+            torch._foreach_copy_(self.parameters, self.slow)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.fast.zero_grad(set_to_none)
@@ -328,35 +298,20 @@ class Sharpness(torch.optim.Optimizer):
         super().__init__(parameters, {})
         self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.3, momentum=0.5)
         self.param_groups = self.base_optimizer.param_groups
+        self.weights = self.param_groups[0]["params"]
 
     @torch.no_grad()
     def first_step(self) -> None:
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
-        for parameter in parameters:
-            step = parameter.grad * (0.05 / (norm + 1e-12))
-            self.state[parameter]["step"] = step
-            self.move(parameter, step)
+        norm = torch.stack([weight.grad.norm() for weight in self.weights]).norm()
+        self.moves = [weight.grad * (0.05 / (norm + 1e-12)) for weight in self.weights]
+        torch._foreach_add_(self.weights, self.moves)
         self.zero_grad()
-
-    def move(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
-        parameter.add_(step)
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(self.state[parameter]["step"])
-
     def second_step(self) -> None:
-        self.put_back()
+        torch._foreach_sub_(self.weights, self.moves)
         self.base_optimizer.step()
         self.zero_grad()
-
-    def step(self, closure: Any = None) -> Any:
-        self.put_back()
-        self.base_optimizer.step()
 
 
 class Sam(Habit):
@@ -371,28 +326,8 @@ class Sam(Habit):
         self.context.backward(loss)
         optimizer.first_step()
         self.context.backward(self.loss(*batch))
-        self.step()
-        return {"loss": loss}
-
-    def step(self) -> None:
-        optimizer: Any = self.optimizer
         optimizer.second_step()
-
-
-class SharpnessByData(Sharpness):
-    """Moves the weights so that no version tells of it."""
-
-    def move(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
-        parameter.data.add_(step)
-
-
-class SamByData(Sam):
-    """Puts the weights back in the step that the context calls."""
-
-    step = Habit.step
-
-    def optimizer_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return SharpnessByData(parameters)
+        return {"loss": loss}
 
 
 class Wgan(Habit):
@@ -448,39 +383,82 @@ def clamp(gradient: torch.Tensor) -> Any:
     return gradient.clamp(-0.003, 0.003)
 
 
+class Hooked(Habit):
+    """Registers its hook in each batch."""
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        logits = self.model(inputs)
+        if self.model.training:
+            self.register(logits)
+        return functional.cross_entropy(logits, classes)
+
+    def register(self, logits: torch.Tensor) -> None:
+        """This one registers none."""
+
+    def see(self, *gradients: torch.Tensor) -> None:
+        self.norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        reported = super().train_batch(batch, epoch_idx, batch_idx)
+        return {**reported, "norm": getattr(self, "norm", 0.0)}
+
+
+class ActivationHook(Hooked):
+    def register(self, logits: torch.Tensor) -> None:
+        logits.register_hook(clamp)  # type: ignore[no-untyped-call]
+
+
+class NodeHook(Hooked):
+    def register(self, logits: torch.Tensor) -> None:
+        assert logits.grad_fn is not None
+        logits.grad_fn.register_prehook(lambda gradients: self.see(*gradients))
+
+
+class GradientsHook(Hooked):
+    """Is called once for all gradients."""
+
+    def register(self, logits: torch.Tensor) -> None:
+        parameters = list(self.model.parameters())
+        torch.autograd.graph.register_multi_grad_hook(parameters, lambda them: self.see(*them))
+
+
+class OldModuleHook(Hooked):
+    """That of old recipes."""
+
+    def register(self, logits: torch.Tensor) -> None:
+        self.model[2].register_backward_hook(lambda module, into, out: None)
+
+
+class RetainedGradient(Hooked):
+    """Needs no hook."""
+
+    def register(self, logits: torch.Tensor) -> None:
+        logits.retain_grad()
+        self.logits = logits
+
+    def step(self) -> None:
+        self.see(self.logits.grad)
+        super().step()
+
+
 class ParameterHook(Habit):
-    def net(self) -> Any:
-        model = super().net()
-        for parameter in model.parameters():
-            parameter.register_hook(clamp)
-        return model
-
-
-class AccumulatedHook(Habit):
-    def net(self) -> Any:
-        model = super().net()
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(self.clamp)
-        for hook in (self.drop, operator.attrgetter("grad")):  # which is no function
-            model[0].bias.register_post_accumulate_grad_hook(hook)
-        return model
-
-    def drop(self, parameter: torch.Tensor) -> None:
-        parameter.grad = None
-
-    def clamp(self, parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        parameter.grad.clamp_(-0.003, 0.003)
-
-
-class FunctionHook(Habit):
-    """Its hook is a function of torch."""
+    """Registers its hook, a function of torch, before the training."""
 
     def net(self) -> Any:
         model = super().net()
         hook = partial(functional.hardtanh, min_val=-0.003, max_val=0.003)
         model[0].weight.register_hook(hook)
         return model
+
+
+class AccumulatedHook(Habit):
+    def net(self) -> Any:
+        model = super().net()
+        model[0].bias.register_post_accumulate_grad_hook(self.drop)
+        return model
+
+    def drop(self, parameter: torch.Tensor) -> None:
+        parameter.grad = None
 
 
 class LoneModuleHook(Habit):
@@ -495,12 +473,11 @@ class LoneModuleHook(Habit):
         return functional.cross_entropy(self.last(self.model(inputs)), classes)
 
 
-class ModuleHooks(Habit):
-    """And keeps copies of the model, with the hooks that it has."""
+class ModuleHook(Habit):
+    """And keeps copies of the model, with the hook that it has."""
 
     def net(self) -> Any:
         model = super().net()
-        model[1].register_full_backward_hook(lambda module, into, out: tuple(map(clamp, into)))
         model[2].register_full_backward_pre_hook(lambda module, out: tuple(map(clamp, out)))
         return model
 
@@ -508,38 +485,6 @@ class ModuleHooks(Habit):
         super().step()
         self.copy = copy.deepcopy(self.model)
         assert torch.equal(self.copy(torch.ones(1, FEATURES)), self.model(torch.ones(1, FEATURES)))
-
-
-class NormHook(Habit):
-    """Reports a norm that a hook of several gradients has seen."""
-
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        super().__init__(context)
-        parameters = list(self.model.parameters())
-        torch.autograd.graph.register_multi_grad_hook(parameters, lambda them: self.see(*them))
-
-    def see(self, *gradients: torch.Tensor) -> None:
-        self.norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        return {**super().train_batch(batch, epoch_idx, batch_idx), "norm": self.norm}
-
-
-class OldModuleHook(NormHook):
-    """Registers the backward hook of old recipes, in its first batch."""
-
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        Habit.__init__(self, context)
-        self.is_registered = False
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        if not self.is_registered:
-            self.is_registered = True
-            self.register()
-        return super().train_batch(batch, epoch_idx, batch_idx)
-
-    def register(self) -> None:
-        self.model[2].register_backward_hook(lambda module, into, out: self.see(*out))
 
 
 class Net(nn.Module):
@@ -554,44 +499,6 @@ class Net(nn.Module):
 
     def hidden(self, inputs: torch.Tensor) -> Any:
         return torch.tanh(self.first(inputs))
-
-
-class HookedNet(Net):
-    def hidden(self, inputs: torch.Tensor) -> Any:
-        hidden = super().hidden(inputs)
-        if hidden.requires_grad:
-            hidden.register_hook(clamp)
-        return hidden
-
-
-class ActivationHook(Habit):
-    def net(self) -> Any:
-        return HookedNet()
-
-
-class NodeHook(NormHook):
-    """Registers a hook of a node of the graph."""
-
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        Habit.__init__(self, context)
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        logits = self.model(inputs)
-        if self.model.training:
-            logits.grad_fn.register_prehook(lambda gradients: self.see(*gradients))
-        return functional.cross_entropy(logits, classes)
-
-
-class RetainedGradient(Habit):
-    """Reports the gradient of its logits."""
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        logits = self.model(batch[0])
-        logits.retain_grad()
-        loss = functional.cross_entropy(logits, batch[1])
-        self.context.backward(loss)
-        self.step()
-        return {"loss": loss, "norm": logits.grad.norm()}
 
 
 class Penalty(Habit):
@@ -622,15 +529,6 @@ class Adversarial(Habit):
         self.optimizer.zero_grad()
         moved = inputs.detach() + inputs.grad
         return super().train_batch((moved, batch[1]), epoch_idx, batch_idx)
-
-
-class HookOfInputs(Adversarial):
-    """A hook of a tensor that no model and no optimizer has."""
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        if inputs.requires_grad:
-            inputs.register_hook(clamp)  # type: ignore[no-untyped-call]
-        return super().loss(inputs, classes)
 
 
 class LooksForAnomalies(Habit):
@@ -897,14 +795,15 @@ class Checkpointing(Habit):
 
 
 class Spectral(Net):
-    """Has a complex parameter."""
+    """Has a complex parameter, and one without a number."""
 
     def __init__(self) -> None:
         super().__init__()
         self.filter = nn.Parameter(torch.ones(9, dtype=torch.complex64))
+        self.nothing = nn.Parameter(torch.zeros(0))
 
     def hidden(self, inputs: torch.Tensor) -> Any:
-        hidden = super().hidden(inputs).float()
+        hidden = super().hidden(inputs).float() + self.nothing.sum()
         return torch.fft.irfft(torch.fft.rfft(hidden) * self.filter.conj())
 
 
@@ -922,10 +821,10 @@ _OWN_STEP, _MOVES = (
 )
 REFUSED_IN_FP16: dict[type[Habit], str] = {
     **dict.fromkeys((StepsItself, SecondOptimizer), _OWN_STEP),
-    **dict.fromkeys((Sam, SamByData), _MOVES),
-    **dict.fromkeys((ParameterHook, AccumulatedHook, ModuleHooks, NormHook, OldModuleHook), _HOOK),
-    **dict.fromkeys((ActivationHook, NodeHook, RetainedGradient), _HOOK),
-    **dict.fromkeys((FunctionHook, HookOfInputs, LoneModuleHook), _HOOK),
+    Sam: _MOVES,
+    **dict.fromkeys((ActivationHook, NodeHook, GradientsHook, OldModuleHook), _HOOK),
+    **dict.fromkeys((RetainedGradient, ParameterHook, AccumulatedHook), _HOOK),
+    **dict.fromkeys((LoneModuleHook, ModuleHook), _HOOK),
     **dict.fromkeys((Penalty, FunctionalPenalty), _GRAD),
 }
 # In 16 bits its features are in 16 bits, as under any autocast.
