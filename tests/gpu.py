@@ -45,13 +45,6 @@ def sized(on_a_gpu: T, in_a_dry_run: T) -> T:
     return in_a_dry_run if DRY_RUN else on_a_gpu
 
 
-def run_out_of_memory() -> None:
-    """Ask the device for a pebibyte."""
-    if DRY_RUN:
-        raise torch.cuda.OutOfMemoryError("a stand-in: there is no device")
-    torch.empty(2**50, dtype=torch.uint8, device=DEVICE)
-
-
 @contextmanager
 def stand_ins() -> Iterator[None]:
     """In a dry run, let what only CUDA has be answered by the host inside this block."""

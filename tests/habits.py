@@ -437,6 +437,7 @@ class RetainedGradient(Hooked):
         self.logits = logits
 
     def step(self) -> None:
+        assert self.logits.grad is not None
         self.see(self.logits.grad)
         super().step()
 

@@ -48,8 +48,6 @@ pytest_add_cli_args =
     -x
     -p
     no:cacheprovider
-    --deselect
-    tests/test_mixed_precision.py::TestPlainScript
 also_copy =
 {copied}
 use_git_change_detection = 0

@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import compiling
 from benchmarks.measured import RESULTS
 from determined_amp import __main__ as door
-from determined_amp.amp import fp32_modules
 from determined_amp.amp.compiled import CompileError, as_written, compile_forward
 from determined_amp.amp.diagnosis import find_cause
 from determined_amp.amp.errors import ConfigError
@@ -30,7 +28,6 @@ from determined_amp.amp.settings import AmpSettings, Compile
 from determined_amp.experiment.fields import plain, read_section
 from tests import training
 from tests.harness import fit_as_it_is, refusal, same_bits
-from tests.test_latte import run_tiny
 from tests.trials import Converted, Plain, Weights
 
 pytestmark = [
@@ -150,23 +147,6 @@ class TestForward:
         assert same_bits(gradients(model), gradients(right))
         assert graphs() > 0 or (checkpointed and kept)
 
-    def test_compiled_float32_modules_would_have_other_gradients(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Their backward would multiply in 16 bits; a look at what they hold breaks the graph."""
-
-        def cast(value: Any, replaced: object) -> Any:
-            inputs, options = value
-            return tuple(each.float() for each in inputs), options
-
-        monkeypatch.setattr(fp32_modules, "as_float32", cast)
-        monkeypatch.setattr(fp32_modules, "write_back", lambda *given: None)
-        model, right = Block(), Block()
-        for each in (model, right):
-            keep_in_float32(each, ["middle"], "cpu", compiled=False)
-        compile_forward(model, Compile.DEFAULT)
-        assert not same_bits(gradients(model), gradients(right))
-
     @pytest.mark.parametrize("in_place", [False, True])
     def test_model_that_the_user_compiled_keeps_its_float32_modules(
         self, in_place: bool, monkeypatch: pytest.MonkeyPatch
@@ -243,15 +223,6 @@ class TestRun:
         assert graphs() == 1  # with validations, checkpoints and the audit in between
         assert weights(training.resume(tmp_path / "compiled")) == weights(eager)
 
-    def test_compiled_latte_with_checkpointing_and_averages_trains_as_itself(
-        self, tmp_path: Path
-    ) -> None:
-        checkpointing = "hyperparameters.gradient_checkpointing=true"
-        eager = run_tiny("amp.yaml", tmp_path / "eager", checkpointing)
-        compiled = run_tiny("amp.yaml", tmp_path / "compiled", checkpointing, ON)
-        assert graphs() > 0
-        assert validation_loss(compiled) == pytest.approx(validation_loss(eager), rel=1e-3)
-
     def test_compiled_unmodified_trial_trains_as_the_converted_one(self) -> None:
         amp = {"precision": "amp_fp16", "init_scale": 2.0**24, "compile": "default"}
         seen = []
@@ -273,28 +244,9 @@ class TestRun:
         assert answers[0] == answers[1] != []
         assert graphs() == 0
 
-    def test_run_with_torchs_own_compiler_has_the_loss_of_the_model_itself(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        eager = training.run_small("mlp/bf16.yaml", tmp_path / "eager")
-        monkeypatch.setattr(torch, "compile", INDUCTOR)
-        # Otherwise it tries what vector code this machine can compile, for longer than it compiles.
-        monkeypatch.setattr(inductor_config.cpp, "vec_isa_ok", False)
-        compiled = training.run_small("mlp/bf16.yaml", tmp_path / "compiled", ON)
-        assert graphs() == 1
-        assert validation_loss(compiled) == pytest.approx(validation_loss(eager), rel=1e-2)
-
 
 def weights(folder: Path) -> str:
     return training.digest(training.checkpoint(folder, 12)["models_state_dict"])
-
-
-def validation_loss(folder: Path) -> float:
-    """The newest one."""
-    losses = [
-        line["validation_loss"] for line in training.metrics(folder) if "validation_loss" in line
-    ]
-    return float(losses[-1])
 
 
 class TestBenchmark:
@@ -302,13 +254,3 @@ class TestBenchmark:
         results = json.loads((RESULTS / "compiling_cpu.json").read_text())
         assert (RESULTS / "compiling_cpu.md").read_text() == compiling.table(results)
         assert list(results["trials"]) == list(compiling.TRIALS)
-
-    def test_benchmark_trains_both_by_turns(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(compiling, "BATCHES_PER_TURN", 2)
-        found = compiling.measure("mlp/bf16.yaml", training.SMALL[:3], rounds=2)
-        assert {name: len(times) for name, times in found["seconds_per_batch"].items()} == {
-            "false": 2,
-            "default": 2,
-        }
-        assert len(found["speed"]) == 2
-        assert graphs() == 1

@@ -43,7 +43,6 @@ FOUR_EPOCHS = (
 ACCUMULATION = ("hyperparameters.aggregation_frequency=2",)
 COSINE = ("hyperparameters.lr_schedule=cosine", "hyperparameters.warmup_steps=2")
 NO_CLIP = ("hyperparameters.max_grad_norm=null",)
-LOOSE_CLIP = ("hyperparameters.max_grad_norm=1.0e+6",)
 TIGHT_CLIP = ("hyperparameters.max_grad_norm=0.125",)
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -168,12 +167,6 @@ class TestAmpOff:
         overrides = (*window, *clip, *schedule)
         reference = PlainLoop(parsed("mlp/fp32.yaml", overrides)).run()
         assert digest(trained("mlp/fp32.yaml", tmp_path, *overrides)) == reference.digest()
-
-    def test_clip_that_nothing_reaches_changes_nothing(self, tmp_path: Path) -> None:
-        """`clip_grad_norm_` multiplies by min(1, 10^6 / norm) = 1, which is exact."""
-        none = PlainLoop(parsed("mlp/fp32.yaml", NO_CLIP)).run().digest()
-        assert PlainLoop(parsed("mlp/fp32.yaml", LOOSE_CLIP)).run().digest() == none
-        assert digest(trained("mlp/fp32.yaml", tmp_path, *LOOSE_CLIP)) == none
 
     @pytest.mark.parametrize("change", [TIGHT_CLIP, COSINE, ACCUMULATION])
     def test_every_option_moves_the_weights(self, change: tuple[str, ...]) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -22,7 +21,6 @@ from benchmarks.small_trials import (
     SummedLoss,
     TinyLoss,
 )
-from determined_amp import __main__ as door
 from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.cli import find as finder
 from determined_amp.experiment.experiment import experiment_in, read_yaml
@@ -31,21 +29,17 @@ from determined_amp.finder.found_scale import FoundScale
 from determined_amp.finder.scale_finding import ScaleFinding, Verdict, choice_of, find_window
 from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.loss_scale import in_training
-from tests.loss_scale import ALL, Context, Trial, config, looked_at, skipped_steps
+from tests.loss_scale import ALL, Context, Trial, looked_at, skipped_steps
 from tests.reporting import finding as as_json
 from tests.training import ROOT, SMALL, run_small, thin_resnet
 
 Batches = Sequence[Rehearsal]
 
-# Torch's float16 convolutions on a CPU add up in float16 and flush more than tensor cores do.
-ADD_UP_IN_FLOAT32 = [trial for trial in ALL if trial is not BatchNormCNN]
 
-MLP = ("mlp/amp.yaml", SMALL)
 RESNET = (
     "resnet50/amp.yaml",
     ("hyperparameters.global_batch_size=4", "hyperparameters.training.max_length={batches: 1}"),
 )
-LATTE = ("latte/amp.yaml", ("hyperparameters.global_batch_size=2",))
 
 
 def measured_first_overflow(batches: Batches) -> int:
@@ -105,35 +99,6 @@ class TestRule:
         assert found.choice_log2 is not None
         assert skipped_steps(trial, 20, init_scale=2.0**found.choice_log2) == 0
 
-    @pytest.mark.parametrize(
-        ("path", "overrides", "looked_at", "steps", "most_skips"),
-        [(*MLP, 4, 20, 0), (*RESNET, 2, 3, 1), (*LATTE, 4, 20, 0)],
-    )
-    def test_choice_trains_the_trials_of_this_repository(
-        self, path: str, overrides: Sequence[str], looked_at: int, steps: int, most_skips: int
-    ) -> None:
-        """Largest gradients of ResNet-50 in batches of 4 differ by five bits from batch to batch.
-
-        So a batch after the first ones, which are all that is looked at, may be one bit larger.
-        """
-        raw = read_yaml(str(ROOT / "experiment_configs" / path))
-        with open_trial(experiment_in(with_overrides(raw, overrides), path)) as found:
-            trial: Any = found.trial
-            train_batch = trial.train_batch
-
-            def work(batches: Batches) -> None:
-                finding = find_window(batches[:looked_at], found.context.distributed)
-                choice = finding.choice_log2
-                assert choice is not None
-                scaler = trial.amp.scaler
-                scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**choice})
-                for step, rehearsal in enumerate(batches):
-                    train_batch(rehearsal.batch, 0, step)
-                assert float(scaler.get_scale()) >= 2.0 ** (choice - most_skips)
-                assert int(trial.amp.attempted_steps) == steps
-
-            in_training(trial, found.context, steps, work)
-
     def test_two_bits_above_the_window_do_skip(self) -> None:
         """The control."""
         found = found_in_four(SummedLoss)
@@ -157,12 +122,6 @@ def finding(
 def found_in_four(trial: Trial) -> ScaleFinding:
     """In the first four batches of a trial as it is."""
     return finding(trial, batches=4)
-
-
-def thirty_eight_layers(trial: object) -> nn.Module:
-    """A few layers less than `DeepPlain`: without one, the others fit."""
-    hidden = [layer for _ in range(38) for layer in (nn.Linear(32, 32), nn.Tanh())]
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), *hidden, nn.Linear(32, 10))
 
 
 class TestVerdict:
@@ -255,16 +214,6 @@ class TestCommand:
             assert finder.main([*arguments, *options]) == 0
             findings.append(json.loads(target.read_text())["modules"])
         assert findings[0] != findings[1]
-
-    def test_range_to_search_is_named(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        searched: Mapping[str, Any] = config(SummedLoss)
-        searched["hyperparameters"]["learning_rate"] = {"type": "log", "minval": -4, "maxval": -1}
-        path = tmp_path / "searched.yaml"
-        path.write_text(yaml.safe_dump(searched))
-        assert door.main(["find", str(path)]) == 2
-        assert "hyperparameters.learning_rate: got a range to search" in capsys.readouterr().err
 
 
 def small() -> list[str]:

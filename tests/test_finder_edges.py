@@ -7,7 +7,6 @@ their derivative in 16 bits, which no loss scale moves.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.autograd import backward
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -62,11 +60,6 @@ def rms_norm(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
-def layer_norm(x: torch.Tensor) -> torch.Tensor:
-    mean = x.mean(-1, keepdim=True)
-    return (x - mean) / torch.sqrt((x - mean).pow(2).mean(-1, keepdim=True) + 1e-5)
-
-
 def attention(x: torch.Tensor) -> torch.Tensor:
     x = x.view(4, -1, WIDTH)
     scores = torch.einsum("bid,bjd->bij", x, x) / math.sqrt(WIDTH)
@@ -78,15 +71,6 @@ def attention(x: torch.Tensor) -> torch.Tensor:
 
 def gpt2_gelu(x: torch.Tensor) -> torch.Tensor:
     return 0.5 * x * (1 + torch.tanh(0.79788456 * (x + 0.044715 * torch.pow(x, 3.0))))
-
-
-def lstm(x: torch.Tensor) -> torch.Tensor:
-    hidden = cell = torch.zeros_like(x[:4, :8])
-    for part in x.view(-1, 4, WIDTH):
-        first, forget, new, out = (part + hidden.repeat(1, 4)).chunk(4, -1)
-        cell = torch.sigmoid(forget) * cell + torch.sigmoid(first) * torch.tanh(new)
-        hidden = torch.sigmoid(out) * torch.tanh(cell)
-    return hidden.repeat(1, 4)
 
 
 def in_place(x: torch.Tensor) -> torch.Tensor:
@@ -101,66 +85,36 @@ def scattered(x: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(x).scatter_add_(1, index, x) / 3
 
 
-def indexed(x: torch.Tensor) -> torch.Tensor:
-    index = torch.arange(len(x)) % 5
-    return torch.zeros_like(x[:5]).index_add(0, index, x)[index]
-
-
 def sparse(x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", enabled=False):
         mixed: torch.Tensor = torch.sparse.mm(torch.eye(len(x)).roll(1, 0).to_sparse(), x.float())
     return mixed.square()
 
 
-def embedded(x: torch.Tensor) -> torch.Tensor:
-    return functional.embedding(torch.arange(len(x)) % 10, x) * x.abs()
-
-
-def convolved(x: torch.Tensor) -> torch.Tensor:
-    return functional.conv1d(x[:, None], x[:2, None, :3], padding=1)[:, 0].cos()
-
-
 OPERATIONS: dict[str, Operation] = {
     "GELU of GPT-2": gpt2_gelu,
     "SIREN": lambda x: torch.sin(30 * x),
-    "snake": lambda x: x + torch.sin(0.7 * x).pow(2) / 0.7,
     "RMSNorm by hand": rms_norm,
-    "LayerNorm by hand": layer_norm,
     "attention by hand": attention,
     "scaled_dot_product_attention": lambda x: functional.scaled_dot_product_attention(
         x[None], x[None], x[None]
     )[0],
-    "softplus": functional.softplus,
-    "mish": lambda x: x * torch.tanh(functional.softplus(x)),
     "logsumexp": lambda x: x - torch.logsumexp(x, -1, keepdim=True),
-    "softmax": lambda x: x * torch.softmax(x, -1),
     "normalize": lambda x: functional.normalize(x, dim=-1),
     "norm of order 3": lambda x: x / x.norm(p=3, dim=-1, keepdim=True),
-    "standard deviation": lambda x: (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True),
     "group norm": lambda x: functional.group_norm(x[:, :, None], 4)[:, :, 0],
-    "division": lambda x: x / (1 + x.abs()),
     "reciprocal": lambda x: 1 / (x * x + 0.01),
     "square root of a ReLU": lambda x: torch.sqrt(functional.relu(x)),
-    "where": lambda x: torch.where(x > 0, x**2, x.abs().sqrt()),
-    "gather": lambda x: torch.gather(x, 1, (torch.arange(x.numel()) % WIDTH).view_as(x)),
     "scatter_add": scattered,
-    "index_add": indexed,
-    "cumsum": lambda x: torch.cumsum(x, -1),
-    "cumprod": lambda x: torch.cumprod(1 + 0.1 * x, -1),
     "einsum": lambda x: torch.einsum("bi,bj->bij", x, x).mean(-1) * 30,
     "distances": lambda x: torch.cdist(x.float(), x.float()).pow(1.5)[:, :8].repeat(1, 4),
     "Fourier transform": lambda x: torch.fft.rfft(x.float()).abs()[:, :16].repeat(1, 2),
     "sparse product": sparse,
-    "embedding": embedded,
-    "LSTM by hand": lstm,
-    "convolution": convolved,
     "in place": in_place,
     "views": lambda x: x.t().reshape(8, -1).t().reshape_as(x).abs().roll(1, 1),
-    "max pooling": lambda x: functional.max_pool1d(x[None], 2)[0].repeat(1, 2),
     "checkpoint": lambda x: checkpoint(lambda y: (y**3).sin(), x, use_reentrant=False),
     "checkpoint, reentrant": lambda x: checkpoint(lambda y: (y**3).sin(), x, use_reentrant=True),
     "autograd function": Swish.apply,
-    "angle": lambda x: torch.atan2(x, x.roll(1, 1) + 2),
 }
 
 
@@ -220,11 +174,6 @@ def losses_at_once(model: nn.Module, scaler: torch.amp.GradScaler, factor: float
     torch.autograd.backward([scaler.scale(output.mean()), scaler.scale(output.square().mean())])
 
 
-def gradient_given(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
-    output = scaler.scale(outputs(model).sum(1) * factor)
-    output.backward(gradient=torch.linspace(0.1, 2, SAMPLES))  # type: ignore[no-untyped-call]
-
-
 def graph_kept(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
     loss = scaler.scale(outputs(model).square().mean() * factor)
     loss.backward(create_graph=True)  # type: ignore[no-untyped-call]
@@ -244,10 +193,6 @@ def one_half_frozen(model: nn.Module, scaler: torch.amp.GradScaler, factor: floa
     regression(model, scaler, factor)
 
 
-def imported(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
-    backward(scaler.scale(outputs(model).square().mean() * factor))
-
-
 def handed_on(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
     """A gradient of a detached feature goes on, a thousand times smaller, in a second backward."""
     first, rest = model.get_submodule("first"), model.get_submodule("last")
@@ -258,21 +203,6 @@ def handed_on(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> 
         loss = rest(torch.tanh(cut)).float().square().mean() * factor
     scaler.scale(loss).backward()
     feature.backward(cut.grad * 1e-3)
-
-
-def thawed(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
-    first = model.get_submodule("first").requires_grad_(False)
-    regression(model, scaler, factor * 1e-6)
-    first.requires_grad_(True)
-    regression(model, scaler, factor)
-
-
-def copied(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
-    """A teacher that is made of the model in the batch."""
-    teacher, x = copy.deepcopy(model).requires_grad_(False), torch.rand(SAMPLES, WIDTH)
-    with autocast():
-        loss = (model(x).float() - teacher(x * 0.9).float()).square().mean() * factor
-    scaler.scale(loss).backward()
 
 
 def half_loss(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
@@ -287,14 +217,10 @@ LOOPS: dict[str, Train] = {
     "penalty on scaled gradients": penalty,
     "two losses": two_losses,
     "losses at once": losses_at_once,
-    "gradient given": gradient_given,
     "graph kept": graph_kept,
     "gradient of the input": adversarial,
     "frozen half": one_half_frozen,
-    "backward by another name": imported,
     "gradient handed on": handed_on,
-    "thawed between backwards": thawed,
-    "model copied": copied,
     "loss in float16": half_loss,
 }
 

@@ -405,29 +405,6 @@ class TestCause:
         with pytest.raises(GuardError, match=f"in a row .* not even in float32; {words}"):
             judge(watched, counted(100, 9, 9))
 
-    @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")  # torch 2.3
-    def test_growth_of_lazy_weights_is_not_known(self) -> None:
-        model = nn.LazyLinear(1)
-        watched = guard(models=[model], newest=lambda: Rehearsal(lambda scale: 1 / 0, [model]))
-        watched.on_training_start()
-        nn.Module.__call__(model, torch.ones(1, 1))
-        with pytest.raises(GuardError, match="raised ZeroDivisionError"):
-            judge(watched, counted(100, 9, 9))
-
-    def test_cause_is_looked_for_in_parameters_that_are_in_no_model(self) -> None:
-        """Their gradients of the batch that is trained again do not stay."""
-        watched = guard(optimizers=1)
-        (weight,) = watched._context.optimizers[0].param_groups[0]["params"]
-        weight.grad = torch.ones(1)
-        watched._guard._newest = lambda: Rehearsal(
-            lambda scale: setattr(weight, "grad", torch.ones(1) * 7),
-            [],
-            watched._context.optimizers,
-        )
-        with pytest.raises(GuardError):
-            judge(watched, counted(100, 9, 9))
-        assert weight.grad.item() == 1
-
 
 @pytest.mark.parametrize(
     ("settings", "searcher", "error"),

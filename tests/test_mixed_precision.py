@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -73,25 +72,10 @@ class CountsItsOwnSamples(Weights):
         return int(batch[0][0])
 
 
-class AddsLossesUp(Weights):
-    """In place, from the first one on."""
-
-    total: Any = None
-
-    def backward(self, batch: Any, which: int = 0) -> torch.Tensor:
-        loss = super().backward(batch, which)
-        if self.total is None:
-            self.total = loss.detach()
-        else:
-            self.total += loss.detach()
-        return loss
-
-
 @pytest.mark.parametrize(
     ("trial", "loss"),
     [
         (Weights, (1 + 2.25) / 2),  # the mean over samples of w x: 1 * 1 and 3/4 * 3
-        (AddsLossesUp, (1 + 2.25) / 2),
         (ReportsItsOwnLoss, 7),
         (ReturnsTheLoss, 7),
         (UpdatesWithoutALoss, None),
@@ -187,42 +171,6 @@ class TestPatched:
             assert dict(vars(owner)) == had
 
 
-# A plain script: a trial of a stranger's, whose first batch overflows, and `Trainer`.
-# A trial that makes two, in a fork, since to import torch takes seconds; then one that overflows.
-SCRIPT = """
-import os, sys
-from pathlib import Path
-from determined import core, pytorch
-from determined.common import storage
-from tests.test_mistakes import made_twice
-from tests.trials import FP16_SECTION, Weights
-
-hook, loop = sys.excepthook, pytorch._PyTorchTrialController
-folder, trial_class = Path(sys.argv[1]), Weights
-if os.fork():
-    assert os.waitstatus_to_exitcode(os.wait()[1]) == 2
-    assert not list(folder.iterdir())
-else:
-    trial_class = made_twice
-    os.dup2(os.open(folder.parent / "twice", os.O_WRONLY | os.O_CREAT), 2)
-Weights.rows = ((1.0,), (float("inf"),))
-os.chdir(folder.parent / "work")  # which the loop copies into every checkpoint
-amp = dict(FP16_SECTION, max_consecutive_skips=1, audit=False)
-try:
-    with pytorch.init(hparams={"amp": amp}, exp_conf={}) as context:
-        context._core.checkpoint = core.DummyCheckpointContext(
-            context.distributed, storage.SharedFSStorageManager(str(folder))
-        )
-        trial = trial_class(context)
-        assert sys.excepthook is hook and pytorch._PyTorchTrialController is loop
-        pytorch.Trainer(trial, context).fit(
-            max_length=pytorch.Batch(8), reporting_period=pytorch.Batch(1), checkpoint_policy="none"
-        )
-finally:
-    assert pytorch._PyTorchTrialController is loop
-"""
-
-
 def test_newest_batch_is_copied_once_a_training_has_changed_one() -> None:
     """The first one always is; a copy has tensors and containers of its own."""
     changes = iter([False, False, True, False, True])
@@ -249,16 +197,6 @@ def test_newest_batch_is_copied_once_a_training_has_changed_one() -> None:
 
 
 class TestPlainScript:
-    def test_plain_script_ends_with_one_line_and_its_status(self, folder: Path) -> None:
-        process = training.start("-c", SCRIPT, str(folder))
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 2, output
-        twice = (folder.parent / "twice").read_text()
-        for text, says in ((output, "Cause: input 0 of"), (twice, "this context has one already")):
-            last = text.splitlines()[-1]
-            assert last.startswith("error: ")
-            assert says in last
-
     def test_error_of_any_other_kind_is_left_to_the_hook_before(
         self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:

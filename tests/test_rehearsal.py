@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -18,16 +17,14 @@ from torch import nn
 from benchmarks.small_trials import BatchNormCNN, PreNormTransformer, SmallTrial, SummedLoss
 from determined_amp import AmpSettings, MixedPrecision, Precision
 from determined_amp.amp.rehearsal import Rehearsal, float16_as, largest_working
-from determined_amp.experiment.experiment import experiment_in, read_yaml
-from determined_amp.experiment.overrides import with_overrides
+from determined_amp.experiment.experiment import experiment_in
 from determined_amp.finder.prediction import LossScaleError
 from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.loss_scale import in_training, wrapped_scaler
 from tests import harness
 from tests.harness import context_of
 from tests.loss_scale import Context, config, looked_at, train
-from tests.training import ROOT, SMALL, digest
-from trials.mlp import MLPTrial
+from tests.training import digest
 
 Batches = Sequence[Rehearsal]
 
@@ -62,24 +59,6 @@ class TestNothingMoves:
             assert state(small) != before
 
         looked_at(trial, work, steps=1)  # so that there are gradients to keep
-
-    def test_nothing_moves_in_ours(self, caplog: pytest.LogCaptureFixture) -> None:
-        raw = read_yaml(str(ROOT / "experiment_configs/mlp/amp.yaml"))
-        with open_trial(experiment_in(with_overrides(raw, SMALL), "test")) as found:
-            trial = found.trial
-            assert isinstance(trial, MLPTrial)
-
-            def work(batches: Batches) -> None:
-                assert trial.amp.guard.enabled is False  # neither audited nor guarded
-                counts = trial.amp.state_dict()
-                before = state(trial)
-                batches[0].run(2.0**30)
-                assert state(trial) == before
-                assert trial.amp.state_dict() == counts
-
-            in_training(trial, found.context, 1, work)
-        # Nothing is trained, so a slow CPU is not worth a warning.
-        assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
     def test_rehearsals_are_identical_dropout_included(self) -> None:
         def work(small: SmallTrial, context: Context, batches: Batches) -> None:

@@ -230,23 +230,6 @@ class TestStages:
         assert made.scaler.finish() == {}
         made.step(1.0)
 
-    @pytest.mark.parametrize(
-        ("remedies", "words"),
-        [
-            (IN_A_LOOP, "the loop: it does not scale the loss; allowed: amp.scaler.scale(loss)"),
-            (IN_A_TRIAL, "the trial: train_batch: it does not scale the loss; allowed: context."),
-        ],
-    )
-    def test_error_of_a_step_names_what_to_write(self, remedies: Any, words: str) -> None:
-        scaler = LossScaler(AmpSettings(Precision.FP32), "cpu", remedies=remedies)
-        made = Stepped()
-        made.scaler = scaler
-        made.backward(1.0)
-        scaler.has_scaled = False
-        with pytest.raises(ConfigError) as raised:
-            scaler.step(made.optimizer)
-        assert str(raised.value).startswith(words)
-
     def test_step_of_the_optimizer_itself_is_a_mistake(self) -> None:
         made = Stepped()
         made.backward(1.0)

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -433,13 +431,12 @@ def shuffled(
 
 
 class TestShuffledBatches:
-    @pytest.mark.parametrize("batch", [5, 10])
     def test_resumed_is_the_undisturbed_to_the_bit(
-        self, shuffled: tuple[Any, Path, Path], tmp_path: Path, batch: int
+        self, shuffled: tuple[Any, Path, Path], tmp_path: Path
     ) -> None:
         """An epoch is 5 or 6 batches, a checkpoint every 4th."""
         trial, config, whole = shuffled
-        with training.killed_in_batch(batch, trial):
+        with training.killed_in_batch(10, trial):
             run(tmp_path, str(config))
         training.resume(tmp_path)
         assert training.same_numbers(tmp_path) == training.same_numbers(whole)
@@ -567,21 +564,6 @@ class TestFit:
                 fit(found.trial, found.context)
 
 
-def test_two_processes_train_as_one(folder: Path, tmp_path: Path) -> None:
-    """Dropout apart: each process draws its own, so only what is counted is compared."""
-    words = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "determined_amp")
-    config = str(write(tmp_path))
-    process = training.start(*words, "train", config, "--run-folder", str(tmp_path / "two"))
-    output, _ = process.communicate(timeout=170)
-    assert process.returncode == 0, output
-    one, two = (
-        [(line["group"], line["batches"]) for line in read_metrics(run / "metrics.jsonl")]
-        for run in (folder, tmp_path / "two")
-    )
-    assert one == two
-    assert training.checkpoint(tmp_path / "two", 12)
-
-
 MASKS = ("WithMask", "a number is beyond float16", "torch.finfo(x.dtype).min")
 
 
@@ -614,22 +596,6 @@ class TestTrialsThatCannotTrain:
         names = ["--trial", f"tests.strangers:{trial}", "--precision", "amp_fp16"]
         assert door.main([command, "config.yaml", *names]) == 2
         assert said in capsys.readouterr().err
-
-    @pytest.mark.parametrize("command", ["train", "audit"])
-    def test_lstm_that_a_cpu_has_no_float16_for_is_one_sentence(
-        self, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        text = "could not create a primitive descriptor"
-        with suppress(RuntimeError), torch.autocast("cpu", torch.float16):
-            nn.LSTM(1, 1)(torch.ones(1, 1))  # some CPUs have one
-            monkeypatch.setattr(nn.LSTM, "forward", Mock(side_effect=RuntimeError(text)))
-        names = ["--trial", "tests.strangers:Recurrent", "--precision", "amp_fp16"]
-        assert door.main([command, "config.yaml", *names]) == 2
-        said = capsys.readouterr().err.splitlines()
-        (line,) = [line for line in said if text in line]
-        assert "this device cannot compute an operation in 16 bits" in line
-        assert "allowed: amp.precision amp_bf16" in line
-        assert not any("Traceback" in line for line in said)
 
     @pytest.mark.parametrize(
         ("command", "trial", "fault", "remedy"),
@@ -683,7 +649,6 @@ def island(operation: Callable[[torch.Tensor], Any]) -> Any:
 IN_FLOAT32_ALONE: dict[str, list[Callable[[], Any]]] = {
     "a number is beyond float16": [
         lambda: torch.full_like(layer(points), -1e30),
-        lambda: layer(points).clamp(max=1e8),
     ],
     "this device cannot compute an operation in 16 bits": [
         lambda: torch.logdet(layer(points[:4])),
@@ -691,15 +656,11 @@ IN_FLOAT32_ALONE: dict[str, list[Callable[[], Any]]] = {
     "an operation gets a 16-bit tensor": [
         lambda: torch.zeros(6, 4).index_put((rows,), layer(points[rows])),
         lambda: torch.zeros(6, 4).index_add(0, rows, layer(points[rows])),
-        lambda: torch.zeros(6, 4).scatter_add(0, torch.zeros(6, 4).long(), layer(points)),
-        lambda: torch.zeros(6, 4).masked_scatter(points > 0, layer(points)),
         lambda: torch.lerp(points, layer(points), 0.5),
         lambda: torch.dot(layer(points)[0], points[0]),
-        lambda: torch.zeros(24).put_(rows, layer(points).flatten()[:2]),
         lambda: island(layer),
         lambda: island(lambda hidden: torch.bmm(hidden[None], points.T[None])),
         lambda: island(lambda hidden: nn.Conv2d(4, 4, 1)(hidden.T.reshape(1, 4, 6, 1))),
-        lambda: island(nn.GRU(4, 4)),
     ],
 }
 
@@ -724,10 +685,8 @@ def test_error_of_autocast_has_a_remedy_and_one_of_float32_has_none(
     [
         lambda: layer(torch.ones(6, 3)),
         lambda: layer(points.double()),
-        lambda: torch.zeros(6, 4).index_add(0, rows, points[rows].double()),
         lambda: nn.CrossEntropyLoss()(points, torch.full((6,), 9)),
         lambda: points.long().mean(),
-        lambda: int("half of the labels do not match"),
     ],
 )
 def test_error_that_float32_has_too_is_left_to_its_traceback(code: Callable[[], Any]) -> None:
