@@ -25,7 +25,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from determined_amp.amp.errors import ConfigError, Problem
 from determined_amp.amp.settings import AmpSettings, setting
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from determined import pytorch
 
     from determined_amp.experiment.factory import Factory
-
-T = TypeVar("T")
 
 _NUMBERS = ("int", "double", "log")
 _RANGES = (*_NUMBERS, "categorical")
@@ -128,6 +126,8 @@ class Optimizations:
 @dataclass(frozen=True)
 class Platform:
     """Determined's own keys of an experiment configuration, as far as we read them."""
+
+    READ_IN_PART = True
 
     searcher: Searcher = setting(Searcher())
     reproducibility: Reproducibility = setting(Reproducibility())
@@ -336,7 +336,7 @@ def read_sections(
         ConfigError: naming every mistake.
     """
     found: list[Problem] = []
-    platform = read_known(Platform, config, "", found)
+    platform = read(Platform, config, "", found)
     common = _read_common(config, values, found)
     size = values.get("global_batch_size")
     if platform is not None and isinstance(size, int):
@@ -365,15 +365,6 @@ def parse(
     return found.with_trial()
 
 
-def read_known(
-    cls: type[T], section: Mapping[str, Any], path: str, problems: list[Problem]
-) -> T | None:
-    """Read those keys of a section that a settings class has; None counts as no key."""
-    names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    known = {k: v for k, v in section.items() if k in names and v is not None}
-    return read(cls, known, path, problems)
-
-
 def _read_common(
     config: Mapping[str, Any], values: Mapping[str, Any], problems: list[Problem]
 ) -> CommonHyperparameters | None:
@@ -392,7 +383,9 @@ def _read_common(
         translated["amp"] = None
     common = None
     if not ranged:
-        common = read_known(CommonHyperparameters, translated, "hyperparameters", found)
+        names = [field.name for field in dataclasses.fields(CommonHyperparameters)]
+        known = {name: translated[name] for name in names if translated.get(name) is not None}
+        common = read(CommonHyperparameters, known, "hyperparameters", found)
     problems.extend(found if ours else map(in_their_words, found))
     if ours:
         problems.extend(mistakes_of_our_form(config, values))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
-import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -69,34 +69,22 @@ def read(cls: type[T], raw: object, path: str, problems: list[Problem]) -> T | N
     in_part = getattr(cls, "READ_IN_PART", False)
     if in_part:
         raw = {key: value for key, value in raw.items() if value is not None}
-    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    found = list(_unknown_keys(raw, path, names, in_part=in_part))
-    values = _values(cls, raw, path, found)
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    found = list(_unknown_keys(raw, path, [field.name for field in fields], in_part=in_part))
+    hints = typing.get_type_hints(cls)
+    values = {
+        field.name: _value(hints[field.name], raw, _join(path, field.name), field, found)
+        for field in fields
+    }
     settings: T | None = None
     if not found:
         settings = cls(**values)
         contradictions = getattr(settings, "contradictions", None)
-        given = frozenset(name for name in names if raw.get(name) is not None)
+        given = frozenset(name for name in values if raw.get(name) is not None)
         wrong = () if contradictions is None else contradictions(given)
         found = [Problem(_join(path, key), text) for key, text in wrong]
     problems.extend(found)
     return None if found else settings
-
-
-def _values(
-    cls: Any, raw: Mapping[Any, object], path: str, problems: list[Problem]
-) -> dict[str, object]:
-    """The values of the fields in a section; a required section that is missing counts as empty."""
-    hints = typing.get_type_hints(cls)
-    values: dict[str, object] = {}
-    for field in dataclasses.fields(cls):
-        place, hint = _join(path, field.name), hints[field.name]
-        required = field.default is dataclasses.MISSING
-        if field.name in raw or (required and dataclasses.is_dataclass(hint)):
-            values[field.name] = _value(hint, raw.get(field.name, {}), place, field, problems)
-        elif required:
-            problems.append(Problem(place, f"missing; allowed: {_allowed(hint, field)}"))
-    return values
 
 
 def read_section(cls: type[T], raw: object, path: str) -> T:
@@ -145,13 +133,25 @@ def _join(path: str, key: object) -> str:
 
 
 def _value(
-    hint: Any, raw: object, path: str, field: dataclasses.Field[Any], problems: list[Problem]
+    hint: Any,
+    section: Mapping[Any, object],
+    path: str,
+    field: dataclasses.Field[Any],
+    problems: list[Problem],
 ) -> object:
+    """The value of a field in its section; a required section that is missing counts as empty."""
     kinds, optional = _kinds(hint)
+    is_section, required = dataclasses.is_dataclass(kinds[0]), field.default is dataclasses.MISSING
+    if field.name not in section and not required:
+        return field.default
+    if field.name not in section and not is_section:
+        problems.append(Problem(path, f"missing; allowed: {_allowed(hint, field)}"))
+        return None
+    raw = section.get(field.name, {})
     if raw is None and optional:
         return None
-    if dataclasses.is_dataclass(kinds[0]):
-        return read(typing.cast("type[object]", kinds[0]), raw, path, problems)
+    if is_section:
+        return read(kinds[0], raw, path, problems)
     for kind in kinds:
         value = _converted(kind, raw)
         if value is not None and (isinstance(value, enum.Enum) or _in_bounds(value, field)):
@@ -162,34 +162,29 @@ def _value(
 
 def _converted(kind: Any, raw: object) -> object:
     """`raw` as a value of type `kind`, or None if it is not one."""
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        # A member's value may be a bool, and Python's bools equal numbers.
-        same = (m for m in kind if m.value == raw and isinstance(raw, type(m.value)))
-        return next(same, None)
+    if _is_enum(kind):
+        # By their text: a member's value may be a bool, and Python's bools equal numbers.
+        return {repr(member.value): member for member in kind}.get(repr(raw))
     if typing.get_origin(kind) is tuple:
         listed = isinstance(raw, (list, tuple)) and all(isinstance(item, str) for item in raw)
         return tuple(typing.cast("list[str]", raw)) if listed else None
     if isinstance(raw, bool) and kind is not bool:
         return None
     if kind is float:
-        return _finite(raw) if isinstance(raw, (int, float)) else None
+        is_finite = isinstance(raw, (int, float)) and abs(raw) <= sys.float_info.max
+        return float(typing.cast("float", raw)) if is_finite else None
     return raw if isinstance(raw, kind) else None
 
 
-def _finite(number: float) -> float | None:
-    """The number as a float; None if it is not finite."""
-    try:
-        return float(number) if math.isfinite(number) else None
-    except OverflowError:  # an integer too large for a float
-        return None
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, enum.Enum)
 
 
 def _kinds(hint: Any) -> tuple[list[Any], bool]:
     """The types of a field, and whether it may be None."""
-    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
-        return [hint], False
-    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
-    return kinds, len(kinds) < len(typing.get_args(hint))
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    kinds = typing.get_args(hint) if is_union else (hint,)
+    return [kind for kind in kinds if kind is not types.NoneType], types.NoneType in kinds
 
 
 def _bounds(field: dataclasses.Field[Any]) -> Iterator[tuple[str, Callable[[Any, Any], bool], Any]]:
@@ -214,12 +209,13 @@ def _allowed(hint: Any, field: dataclasses.Field[Any]) -> str:
 def _described(kind: Any, field: dataclasses.Field[Any]) -> str:
     if dataclasses.is_dataclass(kind):
         return _MAPPING
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        values = (member.value for member in kind)
-        return ", ".join(str(v).lower() if isinstance(v, bool) else str(v) for v in values)
+    if _is_enum(kind):
+        values = [member.value for member in kind]
+        return ", ".join(str(v).lower() if isinstance(v, bool) else v for v in values)
     words = _IN_WORDS[typing.get_origin(kind) or kind]
-    limits = (
-        f"{sign} {bound if isinstance(bound, int) else f'{bound:g}'}"
-        for sign, _, bound in _bounds(field)
-    )
-    return f"{words} {' and '.join(limits)}".rstrip()
+    limits = " and ".join(f"{sign} {_number(bound)}" for sign, _, bound in _bounds(field))
+    return f"{words} {limits}".rstrip()
+
+
+def _number(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"

@@ -16,7 +16,7 @@ from typing import Any
 
 from determined_amp.amp.errors import Problem
 from determined_amp.amp.settings import AmpSettings, Precision
-from determined_amp.experiment.dotted import flat, value_at
+from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.fields import shown
 from determined_amp.experiment.training import UNITS, TrainingSettings
 
@@ -65,15 +65,12 @@ def misplaced(config: Mapping[str, Any], values: Mapping[str, Any]) -> list[Prob
     sections = {**config, _HYPERPARAMETERS: values}
     problems: list[Problem] = []
     for key, section in sections.items():
-        if key not in _TOP_LEVEL or isinstance(section, Mapping):
-            problems.extend(_within(section, str(key), str(key)))
-    found = {problem.key.partition(".")[0].partition("[")[0] for problem in problems}
-    for key in config.keys() - _TOP_LEVEL - found:
-        problems.append(Problem(str(key), _unknown(str(key))))
-    level = value_at(config, "optimizations.mixed_precision")
-    if level not in (None, "O0") and not any("mixed_precision" in p.key for p in problems):
-        text = f"got {level!r}, which has no effect in Determined 0.38.1; use {_AMP}.precision"
-        problems.append(Problem("optimizations.mixed_precision", text))
+        is_known, within = key in _TOP_LEVEL, list[Problem]()
+        if not is_known or isinstance(section, Mapping):
+            within = list(_within(section, str(key), str(key)))
+        problems += within
+        if not (is_known or within):
+            problems.append(Problem(str(key), _unknown(str(key))))
     return problems
 
 
@@ -115,6 +112,8 @@ def _wrong(value: object, path: str, key: str) -> str | None:
         keys = {_plain_name(str(name)) for name in value}
         if keys & _KEYS_OF_AMP:
             return _belongs(value, "{amp: {precision: ...}}, one section of keys and values")
+    if path == "optimizations.mixed_precision" and value not in (None, "O0"):
+        return f"got {value!r}, which has no effect in Determined 0.38.1; use {_AMP}.precision"
     if _is_length(key, value) and not path.startswith(("searcher.", f"{_TRAINING}.")):
         return _belongs(value, f"{{training: {{{key}: {value}}}}}")
     return None
@@ -122,15 +121,14 @@ def _wrong(value: object, path: str, key: str) -> str | None:
 
 def _precision_in(text: str, path: str, key: str) -> str | None:
     """The value of the `Precision` that a text in this place asks for; None if it asks for none."""
-    about_precision = _ABOUT_PRECISION.search(key) is not None
-    autocast = _AUTOCAST.fullmatch(text.strip())
-    if about_precision:
-        autocast = _AUTOCAST.search(text)
-        name = text.strip().lower()
+    name = text.strip().lower()
+    if _ABOUT_PRECISION.search(key):
         if name in (Precision.FP32.value, Precision.TF32.value):
             return name
-    elif not path.startswith(_HYPERPARAMETERS):
-        return None
+        autocast = _AUTOCAST.search(text)
+    else:
+        is_own = path.startswith(_HYPERPARAMETERS)
+        autocast = _AUTOCAST.fullmatch(name) if is_own else None
     return None if autocast is None else f"amp_{autocast[1].lower()}"
 
 

@@ -11,31 +11,31 @@ from determined_amp.experiment.training import UNITS
 from determined_amp.experiment.yaml_text import load_yaml
 
 
-def with_overrides(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def with_overrides(
+    config: Mapping[str, Any], overrides: Sequence[str], option: str = "--config"
+) -> dict[str, Any]:
     """`config` with overrides of the form `a.b=value` applied; values are read as YAML.
 
     A length has one unit, so `searcher.max_length.batches=40` takes the place of another unit.
 
     Raises:
-        ConfigError: if an override is not of that form.
+        ConfigError: if an override is not of that form; it names the option.
     """
     changed: dict[str, Any] = copy.deepcopy(dict(config))
     for override in overrides:
         key, equals, value = override.partition("=")
-        *parents, last = path = key.split(".")
-        if not equals or "" in path:
-            raise ConfigError("--config", [f"got {override!r}; allowed: KEY=VALUE"])
-        section: dict[str, Any] = changed
+        *parents, last = key.split(".")
+        if not equals or "" in (*parents, last):
+            raise ConfigError(option, [f"got {override!r}; allowed: KEY=VALUE"])
+        section, parent = changed, ""
         for parent in parents:
-            if section.get(parent) is None:
-                section[parent] = {}
-            if not isinstance(section[parent], dict):
-                problem = Problem(key, f"{parent} is a value, not a section")
-                raise ConfigError("--config", [problem])
+            section[parent] = {} if section.get(parent) is None else section[parent]
             section = section[parent]
-        if last in UNITS and parents and parents[-1].endswith(("_length", "_period")):
+            if not isinstance(section, dict):
+                raise ConfigError(option, [Problem(key, f"{parent} is a value, not a section")])
+        if last in UNITS and parent.endswith(("_length", "_period")):
             section.clear()
-        section[last] = load_yaml(value, f"--config: {key}")
+        section[last] = load_yaml(value, f"{option}: {key}")
     return changed
 
 
@@ -45,15 +45,5 @@ def in_precision(config: Mapping[str, Any], precision: str | None) -> dict[str, 
     Raises:
         ConfigError: if `hyperparameters.amp` is something else than a section.
     """
-    hyperparameters = config.get("hyperparameters") or {}
-    if precision is None or not isinstance(hyperparameters, Mapping):
-        return dict(config)
-    section = hyperparameters.get("amp")
-    if section is not None and not isinstance(section, Mapping):
-        text = (
-            f"got {section!r}, which is the trial's own; allowed: a section amp: "
-            "{precision: ...}, or no key of that name"
-        )
-        raise ConfigError("--precision", [Problem("hyperparameters.amp", text)])
-    amp = {**(section or {}), "precision": precision}
-    return {**config, "hyperparameters": {**hyperparameters, "amp": amp}}
+    changes = [f"hyperparameters.amp.precision={precision}"] if precision is not None else []
+    return with_overrides(config, changes, "--precision")

@@ -25,31 +25,25 @@ UNITS = ("batches", "records", "epochs")
 
 _TRAINING = "hyperparameters.training"
 
-# Our keys, and those of Determined's form.
-_DETERMINEDS_KEYS = {
-    f"{_TRAINING}.max_length": "searcher.max_length",
-    f"{_TRAINING}.validation_period": "min_validation_period",
-    f"{_TRAINING}.checkpoint_period": "min_checkpoint_period",
-    f"{_TRAINING}.reporting_period.batches": "scheduling_unit",
-    "hyperparameters.aggregation_frequency": "optimizations.aggregation_frequency",
-}
-
-# Keys without effect for a script entrypoint: (name, the master's default, what to use instead).
+# Determined's keys that have no effect for a script entrypoint: the name, the master's default, and
+# our key for the same, or another advice.
 WITHOUT_EFFECT: tuple[tuple[str, object, str], ...] = (
     ("searcher.max_length", None, f"{_TRAINING}.max_length"),
     ("min_validation_period", {"batches": 0}, f"{_TRAINING}.validation_period"),
     ("min_checkpoint_period", {"batches": 0}, f"{_TRAINING}.checkpoint_period"),
-    ("scheduling_unit", 100, f"{_TRAINING}.reporting_period"),
-    ("records_per_epoch", 0, f"{_TRAINING} in batches or epochs"),
+    ("scheduling_unit", 100, f"{_TRAINING}.reporting_period.batches"),
     ("optimizations.aggregation_frequency", 1, "hyperparameters.aggregation_frequency"),
+    ("records_per_epoch", 0, "batches or epochs in hyperparameters.training"),
     ("optimizations.gradient_compression", False, "nothing: it is for Horovod only"),
     ("optimizations.average_training_metrics", True, "nothing: metrics are exact over ranks"),
-    ("optimizations.mixed_precision", "O0", "hyperparameters.amp.precision"),
     ("optimizations.auto_tune_tensor_fusion", False, "nothing: it is for Horovod only"),
     ("optimizations.tensor_fusion_threshold", 64, "nothing: it is for Horovod only"),
     ("optimizations.tensor_fusion_cycle_time", 1, "nothing: it is for Horovod only"),
     ("optimizations.grad_updates_size_file", None, "nothing: it is for Horovod only"),
 )
+
+# By our key: the one of Determined's form.
+_DETERMINEDS_KEYS = {ours: theirs for theirs, _, ours in WITHOUT_EFFECT}
 
 # The lengths of `det experiment create --test`, which writes them in Determined's form only.
 _ONE_BATCH = {
