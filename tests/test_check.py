@@ -792,7 +792,7 @@ def test_line_that_does_the_same_rightly_is_not_named(trial: type[Right]) -> Non
 
 def test_early_unscale_is_counted_in_windows_that_overflow_too() -> None:
     (finding,) = examined(UnscalesInTheWindow, 2).faults
-    assert finding.effect.startswith("after 12 of 12 unscales ")
+    assert finding.effect.startswith("after 20 of 20 unscales ")
 
 
 @pytest.mark.parametrize(("trial", "by"), [(Synchronises, "item"), (FormatsLoss, "format")])
@@ -1475,7 +1475,7 @@ class TestCommand:
         given = ["--trial", "tests.test_check:MovesOnSkipped"]
         assert door.main(["check", config.name, *given]) == 1
         shown = capsys.readouterr()
-        assert shown.out.startswith("1 fault: 12 batches, ")
+        assert shown.out.startswith("1 fault: 20 batches, ")
         assert "2 of 2 skipped steps moved the schedule" in shown.out
         assert shown.err.startswith("at most ")
         assert [path.name for path in config.parent.iterdir()] == [config.name]

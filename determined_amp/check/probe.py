@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ from determined_amp.trial.unmodified import trial_of
 # Windows of batches in an epoch of the doctor's, and batches of a validation.
 _EPOCH, _VALIDATION = 4, 4
 
+# Steps that a run makes: two that overflow, and nine at each of two scales.
+_STEPS = 20
+
 # Steps before the checkpoint, not at the end of an epoch, and those that a resumed run makes.
 _SAVED, RESUMED = 10, 2
 
@@ -57,13 +61,14 @@ class Probe:
     source: str  # where it comes from, for error messages
     trial: str | None  # `module:Class`, if the configuration does not name it
     folder: Path  # an empty one for the checkpoint, or the one that has it
-    windows: int = 12  # steps of an optimizer to wait for
-    overflows: tuple[int, ...] = OVERFLOWS  # those whose gradients are made to overflow
-    # Instead of the initial loss scale, and all autocast in float32; None for neither.
-    scale: float | None = None
-    moves: Moves | None = None  # of the loss scale in some windows
+    overflows: tuple[int, ...] = OVERFLOWS  # steps whose gradients are made to overflow
     resumes: bool = False  # from the checkpoint in `folder`
-    saves: bool = False  # leaves one there
+    exact: bool = False  # computes in float32, where the scale can move as far as to 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it validates and saves."""
+        return not (self.resumes or self.exact)
 
 
 def run(probe: Probe) -> Record:
@@ -72,7 +77,8 @@ def run(probe: Probe) -> Record:
     Raises:
         UserError: if the configuration is wrong, or the trial cannot be made on this machine.
     """
-    recorder = Recorder(probe.overflows, probe.moves)
+    moves = Moves(by=math.inf, least=1.0) if probe.exact else Moves()
+    recorder = Recorder(probe.overflows, None if probe.resumes else moves)
     record = recorder.record
     record.determined, record.has_cuda = True, torch.cuda.is_available()
     made = False
@@ -80,9 +86,7 @@ def run(probe: Probe) -> Record:
     try:
         with ExitStack() as stack:
             stack.enter_context(cpu_for_cuda())
-            if probe.scale is not None:
-                stack.enter_context(float16_as(torch.float32))
-                stack.enter_context(_beginning_at(probe.scale))
+            stack.enter_context(float16_as(torch.float32 if probe.exact else None))
             stack.enter_context(recorder.watching())
             stack.enter_context(patched(util, "write_user_code", lambda *given: None))
             core_context = stack.enter_context(_core_context(probe.folder))
@@ -92,7 +96,7 @@ def run(probe: Probe) -> Record:
             _note_settings(context, recorder)
             made = True
             stack.enter_context(controlled_by(partial(Examined, probe, recorder)))
-            batches = 4 * probe.windows * record.aggregation
+            batches = 4 * _STEPS * record.aggregation
             pytorch.Trainer(trial, context).fit(
                 max_length=pytorch.Batch(1_000_000 if probe.resumes else batches),
                 reporting_period=pytorch.Batch(1),
@@ -109,7 +113,7 @@ def run(probe: Probe) -> Record:
         if not (made or isinstance(error, errors.InvalidExperimentException)):
             what = f"{type(error).__name__} at {record.raised}: {one_line(error)}"
             raise UserError(f"the trial cannot be made on this machine: {what}") from error
-    if probe.saves:
+    if probe.is_first:
         _examine_checkpoint(probe.folder, record)
     return record
 
@@ -123,20 +127,6 @@ def _core_context(folder: Path) -> core.Context:
         distributed=alone,
         train=core.DummyTrainContext(folder / "tensorboard"),
     )
-
-
-@contextmanager
-def _beginning_at(scale: float) -> Iterator[None]:
-    own = torch.amp.GradScaler.__init__
-
-    @wraps(own)
-    def make(scaler: Any, *args: Any, **kwargs: Any) -> None:
-        own(scaler, *args, **kwargs)
-        if scaler.is_enabled():
-            torch.amp.GradScaler.load_state_dict(scaler, {**scaler.state_dict(), "scale": scale})
-
-    with patched(torch.amp.GradScaler, "__init__", make):
-        yield
 
 
 def _note_settings(context: pytorch.PyTorchTrialContext, recorder: Recorder) -> None:
@@ -184,21 +174,20 @@ class Examined(SafeController):
 
     def run_loop(self) -> None:
         super().run_loop()
-        if self._probe.scale is None and not self._probe.resumes:
+        if self._probe.is_first:
             self._compare_metrics()
 
     def train_one_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         recorder = self._recorder
         if self._probe.resumes and not recorder.record.batches:
-            recorder.take_state("start")
-            recorder.record.saved = False
+            recorder.take_state("resumed")
         recorder.begin_batch()
         try:
             metrics: dict[str, Any] = super().train_one_batch(batch, epoch_idx, batch_idx)
         finally:
             recorder.end_batch()
         steps = Counter(step.optimizer for step in recorder.record.of("step"))
-        wanted = RESUMED if self._probe.resumes else self._probe.windows
+        wanted = RESUMED if self._probe.resumes else _STEPS
         enough = max(steps.values(), default=0) >= wanted
         if enough or time.monotonic() - self._began > _PATIENCE:
             self.context.set_stop_requested(True)
@@ -209,7 +198,7 @@ class Examined(SafeController):
         self._recorder.record.epochs += 1
 
     def validate(self) -> dict[str, Any]:
-        if self._probe.scale is not None or self._probe.resumes:
+        if not self._probe.is_first:
             assert self.state
             self.state.last_val = self.state.batches_trained
             return {}
@@ -223,10 +212,11 @@ class Examined(SafeController):
 
     def checkpoint(self, already_exiting: bool) -> None:
         assert self.state
-        if not self._recorder.record.saved:
-            self._recorder.take_state("end")
-            if self._probe.saves:
-                super().checkpoint(already_exiting)
+        record = self._recorder.record
+        if self._probe.is_first and not record.saved:
+            record.saved = True
+            self._recorder.take_state("saved")
+            super().checkpoint(already_exiting)
         self.state.last_ckpt = self.state.batches_trained
 
     def _compare_metrics(self) -> None:

@@ -46,7 +46,8 @@ class Scaler:
     enabled: bool
     ours: bool  # it is this library's
     used: bool = False  # it scaled a loss
-    scales: dict[str, float | None] = field(default_factory=dict)  # at the `start`, at the `end`
+    # Its scale when it was `saved`, and when it was `resumed`.
+    states: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -58,7 +59,7 @@ class Schedule:
     optimizer: int  # the number of its optimizer
     ours: bool = False  # this library moves it, or another scheduler
     wrapped: bool = False  # Determined moves it
-    places: dict[str, Any] = field(default_factory=dict)  # at the `start`, at the `end`
+    states: dict[str, Any] = field(default_factory=dict)  # its place, as with a scaler
 
 
 @dataclass(eq=False)

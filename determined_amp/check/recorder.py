@@ -107,11 +107,10 @@ class Recorder:
 
     def take_state(self, moment: str) -> None:
         """Keep the scale of each scaler and the place of each schedule."""
-        self.record.saved = True
         for scaler, known in self._scalers.items():
-            known.scales[moment] = self._scale_of(scaler)
+            known.states[moment] = self._scale_of(scaler)
         for scheduler, schedule in self.schedules.items():
-            schedule.places[moment] = getattr(scheduler, "last_epoch", None)
+            schedule.states[moment] = getattr(scheduler, "last_epoch", None)
 
     def meet_optimizers(self) -> None:
         """Let those that are there already take part."""
@@ -291,7 +290,7 @@ class Recorder:
         if scale is not None:
             known = self._known_scaler(scaler)
             known.used = True
-            known.scales.setdefault("start", scale)  # of one that is made in the first batch
+            known.states.setdefault("resumed", scale)  # of one that is made in the first batch
             mark(scaled, outputs, scale, [*self._scalers].index(scaler))
         return scaled
 

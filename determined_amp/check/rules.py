@@ -376,6 +376,17 @@ def _checkpoint_of_a_loop(record: Record) -> Iterator[CheckFinding]:
 
 
 @rule
+def _state_of_disabled_scaler(record: Record) -> Iterator[CheckFinding]:
+    """Without a GPU what is off may be on elsewhere, unless AMP needs no scaler."""
+    if record.empty_scaler_state and (record.has_cuda or record.is_amp):
+        bfloat16 = any(each.explicit and each.dtype == "bfloat16" for each in record.regions)
+        level = FAULT if record.has_cuda or bfloat16 else SUSPICION
+        off = [scaler.where for scaler in record.scalers if not scaler.enabled]
+        effect = "a run with AMP that goes on from it ends: 0 of 5 values of its state are there"
+        yield found("empty_scaler_state", off, effect, level)
+
+
+@rule
 def _tf32(record: Record) -> Iterator[CheckFinding]:
     for event in record.of("tf32")[:1]:
         effect = f"float32 products became {event.value!r} while batch {event.batch} trained"

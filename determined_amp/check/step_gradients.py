@@ -186,7 +186,7 @@ class StepGradients:
         event = self._record.note(
             "step",
             optimizer=self.number,
-            again=not self.pending and norm > 0,
+            again=not self.pending and norm != 0,
             factor=self.factor / divisor,
             norm=norm,
             unclipped=norm if self._unclipped is None else self._unclipped,
