@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import determined_amp
 from determined_amp.amp import torch_private
+from determined_amp.amp.patched import patched
 from tests.test_private_names import PRIVATE, defined_in, is_private
 
 LIBRARY = Path(determined_amp.__file__).parent
@@ -136,7 +137,17 @@ def sorting_of_clips() -> bool:
 
 def hooks_of_nodes() -> bool:
     owner, name = torch_private.NODE_HOOKS
-    return callable(getattr(owner, name))
+    register, seen = getattr(owner, name), []
+
+    def registering(*args: Any) -> Any:
+        seen.append(args)
+        return register(*args)
+
+    node: Any = (torch.ones(1, requires_grad=True) * 2).grad_fn
+    with patched(owner, name, registering):
+        node.register_hook(lambda *_: None)
+        node.register_prehook(lambda *_: None)
+    return len(seen) == 2
 
 
 def casts() -> bool:
