@@ -207,9 +207,6 @@ WRONG = [*of_scores(8, 18, 19), (20.0, None, scored(20, top=20), {})]
     [
         (of_scores(8, 18, 19), "overflow: predicted above 2^18, and 3 of 3 trials agree\n"),
         (WRONG, "3 of 4 trials agree; not those at 2^20"),
-        # The finder predicts 1000 steps lost at 2^-8, and no more than 1 at 2^19.
-        (of_scores(8, 18, 19), "score: predicted and measured are the same"),
-        (of_scores(8, 18, -8), "score: predicted and measured differ by 1 at most, at 2^-8"),
         # Of equal scores the one nearest to the default.
         (of_scores(19, 18, 8, 14, -8), "best trial: 2^18 with loss_scale_score 0; the finder chos"),
         (of_scores(19, 18, 8, 14, -8), "in 3 of 5 trials, at 2^8 to 2^18: a search can find nothi"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from determined_amp.report.loss_scale_figure import draw_loss_scale, predicted_score
+from determined_amp.report.loss_scale_figure import draw_loss_scale
 from determined_amp.report.page import as_png
 from determined_amp.report.precision_figure import draw_comparison
 from determined_amp.runs.run import Run
@@ -57,24 +56,13 @@ class TestShares:
         assert crosses == [19, 24]
 
 
-class TestMetric:
-    def test_scores_are_dots_on_the_predicted_line(self) -> None:
-        """2000 steps to grow, half a gradient lost below 2^-6, a skip for each bit above 2^18."""
-        of_one_seed: Rows = [(scale, 3, metrics, {}) for scale, _, metrics, _ in SCORES]
-        figure = draw_loss_scale(found_scale(), observed(of_one_seed, "loss_scale_score"))
-        axes = panel(figure, "loss scale score")
-        predicted = dict(zip(*line(axes, "predicted"), strict=True))
-        assert predicted[-7] == predicted[-9] == math.log2(1001)
-        assert predicted[-6] == predicted[18] == 0
-        assert [predicted[k] for k in (19, 20, 24)] == [1, math.log2(3), math.log2(7)]
-        measured = dict(zip(*line(axes, "measured"), strict=True))
-        assert measured == {scale: metrics["loss_scale_score"] for scale, _, metrics, _ in SCORES}
-        assert texts(axes) == ["best $2^{16}$"]
-
-    def test_predicted_score_is_of_the_scale_after_the_skipped_steps(self) -> None:
-        """Without a window: at 2^15, where nothing overflows, half a gradient is lost."""
-        result = found_scale(low=20, top=15)
-        assert predicted_score(result, 24) == math.log2(1 + 9 + 1000)
+def test_metric_of_a_search_has_a_dot_per_trial_and_names_the_best() -> None:
+    figure = draw_loss_scale(found_scale(), observed(SCORES, "loss_scale_score"))
+    axes = panel(figure, "loss scale score")
+    assert dict(zip(*line(axes, "measured"), strict=True)) == {
+        scale: metrics["loss_scale_score"] for scale, _, metrics, _ in SCORES
+    }
+    assert texts(axes) == ["best $2^{16}$"]
 
 
 def compared() -> Figure:

@@ -1,21 +1,19 @@
 """The figure of a loss-scale report: what the finder predicts, and what the trials measured.
 
-In both panels lines are predicted and dots are measured.
+Lines are predicted and dots are measured.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
 from determined_amp.finder.found_scale import FoundScale
 from determined_amp.finder.scale_finding import ScaleFinding
-from determined_amp.finder.scale_score import DEFAULT_LOG2, FLUSHED_LIMIT, score_of, steps_lost
+from determined_amp.finder.scale_score import DEFAULT_LOG2, FLUSHED_LIMIT
 from determined_amp.report.page import (
     BLUE,
     GREEN,
@@ -27,7 +25,7 @@ from determined_amp.report.page import (
     annotate,
     dots,
 )
-from determined_amp.runs.run import SCORE, Run
+from determined_amp.runs.run import Run
 from determined_amp.search.search_folder import Search
 
 _WIDTH, _PANEL_HEIGHT = 10.0, 2.9
@@ -52,7 +50,7 @@ def draw_loss_scale(predicted: FoundScale | None, search: Search | None) -> Figu
         panels[0].set_xlim(*_limits(finding, runs))
         _draw_shares(panels[0], finding, runs)
         if has_metric and search is not None:
-            _draw_metric(panels[1], predicted, search)
+            _draw_metric(panels[1], search)
         if finding is not None:
             for axes in panels:
                 _mark_scales(axes, finding)
@@ -107,34 +105,20 @@ def _draw_shares(axes: Axes, finding: ScaleFinding | None, runs: Sequence[Run]) 
     crosses = [(scale, 0.94) for scale in overflowed]
     dots(axes, crosses, VERMILION, "overflow, measured (a step is skipped)", **top)
     axes.set_yscale("symlog", linthresh=1e-4, linscale=0.5)
-    axes.yaxis.set_major_locator(FixedLocator([0.0, 1e-4, 1e-2, 1.0]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share * 100:g} %"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_yticks([0.0, 1e-4, 1e-2, 1.0], ["0 %", "0.01 %", "1 %", "100 %"])
+    axes.minorticks_off()
     axes.set_ylim(-2e-5, 2.5)
     axes.set_ylabel("share of gradient values")
     axes.set_title("Gradients that float16 loses")
 
 
-def _draw_metric(axes: Axes, predicted: FoundScale | None, search: Search) -> None:
+def _draw_metric(axes: Axes, search: Search) -> None:
     """Draw the searcher's metric by scale, and mark the best trial."""
-    name, others = search.metric, search.also_searched
     points = [(run.scale_log2, search.value(run) or 0.0) for run in search.ranked()]
-    if name == SCORE and predicted is not None:
-        low, high = axes.get_xlim()
-        scales = range(math.ceil(low), math.floor(high) + 1)
-        scores = [predicted_score(predicted, scale) for scale in scales]
-        axes.plot(scales, scores, color=BLUE, linewidth=1.6, alpha=0.5, label="predicted")
     dots(axes, points, BLUE, "measured", **_DOT)
     dots(axes, points[:1], INK, markersize=9, markerfacecolor="none")
     annotate(axes, f"best {_power(points[0][0])}", points[0], (0, 13), ha="center")
-    words = name.replace("_", " ")
+    words, others = search.metric.replace("_", " "), search.also_searched
     axes.set_ylabel(words)
     differ = f" (differ also in {', '.join(others)})" if others else ""
     axes.set_title(f"{words.capitalize()}{differ}")
-
-
-def predicted_score(predicted: FoundScale, scale_log2: float) -> float:
-    """The score of a scale as the finder predicts it, see `Score`."""
-    skipped = predicted.finding.expected_skips(scale_log2)
-    share = predicted.finding.at(scale_log2 - skipped).flushed_share
-    return score_of(steps_lost(skipped, share, predicted.run.growth_interval))

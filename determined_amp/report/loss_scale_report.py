@@ -16,11 +16,11 @@ from determined_amp.finder.found_scale import FoundScale, scale_lines, scale_sen
 from determined_amp.finder.scale_score import worth_of_best
 from determined_amp.local.open_trial import open_trial
 from determined_amp.report import ReportError
-from determined_amp.report.loss_scale_figure import draw_loss_scale, predicted_score
+from determined_amp.report.loss_scale_figure import draw_loss_scale
 from determined_amp.report.master_runs import read_finding
 from determined_amp.report.page import Written, write_page
 from determined_amp.report.sources import is_experiment
-from determined_amp.runs.run import SCALE, SCORE, Run, is_scale
+from determined_amp.runs.run import SCALE, Run, is_scale
 from determined_amp.search.search_folder import Search
 from determined_amp.search.task import BATCHES
 
@@ -185,7 +185,7 @@ def search_sentences(predicted: FoundScale | None, search: Search) -> Iterator[s
 
 
 def _agreement(predicted: FoundScale, runs: Sequence[Run]) -> Iterator[str]:
-    """Sentences on the overflows and scores that were predicted and measured."""
+    """A sentence on the overflows that were predicted and measured."""
     top = predicted.finding.top_log2
     measured = [run for run in runs if run.overflow is not None]
     wrong = [run.scale_log2 for run in measured if run.overflow is not (run.scale_log2 > top)]
@@ -194,15 +194,6 @@ def _agreement(predicted: FoundScale, runs: Sequence[Run]) -> Iterator[str]:
         at = ", ".join(f"2^{scale:g}" for scale in sorted(wrong))
         but = f"; not those at {at}" if wrong else ""
         yield f"overflow: predicted above 2^{top:g}, and {agree}{but}"
-    apart = {}
-    for run in runs:
-        if run.is_scored:
-            expected = predicted_score(predicted, run.scale_log2)
-            apart[run.scale_log2] = abs(run.metrics[SCORE] - expected)
-    if apart:
-        where = max(apart, key=lambda scale: apart[scale])
-        differ = f"differ by {apart[where]:.2g} at most, at 2^{where:g}"
-        yield f"{SCORE}: predicted and measured {differ if apart[where] else 'are the same'}"
 
 
 def _best(predicted: FoundScale | None, search: Search) -> Iterator[str]:
@@ -210,11 +201,10 @@ def _best(predicted: FoundScale | None, search: Search) -> Iterator[str]:
     if not ranked:
         yield f"no trial reported {search.metric} yet"
         return
-    best = ranked[0]
-    choice = None if predicted is None else predicted.finding.answer_log2
+    choice = None if predicted is None else predicted.finding.choice_log2
     chosen = "" if choice is None else f"; the finder chose 2^{choice:g}"
-    value = search.value(best)
-    yield f"best trial: 2^{best.scale_log2:g} with {search.metric} {value:.4g}{chosen}"
+    best = f"2^{ranked[0].scale_log2:g} with {search.metric} {search.value(ranked[0]):.4g}"
+    yield f"best trial: {best}{chosen}"
     if search.also_searched:
         others = ", ".join(search.also_searched)
         yield f"the trials differ in {others}, too: {search.metric} does not rank the scales alone"

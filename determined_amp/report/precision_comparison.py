@@ -11,7 +11,7 @@ import enum
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import mean, median_high, median_low, stdev
+from statistics import mean, median, stdev
 
 from scipy import stats  # type: ignore[import-untyped]
 
@@ -53,8 +53,8 @@ class Interval:
     mean: float
     pairs: int
     std: float | None  # standard deviation over the pairs; None with a single one
-    low: float  # lower end of the interval; -inf with a single pair
-    high: float  # upper end of the interval; inf with a single pair
+    low: float  # lower end of the interval; NaN with a single pair
+    high: float  # upper end of the interval; NaN with a single pair
 
     def verdict(self, margin: float) -> Equivalence:
         """Judge the difference; a significant difference within the margin counts as equal.
@@ -80,7 +80,7 @@ def interval_of(differences: Sequence[float]) -> Interval:
     """The mean of some differences, and its interval by Student's t-test."""
     middle, pairs = mean(differences), len(differences)
     if pairs < 2:
-        return Interval(middle, pairs, None, -math.inf, math.inf)
+        return Interval(middle, pairs, None, math.nan, math.nan)
     std = stdev(differences)
     quantile = float(stats.t.ppf((1 + _CONFIDENCE) / 2, pairs - 1))
     half_width = quantile * std / math.sqrt(pairs)
@@ -270,16 +270,16 @@ def _ratio(pairs: Sequence[tuple[Run, Run]], value: Callable[[Run], Spread | Non
     measured = [(first, second) for first, second in numbers if first and second]
     if not measured:
         return None
-    ratios = [first.median / second.median for first, second in measured]
+    logs = [math.log(first.median / second.median) for first, second in measured]
     # A median that inverts if the ratios do: of an even number the geometric mean.
-    middle = math.sqrt(median_low(ratios) * median_high(ratios))
+    middle = math.exp(median(logs))
     if len(measured) == 1:
         ((first, second),) = measured
         low, high = first.low / second.high, first.high / second.low
         return Ratio(middle, low, high, 1, low, high)
-    logs = interval_of([math.log(ratio) for ratio in ratios])
-    certain_low, certain_high = math.exp(logs.low), math.exp(logs.high)
-    return Ratio(middle, min(ratios), max(ratios), len(ratios), certain_low, certain_high)
+    certain = interval_of(logs)
+    ends = [math.exp(log) for log in (min(logs), max(logs), certain.low, certain.high)]
+    return Ratio(middle, ends[0], ends[1], len(logs), ends[2], ends[3])
 
 
 def _allocated(run: Run) -> Spread | None:

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -20,9 +21,8 @@ from determined_amp.report.page import (
     STYLE,
     VERMILION,
     annotate,
-    dots,
 )
-from determined_amp.report.precision_comparison import Comparison, PrecisionRuns
+from determined_amp.report.precision_comparison import PrecisionRuns
 
 COLORS = {
     Precision.FP32: INK,
@@ -70,16 +70,14 @@ def _name_places(axes: Axes, names: Sequence[str]) -> None:
 def _draw_column(axes: Axes, place: int, same: PrecisionRuns, label: str) -> None:
     speed, color = same.speed, COLORS[same.precision]
     if speed is None:
-        lost = len(same.failed)
-        text = "not\nmeasured" if same.runs else f"{lost} of {lost}\nfailed"
-        axes.text(place, 0.0, text, ha="center", va="bottom", color=MUTED)
+        axes.text(place, 0.0, "not\nmeasured", ha="center", va="bottom", color=MUTED)
         return
     axes.bar(place, speed.median, _COLUMN_WIDTH, color=color, alpha=0.25, linewidth=0)
     values = [run.speed.median for run in same.runs if run.speed]
     # Side by side, because equal speeds would hide each other.
-    step = _COLUMN_WIDTH / (len(values) + 1)
-    first = place - _COLUMN_WIDTH / 2 + step
-    dots(axes, [(first + step * i, value) for i, value in enumerate(values)], color, markersize=4)
+    ends = place - _COLUMN_WIDTH / 2, place + _COLUMN_WIDTH / 2
+    places = np.linspace(*ends, len(values) + 2)[1:-1]
+    axes.plot(places, values, "o", color=color, markersize=4)
     annotate(axes, label, (place, speed.high), (0, 6), ha="center", va="bottom")
 
 
@@ -90,7 +88,9 @@ def _draw_differences(axes: Axes, compared: ComparedRuns) -> None:
     axes.axhline(0.0, color=MUTED, linewidth=0.8)
     names = []
     for place, comparison in enumerate(comparisons):
-        _draw_difference(axes, place, comparison)
+        interval, color = comparison.difference, COLORS[comparison.precision]
+        length = interval.high - interval.mean
+        axes.errorbar(place, interval.mean, length, color=color, marker="o", capsize=5)
         pair = f"{comparison.precision.value}\n- {comparison.against.value}"
         names.append(f"{pair}:\n{comparison.verdict.value.partition(' within')[0]}")
     _name_places(axes, names)
@@ -99,14 +99,3 @@ def _draw_differences(axes: Axes, compared: ComparedRuns) -> None:
     if not comparisons:
         text = "no other precision has a finished run"
         axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color=MUTED)
-
-
-def _draw_difference(axes: Axes, place: int, comparison: Comparison) -> None:
-    interval, color = comparison.difference, COLORS[comparison.precision]
-    if interval.std is None:
-        dots(axes, [(place, interval.mean)], color, markersize=6, markerfacecolor="none")
-        text = "no interval\nof one seed"
-        annotate(axes, text, (place, interval.mean), (9, 0), MUTED, va="center")
-        return
-    length = interval.high - interval.mean
-    axes.errorbar(place, interval.mean, length, color=color, marker="o", capsize=5, linewidth=1.6)

@@ -53,7 +53,7 @@ _LAST = {
 
 _CAPTION = (
     "Dots are runs, columns their median. Two precisions are equal if the whole interval is inside "
-    "the green band. A hollow dot has one seed and no interval."
+    "the green band. A dot without an interval has one seed."
 )
 
 _UNKNOWN = Equivalence.UNKNOWN.value

@@ -31,7 +31,7 @@ METRIC, SMALLER_IS_BETTER = "searcher.metric", "searcher.smaller_is_better"
 TRIAL = "hyperparameters.trial"
 
 ACCURACY = "validation_accuracy"
-SCALE, SCORE = "init_scale", "loss_scale_score"
+SCALE = "init_scale"
 
 
 class RunState(str, enum.Enum):
@@ -281,11 +281,6 @@ class Run:
         if isinstance(scale, (int, float)) and scale > 0:
             return math.log2(scale)
         return math.nan
-
-    @property
-    def is_scored(self) -> bool:
-        """Whether it was measured on frozen parameters, not trained."""
-        return SCORE in self.metrics
 
     @property
     def skipped_steps(self) -> float | None:
