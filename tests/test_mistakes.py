@@ -260,11 +260,13 @@ class WrapsNoModel(Plain):
 
 
 FP16_ONLY, IN_16_BITS = ("amp_fp16",), ("amp_fp16", "amp_bf16")
+ITS_OWN_AMP = "check examines AMP of the trial's own if its YAML has no hyperparameters.amp"
 ITS_OWN_BACKWARD = "calls loss.backward() itself; write instead: self.context.backward(loss)"
 REFUSED: list[tuple[Any, tuple[str, ...], str]] = [
     (CallsBackwardItself, EVERY_PRECISION, ITS_OWN_BACKWARD),
     (CallsBackwardBesideTheRightOne, FP16_ONLY, ITS_OWN_BACKWARD),
     (EntersAutocast, FP16_ONLY, "enters autocast itself"),
+    (EntersAutocast, FP16_ONLY, ITS_OWN_AMP),
     (WrapsAScaler, FP16_ONLY, "GradScaler of its own"),
     (ScalesByItself, FP16_ONLY, "GradScaler of its own"),
     (CreatesAGraph, FP16_ONLY, "create_graph"),

@@ -15,7 +15,7 @@ from determined_amp.amp.precision import autocast_is_on
 _CONVERT = "or write the AMP in the trial itself: docs/your_trial.md shows the ten lines"
 NO_AMP = (
     "neither autocast nor a GradScaler: here both come from outside (python -m determined_amp "
-    "check examines AMP of the trial's own)"
+    "check examines AMP of the trial's own if its YAML has no hyperparameters.amp)"
 )
 
 
