@@ -563,22 +563,6 @@ class Features(Habit):
         return loss + 1e-8 * (self.seen * self.seen).sum()
 
 
-class DoublesInHook(Habit):
-    """Its hooks change an output and an input in place, so that no version tells of it."""
-
-    def net(self) -> Any:
-        model = super().net()
-        model[0].register_forward_hook(self.double)
-        model[2].register_forward_pre_hook(self.clamp)
-        return model
-
-    def double(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        output.data.mul_(2)
-
-    def clamp(self, module: nn.Module, inputs: Any) -> None:
-        inputs[0].data.clamp_(-0.1, 0.1)
-
-
 class KeepingNet(Net):
     def hidden(self, inputs: torch.Tensor) -> Any:
         self.kept = {"first": [(self.first(inputs),)]}

@@ -34,7 +34,6 @@ from determined_amp import (
     MixedPrecision,
     OnOverflow,
     Precision,
-    find_loss_scale,
 )
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.precision_audit import audit_loss
@@ -43,7 +42,6 @@ from determined_amp.amp.slots import ProcessGroup
 from determined_amp.amp.tensors import parameters_of
 from tests.fake_cuda import fake_cuda, needs_fake_cuda
 from tests.harness import Reports, core_context_of, fit, needs_fused, same_bits
-from tests.test_no_sync import ReadsTheLoss
 
 ROOT = Path(__file__).parents[1]
 WINDOW, BATCHES, RATE, MAX_NORM = 2, 24, 0.05, 0.1
@@ -388,38 +386,6 @@ HIGH: dict[str, Any] = {
 }
 
 
-def test_headroom_is_that_of_the_scaled_gradient_after_the_clip_has_unscaled_it() -> None:
-    made = OneWeight(**HIGH)
-    made.backward(1.0)
-    headroom = math.log2(65504) - math.log2(HIGH["init_scale"])
-    assert made.amp.report()["watch_headroom_bits"] == pytest.approx(headroom)
-
-
-class NoOptimizer:
-    """Around an optimizer, as in the Annotated Transformer; no `torch.optim.Optimizer` itself."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-        self.param_groups = inner.param_groups
-
-    def step(self) -> None:
-        self.inner.step()
-
-    def zero_grad(self) -> None:
-        self.inner.zero_grad()
-
-
-def test_object_around_an_optimizer_trains_as_the_optimizer_and_skips_overflows() -> None:
-    made, wrapped = OneWeight(**HIGH), OneWeight(**HIGH)
-    wrapper: Any = NoOptimizer(wrapped.optimizer)
-    wrapped.optimizer = wrapper
-    for x in (1.0, 65504.0, 2.0):  # the second one overflows
-        made.backward(x)
-        wrapped.backward(x)
-    assert wrapped.weight == made.weight == 1.0 - 0.5 - 1.0
-    assert wrapped.amp.report()["skipped_steps"] == 1
-
-
 class TestGuard:
     def test_guard_ends_the_loop_with_the_cause_and_the_state_as_it_was(self) -> None:
         made = OneWeight(**HIGH)
@@ -452,17 +418,6 @@ class TestRunThatDoesNotTrain:
             made.amp.state_dict()
         said = "all of its 3 optimizer steps overflowed and were skipped"
         assert caplog.text.count(said) == 1 - applied
-
-    @pytest.mark.parametrize(("losses", "said"), [([1.5, 8e6], 1), ([2e6, 1.5], 0), ([-1, 8e6], 0)])
-    def test_loss_that_explodes_within_the_first_report_is_one_warning(
-        self, losses: list[float], said: int, caplog: Any
-    ) -> None:
-        amp = AmpLoop(AmpSettings(Precision.AMP_BF16), "cpu")
-        for _ in range(2):
-            for loss in losses:
-                amp.update(loss)
-            amp.report()
-        assert caplog.text.count("at the start: this run does not train") == said
 
 
 def test_processes_that_join_a_group_later_exchange_by_the_gpu_of_the_loop(
@@ -584,8 +539,6 @@ class TestModelAndLossFunction:
         assert all(parameter.grad is None for parameter in model.parameters())
         with pytest.raises(AuditError, match=r"0\.0% of the FLOPs are in float16"):
             audit_loss(amp, lambda batch: in_float32(loss_fn, batch), (x, y))
-        found = find_loss_scale(model, loss_fn, [(x, y)])
-        assert found.finding.choice_log2 is not None
 
     def test_audit_of_an_unknown_model_is_refused(self) -> None:
         model = Case().models()[0]
@@ -610,15 +563,8 @@ def in_float32(loss_fn: Any, batch: Any) -> Any:
 
 
 @needs_fake_cuda
-@pytest.mark.parametrize(
-    ("precision", "planted"),
-    [*((precision, False) for precision in Precision), (Precision.AMP_FP16, True)],
-)
-def test_nothing_waits_between_reports_and_a_report_reads_once(
-    precision: Precision, monkeypatch: pytest.MonkeyPatch, *, planted: bool
-) -> None:
-    if planted:
-        monkeypatch.setattr("determined_amp.amp.core.TrainingMetrics", ReadsTheLoss)
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.AMP_FP16])
+def test_nothing_waits_between_reports_and_a_report_reads_once(precision: Precision) -> None:
     with fake_cuda() as syncs:
         amp = AmpLoop(AmpSettings(precision), "cuda")
         amp.guard.enabled = False  # fake tensors have no values to judge
@@ -627,7 +573,7 @@ def test_nothing_waits_between_reports_and_a_report_reads_once(
         amp.wrap_lr_scheduler(one_cycle(optimizers[0]))
         x, y = torch.ones(4, 6, device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
         with syncs.during("batches"):
-            for _ in range(BATCHES // WINDOW):
+            for _ in range(WINDOW):
                 # As in a GAN: some are unscaled already when the next one goes backward.
                 for model, optimizer in zip(models, optimizers, strict=True):
                     with amp.autocast():
@@ -640,9 +586,9 @@ def test_nothing_waits_between_reports_and_a_report_reads_once(
                 amp.update(loss, samples=len(y))
         with syncs.during("report"):
             amp.report()
-    assert syncs.waits["batches"] == ({"read": BATCHES // WINDOW} if planted else {})
+    assert syncs.waits["batches"] == {}
     assert syncs.waits["report"]["read"] == 1
-    assert syncs.calls["batches"]["_fused_adam_"] == 3 * (BATCHES // WINDOW)
+    assert syncs.calls["batches"]["_fused_adam_"] == 3 * WINDOW
 
 
 def test_slots_that_ran_out_of_data_report_the_steps_of_the_one_that_has_made_the_most() -> None:

@@ -215,14 +215,6 @@ class TestAudited:
         (audit,) = audits
         assert (audit.total_flops, audit.failure()) == (0, None)
 
-    def test_error_in_an_audited_batch_is_its_own(self) -> None:
-        trial = trial_of(lambda: 1 / 0)
-        own, judged = trial.train_batch, list[Audit]()
-        audited(trial, rehearsal_of(own), Precision.FP32, judged.append, has_tf32=False)
-        with pytest.raises(ZeroDivisionError):
-            trial.train_batch(batch=0)
-        assert not judged
-
     def test_error_of_the_rehearsal_alone_costs_the_audit_and_not_the_run(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:

@@ -73,13 +73,6 @@ def a_loaded_state(loop: Loop) -> list[float]:
     return [before, loop.loss().item()]
 
 
-def a_loaded_state_of_a_part(loop: Loop) -> list[float]:
-    before = loop.loss().item()
-    head: Any = loop.model[2]  # type: ignore[index]
-    head.load_state_dict({k: 2 * v for k, v in head.state_dict().items()})
-    return [before, loop.loss().item()]
-
-
 def a_rehearsal_that_moves_weights(loop: Loop) -> list[float]:
     with undisturbed(loop.model, optimizers=[loop.optimizer]):
         for parameter in loop.model.parameters():
@@ -95,7 +88,6 @@ def a_rehearsal_that_moves_weights(loop: Loop) -> list[float]:
         (several_steps, "amp_bf16"),
         (a_step_with_a_closure, "amp_bf16"),
         (a_loaded_state, "amp_bf16"),
-        (a_loaded_state_of_a_part, "amp_bf16"),
         (a_rehearsal_that_moves_weights, "amp_bf16"),
     ],
 )

@@ -25,12 +25,10 @@ from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.cli import find as finder
 from determined_amp.experiment.experiment import experiment_in, read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.finder.found_scale import FoundScale
 from determined_amp.finder.scale_finding import ScaleFinding, Verdict, choice_of, find_window
 from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.loss_scale import in_training
 from tests.loss_scale import ALL, Context, Trial, looked_at, skipped_steps
-from tests.reporting import finding as as_json
 from tests.training import ROOT, SMALL, run_small, thin_resnet
 
 Batches = Sequence[Rehearsal]
@@ -176,13 +174,6 @@ class TestVerdict:
         monkeypatch.setattr(SummedLoss, "make_model", make_zero_headed)
         assert finding(SummedLoss).hidden_modules == ("3", "2", "1")
         assert finding(SummedLoss, steps=12).hidden_modules == ()  # 2^16 skips the first seven
-
-
-class TestPrediction:
-    def test_prediction_is_that_of_the_scale_or_of_the_power_of_two_below_it(self) -> None:
-        found = FoundScale.from_json(as_json(low=-6, top=18), "").finding
-        assert [found.at(scale).scale_log2 for scale in (-7, -6.5, 18.9, 19)] == [-7, -7, 18, 19]
-        assert [found.at(scale).scale_log2 for scale in (-99, 99)] == [-16, 48]
 
 
 class TestCommand:

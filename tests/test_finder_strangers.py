@@ -14,18 +14,14 @@ from benchmarks.small_trials import SmallTrial, SummedLoss
 from determined_amp.amp.rehearsal import Rehearsal, own_copy
 from determined_amp.experiment.experiment import experiment_in, read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.finder.scale_finding import ScaleFinding, Verdict, find_window
+from determined_amp.finder.scale_finding import find_window
 from determined_amp.finder.scoring import score_batches
 from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.loss_scale import in_training
-from tests.loss_scale import Context, Trial, looked_at
+from tests.loss_scale import Context, looked_at
 from tests.training import ROOT, SMALL
 
 Loss = Callable[..., torch.Tensor]
-
-
-def finding(trial: Trial) -> ScaleFinding:
-    return looked_at(trial, lambda _, context, batches: find_window(batches, context.distributed))
 
 
 def popped(batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,11 +31,6 @@ def popped(batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def normalised(batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return batch[0].sub_(0.5).div_(0.25), batch[1]
-
-
-def mixed(batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    flipped = batch[0].flip(0).mul_(0.25)
-    return batch[0].mul_(0.75).add_(flipped), batch[1]
 
 
 class TestOwnBatch:
@@ -54,7 +45,7 @@ class TestOwnBatch:
 
         monkeypatch.setattr(SummedLoss, "train_batch", train_batch)
 
-    @pytest.mark.parametrize("prepare", [popped, normalised, mixed])
+    @pytest.mark.parametrize("prepare", [popped, normalised])
     def test_finding_and_score_are_those_of_a_trial_that_leaves_its_batch_alone(
         self, prepare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -101,20 +92,6 @@ class TestOwnBatch:
         assert own_copy(batch, shared=True)["more"][0].pop() is batch["more"][0][0]
         generator = (number for number in (1, 2))
         assert own_copy(generator) is generator
-
-
-def test_frozen_half_of_a_model_is_no_concern(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_model = SummedLoss.make_model
-
-    def with_frozen_part(trial: SummedLoss) -> torch.nn.Module:
-        model = make_model(trial)
-        model.add_module("unused", torch.nn.Identity())
-        unused = torch.nn.Linear(2, 2).half().requires_grad_(False)
-        model.get_submodule("unused").add_module("encoder", unused)
-        return model
-
-    monkeypatch.setattr(SummedLoss, "make_model", with_frozen_part)
-    assert finding(SummedLoss).verdict is Verdict.SCALE
 
 
 def test_audit_and_guard_are_off_before_the_loop_starts() -> None:

@@ -26,17 +26,15 @@ from determined_amp import __main__ as door
 from determined_amp.amp.errors import GuardError
 from determined_amp.amp.fp32_modules import keep_in_float32
 from determined_amp.amp.precision import DeviceSupport, prepare_backend
-from determined_amp.amp.settings import AmpSettings, Precision
+from determined_amp.amp.settings import Precision
 from determined_amp.experiment.experiment import experiment_in, read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.scale_finding import find_window
 from determined_amp.local.checkpoint_storage import complete_checkpoints
 from determined_amp.local.open_trial import audit_here
 from determined_amp.runs.run import RunState
-from determined_amp.trial.mixed_precision import MixedPrecision
 from tests import gpu, test_no_sync, training
 from tests.gpu import DEVICE, only_a_gpu_raises, only_a_gpu_shows, sized
-from tests.harness import Context
 from tests.loss_scale import looked_at, skipped_steps
 from tests.test_islands import Products, three_layers
 from tests.test_no_sync import BATCHES, ReadsTheLoss, Run
@@ -232,38 +230,6 @@ def test_autocast_saves_memory_and_keeps_float32_weights(precision: Precision) -
         if parameter.dim() == 4:
             assert parameter.is_contiguous(memory_format=torch.channels_last)
     assert only_a_gpu_shows(mixed / full < 0.87)
-
-
-def momentum_after(gradients: list[torch.Tensor], *, fused: bool) -> list[torch.Tensor]:
-    """Weights and momentum after SGD on these gradients, which the library scales."""
-    context: Any = Context()
-    context.device = DEVICE
-    amp = MixedPrecision(context, AmpSettings(Precision.AMP_FP16, init_scale=4.0))
-    weight = nn.Parameter(torch.arange(1001, dtype=torch.float32, device=DEVICE) / 8)
-    sgd = torch.optim.SGD([weight], lr=0.5, momentum=0.5, fused=fused)
-    optimizer = context.wrap_optimizer(sgd)
-    amp.on_training_start()
-    for gradient in gradients:
-        weight.grad = amp.scaler.scale(gradient)
-        amp.scaler.step(optimizer)
-        amp.update()
-    return [weight.detach(), optimizer.state[weight]["momentum_buffer"]]
-
-
-@pytest.mark.usefixtures("_deterministic")
-def test_fused_sgd_is_the_unfused_one_after_a_first_step_that_overflows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """All numbers are small multiples of 2^-7, so float32 has them whatever the order."""
-    good = (torch.arange(1001, device=DEVICE) % 17 - 8) / 8
-    overflowing = good.clone()
-    overflowing[7] = math.inf
-    gradients = [overflowing, good, overflowing, good, -good]
-    plain = momentum_after(gradients, fused=False)
-    torch.testing.assert_close(momentum_after(gradients, fused=True), plain, rtol=0, atol=0)
-    # Negative control: without the library's zeros its first momentum is what was in memory.
-    monkeypatch.setattr("determined_amp.amp.steps.fill_momentum", lambda _, *, can_skip: None)
-    assert bool(momentum_after(gradients, fused=True)[0].isnan().any())
 
 
 # float16 and TF32 drop the last of its powers of two, bfloat16 the last two, float32 none.

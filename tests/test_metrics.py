@@ -168,17 +168,6 @@ class TestTrainingMetrics:
         assert report["samples_per_second"] == 3
         assert "watch_data_wait_share" not in report
 
-    def test_reset_while_the_process_warms_up_starts_no_clock(self) -> None:
-        metrics = training_metrics()
-        for _ in range(WARMUP_BATCHES - 1):
-            metrics.add(torch.tensor(1.0), 8)
-        metrics.reset()
-        metrics.add(torch.tensor(1.0), 8)
-        assert "samples_per_second" not in report_of(metrics)
-        metrics.reset()
-        metrics.add(torch.tensor(1.0), 8)
-        assert report_of(metrics)["samples_per_second"] > 0
-
     @pytest.mark.parametrize(("waits", "share"), [((0.25, 0.5), 0.5), ((None, 0.25), 0.25)])
     def test_slots_add_up_their_speed_and_report_their_largest_wait_and_memory(
         self, waits: tuple[float | None, ...], share: float

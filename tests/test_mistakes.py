@@ -31,7 +31,7 @@ from tests.harness import (
     refusal,
     same_bits,
 )
-from tests.trials import BATCHES, FEATURES, FP16_SECTION, FP32_SECTION, Plain, Weights
+from tests.trials import BATCHES, FP16_SECTION, FP32_SECTION, Plain, Weights
 
 # A scheduler that Determined moves is moved by a skipped first step, too.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
@@ -338,17 +338,6 @@ def test_scaler_that_is_switched_off_is_no_trouble() -> None:
         for trial in (SwitchesItsScalerOff, Plain)
     ]
     assert same_bits(*states)
-
-
-class DropsAGradient(Plain):
-    def clip(self, parameters: Any) -> None:
-        next(self.model.parameters()).grad = None
-
-
-def test_dropping_gradients_is_no_trouble() -> None:
-    weight = fit_as_it_is(DropsAGradient, {"precision": "amp_fp16"}).trial.model[0].weight
-    torch.manual_seed(0)
-    assert torch.equal(weight, nn.Linear(FEATURES, 16).weight)
 
 
 class GoesBackwardForEach(habits.SharedParameters):

@@ -394,14 +394,3 @@ def test_before_the_first_step_it_counts_as_applied_where_none_can_be_skipped(
     assert bool(counts.last_step_applied) is not can_skip
     assert (int(counts.applied), int(counts.consecutive_skips())) == (0, 0)
     assert (counts.attempted, counts.applied_on_host) == (0, 0)
-
-
-def test_counts_that_a_checkpoint_brought_are_the_hosts_too() -> None:
-    counts = StepCounts(CPU, can_skip=False)
-    for last_applied in (5, 3):
-        counts.load_state_dict({"attempted": 5, "applied": 4, "last_applied": last_applied})
-        assert bool(counts.last_step_applied) is (last_applied == 5)
-        numbers = (counts.applied_on_host, int(counts.applied), int(counts.consecutive_skips()))
-        assert numbers == (4, 4, 5 - last_applied)
-    counts.count(True)
-    assert (counts.attempted, int(counts.applied), int(counts.consecutive_skips())) == (6, 4, 3)

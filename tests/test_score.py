@@ -8,7 +8,6 @@ from typing import Any
 
 import determined as det
 import pytest
-import torch
 from determined import pytorch
 
 from benchmarks.small_trials import (
@@ -25,7 +24,6 @@ from determined_amp.experiment.experiment import experiment_in, read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder import scoring
 from determined_amp.finder.prediction import (
-    LossScaleError,
     Prediction,
 )
 from determined_amp.finder.scale_finding import find_window
@@ -143,15 +141,6 @@ def scores(trial: Trial, scales: Sequence[int]) -> dict[int, Score]:
     return looked_at(trial, work)
 
 
-def invalid(trial: Trial, scale: int) -> str:
-    def work(small: SmallTrial, context: Context, batches: Batches) -> str:
-        with pytest.raises(NoScaleError) as error:
-            score_batches(batches, context.distributed, scale)
-        return str(error.value)
-
-    return looked_at(trial, work)
-
-
 def skipped_in_training(trial: Trial, init_scale: float) -> int:
     """Steps that a real training on one batch skips until the first is applied."""
     with open_trial(experiment_in(config(trial, init_scale=init_scale), trial.__name__)) as found:
@@ -263,25 +252,6 @@ def test_floor_of_the_settings_is_the_end_of_the_scales(floor: float, invalid: b
                 score(found.trial, found.context, 1)
         else:
             assert score(found.trial, found.context, 1)["steps_lost"] == 0
-
-
-def test_cause_is_looked_for_in_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forward overflows in the second batch alone."""
-    loss, seen = SummedLoss.loss, list[Any]()
-
-    def loss_of(trial: SummedLoss, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        seen.append(images.clone())
-        return loss(trial, images * (1.0 if torch.equal(images, seen[0]) else 1.0e6), labels)
-
-    monkeypatch.setattr(SummedLoss, "loss", loss_of)
-    assert "forward overflow in module 1" in invalid(SummedLoss, 0)
-
-
-def test_gradients_that_are_all_zero_have_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
-    loss = SummedLoss.loss
-    monkeypatch.setattr(SummedLoss, "loss", lambda *given: loss(*given) * 0.0)
-    with pytest.raises(LossScaleError, match="all 16-bit gradients are exactly 0"):
-        scores(SummedLoss, [10])
 
 
 def trials(*steps: float | None) -> list[tuple[float, float | None]]:

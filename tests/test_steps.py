@@ -186,22 +186,6 @@ class TestStepsOfEach:
         assert [steps.attempted_before for steps in loaded.all()] == [1, 2]
         assert [int(steps.applied_before) for steps in loaded.all()] == [1, 2]
 
-    def test_optimizer_that_no_state_knows_begins_at_zero(self) -> None:
-        optimizers: list[torch.optim.Optimizer] = [fused_sgd()]
-        steps = StepsOfEach(CPU, optimizers, scaled=True)
-        steps.load_state_dict({})
-        steps.restore(optimizers[0])
-        assert steps.of(optimizers[0]).counts.attempted == 0
-
-    def test_rate_of_the_next_step_is_that_of_the_restored_count(self) -> None:
-        optimizers: list[torch.optim.Optimizer] = [fused_sgd()]
-        steps = StepsOfEach(CPU, optimizers, scaled=True)
-        scheduler = lr_scheduler.StepLR(optimizers[0], 1, 0.5)
-        steps.of(optimizers[0]).schedule = schedule_of(scheduler, CPU, skips=True)
-        counts = {"attempted": 3, "applied": 2, "last_applied": 2}
-        steps.load_state_dict({"optimizers": [counts]})
-        assert optimizers[0].param_groups[0]["lr"] == 0.125
-
     def test_state_has_that_of_a_plateau_and_none_of_a_schedule_by_steps(self) -> None:
         optimizers: list[torch.optim.Optimizer] = [fused_sgd(), fused_sgd()]
         steps = StepsOfEach(CPU, optimizers, scaled=True)

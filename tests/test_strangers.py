@@ -267,19 +267,6 @@ class TestTraining:
         (schedule,) = training.checkpoint(again, 12)["lr_schedulers_state_dict"]
         assert schedule["last_epoch"] == 12
 
-    def test_both_forms_train_the_same(self, folder: Path, tmp_path: Path) -> None:
-        """Ours has no metric here, and so no best checkpoint."""
-        periods = {"validation_period": {"batches": 6}, "checkpoint_period": {"batches": 4}}
-        section = {"max_length": {"batches": 12}, **periods}
-        ours = {"hyperparameters": {"trial": TRIAL, "lr": 0.1, "training": section}}
-        (tmp_path / "ours.yaml").write_text(yaml.safe_dump(ours))
-        found = run(tmp_path / "run", str(tmp_path / "ours.yaml"))
-        assert same_bits(*(training.checkpoint(path, 12) for path in (folder, found)))
-        assert [path.name for path in (found / "checkpoints").iterdir()] == ["batch-00000012"]
-        resolved = yaml.safe_load((found / "resolved.yaml").read_text())
-        period = resolved["hyperparameters"]["training"]["reporting_period"]
-        assert period == {"batches": 100, "epochs": None}
-
     def test_trial_and_seed_are_recorded_for_a_resume(self, tmp_path: Path) -> None:
         config = str(write(tmp_path, without=("entrypoint",)))
         found = run(tmp_path / "run", config, "--trial", "tests.strangers:make")
@@ -328,28 +315,6 @@ class TestTraining:
         config = write(tmp_path, "perform_initial_validation=true", "searcher.max_length=2")
         lines = read_metrics(run(tmp_path / "run", str(config)) / "metrics.jsonl")
         assert [line["batches"] for line in lines if line["group"] == "validation"] == [0, 2]
-
-    @pytest.mark.parametrize(
-        ("overrides", "words"),
-        [
-            (("searcher.max_length=null",), "hyperparameters.training.max_length: {batches: N}"),
-            (
-                ("searcher.name=random", "hyperparameters.lr={type: log, minval: -3, maxval: -1}"),
-                "python -m determined_amp search",
-            ),
-            (("entrypoint=python3 train.py",), "hyperparameters.trial: missing; "),
-        ],
-    )
-    def test_mistake_is_one_message(
-        self,
-        overrides: tuple[str, ...],
-        words: str,
-        tmp_path: Path,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        path = str(write(tmp_path, *overrides))
-        assert door.main(["train", path, "--run-folder", str(tmp_path / "run")]) == 2
-        assert words in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("policy", "metric", "fault"),

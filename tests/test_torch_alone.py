@@ -17,10 +17,15 @@ from tests.training import ROOT, outcome
 
 # What a user of torch alone does: `AmpLoop`, the finder, the audit, the doctor.
 PROGRAM = """
+from importlib.util import find_spec
+
 import torch
 import determined_amp
 from determined_amp import AmpLoop, AmpSettings, Precision, check, find_loss_scale
 from determined_amp.audit import audit_loss
+
+for package in ("determined", "rich", "yaml", "ruamel", "optuna", "scipy", "matplotlib"):
+    assert find_spec(package) is None, package
 
 amp = AmpLoop(AmpSettings(Precision.AMP_FP16), "cpu")
 model = amp.prepare(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 1)))
@@ -85,9 +90,6 @@ def test_loop_finder_audit_and_doctor_need_torch_and_numpy_alone(tmp_path: Path)
     # Without `site` there are no installed packages.
     ran = outcome("-S", "-W", "ignore", "-c", PROGRAM, cwd=tmp_path, env=env)
     assert ran.returncode == 0, ran.stderr
-    for package in ("determined", "rich", "yaml", "ruamel.yaml", "optuna", "scipy", "matplotlib"):
-        control = outcome("-S", "-c", f"import {package}", cwd=tmp_path, env=env)
-        assert "ModuleNotFoundError" in control.stderr, package
 
 
 @pytest.mark.readme
@@ -102,5 +104,3 @@ def test_package_without_its_dependencies_is_enough_beside_torch_and_numpy(tmp_p
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     ran = [python, "-W", "ignore", "-c", PROGRAM]
     subprocess.run(ran, check=True, cwd=tmp_path, env=env)
-    missing = [python, "-c", "import determined"]
-    assert subprocess.run(missing, check=False, cwd=tmp_path, env=env).returncode == 1

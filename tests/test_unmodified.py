@@ -28,7 +28,6 @@ from torch.nn.modules import module
 from torch.utils.checkpoint import checkpoint
 
 from determined_amp import ConfigError, GuardError, MixedPrecision
-from determined_amp.amp import guard
 from determined_amp.amp.precision import autocast_is_on
 from determined_amp.trial.loss_scale import find_in_trial
 from determined_amp.trial.optimizers import fuse
@@ -56,12 +55,6 @@ pytestmark = [
 # The first step overflows: 2^24 times a gradient of about 0.1. Two good ones double the scale.
 FP16 = {"precision": "amp_fp16", "init_scale": 2.0**24, "growth_interval": 2}
 BFLOAT16 = {"precision": "amp_bf16"}
-
-
-class Bare(Plain):
-    """No clip and no schedule: what is left of the recipe is the scale alone."""
-
-    clips = False
 
 
 def same_state(*runs: Fitted) -> bool:
@@ -146,7 +139,7 @@ class TestForward:
                 found: torch.Tensor = self.head(x)
                 return found
 
-        class Nested(Bare):
+        class Nested(Plain):
             checkpoints = False
 
             def net(self) -> nn.Module:
@@ -207,17 +200,6 @@ class GetsAGroupLater(habits.Habit):
         return super().train_batch(batch, epoch_idx, batch_idx)
 
 
-class ClipsInAHook(habits.Habit):
-    """Registered after the optimizer was wrapped."""
-
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        super().__init__(context)
-        self.optimizer.register_step_pre_hook(self.clip)
-
-    def clip(self, *call: Any) -> None:
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
-
-
 @pytest.fixture
 def _fused_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     make = MixedPrecision.__init__
@@ -238,7 +220,6 @@ def _fused_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (habits.Habit, True),
         (GetsAGroupLater, True),
         (habits.SparseEmbedding, False),
-        (ClipsInAHook, True),
     ],
 )
 def test_making_an_optimizer_fused_changes_nothing_but_its_speed(
@@ -319,7 +300,7 @@ class TestFused:
         assert made.defaults == before
 
     def test_one_that_waits_for_the_device_is_named(self, caplog: pytest.LogCaptureFixture) -> None:
-        class Slow(Bare):
+        class Slow(Plain):
             def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
                 self.context = context
                 self.model = context.wrap_model(self.net())
@@ -506,19 +487,6 @@ def test_overflow_of_one_batch_costs_the_step_of_its_window() -> None:
     assert ours.still == [0, 1, 2, 4, 6]
     plain = way(habits.LoudAtFirst, None, (0, 1), aggregation_frequency=2)
     assert ours.distance(plain) < 0.002
-
-
-@pytest.mark.parametrize("habit", [habits.Habit, habits.StepsIfSmall])
-def test_replay_in_search_of_the_cause_leaves_the_weights(
-    habit: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(guard, "DEFAULT_SCALE", LOUD["init_scale"])  # so that its start is judged
-    amp = {**LOUD, "on_overflow": "warn"}
-    quiet = way(habit, {**amp, "max_consecutive_skips": 99}, reporting_period=1)
-    assert "in a row were skipped" not in caplog.text
-    warned = way(habit, {**amp, "max_consecutive_skips": 1}, reporting_period=1)
-    assert "in a row were skipped" in caplog.text
-    assert torch.equal(warned.end, quiet.end)
 
 
 @pytest.mark.parametrize("habit", [habits.Adversarial, habits.ProjectsGradients, habits.Complex])

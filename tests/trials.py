@@ -295,8 +295,6 @@ def points() -> TensorDataset:
 class Plain(pytorch.PyTorchTrial):
     """A classifier in float32 with what people use: norm, dropout, clip, a moving rate."""
 
-    clips = True
-
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         self.context = context
         self.model = context.wrap_model(self.prepared(self.net()))
@@ -320,7 +318,7 @@ class Plain(pytorch.PyTorchTrial):
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         loss = self.loss(batch)
         self.context.backward(loss)
-        self.context.step_optimizer(self.optimizer, clip_grads=self.clip if self.clips else None)
+        self.context.step_optimizer(self.optimizer, clip_grads=self.clip)
         return {"loss": loss}
 
     def clip(self, parameters: Any) -> None:
@@ -349,7 +347,7 @@ class Converted(Plain):
         with self.amp.autocast():
             loss = self.loss(batch)
         self.context.backward(self.amp.scaler.scale(loss))
-        clip = self.amp.clip(self.optimizer, 0.5) if self.clips else None
+        clip = self.amp.clip(self.optimizer, 0.5)
         self.context.step_optimizer(self.optimizer, clip_grads=clip, scaler=self.amp.scaler)
         return {"loss": loss, **self.amp.update(loss)}
 
