@@ -12,7 +12,6 @@ those of a run that nobody disturbed, and every report must be there once.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import random
@@ -23,11 +22,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from determined_amp.cli import train
 from determined_amp.local.checkpoint_storage import complete_checkpoints, read_metadata
 from tests import training
+from tests.training import fork, wait
 
 # What a run imports only when it needs it; a child would import it again in every round.
 for module in (
@@ -55,36 +53,6 @@ LONG = (
     "hyperparameters.training.checkpoint_period.batches=5",
     "hyperparameters.training.reporting_period.batches=5",
 )
-
-
-def fork(work: Callable[[], int | None], log: Path) -> int:
-    """Start `work` in a child that writes to `log`; its process id.
-
-    The child ends with the status that `work` returns, or with 1 after an error.
-    """
-    sys.stdout.flush()
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        with log.open("a") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        torch.set_num_threads(1)
-        gc.freeze()  # a look at what was imported would copy every page of it
-        status = work() or 0
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def wait(child: int) -> int:
-    """The exit status of a child, or minus the signal that ended it."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def start_or_resume(folder: Path) -> int:

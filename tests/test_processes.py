@@ -18,17 +18,16 @@ from torch import distributed
 from determined_amp.amp.errors import UserError
 from determined_amp.local.display import Display
 from determined_amp.local.processes import StopOnSignal, process_group
-from tests import strangers, training
+from tests import strangers, training, two_ranks
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks left: their output in `output`, a small MLP run in `two`."""
     folder = tmp_path_factory.mktemp("ranks")
-    process = training.start("-m", "tests.two_ranks", str(folder))
-    output, _ = process.communicate(timeout=170)
-    assert process.returncode == 0, output
-    (folder / "output").write_text(output)
+    output = folder / "output"
+    status = training.wait(training.fork(lambda: two_ranks.start(folder), output))
+    assert status == 0, output.read_text()
     return folder
 
 

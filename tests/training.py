@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
 import resource
 import subprocess
 import sys
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -121,6 +124,38 @@ def start(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.Pop
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def fork(work: Callable[[], int | None], log: Path) -> int:
+    """Start `work` in a fork of this process, which has imported torch; its process id.
+
+    The child writes to `log`, and ends with the status that `work` returns, or 1 after an error.
+    """
+    sys.stdout.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, about threads
+        child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        with log.open("a", buffering=1) as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+            sys.stdout = sys.stderr = file
+            warnings.resetwarnings()  # they are errors in a test alone
+            torch.set_num_threads(1)
+            gc.freeze()  # a look at what was imported would copy every page of it
+            status = work() or 0
+    except BaseException:
+        traceback.print_exc(file=sys.__stderr__)
+    finally:
+        os._exit(status)
+
+
+def wait(child: int) -> int:
+    """The exit status of a child, or minus the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def outcome(

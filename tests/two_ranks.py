@@ -1,7 +1,8 @@
 """Two ranks that print what each saw as JSON, a line each.
 
 One start serves all tests of `test_processes.py`: importing torch costs more than training. So the
-ranks are forks of a process that has imported it; `test_strangers.py` starts some with torchrun.
+ranks are forks of the tests' process, which has imported it; `test_strangers.py` starts some with
+torchrun.
 """
 
 from __future__ import annotations
@@ -51,11 +52,10 @@ from tests.trials import (
 )
 
 # What a run imports only when it needs it; each rank would import it again.
-for module in (
+IMPORTED_LATE = (
     *("determined_amp.local.trainer", "functorch.compile", "sklearn.model_selection"),
     *("torch._dynamo.repro.after_aot", "torch.utils.tensorboard", "trials.mlp"),
-):
-    importlib.import_module(module)
+)
 
 # Rows are dealt in turn: rank 0 gets the first of each pair. It overflows in the second batch.
 ROWS = [ONE, ONE, INF, ONE, ONE, [3.0, 3.0]]
@@ -339,7 +339,9 @@ def main(rank: int, folder: Path) -> None:
     distributed.destroy_process_group()
 
 
-if __name__ == "__main__":
+def start(folder: Path) -> None:
+    """Start both ranks, and wait for their end."""
+    for module in IMPORTED_LATE:
+        importlib.import_module(module)
     ranks: Any = start_processes  # torch has no types here
-    ranks(main, (Path(sys.argv[1]),), nprocs=2, start_method="fork")
-    os._exit(0)  # Python's teardown takes seconds once torch is imported
+    ranks(main, (folder,), nprocs=2, start_method="fork")
