@@ -31,6 +31,7 @@ _IN_WORDS = {
     float: "a number",
     str: "a string",
     tuple: "a list of strings",
+    list: "a list of values",
 }
 _MAPPING = "a mapping of keys to values"
 

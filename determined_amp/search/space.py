@@ -83,21 +83,34 @@ def read_space(hyperparameters: object, problems: list[Problem]) -> Space:
     values = flat(hyperparameters)
     axes: list[Axis] = []
     for name in sorted(values, key=lambda name: name.split(".")):
-        if isinstance(values[name], Mapping) and "type" in values[name]:
-            axes.extend(_axis(values[name], name, problems))
+        raw = values[name]
+        if not isinstance(raw, Mapping) or "type" not in raw:
+            continue
+        place, kind = f"hyperparameters.{name}", str(raw["type"])
+        if kind not in _KINDS:
+            kinds = f"const, {', '.join(_KINDS)}, or no key of that name"
+            problems.append(Problem(f"{place}.type", f"got {kind!r}; allowed: {kinds}"))
+        elif span := read(_KINDS[kind], raw, place, problems):
+            axes.append(span.axis(name))
     return Space(tuple(axes), hyperparameters)
 
 
-def _axis(raw: Mapping[str, Any], name: str, problems: list[Problem]) -> Iterator[Axis]:
-    """The axis of one hyperparameter; none after adding a mistake to `problems`."""
-    place, kind = f"hyperparameters.{name}", str(raw["type"])
-    if kind == "categorical":
-        yield from _choices(raw, name, place, problems)
-    elif kind not in _RANGES:
-        kinds = f"const, categorical, {', '.join(_RANGES)}, or no key of that name"
-        problems.append(Problem(f"{place}.type", f"got {kind!r}; allowed: {kinds}"))
-    elif span := read(_RANGES[kind], raw, place, problems):
-        yield Axis(name, span.distribution(), tuple(span.grid()), span.ends())
+@dataclass(frozen=True, kw_only=True)
+class _Choices:
+    type: str = setting()
+    vals: list = setting()  # type: ignore[type-arg]  # of anything
+
+    def contradictions(self, fields_set: frozenset[str]) -> Iterator[tuple[str, str]]:
+        if not self.vals:
+            yield "vals", "got []; allowed: a list of values"
+
+    def axis(self, name: str) -> Axis:
+        # Optuna stores only scalars, and cannot tell 1 from true.
+        scalars = all(isinstance(value, Scalar) for value in self.vals)
+        is_json = not scalars or len(set(self.vals)) < len(self.vals)
+        choices = tuple(json.dumps(value) if is_json else value for value in self.vals)
+        distribution = distributions.CategoricalDistribution(choices)
+        return Axis(name, distribution, choices, choices, is_json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +124,10 @@ class _Double:
         if self.minval >= self.maxval:
             yield "minval", f"got {self.minval:g}; allowed: less than maxval {self.maxval:g}"
 
-    def ends(self) -> tuple[float, float]:
-        return self.minval, self.maxval
-
-    def grid(self) -> list[float]:
-        return self.evenly_spaced(self.count or 0)
-
-    def distribution(self) -> distributions.BaseDistribution:
-        return distributions.FloatDistribution(*self.ends())
+    def axis(self, name: str) -> Axis:
+        ends = self.minval, self.maxval
+        grid = tuple(self.evenly_spaced(self.count or 0))
+        return Axis(name, distributions.FloatDistribution(*ends), grid, ends)
 
     def evenly_spaced(self, count: int) -> list[float]:
         """`count` values with both ends; a single value is the middle."""
@@ -133,12 +142,11 @@ class _Int(_Double):
     minval: int = setting()
     maxval: int = setting()
 
-    def grid(self) -> list[float]:
-        most = self.maxval - self.minval + 1
-        return [round(value) for value in self.evenly_spaced(min(self.count or 0, most))]
-
-    def distribution(self) -> distributions.BaseDistribution:
-        return distributions.IntDistribution(self.minval, self.maxval)
+    def axis(self, name: str) -> Axis:
+        ends = self.minval, self.maxval
+        count = min(self.count or 0, self.maxval - self.minval + 1)
+        grid = tuple(round(value) for value in self.evenly_spaced(count))
+        return Axis(name, distributions.IntDistribution(*ends), grid, ends)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,33 +161,15 @@ class _Log(_Double):
             text = "is no range of float64; minval and maxval are exponents"
             yield "minval", f"{self.base:g}^{self.minval:g} to {self.base:g}^{self.maxval:g} {text}"
 
-    def ends(self) -> tuple[float, float]:
-        return self.base**self.minval, self.base**self.maxval
-
-    def grid(self) -> list[float]:
-        return [self.base**exponent for exponent in super().grid()]
-
-    def distribution(self) -> distributions.BaseDistribution:
-        return distributions.FloatDistribution(*self.ends(), log=True)
+    def axis(self, name: str) -> Axis:
+        ends = self.base**self.minval, self.base**self.maxval
+        grid = tuple(self.base**exponent for exponent in self.evenly_spaced(self.count or 0))
+        return Axis(name, distributions.FloatDistribution(*ends, log=True), grid, ends)
 
 
-_RANGES = {"double": _Double, "int": _Int, "log": _Log}
-
-
-def _choices(
-    raw: Mapping[str, Any], name: str, place: str, problems: list[Problem]
-) -> Iterator[Axis]:
-    """The axis of a categorical hyperparameter; none after a mistake."""
-    vals, others = raw.get("vals"), raw.keys() - {"type", "vals"}
-    wrong = [Problem(f"{place}.{key}", "unknown key; allowed: type, vals") for key in others]
-    if not isinstance(vals, list) or not vals:
-        wrong.append(Problem(f"{place}.vals", f"got {vals!r}; allowed: a list of values"))
-    problems.extend(wrong)
-    if wrong or not isinstance(vals, list):
-        return
-    # Optuna stores only scalars, and cannot tell 1 from true.
-    scalars = all(isinstance(value, Scalar) for value in vals)
-    is_json = not scalars or len(set(vals)) < len(vals)
-    choices = tuple(json.dumps(value) for value in vals) if is_json else tuple(vals)
-    distribution = distributions.CategoricalDistribution(choices)
-    yield Axis(name, distribution, choices, choices, is_json)
+_KINDS: dict[str, type[_Choices | _Double]] = {
+    "categorical": _Choices,
+    "double": _Double,
+    "int": _Int,
+    "log": _Log,
+}
