@@ -20,7 +20,7 @@ from determined_amp.experiment.files import temporary_folder
 from determined_amp.experiment.machine import Machine
 from determined_amp.report import ReportError
 from determined_amp.report.page import Written, write_files
-from determined_amp.runs.master import NONSENSE, answering_in_time, log_in
+from determined_amp.runs.master import NONSENSE, log_in
 from determined_amp.runs.run import SEED, Part, Report, Reports, Run, RunState, judged
 from determined_amp.search.search_folder import Search
 from determined_amp.search.task import Topic
@@ -196,21 +196,20 @@ def _on_master(number: int) -> Iterator[tuple[Session, Experiment, str]]:
             f"experiment {number} is on a cluster, and {MASTER} is not set; set it to the address "
             "of the master, or give the folder of a local search"
         )
-    with answering_in_time():
-        session = log_in(address)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # the SDK warns that it is deprecated
-            from determined.experimental.client import Experiment  # noqa: PLC0415
-        try:
-            experiment = Experiment(number, session)
-            experiment.reload()
-            yield session, experiment, f"experiment {number} on {session.master}"
-        except (errors.BadRequestException, bindings.APIHttpError, OSError) as error:
-            raise ReportError(
-                f"{session.master} gave no experiment {number}: {one_line(error)}"
-            ) from error
-        except (errors.BadResponseException, *NONSENSE) as error:
-            raise ReportError(
-                f"{session.master} gave no experiment {number}: its answer is not that of "
-                f"Determined 0.38: {type(error).__name__} {one_line(error)}"
-            ) from error
+    session = log_in(address)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the SDK warns that it is deprecated
+        from determined.experimental.client import Experiment  # noqa: PLC0415
+    try:
+        experiment = Experiment(number, session)
+        experiment.reload()
+        yield session, experiment, f"experiment {number} on {session.master}"
+    except (errors.BadRequestException, bindings.APIHttpError, OSError) as error:
+        raise ReportError(
+            f"{session.master} gave no experiment {number}: {one_line(error)}"
+        ) from error
+    except (errors.BadResponseException, *NONSENSE) as error:
+        raise ReportError(
+            f"{session.master} gave no experiment {number}: its answer is not that of "
+            f"Determined 0.38: {type(error).__name__} {one_line(error)}"
+        ) from error

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 
 from determined.common import api
 from determined.common.api import authentication, certs, errors
@@ -16,9 +11,6 @@ from determined_amp.amp.errors import UserError, one_line
 
 # Seconds to wait for the first answer: the address may be wrong.
 _FIRST_ANSWER = 10
-
-# Seconds to wait for all answers together.
-ALL_ANSWERS = 120
 
 # What Determined's bindings raise if an answer does not look like a master's.
 NONSENSE = (
@@ -29,30 +21,6 @@ NONSENSE = (
 
 class MasterError(UserError):
     """A master cannot be used: the address is wrong, the login fails, or it refuses a request."""
-
-
-@contextmanager
-def answering_in_time() -> Iterator[None]:
-    """Raise a `MasterError` if a master needs more than `ALL_ANSWERS` seconds for this block.
-
-    The SDK has no limit, and one per request starts again with every byte and every page.
-    """
-
-    def give_up(number: int, frame: FrameType | None) -> None:
-        raise MasterError(
-            f"the master has not answered all within {ALL_ANSWERS} s; try again when it works"
-        )
-
-    if threading.current_thread() is not threading.main_thread():  # other threads get no signals
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, ALL_ANSWERS, 1.0)  # repeated, in case the first is lost
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def log_in(address: str) -> api.Session:
