@@ -21,7 +21,6 @@ from determined_amp.comparison import (
     planned_runs,
 )
 from determined_amp.pilots import BATCHES
-from determined_amp.report.precision_report import PrecisionReport
 from determined_amp.runs.folder import fresh_folder
 from determined_amp.search.search_folder import read_search
 from determined_amp.trial.notes import show_status
@@ -85,32 +84,21 @@ def _so_far(folder: Path) -> str:
 
 def _leave(core_context: core.Context, compared: Compared) -> None:
     """Report the answer to the master, and store the page."""
+    batches, speed = BATCHES, 1.0
     # There is no report if only fp32 could be trained.
     noted: dict[str, Any] = {"answer": ONLY_FP32, "precision": Precision.FP32.value}
-    batches, metrics = BATCHES, {"speed": 1.0}
     if compared.report is not None:
-        noted, metrics = _in_numbers(compared.report)
-        batches = max(run.batches for run in compared.report.compared.runs)
-    noted["speed"] = round(metrics["speed"], 3)
-    times = "" if noted["speed"] == 1.0 else f": {noted['speed']:.1f}x"
+        found, advised = compared.report.compared, compared.report.recommended
+        noted = {"answer": advised.answer, "precision": advised.precision.value}
+        batches = max(run.batches for run in found.runs)
+        for comparison in found.with_baseline:
+            if comparison.precision is advised.precision and comparison.speed is not None:
+                noted["verdict"] = comparison.verdict.value
+                speed = round(comparison.speed.median, 3)
+    times = "" if speed == 1.0 else f": {speed:.1f}x"
     status = f"use {noted['precision']}{times}"
-    leave_answer(core_context.train, status, batches, metrics, **noted)
+    leave_answer(core_context.train, status, batches, {"speed": speed}, **noted, speed=speed)
     files = [path for path in compared.folder.iterdir() if path.is_file() and path.suffix]
     with core_context.checkpoint.store_path({"steps_completed": batches}) as (stored, _):
         for path in files:
             shutil.copy(path, stored / path.name)
-
-
-def _in_numbers(report: PrecisionReport) -> tuple[dict[str, Any], dict[str, float]]:
-    """What the metadata note of a report, and its metrics."""
-    advised, metrics = report.recommended.precision, {"speed": 1.0}
-    noted = {"answer": report.recommended.answer, "precision": advised.value}
-    for comparison in report.compared.with_baseline:
-        ratios = {"speed": comparison.speed, "memory": comparison.memory}
-        measured = {name: ratio.median for name, ratio in ratios.items() if ratio}
-        precision = comparison.precision.value
-        metrics |= {f"{name}_{precision}": value for name, value in measured.items()}
-        if comparison.precision is advised:
-            noted["verdict"] = comparison.verdict.value
-            metrics["speed"] = measured["speed"]  # without one it is not advised
-    return noted, metrics

@@ -345,7 +345,6 @@ class TestSearch:
         run = searches[ROOT / "hp_search" / "compare.yaml"].completed()
         (answer,) = run.metrics("validation")
         assert answer["speed"] > 0
-        assert {"speed_amp_fp16", "speed_amp_bf16"} & answer.keys()
         assert "use " in run.log()
         command = ["report", str(run.id), "--output", str(tmp_path)]
         with pytest.MonkeyPatch.context() as patch:

@@ -219,8 +219,7 @@ def test_task_of_a_cluster_leaves_the_answer_in_metadata_metrics_and_checkpoint(
         path.name for path in saved.iterdir()
     }
     assert json.loads((saved / "metadata.json").read_text())["steps_completed"] == 100
-    metrics = {"speed": 2.0, "speed_amp_bf16": 2.0, "memory_amp_bf16": 1.0}
-    assert on_cluster.reports["validation"] == [(100, metrics)]
+    assert on_cluster.reports["validation"] == [(100, {"speed": 2.0})]
     answer = json.loads((made / "precision.json").read_text())["answer"]
     noted = {"answer": answer, "precision": "amp_bf16", "verdict": "cannot tell yet", "speed": 2.0}
     assert on_cluster.metadata.items() >= noted.items()
