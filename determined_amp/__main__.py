@@ -6,6 +6,7 @@ import errno
 import importlib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -132,10 +133,8 @@ def _note(error: UserError) -> None:
 
 def _refuse_empty(words: Sequence[str]) -> None:
     """Raise for an empty argument, which is often a variable of the shell that is not set."""
-    for before, word in zip(["", *words], words, strict=False):
-        if not word or re.fullmatch(r"--[\w-]+=", word):
-            where = f" after {before}" if before and not word else ""
-            raise UserError(f"got an empty argument{where or f': {word}'}; allowed: a value")
+    if any(not word or re.fullmatch(r"--[\w-]+=", word) for word in words):
+        raise UserError(f"got an empty argument in {shlex.join(words)}; allowed: a value")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class _Progress:
         self._base = base
         self._batch_size = batch_size
         self._watch = watch
-        self._last: tuple[int, float] | None = None
+        self._last_report = 0.0
         self._between_reports: list[float] = []
         self._steady: list[float] = []
         self.batches = 0
@@ -76,14 +76,14 @@ class _Progress:
         self.epoch_batches = report.get("epoch_batches", self.epoch_batches)
         if report["group"] != "training":
             return True
-        now, self.batches = time.monotonic(), report["batches"]
-        if self._last is not None:
-            trained, then = self._last
-            self._between_reports.append((now - then) / (self.batches - trained))
-        self._last = self.batches, now
+        now, batches = time.monotonic(), report["batches"]
+        if self.batches:
+            seconds = now - self._last_report
+            self._between_reports.append(seconds / (batches - self.batches))
+        self._last_report, self.batches = now, batches
         if speed := report.get("samples_per_second"):
             self._steady.append(self._batch_size / speed)
-        self._watch(self.batches)
+        self._watch(batches)
         return len(self._between_reports) < _ENOUGH or self.times_of_fp32 <= TOO_SLOW
 
     @property

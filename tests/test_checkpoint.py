@@ -295,8 +295,8 @@ class TestDisk:
         """It promises no checkpoint where there is none."""
         checkpoints = saving_in(tmp_path)
         for promised in (
-            "there is no checkpoint before it$",
-            "the checkpoints before it are intact",
+            "there is no checkpoint of the run$",
+            "what it has saved is intact",
         ):
             told = f"batch-00000008: could not be saved: .*{promised}"
             with (

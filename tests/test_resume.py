@@ -66,9 +66,7 @@ class TestResumedRun:
         folder = training.resume(killed_run, *training.arguments("mlp/fp32.yaml", *RICH[:-1]))
         changed = read_record(folder).changed["hyperparameters.amp.precision"]
         assert changed == [(0, "amp_fp16"), (8, "fp32")]
-        message = (
-            "the resume after 8 batches changed hyperparameters.amp.precision from amp_fp16 to"
-        )
+        message = "after 8 batches hyperparameters.amp.precision changed from amp_fp16 to"
         assert message in caplog.text
         assert "scaler_state_dict" not in training.checkpoint(folder, 12)
         assert training.metrics(folder)[-2]["watch_applied_steps"] == 6

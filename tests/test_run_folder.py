@@ -200,13 +200,13 @@ class TestDamagedCheckpoint:
     ("there", "folder", "words"),
     [
         ("log.txt/", ".", "Is a directory: "),
-        ("log.txt/", ".", "; there is no checkpoint of it\n"),
+        ("log.txt/", ".", "; there is no checkpoint of the run\n"),
         ("file", "file", "cannot make the folder "),
         ("file", "file/below", "cannot make the folder "),
         ("file", "x" * 300, "cannot make the folder "),
         # `--run-folder .` beside an experiment of the name that a run has, too.
-        ("config.yaml", ".", "holds no run, and config.yaml; allowed: "),
-        ("metrics.jsonl", ".", "holds no run, and metrics.jsonl; allowed: "),
+        ("config.yaml", ".", "holds config.yaml; allowed: "),
+        ("metrics.jsonl", ".", "holds metrics.jsonl; allowed: "),
     ],
 )
 def test_folder_that_no_run_can_use_is_a_sentence(

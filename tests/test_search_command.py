@@ -48,6 +48,7 @@ pytestmark = pytest.mark.usefixtures("_in_tmp_path")
         (GRID, "entrypoint=python3 train.py", "entrypoint: got 'python3 train.py'; allowed"),
         (GRID, "entrypoint=python3 'train", 'entrypoint: got "python3 \'train"; allowed'),
         ("find_loss_scale.yaml", "a=1", "allowed in a search: python3 -m determined_amp train"),
+        ("loss_scale_asha.yaml", "searcher.max_time=7", "max_length: is not searcher.max_time"),
         (COMPARISON, "hyperparameters.trial_seed.vals=[1, -1]", "trial_seed: got -1; allowed"),
     ],
 )

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import yaml
 
-from determined_amp.amp.errors import ConfigError
 from determined_amp.cli import search as command
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.experiment.training import Length
@@ -75,17 +74,6 @@ def test_scale_from_a_range_is_a_power_of_two_and_a_listed_one_is_not_changed() 
         assert trial.amp is not None
         assert trial.amp.init_scale == used
         assert trial.config["hyperparameters"]["amp"]["init_scale"] == used
-
-
-def test_early_stopping_checks_the_lengths_of_the_experiment() -> None:
-    asha = {"searcher.name": "adaptive_asha", "searcher.max_trials": 4}
-    asha |= {"searcher.time_metric": "batches", "searcher.max_time": 8}
-    asha |= {"searcher.max_length.batches": 8, "min_validation_period.batches": 2}
-    SearchPlan(with_overrides(STRANGER, [f"{key}={value}" for key, value in asha.items()]), "a")
-    asha["searcher.max_time"] = 16
-    longer = with_overrides(STRANGER, [f"{key}={value}" for key, value in asha.items()])
-    with pytest.raises(ConfigError, match=r"max_length: is not searcher\.max_time"):
-        SearchPlan(longer, "a")
 
 
 def test_trial_is_named_in_the_entrypoint() -> None:

@@ -114,19 +114,6 @@ def test_trial_worse_than_another_stops_where_they_are_first_compared(tmp_path: 
     assert continues == [True, True, True, False, True]
 
 
-def test_report_that_a_killed_search_has_stored_is_not_stored_again(tmp_path: Path) -> None:
-    """Optuna would warn, which is an error here."""
-    config = searching.load(tmp_path, "loss_scale_grid.yaml", *searching.THREE_SCALES)
-    plan = SearchPlan(config)
-    report = {"group": "validation", "loss_scale_score": 1.0, "batches": 2}
-    for _ in range(2):
-        study, _ = open_study(tmp_path, plan)
-        trial = study.ask()
-        assert Objective(plan, tmp_path, 1)._goes_on(trial, report)
-        assert trial.number == 0
-    assert study.trials[0].intermediate_values == {2: 1.0}
-
-
 AFTER = "; it ended after 2 batches"
 
 

@@ -10,11 +10,11 @@ It can be the entrypoint of an experiment on a cluster, with the options `--tria
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from determined_amp.amp.errors import ConfigError, Problem, UserError
+from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.cli.options import add_batches_option, experiment_of, parser_of
 from determined_amp.experiment.failures import is_task
 from determined_amp.experiment.files import write_together, write_whole
@@ -31,10 +31,14 @@ def main(arguments: Sequence[str]) -> int:
 
         find_task(options.trial, options.batches, arguments)
         return 0
-    targets = {"--json": (options.json, ".json"), "--plot": (options.plot, ".png")}
-    problems = [p for name, target in targets.items() for p in _problems(name, *target)]
-    if problems:
-        raise ConfigError("command line", problems)
+    for option, target, suffix in (
+        ("--json", options.json, ".json"),
+        ("--plot", options.plot, ".png"),
+    ):
+        # Before the work, and so that no YAML is replaced.
+        if target is not None and (target.suffix != suffix or not target.parent.is_dir()):
+            text = f"got {target}; allowed: a name in {suffix}, in a folder that exists"
+            raise ConfigError(option, [text])
     experiment = experiment_of(options)
     # This imports torch, which takes seconds.
     from determined_amp.local.open_trial import open_trial  # noqa: PLC0415
@@ -59,16 +63,6 @@ def _save(answer: FoundScale, options: argparse.Namespace) -> None:
             print(f"written: {options.plot}")
     except OSError as error:
         raise UserError(f"the answer cannot be written: {error}; allowed: another file") from error
-
-
-def _problems(option: str, target: Path | None, suffix: str) -> Iterator[Problem]:
-    """What is wrong with the name of a file, before the work starts."""
-    if target is None:
-        return
-    if not target.parent.is_dir():
-        yield Problem(option, f"got {target}, whose folder does not exist; allowed: one that does")
-    if target.suffix != suffix:  # so that no YAML is replaced
-        yield Problem(option, f"got {target}; allowed: a name in {suffix}")
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

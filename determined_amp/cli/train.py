@@ -51,16 +51,12 @@ def _train_here(options: argparse.Namespace, experiment: Experiment) -> int:
     def choose_folder() -> RunFolder:
         folder = RunFolder(Path(given) if given else fresh_folder(Path("runs"), experiment.name))
         held.enter_context(folder.locked())
-        problem = None
-        if resume is None and folder.foreign:
-            problem = (
-                f"{given} holds no run, and {', '.join(folder.foreign)}; allowed: a new folder, or "
-                "that of a run"
+        taken = folder.foreign or [saved.name for saved in complete_checkpoints(folder.checkpoints)]
+        if resume is None and taken:
+            text = (
+                f"{given} holds {taken[0]}; allowed: a new folder, or --resume to go on with a run"
             )
-        elif resume is None and complete_checkpoints(folder.checkpoints):
-            problem = f"{given} holds a run already; allowed: another folder, or --resume {given}"
-        if problem is not None:
-            raise ConfigError("--run-folder", [problem])
+            raise ConfigError("--run-folder", [text])
         return folder
 
     with ExitStack() as held:

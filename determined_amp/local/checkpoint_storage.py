@@ -56,10 +56,16 @@ def translating_disk_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         if not is_of_the_machine(error, folder):
             raise
-        kept = "what it has saved is intact: fix this, then continue with --resume"
-        if not complete_checkpoints(folder / "checkpoints"):
-            kept = "there is no checkpoint of it"
-        raise DiskError(f"{folder}: the run cannot go on: {error}; {kept}") from error
+        raise _disk_error(
+            f"{folder}: the run cannot go on", error, folder / "checkpoints"
+        ) from error
+
+
+def _disk_error(what: str, error: BaseException, checkpoints: Path) -> DiskError:
+    kept = "what it has saved is intact: fix this, then continue with --resume"
+    if not complete_checkpoints(checkpoints):
+        kept = "there is no checkpoint of the run"
+    return DiskError(f"{what}: {error}; {kept}")
 
 
 class LocalCheckpoints(core.DummyCheckpointContext):
@@ -116,10 +122,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
             shutil.rmtree(partial, ignore_errors=True)
             if not _is_of_the_disk(error):
                 raise
-            kept = "the checkpoints before it are intact"
-            if not complete_checkpoints(self._folder):
-                kept = "there is no checkpoint before it"
-            raise DiskError(f"{final}: could not be saved: {error}; {kept}") from error
+            raise _disk_error(f"{final}: could not be saved", error, self._folder) from error
         replaced = self._folder / f".{name}.replaced"
         if final.exists():
             final.rename(replaced)

@@ -6,14 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress
 
 from determined_amp.amp.metric_names import AuditMetricName, MetricName
 from determined_amp.experiment.experiment import Experiment
@@ -38,22 +31,9 @@ _SHOWN = {
 # One line shows at most this many metrics of the trial's own.
 _MOST_OTHERS = 12
 
-# How the names of our other metrics begin.
+# Names of our metrics, and how those begin that are not shown.
+_OURS = {*_SHOWN, *LENGTH_UNITS}
 _EXPLAIN = ("watch_", MetricName.SKIPPED_STEPS)
-
-
-def _progress_bar(console: Console) -> Progress:
-    """A bar with the count of batches, the elapsed and the remaining time."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("batches"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
 
 
 class Display(RunListener):
@@ -62,10 +42,9 @@ class Display(RunListener):
     def __init__(self, experiment: Experiment, console: Console) -> None:
         self._title = experiment.name
         self._precision = experiment.precision
-        self._metric = experiment.platform.searcher.metric
         self._length = experiment.key_of("max_length")
         self._console = console
-        self._progress = _progress_bar(console)
+        self._progress = Progress(console=console, transient=True)
 
     def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
         self._folder = folder.shown
@@ -95,7 +74,8 @@ class Display(RunListener):
         self._progress.update(self._task, completed=batches)
         numbers = {name: value for name, value in line.items() if isinstance(value, (int, float))}
         shown = [text.format(numbers[name]) for name, text in _SHOWN.items() if name in numbers]
-        shown += [f"{name} {numbers[name]:.4g}" for name in self._others(numbers)]
+        own = [name for name in numbers if name not in _OURS and not name.startswith(_EXPLAIN)]
+        shown += [f"{name} {numbers[name]:.4g}" for name in own[:_MOST_OTHERS]]
         self._say(f"{group[:5]} {batches:>6}  " + "  ".join(shown))
 
     def on_end(self, error: BaseException | None, *, stopped: bool) -> None:
@@ -111,10 +91,3 @@ class Display(RunListener):
 
     def _say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
-
-    def _others(self, numbers: Mapping[str, float]) -> list[str]:
-        """The trial's own metrics, that of the searcher first."""
-        ours = {*_SHOWN, *LENGTH_UNITS}
-        own = [name for name in numbers if name not in ours and not name.startswith(_EXPLAIN)]
-        own.sort(key=lambda name: name != self._metric)
-        return own[:_MOST_OTHERS]

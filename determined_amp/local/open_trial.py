@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,10 +64,8 @@ def outcome(error: BaseException) -> tuple[RunState, str]:
         return RunState.STOPPED, str(error)
     if isinstance(error, UserError):
         return RunState.FAILED, str(error)
-    lines = []
-    with suppress(Exception):  # the `__str__` of a user's error may raise
-        lines = str(error).splitlines()
-    return RunState.FAILED, ": ".join([type(error).__name__, *lines[:1]])
+    (text, *_) = traceback.format_exception_only(error)
+    return RunState.FAILED, text.splitlines()[0]
 
 
 def trial_context(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -19,7 +19,6 @@ from determined_amp.runs.run import RunState
 
 # Variables that torchrun sets in every process.
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-_OF_A_NEW_GROUP = ("MASTER_ADDR", "MASTER_PORT")
 
 
 @contextmanager
@@ -35,7 +34,12 @@ def process_group() -> Iterator[core.DistributedContext]:
         return
     # torch 2.3 hangs in a second group of the same process, so an existing one is used.
     owned = not distributed.is_initialized()
-    _check_environment(size, (*_OF_TORCHRUN, *(_OF_A_NEW_GROUP if owned else ())))
+    missing = [name for name in _OF_TORCHRUN if name not in os.environ]
+    if missing:
+        raise UserError(
+            f"WORLD_SIZE: got {size!r} in the environment without {', '.join(missing)}; allowed: "
+            "what torchrun sets, or unset WORLD_SIZE to train in one process"
+        )
     # Determined wraps models in DistributedDataParallel only under its own launcher, or with this.
     os.environ["USE_TORCH_DISTRIBUTED"] = "True"
     if owned:
@@ -45,16 +49,6 @@ def process_group() -> Iterator[core.DistributedContext]:
     finally:
         if owned:
             distributed.destroy_process_group()
-
-
-def _check_environment(size: str, needed: Sequence[str]) -> None:
-    missing = [name for name in needed if not os.environ.get(name)]
-    if missing or not size.isdecimal() or size == "0":
-        without = f" without {', '.join(missing)}" if missing else ""
-        raise UserError(
-            f"WORLD_SIZE: got {size!r} in the environment{without}; allowed: what torchrun sets, "
-            "or unset WORLD_SIZE to train in one process"
-        )
 
 
 class _Processes(core.DistributedContext):

@@ -9,16 +9,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from determined import core, util
 from rich.console import Console
 from torch import nn
 
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.patched import patched
+from determined_amp.amp.tensors import is_finite
 from determined_amp.experiment.experiment import CheckpointPolicy, Experiment
 from determined_amp.experiment.failures import faults_of_the_trial
 from determined_amp.experiment.files import directory_kept
@@ -34,7 +35,7 @@ from determined_amp.local.open_trial import outcome, translating_invalid_trials,
 from determined_amp.local.processes import StopOnSignal, process_group
 from determined_amp.local.run_listener import LocalReports, RunListener
 from determined_amp.runs.folder import RunFolder, read_record
-from determined_amp.runs.run import Run, RunState
+from determined_amp.runs.run import RunState
 from determined_amp.trial.checkpoint import CheckpointError
 from determined_amp.trial.determined_private import SafeController, controlled_by, epoch_length
 from determined_amp.trial.fitting import fit
@@ -71,7 +72,11 @@ class RunRecorder(RunListener):
             # First, since it refuses a damaged record.
             run = self._folder.describe(self._experiment, self._machine, first_batch=first_batch)
             self._folder.forget_metrics_after(first_batch)
-            _warn_of_changes(run)
+            # Reports do not compare a run that a resume has changed with others.
+            before, now = run.parts[-2:][0], run.parts[-1]
+            changes = _changes(before.what_it_trains, now.what_it_trains)
+            if changes:
+                logger.warning("at the resume after %d batches %s", first_batch, "; ".join(changes))
 
     def on_report(self, line: Mapping[str, Any]) -> None:
         self._folder.append_metrics(line)
@@ -99,16 +104,13 @@ class RunRecorder(RunListener):
         return RunState.COMPLETED, ""
 
 
-def _warn_of_changes(run: Run) -> None:
-    """Log what this resume changed: reports do not compare such a run with others."""
-    first = run.parts[-1].first_batch
-    changes = []
-    for name, values in run.changed.items():
-        before, now = (value for _, value in values[-2:])
-        if before != now:
-            changes.append(f"{name} from {before} to {now}")
-    if changes:
-        logger.warning("the resume after %d batches changed %s", first, "; ".join(changes))
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two trainings, by the names of their settings."""
+    return [
+        f"{name} changed from {before.get(name)} to {now.get(name)}"
+        for name in {**before, **now}
+        if before.get(name) != now.get(name)
+    ]
 
 
 class LocalController(SafeController):
@@ -261,13 +263,9 @@ def _naming_changes(folder: RunFolder, experiment: Experiment) -> Iterator[None]
     try:
         yield
     except CheckpointError as error:
-        before = read_record(folder.path).settings
-        changes = [
-            f"{name} changed from {before.get(name)} to {value}"
-            for name, value in experiment.settings.items()
-            if name.startswith("hyperparameters.") and value != before.get(name)
-        ]
-        raise CheckpointError("; ".join([*changes, str(error)])) from error
+        changes = _changes(read_record(folder.path).settings, experiment.settings)
+        ours = [change for change in changes if change.startswith("hyperparameters.")]
+        raise CheckpointError("; ".join([*ours, str(error)])) from error
 
 
 @contextmanager
@@ -286,10 +284,12 @@ def _notifying(
 
 
 def _are_finite(models: Sequence[nn.Module]) -> bool:
-    """Whether all parameters and buffers are finite; checked on the device, and read once."""
-    tensors = [t for m in models for t in (*m.parameters(), *m.buffers()) if t.is_floating_point()]
-    flags = [torch.isfinite(tensor.detach()).all() for tensor in tensors if tensor.numel()]
-    return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
+    """Whether all parameters and buffers are finite."""
+    for model in models:
+        tensors = chain(model.parameters(), model.buffers())
+        if not all(map(is_finite, tensors)):
+            return False
+    return True
 
 
 def _copy_user_code(here: Path, path: Path, on_cluster: bool) -> None:

@@ -262,16 +262,12 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
                 return
             try:
                 line = json.loads(text)
-                batches, group = line["batches"], line["group"]
+                line["group"], line["batches"] = str(line["group"]), int(line["batches"])
             except (LookupError, TypeError, ValueError) as error:
-                raise _damaged(path, number) from error
-            if type(batches) is not int or not isinstance(group, str):
-                raise _damaged(path, number)
+                raise RunError(
+                    f"{path}: line {number} is no report; allowed: the file without this line"
+                ) from error
             yield line
-
-
-def _damaged(path: Path, number: int) -> RunError:
-    return RunError(f"{path}: line {number} is no report; allowed: the file without this line")
 
 
 def fresh_folder(root: Path, name: str) -> Path:

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import optuna
@@ -132,7 +131,7 @@ def _optimize(
         study, waiting = open_study(folder, plan)
         objective = Objective(plan, folder, workers, is_paused)
         with (
-            on_stop_signals(objective.on_signal),
+            on_stop_signals(lambda number, frame: objective.stop()),
             objective.limited_to(time_limit),
             suppress(OpenTrialError),
         ):
@@ -183,10 +182,6 @@ class Objective:
         """Whether a signal, the time limit or a fault asked to stop."""
         return self._signals > 0
 
-    def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle SIGINT and SIGTERM by stopping the trials."""
-        self._stop()
-
     @contextmanager
     def limited_to(self, seconds: float | None) -> Iterator[None]:
         """Stop the trials after this time inside this block, and kill them `GRACE` later."""
@@ -216,7 +211,7 @@ class Objective:
             run = self._run(trial)
         except Exception as error:  # of a file, not of the trial
             self.fault = error
-            self._stop()
+            self.stop()
             raise OpenTrialError from error
         print(line_of_a_trial(run, metric))
         if run.state is RunState.PRUNED:
@@ -276,7 +271,7 @@ class Objective:
     def _goes_on(self, trial: optuna.Trial, report: Mapping[str, Any]) -> bool:
         """Give a validation to Optuna; whether the trial continues after this report."""
         if not self.stopping and self._is_paused():
-            self._stop()
+            self.stop()
         settings = self._plan.settings
         value = report.get(settings.metric)
         if report["group"] != "validation" or not isinstance(value, (int, float)):
@@ -285,16 +280,15 @@ class Objective:
             return True
         asha = settings if isinstance(settings, AshaSearcher) else None
         length = int(report[asha.time_metric if asha else "batches"])
-        stored = trial.study.get_trials(deepcopy=False)[trial.number].intermediate_values
-        if length not in stored:  # a killed search may have stored it
-            trial.report(value, length)
+        trial.report(value, length)
         return asha is None or length >= asha.max_time or not trial.should_prune()
 
     def _stop_in_time(self) -> None:
         self.time_is_up = self.time_is_up or not self.stopping
-        self._stop()
+        self.stop()
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Stop the trials at their next report; the second time, end them."""
         self._signals += 1
         for trial in list(self._running):
             if self._signals == 1:
