@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
 from tests.fake_cuda import Syncs, fake_cuda, needs_fake_cuda
-from tests.harness import Fitted, fit, loader
+from tests.harness import Fitted, fit, loader, needs_fused
 from tests.trials import Weights
 
 CPU = torch.device("cpu")
@@ -697,7 +697,7 @@ def halving_later(optimizer: Optimizer) -> Any:
     return lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.5)
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_fused)])
 def test_scheduled_rate_is_that_of_the_new_yaml_at_once_also_while_it_is_constant(
     fused: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -709,6 +709,7 @@ def test_scheduled_rate_is_that_of_the_new_yaml_at_once_also_while_it_is_constan
     assert "settings of the checkpoint" not in caplog.text
 
 
+@needs_fused
 def test_resume_steps_by_the_kernels_of_its_own_optimizer() -> None:
     """Else torch's scaler leaves an overflow to a fused kernel that is not called."""
 
