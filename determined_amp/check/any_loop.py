@@ -83,12 +83,12 @@ def leave_out_recorder(error: BaseException) -> None:
 
 
 def _gather_scales(record: Record) -> None:
-    """Let each rank know the scales of all."""
+    """Let each rank know the scales of all, at their newest update."""
     if distributed.is_available() and distributed.is_initialized():
         gathered: list[Any] = [None] * distributed.get_world_size()
         with suppress(RuntimeError):  # a rank has left
-            distributed.all_gather_object(gathered, [each.after for each in record.of("update")])
-            record.scales_of_ranks = gathered
+            distributed.all_gather_object(gathered, record.of("update")[-1:])
+            record.scales_of_ranks = [update.after for updates in gathered for update in updates]
 
 
 def _kind_of_iterators() -> type:

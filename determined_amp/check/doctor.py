@@ -48,13 +48,13 @@ def examine(
             notify("once more, since it raised an error")
             probe = replace(probe, overflows=())
             undisturbed = run(probe)
-            if undisturbed.error is None:
+            if not undisturbed.error:
                 record, findings = undisturbed, judge_record(undisturbed)
                 findings.notes.append("it raises an error on an overflow, so none was forced")
         if any(folder.glob("*/state_dict.pth")):
             notify("resuming from the checkpoint")
             findings.all += _lost_by_resume(record, run(replace(probe, resumes=True)))
-        if any(scaler.used for scaler in record.scalers) and record.error is None:
+        if any(scaler.used for scaler in record.scalers) and not record.error:
             notify("training while the loss scale moves, in float32")
             moved = judge_record(run(replace(probe, overflows=(), exact=True)))
             known = {finding.key for finding in findings}
@@ -75,9 +75,8 @@ def _lost_by_resume(before: Record, after: Record) -> Iterator[CheckFinding]:
         after: A run in a fresh process that began with it.
     """
     if not after.batches:
-        if after.error is not None:
-            effect = ": ".join([after.error[0], *after.error[1].splitlines()[:1]])
-            yield found("resume_fails", [after.raised], effect, SUSPICION)
+        if after.error:
+            yield found("resume_fails", [after.raised], after.first_line_of_error, SUSPICION)
         return
     for scaler, was, now in _changed(before.scalers, after.scalers):
         if scaler.used:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
 from determined_amp.check import invariants, rules  # noqa: F401  # they list themselves
-from determined_amp.check.finding import CheckFinding, CheckFindings, Where
+from determined_amp.check.finding import CheckFinding, CheckFindings
 from determined_amp.check.record import Record
 from determined_amp.check.remedies import REMEDIES
 from determined_amp.check.ruling import RULES
@@ -26,20 +28,21 @@ EXPLAINED = {
         *("no_steps", "overflow_hidden", "depends_on_scale", "loss_16_bits"),
     },
     "unscaled_loss": {"no_loss_scale"},
+    "unscaled_twice": {"unscale_in_window"},
+    "update_in_window": {"step_without_scaler"},
     "scales_mixed": {"not_zeroed", "unscale_in_window", "update_in_window"},
     "schedule_not_saved": {"scaler_not_saved", "resume_fails"},
 }
 
 
 def judge_record(record: Record) -> CheckFindings:
-    """All findings of one run. What two rules find on one line is one finding."""
-    by_place: dict[tuple[str, Where | None], CheckFinding] = {}
-    for finding in (each for rule in RULES for each in rule(record)):
-        place = finding.key, finding.where[0] if finding.where else None
-        same = by_place.get(place)
-        effect = f"{same.effect}; {finding.effect}" if same else finding.effect
-        by_place[place] = replace(same or finding, effect=effect)
-    findings = CheckFindings(without_consequences([*by_place.values()]), seen=_seen(record))
+    """All findings of one run: one for each kind of mistake, with all of its lines."""
+    by_key: dict[str, list[CheckFinding]] = defaultdict(list)
+    for judge in RULES:
+        for finding in judge(record):
+            by_key[finding.key].append(finding)
+    merged = [_merged(same) for same in by_key.values()]
+    findings = CheckFindings(without_consequences(merged), seen=_seen(record))
     if not record.determined:
         findings.all = [replace(f, write=REMEDIES[f.key].in_a_loop or f.write) for f in findings]
     if record.disturbed and not record.determined:
@@ -55,25 +58,30 @@ def judge_record(record: Record) -> CheckFindings:
     return findings
 
 
+def _merged(same: Sequence[CheckFinding]) -> CheckFinding:
+    """One finding of those with the same key: as sure as the surest."""
+    findings = CheckFindings([*same])
+    findings.sort()
+    lines = dict.fromkeys(line for finding in findings for line in finding.where)
+    effects = dict.fromkeys(finding.effect for finding in findings)
+    return replace(findings.all[0], where=tuple(lines), effect="; ".join(effects))
+
+
 def without_consequences(findings: list[CheckFinding]) -> list[CheckFinding]:
     """The findings, without what a fault among them explains."""
     faults = {finding.key for finding in CheckFindings(findings).faults}
-    return [each for each in findings if not EXPLAINED.get(each.key, set()) & faults]
+    return [each for each in findings if faults.isdisjoint(EXPLAINED.get(each.key, ()))]
 
 
 def interventions(record: Record) -> list[str]:
     """In which windows the doctor made an overflow or moved a scale, for the notes."""
-    overflown, moved = set(), set()
-    for optimizer in range(record.optimizers):
-        windows = [window for window in record.complete if window.optimizer == optimizer]
-        for count, window in enumerate(windows, 1):
-            overflown |= {count} if window.forced else set()
-            moved |= {count} if window.steps[0].moved else set()
+    overflown = {window.place for window in record.complete if window.forced}
+    moved = {window.place for window in record.complete if window.steps[0].moved}
     texts = {"made an overflow": overflown, "divided the loss scale": moved}
     return [
-        f"the doctor {text} in these steps of an optimizer: {', '.join(map(str, sorted(counts)))}"
-        for text, counts in texts.items()
-        if counts
+        f"the doctor {text} in these steps of an optimizer: {', '.join(map(str, sorted(places)))}"
+        for text, places in texts.items()
+        if places
     ]
 
 
@@ -81,11 +89,10 @@ def _seen(record: Record) -> str:
     backwards = record.of("backward")
     if not backwards:
         return "nothing was trained, so nothing was examined"
-    skipped, steps = record.of("step", skipped=True), record.of("step")
     dtypes = sorted({region.dtype for region in record.regions})
     amp = f"autocast in {' and '.join(dtypes)}" if dtypes else "no autocast"
     scaler = "a GradScaler" if record.scales else "no GradScaler"
-    applied = len(steps) - len(skipped)
     # Where no loader gives batches, nobody knows how many there were.
     count = f"{record.batches} batches" if record.batches else f"{len(backwards)} backwards"
-    return f"{count}, {applied} steps, {len(skipped)} skipped, {amp}, {scaler}"
+    applied, skipped = (len(record.of("step", skipped=each)) for each in (False, True))
+    return f"{count}, {applied} steps, {skipped} skipped, {amp}, {scaler}"

@@ -20,7 +20,8 @@ class Event(SimpleNamespace):
     | kind | |
     |---|---|
     | `backward` | its `loss`, whether under `autocast`, whether the loss is `finite`, how many |
-    | | optimizers it `reached`, the norm of what it `added`, the largest `scale` then |
+    | | optimizers it `reached`, the norm that it `added`, the largest `scale` then, whether a |
+    | | scaler has `divided` its gradients for a step |
     | `unscale` | |
     | `clip` | of `norm` or value, to what `limit`, the `norm` it saw, the `factor` of gradients |
     | `zero_grad` | |
@@ -59,6 +60,7 @@ class Schedule:
     optimizer: int  # the number of its optimizer
     ours: bool = False  # this library moves it, or another scheduler
     wrapped: bool = False  # Determined moves it
+    by_hand: bool = False  # it is none: code of the user's sets the rate
     states: dict[str, Any] = field(default_factory=dict)  # its place, as with a scaler
 
 
@@ -67,6 +69,7 @@ class StepWindow:
     """What happened to one optimizer from the first backward after a step to its next ones."""
 
     optimizer: int  # its number
+    place: int = 0  # among its windows, from 1
     backwards: list[Event] = field(default_factory=list)  # whose gradients it has
     lost: int = 0  # of the backwards, whose gradients were zeroed before any step used them
     zeroed: list[Event] = field(default_factory=list)  # by these
@@ -74,7 +77,7 @@ class StepWindow:
     unscales: list[Event] = field(default_factory=list)
     steps: list[Event] = field(default_factory=list)
     moves: list[Event] = field(default_factory=list)  # of its schedulers until the next backward
-    forced: int = 0  # how often the doctor made it overflow
+    forced: bool = False  # the doctor made it overflow
 
     @property
     def used(self) -> list[Event]:
@@ -84,6 +87,21 @@ class StepWindow:
     @property
     def skipped(self) -> bool:
         return all(step.skipped for step in self.steps)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a scaler makes one of its steps."""
+        return any(step.scaled for step in self.steps)
+
+    @property
+    def unscaled_early(self) -> list[Event]:
+        """What has divided gradients to which scaled ones were added then."""
+        last = max((each.number for each in self.used if each.loss.scale), default=-1)
+        return [unscale for unscale in self.unscales if unscale.number < last]
+
+    def movers_of(self, schedule: Schedule) -> set[Where | None]:
+        """The lines that moved a schedule."""
+        return {move.where for move in self.moves if move.schedule is schedule}
 
 
 @dataclass
@@ -109,12 +127,12 @@ class Record:
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     not_finite: list[str] = field(default_factory=list)  # weights and buffers, at the end
     first_overflow: str = ""  # what a forward has first that is not finite, and what helps
-    error: tuple[str, str] | None = None  # what was raised: its type, its text
+    error: str = ""  # what was raised: its type and its text
     raised: Where | None = None  # by which line
     disturbed: bool = False  # when the doctor had made gradients overflow
     saved: bool = False  # a checkpoint was made
     empty_scaler_state: bool = False  # its checkpoint has the state of a disabled scaler
-    scales_of_ranks: list[list[float]] = field(default_factory=list)  # left by each update
+    scales_of_ranks: list[float] = field(default_factory=list)  # at the end
 
     def note(self, kind: str, **known: Any) -> Event:
         """Add an event that the line of the user's does which is being executed."""
@@ -144,9 +162,23 @@ class Record:
         return any(scaler.enabled and scaler.used for scaler in self.scalers)
 
     @property
+    def mixes(self) -> bool:
+        """Whether it has autocast or scales a loss."""
+        return bool(self.regions) or self.scales
+
+    @property
     def is_amp(self) -> bool:
         """Whether there is any mixed precision."""
         return any(scaler.enabled for scaler in self.scalers) or bool(self.regions)
+
+    @property
+    def lines_of_scalers(self) -> list[Where | None]:
+        """The lines that made those of the user's that are enabled."""
+        return [each.where for each in self.scalers if each.enabled and not each.ours]
+
+    @property
+    def first_line_of_error(self) -> str:
+        return self.error.partition("\n")[0]
 
     @property
     def complete(self) -> list[StepWindow]:

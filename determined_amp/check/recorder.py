@@ -7,7 +7,7 @@ import math
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -45,8 +45,8 @@ from determined_amp.check.record import Record, Scaler, Schedule
 from determined_amp.check.scale_moves import Moves, ScaleMoves
 from determined_amp.check.step_gradients import StepGradients
 
-Own = Callable[..., Any]  # what a hook is called in place of
-Hook = Callable[..., Any]  # called with that and its arguments
+Run = Callable[..., Any]  # makes the call that a hook is called in place of
+Hook = Callable[..., Any]  # called with that and the arguments of the call
 
 # Windows of an optimizer, from 0, in which the doctor makes the gradients overflow.
 OVERFLOWS = (5, 8)
@@ -108,7 +108,7 @@ class Recorder:
     def take_state(self, moment: str) -> None:
         """Keep the scale of each scaler and the place of each schedule."""
         for scaler, known in self._scalers.items():
-            known.states[moment] = self._scale_of(scaler)
+            known.states[moment] = _scale_of(scaler)
         for scheduler, schedule in self.schedules.items():
             schedule.states[moment] = getattr(scheduler, "last_epoch", None)
 
@@ -152,7 +152,7 @@ class Recorder:
         # A sentence of this library tells what the trial raised.
         cause = error.__cause__ if isinstance(error, UserError) else None
         cause = cause or error
-        self.record.error = type(cause).__name__, str(cause)
+        self.record.error = f"{type(cause).__name__}: {cause}"
         self.record.raised = where_raised(cause)
         self.record.disturbed = self._disturbed
 
@@ -167,6 +167,7 @@ class Recorder:
     # What is watched, and by what.
 
     def _hooks(self) -> list[tuple[Any, str, Hook]]:
+        """The owner and the name of each function, and what is called in place of it."""
         makes = [getattr(lr_scheduler, name) for name in _SCHEDULERS]
         return [
             (_SCALER, "__init__", self._make),
@@ -185,11 +186,12 @@ class Recorder:
             (clip_grad, "_group_tensors_by_device_and_dtype", self._clip),
         ]
 
-    def _in_place_of(self, own: Own, hook: Hook) -> Callable[..., Any]:
+    def _in_place_of(self, own: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         @wraps(own)
         def call(*args: Any, **kwargs: Any) -> Any:
+            run = partial(own, *args, **kwargs)
             # A module that was imported meanwhile may have kept this.
-            return own(*args, **kwargs) if self._ended else hook(own, *args, **kwargs)
+            return run() if self._ended else hook(run, *args, **kwargs)
 
         return call
 
@@ -213,12 +215,10 @@ class Recorder:
 
     # Who takes part.
 
-    def _make(self, own: Own, it: Any, *args: Any, **kwargs: Any) -> None:
-        own(it, *args, **kwargs)
-        if isinstance(it, Optimizer):
-            self._parts_of(it)
-        else:
-            self._known_scaler(it)
+    def _make(self, run: Run, it: Any, *args: Any, **kwargs: Any) -> None:
+        run()
+        known = self._parts_of if isinstance(it, Optimizer) else self._known_scaler
+        known(it)
 
     def _parts_of(self, optimizer: Any) -> list[StepGradients]:
         """The gradients that an optimizer steps with: those of all that it holds, if it wraps."""
@@ -232,6 +232,13 @@ class Recorder:
             self._hook_into(optimizer, "zero_grad", self._zero)
         return self._parts[optimizer]
 
+    def _seen_parts_of(self, optimizer: Any) -> list[StepGradients]:
+        """The same, after a look at each."""
+        parts = self._parts_of(optimizer)
+        for gradients in parts:
+            gradients.look()
+        return parts
+
     def _rests(self) -> bool:
         """Whether the next window of an optimizer is one to make overflow."""
         return any(each.is_due() for each in self._gradients)
@@ -243,33 +250,28 @@ class Recorder:
             self.record.scalers.append(self._scalers[scaler])
         return self._scalers[scaler]
 
-    @staticmethod
-    def _scale_of(scaler: torch.amp.GradScaler) -> float | None:
-        return float(scaler.get_scale()) if scaler.is_enabled() else None
-
     def _scales(self) -> list[float]:
         """That of each scaler, in the order of their numbers; 0 of one that is switched off."""
-        return [self._scale_of(each) or 0.0 for each in self._scalers]
+        return [_scale_of(each) or 0.0 for each in self._scalers]
 
     # Schedules.
 
-    def _make_schedule(self, own: Own, it: Any, *args: Any, **kwargs: Any) -> None:
+    def _make_schedule(self, run: Run, it: Any, *args: Any, **kwargs: Any) -> None:
         self._hook_into(it, "step", self._move_schedule)
         with self._outermost("schedule", it):
-            own(it, *args, **kwargs)  # it moves to its first place
+            run()  # it moves to its first place
         self._known_schedule(it)
 
-    def _move_schedule(self, own: Own, it: Any, *args: Any, **kwargs: Any) -> Any:
+    def _move_schedule(self, run: Run, it: Any, *args: Any, **kwargs: Any) -> Any:
         with self._outermost("schedule", it) as outer:
-            result = own(it, *args, **kwargs)
-        if outer is not None:
-            # A class of the user's may call the method that it overrides: that is no inner one.
-            if outer is not it and it in self.schedules:
-                self.schedules[it].ours = True
-        elif called_by_library():
+            result = run()
+        # A class of the user's may call the method that it overrides: that is no inner one.
+        if outer not in (None, it) or (outer is None and called_by_library()):
             self._known_schedule(it).ours = True
-        else:
-            move = self.record.note("move", schedule=self._known_schedule(it))
+        elif outer is None:
+            schedule = self._known_schedule(it)
+            move = self.record.note("move", schedule=schedule)
+            move.where = move.where or schedule.where
             self._parts_of(it.optimizer)[0].window.moves.append(move)
         return result
 
@@ -282,11 +284,11 @@ class Recorder:
 
     # Backward, unscale, clip.
 
-    def _scale(self, own: Own, scaler: Any, outputs: Any) -> Any:
+    def _scale(self, run: Run, scaler: Any, outputs: Any) -> Any:
         self._moves.begin([scaler])
-        scaled = own(scaler, outputs)
+        scaled = run()
         self._moves.has_scaled(scaler)
-        scale = self._scale_of(scaler)
+        scale = _scale_of(scaler)
         if scale is not None:
             known = self._known_scaler(scaler)
             known.used = True
@@ -294,26 +296,34 @@ class Recorder:
             mark(scaled, outputs, scale, [*self._scalers].index(scaler))
         return scaled
 
-    def _backward(self, run: Own, *args: Any, **kwargs: Any) -> Any:
+    def _backward(self, own: Run, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """In place of the engine that all of torch's backwards call."""
+        run = partial(own, outputs, *args, **kwargs)
         with self._outermost("backward") as outer:
             if outer is not None:
-                return run(*args, **kwargs)
-            if not kwargs.get("accumulate_grad"):  # `torch.autograd.grad`
-                scale = loss_of(args[0], self._scales()).scale
-                gradients = run(*args, **kwargs)
-                mark_gradients(gradients, scale)
-                return gradients
-            return self._watch_backward(partial(run, *args, **kwargs), args[0])
+                return run()
+            if kwargs.get("accumulate_grad"):
+                return self._watch_backward(run, outputs)
+            scale = loss_of(outputs, self._scales()).scale  # `torch.autograd.grad`
+            gradients = run()
+            mark_gradients(gradients, scale)
+            return gradients
 
-    def _watch_backward(self, run: Callable[[], Any], outputs: Any) -> Any:
+    def _watch_backward(self, run: Run, outputs: Any) -> Any:
         self.before_backward()
         self._look_at_switches()
         scales = self._scales()
-        loss = loss_of(outputs, scales)
-        autocast = autocast_is_on("cpu") or autocast_is_on("cuda")
-        finite = all(map(is_finite, tensors_of(outputs)))
-        self._forwards.looks = not finite
+        event = self.record.note(
+            "backward",
+            loss=loss_of(outputs, scales),
+            autocast=autocast_is_on("cpu") or autocast_is_on("cuda"),
+            finite=all(map(is_finite, tensors_of(outputs))),
+            scale=max(scales, default=0.0),
+            reached=0,
+            added=0.0,
+            divided=False,
+        )
+        self._forwards.looks = not event.finite
         before = {}
         for gradients in self._gradients:
             gradients.look()
@@ -321,82 +331,67 @@ class Recorder:
             before[gradients] = gradients.versions()
         result = run()
         reached = [each for each, versions in before.items() if each.versions() != versions]
-        event = self.record.note(
-            "backward",
-            loss=loss,
-            autocast=autocast,
-            finite=finite,
-            reached=len(reached),
-            scale=max(scales, default=0.0),
-            added=math.hypot(*(gradients.norm_added() for gradients in reached)),
-        )
+        event.reached = len(reached)
         may_force = not self._moves.is_moved
-        for gradients in [each for each in reached if each.add(event, may_force=may_force)]:
-            self._disturbed = True
-            for sharing in self._of_trainers(gradients.weights):
-                sharing.window.forced = sharing.window.forced or 1
+        for gradients in reached:
+            if gradients.add(event, may_force=may_force):
+                self._disturb(gradients)
         return result
 
-    def _of_trainers(self, parameters: Iterable[torch.Tensor]) -> list[StepGradients]:
-        """The gradients of all who train any of these."""
-        theirs = set(map(id, parameters))
-        return [g for g in self._gradients if not theirs.isdisjoint(map(id, g.weights))]
+    def _disturb(self, forced: StepGradients) -> None:
+        """Gradients were made to overflow: those of all who train any of the same weights."""
+        self._disturbed = True
+        theirs = set(map(id, forced.weights))
+        for gradients in self._gradients:
+            if not theirs.isdisjoint(map(id, gradients.weights)):
+                gradients.window.forced = True
 
-    def _unscale(self, own: Own, scaler: Any, optimizer: Any) -> None:
-        parts = self._parts_of(optimizer)
-        for gradients in parts:
-            gradients.look()
-        own(scaler, optimizer)
+    def _unscale(self, run: Run, scaler: Any, optimizer: Any) -> None:
+        parts = self._seen_parts_of(optimizer)
+        run()
         if scaler.is_enabled() and any(gradients.pending for gradients in parts):
             for gradients in parts:
                 gradients.unscale(float(scaler.get_scale()))
 
-    def _clip(self, own: Own, lists: Any, *args: Any, **kwargs: Any) -> Any:
+    def _clip(self, run: Run, lists: Any, *args: Any, **kwargs: Any) -> Any:
         """Before a clip: it gets lists of gradients, and its limit stands in one of its frames."""
-        limit = _limit_of_clip()
+        known = _locals_of_clip()
         given = {id(gradient) for gradients in lists for gradient in gradients}
         pending = [each for each in self._gradients if each.pending]
         clipped = [each for each in pending if not given.isdisjoint(map(id, each.dense()))]
-        if limit is not None and clipped:
+        for of in {"max_norm", "clip_value"} & known.keys() if clipped else ():
             for gradients in clipped:
                 gradients.look()
                 gradients.clipped = True
             norm = math.hypot(*(each.norm for each in clipped))
             factor = max((each.factor for each in clipped if each.factor > 1.5), default=1.0)
-            self.record.note("clip", of=limit[0], limit=limit[1], norm=norm, factor=factor)
-        return own(lists, *args, **kwargs)
+            self.record.note("clip", of=of, limit=float(known[of]), norm=norm, factor=factor)
+        return run()
 
     # Step, update, zero_grad.
 
-    def _scaler_step(self, own: Own, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if scaler.is_enabled():
-            self._known_scaler(scaler)
+    def _scaler_step(self, run: Run, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         self._steps = 0  # an earlier one may have raised
-        parts, before = self._parts_of(optimizer), len(self.record.of("step"))
-        for gradients in parts:
-            gradients.look()
+        parts, before = self._seen_parts_of(optimizer), self.record.of("step")
         self._scaler_that_steps = scaler
         try:
-            result = own(scaler, optimizer, *args, **kwargs)
+            result = run()
         finally:
             self._scaler_that_steps = None
-        if len(self.record.of("step")) == before:
+        if len(self.record.of("step")) == len(before):
             found: Any = states_of_steps(scaler)[id(optimizer)]["found_inf_per_device"]
             for gradients in parts:
                 self._step(gradients, scaler, skipped=not found or any(map(bool, found.values())))
         return result
 
-    def _before_step(self, optimizer: Optimizer, *call: Any) -> None:
+    def _before_step(self, optimizer: Any, *call: Any) -> None:
         self._steps += 1
         if self._steps > 1:
             return
         # What a scaler leaves to a fused optimizer.
-        scale: Any = getattr(optimizer, "grad_scale", None)
-        found_inf: Any = getattr(optimizer, "found_inf", None)
-        skipped = found_inf is not None and bool(float(found_inf))
-        divisor = 1.0 if scale is None else float(scale)
-        for gradients in self._parts_of(optimizer):
-            gradients.look()
+        divisor = float(getattr(optimizer, "grad_scale", None) or 1.0)
+        skipped = bool(getattr(optimizer, "found_inf", None) or False)
+        for gradients in self._seen_parts_of(optimizer):
             self._step(gradients, self._scaler_that_steps, skipped=skipped, divisor=divisor)
 
     def _step(self, gradients: StepGradients, scaler: Any, *, skipped: bool, **how: Any) -> None:
@@ -404,7 +399,7 @@ class Recorder:
         gradients.step(
             skipped=skipped,
             scaled=scaled,
-            scale=self._scale_of(scaler) if scaled else gradients.scale,
+            scale=_scale_of(scaler) if scaled else gradients.scale,
             moved=self._moves.is_moved,
             disturbed=self._disturbed,
             after_save=self.record.saved,
@@ -417,22 +412,20 @@ class Recorder:
             for gradients in self._parts_of(optimizer):
                 gradients.note_used()
 
-    def _update(self, own: Own, scaler: Any, *args: Any, **kwargs: Any) -> None:
+    def _update(self, run: Run, scaler: Any, new_scale: Any = None) -> None:
         for gradients in self._gradients:
             gradients.look()
-        sets = bool(args) or kwargs.get("new_scale") is not None
-        self._moves.update(scaler, partial(own, scaler, *args, **kwargs), sets=sets)
+        self._moves.update(scaler, run, sets=new_scale is not None)
         self._disturbed = False
         if scaler.is_enabled():
-            self._known_scaler(scaler)
-            self.record.note("update", after=self._scale_of(scaler))
+            self.record.note("update", after=_scale_of(scaler))
 
-    def _zero(self, own: Own, it: Any, *args: Any, **kwargs: Any) -> Any:
+    def _zero(self, run: Run, *args: Any, **kwargs: Any) -> Any:
         # Whether it has zeroed something is seen at the next backward.
         with self._outermost("zero") as outer:
             if outer is None and not self._steps:
                 self.record.note("zero_grad")
-            return own(it, *args, **kwargs)
+            return run()
 
     # Forwards, and what costs, hides, switches or is saved.
 
@@ -441,12 +434,12 @@ class Recorder:
             self._moves.begin(self._scalers)
         self._forwards.before(module, inputs)
 
-    def _drop_casts(self, own: Own) -> None:
+    def _drop_casts(self, run: Run) -> None:
         self._forwards.drop_casts()
-        own()
+        run()
 
-    def _autocast(self, own: Own, region: Any) -> Any:
-        entered = own(region)
+    def _autocast(self, run: Run, region: Any) -> Any:
+        entered = run()
         is_enabled = autocast_is_on(region.device)
         if is_enabled:
             self._forwards.enter_autocast()
@@ -461,20 +454,16 @@ class Recorder:
             )
         return entered
 
-    def _function(self, name: str, args: Any, kwargs: Any) -> None:
+    def _function(self, name: str, tensor: torch.Tensor | None) -> None:
         """A function of torch is called, with the caller three frames above."""
-        if not self._in_batch:
-            return
-        if name in _READS:
+        if self._in_batch and name in _READS:
             self._note_read(name)
-        elif name in ("nan_to_num", "nan_to_num_"):
-            tensor = args[0] if args else kwargs["input"]
-            is_loss = tensor.requires_grad and tensor.numel() == 1
-            self.record.note("hide", scalar=is_loss)
+        elif self._in_batch and tensor is not None and name in ("nan_to_num", "nan_to_num_"):
+            self.record.note("hide", scalar=tensor.requires_grad and tensor.numel() == 1)
 
-    def _read(self, own: Own, scaler: Any) -> Any:
+    def _read(self, run: Run, scaler: Any) -> Any:
         self._note_read("get_scale")
-        return own(scaler)
+        return run()
 
     def _note_read(self, name: str) -> None:
         """The host reads; what torch and this library read by themselves is not counted."""
@@ -491,59 +480,53 @@ class Recorder:
         if self._products != before and self._in_batch:
             self.record.note("tf32", value=self._products)
 
-    def _save(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        parts = [*_parts_in(args[0] if args else kwargs["obj"])]
+    def _save(self, run: Run, obj: Any, *args: Any, **kwargs: Any) -> Any:
         scales = [scale for scale in self._scales() if scale]
-        optimizer = any(isinstance(each, Optimizer) or _is_optimizers(each) for each in parts)
-        scale = any(isinstance(each, _SCALER) or _number_of(each) in scales for each in parts)
+        parts = [*_parts_in(obj)]
+        optimizer = any(isinstance(each, Optimizer) or each == "param_groups" for each in parts)
+        scale = any(isinstance(each, _SCALER) or each in scales for each in parts)
         self.record.note("save", optimizer=optimizer, scale=scale)
-        return own(*args, **kwargs)
+        return run()
 
 
 class _Functions(TorchFunctionMode):
-    """Tells a hook which functions of torch are called, and with what."""
+    """Tells a hook which functions of torch are called, and with which tensor."""
 
-    def __init__(self, hook: Callable[[str, Any, Any], None]) -> None:
+    def __init__(self, hook: Callable[[str, Any], None]) -> None:
         super().__init__()
         self._hook = hook
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._hook(getattr(func, "__name__", ""), args, kwargs)
+        self._hook(getattr(func, "__name__", ""), args[0] if args else kwargs.get("input"))
         return func(*args, **kwargs)
 
 
-def _limit_of_clip() -> tuple[str, float] | None:
-    """The name and the value of the limit of a clip of torch's that begins now."""
-    limit = None
+def _scale_of(scaler: torch.amp.GradScaler) -> float | None:
+    return float(scaler.get_scale()) if scaler.is_enabled() else None
+
+
+def _locals_of_clip() -> dict[str, Any]:
+    """What a clip of torch's knows, by its own names; nothing if it has begun before."""
+    known: dict[str, Any] = {}
     for frame, _ in traceback.walk_stack(sys._getframe(3)):
-        known, name = frame.f_locals, frame.f_code.co_name
         if frame.f_code.co_filename != clip_grad.__file__:
             break
-        if name == "clip_grad_norm_" and "total_norm" in known:
-            return None  # it began before
-        for each in ("max_norm", "clip_value"):
-            limit = (each, float(known[each])) if each in known else limit
-    return limit
+        known |= frame.f_locals
+    return {} if "total_norm" in known else known
 
 
 def _parts_in(content: Any) -> Iterator[Any]:
-    """An object that is saved, and all that is in its containers."""
-    yield content
-    if isinstance(content, (dict, list, tuple)):
-        for part in content.values() if isinstance(content, dict) else content:
+    """Words, numbers, optimizers and scalers that are saved, in containers of any depth."""
+    if isinstance(content, torch.Tensor) and content.numel() == 1:
+        yield content.item()
+    elif isinstance(content, dict):
+        yield from _parts_in([*content.keys(), *content.values()])
+    elif isinstance(content, (list, tuple)):
+        for part in content:
             yield from _parts_in(part)
-
-
-def _is_optimizers(state: Any) -> bool:
-    return isinstance(state, dict) and "param_groups" in state
-
-
-def _number_of(value: Any) -> float | None:
-    is_number = isinstance(value, (int, float, torch.Tensor))
-    if not is_number or (isinstance(value, torch.Tensor) and value.numel() != 1):
-        return None
-    return float(value)
+    elif isinstance(content, (str, int, float, Optimizer, _SCALER)):
+        yield content
 
 
 @contextmanager

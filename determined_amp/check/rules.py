@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter, defaultdict
 from collections.abc import Iterator
-from itertools import pairwise
 
-from determined_amp.check.finding import CheckFinding, Where
-from determined_amp.check.invariants import dependence_of
+from determined_amp.check.finding import CheckFinding
 from determined_amp.check.record import Event, Record, Schedule, StepWindow
 from determined_amp.check.ruling import (
     COST,
@@ -30,89 +27,92 @@ _BY_STEPS = 0.75
 # Relative change of a validation metric by 16 bits that is no rounding, and one that may be some.
 _CHANGED, _MAYBE_CHANGED = 0.05, 0.01
 
+# Gradients that are multiplied by more than this are still scaled.
+_SCALED = 1.5
+
 # A limit that is this share of the scale was multiplied by it.
 _LIMIT = 0.01
+
+# What an update must be at least, as a share of a weight in this dtype.
+_UPDATES = {"float16": "1/2048", "bfloat16": "1/256"}
+
+# What a loss cannot be in this dtype.
+_LOSSES = {
+    "float16": "a loss above 65504 is inf, one below 6e-8 is 0, and a scale of 65536 is inf in it",
+    "bfloat16": "it has 3 digits",
+}
+
+
+# What is raised.
+
+_ERRORS = {
+    "step() has already been called since the last update()": "update_missing",
+    "unscale_() has already been called on this optimizer": "unscaled_twice",
+    "unscale_() is being called after step()": "unscaled_twice",
+    "No inf checks were recorded prior to update": "update_in_window",
+    "No inf checks were recorded for this optimizer": "no_gradients",
+    "Attempting to unscale FP16 gradients": "half_weights",
+    "_scale is None": "no_loss_scale",
+}
+
+# https://pytorch.org/docs/stable/amp.html, "CUDA Ops that promote to the widest input type".
+_CAST_ON_CUDA = re.compile(r": (scatter|dot|grid_sampler)\b")
+
+
+@rule
+def _error(record: Record) -> Iterator[CheckFinding]:
+    if not record.error:
+        return
+    level = FAULT
+    keys = [key for words, key in _ERRORS.items() if words in record.error]
+    if keys:
+        key = _cause(record, keys[0])
+    else:
+        key = name_in_16_bits(record.error) or "raised"
+        # What one device lacks another may have: CUDA's autocast casts the arguments of some
+        # operations for which that of a CPU does not.
+        elsewhere = key in ("raised", "no_16_bit_kernel") or _CAST_ON_CUDA.search(record.error)
+        if elsewhere and not record.error.startswith("InvalidExperimentException"):
+            level = SUSPICION
+    effect = f"the training stops in batch {record.batches}: {record.first_line_of_error}"
+    yield found(key, [record.raised], effect, level)
+
+
+def _cause(record: Record, key: str) -> str:
+    """The cause of an error of GradScaler that can have several."""
+    losses, steps, updates = map(record.of, ("backward", "step", "update"))
+    causes = {
+        "no_gradients": _cause_of_no_gradients(losses),
+        "unscaled_twice": "update_missing" if steps and not updates else key,
+        "update_missing": "step_twice" if updates else key,
+        "update_in_window": key if record.scales else "no_loss_scale",
+    }
+    return causes.get(key, key)
+
+
+def _cause_of_no_gradients(losses: list[Event]) -> str:
+    trained = any(backward.reached for backward in losses)
+    if losses and losses[-1].loss.leaf:
+        return "constant_loss" if trained else "loss_cut_off"
+    return "no_gradients" if trained else "other_parameters"
 
 
 # Scaling, stepping, updating.
 
 
 @rule
-def _ranks(record: Record) -> Iterator[CheckFinding]:
-    """The ranks of a distributed training have scales of their own."""
-    different = {tuple(scales) for scales in record.scales_of_ranks if scales}
-    if len(different) > 1:
-        last = sorted(scales[-1] for scales in different)
-        effect = f"{len(different)} ranks have other scales, at the end {number(last[0])} and "
+def _scales_of_ranks(record: Record) -> Iterator[CheckFinding]:
+    scales = sorted(set(record.scales_of_ranks))
+    if len(scales) > 1:
         lines = [scaler.where for scaler in record.scalers if scaler.used]
-        yield found("scale_differs_by_rank", lines, effect + number(last[-1]))
-
-
-_ERRORS = (
-    ("step() has already been called since the last update()", "update_missing"),
-    ("unscale_() has already been called on this optimizer", "unscaled_twice"),
-    ("unscale_() is being called after step()", "unscaled_twice"),
-    ("No inf checks were recorded prior to update", "update_in_window"),
-    ("No inf checks were recorded for this optimizer", "no_gradients"),
-    ("Attempting to unscale FP16 gradients", "half_weights"),
-    ("_scale is None", "no_loss_scale"),
-)
-
-# https://pytorch.org/docs/stable/amp.html, "CUDA Ops that promote to the widest input type".
-_CAST_ON_CUDA = re.compile(r"^(scatter|dot|grid_sampler)\b")
-
-
-@rule
-def _error(record: Record) -> Iterator[CheckFinding]:
-    if record.error is None:
-        return
-    kind, text = record.error
-    said = ": ".join([kind, *text.splitlines()[:1]])
-    effect = f"the training stops in batch {record.batches}: {said}"
-    level = FAULT
-    key = next((_cause(record, key) for words, key in _ERRORS if words in text), None)
-    if key is None:
-        key = name_in_16_bits(text) or "raised"
-        # What one device lacks another may have: CUDA's autocast casts the arguments of some
-        # operations for which that of a CPU does not.
-        elsewhere = key in ("raised", "no_16_bit_kernel") or _CAST_ON_CUDA.search(text)
-        if elsewhere and kind != "InvalidExperimentException":
-            level = SUSPICION
-    yield found(key, [record.raised], effect, level)
-
-
-def _cause(record: Record, key: str) -> str:
-    """The cause of an error of GradScaler that can have several."""
-    if key == "no_gradients":
-        losses = record.of("backward")
-        trained = any(backward.reached for backward in losses)
-        if losses and losses[-1].loss.leaf:
-            key = "constant_loss" if trained else "loss_cut_off"
-        elif losses and not trained:
-            key = "other_parameters"
-    elif key == "unscaled_twice":
-        since = [e.kind for e in record.events if e.kind in ("unscale", "backward", "update")]
-        key = "update_missing" if since[-1:] == ["backward"] else key
-        key = "unscale_in_window" if any(map(_unscaled_before, record.windows)) else key
-    elif key == "update_missing":
-        key = "step_twice" if record.of("update") else key
-    elif key == "update_in_window":
-        by_hand = [step for step in record.of("step")[-1:] if not step.scaled and step.factor > 1.5]
-        key = "step_without_scaler" if by_hand else key
-        key = key if any(scaler.used for scaler in record.scalers) else "no_loss_scale"
-    return key
-
-
-def _unscaled_before(window: StepWindow) -> list[Event]:
-    """What has unscaled gradients to which scaled ones were added then."""
-    last = max((each.number for each in window.used if each.loss.scale), default=-1)
-    return [unscale for unscale in window.unscales if unscale.number < last]
+        effect = f"at the end they have the scales {' and '.join(map(number, scales))}"
+        yield found("scale_differs_by_rank", lines, effect)
 
 
 @rule
 def _unscaled_early(record: Record) -> Iterator[CheckFinding]:
-    early = [unscale for window in record.windows for unscale in _unscaled_before(window)]
-    if early and record.error is None:
+    early = [unscale for window in record.windows for unscale in window.unscaled_early]
+    if early:
         effect = f"after {share_of(record, early)} gradients were added that are still scaled"
         yield found("unscale_in_window", early, effect)
 
@@ -120,12 +120,9 @@ def _unscaled_early(record: Record) -> Iterator[CheckFinding]:
 @rule
 def _unscaled_loss(record: Record) -> Iterator[CheckFinding]:
     """A loss was not scaled, or a part of it, and the scaler divides the gradients of all."""
-    divided = [w for w in record.complete if any(step.scaled for step in w.steps)]
-    by_line: dict[Where | None, list[Event]] = defaultdict(list)
-    for backward in {id(b): b for window in divided for b in window.used}.values():
-        if backward.loss.unscaled and not backward.loss.has_gradient:
-            by_line[backward.where].append(backward)
-    for line, backwards in by_line.items():
+    divided = [each for each in record.of("backward", divided=True) if each.loss.unscaled]
+    for line in {backward.where for backward in divided}:
+        backwards = [backward for backward in divided if backward.where == line]
         # A gradient of a scaled loss that is handed on is scaled, whatever the graph says.
         seen = dependence((each.scale, each.added) for each in backwards)
         is_part = any(backward.loss.scale for backward in backwards)
@@ -136,48 +133,42 @@ def _unscaled_loss(record: Record) -> Iterator[CheckFinding]:
 
 @rule
 def _step_without_scaler(record: Record) -> Iterator[CheckFinding]:
-    for optimizer in range(record.optimizers):
-        steps = record.of("step", optimizer=optimizer, scaled=False, again=False)
-        large = [step for step in steps if step.factor > 1.5 and math.isfinite(step.norm)]
-        seen = dependence_of(record, optimizer)
-        is_right = seen is not None and abs(seen.exponent) < 0.1
-        blind = [step for step in steps if step.disturbed and not math.isfinite(step.norm)]
-        effect = ""
-        if large and not is_right:
-            times = number(large[-1].factor)
-            effect = f"in {count_of(len(large), len(steps), 'step')} the gradients are {times} "
-            effect += "times as large as they should be"
-        elif blind:
-            effect = f"{len(blind)} forced overflows reached the weights"
-        if effect:
-            yield found("step_without_scaler", large or blind, effect)
+    steps = record.of("step", scaled=False, again=False)
+    scaled = [step for step in steps if step.factor > _SCALED and math.isfinite(step.norm)]
+    blind = [step for step in steps if step.disturbed and not math.isfinite(step.norm)]
+    if scaled:
+        times = number(scaled[-1].factor)
+        effect = (
+            f"{share_of(record, scaled)} got gradients {times} times as large as they should be"
+        )
+        yield found("step_without_scaler", scaled, effect)
+    elif blind:
+        effect = f"{len(blind)} forced overflows reached the weights"
+        yield found("step_without_scaler", blind, effect)
 
 
 @rule
 def _step_twice(record: Record) -> Iterator[CheckFinding]:
-    usual = [window.steps for window in record.complete if not window.forced]
-    twice = [s for s in usual if any(x.again for x in s) and any(x.scaled for x in s)]
+    again = {step.number for step in record.of("step", again=True)}
+    windows = [window for window in record.complete if not window.forced]
+    twice = [w.steps for w in windows if w.is_scaled and w.steps[-1].number in again]
     if twice:
-        many = count_of(len(twice), len(record.complete), "window")
-        lines = [step for steps in twice for step in steps]
-        yield found("step_twice", lines, f"{many} had {len(twice[-1])} steps")
+        many = count_of(twice, record.complete, "window")
+        yield found("step_twice", twice[-1], f"{many} had {len(twice[-1])} steps")
 
 
 @rule
 def _clips(record: Record) -> Iterator[CheckFinding]:
-    by_line: dict[Where | None, list[Event]] = defaultdict(list)
-    for clip in record.of("clip"):
-        takes_effect = clip.norm > clip.limit and clip.limit < _LIMIT * clip.factor
-        if clip.factor > 1.5 and takes_effect:
-            by_line[clip.where].append(clip)
-    for line, clips in by_line.items():
-        last = clips[-1]
-        effect = (
-            f"at scale {number(last.factor)} the limit {last.limit:g} clips true gradients at "
-            f"{last.limit / last.factor:.3g}, whose norm was {last.norm / last.factor:.3g}"
-        )
-        key = "clip_scaled" if last.of == "max_norm" else "clip_value_scaled"
-        yield found(key, [line], effect)
+    for of, key in (("max_norm", "clip_scaled"), ("clip_value", "clip_value_scaled")):
+        scaled = [clip for clip in record.of("clip", of=of) if clip.factor > _SCALED]
+        wrong = [clip for clip in scaled if clip.limit < min(clip.norm, _LIMIT * clip.factor)]
+        if wrong:
+            last = wrong[-1]
+            effect = (
+                f"at scale {number(last.factor)} the limit {last.limit:g} clips true gradients at "
+                f"{last.limit / last.factor:.3g}, whose norm was {last.norm / last.factor:.3g}"
+            )
+            yield found(key, wrong, effect)
 
 
 @rule
@@ -207,41 +198,25 @@ def _schedules(record: Record) -> Iterator[CheckFinding]:
 
 
 def _moves(record: Record, schedule: Schedule, windows: list[StepWindow]) -> Iterator[CheckFinding]:
-    # By window, the lines that moved it: where Determined did, the line that made the scheduler.
-    moved = []
-    for window in windows:
-        moves = [move for move in window.moves if move.schedule is schedule]
-        moved.append([move.where or schedule.where for move in moves])
-    steps, applied = len(windows), sum(not window.skipped for window in windows)
-    by_epochs = record.epochs >= _BY_STEPS * steps  # an epoch is one step
-    if sum(map(bool, moved)) < _BY_STEPS * applied or by_epochs:
-        return
     moves = record.of("move", schedule=schedule)
+    moving = [window for window in windows if window.movers_of(schedule)]
+    skipped = [window for window in windows if window.skipped]
+    steps = len(windows)
+    by_epochs = record.epochs >= _BY_STEPS * steps  # an epoch is one step
+    if by_epochs or len(moving) < _BY_STEPS * (steps - len(skipped)):
+        return
     effect = f"the rate moved {len(moves)} times in {steps} steps"
-    if sum(len(set(lines)) > 1 for lines in moved) > 0.5 * steps:
+    twice = [window for window in moving if len(window.movers_of(schedule)) > 1]
+    if len(twice) > steps / 2:
         effect += f": the schedule ends at {steps / len(moves):.0%} of the training"
-        yield found("schedule_twice", [move.where or schedule.where for move in moves], effect)
-    elif len(moves) > 1.5 * steps and any(move.where for move in moves):
+        yield found("schedule_twice", moves, effect)
+    elif len(moves) > 1.5 * steps and not schedule.wrapped:
         yield found("schedule_per_batch", moves, effect, SUSPICION)
-    skipped = [lines for window, lines in zip(windows, moved, strict=True) if window.skipped]
-    wrong = [lines for lines in skipped if lines]
+    wrong = [window for window in skipped if window in moving]
     if wrong:
-        many = count_of(len(wrong), len(skipped), "skipped step")
-        lines = [line for lines in wrong for line in lines]
-        yield found("schedule_on_skipped", lines, f"{many} moved the schedule")
-
-
-@rule
-def _rates_by_hand(record: Record) -> Iterator[CheckFinding]:
-    """A rate that no scheduler of torch's moves, and that moves on skipped steps."""
-    scheduled = {schedule.optimizer for schedule in record.schedules}
-    for optimizer in {*range(record.optimizers)} - scheduled:
-        windows = [w for w in record.complete if w.optimizer == optimizer]
-        moved = [w for w, then in pairwise(windows) if w.steps[0].rates != then.steps[0].rates]
-        skipped = sum(window.skipped for window in moved)
-        if skipped and len(moved) >= _BY_STEPS * (len(windows) - 1):
-            effect = f"{skipped} skipped steps moved a learning rate that no scheduler of torch has"
-            yield found("schedule_on_skipped", [], effect, SUSPICION)
+        effect = f"{count_of(wrong, skipped, 'skipped step')} moved the schedule"
+        level = SUSPICION if schedule.by_hand else FAULT
+        yield found("schedule_on_skipped", moves, effect, level)
 
 
 # Windows of several batches.
@@ -254,19 +229,24 @@ def _accumulation(record: Record) -> Iterator[CheckFinding]:
     if len(windows) < 2 or len(several) < len(windows) - 1 or not record.is_amp:
         return
     last = several[-1]
-    size, losses = len(last.backwards), [backward.loss for backward in last.backwards]
+    size = len(last.backwards)
     level = FAULT if record.batches else SUSPICION
-    zeroed = [each for window in several if window.lost for each in window.zeroed or window.used]
-    divisors = [loss.divisor / record.aggregation for loss in losses if loss.mean]
-    by_hand = abs(size * last.steps[0].by_hand - 1) < 1e-2
-    if sum(bool(window.lost) for window in several) >= len(windows) - 1:
+    lost = [window for window in several if window.lost]
+    if len(lost) >= len(windows) - 1:
         effect = f"{last.lost} of {size} micro-batches of each step are thrown away"
-        yield found("zero_grad_in_window", zeroed, effect, level)
-    elif record.aggregation > 1 and record.averages:
-        if divisors and abs(divisors[-1] - 1) < 1e-3:
+        lines = [line for window in lost for line in window.zeroed or window.used]
+        yield found("zero_grad_in_window", lines, effect, level)
+        return
+    losses = [backward.loss for backward in last.backwards]
+    divisor = losses[-1].divisor if all(loss.mean for loss in losses) else math.nan
+    by_hand = last.steps[0].by_hand
+    if record.aggregation > 1 and record.averages:
+        if math.isclose(divisor, record.aggregation, rel_tol=1e-3):
             effect = f"gradients are 1/{record.aggregation} of the mean over the window"
             yield found("loss_divided_twice", last.backwards, effect)
-    elif all(loss.mean and abs(loss.divisor - 1) < 1e-3 for loss in losses) and not by_hand:
+    elif math.isclose(divisor, 1, rel_tol=1e-3) and not math.isclose(
+        size * by_hand, 1, rel_tol=0.01
+    ):
         effect = f"a step has {size} times the mean gradient of its {size} micro-batches"
         yield found("loss_not_divided", last.backwards, effect, level)
 
@@ -286,36 +266,40 @@ def _is_accumulated(record: Record, window: StepWindow) -> bool:
 
 
 @rule
-def _autocast(record: Record) -> Iterator[CheckFinding]:
+def _backward_under_autocast(record: Record) -> Iterator[CheckFinding]:
     inside = record.of("backward", autocast=True)
     if inside:
         yield found("autocast_backward", inside, f"{share_of(record, inside)} ran under autocast")
-    halves = {"float16": 2048, "bfloat16": 256}
-    dtype = next((dtype for dtype in halves if dtype in record.weights), None)
-    mixes = record.regions or record.scales
-    if mixes and dtype and not (record.error and "FP16" in record.error[1]):
-        lost = f"an update smaller than 1/{halves[dtype]} of a weight is lost"
-        lines = [step for step in record.of("step") if step.where][:1]
-        yield found("half_weights", lines, f"weights are in {dtype}: {lost}")
-    elif mixes and record.forwards[False] and not (dtype or record.forwards[True]):
+
+
+@rule
+def _weights_in_16_bits(record: Record) -> Iterator[CheckFinding]:
+    for dtype in _UPDATES.keys() & record.weights if record.mixes else ():
+        effect = f"weights are in {dtype}: an update of less than {_UPDATES[dtype]} of one is lost"
+        steps = [step for step in record.of("step") if step.where]
+        yield found("half_weights", steps[:1], effect)
+
+
+@rule
+def _autocast_of_nothing(record: Record) -> Iterator[CheckFinding]:
+    is_float32 = record.forwards[False] and not record.forwards[True]
+    if record.mixes and is_float32 and _UPDATES.keys().isdisjoint(record.weights):
         off = record.of("autocast_off")
-        effect = f"0 of {record.forwards[False]} forwards of modules with weights ran under it"
         # A region that is switched off here may be on with a GPU.
         is_off_here = off and not record.regions and not record.has_cuda
+        effect = f"0 of {record.forwards[False]} forwards of modules with weights ran under it"
         level = SUSPICION if is_off_here else FAULT
         yield found("autocast_covers_nothing", record.regions or off, effect, level)
 
 
 @rule
 def _loss_in_16_bits(record: Record) -> Iterator[CheckFinding]:
-    float16 = "a loss above 65504 is inf, one below 6e-8 is 0, and a scale of 65536 is inf in it"
-    limits = {"float16": float16, "bfloat16": "it has 3 digits"}
     losses = [b for b in record.of("backward") if not b.loss.has_gradient]
-    for dtype, limit in limits.items() if record.regions or record.scales else ():
+    for dtype, limit in _LOSSES.items() if record.mixes else ():
         events = [backward for backward in losses if backward.loss.dtype == dtype]
-        bad = sum(not backward.finite for backward in events)
+        bad = [backward for backward in events if not backward.finite]
         if events:
-            level = FAULT if bad > len(events) / 2 else SUSPICION
+            level = FAULT if len(bad) > len(events) / 2 else SUSPICION
             effect = f"{share_of(record, events)} began at a loss in {dtype}: {limit}"
             yield found("loss_16_bits", events, effect, level)
 
@@ -329,22 +313,24 @@ def _hidden_nan(record: Record) -> Iterator[CheckFinding]:
 
 
 @rule
-def _scaler_and_dtype(record: Record) -> Iterator[CheckFinding]:
-    dtypes = {region.dtype for region in record.regions}
-    enabled = [scaler for scaler in record.scalers if scaler.enabled and not scaler.ours]
-    waits = record.of("step", scaled=True)
-    explicit = all(region.explicit for region in record.regions)
-    if dtypes == {"bfloat16"} and record.scales and explicit and waits:
-        effect = f"{share_of(record, waits)} asked the device whether to skip, for nothing"
-        yield found("bfloat16_with_scaler", [scaler.where for scaler in enabled], effect)
-    raised = record.error is not None and "_scale is None" in record.error[1]  # found with its line
+def _scaler_without_need(record: Record) -> Iterator[CheckFinding]:
+    steps = record.of("step", scaled=True)
+    kinds = {(region.dtype, region.explicit) for region in record.regions}
+    if steps and record.scales and kinds == {("bfloat16", True)}:
+        effect = f"{share_of(record, steps)} asked the device whether to skip, for nothing"
+        yield found("bfloat16_with_scaler", record.lines_of_scalers, effect)
+
+
+@rule
+def _need_of_scaler(record: Record) -> Iterator[CheckFinding]:
     losses = [backward.loss for backward in record.of("backward")]
-    scaled = any(loss.scale or loss.divisor < 1 / 8 for loss in losses)
-    if "float16" in dtypes and losses and not (scaled or raised or record.scales):
-        unused = [scaler.where for scaler in enabled]
+    by_hand = any(loss.scale or loss.divisor < 1 / 8 for loss in losses)
+    regions = [region for region in record.regions if region.dtype == "float16"]
+    if regions and losses and not (by_hand or record.scales):
         effect = f"{len(losses)} backwards, 0 scaled: gradients of 16-bit products below 6e-8 are 0"
+        unused = record.lines_of_scalers
         level = FAULT if unused else SUSPICION
-        yield found("no_loss_scale", unused or record.regions, effect, level)
+        yield found("no_loss_scale", unused or regions, effect, level)
 
 
 @rule
@@ -363,14 +349,9 @@ def _metrics(record: Record) -> Iterator[CheckFinding]:
 @rule
 def _checkpoint_of_a_loop(record: Record) -> Iterator[CheckFinding]:
     """In a loop of the user's own: the optimizer is saved, and the scaler is not."""
-    saves = record.of("save", optimizer=True)
-    updates = record.of("update")
-    if (
-        saves
-        and updates
-        and record.scales
-        and not (record.determined or record.of("save", scale=True))
-    ):
+    saves = [] if record.determined else record.of("save", optimizer=True)
+    updates = record.of("update") if record.scales else []
+    if saves and updates and not record.of("save", scale=True):
         effect = f"after a resume it begins at init_scale again, not at {number(updates[-1].after)}"
         yield found("scaler_not_saved", saves, effect)
 
@@ -394,13 +375,10 @@ def _tf32(record: Record) -> Iterator[CheckFinding]:
 
 
 @rule
-def _syncs(record: Record) -> Iterator[CheckFinding]:
-    lines: Counter[Where] = Counter()
-    for (where, _), times in record.syncs.items():
-        lines[where] += times
-    often = {where: n for where, n in lines.items() if n >= 0.5 * record.batches > 0}
+def _waits(record: Record) -> Iterator[CheckFinding]:
+    often = {read: n for read, n in record.syncs.items() if n >= 0.5 * record.batches > 0}
     if often and record.is_amp:
-        total = sum(often.values()) / record.batches
-        methods = sorted({method for where, method in record.syncs if where in often})
-        effect = f"{total:.3g} in each batch, by {', '.join(methods)}"
-        yield found("synchronisation", often, effect, COST)
+        many = sum(often.values()) / record.batches
+        by = ", ".join(sorted({name for _, name in often}))
+        effect = f"{many:.3g} in each batch, by {by}"
+        yield found("synchronisation", [line for line, _ in often], effect, COST)

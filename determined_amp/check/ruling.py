@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from statistics import median
 
@@ -12,7 +12,6 @@ from determined_amp.check.record import Event, Record
 from determined_amp.check.remedies import REMEDIES
 
 Rule = Callable[[Record], Iterator[CheckFinding]]
-Lines = Iterable[Event | Where | None]
 
 FAULT, SUSPICION, COST = Level.FAULT, Level.SUSPICION, Level.COST
 RULES: list[Rule] = []
@@ -23,34 +22,35 @@ _LEAST_RATIO, _LEAST_NORMS = 15.0, 3
 _SEPARATED = 0.8
 
 
-def found(key: str, at: Lines, effect: str, level: Level = FAULT) -> CheckFinding:
-    """A finding at these lines, or at those of these events."""
-    lines = dict.fromkeys(each.where if isinstance(each, Event) else each for each in at)
-    where = tuple(line for line in lines if line is not None)
-    return CheckFinding(key, level, REMEDIES[key].sentence, where, effect, REMEDIES[key].in_a_trial)
-
-
 def rule(judges: Rule) -> Rule:
     """Let a function be one of the rules; equal levels are told in the order of the rules."""
     RULES.append(judges)
     return judges
 
 
-def count_of(part: int, whole: int, what: str) -> str:
+def found(
+    key: str, at: Iterable[Event | Where | None], effect: str, level: Level = FAULT
+) -> CheckFinding:
+    """A finding at these lines, or at those of these events."""
+    lines = [each.where if isinstance(each, Event) else each for each in at]
+    where = tuple(dict.fromkeys(line for line in lines if line is not None))
+    return CheckFinding(key, level, REMEDIES[key].sentence, where, effect, REMEDIES[key].in_a_trial)
+
+
+def count_of(part: Sized, whole: Sized, what: str) -> str:
     """Such as `1 of 12 steps`."""
-    return f"{part} of {whole} {what}{'' if whole == 1 else 's'}"
+    return f"{len(part)} of {len(whole)} {what}{'' if len(whole) == 1 else 's'}"
 
 
 def share_of(record: Record, events: Sequence[Event]) -> str:
+    """How many events of their kind these are."""
     kind = events[0].kind
-    return count_of(len(events), len(record.of(kind)), kind)
+    return count_of(events, record.of(kind), kind)
 
 
 def number(value: float) -> str:
-    """Three digits, or all of a large whole number."""
-    if value >= 1000 and value == int(value):
-        return str(int(value))
-    return f"{value:.3g}"
+    """Three digits, or all of those before the point."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ def dependence(scales_and_norms: Iterable[tuple[float | None, float]]) -> Depend
     points = [(scale, norm) for scale, norm in scales_and_norms if scale and 0 < norm < math.inf]
     scales = [scale for scale, _ in points] or [1.0]
     middle = math.sqrt(min(scales) * max(scales))
-    low = [point for point in points if point[0] < middle]
-    high = [point for point in points if point[0] >= middle]
+    low = [norm for scale, norm in points if scale < middle]
+    high = [norm for scale, norm in points if scale >= middle]
     norms = min(len(low), len(high))
     if max(scales) < _LEAST_RATIO * min(scales) or norms < _LEAST_NORMS:
         return None
-    low_scale, low_norm = (median(values) for values in zip(*low, strict=True))
-    high_scale, high_norm = (median(values) for values in zip(*high, strict=True))
-    larger = sum(above > below for _, above in high for _, below in low)
+    scales.sort()
+    ratio = median(scales[len(low) :]) / median(scales[: len(low)])
+    larger = sum(above > below for above in high for below in low)
     share = larger / (len(high) * len(low))
     is_clear = max(share, 1 - share) >= _SEPARATED
-    return Dependence(high_norm / low_norm, high_scale / low_scale, norms, is_clear)
+    return Dependence(median(high) / median(low), ratio, norms, is_clear)

@@ -11,19 +11,13 @@ from torch.optim import Optimizer
 
 from determined_amp.amp.tensors import parameters_of, values_of
 from determined_amp.amp.torch_private import version_of
-from determined_amp.check.record import Event, Record, StepWindow
+from determined_amp.check.record import Event, Record, Schedule, StepWindow
 
 Versions = list[tuple[int, int]]
 
 # So often a window is made to overflow: what the first backward leaves may be zeroed before the
 # step, as the gradients that a generator's loss leaves in the discriminator are.
 _MOST_OVERFLOWS = 2
-
-
-def norm_of(tensors: list[torch.Tensor]) -> float:
-    """The norm of all of their numbers together, taken in float32."""
-    norms = [torch.linalg.vector_norm(each.detach().float()).cpu() for each in tensors]
-    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
 
 class StepGradients:
@@ -40,21 +34,21 @@ class StepGradients:
         self.factor = 1.0  # what they are multiplied by; NaN if that is not known
         self.scale: float | None = None  # that the newest backward was scaled by
         self.pending = False  # there are some that no step has used
-        self.norm = math.nan  # when they were looked at last
+        self.norm = 0.0  # when they were looked at last
         self.clipped = False  # by torch, since they were looked at
         self.window = StepWindow(self.number)  # the newest
-        self._windows = 0  # that have begun
         self._optimizer = optimizer
         self._record = record
         self._overflows = overflows
-        self._before: list[torch.Tensor] = []  # the newest backward, if there were any to add to
         self._stale = 0  # of them, those that a step has used and nobody has zeroed since
         self._emptied = False  # after the newest backward
-        self._forces = False  # this window is one to make overflow
+        self._to_force = 0  # overflows in this window
         self._overflown = 0  # windows that were made to overflow
-        self._used: Versions | None = None  # by the newest step
+        self._used: Versions = []  # by the newest step
         self._unclipped: float | None = None  # the norm that the scaler left
         self._by_hand = 1.0  # what code of the user's has multiplied their norm by
+        self._rates: list[Any] | None = None  # at the newest step
+        self._stepped = self.window  # that of the newest step
         record.optimizers += 1
 
     @property
@@ -73,22 +67,23 @@ class StepGradients:
         return [(0, 0) if g is None else (id(g), version_of(g)) for g in gradients]
 
     def measure(self) -> None:
-        """Take their norm."""
-        self.norm = norm_of(self.dense())
+        """Take the norm of all of their numbers together, in float32."""
+        norms = [torch.linalg.vector_norm(each.detach().float()) for each in self.dense()]
+        self.norm = math.hypot(*map(float, norms))
 
     def look(self) -> None:
         """Note what code of the user's has done to them since they were looked at last."""
-        before = self.norm
         if not self.pending:
             # Those that no backward has left were set by the training, as `p.grad = g`.
-            if self._used is not None and self.versions() != self._used and self.dense():
+            if self._used and self.versions() != self._used and self.dense():
                 self.measure()
                 self.pending, self.factor = self.norm > 0, math.nan
                 self._open_window()
             return
+        before = self.norm
         self.measure()
-        by_torch, self.clipped = self.clipped, False
-        if by_torch:
+        if self.clipped:
+            self.clipped = False
             return
         ratio = self.norm / before if before else math.nan
         if abs(ratio - 1) > 1e-3:
@@ -98,21 +93,16 @@ class StepGradients:
 
     def before_backward(self) -> None:
         """They may have been zeroed, or not at all."""
-        gradients = self.dense()
-        if not self._emptied and self.pending and not any(bool(g.any()) for g in gradients):
-            self._empty()
-        self._before = [g.detach().clone() for g in gradients] if self.pending else []
         self._stale = 0
         if not self.pending:
-            now = zip(self.weights, self.versions(), self._used or [], strict=False)
+            now = zip(self.weights, self.versions(), self._used, strict=False)
             same = [p.grad for p, version, old in now if version == old and p.grad is not None]
             self._stale = sum(bool(values_of(gradient).any()) for gradient in same)
-
-    def _empty(self) -> None:
-        """They were zeroed before any step has used them."""
-        self.window.zeroed += self._record.of("zero_grad")[-1:]
-        self.window.lost, self.window.stale = len(self.window.backwards), 0
-        self.factor, self.norm, self._emptied = 1.0, 0.0, True
+        elif not self._emptied and not any(bool(gradient.any()) for gradient in self.dense()):
+            # Before any step has used them.
+            self.window.zeroed += self._record.of("zero_grad")[-1:]
+            self.window.lost, self.window.stale = len(self.window.backwards), 0
+            self.factor, self.norm, self._emptied = 1.0, 0.0, True
 
     def unscale(self, scale: float) -> None:
         """A scaler has looked for an overflow and divided them."""
@@ -123,7 +113,7 @@ class StepGradients:
 
     def is_due(self) -> bool:
         """Whether the next window is one to make overflow."""
-        return sum(number <= self._windows for number in self._overflows) > self._overflown
+        return sum(number <= self.window.place for number in self._overflows) > self._overflown
 
     def add(self, backward: Event, *, may_force: bool) -> bool:
         """A backward has added to them.
@@ -138,37 +128,35 @@ class StepGradients:
         # Where the scaler has looked, the loop has left the step out by itself.
         left_out = self._emptied and self._unclipped is not None and self.window.forced
         if self.window.steps or not self.window.backwards or left_out:
-            self._forces = may_force and self.is_due()
+            self._to_force = _MOST_OVERFLOWS if may_force and self.is_due() else 0
             self._open_window()
             self.window.stale = self._stale
-        window, loss = self.window, backward.loss
-        may_force = self._forces and bool(loss.scale) and window.forced < _MOST_OVERFLOWS
-        forces = may_force and (self._emptied or not window.backwards)
-        window.backwards.append(backward)
+        scale, is_first = backward.loss.scale, self._emptied or not self.window.backwards
+        forces = bool(scale) and is_first and self._to_force > 0
         if forces:
-            for weight in self.weights:
-                if weight.grad is not None:
-                    weight.grad.data.mul_(math.inf)  # no version: it is no change of the user
-            self._overflown += not window.forced
-            window.forced += 1
-        if loss.has_gradient and not loss.scale:
+            self._force()
+        self.window.backwards.append(backward)
+        if backward.loss.has_gradient and not scale:
             self.factor = math.nan  # that of the gradient it was given
-        elif loss.scale or not self.pending:
-            self.factor = loss.scale or 1.0
-        self.pending, self._emptied, self.scale = True, False, loss.scale
+        elif scale or not self.pending:
+            self.factor = scale or 1.0
+        before = self.norm if self.pending else 0.0
+        self.pending, self._emptied, self.scale = True, False, scale
         self.measure()
+        backward.added = math.hypot(backward.added, self.norm - before)
         return forces
 
-    def norm_added(self) -> float:
-        """The norm of what the newest backward has added."""
-        now = self.dense()
-        if len(now) != len(self._before):  # the first, or one that reached others
-            return norm_of(now)
-        return norm_of([a - b for a, b in zip(now, self._before, strict=True)])
+    def _force(self) -> None:
+        """Make them overflow."""
+        for weight in self.weights:
+            if weight.grad is not None:
+                weight.grad.data.mul_(math.inf)  # no version: it is no change of the user
+        self._to_force -= 1
+        self._overflown += not self.window.forced
+        self.window.forced = True
 
     def _open_window(self) -> None:
-        self.window = StepWindow(self.number)
-        self._windows += 1
+        self.window = StepWindow(self.number, self.window.place + 1)
         self._unclipped, self._by_hand = None, 1.0
         self._record.windows.append(self.window)
 
@@ -183,7 +171,7 @@ class StepGradients:
         self._record.weights |= {dtype.removeprefix("torch.") for dtype in dtypes}
         self.measure()
         norm = self.norm / divisor
-        event = self._record.note(
+        step = self._record.note(
             "step",
             optimizer=self.number,
             again=not self.pending and norm != 0,
@@ -194,10 +182,26 @@ class StepGradients:
             rates=[group.get("lr") for group in self._optimizer.param_groups],
             **known,
         )
+        if self._rates not in (None, step.rates):
+            self._move_by_hand()
         if self.pending or norm:  # there are some
-            self.window.steps.append(event)
+            self.window.steps.append(step)
+        for backward in self.window.used:
+            backward.divided = backward.divided or step.scaled
+        self._rates, self._stepped = step.rates, self.window
         self.pending, self.factor = False, 1.0
         self.note_used()
+
+    def _move_by_hand(self) -> None:
+        """The rate has moved since the last step; no scheduler does that if the record has none."""
+        schedules = [each for each in self._record.schedules if each.optimizer == self.number]
+        if not schedules:
+            schedules = [Schedule("rate by hand", None, self.number, by_hand=True)]
+            self._record.schedules += schedules
+        if schedules[0].by_hand:
+            move = self._record.note("move", schedule=schedules[0])
+            move.where = None
+            self._stepped.moves.append(move)
 
     def note_used(self) -> None:
         """Keep what a step has used: what differs from it later is new."""
