@@ -194,11 +194,6 @@ class TestEveryFile:
                 assert not NUMBER.fullmatch(value), f"{key}: {value!r} is a number read as text"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_every_file_with_its_defaults_filled_in_is_the_same_experiment(path: Path) -> None:
-    assert experiment.parse(load(path), path.name).resolved()
-
-
 @pytest.mark.parametrize(
     "path",
     [*FILES, *SEARCHES.glob("*.yaml"), ROOT / "docs" / "your_trial" / "amp.yaml"],

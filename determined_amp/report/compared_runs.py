@@ -110,18 +110,21 @@ def compare_runs(
         for pair in _to_compare(precisions, baseline)
     ]
     days = sorted(run.date[:10] for run in runs if run.date)
+    dates = list(dict.fromkeys(days[:1] + days[-1:]))
+    settings = {n: value for n, value in first.settings.items() if n not in _MAY_DIFFER}
+    notes = dict.fromkeys(note for source in sources for note in source.notes)
     return ComparedRuns(
         metric=metric,
         smaller_is_better=smaller_is_better,
         margin=margin,
         baseline=baseline,
-        settings={n: value for n, value in first.settings.items() if n not in _MAY_DIFFER},
+        settings=settings,
         machine=first.machine,
-        dates=list(dict.fromkeys(days[:1] + days[-1:])),
+        dates=dates,
         precisions=precisions,
         comparisons=comparisons,
         left_out=left_out,
-        notes=list(dict.fromkeys(note for source in sources for note in source.notes)),
+        notes=list(notes),
     )
 
 

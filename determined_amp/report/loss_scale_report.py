@@ -62,6 +62,12 @@ def write_loss_scale_report(
     lines.sort(key=lambda line: not line.startswith("verdict: "))
     lines += [*search_sentences(predicted, search), remark]
     heads, rows = _trials(search)
+    record = {
+        "search": search.origin,
+        "metric": search.metric,
+        "trials": [dict(zip(heads, row, strict=True)) for row in rows],
+        "finding": predicted.as_json() if predicted else None,
+    }
     return write_page(
         folder,
         NAME,
@@ -72,12 +78,7 @@ def write_loss_scale_report(
         caption=_CAPTION,
         table=(heads, rows),
         origin=_origin(search),
-        record={
-            "search": search.origin,
-            "metric": search.metric,
-            "trials": [dict(zip(heads, row, strict=True)) for row in rows],
-            "finding": predicted.as_json() if predicted else None,
-        },
+        record=record,
     )
 
 

@@ -251,13 +251,14 @@ def compare_precisions(
     metric = candidate.metric
     difference = interval_of([run.metrics[metric] - other.metrics[metric] for run, other in pairs])
     on_gpu = candidate.runs[0].machine.on_gpu
+    memory = _ratio(pairs, _allocated) if on_gpu else None
     return Comparison(
         precision=candidate.precision,
         against=base.precision,
         smaller_is_better=smaller_is_better,
         margin=margin,
         speed=_ratio(pairs, lambda run: run.speed),
-        memory=_ratio(pairs, _allocated) if on_gpu else None,
+        memory=memory,
         difference=difference,
         verdict=difference.verdict(margin),
         lost_runs=len(candidate.failed),

@@ -284,20 +284,12 @@ def _row(same: PrecisionRuns, times: str) -> list[str]:
     std = "" if same.std is None else f" ± {same.std:.2g}"
     waits = "" if same.data_wait_share is None else f"{same.data_wait_share:.0%}"
     share = "" if same.audit_share is None else _share(same.audit_share)
-    return [
-        same.name,
-        f"{len(same.runs)}{failed}",
-        f"{mean}{std}",
-        spread_text(same.speed),
-        times,
-        spread_text(same.last(MetricName.PEAK_MEMORY_MIB)),
-        spread_text(same.last(MetricName.APPLIED_STEPS)),
-        spread_text(same.last(MetricName.SKIPPED_STEPS)),
-        _scale(same),
-        waits,
-        share,
-        spread_text(same.spread(lambda run: run.training_seconds)),
-    ]
+    memory = same.last(MetricName.PEAK_MEMORY_MIB)
+    steps = [same.last(name) for name in (MetricName.APPLIED_STEPS, MetricName.SKIPPED_STEPS)]
+    seconds = same.spread(lambda run: run.training_seconds)
+    row = [same.name, f"{len(same.runs)}{failed}", f"{mean}{std}", spread_text(same.speed), times]
+    row += [spread_text(spread) for spread in (memory, *steps)]
+    return [*row, _scale(same), waits, share, spread_text(seconds)]
 
 
 def _scale(same: PrecisionRuns) -> str:
