@@ -29,7 +29,7 @@ from determined_amp.amp.simulated_schedule import RateTable, Row, Simulation
 logger = logging.getLogger(__name__)
 
 
-class Schedule:
+class RateSchedule:
     """Moves the rates of one optimizer; each kind overrides what moves it, and what it saves.
 
     Attributes:
@@ -57,7 +57,7 @@ class Schedule:
         """Continue from a saved state, once the optimizer is restored; its settings stay."""
 
 
-class AppliedStepSchedule(Schedule):
+class AppliedStepSchedule(RateSchedule):
     """Moves a torch scheduler with applied steps only; nothing else may step it.
 
     A fused optimizer reads its rate on the device, so where steps can be skipped it gets the rate
@@ -260,7 +260,7 @@ def _listed(keys: Collection[str]) -> str:
 _PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 
 
-class PlateauSchedule(Schedule):
+class PlateauSchedule(RateSchedule):
     """Moves a `ReduceLROnPlateau` with validations, and resumes it.
 
     Args:
@@ -293,7 +293,7 @@ class PlateauSchedule(Schedule):
             setattr(self._scheduler, key, state_dict[key])
 
 
-def schedule_of(scheduler: Any, device: torch.device, *, skips: bool) -> Schedule:
+def schedule_of(scheduler: Any, device: torch.device, *, skips: bool) -> RateSchedule:
     """The schedule that moves a scheduler of torch; see `AppliedStepSchedule` for the arguments."""
     if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
         return PlateauSchedule(scheduler)

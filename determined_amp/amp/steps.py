@@ -16,7 +16,7 @@ from determined_amp.amp.counts import DeviceSum, StepCounts
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.patched import patched
 from determined_amp.amp.scaler import Skipped
-from determined_amp.amp.schedules import Schedule
+from determined_amp.amp.schedules import RateSchedule
 from determined_amp.amp.tensors import gradients_of
 
 # Optimizer steps between two measurements of the largest gradient, which reads all of them.
@@ -50,7 +50,7 @@ class OptimizerSteps:
         self.largest = torch.zeros((), device=device)
         self.applied_before = torch.zeros((), dtype=torch.int64, device=device)
         self.attempted_before = 0
-        self.schedule: Schedule | None = None
+        self.schedule: RateSchedule | None = None
         self._scaled = scaled
         self._filled_groups = 0
 
@@ -174,7 +174,7 @@ class StepsOfEach:
         """The steps of every optimizer, in the order of the training's optimizers."""
         return [self.of(optimizer) for optimizer in self._optimizers]
 
-    def schedules(self) -> list[Schedule]:
+    def schedules(self) -> list[RateSchedule]:
         """The schedules that `wrap_lr_scheduler` was given."""
         schedules = (steps.schedule for steps in self.all())
         return [schedule for schedule in schedules if schedule is not None]
