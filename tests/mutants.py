@@ -31,6 +31,16 @@ ROOMS = {
         *("precision", "rehearsal", "scaler", "schedule", "settings"),
         *("several_optimizers", "steps", "tensors"),
     ),
+    "check": ("check", "amp_examples"),
+    "experiment": ("experiment", "configs", "misplaced", "mistyped", "settings", "yaml_text"),
+    "finder": (
+        *("find_loss_scale", "finder", "finder_edges", "finder_strangers", "flush", "found_scale"),
+        *("gradient_recorder", "histogram", "prediction", "scale_finding", "score"),
+    ),
+    "local": ("local", "checkpoint", "resume", "run_folder", "run_listener", "strangers"),
+    "report": ("reports", "reports_precision", "reports_precision_verdict", "reports_sources"),
+    "runs": ("runs", "run_folder", "reports_sources"),
+    "search": ("search_plan", "search_space", "search_strangers", "search_study"),
     "trial": (
         *("accumulation", "amp", "audit", "checkpoint", "contract", "equivalence"),
         *("found_at_start", "metrics", "mistakes", "mixed_precision", "private_names", "resume"),
