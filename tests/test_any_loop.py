@@ -325,20 +325,6 @@ class TestState:
         assert [plateau.optimizer.param_groups[0]["lr"] for plateau in plateaus] == [1.0, 0.1]
         assert [plateau.num_bad_epochs for plateau in plateaus] == [2, 0]
 
-    def test_schedule_goes_on_by_applied_steps_in_another_precision_that_was_tried_before(
-        self,
-    ) -> None:
-        case = Case(schedule=one_cycle)
-        trained, state = plain(case, stop_after=BATCHES // 2)
-        amp = AmpLoop(AmpSettings(Precision.AMP_BF16), "cpu")
-        optimizer = case.optimizer(case.models()[0])
-        amp.wrap_lr_scheduler(one_cycle(optimizer))
-        with amp.autocast():
-            pass
-        amp.load_state_dict(state["amp"])
-        assert state["amp"]["optimizers"][0]["applied"] < BATCHES // 2 // WINDOW
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(float(trained.bits[-1][-2]))
-
     def test_schedule_that_has_moved_further_is_refused(self) -> None:
         case = Case(AmpSettings(Precision.FP32), schedule=one_cycle)
         _, early = plain(case, stop_after=WINDOW)

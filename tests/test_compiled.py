@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks import compiling
 from benchmarks.measured import RESULTS
-from determined_amp import __main__ as door
 from determined_amp.amp.compiled import CompileError, as_written, compile_forward
 from determined_amp.amp.diagnosis import find_cause
 from determined_amp.amp.errors import ConfigError
@@ -232,17 +231,6 @@ class TestRun:
             assert graphs() > before
             torch._dynamo.reset()
         assert same_bits(*seen)
-
-    def test_finder_finds_the_loss_scale_of_the_model_itself(
-        self, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        answers = []
-        for words in ([], ["--config", ON]):
-            small = training.arguments("mlp/amp.yaml")
-            assert door.main(["find", *small, *words]) == 0
-            answers.append([line for line in capsys.readouterr().out.splitlines() if "2^" in line])
-        assert answers[0] == answers[1] != []
-        assert graphs() == 0
 
 
 def weights(folder: Path) -> str:

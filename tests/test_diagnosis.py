@@ -424,13 +424,3 @@ class TestSeveralSlots:
         slots = TwoSlots(rank=1)
         assert find_cause([Net(1, 1)], (), lambda scale: None, slots=slots) is None
         assert len(slots.said) == 1
-
-
-def test_gradients_of_parameters_that_are_in_no_model_are_put_back() -> None:
-    weight = nn.Parameter(torch.ones(1))
-    weight.grad = torch.ones(1)
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    seen: list[object] = []
-    find_cause([], (), lambda scale: seen.append(weight.grad), optimizers=[optimizer])
-    assert seen == [None]
-    assert weight.grad.item() == 1

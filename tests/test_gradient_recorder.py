@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from determined_amp.amp.backward_graph import OUTSIDE, WHOLE_MODEL
-from determined_amp.amp.torch_private import backwards_through
 from determined_amp.finder.gradient_recorder import GradientRecorder
 from determined_amp.finder.histogram import Histogram
 from determined_amp.finder.prediction import Prediction
@@ -213,19 +210,3 @@ class TestGraph:
             checkpoint(lambda x: x**3 * 4.0, half, use_reentrant=True).float().sum().backward()
         operations = [source.operation for source in recorder.histograms]
         assert "PowBackward0" in operations
-
-
-def test_callback_for_the_end_of_a_backward_is_called() -> None:
-    """As `DistributedDataParallel` queues one."""
-    called: list[str] = []
-
-    def queue(gradient: torch.Tensor) -> None:
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: called.append("at the end"))
-        called.append("first")
-
-    weight = torch.ones(1, requires_grad=True)
-    weight.register_hook(queue)  # type: ignore[no-untyped-call]
-    with backwards_through(lambda run, *args, **kwargs: run(*args, **kwargs)):
-        torch.autograd.backward(weight.sum())
-    assert called == ["first", "at the end"]

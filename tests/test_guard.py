@@ -285,10 +285,6 @@ class TestTrouble:
             judge(watched, counted(5, 66, name="_0"), *later)
         assert [int(line.split()[0]) for line in caplog.messages] == said
 
-    def test_trouble_of_one_of_several_optimizers_says_which(self) -> None:
-        with pytest.raises(GuardError, match="optimizer 1: 4 optimizer steps in a row"):
-            judge(guard(), counted(100, 0, name="_0"), counted(100, 4, 4, name="_1"))
-
     @pytest.mark.parametrize(
         ("losses", "said"),
         [

@@ -200,21 +200,6 @@ class TestSmallTrials:
         assert found.overflow == (skipped > 0)
 
 
-@pytest.mark.parametrize("wrong", [-30.0, 60.0])
-def test_score_measures_overflow_wherever_it_is_predicted(
-    wrong: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise it would prove nothing."""
-
-    def work(small: SmallTrial, context: Context, batches: Batches) -> None:
-        top = find_window(batches, context.distributed).top_log2
-        monkeypatch.setattr(Prediction, "headroom_log2", wrong)
-        for above in (0, 9):
-            assert score_batches(batches, context.distributed, top + above).steps_lost == above
-
-    looked_at(SummedLoss, work, batches=1)
-
-
 def test_no_scale_of_a_trial_without_a_window_is_free() -> None:
     """The best is at the top, where the fewest gradients are flushed."""
     found = scores(DeepPlain, [14, 18, 19, 22])
