@@ -18,7 +18,6 @@ from determined_amp.amp.errors import one_line
 from determined_amp.amp.metric_names import AuditMetricName, MetricName
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment.machine import Machine
-from determined_amp.experiment.training import LENGTH_UNITS
 
 # Settings by their dotted names, see `Experiment.settings`.
 AMP = "hyperparameters.amp"
@@ -318,21 +317,21 @@ def judged(
     recorded that. One whose last validation is not finite has failed: the searcher's metric decides
     where it was reported, any metric elsewhere.
     """
-    unit = next((u for u in LENGTH_UNITS if settings.get(f"{LENGTH}.{u}") is not None), "batches")
+    unit = "batches" if settings.get(f"{LENGTH}.epochs") is None else "epochs"
     length = settings.get(f"{LENGTH}.{unit}", math.inf)
-    validations = reports.validations
-    validated = _length(validations[-1] if validations else None, unit)
+    last = reports.validations[-1] if reports.validations else None
+    validated = _length(last, unit)
     trained = max(validated, _length(reports.training, unit))
     progress = f"{trained:g} of {length:g} {unit}" if settings else f"{trained:g} {unit}"
     if state.is_failure:
         after = f"; it ended after {progress}" if trained < length else ""
         return state, one_line(reason or "its log has the reason") + after
-    if validated >= length or (state is RunState.COMPLETED and validations):
-        last, metric = validations[-1].metrics, str(settings.get(METRIC))
-        deciding = [metric] if metric in last else list(last)
-        broken = next((name for name in deciding if not math.isfinite(last[name])), None)
-        if broken is not None:
-            return RunState.FAILED, f"{broken} is {last[broken]} at the end"
+    if last is not None and (validated >= length or state is RunState.COMPLETED):
+        metric = str(settings.get(METRIC))
+        deciding = [metric] if metric in last.metrics else list(last.metrics)
+        for name in deciding:
+            if not math.isfinite(last.metrics[name]):
+                return RunState.FAILED, f"{name} is {last.metrics[name]} at the end"
         return RunState.COMPLETED, ""
     if state is RunState.RUNNING:
         return state, f"{progress}: it is running, or was killed"
