@@ -12,10 +12,11 @@ from typing import Any
 
 from determined_amp.amp.settings import Precision
 from determined_amp.finder.found_scale import FILE_NAME, FoundScale
+from determined_amp.local.trainer import GoesOn
 from determined_amp.runs.folder import RunFolder
 from determined_amp.runs.run import Run, RunState
 from determined_amp.search.task import Task, Verb
-from determined_amp.search.trial_process import GoesOn, Job, TrialProcess
+from determined_amp.search.trial_process import Job, TrialProcess
 
 # Length and reporting period in batches. The first ten batches of a process are not timed.
 BATCHES, REPORTING_PERIOD = 20, 2

@@ -177,7 +177,7 @@ class TestRecordOfTheEnd:
     def test_run_whose_terminal_is_gone_is_recorded_as_completed(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(Display, "on_end", Mock(side_effect=OSError("terminal")))
+        monkeypatch.setattr(Display, "end", Mock(side_effect=OSError("terminal")))
         with pytest.raises(OSError, match="terminal"):
             training.run_small("mlp/fp32.yaml", tmp_path)
         assert training.end(tmp_path) == ("completed", "", 12)
@@ -336,13 +336,13 @@ def shown_of(reports: list[tuple[str, dict[str, float]]], total: int = 80) -> st
         "searcher": {"metric": "f1 [/b]"},
     }
     text = io.StringIO()
-    display = Display(parse(config, "test"), Console(file=text, width=100))
-    display.on_start(Mock(shown="runs/[/b]"), Mock(answer=None))
-    display.on_precision("amp_bf16")
-    display.on_training(40, total, 10)
+    console, folder = Console(file=text, width=100), Mock(shown="runs/[/b]")
+    display = Display(parse(config, "test"), console, folder, Mock(answer=None))
+    display.show_precision("amp_bf16")
+    display.begin_training(40, total)
     for group, metrics in reports:
-        display.on_report({"group": group, "batches": 60, **metrics})
-    display.on_end(None, stopped=False)
+        display.report({"group": group, "batches": 60, **metrics})
+    display.end(None, stopped=False)
     return text.getvalue()
 
 

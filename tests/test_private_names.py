@@ -17,7 +17,7 @@ from determined.common import api
 
 import determined_amp
 from determined_amp.check import probe
-from determined_amp.local import checkpoint_storage, run_listener, trainer
+from determined_amp.local import checkpoint_storage, local_reports, trainer
 from determined_amp.trial import determined_private
 
 LIBRARY = Path(determined_amp.__file__).parent
@@ -128,7 +128,7 @@ def test_no_other_file_touches_a_private_name_of_determined(path: Path) -> None:
         trainer.LocalController,
         probe.Examined,
         checkpoint_storage.LocalCheckpoints,
-        run_listener.LocalReports,
+        local_reports.LocalReports,
     ],
 )
 def test_no_other_class_replaces_a_private_method_of_determined(cls: type) -> None:

@@ -188,7 +188,7 @@ class TestStop:
             signal.raise_signal(signal.SIGTERM)
         assert not capfd.readouterr().err
         with StopOnSignal(core.DummyDistributedContext()).listening() as stop:
-            Display(Mock(), Console()).on_start(Mock(), stop)
+            Display(Mock(), Console(), Mock(), stop)
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
         assert capfd.readouterr().err.count("stopping at the next report") == 1

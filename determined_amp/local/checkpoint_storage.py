@@ -22,7 +22,7 @@ from typing import Any
 from determined import core
 from determined.common import storage
 
-from determined_amp.local.run_listener import LocalReports
+from determined_amp.local.local_reports import LocalReports
 from determined_amp.trial.checkpoint import CheckpointError, check_bytes
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.training import LENGTH_UNITS
 from determined_amp.local.checkpoint_storage import complete_checkpoints
 from determined_amp.local.processes import StopOnSignal
-from determined_amp.local.run_listener import RunListener
 from determined_amp.runs.folder import RunFolder
 
 # The metrics of a report line, in this order, with their formats.
@@ -36,29 +35,29 @@ _OURS = {*_SHOWN, *LENGTH_UNITS}
 _EXPLAIN = ("watch_", MetricName.SKIPPED_STEPS)
 
 
-class Display(RunListener):
+class Display:
     """Shows one run."""
 
-    def __init__(self, experiment: Experiment, console: Console) -> None:
+    def __init__(
+        self, experiment: Experiment, console: Console, folder: RunFolder, stop: StopOnSignal
+    ) -> None:
         self._title = experiment.name
         self._precision = experiment.precision
         self._length = experiment.key_of("max_length")
         self._console = console
-        self._progress = Progress(console=console, transient=True)
-
-    def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
+        self._progress = Progress(console=console, transient=True, disable=console.quiet)
         self._folder = folder.shown
-        if not self._console.quiet:
+        if not console.quiet:
             stop.answer = (
                 "stopping at the next report, with a checkpoint; Ctrl-C once more stops at once"
             )
 
-    def on_precision(self, precision: str) -> None:
+    def show_precision(self, precision: str) -> None:
         """Show it, at the end, too."""
         self._precision = precision
         self._say(f"{self._title}: {precision}")
 
-    def on_training(self, first_batch: int, total_batches: int, epoch_batches: int) -> None:
+    def begin_training(self, first_batch: int, total_batches: int) -> None:
         """Show a bar until the run ends."""
         if first_batch == total_batches:
             self._say(
@@ -68,7 +67,7 @@ class Display(RunListener):
         self._task = self._progress.add_task("training", completed=first_batch, total=total_batches)
         self._progress.start()
 
-    def on_report(self, line: Mapping[str, Any]) -> None:
+    def report(self, line: Mapping[str, Any]) -> None:
         """Show one report as a line and move the bar."""
         group, batches = line["group"], line["batches"]
         self._progress.update(self._task, completed=batches)
@@ -78,7 +77,7 @@ class Display(RunListener):
         shown += [f"{name} {numbers[name]:.4g}" for name in own[:_MOST_OTHERS]]
         self._say(f"{group[:5]} {batches:>6}  " + "  ".join(shown))
 
-    def on_end(self, error: BaseException | None, *, stopped: bool) -> None:
+    def end(self, error: BaseException | None, *, stopped: bool) -> None:
         """Remove the bar, and say where the run is."""
         if self._progress.live.is_started:
             self._progress.stop()

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -30,10 +30,10 @@ from determined_amp.local.checkpoint_storage import (
     translating_disk_errors,
 )
 from determined_amp.local.display import Display
+from determined_amp.local.local_reports import LocalReports
 from determined_amp.local.logs import logging_to
 from determined_amp.local.open_trial import outcome, translating_invalid_trials, trial_context
 from determined_amp.local.processes import StopOnSignal, process_group
-from determined_amp.local.run_listener import LocalReports, RunListener
 from determined_amp.runs.folder import RunFolder, read_record
 from determined_amp.runs.run import RunState
 from determined_amp.trial.checkpoint import CheckpointError
@@ -44,29 +44,51 @@ from determined_amp.trial.unmodified import precision_of, trial_of_run
 logger = logging.getLogger(__name__)
 
 
-class RunRecorder(RunListener):
-    """Writes the record and the reports of a run into its folder.
+# Given the line of a report, or of the group `start`: whether the run goes on after it.
+GoesOn = Callable[[Mapping[str, Any]], bool]
 
-    A resume changes nothing there before its training starts, so a refused resume leaves the run as
-    it was.
+
+class LocalRun:
+    """A run as its folder records it and the terminal shows it, in the process of its chief.
+
+    A resume changes nothing in the folder before its training starts, so a refused resume leaves
+    the run as it was.
+
+    Args:
+        experiment: What it trains.
+        resume: The checkpoint that it continues from; None for a new run.
+        folder: Its folder.
+        stop: What stops it.
+        slots: The number of its processes.
+        display: Shows it.
+        goes_on: A search, asked at the start of the training and after each report.
     """
 
-    def __init__(self, experiment: Experiment, resume: Resume | None, slots: int) -> None:
-        self._experiment = experiment
+    def __init__(
+        self,
+        experiment: Experiment,
+        resume: Resume | None,
+        folder: RunFolder,
+        stop: StopOnSignal,
+        *,
+        slots: int,
+        display: Display,
+        goes_on: GoesOn | None,
+    ) -> None:
+        self._experiment, self._folder, self._stop = experiment, folder, stop
         self._resumed = resume is not None
         self._batches = resume.batches if resume else 0
-        self._slots = slots
         self._total: int | None = None  # until the training starts
-
-    def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
-        self._folder, self._stop = folder, stop
+        self._goes_on = goes_on
+        self.display = display
         # Before the trial can leave the directory, whose commit is recorded.
-        self._machine = Machine.of_this_process(self._slots)
+        self._machine = Machine.of_this_process(slots)
         if not self._resumed:
             folder.forget_metrics_after(0)
-            folder.describe(self._experiment, self._machine)
+            folder.describe(experiment, self._machine)
 
-    def on_training(self, first_batch: int, total_batches: int, epoch_batches: int) -> None:
+    def begin_training(self, first_batch: int, total_batches: int, epoch_batches: int) -> None:
+        """Note that the loop starts, when `first_batch` of all batches are trained already."""
         self._total = total_batches
         if self._resumed:
             # First, since it refuses a damaged record.
@@ -77,19 +99,32 @@ class RunRecorder(RunListener):
             changes = _changes(before.what_it_trains, now.what_it_trains)
             if changes:
                 logger.warning("at the resume after %d batches %s", first_batch, "; ".join(changes))
+        self.display.begin_training(first_batch, total_batches)
+        self._ask({"group": "start", "batches": first_batch, "epoch_batches": epoch_batches})
 
-    def on_report(self, line: Mapping[str, Any]) -> None:
+    def report(self, line: Mapping[str, Any]) -> None:
+        """Note a report."""
         self._folder.append_metrics(line)
         self._batches = line["batches"]
+        self.display.report(line)
+        self._ask(line)
 
-    def on_end(self, error: BaseException | None, *, stopped: bool) -> None:
+    def _ask(self, line: Mapping[str, Any]) -> None:
+        if self._goes_on is not None and not self._goes_on(line):
+            self._stop.state, self._stop.reason = RunState.PRUNED, "stopped early by the search"
+            self._stop.requested = True
+
+    def __enter__(self) -> LocalRun:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # A resume that fails before it trains does not change how the run ended.
-        if self._resumed and self._total is None:
-            return
-        try:
-            self._folder.end(*self._ended(error))
-        except OSError as lost:  # a full disk may have ended the run itself
-            logger.warning("%s: how the run ended is not recorded: %s", self._folder.path, lost)
+        if not self._resumed or self._total is not None:
+            try:
+                self._folder.end(*self._ended(error))
+            except OSError as lost:  # a full disk may have ended the run itself
+                logger.warning("%s: how the run ended is not recorded: %s", self._folder.path, lost)
+        self.display.end(error, stopped=self._stop.obeyed)
 
     def _ended(self, error: BaseException | None) -> tuple[RunState, str]:
         left = isinstance(error, SystemExit) and self._stop.requested
@@ -122,7 +157,7 @@ class LocalController(SafeController):
 
     Args:
         experiment: Has the metric that ranks checkpoints, and the length of the whole run.
-        listeners: Notified when the training starts.
+        run: Told when the training starts; None for all ranks but the chief.
         first_batch: Number of batches that earlier processes trained.
         directory: Where the run began; the user's code is there.
         fitted: The arguments that `Trainer.fit` gives to the controller.
@@ -131,7 +166,7 @@ class LocalController(SafeController):
     def __init__(
         self,
         experiment: Experiment,
-        listeners: Sequence[RunListener],
+        run: LocalRun | None,
         first_batch: int,
         directory: Path,
         **fitted: Any,
@@ -147,7 +182,7 @@ class LocalController(SafeController):
         super().__init__(**fitted)
         self._length = experiment.max_length
         self._length_key = experiment.key_of("max_length")
-        self._listeners = listeners
+        self._local_run = run
         self._directory = directory
 
     def set_data_loaders(self) -> None:
@@ -168,8 +203,8 @@ class LocalController(SafeController):
                 f"{self._length_key}: got {total} batches, and "
                 f"{self.start_from_batch} are trained; allowed: at least as many"
             )
-        for listener in self._listeners:
-            listener.on_training(self.start_from_batch, total, epoch)
+        if self._local_run is not None:
+            self._local_run.begin_training(self.start_from_batch, total, epoch)
         super().run_loop()
 
     def save(self, path: Path) -> None:
@@ -184,18 +219,15 @@ def train(
     experiment: Experiment,
     choose_folder: Callable[[], RunFolder],
     resume: Resume | None,
-    listeners: Sequence[RunListener] = (),
-    *,
-    show: bool = True,
+    goes_on: GoesOn | None = None,
 ) -> bool:
-    """Train to the end, or until a signal or a listener stops the run.
+    """Train to the end, or until a signal or a search stops the run.
 
     Args:
         experiment: The experiment.
         choose_folder: Returns the run folder; only the chief calls it.
         resume: The checkpoint to continue from; None for a new run.
-        listeners: Receive the events of the run, in the process of the chief.
-        show: Whether the terminal shows the run.
+        goes_on: What a search decides; the terminal does not show its runs.
 
     Returns:
         Whether the run was stopped, and can be resumed.
@@ -212,13 +244,16 @@ def train(
     ):
         chief = processes.rank == 0
         folder = processes.broadcast(choose_folder() if chief else None)
-        console = Console(quiet=not (chief and show))
-        display = [Display(experiment, console)] if show else []
-        recorder = RunRecorder(experiment, resume, processes.size)
-        notified = [recorder, *display, *listeners] if chief else []
+        console = Console(quiet=goes_on is not None or not chief)
         log = logging_to(folder.log if chief else None, console)
         with translating_disk_errors(folder.path), log:
-            _fit(experiment, resume, folder, notified, processes=processes, stop=stop)
+            run = None
+            if chief:
+                display, slots = Display(experiment, console, folder, stop), processes.size
+                run = LocalRun(
+                    experiment, resume, folder, stop, slots=slots, display=display, goes_on=goes_on
+                )
+            _fit(experiment, resume, folder, run, processes=processes, stop=stop)
         return stop.obeyed
 
 
@@ -226,31 +261,31 @@ def _fit(
     experiment: Experiment,
     resume: Resume | None,
     folder: RunFolder,
-    listeners: Sequence[RunListener],
+    run: LocalRun | None,
     *,
     processes: core.DistributedContext,
     stop: StopOnSignal,
 ) -> None:
-    """Train in this process; the chief alone has listeners, and writes into the folder."""
+    """Train in this process; the chief alone has a `run`, which writes into the folder."""
     first_batch, start = (resume.batches, resume.checkpoint) if resume else (0, None)
-    reports = LocalReports(folder, experiment, listeners, first_batch) if listeners else None
+    reports = LocalReports(folder, experiment, run.report, first_batch) if run else None
     core_context = core.Context(
         checkpoint=LocalCheckpoints(processes, folder.checkpoints, reports),
         distributed=processes,
         preempt=stop,
         train=reports or core.DummyTrainContext(folder.tensorboard),
     )
-    loop = partial(LocalController, experiment, listeners, first_batch, Path.cwd())
+    loop = partial(LocalController, experiment, run, first_batch, Path.cwd())
     with (
         core_context,
-        _notifying(listeners, folder, stop),
+        run or nullcontext(),
         faults_of_the_trial(),
         controlled_by(loop),
     ):
         context = trial_context(core_context, experiment, first_batch)
         trial = trial_of_run(experiment, context)
-        for listener in listeners:
-            listener.on_precision(precision_of(experiment, context))
+        if run is not None:
+            run.display.show_precision(precision_of(experiment, context))
         # The controller restores the experiment's policy; `Trainer` refuses `best` here.
         policy = CheckpointPolicy.ALL.value
         with _naming_changes(folder, experiment):
@@ -266,21 +301,6 @@ def _naming_changes(folder: RunFolder, experiment: Experiment) -> Iterator[None]
         changes = _changes(read_record(folder.path).settings, experiment.settings)
         ours = [change for change in changes if change.startswith("hyperparameters.")]
         raise CheckpointError("; ".join([*ours, str(error)])) from error
-
-
-@contextmanager
-def _notifying(
-    listeners: Sequence[RunListener], folder: RunFolder, stop: StopOnSignal
-) -> Iterator[None]:
-    """Notify listeners that the run starts and ends."""
-    for listener in listeners:
-        listener.on_start(folder, stop)
-    try:
-        yield
-    finally:
-        error = sys.exc_info()[1]
-        for listener in listeners:
-            listener.on_end(error, stopped=stop.obeyed)
 
 
 def _are_finite(models: Sequence[nn.Module]) -> bool:

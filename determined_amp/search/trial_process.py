@@ -13,7 +13,7 @@ import gc
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -32,18 +32,13 @@ from determined_amp.local.checkpoint_storage import (
 )
 from determined_amp.local.logs import logging_to
 from determined_amp.local.open_trial import open_trial, outcome
-from determined_amp.local.processes import StopOnSignal
-from determined_amp.local.run_listener import RunListener
-from determined_amp.local.trainer import train
+from determined_amp.local.trainer import GoesOn, train
 from determined_amp.runs.folder import RunFolder, read_record
 from determined_amp.runs.run import Run, RunState
 from determined_amp.search.task import Task, Verb
 from determined_amp.trial.determined_private import leave_the_cluster
 
 _processes = multiprocessing.get_context("forkserver")
-
-# Given a report, a mapping with `group` and `batches`: whether the trial goes on after it.
-GoesOn = Callable[[Mapping[str, Any]], bool]
 
 
 @dataclass(frozen=True)
@@ -128,7 +123,7 @@ def _run(job: Job, connection: Connection) -> None:
     if job.task.verb is Verb.TRAIN:
         saved = complete_checkpoints(folder.checkpoints)
         resume = Resume.latest(folder.path) if saved else None
-        stopped = train(experiment, lambda: folder, resume, [TrialListener(connection)], show=False)
+        stopped = train(experiment, lambda: folder, resume, _asking(connection))
         if not stopped:  # it may have asked to stop itself, which is its end in a search
             folder.end(RunState.COMPLETED)
         return
@@ -146,24 +141,15 @@ def _run(job: Job, connection: Connection) -> None:
     folder.end(RunState.COMPLETED)
 
 
-class TrialListener(RunListener):
-    """Sends the reports of a trial to its search, which may stop it."""
+def _asking(connection: Connection) -> GoesOn:
+    """What sends a report to the search, and returns whether the trial goes on."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
-        self._stop = stop
-
-    def on_training(self, first_batch: int, total_batches: int, epoch_batches: int) -> None:
-        self.on_report({"group": "start", "batches": first_batch, "epoch_batches": epoch_batches})
-
-    def on_report(self, line: Mapping[str, Any]) -> None:
+    def goes_on(line: Mapping[str, Any]) -> bool:
         try:
-            self._connection.send(dict(line))
-            if self._connection.recv():
-                return
-            self._stop.state, self._stop.reason = RunState.PRUNED, "stopped early by the search"
-        except (EOFError, ConnectionError):
-            self._stop.reason = "its search was killed"
-        self._stop.requested = True
+            connection.send(dict(line))
+            return bool(connection.recv())
+        except (EOFError, ConnectionError):  # the search was killed
+            signal.raise_signal(signal.SIGTERM)
+            return True
+
+    return goes_on
