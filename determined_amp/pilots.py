@@ -125,7 +125,12 @@ def train_briefly(
     wall = time.monotonic() - began
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a pilot is never continued
     if progress.times_of_fp32 > TOO_SLOW:
-        return Pilot(precision, failure=_left_out_for_time(progress.times_of_fp32, precision))
+        failure = (
+            f"for time: a batch takes {progress.times_of_fp32:.0f} times as long as in fp32 "
+            f"(`python -m determined_amp train YAML --precision {precision.value}` trains in it "
+            "all the same)"
+        )
+        return Pilot(precision, failure=failure)
     if ended.state is not RunState.COMPLETED:
         return Pilot(precision, failure=ended.reason)
     seconds = progress.seconds_per_batch
@@ -133,13 +138,6 @@ def train_briefly(
         return Pilot(precision, failure="its reports tell no speed")
     overhead = max(wall - progress.batches * seconds, 0.0)
     return Pilot(precision, seconds, progress.shortest, overhead, progress.epoch_batches)
-
-
-def _left_out_for_time(times: float, precision: Precision) -> str:
-    return (
-        f"for time: a batch takes {times:.0f} times as long as in fp32 (`python -m determined_amp "
-        f"train YAML --precision {precision.value}` trains in it all the same)"
-    )
 
 
 def find_the_scale(config: Mapping[str, Any], folder: Path) -> FoundScale | str:

@@ -185,10 +185,8 @@ class Objective:
     @contextmanager
     def limited_to(self, seconds: float | None) -> Iterator[None]:
         """Stop the trials after this time inside this block, and kill them `GRACE` later."""
-        if seconds is None:
-            yield
-            return
-        timers = [threading.Timer(seconds + wait, self._stop_in_time) for wait in (0.0, GRACE)]
+        ends = () if seconds is None else (seconds, seconds + GRACE)
+        timers = [threading.Timer(end, self._stop_in_time) for end in ends]
         for timer in timers:
             timer.start()
         try:
