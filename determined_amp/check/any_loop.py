@@ -50,7 +50,7 @@ def watching(
             yield findings
     except Exception as error:
         print(findings, file=sys.stderr)
-        leave_out_recorder(error)
+        leave_out_doctor(error)
         raise
 
 
@@ -65,21 +65,20 @@ def watched(recorder: Recorder, findings: CheckFindings) -> Iterator[None]:
             yield
             _gather_scales(record)
     finally:
-        judged = judge_record(record)
-        findings.all, findings.seen = judged.all, judged.seen
-        findings.notes = [*judged.notes, *interventions(record)]
+        vars(findings).update(vars(judge_record(record)))
+        findings.notes += interventions(record)
         findings.notes += [] if record.has_cuda else [ONLY_ON_A_GPU]
 
 
-def leave_out_recorder(error: BaseException) -> None:
-    """Take the frames of this package out of a traceback, behind the first, which is the user's."""
+def leave_out_doctor(error: BaseException) -> None:
+    """Take the frames of this package out of a traceback, behind the first."""
     trace = error.__traceback__
     while trace is not None:
         below = trace.tb_next
-        while below is not None and is_doctors(below.tb_frame.f_code.co_filename):
-            below = below.tb_next
-        trace.tb_next = below
-        trace = below
+        if below is not None and is_doctors(below.tb_frame.f_code.co_filename):
+            trace.tb_next = below.tb_next
+        else:
+            trace = below
 
 
 def _gather_scales(record: Record) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from determined_amp.check.finding import CheckFinding, CheckFindings
+from determined_amp.check.finding import CheckFindings
 from determined_amp.check.fresh_process import run_afresh
 from determined_amp.check.judge import judge_record, without_consequences
 from determined_amp.check.probe import RESUMED, Probe
 from determined_amp.check.record import Record
-from determined_amp.check.ruling import SUSPICION, found, number
+from determined_amp.check.ruling import SUSPICION, Found, found, number
 from determined_amp.check.stand_in import ONLY_ON_A_GPU
 from determined_amp.experiment.files import temporary_folder
 
@@ -51,15 +51,9 @@ def examine(
             if not undisturbed.error:
                 record, findings = undisturbed, judge_record(undisturbed)
                 findings.notes.append("it raises an error on an overflow, so none was forced")
-        if any(folder.glob("*/state_dict.pth")):
-            notify("resuming from the checkpoint")
-            findings.all += _lost_by_resume(record, run(replace(probe, resumes=True)))
-        if any(scaler.used for scaler in record.scalers) and not record.error:
-            notify("training while the loss scale moves, in float32")
-            moved = judge_record(run(replace(probe, overflows=(), exact=True)))
-            known = {finding.key for finding in findings}
-            new = {"depends_on_scale", "scales_mixed"} - known
-            findings.all += [finding for finding in moved if finding.key in new]
+        known = {finding.key for finding in findings}
+        for finding in _found_by_further_runs(record, probe, notify, run):
+            findings.all += [] if finding.key in known else [finding]
     if not record.has_cuda:
         findings.notes.append(ONLY_ON_A_GPU)
     findings.all = without_consequences(findings.all)
@@ -67,7 +61,20 @@ def examine(
     return findings
 
 
-def _lost_by_resume(before: Record, after: Record) -> Iterator[CheckFinding]:
+def _found_by_further_runs(
+    record: Record, first: Probe, notify: Callable[[str], None], run: Callable[[Probe], Record]
+) -> Found:
+    if any(first.folder.glob("*/state_dict.pth")):
+        notify("resuming from the checkpoint")
+        yield from _lost_by_resume(record, run(replace(first, resumes=True)))
+    if record.scales and not record.error:
+        notify("training while the loss scale moves, in float32")
+        for finding in judge_record(run(replace(first, overflows=(), exact=True))):
+            if finding.key in ("depends_on_scale", "scales_mixed"):
+                yield finding
+
+
+def _lost_by_resume(before: Record, after: Record) -> Found:
     """What a resumed run has lost.
 
     Args:

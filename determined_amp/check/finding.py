@@ -60,9 +60,6 @@ class CheckFindings:
     def __iter__(self) -> Iterator[CheckFinding]:
         return iter(self.all)
 
-    def __len__(self) -> int:
-        return len(self.all)
-
     @property
     def faults(self) -> list[CheckFinding]:
         return [finding for finding in self.all if finding.level is Level.FAULT]

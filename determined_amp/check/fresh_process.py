@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import traceback
-from multiprocessing.connection import Connection
-from typing import Any
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 from determined_amp.amp.errors import UserError
 from determined_amp.check import probe as probes
@@ -16,7 +17,9 @@ from determined_amp.check.record import Record
 from determined_amp.trial.determined_private import leave_the_cluster
 
 # Seconds that one run may take, with its start.
-PATIENCE = 300.0
+PATIENCE = 300
+# Seconds in which its process sends what it has seen, and ends.
+_PARTING = 30
 
 
 def run_afresh(probe: Probe) -> Record:
@@ -26,45 +29,34 @@ def run_afresh(probe: Probe) -> Record:
         UserError: if the trial cannot be run.
     """
     processes = multiprocessing.get_context("forkserver")
-    ours, theirs = processes.Pipe()
-    process = processes.Process(target=_serve, args=(theirs, probe, os.getcwd()))
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(PATIENCE):
+    with ProcessPoolExecutor(1, processes, _enter, (os.getcwd(),)) as pool:
+        try:
+            return pool.submit(_run, probe).result()
+        except BrokenProcessPool:
             raise UserError(
-                f"a run of the trial took more than {PATIENCE:.0f} s; give it less data"
-            )
-        answer = ours.recv()
-    except EOFError:
-        process.join()
-        raise UserError(f"a run of the trial died with exit status {process.exitcode}") from None
-    finally:
-        process.kill()
-        process.join()
-    if isinstance(answer, UserError):
-        raise answer
-    if isinstance(answer, str):
-        raise UserError(f"a run of the trial failed: {answer}")
-    assert isinstance(answer, Record)
-    return answer
+                f"a run of the trial died, or took more than {PATIENCE} s; give it less data"
+            ) from None
 
 
-def _serve(connection: Connection, probe: Probe, directory: str) -> None:
+def _enter(directory: str) -> None:
+    signal.alarm(PATIENCE)  # it ends the process
     os.chdir(directory)
+    sys.path.insert(0, directory)
     leave_the_cluster()  # the doctor may be a task of one, but its runs are not
     multiprocessing.set_start_method("fork", force=True)  # for data loaders, as in a training
     nothing = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(nothing, stream.fileno())
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    answer: Any
+
+
+def _run(probe: Probe) -> Record:
     try:
-        answer = probes.run(probe)
+        return probes.run(probe)
     except UserError as error:
-        answer = UserError(str(error))
-    except BaseException:  # a trial may raise anything, and the doctor must hear of it
-        answer = traceback.format_exc().strip().splitlines()[-1]
-    connection.send(answer)
+        raise UserError(str(error)) from None
+    except BaseException:  # a trial may raise anything, and not all of it can be sent
+        said = traceback.format_exc().strip().splitlines()[-1]
+        raise UserError(f"a run of the trial failed: {said}") from None
+    finally:
+        signal.alarm(_PARTING)  # a thread that the trial has left may never end

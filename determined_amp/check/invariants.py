@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from itertools import accumulate
 
-from determined_amp.check.finding import CheckFinding
 from determined_amp.check.record import Event, Record
 from determined_amp.check.ruling import (
     FAULT,
     SUSPICION,
+    Found,
     count_of,
     dependence,
     found,
@@ -30,7 +30,7 @@ _FACTOR, _STEPS, _EXPONENT = 2.0, 8, 0.7
 
 
 @rule
-def _steps_are_made(record: Record) -> Iterator[CheckFinding]:
+def _steps_are_made(record: Record) -> Found:
     steps = record.of("step", scaled=True, again=False, disturbed=False)
     if not any(not step.skipped for step in steps):
         if len(steps) >= _SETTLED // 2:
@@ -39,18 +39,17 @@ def _steps_are_made(record: Record) -> Iterator[CheckFinding]:
             yield found("no_steps", steps[-1:], effect + _first_overflow(record), level)
         return
     # At such a scale a step was made before: the scale does not explain that this one is skipped.
-    late, skipped, largest = [], [], 0.0
-    for step in steps:
-        late += [step] if step.scale <= largest else []
-        skipped += [step] if step.skipped and step.scale <= largest else []
-        largest = largest if step.skipped else max(largest, step.scale)
+    made_at = (0.0 if step.skipped else step.scale for step in steps)
+    largest = accumulate(made_at, max, initial=0.0)
+    late = [step for step, scale in zip(steps, largest, strict=False) if step.scale <= scale]
+    skipped = [step for step in late if step.skipped]
     if len(skipped) >= max(_MANY, _SHARE * len(late)):
         effect = f"{count_of(skipped, late, 'step')} skipped at scales that were right before"
         yield found("no_steps", skipped[:1], effect + _first_overflow(record))
 
 
 @rule
-def _training_goes_on(record: Record) -> Iterator[CheckFinding]:
+def _training_goes_on(record: Record) -> Found:
     steps = record.of("step")
     unused = [each for each in record.of("backward") if steps and each.number > steps[-1].number]
     longest = max((len(window.backwards) for window in record.complete), default=0)
@@ -67,7 +66,7 @@ def _first_overflow(record: Record) -> str:
 
 
 @rule
-def _all_is_finite(record: Record) -> Iterator[CheckFinding]:
+def _all_is_finite(record: Record) -> Found:
     bad = list(record.not_finite)
     last = [backward.finite for backward in record.of("backward")[-3:]]
     if last == [False] * 3:
@@ -79,7 +78,7 @@ def _all_is_finite(record: Record) -> Iterator[CheckFinding]:
 
 
 @rule
-def _scale_changes_no_update(record: Record) -> Iterator[CheckFinding]:
+def _scale_changes_no_update(record: Record) -> Found:
     for optimizer in range(record.optimizers):
         steps = record.of("step", optimizer=optimizer, skipped=False, disturbed=False)
         # A clip may hide what its gradients depend on.
@@ -99,7 +98,7 @@ def _scale_changes_no_update(record: Record) -> Iterator[CheckFinding]:
 
 
 @rule
-def _forward_sees_newest_weights(record: Record) -> Iterator[CheckFinding]:
+def _forward_sees_newest_weights(record: Record) -> Found:
     stale = record.of("stale")
     if stale:
         forwards = sum(record.forwards.values())
@@ -108,7 +107,7 @@ def _forward_sees_newest_weights(record: Record) -> Iterator[CheckFinding]:
 
 
 @rule
-def _gradients_are_used_once(record: Record) -> Iterator[CheckFinding]:
+def _gradients_are_used_once(record: Record) -> Found:
     windows = [window for window in record.complete if window.stale]
     if len(windows) >= 2:
         many = count_of(windows, record.complete, "step")
@@ -117,7 +116,7 @@ def _gradients_are_used_once(record: Record) -> Iterator[CheckFinding]:
 
 
 @rule
-def _gradients_have_one_scale(record: Record) -> Iterator[CheckFinding]:
+def _gradients_have_one_scale(record: Record) -> Found:
     """All of a step are multiplied by one scale, which is the one that they are divided by."""
     mixed: list[tuple[float, float]] = []
     lines: list[Event] = []
@@ -139,7 +138,7 @@ def _gradients_have_one_scale(record: Record) -> Iterator[CheckFinding]:
 
 
 @rule
-def _overflow_is_skipped(record: Record) -> Iterator[CheckFinding]:
+def _overflow_is_skipped(record: Record) -> Found:
     forced = [w for w in record.complete if w.forced and w.steps[0].scaled and not w.zeroed]
     wrong = [window.steps[0] for window in forced if not window.skipped]
     stepped = [step for step in wrong if math.isfinite(step.norm)]

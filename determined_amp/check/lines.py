@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 import sysconfig
 import traceback
@@ -11,6 +12,7 @@ from pathlib import Path
 from determined_amp.check.finding import Where
 
 _DOCTOR = str(Path(__file__).parent) + os.sep
+_RUNS_SCRIPTS = runpy.run_path.__code__.co_filename
 _LIBRARY = str(Path(__file__).parents[1]) + os.sep
 _PATHS = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 _NOT_THE_USERS = (_LIBRARY, "<", *(path + os.sep for path in _PATHS if path))
@@ -26,8 +28,8 @@ def is_users(file: str) -> bool:
 
 
 def is_doctors(file: str) -> bool:
-    """Whether a file is one of this package, whose frames no user wants to see."""
-    return file.startswith(_DOCTOR)
+    """Whether a file is one of this package, or runs a script for it: no user wants to see them."""
+    return file.startswith(_DOCTOR) or file == _RUNS_SCRIPTS
 
 
 def users_line() -> Where | None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from determined_amp.amp.tensors import tensors_of
 
-# In the metadata of a node: the scale and the number of its scaler, the dtype of what was scaled,
-# and the scale of a gradient.
+# In the metadata of a node: the scale of a loss, the dtype of what was scaled, and the scale of a
+# gradient.
 _SCALE, _DTYPE = "determined_amp.scale", "determined_amp.dtype_of_loss"
 _GRADIENT = "determined_amp.gradient_of_scaled"
 # Nodes that hand on a single value.
@@ -19,12 +22,11 @@ _HANDS_ON = ("ToCopy", "NanToNum", "View", "Squeeze", "Unsqueeze", "Clone", "Ali
 _MOST_NODES = 20_000
 
 
-@dataclass(frozen=True)
+@dataclass
 class Loss:
     """How a loss was made."""
 
     scale: float | None = None  # what a `GradScaler` multiplied it by, or a part of it
-    scaler: int | None = None  # the number of that scaler
     unscaled: bool = False  # parameters are reached past all scales
     divisor: float = 1.0  # what it was divided by, apart from the scale
     mean: bool = False  # what was divided is a mean
@@ -34,101 +36,81 @@ class Loss:
     leaf: bool = False  # it was not computed from anything
 
 
-@dataclass
-class _Graph:
-    """What is behind a loss."""
-
-    scales: list[tuple[float, int | None]] = field(default_factory=list)
-    unscaled: bool = False
-    gradients: list[float] = field(default_factory=list)  # the scales of those in it
-    numbers: list[float] = field(default_factory=list)  # by which is multiplied or divided
-
-
-def mark(scaled: Any, losses: Any, scale: float, scaler: int) -> None:
+def mark(scaled: Any, losses: Any, scale: float) -> None:
     """Remember in the graph that these tensors are losses that were scaled, and their dtype."""
     for each, loss in zip(tensors_of(scaled), tensors_of(losses), strict=True):
         node: Any = each.grad_fn
         if node is not None:
-            node.metadata[_SCALE], node.metadata[_DTYPE] = (scale, scaler), loss.dtype
+            node.metadata.update({_SCALE: scale, _DTYPE: loss.dtype})
 
 
 def mark_gradients(gradients: Any, scale: float | None) -> None:
     """Remember in the graph that these are gradients of a scaled loss."""
-    for gradient in tensors_of(gradients):
+    for gradient in tensors_of(gradients) if scale else ():
         node: Any = gradient.grad_fn
-        if scale and node is not None:
+        if node is not None:
             node.metadata[_GRADIENT] = scale
 
 
 def loss_of(outputs: Any, scales: Sequence[float]) -> Loss:
-    """How the first of the tensors that a backward begins at was made.
+    """How the tensors that a backward begins at were made.
 
     Args:
         outputs: The tensors.
         scales: The present scale of each scaler, by which a training may multiply itself.
     """
-    tensors = [*tensors_of(outputs)]
-    root: Any = tensors[0].grad_fn if tensors else None
-    if root is None:
+    tensors = [each for each in tensors_of(outputs) if each.grad_fn is not None]
+    if not tensors:
         return Loss(leaf=True)
-    graph = _graph_behind([each.grad_fn for each in tensors if each.grad_fn is not None], scales)
-    scale, scaler = graph.scales[0] if graph.scales else (None, None)
-    # What is multiplied or divided by the scale is unscaled.
-    penalties = [
-        each
-        for each in graph.gradients
-        if not any(abs(number / each - 1) < 1e-3 for number in graph.numbers)
-    ]
-    divisor, made_by = _divisor_of(root, scales)
-    name = made_by.name()
-    return Loss(
-        scale,
-        scaler,
-        graph.unscaled,
-        divisor,
-        mean=name.startswith("Mean") or getattr(made_by, "_saved_reduction", None) == 1,
-        dtype=str(root.metadata.get(_DTYPE, tensors[0].dtype)).removeprefix("torch."),
-        has_gradient=tensors[0].numel() > 1,
-        penalty=penalties[0] if penalties else None,
-        leaf="AccumulateGrad" in name,
-    )
+    roots: list[Any] = [each.grad_fn for each in tensors]
+    loss = Loss(has_gradient=tensors[0].numel() > 1)
+    dtype = roots[0].metadata.get(_DTYPE, tensors[0].dtype)
+    loss.dtype = str(dtype).removeprefix("torch.")
+    _read_graph(loss, roots, scales)
+    _read_divisor(loss, roots[0], scales)
+    return loss
 
 
-def _graph_behind(roots: list[Any], scales: Sequence[float]) -> _Graph:
-    graph = _Graph()
+def _read_graph(loss: Loss, roots: list[Any], scales: Sequence[float]) -> None:
+    """Find what multiplies a loss or parts of it, and gradients in it."""
+    gradients: list[float] = []
+    numbers: list[float] = []
     waiting = [(root, False) for root in roots]
     seen = {*waiting}
     while waiting and len(seen) < _MOST_NODES:
         node, is_scaled = waiting.pop()
-        mark, number = node.metadata.get(_SCALE), _number_in(node)
-        if mark is None and number and number in scales and node.name() == "MulBackward0":
-            mark = number, [*scales].index(number)
-        if mark is not None:
-            graph.scales += [] if is_scaled else [mark]
-            is_scaled = True
+        number = _number_in(node)
+        by_hand = number in scales and node.name() == "MulBackward0"
+        scale = node.metadata.get(_SCALE, number if by_hand else None)
+        if scale:
+            is_scaled, loss.scale = True, loss.scale or scale
         elif number:
-            graph.numbers += [number, 1 / number]
-        graph.unscaled = graph.unscaled or ("AccumulateGrad" in node.name() and not is_scaled)
+            numbers.append(max(number, 1 / number))
+        loss.unscaled = loss.unscaled or ("AccumulateGrad" in node.name() and not is_scaled)
         if _GRADIENT in node.metadata:  # what is behind it is another graph
-            graph.gradients.append(node.metadata[_GRADIENT])
+            gradients.append(node.metadata[_GRADIENT])
             continue
         behind = {(each, is_scaled) for each in _behind(node)} - seen
         seen |= behind
         waiting += behind
-    return graph
+    # What is multiplied or divided by the scale is unscaled.
+    for gradient in gradients:
+        if not any(math.isclose(number, gradient, rel_tol=1e-3) for number in numbers):
+            loss.penalty = gradient
 
 
-def _divisor_of(node: Any, scales: Sequence[float]) -> tuple[float, Any]:
-    """What a loss was divided by, apart from its scale, and the node of what was divided."""
-    divisor, behind = 1.0, _behind(node)
+def _read_divisor(loss: Loss, node: Any, scales: Sequence[float]) -> None:
+    """Find what a loss was divided by, apart from its scale, and whether that was a mean."""
+    behind = _behind(node)
     while len(behind) == 1:
         number = _number_in(node)
-        if number and _SCALE not in node.metadata and number not in scales:
-            divisor *= number if node.name().startswith("Div") else 1 / number
+        if number and number not in scales and _SCALE not in node.metadata:
+            loss.divisor *= number if node.name().startswith("Div") else 1 / number
         elif not (number or node.name().startswith(_HANDS_ON)):
             break
         node, behind = behind[0], _behind(behind[0])
-    return divisor, node
+    loss.mean = node.name().startswith("Mean") or getattr(node, "_saved_reduction", None) == 1
+    loss.leaf = "AccumulateGrad" in node.name()
 
 
 def _behind(node: Any) -> list[Any]:
@@ -138,9 +120,8 @@ def _behind(node: Any) -> list[Any]:
 def _number_in(node: Any) -> float | None:
     """The number that a node multiplies or divides by; None if it is a tensor."""
     for name in ("_saved_other", "_saved_self") if node.name().startswith(("Mul", "Div")) else ():
-        with suppress(RuntimeError, AttributeError):  # freed, or not there, or None
-            value = getattr(node, name)
-            is_number = isinstance(value, (int, float))
-            if is_number or (value.numel() == 1 and not value.requires_grad):
+        with suppress(RuntimeError, AttributeError):  # freed, or not there
+            value = torch.as_tensor(getattr(node, name))
+            if value.numel() == 1 and not value.requires_grad:
                 return float(value)
     return None

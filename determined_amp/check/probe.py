@@ -5,22 +5,22 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections import Counter
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from determined import core, errors, pytorch, util
+from determined import core, pytorch, util
 from determined.common import storage
 from torch.utils.data import DataLoader
 
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.patched import patched
 from determined_amp.amp.rehearsal import float16_as
+from determined_amp.check.lines import where_raised
 from determined_amp.check.record import Record
 from determined_amp.check.recorder import OVERFLOWS, Recorder
 from determined_amp.check.scale_moves import Moves
@@ -81,41 +81,48 @@ def run(probe: Probe) -> Record:
     recorder = Recorder(probe.overflows, None if probe.resumes else moves)
     record = recorder.record
     record.determined, record.has_cuda = True, torch.cuda.is_available()
-    made = False
-    checkpoints = sorted(path.parent.name for path in probe.folder.glob("*/state_dict.pth"))
     try:
-        with ExitStack() as stack:
-            stack.enter_context(cpu_for_cuda())
-            stack.enter_context(float16_as(torch.float32 if probe.exact else None))
-            stack.enter_context(recorder.watching())
-            stack.enter_context(patched(util, "write_user_code", lambda *given: None))
-            core_context = stack.enter_context(_core_context(probe.folder))
-            experiment = parse(probe.config, probe.source, trial=probe.trial)
-            context = trial_context(core_context, experiment)
-            trial = trial_of(experiment, context)
-            _note_settings(context, recorder)
-            made = True
-            stack.enter_context(controlled_by(partial(Examined, probe, recorder)))
-            batches = 4 * _STEPS * record.aggregation
-            pytorch.Trainer(trial, context).fit(
-                max_length=pytorch.Batch(1_000_000 if probe.resumes else batches),
-                reporting_period=pytorch.Batch(1),
-                validation_period=pytorch.Batch(_EPOCH * record.aggregation),
-                checkpoint_period=pytorch.Batch(_SAVED * record.aggregation),
-                checkpoint_policy="none",
-                latest_checkpoint=checkpoints[0] if probe.resumes else None,
-            )
-    except CheckpointError:  # it is recorded, as all that a trial raises
-        pass
-    except (UserError, KeyboardInterrupt):
-        raise
+        with (
+            cpu_for_cuda(),
+            float16_as(torch.float32 if probe.exact else None),
+            recorder.watching(),
+            patched(util, "write_user_code", lambda *given: None),
+            _core_context(probe.folder) as core_context,
+        ):
+            _train(probe, recorder, core_context)
     except BaseException as error:  # an `InvalidExperimentException` is no `Exception`
-        if not (made or isinstance(error, errors.InvalidExperimentException)):
-            what = f"{type(error).__name__} at {record.raised}: {one_line(error)}"
-            raise UserError(f"the trial cannot be made on this machine: {what}") from error
+        is_the_users = isinstance(error, (UserError, KeyboardInterrupt))
+        if is_the_users and not isinstance(error, CheckpointError):
+            raise
+        # What a trial raises is recorded.
     if probe.is_first:
         _examine_checkpoint(probe.folder, record)
     return record
+
+
+def _train(probe: Probe, recorder: Recorder, core_context: core.Context) -> None:
+    """Train a few batches, beginning with the checkpoint of the first run if the probe resumes."""
+    experiment = parse(probe.config, probe.source, trial=probe.trial)
+    try:
+        context = trial_context(core_context, experiment)
+        trial = trial_of(experiment, context)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        what = f"{type(error).__name__} at {where_raised(error)}: {one_line(error)}"
+        raise UserError(f"the trial cannot be made on this machine: {what}") from error
+    _note_settings(context, recorder)
+    aggregation = recorder.record.aggregation
+    checkpoints = [path.parent.name for path in probe.folder.glob("*/state_dict.pth")]
+    with controlled_by(partial(Examined, probe, recorder)):
+        pytorch.Trainer(trial, context).fit(
+            max_length=pytorch.Batch(1_000_000 if probe.resumes else 4 * _STEPS * aggregation),
+            reporting_period=pytorch.Batch(1),
+            validation_period=pytorch.Batch(_EPOCH * aggregation),
+            checkpoint_period=pytorch.Batch(_SAVED * aggregation),
+            checkpoint_policy="none",
+            latest_checkpoint=checkpoints[0] if probe.resumes else None,
+        )
 
 
 def _core_context(folder: Path) -> core.Context:
@@ -186,9 +193,8 @@ class Examined(SafeController):
             metrics: dict[str, Any] = super().train_one_batch(batch, epoch_idx, batch_idx)
         finally:
             recorder.end_batch()
-        steps = Counter(step.optimizer for step in recorder.record.of("step"))
         wanted = RESUMED if self._probe.resumes else _STEPS
-        enough = max(steps.values(), default=0) >= wanted
+        enough = max(recorder.record.steps_of_each, default=0) >= wanted
         if enough or time.monotonic() - self._began > _PATIENCE:
             self.context.set_stop_requested(True)
         return metrics
@@ -226,18 +232,16 @@ class Examined(SafeController):
             return
         seen, before = len(record.events), random_state(0)
         reports: list[dict[str, Any]] = []
-        for exact in (False, False, True):
+        for dtype in (None, None, torch.float32):
             restore_random_state(before, 0)
-            with ExitStack() as stack, suppress(Exception):  # a cast by hand may not fit float32
-                if exact:
-                    stack.enter_context(float16_as(torch.float32))
+            with suppress(Exception), float16_as(dtype):  # a cast by hand may not fit float32
                 reports.append(self.validate())
         del record.events[seen:]
         if len(reports) < 3:
             return
-        as_is, again, in_float32 = reports
+        as_is, again, exact = reports
         for name, value in as_is.items():
             # Some draw numbers that no seed fixes, and differ by themselves. A NaN is none of them.
             draws = str(value) != str(again.get(name))
-            if util.is_numerical_scalar(value) and name in in_float32 and not draws:
-                record.metrics[name] = float(value), float(in_float32[name])
+            if util.is_numerical_scalar(value) and name in exact and not draws:
+                record.metrics[name] = float(value), float(exact[name])

@@ -177,6 +177,11 @@ class Record:
         return [each.where for each in self.scalers if each.enabled and not each.ours]
 
     @property
+    def steps_of_each(self) -> list[int]:
+        """How many steps each optimizer that steps has made."""
+        return [*Counter(step.optimizer for step in self.of("step")).values()]
+
+    @property
     def first_line_of_error(self) -> str:
         return self.error.partition("\n")[0]
 

@@ -293,7 +293,7 @@ class Recorder:
             known = self._known_scaler(scaler)
             known.used = True
             known.states.setdefault("resumed", scale)  # of one that is made in the first batch
-            mark(scaled, outputs, scale, [*self._scalers].index(scaler))
+            mark(scaled, outputs, scale)
         return scaled
 
     def _backward(self, own: Run, outputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 
-from determined_amp.check.finding import CheckFinding
 from determined_amp.check.record import Event, Record, Schedule, StepWindow
 from determined_amp.check.ruling import (
     COST,
     FAULT,
     SUSPICION,
+    Found,
     count_of,
     dependence,
     found,
@@ -60,7 +59,7 @@ _CAST_ON_CUDA = re.compile(r": (scatter|dot|grid_sampler)\b")
 
 
 @rule
-def _error(record: Record) -> Iterator[CheckFinding]:
+def _error(record: Record) -> Found:
     if not record.error:
         return
     level = FAULT
@@ -101,7 +100,7 @@ def _cause_of_no_gradients(losses: list[Event]) -> str:
 
 
 @rule
-def _scales_of_ranks(record: Record) -> Iterator[CheckFinding]:
+def _scales_of_ranks(record: Record) -> Found:
     scales = sorted(set(record.scales_of_ranks))
     if len(scales) > 1:
         lines = [scaler.where for scaler in record.scalers if scaler.used]
@@ -110,7 +109,7 @@ def _scales_of_ranks(record: Record) -> Iterator[CheckFinding]:
 
 
 @rule
-def _unscaled_early(record: Record) -> Iterator[CheckFinding]:
+def _unscaled_early(record: Record) -> Found:
     early = [unscale for window in record.windows for unscale in window.unscaled_early]
     if early:
         effect = f"after {share_of(record, early)} gradients were added that are still scaled"
@@ -118,11 +117,12 @@ def _unscaled_early(record: Record) -> Iterator[CheckFinding]:
 
 
 @rule
-def _unscaled_loss(record: Record) -> Iterator[CheckFinding]:
+def _unscaled_loss(record: Record) -> Found:
     """A loss was not scaled, or a part of it, and the scaler divides the gradients of all."""
-    divided = [each for each in record.of("backward", divided=True) if each.loss.unscaled]
-    for line in {backward.where for backward in divided}:
-        backwards = [backward for backward in divided if backward.where == line]
+    divided = record.of("backward", divided=True)
+    unscaled = [b for b in divided if b.loss.unscaled and not b.loss.has_gradient]
+    for line in dict.fromkeys(backward.where for backward in unscaled):
+        backwards = [backward for backward in unscaled if backward.where == line]
         # A gradient of a scaled loss that is handed on is scaled, whatever the graph says.
         seen = dependence((each.scale, each.added) for each in backwards)
         is_part = any(backward.loss.scale for backward in backwards)
@@ -132,7 +132,7 @@ def _unscaled_loss(record: Record) -> Iterator[CheckFinding]:
 
 
 @rule
-def _step_without_scaler(record: Record) -> Iterator[CheckFinding]:
+def _step_without_scaler(record: Record) -> Found:
     steps = record.of("step", scaled=False, again=False)
     scaled = [step for step in steps if step.factor > _SCALED and math.isfinite(step.norm)]
     blind = [step for step in steps if step.disturbed and not math.isfinite(step.norm)]
@@ -148,7 +148,7 @@ def _step_without_scaler(record: Record) -> Iterator[CheckFinding]:
 
 
 @rule
-def _step_twice(record: Record) -> Iterator[CheckFinding]:
+def _step_twice(record: Record) -> Found:
     again = {step.number for step in record.of("step", again=True)}
     windows = [window for window in record.complete if not window.forced]
     twice = [w.steps for w in windows if w.is_scaled and w.steps[-1].number in again]
@@ -158,7 +158,7 @@ def _step_twice(record: Record) -> Iterator[CheckFinding]:
 
 
 @rule
-def _clips(record: Record) -> Iterator[CheckFinding]:
+def _clips(record: Record) -> Found:
     for of, key in (("max_norm", "clip_scaled"), ("clip_value", "clip_value_scaled")):
         scaled = [clip for clip in record.of("clip", of=of) if clip.factor > _SCALED]
         wrong = [clip for clip in scaled if clip.limit < min(clip.norm, _LIMIT * clip.factor)]
@@ -172,7 +172,7 @@ def _clips(record: Record) -> Iterator[CheckFinding]:
 
 
 @rule
-def _penalty(record: Record) -> Iterator[CheckFinding]:
+def _penalty(record: Record) -> Found:
     penalties = [backward for backward in record.of("backward") if backward.loss.penalty]
     if penalties:
         times = number(penalties[-1].loss.penalty)
@@ -183,7 +183,7 @@ def _penalty(record: Record) -> Iterator[CheckFinding]:
 
 
 @rule
-def _schedules(record: Record) -> Iterator[CheckFinding]:
+def _schedules(record: Record) -> Found:
     for schedule in record.schedules:
         windows = [w for w in record.complete if w.optimizer == schedule.optimizer]
         if schedule.ours or len(windows) < 3:
@@ -197,7 +197,7 @@ def _schedules(record: Record) -> Iterator[CheckFinding]:
             yield found("schedule_never", [schedule.where], effect, level)
 
 
-def _moves(record: Record, schedule: Schedule, windows: list[StepWindow]) -> Iterator[CheckFinding]:
+def _moves(record: Record, schedule: Schedule, windows: list[StepWindow]) -> Found:
     moves = record.of("move", schedule=schedule)
     moving = [window for window in windows if window.movers_of(schedule)]
     skipped = [window for window in windows if window.skipped]
@@ -223,7 +223,7 @@ def _moves(record: Record, schedule: Schedule, windows: list[StepWindow]) -> Ite
 
 
 @rule
-def _accumulation(record: Record) -> Iterator[CheckFinding]:
+def _accumulation(record: Record) -> Found:
     windows = [window for window in record.complete if not window.forced]
     several = [window for window in windows if _is_accumulated(record, window)]
     if len(windows) < 2 or len(several) < len(windows) - 1 or not record.is_amp:
@@ -266,22 +266,24 @@ def _is_accumulated(record: Record, window: StepWindow) -> bool:
 
 
 @rule
-def _backward_under_autocast(record: Record) -> Iterator[CheckFinding]:
+def _backward_under_autocast(record: Record) -> Found:
     inside = record.of("backward", autocast=True)
     if inside:
         yield found("autocast_backward", inside, f"{share_of(record, inside)} ran under autocast")
 
 
 @rule
-def _weights_in_16_bits(record: Record) -> Iterator[CheckFinding]:
-    for dtype in _UPDATES.keys() & record.weights if record.mixes else ():
-        effect = f"weights are in {dtype}: an update of less than {_UPDATES[dtype]} of one is lost"
+def _weights_in_16_bits(record: Record) -> Found:
+    for dtype, least in _UPDATES.items() if record.mixes else ():
+        if dtype not in record.weights:
+            continue
+        effect = f"weights are in {dtype}: an update of less than {least} of one is lost"
         steps = [step for step in record.of("step") if step.where]
         yield found("half_weights", steps[:1], effect)
 
 
 @rule
-def _autocast_of_nothing(record: Record) -> Iterator[CheckFinding]:
+def _autocast_of_nothing(record: Record) -> Found:
     is_float32 = record.forwards[False] and not record.forwards[True]
     if record.mixes and is_float32 and _UPDATES.keys().isdisjoint(record.weights):
         off = record.of("autocast_off")
@@ -293,7 +295,7 @@ def _autocast_of_nothing(record: Record) -> Iterator[CheckFinding]:
 
 
 @rule
-def _loss_in_16_bits(record: Record) -> Iterator[CheckFinding]:
+def _loss_in_16_bits(record: Record) -> Found:
     losses = [b for b in record.of("backward") if not b.loss.has_gradient]
     for dtype, limit in _LOSSES.items() if record.mixes else ():
         events = [backward for backward in losses if backward.loss.dtype == dtype]
@@ -305,7 +307,7 @@ def _loss_in_16_bits(record: Record) -> Iterator[CheckFinding]:
 
 
 @rule
-def _hidden_nan(record: Record) -> Iterator[CheckFinding]:
+def _hidden_nan(record: Record) -> Found:
     hidden = record.of("hide", scalar=True)
     if hidden and record.is_amp:
         effect = f"{len(hidden)} losses whose NaN would be 0, and which the scaler cannot see"
@@ -313,7 +315,7 @@ def _hidden_nan(record: Record) -> Iterator[CheckFinding]:
 
 
 @rule
-def _scaler_without_need(record: Record) -> Iterator[CheckFinding]:
+def _scaler_without_need(record: Record) -> Found:
     steps = record.of("step", scaled=True)
     kinds = {(region.dtype, region.explicit) for region in record.regions}
     if steps and record.scales and kinds == {("bfloat16", True)}:
@@ -322,7 +324,7 @@ def _scaler_without_need(record: Record) -> Iterator[CheckFinding]:
 
 
 @rule
-def _need_of_scaler(record: Record) -> Iterator[CheckFinding]:
+def _need_of_scaler(record: Record) -> Found:
     losses = [backward.loss for backward in record.of("backward")]
     by_hand = any(loss.scale or loss.divisor < 1 / 8 for loss in losses)
     regions = [region for region in record.regions if region.dtype == "float16"]
@@ -334,7 +336,7 @@ def _need_of_scaler(record: Record) -> Iterator[CheckFinding]:
 
 
 @rule
-def _metrics(record: Record) -> Iterator[CheckFinding]:
+def _metrics(record: Record) -> Found:
     for name, (as_is, exact) in record.metrics.items():
         change = abs(as_is - exact) / max(abs(exact), 1e-12) if as_is != exact else 0.0
         if math.isfinite(exact) and not change <= _MAYBE_CHANGED:
@@ -347,7 +349,7 @@ def _metrics(record: Record) -> Iterator[CheckFinding]:
 
 
 @rule
-def _checkpoint_of_a_loop(record: Record) -> Iterator[CheckFinding]:
+def _checkpoint_of_a_loop(record: Record) -> Found:
     """In a loop of the user's own: the optimizer is saved, and the scaler is not."""
     saves = [] if record.determined else record.of("save", optimizer=True)
     updates = record.of("update") if record.scales else []
@@ -357,7 +359,7 @@ def _checkpoint_of_a_loop(record: Record) -> Iterator[CheckFinding]:
 
 
 @rule
-def _state_of_disabled_scaler(record: Record) -> Iterator[CheckFinding]:
+def _state_of_disabled_scaler(record: Record) -> Found:
     """Without a GPU what is off may be on elsewhere, unless AMP needs no scaler."""
     if record.empty_scaler_state and (record.has_cuda or record.is_amp):
         bfloat16 = any(each.explicit and each.dtype == "bfloat16" for each in record.regions)
@@ -368,14 +370,14 @@ def _state_of_disabled_scaler(record: Record) -> Iterator[CheckFinding]:
 
 
 @rule
-def _tf32(record: Record) -> Iterator[CheckFinding]:
+def _tf32(record: Record) -> Found:
     for event in record.of("tf32")[:1]:
         effect = f"float32 products became {event.value!r} while batch {event.batch} trained"
         yield found("tf32", [event], effect)
 
 
 @rule
-def _waits(record: Record) -> Iterator[CheckFinding]:
+def _waits(record: Record) -> Found:
     often = {read: n for read, n in record.syncs.items() if n >= 0.5 * record.batches > 0}
     if often and record.is_amp:
         many = sum(often.values()) / record.batches

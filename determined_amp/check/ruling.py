@@ -11,7 +11,8 @@ from determined_amp.check.finding import CheckFinding, Level, Where
 from determined_amp.check.record import Event, Record
 from determined_amp.check.remedies import REMEDIES
 
-Rule = Callable[[Record], Iterator[CheckFinding]]
+Found = Iterator[CheckFinding]
+Rule = Callable[[Record], Found]
 
 FAULT, SUSPICION, COST = Level.FAULT, Level.SUSPICION, Level.COST
 RULES: list[Rule] = []

@@ -7,13 +7,12 @@ import runpy
 import signal
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from determined_amp.amp.patched import patched
-from determined_amp.check.any_loop import leave_out_recorder, watched
+from determined_amp.check.any_loop import leave_out_doctor, watched
 from determined_amp.check.finding import CheckFindings
 from determined_amp.check.recorder import Recorder
 from determined_amp.check.scale_moves import Moves
@@ -41,8 +40,7 @@ class _End:
 
     def look(self) -> None:
         """Before each backward."""
-        steps = Counter(step.optimizer for step in self._recorder.record.of("step"))
-        if self.told or (steps and min(steps.values()) >= STEPS):
+        if self.told or min(self._recorder.record.steps_of_each, default=0) >= STEPS:
             self.told += 1
             raise SystemExit if self.told > _PATIENCE else _Enough
 
@@ -90,7 +88,8 @@ def examine_script(
                 _run(path, end)
         except BaseException as error:
             raised = error
-            _leave_out_what_runs_it(error, path)
+            leave_out_doctor(error)
+            raised.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
     findings.notes.append(ONE_RUN)
     return findings, raised
 
@@ -110,15 +109,6 @@ def _as_started(path: str, arguments: Sequence[str]) -> Iterator[None]:
     folder = str(Path(path).resolve().parent)
     with patched(sys, "argv", [path, *arguments]), patched(sys, "path", [folder, *sys.path]):
         yield
-
-
-def _leave_out_what_runs_it(error: BaseException, path: str) -> None:
-    """Let a traceback begin in the script."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename != path:
-        trace = trace.tb_next
-    error.__traceback__ = trace or error.__traceback__
-    leave_out_recorder(error)
 
 
 def is_first_rank() -> bool:
