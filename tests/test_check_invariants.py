@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import os
-import subprocess
 import sys
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
+from determined_amp.__main__ import main
 from determined_amp.check import watching
 from determined_amp.check.finding import CheckFindings, Level
 from determined_amp.check.scale_moves import Moves, ScaleMoves
-from tests.test_check import Right, ScalerNotWrapped, examined
-from tests.training import ROOT
+from tests.test_check import Right, examined
+from tests.training import ROOT, outcome
 
 
 def net(outputs: int = 4) -> Any:
@@ -363,6 +364,7 @@ CLEAN = [
 ]
 
 
+@cache
 def watched(loop: type[Loop]) -> CheckFindings:
     kept: list[CheckFindings] = []
     try:
@@ -375,7 +377,7 @@ def watched(loop: type[Loop]) -> CheckFindings:
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_broken_invariant_is_one_fault(loop: type[Loop]) -> None:
+def test_broken_invariant_is_one_fault(loop: Any) -> None:
     faults = watched(loop).faults
     keys = {fault.key for fault in faults}
     under = {"autocast_backward"} if issubclass(loop, OneRegion) else set()
@@ -384,7 +386,7 @@ def test_broken_invariant_is_one_fault(loop: type[Loop]) -> None:
 
 
 @pytest.mark.parametrize("loop", CLEAN, ids=lambda loop: loop.__name__)
-def test_right_loop_has_no_finding_but_costs(loop: type[Loop]) -> None:
+def test_right_loop_has_no_finding_but_costs(loop: Any) -> None:
     findings = watched(loop)
     assert [each.text() for each in findings if each.level is not Level.COST] == []
 
@@ -394,7 +396,7 @@ def test_casts_that_are_not_kept_are_not_stale() -> None:
 
 
 @pytest.mark.parametrize("loop", [Loop, Wrapped, Paired], ids=lambda loop: loop.__name__)
-def test_doctor_spoils_two_steps_of_each_optimizer(loop: type[Loop]) -> None:
+def test_doctor_spoils_two_steps_of_each_optimizer(loop: Any) -> None:
     optimizers = 2 if loop is Paired else 1
     assert f", {2 * optimizers} skipped" in watched(loop).seen
 
@@ -468,10 +470,6 @@ def test_refusal_of_determined_is_a_fault_with_its_line() -> None:
     assert fault.key == "raised"
     assert "Determined says no" in fault.effect
     assert fault.where[0].file.endswith("test_check_invariants.py")
-
-
-def test_lost_scale_is_one_finding() -> None:
-    assert [finding.key for finding in examined(ScalerNotWrapped).faults] == ["scaler_not_saved"]
 
 
 class TestScaleMoves:
@@ -577,64 +575,67 @@ WITHOUT_DETERMINED = (
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a script is that the user starts."""
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "helper.py").write_text(HELPER)
     (tmp_path / "checkpoint.pt").write_text("the user's")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "helper", raising=False)
     return tmp_path
 
 
-def checked(folder: Path, *words: str, alone: bool = False) -> subprocess.CompletedProcess[str]:
-    start = ["-c", WITHOUT_DETERMINED] if alone else ["-m", "determined_amp"]
-    return subprocess.run(
-        [sys.executable, *start, "check", *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+Shown = pytest.CaptureFixture[str]
 
 
 class TestScript:
     def test_fault_of_a_script_is_found_with_its_line_without_determined(
         self, folder: Path
     ) -> None:
-        done = checked(folder, "--json", "train.py", "--fault", "clip", alone=True)
+        words = ["check", "--json", "train.py", "--fault", "clip"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = outcome("-c", WITHOUT_DETERMINED, *words, cwd=folder, env=environment)
         assert done.returncode == 1, done.stderr
         (fault,) = [f for f in json.loads(done.stdout)["findings"] if f["level"] == "fault"]
         assert fault["key"] == "clip_scaled"
         (line,) = [n for n, text in enumerate(SCRIPT.splitlines(), 1) if "# CLIP" in text]
         assert fault["where"] == [{"file": "train.py", "line": line}]
 
-    def test_right_script_is_ended_and_replaces_no_file(self, folder: Path) -> None:
-        done = checked(folder, "train.py")
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith("0 faults: ")
+    def test_right_script_is_ended_and_replaces_no_file(self, folder: Path, capsys: Shown) -> None:
+        assert main(["check", "train.py"]) == 0
+        assert capsys.readouterr().out.startswith("0 faults: ")
         assert (folder / "checkpoint.pt").read_text() == "the user's"
         assert not (folder / "best.pt").exists()
 
-    def test_error_of_a_script_has_its_own_traceback_after_the_findings(self, folder: Path) -> None:
-        done = checked(folder, "--in-place", "train.py", "--fault", "error")
-        assert done.returncode == 1
-        assert done.stdout.startswith("0 faults, 1 suspicion: 8 batches")
-        trace = done.stderr.partition("Traceback")[2]
+    def test_error_of_a_script_has_its_own_traceback_after_the_findings(
+        self, folder: Path, capsys: Shown
+    ) -> None:
+        assert main(["check", "--in-place", "train.py", "--fault", "error"]) == 1
+        shown = capsys.readouterr()
+        assert shown.out.startswith("0 faults, 1 suspicion: 8 batches")
+        trace = shown.err.partition("Traceback")[2]
         assert trace.rstrip().endswith("ValueError: the script's own")
         assert "determined_amp" not in trace
         assert (folder / "checkpoint.pt").read_bytes()[:2] == b"PK"
 
-    def test_script_that_waits_for_hours_is_ended_when_its_time_is_over(self, folder: Path) -> None:
-        (folder / "train.py").write_text("import time\nimport torch\ntime.sleep(10_000)")
-        done = checked(folder, "--minutes", "0.05", "train.py")
-        assert (done.returncode, done.stdout[:8]) == (0, "0 faults")
+    @pytest.mark.parametrize(
+        ("script", "status", "end"),
+        [
+            ("import time\nimport torch\ntime.sleep(10_000)", 0, "\n"),
+            ("raise KeyboardInterrupt", 130, "\ninterrupted\n"),
+        ],
+        ids=["waits for hours", "is interrupted"],
+    )
+    def test_end_of_a_script_is_no_traceback(
+        self, folder: Path, capsys: Shown, script: str, status: int, end: str
+    ) -> None:
+        (folder / "train.py").write_text(script)
+        assert main(["check", "--minutes", "0.05", "train.py"]) == status
+        shown = capsys.readouterr()
+        assert shown.out.startswith("0 faults")
+        assert shown.err.endswith(end)
+        assert "Traceback" not in shown.err
 
-    def test_ctrl_c_in_a_script_is_a_word_and_no_traceback(self, folder: Path) -> None:
-        (folder / "train.py").write_text("raise KeyboardInterrupt")
-        done = checked(folder, "train.py")
-        assert (done.returncode, done.stdout[:8]) == (130, "0 faults")
-        assert done.stderr.endswith("\ninterrupted\n")
-        assert "Traceback" not in done.stderr
-
-    def test_missing_script_is_status_2(self, folder: Path) -> None:
-        assert checked(folder, "none.py").returncode == 2
+    @pytest.mark.usefixtures("folder")
+    def test_missing_script_is_status_2(self) -> None:
+        assert main(["check", "none.py"]) == 2
