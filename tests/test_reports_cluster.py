@@ -64,6 +64,22 @@ def test_numbers_are_those_of_the_last_reports_of_each_trial(master: Master) -> 
     assert search.metric == "loss_scale_score"
 
 
+@pytest.mark.parametrize("length", [{"batches": 100}, "100 batches"])
+@pytest.mark.parametrize(
+    ("batches", "state"), [(100, RunState.COMPLETED), (4, RunState.PRUNED), (0, RunState.COMPLETED)]
+)
+def test_trial_that_a_search_over_the_scale_ended_early_is_no_completed_one(
+    master: Master, length: Any, batches: int, state: RunState
+) -> None:
+    """The master calls both completed. One that has trained no batch is scored, not trained."""
+    master.trials[0]["hparams"]["training"] = {"max_length": length}
+    numbers = {"loss_scale_score": 1.0}
+    master.reports["validation"] = [report(11, batches or 4, "validation", numbers)]
+    trained = [report(11, batches, "training", {"skipped_steps": 2})]
+    master.reports["training"] = trained if batches else []
+    assert read_experiment(7).runs[0].state is state
+
+
 def checkpoint(storage: Path, name: str, text: str) -> dict[str, Any]:
     """A checkpoint with one file, in storage that this machine reaches."""
     (storage / "uuid").mkdir()

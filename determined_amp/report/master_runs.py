@@ -14,14 +14,15 @@ from determined import errors as det_errors
 from determined.common.api import bindings, errors
 
 from determined_amp.amp.errors import ConfigError, one_line
-from determined_amp.experiment.dotted import flat
+from determined_amp.experiment.dotted import flat, value_at
 from determined_amp.experiment.experiment import parse, with_power_of_two
 from determined_amp.experiment.files import temporary_folder
 from determined_amp.experiment.machine import Machine
+from determined_amp.experiment.training import Length
 from determined_amp.report import ReportError
 from determined_amp.report.page import Written, write_files
 from determined_amp.runs.master import NONSENSE, log_in
-from determined_amp.runs.run import SEED, Part, Report, Reports, Run, RunState, judged
+from determined_amp.runs.run import LENGTH, SEED, Part, Report, Reports, Run, RunState, judged
 from determined_amp.search.search_folder import Search
 from determined_amp.search.task import Topic
 
@@ -81,16 +82,27 @@ def _run(trial: Trial, session: Session, origin: str, config: Mapping[str, Any])
                 f"{error}\nallowed: an experiment of determined_amp train, read where its code is"
             ) from error
         settings[SEED] = noted.get("seed")
-    state, reason = _end(trial, str(noted.get("failure") or ""), has_length=bool(settings))
+    length = settings or _length_of_training(hparams, reports)
+    state, reason = _end(trial, str(noted.get("failure") or ""), has_length=bool(length))
     machine = Machine(**noted.get("machine", {}))
     return Run(
         f"{origin}, trial {trial.id}",
-        *judged(state, reason, settings, reports),
+        *judged(state, reason, length, reports),
         (Part(settings=settings, machine=machine, date=noted.get("date")),),
         reports,
         number=trial.id,
         hparams=flat(hparams),
     )
+
+
+def _length_of_training(hparams: Mapping[str, Any], reports: Reports) -> dict[str, Any]:
+    """The length of a trial in our form, by the names of settings; empty if it does not train."""
+    length = value_at(hparams, "training.max_length")
+    if isinstance(length, str):
+        length = Length.section_of(length)
+    if reports.training is None or not isinstance(length, Mapping):
+        return {}
+    return {f"{LENGTH}.{unit}": count for unit, count in length.items()}
 
 
 def _end(trial: Trial, failure: str, *, has_length: bool) -> tuple[RunState, str]:
