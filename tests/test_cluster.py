@@ -339,19 +339,6 @@ class TestSearch:
         (found,) = run.metrics("validation")
         assert read_finding(run.id).finding.choice_log2 == found["init_scale_log2"]
 
-    def test_answer_of_compare_is_in_log_metrics_and_checkpoint(
-        self, searches: dict[Path, Run], tmp_path: Path
-    ) -> None:
-        run = searches[ROOT / "hp_search" / "compare.yaml"].completed()
-        (answer,) = run.metrics("validation")
-        assert answer["speed"] > 0
-        assert "use " in run.log()
-        command = ["report", str(run.id), "--output", str(tmp_path)]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("DET_MASTER", run.cluster.address)
-            assert door.main(command) == 0
-        assert (tmp_path / "precision.md").stat().st_size > 1_000
-
     def test_precisions_of_one_seed_start_alike(self, searches: dict[Path, Run]) -> None:
         """Equal weights and batches: after 20 steps the losses differ by roundings only."""
         run = searches[ROOT / "hp_search" / "compare_precisions.yaml"].completed()
@@ -465,6 +452,46 @@ class TestStranger:
     def test_loss_scale_of_a_stranger_is_found(self, strangers: dict[str, Run]) -> None:
         (found,) = strangers["found"].completed().metrics("validation")
         assert 0 < found["init_scale_log2"] < 40
+
+
+# Its batches wait, so no precision takes more than five times as long as another, on any CPU.
+SLOW = """
+import time
+
+from before import MyTrial
+
+
+class Slow(MyTrial):
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        time.sleep(0.05)
+        return super().train_batch(batch, epoch_idx, batch_idx)
+"""
+
+
+class TestComparison:
+    def test_comparison_that_is_paused_trains_the_other_runs_and_leaves_its_answer(
+        self, cluster: Cluster, stranger: Path, tmp_path: Path
+    ) -> None:
+        context = tmp_path / "context"
+        shutil.copytree(stranger, context)
+        (context / "slow.py").write_text(SLOW)
+        command = "compare --trial slow:Slow --seeds 1 --batches 100 --minutes 20"
+        entrypoint = f"entrypoint=python3 -m determined_amp {command}"
+        run = cluster.create(context / "before.yaml", entrypoint, context=context)
+        wait_until(lambda: " trial   0 " in run.log(), "the first run of the comparison", 900)
+        run.det("pause")
+        wait_until(lambda: "|| paused: 1 of 3 runs" in run.log(), "the pause")
+        run.det("activate")
+        (answer,) = run.completed().metrics("validation")
+        assert answer["speed"] > 0
+        log = run.log()
+        assert "going on: 1 of 3 runs" in log
+        assert [log.count(f" trial   {number} ") for number in range(3)] == [1, 1, 1]
+        assert "precision: " in log
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DET_MASTER", run.cluster.address)
+            assert door.main(["report", str(run.id), "--output", str(tmp_path)]) == 0
+        assert (tmp_path / "precision.md").stat().st_size > 1_000
 
 
 @pytest.fixture(scope="module")
