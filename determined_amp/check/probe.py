@@ -113,15 +113,18 @@ def _train(probe: Probe, recorder: Recorder, core_context: core.Context) -> None
         raise UserError(f"the trial cannot be made on this machine: {what}") from error
     _note_settings(context, recorder)
     aggregation = recorder.record.aggregation
-    checkpoints = [path.parent.name for path in probe.folder.glob("*/state_dict.pth")]
+    batches, checkpoint = 4 * _STEPS * aggregation, None
+    if probe.resumes:
+        saved = next(probe.folder.glob("*/state_dict.pth"))
+        batches, checkpoint = 1_000_000, saved.parent.name
     with controlled_by(partial(Examined, probe, recorder)):
         pytorch.Trainer(trial, context).fit(
-            max_length=pytorch.Batch(1_000_000 if probe.resumes else 4 * _STEPS * aggregation),
+            max_length=pytorch.Batch(batches),
             reporting_period=pytorch.Batch(1),
             validation_period=pytorch.Batch(_EPOCH * aggregation),
             checkpoint_period=pytorch.Batch(_SAVED * aggregation),
             checkpoint_policy="none",
-            latest_checkpoint=checkpoints[0] if probe.resumes else None,
+            latest_checkpoint=checkpoint,
         )
 
 

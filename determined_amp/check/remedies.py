@@ -157,7 +157,6 @@ REMEDIES = {
     "empty_scaler_state": Remedy(
         "a disabled scaler is saved as {}, which no enabled one can load",
         "if scaler.is_enabled():\n    self.context.wrap_scaler(scaler)",
-        'if scaler.is_enabled():\n    checkpoint["scaler"] = scaler.state_dict()',
     ),
     "resume_fails": Remedy(
         "the checkpoint of this run cannot be resumed",
@@ -192,7 +191,6 @@ REMEDIES = {
     "eval_16_bits": Remedy(
         "validation in 16 bits changes the metric",
         "leave autocast out of evaluate_batch",
-        "leave autocast out of the validation",
     ),
     "loss_16_bits": Remedy(
         "the loss is computed in 16 bits",

@@ -171,24 +171,19 @@ class StepGradients:
         self._record.weights |= {dtype.removeprefix("torch.") for dtype in dtypes}
         self.measure()
         norm = self.norm / divisor
-        step = self._record.note(
-            "step",
-            optimizer=self.number,
-            again=not self.pending and norm != 0,
-            factor=self.factor / divisor,
-            norm=norm,
-            unclipped=norm if self._unclipped is None else self._unclipped,
-            by_hand=self._by_hand,
-            rates=[group.get("lr") for group in self._optimizer.param_groups],
-            **known,
-        )
-        if self._rates not in (None, step.rates):
+        rates = [group.get("lr") for group in self._optimizer.param_groups]
+        again = not self.pending and norm != 0
+        step = self._record.note("step", optimizer=self.number, again=again, norm=norm, **known)
+        step.factor, step.by_hand = self.factor / divisor, self._by_hand
+        step.unclipped = norm if self._unclipped is None else self._unclipped
+        step.rates = rates
+        if self._rates not in (None, rates):
             self._move_by_hand()
         if self.pending or norm:  # there are some
             self.window.steps.append(step)
         for backward in self.window.used:
             backward.divided = backward.divided or step.scaled
-        self._rates, self._stepped = step.rates, self.window
+        self._rates, self._stepped = rates, self.window
         self.pending, self.factor = False, 1.0
         self.note_used()
 
