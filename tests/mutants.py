@@ -26,9 +26,9 @@ ROOT = Path(__file__).parents[1]
 # which mutmut cannot follow, and without test_scaled_gradients, which reads the stack of its calls.
 ROOMS = {
     "amp": (
-        *("accumulation", "amp", "any_loop", "audit", "casts", "clips", "diagnosis", "equivalence"),
-        *("guard", "held_schedulers", "islands", "loading", "mean_metrics", "metrics", "mistakes"),
-        *("precision", "rehearsal", "scaler", "schedule", "settings"),
+        *("accumulation", "amp", "any_loop", "audit", "casts", "clips", "compiled", "diagnosis"),
+        *("equivalence", "guard", "held_schedulers", "islands", "loading", "mean_metrics"),
+        *("metrics", "mistakes", "precision", "rehearsal", "scaler", "schedule", "settings"),
         *("several_optimizers", "steps", "tensors"),
     ),
     "check": ("check", "amp_examples"),
@@ -43,8 +43,8 @@ ROOMS = {
     "search": ("search_plan", "search_space", "search_strangers", "search_study"),
     "trial": (
         *("accumulation", "amp", "audit", "checkpoint", "contract", "equivalence"),
-        *("found_at_start", "metrics", "mistakes", "mixed_precision", "private_names", "resume"),
-        "unmodified",
+        *("found_at_start", "guard", "metrics", "mistakes", "mixed_precision", "private_names"),
+        *("resume", "schedule", "unmodified"),
     ),
 }
 
