@@ -716,7 +716,6 @@ PLANTED: dict[type[Right], str] = {
     HalfWeights: "half_weights",
     Masks: "beyond_float16",
     WritesIntoFloat32: "mixed_dtypes",
-    Bfloat16WithScaler: "bfloat16_with_scaler",
     ScalesNothing: "no_loss_scale",
     HidesNan: "nan_hidden",
     HidesNanBeforeTheBackward: "nan_hidden",
@@ -801,6 +800,12 @@ def test_planted_synchronisation_is_a_cost_with_its_line_and_its_count(
     assert [where.line for where in cost.where] == [planted_line(trial)]
     assert cost.effect == f"1 in each batch, by {by}"
     assert not findings.faults
+
+
+def test_scaler_of_bfloat16_is_a_cost_with_its_line() -> None:
+    (cost,) = examined(Bfloat16WithScaler)
+    assert (cost.key, cost.level) == ("bfloat16_with_scaler", Level.COST)
+    assert [where.line for where in cost.where] == [planted_line(Bfloat16WithScaler)]
 
 
 def test_right_form_in_windows_of_two_batches_has_nothing_to_tell() -> None:

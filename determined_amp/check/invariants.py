@@ -66,6 +66,20 @@ def _first_overflow(record: Record) -> str:
 
 
 @rule
+def _gradients_are_stepped_with(record: Record) -> Found:
+    losses, steps = record.of("backward"), record.of("step")
+    used = [step for step in steps if step.norm] + [each for each in losses if each.reached]
+    if losses and steps and not (used or record.error):
+        key = "other_parameters" if losses[-1].loss.trains else "loss_cut_off"
+        effect = f"0 of {len(losses)} backwards reached what the optimizer steps"
+        yield found(key, steps, effect)
+    zeroed = [event for window in record.windows for event in window.zeroed]
+    if record.scales and len(zeroed) > _SETTLED // 2 and not (steps or record.error):
+        effect = f"gradients were zeroed {len(zeroed)} times, and 0 steps were made with them"
+        yield found("step_missing", zeroed, effect)
+
+
+@rule
 def _all_is_finite(record: Record) -> Found:
     bad = list(record.not_finite)
     last = [backward.finite for backward in record.of("backward")[-3:]]

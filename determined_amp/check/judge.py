@@ -16,7 +16,7 @@ _WRONG_GRADIENTS = {
     *("unscaled_loss", "unscaled_twice", "step_without_scaler", "unscale_in_window"),
     *("clip_scaled", "clip_value_scaled", "penalty_scaled", "step_twice", "scales_mixed"),
     *("half_weights", "no_loss_scale", "nan_hidden", "update_missing", "update_in_window"),
-    *("not_zeroed", "no_gradients"),
+    *("not_zeroed", "no_gradients", "scaler_made_anew"),
 }
 # What is measured, and the faults that are its cause: one cause is one finding.
 EXPLAINED = {
@@ -30,6 +30,10 @@ EXPLAINED = {
     "unscaled_loss": {"no_loss_scale"},
     "unscaled_twice": {"unscale_in_window"},
     "update_in_window": {"step_without_scaler"},
+    "update_missing": {"unscale_in_window"},
+    "autocast_backward": {"stale_casts"},
+    "autocast_covers_nothing": {"half_weights"},
+    "loss_16_bits": {"half_weights"},
     "scales_mixed": {"not_zeroed", "unscale_in_window", "update_in_window"},
     "schedule_not_saved": {"scaler_not_saved", "resume_fails"},
 }

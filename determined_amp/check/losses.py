@@ -33,7 +33,7 @@ class Loss:
     dtype: str = "float32"  # what it is in
     has_gradient: bool = False  # it is several numbers, so the backward begins with a gradient
     penalty: float | None = None  # scale of gradients that are a part of it and were not unscaled
-    leaf: bool = False  # it was not computed from anything
+    trains: bool = False  # parameters are behind it
 
 
 def mark(scaled: Any, losses: Any, scale: float) -> None:
@@ -61,7 +61,7 @@ def loss_of(outputs: Any, scales: Sequence[float]) -> Loss:
     """
     tensors = [each for each in tensors_of(outputs) if each.grad_fn is not None]
     if not tensors:
-        return Loss(leaf=True)
+        return Loss()
     roots: list[Any] = [each.grad_fn for each in tensors]
     loss = Loss(has_gradient=tensors[0].numel() > 1)
     dtype = roots[0].metadata.get(_DTYPE, tensors[0].dtype)
@@ -86,7 +86,9 @@ def _read_graph(loss: Loss, roots: list[Any], scales: Sequence[float]) -> None:
             is_scaled, loss.scale = True, loss.scale or scale
         elif number:
             numbers.append(max(number, 1 / number))
-        loss.unscaled = loss.unscaled or ("AccumulateGrad" in node.name() and not is_scaled)
+        if "AccumulateGrad" in node.name():
+            loss.unscaled = loss.unscaled or not is_scaled
+            loss.trains = loss.trains or isinstance(node.variable, torch.nn.Parameter)
         if _GRADIENT in node.metadata:  # what is behind it is another graph
             gradients.append(node.metadata[_GRADIENT])
             continue
@@ -110,7 +112,6 @@ def _read_divisor(loss: Loss, node: Any, scales: Sequence[float]) -> None:
             break
         node, behind = behind[0], _behind(behind[0])
     loss.mean = node.name().startswith("Mean") or getattr(node, "_saved_reduction", None) == 1
-    loss.leaf = "AccumulateGrad" in node.name()
 
 
 def _behind(node: Any) -> list[Any]:

@@ -85,6 +85,11 @@ class StepWindow:
         return self.backwards[self.lost :]
 
     @property
+    def is_empty(self) -> bool:
+        """Whether all of its gradients were zeroed."""
+        return bool(self.lost) and not self.used
+
+    @property
     def skipped(self) -> bool:
         return all(step.skipped for step in self.steps)
 
@@ -96,8 +101,8 @@ class StepWindow:
     @property
     def unscaled_early(self) -> list[Event]:
         """What has divided gradients to which scaled ones were added then."""
-        last = max((each.number for each in self.used if each.loss.scale), default=-1)
-        return [unscale for unscale in self.unscales if unscale.number < last]
+        scaled = [each.number for each in self.used if each.loss.scale] or [0]
+        return [each for each in self.unscales if scaled[0] < each.number < scaled[-1]]
 
     def movers_of(self, schedule: Schedule) -> set[Where | None]:
         """The lines that moved a schedule."""

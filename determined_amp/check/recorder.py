@@ -421,11 +421,14 @@ class Recorder:
             self.record.note("update", after=_scale_of(scaler))
 
     def _zero(self, run: Run, *args: Any, **kwargs: Any) -> Any:
-        # Whether it has zeroed something is seen at the next backward.
         with self._outermost("zero") as outer:
-            if outer is None and not self._steps:
+            is_users = outer is None and not self._steps
+            if is_users:
                 self.record.note("zero_grad")
-            return run()
+            result = run()
+        for gradients in self._gradients if is_users else ():
+            gradients.look_for_zeros()
+        return result
 
     # Forwards, and what costs, hides, switches or is saved.
 

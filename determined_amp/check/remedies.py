@@ -92,6 +92,7 @@ REMEDIES = {
         *_STEP,
     ),
     "step_twice": Remedy("the optimizer steps twice with the same gradients", *_STEP),
+    "step_missing": Remedy("no optimizer steps with the gradients of the scaled loss", *_STEP),
     "update_missing": Remedy("scaler.update() is missing, so the second step raises", *_STEP),
     "update_in_window": Remedy(
         "scaler.update() runs between the backward and the step that uses its gradients",
@@ -163,9 +164,9 @@ REMEDIES = {
         "python -m determined_amp train YOUR_YAML resumes every trial that it trains",
     ),
     "zero_grad_in_window": Remedy(
-        "zero_grad() runs inside the window, and throws away what was accumulated",
+        "zero_grad() runs between a backward and its step, and throws the gradients away",
         "leave zero_grad() out: step_optimizer zeroes where a window ends",
-        "if is_first_micro_batch:\n    optimizer.zero_grad()",
+        "optimizer.zero_grad()  # before the first backward of a step, or after the step",
     ),
     "loss_not_divided": Remedy(
         "the losses of a window are added up, not averaged",
@@ -203,7 +204,7 @@ REMEDIES = {
         "gradients = [g / scaler.get_scale() for g in gradients]",
     ),
     "half_weights": Remedy(
-        "weights are in 16 bits, and autocast wants them in float32",
+        "weights are in 16 bits, which lose small updates: autocast wants them in float32",
         "leave out .half(), .bfloat16() and .to(torch.float16) of the model",
     ),
     "bfloat16_with_scaler": Remedy(
@@ -214,6 +215,11 @@ REMEDIES = {
         "autocast is in float16 and no loss is scaled: small gradients become 0",
         f"{_SCALED[0]}\n{_STEP[0]}",
         f"{_SCALED[1]}\n{_STEP[1]}",
+    ),
+    "scaler_made_anew": Remedy(
+        "a scaler is made for each step, so the scale is never adapted",
+        "self.scaler = self.context.wrap_scaler(GradScaler())  # once, in __init__",
+        "scaler = GradScaler()  # once, before the loop",
     ),
     "scale_differs_by_rank": Remedy(
         "the ranks have different scales, and average gradients that were multiplied differently",

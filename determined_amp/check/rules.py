@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 
 from determined_amp.check.record import Event, Record, Schedule, StepWindow
 from determined_amp.check.ruling import (
@@ -74,25 +75,30 @@ def _error(record: Record) -> Found:
         if elsewhere and not record.error.startswith("InvalidExperimentException"):
             level = SUSPICION
     effect = f"the training stops in batch {record.batches}: {record.first_line_of_error}"
-    yield found(key, [record.raised], effect, level)
+    zeroed = record.windows[-1].zeroed if key == "zero_grad_in_window" else []
+    yield found(key, [*zeroed, record.raised], effect, level)
 
 
 def _cause(record: Record, key: str) -> str:
     """The cause of an error of GradScaler that can have several."""
-    losses, steps, updates = map(record.of, ("backward", "step", "update"))
+    losses, updates = record.of("backward"), record.of("update")
+    kinds = ("backward", "unscale", "update")
+    last = [event.kind for event in record.events if event.kind in kinds][-1:]
     causes = {
-        "no_gradients": _cause_of_no_gradients(losses),
-        "unscaled_twice": "update_missing" if steps and not updates else key,
+        "no_gradients": _cause_of_no_gradients(record, losses),
+        "unscaled_twice": "update_missing" if last == ["backward"] else key,
         "update_missing": "step_twice" if updates else key,
         "update_in_window": key if record.scales else "no_loss_scale",
     }
     return causes.get(key, key)
 
 
-def _cause_of_no_gradients(losses: list[Event]) -> str:
+def _cause_of_no_gradients(record: Record, losses: list[Event]) -> str:
     trained = any(backward.reached for backward in losses)
-    if losses and losses[-1].loss.leaf:
+    if losses and not losses[-1].loss.trains:
         return "constant_loss" if trained else "loss_cut_off"
+    if record.windows and record.windows[-1].is_empty:
+        return "zero_grad_in_window"
     return "no_gradients" if trained else "other_parameters"
 
 
@@ -106,6 +112,17 @@ def _scales_of_ranks(record: Record) -> Found:
         lines = [scaler.where for scaler in record.scalers if scaler.used]
         effect = f"at the end they have the scales {' and '.join(map(number, scales))}"
         yield found("scale_differs_by_rank", lines, effect)
+
+
+@rule
+def _scalers(record: Record) -> Found:
+    """One scaler lasts for the whole training."""
+    steps = record.of("step", scaled=True)
+    made = Counter(scaler.where for scaler in record.scalers if scaler.used)
+    for line, times in made.items():
+        if times > max(2, len(steps) / 2):
+            effect = f"{times} scalers for {len(steps)} steps: each begins at init_scale"
+            yield found("scaler_made_anew", [line], effect)
 
 
 @rule
@@ -155,6 +172,15 @@ def _step_twice(record: Record) -> Found:
     if twice:
         many = count_of(twice, record.complete, "window")
         yield found("step_twice", twice[-1], f"{many} had {len(twice[-1])} steps")
+
+
+@rule
+def _unscaled_by_hand(record: Record) -> Found:
+    steps = [step for step in record.of("step", scaled=True, skipped=False) if step.scale > _SCALED]
+    twice = [step for step in steps if math.isclose(step.by_hand * step.scale, 1, rel_tol=0.01)]
+    if len(twice) > len(steps) / 2:
+        effect = f"the training divided by the scale in {count_of(twice, steps, 'step')}, too"
+        yield found("unscaled_twice", twice, effect)
 
 
 @rule
@@ -225,12 +251,12 @@ def _moves(record: Record, schedule: Schedule, windows: list[StepWindow]) -> Fou
 @rule
 def _accumulation(record: Record) -> Found:
     windows = [window for window in record.complete if not window.forced]
-    several = [window for window in windows if _is_accumulated(record, window)]
+    several = [each for each in windows if each.is_empty or _is_accumulated(record, each)]
     if len(windows) < 2 or len(several) < len(windows) - 1 or not record.is_amp:
         return
     last = several[-1]
     size = len(last.backwards)
-    level = FAULT if record.batches else SUSPICION
+    level = FAULT if record.batches or last.is_empty else SUSPICION
     lost = [window for window in several if window.lost]
     if len(lost) >= len(windows) - 1:
         effect = f"{last.lost} of {size} micro-batches of each step are thrown away"
@@ -274,12 +300,13 @@ def _backward_under_autocast(record: Record) -> Found:
 
 @rule
 def _weights_in_16_bits(record: Record) -> Found:
-    for dtype, least in _UPDATES.items() if record.mixes else ():
-        if dtype not in record.weights:
-            continue
-        effect = f"weights are in {dtype}: an update of less than {least} of one is lost"
-        steps = [step for step in record.of("step") if step.where]
-        yield found("half_weights", steps[:1], effect)
+    for dtype, least in _UPDATES.items():
+        # Weights in bfloat16 alone are a choice, which saves memory.
+        if dtype in record.weights and (record.mixes or dtype == "float16"):
+            effect = f"weights are in {dtype}: an update of less than {least} of one is lost"
+            steps = [step for step in record.of("step") if step.where]
+            level = FAULT if record.mixes else SUSPICION
+            yield found("half_weights", steps[:1], effect, level)
 
 
 @rule
@@ -320,7 +347,7 @@ def _scaler_without_need(record: Record) -> Found:
     kinds = {(region.dtype, region.explicit) for region in record.regions}
     if steps and record.scales and kinds == {("bfloat16", True)}:
         effect = f"{share_of(record, steps)} asked the device whether to skip, for nothing"
-        yield found("bfloat16_with_scaler", record.lines_of_scalers, effect)
+        yield found("bfloat16_with_scaler", record.lines_of_scalers, effect, COST)
 
 
 @rule

@@ -24,6 +24,7 @@ STEPS = 20
 # So often a script is told to end before the process is ended.
 _PATIENCE = 5
 
+TOO_SHORT = f"the time was over before each optimizer had made {STEPS} steps: --minutes gives more"
 ONE_RUN = "one run cannot show whether a resume brings back the scale and the learning rates"
 
 
@@ -36,6 +37,7 @@ class _End:
 
     def __init__(self, recorder: Recorder) -> None:
         self.told = 0
+        self.is_late = False  # its time was over first
         self._recorder = recorder
 
     def look(self) -> None:
@@ -56,6 +58,7 @@ class _End:
             signal.signal(signal.SIGALRM, before)
 
     def _time_is_over(self, *signalled: object) -> None:
+        self.is_late = not self.told
         self.told += 1
         raise _Enough
 
@@ -90,7 +93,7 @@ def examine_script(
             raised = error
             leave_out_doctor(error)
             raised.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
-    findings.notes.append(ONE_RUN)
+    findings.notes += [TOO_SHORT, ONE_RUN] if end.is_late else [ONE_RUN]
     return findings, raised
 
 

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from determined_amp.amp.fp32_modules import as_float32
 from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import autocast_is_on
+from determined_amp.amp.torch_private import backwards_through
 from determined_amp.check.lines import is_users
 
 # What only a GPU can show.
@@ -48,6 +49,7 @@ def cpu_for_cuda() -> Iterator[None]:
             for words in ("CUDA is not available", ".*torch.cuda.amp", "User provided device_type"):
                 warnings.filterwarnings("ignore", words)
             stack.enter_context(here)
+            stack.enter_context(backwards_through(here.run_backward))
         make = _making_autocast(torch.autocast.__init__, here)
         stack.enter_context(patched(torch.autocast, "__init__", make))
         yield
@@ -74,6 +76,11 @@ class _OnCpu(TorchFunctionMode):
         if self.applies and name in self._in_float32 and autocast_is_on("cpu"):
             args, kwargs = as_float32((args, kwargs))
         return func(*args, **kwargs)
+
+    def run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Torch leaves modes out of a backward, where a checkpoint computes its forward again."""
+        with self:
+            return run(*args, **kwargs)
 
 
 def _making_autocast(own: Callable[..., Any], here: _OnCpu) -> Callable[..., Any]:

@@ -92,14 +92,18 @@ class StepGradients:
             self.factor = math.nan  # divided by the scale, and clipped perhaps
 
     def before_backward(self) -> None:
-        """They may have been zeroed, or not at all."""
+        """They may have been zeroed, by hand perhaps, or not at all."""
+        self.look_for_zeros()
         self._stale = 0
         if not self.pending:
             now = zip(self.weights, self.versions(), self._used, strict=False)
             same = [p.grad for p, version, old in now if version == old and p.grad is not None]
             self._stale = sum(bool(values_of(gradient).any()) for gradient in same)
-        elif not self._emptied and not any(bool(gradient.any()) for gradient in self.dense()):
-            # Before any step has used them.
+
+    def look_for_zeros(self) -> None:
+        """Note if they were zeroed before any step has used them."""
+        looks = self.pending and not self._emptied
+        if looks and not any(bool(gradient.any()) for gradient in self.dense()):
             self.window.zeroed += self._record.of("zero_grad")[-1:]
             self.window.lost, self.window.stale = len(self.window.backwards), 0
             self.factor, self.norm, self._emptied = 1.0, 0.0, True
