@@ -12,8 +12,10 @@ from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 
+import optuna
 import pytest
 import yaml
+from optuna.trial import TrialState
 
 from determined_amp.cli import search as command
 from determined_amp.cli import train
@@ -22,7 +24,7 @@ from determined_amp.runs.run import Run, RunState
 from determined_amp.search import optimize
 from determined_amp.search.optimize import SearchError
 from determined_amp.search.search_display import line_of_a_trial
-from determined_amp.search.search_folder import Search, read_search
+from determined_amp.search.search_folder import STUDY_FILE, Search, read_search
 from tests import searching, training
 from tests.reporting import write_study
 
@@ -196,6 +198,9 @@ def test_killed_search_continues_where_it_was(
 def assert_goes_on(folder: Path, before: Search, points: int) -> None:
     """Resume: all points are there once, and what had ended is as it was."""
     assert command.main(["--resume", str(folder)]) == 0
+    storage = f"sqlite:///{folder / STUDY_FILE}"
+    trials = optuna.load_study(study_name=None, storage=storage).trials
+    assert [trial.state for trial in trials] == [TrialState.COMPLETE] * points
     after = read_search(folder)
     assert len(set(log2_scales(after))) == len(after.runs) == points
     assert {run.state for run in after.runs} == {RunState.COMPLETED}
