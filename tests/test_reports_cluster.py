@@ -215,7 +215,7 @@ def rewritten(
 def test_odd_number_of_a_master_is_a_report_or_a_sentence(
     master: Master, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
-    numbers = r'"(loss_scale_score|skipped_steps)": [\d.]+'
+    numbers = r'"(loss_scale_score|skipped_steps|init_scale_log2)": [\d.]+'
     rewritten(master, monkeypatch, numbers, rf'"\1": {value}')
     with suppress(UserError):
         loss_scale_figure.draw_loss_scale(None, over_loss_scale(read_experiment(7)))

@@ -142,7 +142,7 @@ def over_loss_scale(search: Search) -> Search:
         raise ReportError(
             f"{search.origin}: has no trials yet{noted}; draw it when the first has ended"
         )
-    runs = tuple(run for run in search.runs if not math.isnan(run.scale_log2))
+    runs = tuple(run for run in search.runs if math.isfinite(run.scale_log2))
     if not runs:
         raise ReportError(
             f"{search.origin}: no trial has an initial loss scale; allowed: an experiment with "
