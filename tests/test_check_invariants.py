@@ -511,6 +511,28 @@ def test_float16_weights_without_amp_are_suspected() -> None:
     assert found == [("half_weights", Level.SUSPICION)]
 
 
+def test_backward_in_a_region_of_a_library_is_suspected() -> None:
+    """As of Lightning, which calls a step of its user's under autocast."""
+    source = "def call(step, region):\n    with region:\n        step()"
+    library: dict[str, Any] = {}
+    exec(compile(source, "/site-packages/library.py", "exec"), library)
+
+    class InRegionOfALibrary(Loop):
+        dtype = torch.bfloat16
+
+        def train(self) -> None:
+            for inputs, labels in self.batches():
+                region = torch.autocast("cuda", dtype=self.dtype)
+                library["call"](lambda: self.step_of(inputs, labels), region)  # noqa: B023
+
+        def step_of(self, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+            torch.autograd.backward(self.loss(inputs, labels))
+            self.step()
+
+    (finding,) = (each for each in watched(InRegionOfALibrary) if each.level is not Level.COST)
+    assert (finding.key, finding.level) == ("autocast_backward", Level.SUSPICION)
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_loop_that_only_validates_is_not_called_examined(*, trains: bool) -> None:
     seen = watched(Loop if trains else OnlyValidates).seen

@@ -32,7 +32,8 @@ class Event(SimpleNamespace):
     | `stale` | forward of a module whose weights autocast had cast before they changed |
     | `update` | the scale `after` it |
     | `move` | of which `schedule` |
-    | `autocast`, `autocast_off` | `dtype`, whether `explicit`, with `grad`, `in_batch` |
+    | `autocast`, `autocast_off` | `dtype`, whether `explicit`, with `grad`, `in_batch`, |
+    | | `by_library` |
     | `hide` | whether `nan_to_num` was given a `scalar` |
     | `tf32` | the new `value` of the precision of float32 products |
     | `save` | whether the state of an `optimizer`, and a `scale` |

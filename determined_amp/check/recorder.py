@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn, overrides
+from torch.amp import autocast_mode
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -422,11 +423,11 @@ class Recorder:
 
     def _zero(self, run: Run, *args: Any, **kwargs: Any) -> Any:
         with self._outermost("zero") as outer:
-            is_users = outer is None and not self._steps
-            if is_users:
+            is_a_call = outer is None and not self._steps
+            if is_a_call:
                 self.record.note("zero_grad")
             result = run()
-        for gradients in self._gradients if is_users else ():
+        for gradients in self._gradients if is_a_call else ():
             gradients.look_for_zeros()
         return result
 
@@ -447,13 +448,15 @@ class Recorder:
         if is_enabled:
             self._forwards.enter_autocast()
         made_before = region.device == "cuda" and not self.record.has_cuda
-        if is_enabled or made_before or is_users(sys._getframe(2).f_code.co_filename):
+        file = sys._getframe(2).f_code.co_filename
+        if is_enabled or made_before or is_users(file):
             self.record.note(
                 "autocast" if is_enabled else "autocast_off",
                 dtype=str(region.fast_dtype).removeprefix("torch."),
                 explicit=getattr(region, "_given_dtype", True),
                 grad=torch.is_grad_enabled(),
                 in_batch=self._in_batch,
+                by_library=not (is_users(file) or file == autocast_mode.__file__),
             )
         return entered
 

@@ -295,7 +295,10 @@ def _is_accumulated(record: Record, window: StepWindow) -> bool:
 def _backward_under_autocast(record: Record) -> Found:
     inside = record.of("backward", autocast=True)
     if inside:
-        yield found("autocast_backward", inside, f"{share_of(record, inside)} ran under autocast")
+        # A library that opens it around all of a step, as Lightning does, leaves no choice.
+        level = SUSPICION if all(region.by_library for region in record.regions) else FAULT
+        effect = f"{share_of(record, inside)} ran under autocast"
+        yield found("autocast_backward", inside, effect, level)
 
 
 @rule
