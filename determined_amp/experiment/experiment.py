@@ -127,8 +127,6 @@ class Optimizations:
 class Platform:
     """Determined's own keys of an experiment configuration, as far as we read them."""
 
-    READ_IN_PART = True
-
     searcher: Searcher = setting(Searcher())
     reproducibility: Reproducibility = setting(Reproducibility())
     name: str = setting("unnamed")
@@ -336,7 +334,7 @@ def read_sections(
         ConfigError: naming every mistake.
     """
     found: list[Problem] = []
-    platform = read(Platform, config, "", found)
+    platform = read(Platform, _known(Platform, config), "", found)
     common = _read_common(config, values, found)
     size = values.get("global_batch_size")
     if platform is not None and isinstance(size, int):
@@ -365,6 +363,12 @@ def parse(
     return found.with_trial()
 
 
+def _known(cls: type, section: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a section that a settings class has; None counts as no key."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    return {name: section[name] for name in names if section.get(name) is not None}
+
+
 def _read_common(
     config: Mapping[str, Any], values: Mapping[str, Any], problems: list[Problem]
 ) -> CommonHyperparameters | None:
@@ -383,8 +387,7 @@ def _read_common(
         translated["amp"] = None
     common = None
     if not ranged:
-        names = [field.name for field in dataclasses.fields(CommonHyperparameters)]
-        known = {name: translated[name] for name in names if translated.get(name) is not None}
+        known = _known(CommonHyperparameters, translated)
         common = read(CommonHyperparameters, known, "hyperparameters", found)
     problems.extend(found if ours else map(in_their_words, found))
     if ours:
