@@ -299,9 +299,8 @@ def experiment_in(
     path, key = ("", "") if problems else _named_trial(config, values, trial, problems)
     wrong = [*misplaced(config, values), *problems]
     common, platform = read_sections(config, values, source, wrong)
-    seed = common.trial_seed
-    if seed is None:
-        seed = platform.reproducibility.experiment_seed
+    of_search = platform.reproducibility.experiment_seed
+    seed = of_search if common.trial_seed is None else common.trial_seed
     values = {name: value for name, value in values.items() if name != TRIAL_SEED}
     return Experiment(
         **vars(common),

@@ -77,15 +77,19 @@ def read(cls: type[T], raw: object, path: str, problems: list[Problem]) -> T | N
         field.name: _value(hints[field.name], raw, _join(path, field.name), field, found)
         for field in fields
     }
-    settings: T | None = None
-    if not found:
-        settings = cls(**values)
-        contradictions = getattr(settings, "contradictions", None)
-        given = frozenset(name for name in values if raw.get(name) is not None)
-        wrong = () if contradictions is None else contradictions(given)
-        found = [Problem(_join(path, key), text) for key, text in wrong]
+    settings = None if found else cls(**values)
+    given = frozenset(name for name in values if raw.get(name) is not None)
+    found += _contradictions(settings, given, path)
     problems.extend(found)
     return None if found else settings
+
+
+def _contradictions(settings: object, given: frozenset[str], path: str) -> Iterator[Problem]:
+    """What settings say against each other; nothing if there are none."""
+    contradictions = getattr(settings, "contradictions", None)
+    if contradictions is not None:
+        for key, text in contradictions(given):
+            yield Problem(_join(path, key), text)
 
 
 def read_section(cls: type[T], raw: object, path: str) -> T:

@@ -103,29 +103,39 @@ def compare_runs(
     first, baseline = finished[0], _baseline(finished)
     smaller_is_better = _smaller_is_better(first, metric)
     precisions = by_precision(runs, metric)
-    if margin is None:
-        margin = _margin(precisions, baseline)
+    margin = _margin(precisions, baseline) if margin is None else margin
     comparisons = [
         compare_precisions(*pair, smaller_is_better=smaller_is_better, margin=margin)
         for pair in _to_compare(precisions, baseline)
     ]
-    days = sorted(run.date[:10] for run in runs if run.date)
-    dates = list(dict.fromkeys(days[:1] + days[-1:]))
-    settings = {n: value for n, value in first.settings.items() if n not in _MAY_DIFFER}
-    notes = dict.fromkeys(note for source in sources for note in source.notes)
     return ComparedRuns(
         metric=metric,
         smaller_is_better=smaller_is_better,
         margin=margin,
         baseline=baseline,
-        settings=settings,
+        settings=_fixed(first),
         machine=first.machine,
-        dates=dates,
+        dates=_first_and_last_day(runs),
         precisions=precisions,
         comparisons=comparisons,
         left_out=left_out,
-        notes=list(notes),
+        notes=_notes(sources),
     )
+
+
+def _fixed(run: Run) -> dict[str, Any]:
+    """The settings in which no run may differ."""
+    return {name: value for name, value in run.settings.items() if name not in _MAY_DIFFER}
+
+
+def _notes(sources: Sequence[Search]) -> list[str]:
+    notes = [note for source in sources for note in source.notes]
+    return list(dict.fromkeys(notes))
+
+
+def _first_and_last_day(runs: Sequence[Run]) -> list[str]:
+    days = sorted(run.date[:10] for run in runs if run.date)
+    return list(dict.fromkeys(days[:1] + days[-1:]))
 
 
 def _to_compare(

@@ -94,22 +94,30 @@ def write_page(
     paste = f"```yaml\n{yaml}\n```" if yaml else ""
     picture = f"![{caption}]({name}.png)"
     parts = [f"# {answer}", paste, items, picture, markdown_table(*table), f"{origin}\n"]
+    files = {
+        folder / f"{name}.png": as_png(figure),
+        folder / f"{name}.md": _markdown(parts).encode(),
+        folder / f"{name}.json": _numbers(answer, sentences, record).encode(),
+    }
+    write_files(folder, files)
+    return Written("\n\n".join(filter(None, [answer, yaml, items])), list(files))
+
+
+def _markdown(parts: Sequence[str]) -> str:
+    text = "\n\n".join(filter(None, parts))
     # What looks like a tag, in a name that somebody else chose, stays text.
-    markdown = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", "\n\n".join(filter(None, parts)))
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
+
+
+def _numbers(answer: str, sentences: Sequence[str], record: Mapping[str, Any]) -> str:
     drawn = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "matplotlib": matplotlib.__version__,
     }
-    numbers = json.dumps(plain({_DRAWN: drawn, "answer": answer, "sentences": sentences, **record}))
-    finite = json.loads(numbers, parse_constant=lambda name: None)
-    files = {
-        folder / f"{name}.png": as_png(figure),
-        folder / f"{name}.md": markdown.encode(),
-        folder / f"{name}.json": json.dumps(finite, indent=2).encode(),
-    }
-    write_files(folder, files)
-    return Written("\n\n".join(filter(None, [answer, yaml, items])), list(files))
+    numbers = plain({_DRAWN: drawn, "answer": answer, "sentences": sentences, **record})
+    finite = json.loads(json.dumps(numbers), parse_constant=lambda name: None)
+    return json.dumps(finite, indent=2)
 
 
 def write_files(folder: Path, files: Mapping[Path, bytes]) -> None:
