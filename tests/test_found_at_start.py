@@ -88,8 +88,8 @@ def test_run_is_that_with_the_written_scale_to_the_bit(
     written = run(trial, init_scale=scale)
     assert same_bits(left(searched), left(written))
     assert found(caplog) == scale  # the second run found nothing
-    # The control: nothing is put back.
-    monkeypatch.setattr(rehearsal, "undisturbed", lambda *models, optimizers: nullcontext())
+    # The control: what is drawn is not put back.
+    monkeypatch.setattr(rehearsal, "_random_state_kept", lambda parameters: nullcontext())
     assert not same_bits(left(run(trial)), left(written))
 
 
