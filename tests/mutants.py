@@ -37,7 +37,7 @@ ROOMS = {
         *("find_loss_scale", "finder", "finder_edges", "finder_strangers", "flush", "found_scale"),
         *("gradient_recorder", "histogram", "prediction", "scale_finding", "score"),
     ),
-    "local": ("local", "checkpoint", "resume", "run_folder", "run_listener", "strangers"),
+    "local": ("local", "checkpoint", "resume", "run_folder", "local_reports", "strangers"),
     "report": ("reports", "reports_precision", "reports_precision_verdict", "reports_sources"),
     "runs": ("runs", "run_folder", "reports_sources"),
     "search": ("search_plan", "search_space", "search_strangers", "search_study"),

@@ -35,6 +35,7 @@ from determined_amp.report.precision_report import WAITS_FOR_DATA
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.harness import Context
+from tests.mutants import ROOMS
 from tests.trials import OneWeight
 from trials import latte, mlp, resnet50
 
@@ -322,3 +323,9 @@ def test_overrides_of_the_comparison_are_of_keys_that_it_has() -> None:
     overrides = re.findall(r"--config '?(hyperparameters\.[^'`]+\.vals=[^'`]+)", PRECISION)
     assert len(overrides) == 2
     assert flat(with_overrides(search, overrides)).keys() == flat(search).keys()
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_room_of_planted_faults_names_tests_that_exist(room: str) -> None:
+    assert (ROOT / "determined_amp" / room).is_dir()
+    assert [name for name in ROOMS[room] if not (ROOT / f"tests/test_{name}.py").is_file()] == []
