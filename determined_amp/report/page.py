@@ -93,17 +93,17 @@ def write_page(
     items = "\n".join(f"* {sentence}" for sentence in sentences)
     paste = f"```yaml\n{yaml}\n```" if yaml else ""
     picture = f"![{caption}]({name}.png)"
-    parts = [f"# {answer}", paste, items, picture, markdown_table(*table), f"{origin}\n"]
+    markdown = _markdown(f"# {answer}", paste, items, picture, markdown_table(*table), origin)
     files = {
         folder / f"{name}.png": as_png(figure),
-        folder / f"{name}.md": _markdown(parts).encode(),
+        folder / f"{name}.md": f"{markdown}\n".encode(),
         folder / f"{name}.json": _numbers(answer, sentences, record).encode(),
     }
     write_files(folder, files)
     return Written("\n\n".join(filter(None, [answer, yaml, items])), list(files))
 
 
-def _markdown(parts: Sequence[str]) -> str:
+def _markdown(*parts: str) -> str:
     text = "\n\n".join(filter(None, parts))
     # What looks like a tag, in a name that somebody else chose, stays text.
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
