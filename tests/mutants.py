@@ -38,9 +38,12 @@ ROOMS = {
         *("gradient_recorder", "histogram", "prediction", "scale_finding", "score"),
     ),
     "local": ("local", "checkpoint", "resume", "run_folder", "local_reports", "strangers"),
-    "report": ("reports", "reports_precision", "reports_precision_verdict", "reports_sources"),
+    "report": (
+        *("reports", "reports_figure", "reports_precision", "reports_precision_verdict"),
+        "reports_sources",
+    ),
     "runs": ("runs", "run_folder", "reports_sources"),
-    "search": ("search_plan", "search_space", "search_strangers", "search_study"),
+    "search": ("search_plan", "search_space", "search_study"),
     "trial": (
         *("accumulation", "amp", "audit", "checkpoint", "contract", "equivalence"),
         *("found_at_start", "guard", "metrics", "mistakes", "mixed_precision", "private_names"),

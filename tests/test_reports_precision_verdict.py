@@ -465,6 +465,16 @@ def test_steps_of_several_optimizers_are_added_up() -> None:
     assert [(row["applied steps"], row["skipped"]) for row in shown] == [("188", "10")] * 2
 
 
+def test_table_shows_the_last_loss_scales_of_float16_alone() -> None:
+    ends = [
+        run("amp_fp16", seed, trained={"loss_scale_log2": log2})
+        for seed, log2 in [(1, 15), (2, 16)]
+    ]
+    plain = [run("fp32", seed, trained={"loss_scale_log2": 0}) for seed in (1, 2)]
+    heads, rows = precision_table(comparison_of(*plain, *ends))
+    assert [row[heads.index("loss scale")] for row in rows] == ["none", "2^15 to 2^16"]
+
+
 def test_metric_that_is_named_like_another_column_has_its_own() -> None:
     """A classifier may report its precision."""
     runs = [run(p, settings={"searcher.metric": "precision"}) for p in ("fp32", "amp_fp16")]
