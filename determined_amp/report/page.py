@@ -66,8 +66,7 @@ def write_page(
     answer: str,
     yaml: str,
     sentences: Sequence[str],
-    figure: Figure,
-    caption: str,
+    picture: tuple[Figure, str],
     table: tuple[Sequence[str], Sequence[Sequence[Any]]],
     origin: str,
     record: Mapping[str, Any],
@@ -80,20 +79,19 @@ def write_page(
         answer: The first line.
         yaml: Lines to paste; may be empty.
         sentences: All that is said besides the answer.
-        figure: The picture.
-        caption: Its text.
+        picture: The picture, and the text below it.
         table: Heads and rows of the numbers.
         origin: What they were measured on, and how.
-        record: More numbers for the JSON: plain values, dataclasses and enums. JSON has no infinity
-            and no NaN; they become null.
+        record: More values for the JSON, which has null for what is not finite.
 
     Raises:
         ReportError: if a file cannot be written.
     """
     items = "\n".join(f"* {sentence}" for sentence in sentences)
     paste = f"```yaml\n{yaml}\n```" if yaml else ""
-    picture = f"![{caption}]({name}.png)"
-    markdown = _markdown(f"# {answer}", paste, items, picture, markdown_table(*table), origin)
+    figure, caption = picture
+    image = f"![{caption}]({name}.png)"
+    markdown = _markdown(f"# {answer}", paste, items, image, markdown_table(*table), origin)
     files = {
         folder / f"{name}.png": as_png(figure),
         folder / f"{name}.md": f"{markdown}\n".encode(),
