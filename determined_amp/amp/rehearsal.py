@@ -7,7 +7,7 @@ import math
 import random
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -305,12 +305,20 @@ def undisturbed(
     optimizers and random state are restored. DistributedDataParallel exchanges nothing.
     """
     parameters = parameters_in(models, optimizers)
+    modules = [module for model in models for module in model.modules()]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     with ExitStack() as stack:
-        stack.enter_context(_random_state_kept(parameters))
-        stack.enter_context(_buffers_kept(models))
-        stack.enter_context(_modes_kept(models))
-        stack.enter_context(_weights_kept(parameters))
-        stack.enter_context(_settings_kept(optimizers))
+        _keep_random_state(stack, parameters)
+        for model in models:
+            for buffer in model.buffers():
+                stack.callback(_put_back, buffer, buffer.clone())
+        for module in modules:
+            stack.callback(setattr, module, "training", module.training)
+            if not isinstance(module, torch.jit.ScriptModule):  # which keeps its own buffers
+                stack.callback(_put_back_buffers, module, _own_buffers(module), dir(module))
+        _keep_weights(stack, parameters)
+        for group in groups:
+            stack.callback(group.update, dict(group))
         stack.enter_context(as_written())
         stack.enter_context(torch.enable_grad())
         for model in models:
@@ -321,81 +329,47 @@ def undisturbed(
         yield
 
 
-@contextmanager
-def _random_state_kept(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+def _keep_random_state(stack: ExitStack, parameters: Sequence[torch.Tensor]) -> None:
     devices = {parameter.device for parameter in parameters if parameter.device.type == "cuda"}
-    pythons = random.getstate()
+    stack.enter_context(torch.random.fork_rng(devices=list(devices)))
+    stack.callback(random.setstate, random.getstate())
     numpy: Any = sys.modules.get("numpy")  # a batch that draws from it has imported it
-    numpys = numpy.random.get_state() if numpy else None
-    with torch.random.fork_rng(devices=list(devices)):
-        try:
-            yield
-        finally:
-            random.setstate(pythons)
-            if numpy:
-                numpy.random.set_state(numpys)
+    if numpy:
+        stack.callback(numpy.random.set_state, numpy.random.get_state())
 
 
-@contextmanager
-def _buffers_kept(models: Sequence[nn.Module]) -> Iterator[None]:
-    modules = [module for model in models for module in model.modules()]
-    plain = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
-    owned = [(module, _own_buffers(module), dir(module)) for module in plain]  # scripts keep theirs
-    values = {buffer: buffer.clone() for model in models for buffer in model.buffers()}
-    try:
-        yield
-    finally:
-        for module, own, names in owned:  # a module may have put others in their place
-            made = [name for name in _own_buffers(module) if name in names]  # which were None
-            for name in dict.fromkeys([*own, *made]):
-                setattr(module, name, own.get(name))
-        for buffer, before in values.items():
-            # One that is not strided cannot be restored.
-            if buffer.layout is torch.strided and not torch.equal(buffer, before):
-                with torch.no_grad():
-                    buffer.copy_(before)
+def _keep_weights(stack: ExitStack, parameters: Sequence[torch.Tensor]) -> None:
+    """Keep weights and gradients; from now on there are no gradients."""
+    stack.callback(drop_casts)
+    for parameter in parameters:
+        if not is_lazy(parameter):
+            stack.callback(_put_back_weight, parameter, parameter.detach().clone())
+        stack.callback(setattr, parameter, "grad", parameter.grad)
+        parameter.grad = None
+
+
+def _put_back_weight(weight: torch.Tensor, before: torch.Tensor) -> None:
+    weight.data.copy_(before)
+
+
+def _put_back(buffer: torch.Tensor, before: torch.Tensor) -> None:
+    # One that is not strided cannot be restored.
+    if buffer.layout is torch.strided and not torch.equal(buffer, before):
+        with torch.no_grad():
+            buffer.copy_(before)
+
+
+def _put_back_buffers(
+    module: nn.Module, own: Mapping[str, torch.Tensor], names: Sequence[str]
+) -> None:
+    """Put back the buffers that a module had; it may have put others in their place."""
+    made = [name for name in _own_buffers(module) if name in names]  # which were None
+    for name in dict.fromkeys([*own, *made]):
+        setattr(module, name, own.get(name))
 
 
 def _own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict(module.named_buffers(recurse=False, remove_duplicate=False))
-
-
-@contextmanager
-def _modes_kept(models: Sequence[nn.Module]) -> Iterator[None]:
-    modes = {module: module.training for model in models for module in model.modules()}
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
-@contextmanager
-def _weights_kept(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Keep weights and gradients; in the block there are no gradients at first."""
-    gradients = [parameter.grad for parameter in parameters]
-    weights = [(p, p.detach().clone()) for p in parameters if not is_lazy(p)]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        for weight, before in weights:
-            weight.data.copy_(before)
-        drop_casts()
-
-
-@contextmanager
-def _settings_kept(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    before = [dict(group) for group in groups]
-    try:
-        yield
-    finally:
-        for group, settings in zip(groups, before, strict=True):
-            group.update(settings)
 
 
 @contextmanager
