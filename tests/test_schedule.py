@@ -390,12 +390,6 @@ def test_group_that_was_added_later_keeps_its_rate_and_the_log_says_so_once(capl
     )
 
 
-def test_plateau_scheduler_is_no_schedule_of_steps() -> None:
-    plateau = lr_scheduler.ReduceLROnPlateau(make_optimizer())
-    with pytest.raises(TypeError, match="use PlateauSchedule"):
-        AppliedStepSchedule(plateau, CPU, skips=True)
-
-
 def test_rate_that_is_a_tensor_of_the_host_is_followed_by_its_value() -> None:
     rate = torch.tensor(0.5)  # float32
     optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=rate)

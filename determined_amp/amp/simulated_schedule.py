@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,9 +22,8 @@ _WARNINGS_OF_A_SIMULATION = (
     r"The epoch parameter in `scheduler\.step\(\)`",
 )
 
-_Group = dict[str, Any]
 # The values of every group at one step.
-_State = list[tuple[Any, ...]]
+_State = list[dict[str, Any]]
 # What one step uses: the values of every group that the scheduler moves, by their keys.
 Row = tuple[Mapping[str, Any], ...]
 
@@ -52,9 +51,9 @@ class Simulation:
         self._scheduler = scheduler
         self._step = scheduler.step
         groups = scheduler.optimizer.param_groups
-        self._groups = [{**copy.deepcopy(_values(it)), "params": it["params"]} for it in groups]
-        self._keys = [list(group) for group in self._groups]
-        self._initial = _states(self._groups)
+        not_copied = {id(group["params"]): group["params"] for group in groups}
+        self._groups = copy.deepcopy(groups, not_copied)
+        self._initial = _state_of(self._groups)
         self._rows: deque[Row] = deque()
 
     def is_behind(self, step: int) -> bool:
@@ -75,12 +74,9 @@ class Simulation:
         states = self._simulate(_AHEAD)
         if not self.length:
             states.insert(0, self._initial)
-        for group, keys in enumerate(self._keys):
-            columns = zip(*(state[group] for state in states), strict=True)
-            for key, initial, column in zip(keys, self._initial[group], columns, strict=True):
-                # Nearly all are the same object: this runs for every value of every step.
-                if any(value is not initial and value != initial for value in column):
-                    self.moved.add(key)
+        for state in states:
+            for initial, group in zip(self._initial, state, strict=True):
+                self.moved.update(_changed(initial, group))
         self.moved.discard("lr")
         rows = [self._append(state) for state in states]
         self.constant = self.constant and all(row is self._rows[0] for row in rows)
@@ -101,18 +97,16 @@ class Simulation:
         return list(self._rows)
 
     def _append(self, state: _State) -> Row:
-        row: Row = tuple(map(self._shown, self._keys, state))
+        row: Row = tuple(map(self._shown, state))
         if self._rows and row == self._rows[-1]:
             row = self._rows[-1]
         self._rows.append(row)
         self.length += 1
         return row
 
-    def _shown(self, keys: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
+    def _shown(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The rate of a group, and its other values that the scheduler moves."""
-        group = dict(zip(keys, values, strict=True))
-        moved = {key: group[key] for key in self.moved if key in group}
-        return {"lr": float(group["lr"]), **moved}
+        return {key: group[key] for key in ("lr", *self.moved) if key in group}
 
     def _simulate(self, steps: int) -> list[_State]:
         states: list[_State] = []
@@ -123,7 +117,7 @@ class Simulation:
                     warnings.filterwarnings("ignore", message, UserWarning)
                 for _ in range(steps):
                     self._step()
-                    states.append(_states(self._scheduler.optimizer.param_groups))
+                    states.append(_state_of(self._scheduler.optimizer.param_groups))
         # Past its end a scheduler may raise anything: OneCycleLR a ValueError, a list of rates an
         # IndexError; (1 - step / steps) ** 0.9 becomes a complex number, which is no float.
         except Exception as error:
@@ -138,18 +132,15 @@ class Simulation:
         self._groups, optimizer.param_groups = optimizer.param_groups, self._groups
 
 
-def _values(group: _Group) -> _Group:
-    return {key: value for key, value in group.items() if key != "params"}
+def _state_of(groups: _State) -> _State:
+    """A copy of the groups, whose rates are numbers; raises if one is not."""
+    return [{**group, "lr": float(group["lr"])} for group in groups]
 
 
-def _states(groups: list[_Group]) -> _State:
-    """The values of the groups, in the order of their keys; no scheduler adds or removes one."""
-    states = []
-    for group in groups:
-        rate = float(group["lr"])  # raises if it is not a number
-        values = {**group, "lr": rate} if isinstance(group["lr"], torch.Tensor) else group
-        states.append((*values.values(),))
-    return states
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The keys whose values differ; no scheduler adds or removes one."""
+    # Nearly all are the same object: this runs for every value of every step.
+    return [key for key, value in now.items() if value is not before[key] and value != before[key]]
 
 
 class RateTable:
