@@ -118,7 +118,7 @@ def finding(choice: int | None = 17, low: int = -6, top: int = 18) -> dict[str, 
     measured = {"scale_log2": 17, "overflow": False}
     modules = [
         {
-            **{"name": name, "in_model": True, "zeros": 0 if values else 3},
+            **{"name": name, "zeros": 0 if values else 3},
             **{"values_by_log2": values, "first_overflow_log2": first, "low_log2": lowest},
         }
         for name, values, first, lowest in (

@@ -32,9 +32,9 @@ from determined_amp.finder.scale_finding import (
 )
 
 # Overflows from 2^15 on: half of its values lie in the uppermost power of two.
-HEAD = ModuleGradients("head", True, 0, {-3: 2, 0: 2}, 15, 2)
+HEAD = ModuleGradients("head", 0, {-3: 2, 0: 2}, 15, 2)
 # Is flushed below 2^9.
-DEEP = ModuleGradients("blocks[0]", True, 3, {-20: 4}, 36, 9)
+DEEP = ModuleGradients("blocks[0]", 3, {-20: 4}, 36, 9)
 
 
 def shares(scale: int) -> Shares:
@@ -114,7 +114,7 @@ def test_text_has_tables_sentences_and_the_lines_to_paste() -> None:
     ]
 
 
-DEAD = ModuleGradients("dead", True, 5, {}, None, None)
+DEAD = ModuleGradients("dead", 5, {}, None, None)
 
 
 SKIPS = "2^16 costs 2 skipped steps: negligible beyond 40 steps"

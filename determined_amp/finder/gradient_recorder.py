@@ -19,7 +19,7 @@ from torch.amp import GradScaler
 from determined_amp.amp.backward_graph import BackwardGraph, Gradients, nodes_behind
 from determined_amp.amp.patched import patched
 from determined_amp.amp.tensors import tensors_of, values_of
-from determined_amp.finder.histogram import Histogram
+from determined_amp.finder.histogram import Histogram, count_in
 
 
 class Source(NamedTuple):
@@ -84,9 +84,7 @@ class GradientRecorder(BackwardGraph):
             if gradient.dtype is torch.bfloat16:
                 shape = () if gradient.is_nested else tuple(gradient.shape)
                 source = Source(module, operation, output, shape)
-                counted = Histogram.of(values_of(gradient))
-                before = self.histograms.get(source)
-                self.histograms[source] = before + counted if before else counted
+                count_in(self.histograms, source, Histogram.of(values_of(gradient)))
             self.makes_float16 |= gradient.dtype is torch.float16
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+_Key = TypeVar("_Key")
 
 # The smallest power of two that float16 rounds to infinity. The exact limit is 65520, but bfloat16
 # has no value between that and 2^16.
@@ -36,10 +39,6 @@ class Histogram:
         bits = patterns.cpu().numpy().astype(np.uint32) << 16  # as a float32
         magnitudes = bits.view(np.float32).astype(np.float64)
         return Histogram(magnitudes, counts[patterns].cpu().numpy())
-
-    @staticmethod
-    def empty() -> Histogram:
-        return Histogram(np.zeros(0), np.zeros(0, dtype=np.int64))
 
     def __add__(self, other: Histogram) -> Histogram:
         both = np.concatenate((self.magnitudes, other.magnitudes))
@@ -98,3 +97,9 @@ class Histogram:
     @cached_property
     def _squares(self) -> npt.NDArray[np.float64]:
         return self.counts * self.magnitudes**2
+
+
+def count_in(histograms: dict[_Key, Histogram], key: _Key, histogram: Histogram) -> None:
+    """Add a histogram to the one of its key."""
+    known = histograms.get(key)
+    histograms[key] = histogram if known is None else known + histogram

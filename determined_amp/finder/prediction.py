@@ -8,9 +8,10 @@ flushed to 0, and about which overflow. That is then measured in float16, one sc
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 
 import torch
 
@@ -19,7 +20,7 @@ from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.rehearsal import Rehearsal, Rehearsed
 from determined_amp.amp.slots import Slots
 from determined_amp.finder.gradient_recorder import GradientRecorder, Source
-from determined_amp.finder.histogram import OVERFLOW_LOG2, Histogram
+from determined_amp.finder.histogram import OVERFLOW_LOG2, Histogram, count_in
 
 # float16 rounds this magnitude and larger ones to infinity.
 _FIRST_INFINITE = 65520.0
@@ -50,7 +51,7 @@ class Prediction:
 
     @cached_property
     def total(self) -> Histogram:
-        return sum(self.tensors.values(), Histogram.empty())
+        return reduce(operator.add, self.tensors.values())
 
     @property
     def first_overflow_log2(self) -> int:
@@ -95,7 +96,7 @@ def predict_float16(rehearsals: Sequence[Rehearsal], slots: Slots) -> Prediction
     (_, summed), *others = every_slot
     for _, more in others:
         for source, histogram in more.items():
-            summed[source] = summed.get(source, Histogram.empty()) + histogram
+            count_in(summed, source, histogram)
     prediction = Prediction(summed)
     if not prediction.total.nonzero:
         raise LossScaleError(

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from determined_amp.amp.backward_graph import OUTSIDE, WHOLE_MODEL
 from determined_amp.amp.rehearsal import Rehearsal, largest_working
 from determined_amp.amp.slots import Slots
 from determined_amp.finder.prediction import Prediction, cause_of, overflows, predict_float16
@@ -64,7 +63,6 @@ class ModuleGradients:
     """The 16-bit gradients of one module without a loss scale."""
 
     name: str
-    in_model: bool  # whether the model has a module of that name
     zeros: int  # number of values that are 0
     values_by_log2: Mapping[int, int]  # number of values in [2^q, 2^(q+1)), by q
     # log2 of the smallest power of two at which a value overflows; None if all are 0.
@@ -192,8 +190,7 @@ def _module(name: str, prediction: Prediction) -> ModuleGradients:
     if total.nonzero:
         first_overflow = prediction.first_overflow_log2
         low = prediction.smallest_scale_log2(FLUSHED_LIMIT)
-    in_model = name not in (OUTSIDE, WHOLE_MODEL)
-    return ModuleGradients(name, in_model, total.zeros, total.by_power(), first_overflow, low)
+    return ModuleGradients(name, total.zeros, total.by_power(), first_overflow, low)
 
 
 def _shown_scales(low: int, top: int, measured: Iterable[Measured]) -> list[int]:
