@@ -104,7 +104,7 @@ def test_methods_that_a_loop_of_ours_replaces_are_called_by_determined() -> None
     controller: Any = pytorch._PyTorchTrialController
     contexts = (core.DummyTrainContext, core.DummyCheckpointContext)
     calls = "".join(map(inspect.getsource, (controller, *contexts, core.CheckpointContext)))
-    for cls in (determined_private._PublicNames, determined_private.BatchCollector):
+    for cls in (determined_private.SafeController, determined_private.BatchCollector):
         for name in overridden(cls):
             assert f"self.{name}(" in calls, f"Determined {det.__version__} calls no {name}"
 

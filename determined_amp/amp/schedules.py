@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -81,7 +81,6 @@ class AppliedStepSchedule(RateSchedule):
 
     Raises:
         ConfigError: if the optimizer's rate is a tensor on a device other than the CPU.
-        TypeError: for `ReduceLROnPlateau`, which `PlateauSchedule` is for.
     """
 
     by_steps = True
@@ -89,8 +88,6 @@ class AppliedStepSchedule(RateSchedule):
     def __init__(
         self, scheduler: lr_scheduler.LRScheduler, device: torch.device, *, skips: bool
     ) -> None:
-        if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
-            raise TypeError("ReduceLROnPlateau moves with validations: use PlateauSchedule")
         self.optimizer = scheduler.optimizer
         _refuse_rates_on_a_device(scheduler)
         self._scheduler = scheduler
@@ -203,8 +200,9 @@ class AppliedStepSchedule(RateSchedule):
             self._table = RateTable(len(rows[0]), self._device)
         self._table.append([[values["lr"] for values in row] for row in rows])
         if simulation.moved:
+            moved = " and ".join(sorted(simulation.moved))
             self._warn_once(
-                f"{self._name()} moves {_listed(simulation.moved)} of a fused optimizer, which "
+                f"{self._name()} moves {moved} of a fused optimizer, which "
                 "must be known on the host: they follow attempted steps, skipped ones included; "
                 "the learning rate follows applied steps"
             )
@@ -250,10 +248,6 @@ def _refuse_rates_on_a_device(scheduler: lr_scheduler.LRScheduler) -> None:
 
 def _rates_of(optimizer: torch.optim.Optimizer) -> list[float | torch.Tensor]:
     return [group["lr"] for group in optimizer.param_groups]
-
-
-def _listed(keys: Collection[str]) -> str:
-    return " and ".join(sorted(keys))
 
 
 # The state of a `ReduceLROnPlateau`; its other attributes are settings, which the trial makes anew.

@@ -196,71 +196,18 @@ def end_loop() -> NoReturn:
 _Controller = pytorch._PyTorchTrialController
 
 
-class _PublicNames(_Controller):
-    """Determined's loop, with public names for those of its methods that a loop of ours extends."""
-
-    def set_data_loaders(self) -> None:
-        """Make the loaders of the trial."""
-        super()._set_data_loaders()
-
-    def run_loop(self) -> None:
-        """Train, once the loaders are made and the checkpoint is loaded."""
-        super()._run()
-
-    def train_one_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
-        metrics: dict[str, Any] = super()._train_batch(batch, epoch_idx, batch_idx)
-        return metrics
-
-    def end_epoch(self, epoch_idx: int) -> None:
-        super()._on_epoch_end(epoch_idx)
-
-    def validate(self) -> dict[str, Any]:
-        metrics: dict[str, Any] = super()._validate()
-        return metrics
-
-    def checkpoint(self, already_exiting: bool) -> None:
-        super()._checkpoint(already_exiting)
-
-    def save(self, path: Path) -> None:
-        """Write a checkpoint into an empty folder; on the chief."""
-        super()._save(path)
-
-    @property
-    def evaluates_batches(self) -> bool:
-        """Whether the trial has an `evaluate_batch`."""
-        return bool(self._evaluate_batch_defined())
-
-    # What Determined calls.
-
-    def _set_data_loaders(self) -> None:
-        self.set_data_loaders()
-
-    def _run(self) -> None:
-        self.run_loop()
-
-    def _train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
-        return self.train_one_batch(batch, epoch_idx, batch_idx)
-
-    def _on_epoch_end(self, epoch_idx: int) -> None:
-        self.end_epoch(epoch_idx)
-
-    def _validate(self) -> dict[str, Any]:
-        return self.validate()
-
-    def _checkpoint(self, already_exiting: bool) -> None:
-        self.checkpoint(already_exiting)
-
-    def _save(self, path: Path) -> None:
-        self.save(path)
-
-
-class SafeController(_PublicNames):
+class SafeController(_Controller):
     """Determined's training loop, which here loads checkpoints without running code in them.
 
     A run leaves a checkpoint of its last good state if the guard ends it, or if its validation
     lacks the searcher's metric. A resumed run sees the same batches and random numbers as an
     undisturbed one.
+
+    A subclass extends its public methods, which Determined calls by private names.
     """
+
+    train_one_batch = _Controller._train_batch
+    end_epoch = _Controller._on_epoch_end
 
     _metric_problem: str | None = None
     _before_validation: dict[str, Any] | None = None
@@ -275,7 +222,7 @@ class SafeController(_PublicNames):
         super().run()
 
     def set_data_loaders(self) -> None:
-        super().set_data_loaders()
+        super()._set_data_loaders()
         seed = self.context._trial_seed  # None off a cluster, where a script sets its own
         seed = self.context.distributed.broadcast(torch.initial_seed() if seed is None else seed)
         settle_order(self.training_loader, seed, warns=self.is_chief)
@@ -290,7 +237,7 @@ class SafeController(_PublicNames):
             states = {f"callback {name}": each.state_dict for name, each in self.callbacks.items()}
             warn_of_what_cannot_be_restored({**states_of_schedulers(self.context), **states})
         try:
-            super().run_loop()
+            super()._run()
         except GuardError as error:
             if error.state_is_good and not self._checkpoint_is_current():
                 self.checkpoint(already_exiting=True)
@@ -300,7 +247,7 @@ class SafeController(_PublicNames):
         if self._steps_until_complete(self.max_length) <= 0 and not self._is_due():
             # A longer run has no validation here, and a validation draws from the random state.
             self._before_validation = random_state(self.context.distributed.local_rank)
-        metrics: dict[str, Any] = super().validate()
+        metrics: dict[str, Any] = super()._validate()
         if self.is_chief and self.searcher_metric_name:
             self._check_searcher_metric(metrics)
         # Only the chief has the metrics and asks the master, and all ranks must end.
@@ -335,7 +282,7 @@ class SafeController(_PublicNames):
         self._of_ranks = self.context.distributed.gather(
             random_state(self.context.distributed.local_rank)
         )
-        super().checkpoint(already_exiting)
+        super()._checkpoint(already_exiting)
 
     def save(self, path: Path) -> None:
         """Save as Determined does, with plain types even without callbacks of ours."""
@@ -343,7 +290,35 @@ class SafeController(_PublicNames):
         portable = PortableCheckpoint(self._of_ranks if several else None)
         callbacks = {**self.callbacks, PortableCheckpoint.NAME: portable}
         with patched(self, "callbacks", callbacks):
-            super().save(path)
+            super()._save(path)
+
+    @property
+    def evaluates_batches(self) -> bool:
+        """Whether the trial has an `evaluate_batch`."""
+        return bool(self._evaluate_batch_defined())
+
+    # What Determined calls.
+
+    def _set_data_loaders(self) -> None:
+        self.set_data_loaders()
+
+    def _run(self) -> None:
+        self.run_loop()
+
+    def _train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        return self.train_one_batch(batch, epoch_idx, batch_idx)
+
+    def _on_epoch_end(self, epoch_idx: int) -> None:
+        self.end_epoch(epoch_idx)
+
+    def _validate(self) -> dict[str, Any]:
+        return self.validate()
+
+    def _checkpoint(self, already_exiting: bool) -> None:
+        self.checkpoint(already_exiting)
+
+    def _save(self, path: Path) -> None:
+        self.save(path)
 
     def _check_searcher_metric(self, val_metrics: dict[str, Any]) -> Any:
         """Note what is wrong with the metric; an error now would leave the other ranks waiting."""
