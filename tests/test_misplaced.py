@@ -46,7 +46,7 @@ MISPLACED = [
     (f"Hyperparameters.amp={SECTION}", "Hyperparameters.amp", "{amp: "),
     (f"data.amp={SECTION}", "data.amp", "{amp: "),
     (f"optimizations.amp={SECTION}", "optimizations.amp", "{amp: "),
-    ("optimizations.mixed_precision=O1", "optimizations.mixed_precision", "amp.precision"),
+    ("optimizations.mixed_precision=O1", "optimizations.mixed_precision", "{amp: {precision: "),
     ("optimizations.mixed_precision=amp_fp16", "optimizations.mixed_precision", "amp_fp16}}"),
     *(
         (f"hyperparameters.{name}", f"hyperparameters.{key}", write)
@@ -55,8 +55,9 @@ MISPLACED = [
             ("amp=AMP_FP16", "amp", "{amp: {precision: amp_fp16}}"),
             ("amp='precision: amp_fp16'", "amp", "{amp: {precision: amp_fp16}}"),
             ("amp={type: const, val: amp_bf16}", "amp", "{amp: {precision: amp_bf16}}"),
-            ("amp=[{precision: amp_fp16}]", "amp[0]", "{amp: "),
-            ("amp=[precision, amp_fp16]", "amp[1]", "{amp: "),
+            ("amp=[{precision: amp_fp16}]", "amp", "{amp: {precision: amp_fp16}}"),
+            ("amp=[precision, amp_fp16]", "amp", "{amp: {precision: amp_fp16}}"),
+            ("stages=[{amp: {precision: amp_fp16}}]", "stages", "{amp: {precision: amp_fp16}}"),
             ("amp=tf32", "amp", "{amp: {precision: tf32}}"),
             ("precision=amp_bf16", "precision", "{amp: {precision: amp_bf16}}"),
             ("precision=fp32", "precision", "{amp: {precision: fp32}}"),
@@ -73,7 +74,6 @@ MISPLACED = [
             ("max_length={batches: 8}", "max_length", "{training: {max_length: "),
             ("reporting_period=2 batches", "reporting_period", "{training: {reporting_period: "),
             ("Training={max_length: {epochs: 1}}", "Training.max_length", "{training: "),
-            ("training=[{max_length: {epochs: 1}}]", "training[0].max_length", "{training: "),
         ]
     ),
 ]
@@ -165,6 +165,12 @@ def test_first_line_of_an_amp_section_names_the_precision() -> None:
     assert found.described_precision(found.precision) == "precision: amp_bf16"
 
 
+def test_key_with_a_dot_in_it_is_not_taken_for_a_section() -> None:
+    hyperparameters = {"lr": 0.1, "amp.precision": "amp_fp16"}
+    (problem,) = problems_of({**PLAIN, "hyperparameters": hyperparameters})
+    assert problem.startswith("hyperparameters.amp: got a section of keys and values")
+
+
 def test_range_of_a_search_that_holds_a_misplaced_precision_is_refused() -> None:
     choices = "{type: categorical, vals: [fp32, amp_fp16]}"
     searched = {**PLAIN, "reproducibility": {"experiment_seed": 0}}
@@ -185,7 +191,7 @@ def test_every_command_refuses_a_misplaced_section(
     path = tmp_path / "plain.yaml"
     path.write_text(yaml.safe_dump({**PLAIN, "amp": {"precision": "amp_fp16"}}))
     assert door.main([command, str(path)]) == 2
-    assert "amp: got {'precision': 'amp_fp16'}, which nothing reads" in capsys.readouterr().err
+    assert "amp: got a section of keys and values, which nothing reads" in capsys.readouterr().err
 
 
 def test_script_of_the_users_own_is_told_of_a_misplaced_precision() -> None:

@@ -1,9 +1,9 @@
 """Finds settings of ours in places where nothing reads them, and keys that Determined has not.
 
 A section `amp` that nothing reads would leave a run in float32 without a sign of it. So text that
-is a precision of ours, or a section with our keys, is a mistake anywhere but in its own place. A
-trial with AMP of its own may have hyperparameters such as `amp: true` and `precision: 16`: those
-are its own, and the first line of the log names them.
+is a precision of ours, or one of our keys in a section `amp`, is a mistake anywhere but in its own
+place. A trial with AMP of its own may have hyperparameters such as `amp: true` and `precision: 16`:
+those are its own, and the first line of the log names them.
 """
 
 from __future__ import annotations
@@ -11,30 +11,29 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from determined_amp.amp.errors import Problem
 from determined_amp.amp.settings import AmpSettings, Precision
-from determined_amp.experiment.dotted import flat
+from determined_amp.experiment.dotted import flat, value_at
 from determined_amp.experiment.fields import shown
-from determined_amp.experiment.training import UNITS, TrainingSettings
+from determined_amp.experiment.training import UNITS, Length, TrainingSettings
 
 # Top-level keys of an experiment configuration (`schemas/expconf/v0/experiment.json`).
 _TOP_LEVEL = frozenset(
-    [
-        *("bind_mounts", "checkpoint_policy", "checkpoint_storage", "data", "data_layer", "debug"),
-        *("description", "entrypoint", "environment", "hyperparameters", "integrations"),
-        *("internal", "labels", "log_policies", "max_restarts", "min_checkpoint_period"),
-        *("min_validation_period", "name", "optimizations", "pbs", "perform_initial_validation"),
-        *("preemption_timeout", "profiling", "project", "records_per_epoch", "reproducibility"),
-        *("resources", "retention_policy", "scheduling_unit", "searcher", "security", "slurm"),
-        *("tensorboard_storage", "workspace"),
-    ]
+    """
+    bind_mounts checkpoint_policy checkpoint_storage data data_layer debug description entrypoint
+    environment hyperparameters integrations internal labels log_policies max_restarts
+    min_checkpoint_period min_validation_period name optimizations pbs perform_initial_validation
+    preemption_timeout profiling project records_per_epoch reproducibility resources
+    retention_policy scheduling_unit searcher security slurm tensorboard_storage workspace
+    """.split()
 )
 
-_HYPERPARAMETERS = "hyperparameters"
-_AMP, _TRAINING = f"{_HYPERPARAMETERS}.amp", f"{_HYPERPARAMETERS}.training"
+# Where the section `amp` and lengths are read.
+_AMP = "hyperparameters.amp."
+_LENGTHS_ARE_READ = ("hyperparameters.training.", "searcher.")
 
 # What a user may call the section `amp`, and its keys, without case and underscores.
 _NAMES_OF_AMP = frozenset(["amp", "ampsettings", "automaticmixedprecision", "mixedprecision"])
@@ -43,10 +42,13 @@ _KEYS_OF_AMP = frozenset(f.name.replace("_", "") for f in dataclasses.fields(Amp
 _LENGTHS = frozenset(
     f.name for f in dataclasses.fields(TrainingSettings) if f.name.endswith(("_length", "_period"))
 )
-_LENGTH_IN_WORDS = re.compile(r"\d+ (batches|epochs)")
 
-# A precision that no other software calls so, also within a longer text.
-_AUTOCAST = re.compile(r"amp[\W_]*(fp16|bf16)", re.IGNORECASE)
+_SECTION = "a section of keys and values"
+
+# A precision that no other software calls so, alone or in a list; and any text that names one.
+_AUTOCAST = r"amp[\W_]*(?:fp16|bf16)"
+_ALONE = re.compile(rf"(?<![^']){_AUTOCAST}(?![^'])")
+_NAMED = re.compile(rf"{_AUTOCAST}|(?<![^'])(?:fp32|tf32)(?![^'])")
 
 # Words in the name of a hyperparameter that is about precision.
 _ABOUT_PRECISION = re.compile(
@@ -62,86 +64,63 @@ def misplaced(config: Mapping[str, Any], values: Mapping[str, Any]) -> list[Prob
         config: An experiment configuration.
         values: The hyperparameters of the trial, which count instead of those of `config`.
     """
-    sections = {**config, _HYPERPARAMETERS: values}
-    problems: list[Problem] = []
-    for key, section in sections.items():
-        is_known, within = key in _TOP_LEVEL, list[Problem]()
-        if not is_known or isinstance(section, Mapping):
-            within = list(_within(section, str(key), str(key)))
-        problems += within
-        if not (is_known or within):
-            problems.append(Problem(str(key), _unknown(str(key))))
-    return problems
+    sections = {**config, "hyperparameters": values}
+    found = []
+    for path, value in flat(sections).items():
+        # A key with a dot in it only looks as if it were in its place.
+        is_read = path.startswith(_AMP) and value_at(sections, path) is not None
+        if value is not None and not is_read:
+            found.append(_misplaced(path, value))
+    problems = dict.fromkeys(problem for problem in found if problem is not None)
+    named = {problem.key.partition(".")[0] for problem in problems}
+    unknown = [str(key) for key in config if key not in _TOP_LEVEL | named]
+    return [*problems, *(Problem(key, _unknown(key)) for key in unknown)]
 
 
 def of_the_trial(values: Mapping[str, Any]) -> list[str]:
     """The hyperparameters about precision that are the trial's own, as `name: value`."""
-    amp = values.get("amp")
-    own = {**values, "amp": None if isinstance(amp, Mapping) else amp}
-    named = flat({_HYPERPARAMETERS: own})
     return [
         f"{name}: {value}"
-        for name, value in named.items()
-        if _ABOUT_PRECISION.search(name.rpartition(".")[2]) and value is not None
+        for name, value in flat({"hyperparameters": values}).items()
+        if _ABOUT_PRECISION.search(name.rpartition(".")[2])
+        and not name.startswith(_AMP)
+        and value is not None
     ]
 
 
-def _within(value: object, path: str, key: str) -> Iterator[Problem]:
-    """The problems of a value and of all that is in it; `key` is the last one of its path."""
-    text = _wrong(value, path, key)
-    if text is not None:
-        yield Problem(path, text)
-    elif isinstance(value, Mapping) and path != _AMP:
-        for name, inner in value.items():
-            yield from _within(inner, f"{path}.{name}", str(name))
-    elif isinstance(value, (list, tuple)):
-        for index, inner in enumerate(value):
-            yield from _within(inner, f"{path}[{index}]", key)
-
-
-def _wrong(value: object, path: str, key: str) -> str | None:
-    """What is wrong with a value in its place; None if it is not one of our settings."""
-    section, _, ours = key.partition(".")
-    if ours and section in ("amp", "training", _HYPERPARAMETERS):
-        return f"got a key with a dot, which nothing reads; write {section}: {{{ours}: ...}}"
-    if isinstance(value, str):
-        precision = _precision_in(value, path, key)
-        if precision is not None:
-            return _belongs(value, f"{{amp: {{precision: {precision}}}}}")
-    if isinstance(value, Mapping) and _plain_name(key) in _NAMES_OF_AMP and path != _AMP:
-        keys = {_plain_name(str(name)) for name in value}
-        if keys & _KEYS_OF_AMP:
-            return _belongs(value, "{amp: {precision: ...}}, one section of keys and values")
-    if path == "optimizations.mixed_precision" and value not in (None, "O0"):
-        return f"got {value!r}, which has no effect in Determined 0.38.1; use {_AMP}.precision"
-    if _is_length(key, value) and not path.startswith(("searcher.", f"{_TRAINING}.")):
-        return _belongs(value, f"{{training: {{{key}: {value}}}}}")
+def _misplaced(path: str, value: object) -> Problem | None:
+    """The problem of a value that is not in the section `amp`; None if it is none of ours."""
+    section, _, key = path.rpartition(".")
+    name, text = section.rpartition(".")[2], str(value)
+    if _plain_name(name) in _NAMES_OF_AMP and _plain_name(key) in _KEYS_OF_AMP:
+        return _belongs(section, _SECTION, "{amp: {precision: ...}}")
+    precision = _precision_in(path, key, text.lower())
+    if path == "optimizations.mixed_precision" and text != "O0":
+        precision = precision or "..."
+    if precision is not None:
+        return _belongs(path, shown(value), f"{{amp: {{precision: {precision}}}}}")
+    if path.startswith(_LENGTHS_ARE_READ):
+        return None
+    if name in _LENGTHS and key in UNITS:
+        return _belongs(section, _SECTION, f"{{training: {{{name}: ...}}}}")
+    if key in _LENGTHS and Length.section_of(text) is not None:
+        return _belongs(path, shown(value), f"{{training: {{{key}: {text}}}}}")
     return None
 
 
-def _precision_in(text: str, path: str, key: str) -> str | None:
+def _precision_in(path: str, key: str, text: str) -> str | None:
     """The value of the `Precision` that a text in this place asks for; None if it asks for none."""
-    name = text.strip().lower()
     if _ABOUT_PRECISION.search(key):
-        if name in (Precision.FP32.value, Precision.TF32.value):
-            return name
-        autocast = _AUTOCAST.search(text)
+        found = _NAMED.search(text)
     else:
-        is_own = path.startswith(_HYPERPARAMETERS)
-        autocast = _AUTOCAST.fullmatch(name) if is_own else None
-    return None if autocast is None else f"amp_{autocast[1].lower()}"
+        found = _ALONE.search(text) if path.startswith("hyperparameters.") else None
+    by_name = {_plain_name(precision.value): precision.value for precision in Precision}
+    return None if found is None else by_name[_plain_name(found[0])]
 
 
-def _is_length(key: str, value: object) -> bool:
-    if key not in _LENGTHS:
-        return False
-    if isinstance(value, Mapping):
-        return bool(value) and set(value) <= set(UNITS)
-    return isinstance(value, str) and _LENGTH_IN_WORDS.fullmatch(value) is not None
-
-
-def _belongs(value: object, line: str) -> str:
-    return f"got {shown(value)}, which nothing reads here; write {_HYPERPARAMETERS}: {line}"
+def _belongs(path: str, what: str, line: str) -> Problem:
+    text = f"got {what}, which nothing reads here; write hyperparameters: {line}"
+    return Problem(path, text)
 
 
 def _unknown(key: str) -> str:
@@ -150,7 +129,7 @@ def _unknown(key: str) -> str:
         return f"unknown key; did you mean {near[0]}?"
     return (
         "unknown key: Determined 0.38.1 has none of that name at the top level; allowed there: "
-        f"its own; a trial's own values belong in {_HYPERPARAMETERS} or data"
+        "its own; a trial's own values belong in hyperparameters or data"
     )
 
 
