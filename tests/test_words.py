@@ -71,11 +71,8 @@ def test_section_that_is_pasted_twice_is_to_be_merged() -> None:
         load_yaml(text, "a.yaml")
 
 
-def test_module_of_a_trial_that_is_not_found_is_named_with_its_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "project" / "configs"
-    folder.mkdir(parents=True)
-    (tmp_path / "project" / "model_of_words.py").write_text("")
-    path = folder / "a.yaml"
+def test_trial_that_is_not_found_is_named_with_the_folder_searched(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
     path.write_text(yaml.safe_dump({**PLAIN, "entrypoint": "model_of_words:Trial"}))
     words = [sys.executable, "-m", "determined_amp", "audit", str(path)]
     done = subprocess.run(
@@ -87,7 +84,7 @@ def test_module_of_a_trial_that_is_not_found_is_named_with_its_folder(tmp_path: 
         check=False,
     )
     assert done.returncode == 2
-    assert f"searched: {tmp_path}; it is in {tmp_path / 'project'}: " in done.stderr
+    assert f"searched: {tmp_path};" in done.stderr
 
 
 def test_resume_names_the_width_that_changed_and_the_key_of_the_length(

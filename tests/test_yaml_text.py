@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def test_text_is_read_as_the_platform_reads_it_or_refused(text: str) -> None:
         ours = load_yaml(text, "text")
     except ConfigError:
         return
-    theirs = util.yaml_safe_load(text)
+    theirs = json.loads(json.dumps(util.yaml_safe_load(text)))  # as a master stores it
     assert repr(ours) == repr(theirs)  # NaN is not equal to itself
 
 
@@ -66,6 +67,7 @@ def test_text_is_read_as_the_platform_reads_it_or_refused(text: str) -> None:
     [
         *(("1e-4", 0.0001), ("032", 32), ("0o17", 15), ("1:30", "1:30"), ("yes", "yes")),
         *((".inf", math.inf), ("true", True), ("2.5e-3", 0.0025), ("'1e-4'", "1e-4")),
+        ("{1: x}", {"1": "x"}),
     ],
 )
 def test_values_are_those_of_yaml_1_2(text: str, value: object) -> None:
@@ -85,14 +87,16 @@ def test_lines_to_paste_are_read_as_the_changes() -> None:
     [
         ("a: 1\na: 2", 'is not YAML: found duplicate key "a" with value "2"'),
         ("a: [1", "is not YAML: expected ',' or ']', but got '<stream end>' (line 1, column 6)"),
-        ("a: {b: [1, 2020-01-01]}", "a.b[1]: got a date; allowed: text in quotes"),
-        ("a: {1: x}", "a: got the key 1; allowed: text, in quotes"),
-        ("a: &x\n  b: *x", "is not YAML: maximum recursion depth exceeded"),
+        (
+            "a: {b: [1, 2020-01-01]}",
+            "is not YAML of a configuration: got the date 2020-01-01; allowed: text in quotes",
+        ),
+        ("a: &x\n  b: *x", "is not YAML of a configuration: Circular reference detected"),
         ("a: !!python/object:os.system x", "is not YAML: could not determine a constructor"),
-        ("x: !!binary aGk=", "x: got a bytes"),
+        ("x: !!binary aGk=", "is not YAML of a configuration: got the bytes b'hi'"),
     ],
 )
-def test_anything_else_is_one_sentence_with_its_place(text: str, problem: str) -> None:
+def test_anything_else_is_one_sentence(text: str, problem: str) -> None:
     with pytest.raises(ConfigError) as raised:
         load_yaml(text, "a.yaml")
     assert str(raised.value).startswith(f"a.yaml: {problem}")

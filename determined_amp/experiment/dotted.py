@@ -15,10 +15,15 @@ def value_at(config: Mapping[str, Any], name: str) -> Any:
 
 
 def put(config: dict[str, Any], path: Sequence[str], value: object) -> None:
-    """Set the value at `path` in place, and create missing sections."""
+    """Set the value at `path` in place, and create missing sections.
+
+    Raises:
+        TypeError: if a section of the path is a value.
+    """
     *sections, last = path
     for key in sections:
-        config[key] = config.get(key) or {}
+        if config.get(key) is None:
+            config[key] = {}
         config = config[key]
     config[last] = value
 

@@ -19,12 +19,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
-import importlib.util
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from determined_amp.amp.errors import ConfigError, Problem
@@ -126,6 +123,8 @@ class Optimizations:
 @dataclass(frozen=True)
 class Platform:
     """Determined's own keys of an experiment configuration, as far as we read them."""
+
+    READ_IN_PART = True
 
     searcher: Searcher = setting(Searcher())
     reproducibility: Reproducibility = setting(Reproducibility())
@@ -237,8 +236,7 @@ class Experiment(CommonHyperparameters):
         try:
             factory = load_factory(self.trial)
         except ValueError as error:
-            searched = _searched(self.trial, self.source)
-            text = f"{error}{searched}; allowed: module:Class of a PyTorchTrial"
+            text = f"{error}; allowed: module:Class of a PyTorchTrial"
             raise ConfigError(self.source, [Problem(self.trial_key, text)]) from error
         problems: list[Problem] = []
         values, data, hparams = dict(self.hyperparameters), self.data, None
@@ -333,7 +331,7 @@ def read_sections(
         ConfigError: naming every mistake.
     """
     found: list[Problem] = []
-    platform = read(Platform, _known(Platform, config), "", found)
+    platform = read(Platform, config, "", found)
     common = _read_common(config, values, found)
     size = values.get("global_batch_size")
     if platform is not None and isinstance(size, int):
@@ -362,12 +360,6 @@ def parse(
     return found.with_trial()
 
 
-def _known(cls: type, section: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a section that a settings class has; None counts as no key."""
-    names = [field.name for field in dataclasses.fields(cls)]
-    return {name: section[name] for name in names if section.get(name) is not None}
-
-
 def _read_common(
     config: Mapping[str, Any], values: Mapping[str, Any], problems: list[Problem]
 ) -> CommonHyperparameters | None:
@@ -386,7 +378,8 @@ def _read_common(
         translated["amp"] = None
     common = None
     if not ranged:
-        known = _known(CommonHyperparameters, translated)
+        names = [field.name for field in dataclasses.fields(CommonHyperparameters)]
+        known = {name: translated[name] for name in names if translated.get(name) is not None}
         common = read(CommonHyperparameters, known, "hyperparameters", found)
     problems.extend(found if ours else map(in_their_words, found))
     if ours:
@@ -482,18 +475,6 @@ def _named_trial(
     )
     problems.append(Problem("hyperparameters.trial", text))
     return "", ""
-
-
-def _searched(trial: str, source: str) -> str:
-    """Where the module of a trial was looked for, and where it is; empty if it was found."""
-    package = trial.partition(":")[0].partition(".")[0]
-    if not package or importlib.util.find_spec(package) is not None:
-        return ""
-    searched = f"; searched: {os.getcwd()}"
-    for folder in Path(source).absolute().parents:
-        if (folder / f"{package}.py").is_file() or (folder / package).is_dir():
-            return f"{searched}; it is in {folder}: type the command there"
-    return searched
 
 
 def _own_class(factory: Factory, name: str) -> type[Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,9 @@ def load_factory(import_path: str) -> Factory:
         module = importlib.import_module(module_name)
         target: Any = functools.reduce(getattr, name.split("."), module)
     except (ImportError, AttributeError, TypeError, ValueError, SyntaxError) as error:
-        raise ValueError(f"got {import_path!r}, which cannot be imported: {error}") from error
+        raise ValueError(
+            f"got {import_path!r}, which cannot be imported: {error}; searched: {os.getcwd()}"
+        ) from error
     is_class = isinstance(target, type)
     if is_class and any(base.__name__ == "DeepSpeedTrial" for base in target.__mro__):
         raise ValueError(

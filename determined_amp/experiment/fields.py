@@ -204,11 +204,7 @@ def _in_bounds(value: object, field: dataclasses.Field[Any]) -> bool:
 
 
 def _allowed(hint: Any, field: dataclasses.Field[Any]) -> str:
-    kinds, optional = _kinds(hint)
-    described = [_described(kind, field) for kind in kinds]
-    if optional:
-        described.append("or the key left out")
-    return ", ".join(described)
+    return ", ".join(_described(kind, field) for kind in _kinds(hint)[0])
 
 
 def _described(kind: Any, field: dataclasses.Field[Any]) -> str:

@@ -21,15 +21,14 @@ from determined_amp.experiment.fields import shown
 from determined_amp.experiment.training import UNITS, Length, TrainingSettings
 
 # Top-level keys of an experiment configuration (`schemas/expconf/v0/experiment.json`).
-_TOP_LEVEL = frozenset(
-    """
-    bind_mounts checkpoint_policy checkpoint_storage data data_layer debug description entrypoint
-    environment hyperparameters integrations internal labels log_policies max_restarts
-    min_checkpoint_period min_validation_period name optimizations pbs perform_initial_validation
-    preemption_timeout profiling project records_per_epoch reproducibility resources
-    retention_policy scheduling_unit searcher security slurm tensorboard_storage workspace
-    """.split()
-)
+_OF_DETERMINED = """
+bind_mounts checkpoint_policy checkpoint_storage data data_layer debug description entrypoint
+environment hyperparameters integrations internal labels log_policies max_restarts
+min_checkpoint_period min_validation_period name optimizations pbs perform_initial_validation
+preemption_timeout profiling project records_per_epoch reproducibility resources retention_policy
+scheduling_unit searcher security slurm tensorboard_storage workspace
+"""
+_TOP_LEVEL = frozenset(_OF_DETERMINED.split())
 
 # Where the section `amp` and lengths are read.
 _AMP = "hyperparameters.amp."

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from determined_amp.amp.errors import ConfigError, Problem
+from determined_amp.experiment.dotted import put
 from determined_amp.experiment.training import UNITS
 from determined_amp.experiment.yaml_text import load_yaml
 
@@ -23,19 +24,18 @@ def with_overrides(
     """
     changed: dict[str, Any] = copy.deepcopy(dict(config))
     for override in overrides:
-        key, equals, value = override.partition("=")
-        *parents, last = key.split(".")
-        if not equals or "" in (*parents, last):
+        key, equals, text = override.partition("=")
+        if not equals or "" in key.split("."):
             raise ConfigError(option, [f"got {override!r}; allowed: KEY=VALUE"])
-        section, parent = changed, ""
-        for parent in parents:
-            section[parent] = {} if section.get(parent) is None else section[parent]
-            section = section[parent]
-            if not isinstance(section, dict):
-                raise ConfigError(option, [Problem(key, f"{parent} is a value, not a section")])
-        if last in UNITS and parent.endswith(("_length", "_period")):
-            section.clear()
-        section[last] = load_yaml(value, f"{option}: {key}")
+        value = load_yaml(text, f"{option}: {key}")
+        section, _, last = key.rpartition(".")
+        if last in UNITS and section.endswith(("_length", "_period")):
+            key, value = section, {last: value}
+        try:
+            put(changed, key.split("."), value)
+        except TypeError as error:
+            problem = Problem(key, f"{section} is no section of keys and values")
+            raise ConfigError(option, [problem]) from error
     return changed
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError
 
-from determined_amp.amp.errors import ConfigError, Problem, one_line
-
-_PLAIN = (str, int, float, bool, type(None))
+from determined_amp.amp.errors import ConfigError, one_line
 
 
 def load_yaml(text: str, source: str) -> Any:
@@ -21,19 +20,24 @@ def load_yaml(text: str, source: str) -> Any:
     Determined reads YAML 1.2: `1e-4` is a number, `032` is 32, `yes` and `1:30` are text, and a key
     that occurs twice is an error. PyYAML reads YAML 1.1, which differs in each of these.
 
+    A master turns a configuration into JSON, so a key that is no text becomes text.
+
     Raises:
-        ConfigError: if it is not YAML, or contains something that a configuration cannot: a date,
-            a key that is not text, a section within itself.
+        ConfigError: if it is not YAML, or contains something that JSON cannot: a date, a section
+            within itself.
     """
     try:
         # The same reader as Determined's, whose own function imports half of Determined.
         value = YAML(typ="safe", pure=True).load(text)
-        problems = list(_unusual(value, ""))
+        return json.loads(json.dumps(value, default=_refuse))
+    except MarkedYAMLError as error:
+        problem, mark = one_line(error.problem), error.problem_mark
+        if "duplicate key" in problem:
+            problem = f"{problem}: merge the two sections of this name into one"
+        problem = f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
+        raise ConfigError(source, [f"is not YAML: {problem}"]) from error
     except Exception as error:  # the reader raises whatever its constructors do
-        raise ConfigError(source, [f"is not YAML: {_problem(error)}"]) from error
-    if problems:
-        raise ConfigError(source, problems)
-    return value
+        raise ConfigError(source, [f"is not YAML of a configuration: {one_line(error)}"]) from error
 
 
 class _Dumper(yaml.SafeDumper):
@@ -66,27 +70,6 @@ def read_text(path: str | Path) -> str:
         raise ConfigError(str(path), [f"cannot be read as UTF-8 text: {error}"]) from error
 
 
-def _problem(error: Exception) -> str:
-    """The problem and its position, without the loader's advice for programmers."""
-    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
-    if not problem:
-        return one_line(error)
-    if "duplicate key" in problem:
-        problem = f"{one_line(problem)}: merge the two sections of this name into one"
-    where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
-    return f"{one_line(problem)}{where}"
-
-
-def _unusual(value: Any, path: str) -> Iterator[Problem]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            if isinstance(key, str):
-                yield from _unusual(inner, f"{path}.{key}" if path else key)
-            else:
-                yield Problem(path or "top level", f"got the key {key!r}; allowed: text, in quotes")
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _unusual(inner, f"{path}[{index}]")
-    elif not isinstance(value, _PLAIN):
-        kind = type(value).__name__
-        yield Problem(path, f"got a {kind}; allowed: text in quotes, or a number")
+def _refuse(value: object) -> None:
+    text = f"got the {type(value).__name__} {value}; allowed: text in quotes, or a number"
+    raise ValueError(text)
