@@ -6,9 +6,9 @@ They differ in what they do with gradients, optimizers, hooks and graphs.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import warnings
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -110,17 +110,6 @@ class StepsIfSmall(Habit):
             self.optimizer.zero_grad()
 
 
-class KeepsNorms(Habit):
-    """Clips at the mean of all norms so far, which one that is not finite would spoil for good."""
-
-    norms: list[float]
-
-    def step(self) -> None:
-        self.norms = [*getattr(self, "norms", []), float(self.gradients()[0].norm())]
-        nn.utils.clip_grad_norm_(self.model.parameters(), sum(self.norms) / len(self.norms) + 0.1)
-        self.context.step_optimizer(self.optimizer)
-
-
 class StepsItself(Habit):
     def step(self) -> None:
         self.optimizer.step(None)
@@ -130,23 +119,20 @@ class StepsItself(Habit):
 class StepsByHand(Habit):
     """No optimizer takes part; the context wants to know one."""
 
+    set_to_none = True
+
     def step(self) -> None:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 assert parameter.grad is not None
                 parameter.sub_(parameter.grad, alpha=0.3)
-        self.model.zero_grad()
+        self.model.zero_grad(self.set_to_none)
 
 
 class StepsByHandInPlace(StepsByHand):
     """The same as in the first tutorials, which leave gradients of 0."""
 
-    def step(self) -> None:
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                assert parameter.grad is not None
-                parameter.sub_(parameter.grad, alpha=0.3)
-                parameter.grad.zero_()
+    set_to_none = False
 
 
 class OwnAccumulation(Habit):
@@ -395,13 +381,6 @@ class Hooked(Habit):
     def register(self, logits: torch.Tensor) -> None:
         """This one registers none."""
 
-    def see(self, *gradients: torch.Tensor) -> None:
-        self.norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        reported = super().train_batch(batch, epoch_idx, batch_idx)
-        return {**reported, "norm": getattr(self, "norm", 0.0)}
-
 
 class ActivationHook(Hooked):
     def register(self, logits: torch.Tensor) -> None:
@@ -411,7 +390,7 @@ class ActivationHook(Hooked):
 class NodeHook(Hooked):
     def register(self, logits: torch.Tensor) -> None:
         assert logits.grad_fn is not None
-        logits.grad_fn.register_prehook(lambda gradients: self.see(*gradients))
+        logits.grad_fn.register_prehook(lambda gradients: None)
 
 
 class GradientsHook(Hooked):
@@ -419,14 +398,7 @@ class GradientsHook(Hooked):
 
     def register(self, logits: torch.Tensor) -> None:
         parameters = list(self.model.parameters())
-        torch.autograd.graph.register_multi_grad_hook(parameters, lambda them: self.see(*them))
-
-
-class OldModuleHook(Hooked):
-    """That of old recipes."""
-
-    def register(self, logits: torch.Tensor) -> None:
-        self.model[2].register_backward_hook(lambda module, into, out: None)
+        torch.autograd.graph.register_multi_grad_hook(parameters, lambda gradients: None)
 
 
 class RetainedGradient(Hooked):
@@ -434,12 +406,13 @@ class RetainedGradient(Hooked):
 
     def register(self, logits: torch.Tensor) -> None:
         logits.retain_grad()
-        self.logits = logits
 
-    def step(self) -> None:
-        assert self.logits.grad is not None
-        self.see(self.logits.grad)
-        super().step()
+
+class OldModuleHook(Hooked):
+    """That of old recipes."""
+
+    def register(self, logits: torch.Tensor) -> None:
+        self.model[2].register_backward_hook(lambda module, into, out: None)
 
 
 class ParameterHook(Habit):
@@ -472,20 +445,6 @@ class LoneModuleHook(Habit):
 
     def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
         return functional.cross_entropy(self.last(self.model(inputs)), classes)
-
-
-class ModuleHook(Habit):
-    """And keeps copies of the model, with the hook that it has."""
-
-    def net(self) -> Any:
-        model = super().net()
-        model[2].register_full_backward_pre_hook(lambda module, out: tuple(map(clamp, out)))
-        return model
-
-    def step(self) -> None:
-        super().step()
-        self.copy = copy.deepcopy(self.model)
-        assert torch.equal(self.copy(torch.ones(1, FEATURES)), self.model(torch.ones(1, FEATURES)))
 
 
 class Net(nn.Module):
@@ -563,73 +522,16 @@ class Features(Habit):
         return loss + 1e-8 * (self.seen * self.seen).sum()
 
 
-class KeepingNet(Net):
-    def hidden(self, inputs: torch.Tensor) -> Any:
-        self.kept = {"first": [(self.first(inputs),)]}
-        return torch.tanh(functional.layer_norm(self.kept["first"][0][0], (16,)))
-
-
-class Attribute(Features):
-    """The same of what the model keeps in an attribute."""
-
-    def net(self) -> Any:
-        return KeepingNet()
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        loss = Habit.loss(self, inputs * 300, classes)
-        ((kept,),) = self.model.kept["first"]
-        return loss + 1e-8 * (kept * kept).sum()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Slots:
-    """What a model returns."""
-
-    logits: torch.Tensor
-
-
-class Returning(Net):
-    """Returns its logits in a container."""
-
-    def __init__(self, kind: Any) -> None:
-        super().__init__()
-        self.kind = kind
+class Boxed(Net):
+    """Returns its logits in what nobody knows how to cast."""
 
     def forward(self, inputs: torch.Tensor) -> Any:
-        return self.kind(logits=super().forward(inputs))
+        return SimpleNamespace(logits=super().forward(inputs))
 
 
-class ReturnsSlots(Habit):
-    kind: Any = Slots
-
+class ReturnsBox(Habit):
     def net(self) -> Any:
-        return Returning(self.kind)
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        return functional.cross_entropy(self.model(inputs).logits, classes)
-
-
-class Attributes(dict[str, Any]):
-    """Its items are attributes, too."""
-
-    def __init__(self, **items: Any) -> None:
-        super().__init__(items)
-        self.__dict__ = self
-
-
-class ReturnsAttributes(ReturnsSlots):
-    kind = Attributes
-
-
-class Box:
-    """What nobody knows how to cast."""
-
-    def __init__(self, logits: torch.Tensor) -> None:
-        self.logits = logits
-
-
-class ReturnsBox(ReturnsSlots):
-    kind = Box
+        return Boxed()
 
     def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
         # torch 2.3 has no cross-entropy of float16 on a CPU
@@ -660,24 +562,6 @@ class SparseEmbedding(Habit):
 
     def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
         return functional.cross_entropy(self.model(inputs).flatten(0, 1), classes.flatten())
-
-
-class Packed(nn.Module):
-    """An LSTM over sequences of unequal length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.last = nn.LSTM(2, 8, batch_first=True), nn.Linear(8, CLASSES)
-
-    def forward(self, inputs: torch.Tensor) -> Any:
-        sequences, lengths = inputs.view(-1, 3, 2), torch.arange(len(inputs)) % 3 + 1
-        packed = nn.utils.rnn.pack_padded_sequence(sequences, lengths, True, False)
-        return self.last(self.lstm(packed)[1][0][-1])
-
-
-class Sequences(Habit):
-    def net(self) -> Any:
-        return Packed()
 
 
 class Language(SparseEmbedding):
@@ -809,11 +693,11 @@ REFUSED_IN_FP16: dict[type[Habit], str] = {
     Sam: _MOVES,
     **dict.fromkeys((ActivationHook, NodeHook, GradientsHook, OldModuleHook), _HOOK),
     **dict.fromkeys((RetainedGradient, ParameterHook, AccumulatedHook), _HOOK),
-    **dict.fromkeys((LoneModuleHook, ModuleHook), _HOOK),
+    LoneModuleHook: _HOOK,
     **dict.fromkeys((Penalty, FunctionalPenalty), _GRAD),
 }
-# In 16 bits its features are in 16 bits, as under any autocast.
-ORDINARY = {Attribute}
+# One is the base of others, and one overflows.
+NO_HABITS = {Hooked, LoudAtFirst}
 REFUSED_IN_16_BITS = {ReturnsBox, LineSearch, HalfWeights}
 # Do something with the gradients of a window that overflows.
 USE_GRADIENTS = (

@@ -158,16 +158,6 @@ class FromEnd(Sampler[int]):
         return len(self.order)
 
 
-class BecomesNaN(Stranger):
-    """Its weights are lost in batch 30."""
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
-        if batch_idx == 30:
-            for parameter in self.model.parameters():
-                parameter.data.fill_(float("nan"))
-        return super().train_batch(batch, epoch_idx, batch_idx)
-
-
 class WithDefaults(Stranger):
     """Needs nothing but the context."""
 
@@ -271,16 +261,6 @@ class WithMask(Stranger):
     class head(nn.Linear):  # noqa: N801
         def forward(self, points: torch.Tensor) -> torch.Tensor:
             return super().forward(points).masked_fill(points[:, :CLASSES] > 9, -1e9)
-
-
-class WithSorting(Stranger):
-    """Writes the outputs of a part of the batch into a tensor of its own."""
-
-    class head(nn.Linear):  # noqa: N801
-        def forward(self, points: torch.Tensor) -> torch.Tensor:
-            logits = torch.zeros(len(points), CLASSES)
-            logits[points[:, 0] < 9] = super().forward(points[points[:, 0] < 9])
-            return logits
 
 
 class WithoutParameters(Stranger):

@@ -21,71 +21,12 @@ from tests.trials import AMP, BF16, FP32, INF, ONE, ByHand, OneWeight, Recipe, w
 without_a_scale = pytest.mark.parametrize("amp", [FP32, BF16], ids=lambda amp: amp.precision.value)
 
 
-class TestLossScale:
-    def test_follows_growth_and_overflow_exactly(self) -> None:
-        """From 4, doubled after two applied steps in a row, halved by a skipped one.
-
-        good 4, good 8, good 8, inf 4 (the run of good steps begins anew), good 4, good 8, good 8.
-        """
-        trial = weigh([ONE, ONE, ONE, INF, ONE, ONE, ONE]).trial
-        assert trial.scales == [4, 8, 8, 4, 4, 8, 8]
-
-    def test_skipped_step_leaves_the_weight_alone(self) -> None:
-        """Every applied step moves w by -0.5 * mean(1, 1) = -0.5."""
-        trial = weigh([ONE, INF, ONE]).trial
-        assert trial.trace == [0.5, 0.5, 0.0]
-
-    @pytest.mark.parametrize("scale", [2.0**8, 2.0**15])
-    def test_loss_scale_does_not_change_the_weights(self, scale: float) -> None:
-        """Powers of two neither round nor, up to 2^15, overflow: the scale cancels exactly."""
-        amp = dataclasses.replace(AMP, init_scale=scale, growth_interval=100)
-        assert weigh([ONE, [2.0, 1.0]], amp).trial.trace == [0.5, -0.25]
-
-    def test_overflow_of_float16_skips_until_the_scale_fits(self) -> None:
-        """The scaled gradient of w is scale * mean(x) = 2^14 * 2^4 = 2^18 > 65504, then 2^17, 2^16.
-
-        Three skips bring the scale to 2^11 and the gradient to 2^15, which fits.
-        """
-        amp = dataclasses.replace(AMP, init_scale=2.0**14, growth_interval=100)
-        trial = weigh([[16.0, 16.0]] * 4, amp, rate=2.0**-4).trial
-        assert trial.scales == [2.0**13, 2.0**12, 2.0**11, 2.0**11]
-        assert trial.trace == [1, 1, 1, 0]
-
-
-class TestAccumulation:
-    @pytest.mark.parametrize("amp", [AMP, BF16, FP32], ids=lambda amp: amp.precision.value)
-    def test_accumulated_micro_batches_equal_one_batch(self, amp: AmpSettings) -> None:
-        """Means 1, 2, 4, 1, at once or in turn: the mean gradient is 2, so w = 1 - 0.5 * 2."""
-        rows = [[1.0, 1.0], [2.0, 2.0], [4.0, 4.0], [1.0, 1.0]]
-        micro = weigh(rows, amp, aggregation_frequency=4).trial
-        whole = weigh([[x for row in rows for x in row]], amp).trial
-        assert micro.trace == [1, 1, 1, 0]
-        assert whole.trace == [0]
-
-    def test_updates_the_scale_once_per_step(self) -> None:
-        """Growth after every applied step: 4 while a window of two is open, then 8, then 16."""
-        amp = dataclasses.replace(AMP, growth_interval=1)
-        trial = weigh([ONE] * 4, amp, aggregation_frequency=2).trial
-        assert trial.scales == [4, 8, 8, 16]
-
-    @pytest.mark.parametrize("position", [0, 1])
-    def test_overflow_in_one_micro_batch_skips_exactly_one_step(self, position: int) -> None:
-        """Windows good, bad, good: two steps of -0.5, one skip, whichever micro-batch is bad."""
-        bad = [INF, ONE] if position == 0 else [ONE, INF]
-        made = weigh([ONE, ONE, *bad, ONE, ONE], aggregation_frequency=2)
-        assert made.trial.trace[-1] == 0
-        assert made.report["watch_applied_steps"] == 2
-        assert made.report["skipped_steps"] == 1
-        assert made.trial.scales == [4, 4, 4, 2, 2, 2]
-
-
 class TestOtherPrecisions:
     @without_a_scale
     def test_other_precisions_need_no_scaler_in_the_checkpoint(self, amp: AmpSettings) -> None:
         """A disabled scaler would be saved as {} and crash a later resume in amp_fp16."""
         made = weigh([ONE, ONE], amp)
         assert "scaler_state_dict" not in made.checkpoint
-        assert made.trial.trace == [0.5, 0]
         assert not {"loss_scale_log2", "skipped_steps"} & made.report.keys()
 
     @pytest.mark.parametrize(
@@ -265,28 +206,16 @@ class TestMomentumOfFusedSGD:
 
 
 class NotesTheLastStep(OneWeight):
-    """Keeps an average of the weight by the flag alone, as one does that must not synchronise."""
-
-    def __init__(self, context: Any, recipe: Recipe) -> None:
-        super().__init__(context, recipe)
-        self.applied: list[bool] = []
-        self.average = torch.zeros(1, 1)
+    applied: tuple[bool, ...] = ()
 
     def train_on(self, batch: Any) -> Any:
         reported = super().train_on(batch)
-        self.applied.append(bool(self.amp.last_step_applied))
-        weight = next(self.model.parameters()).detach()
-        self.average.lerp_(weight, 0.5 * self.amp.last_step_applied)
+        self.applied = (*self.applied, bool(self.amp.last_step_applied))
         return reported
 
 
-class TestLastStepApplied:
-    def test_gates_an_average_of_the_weights(self) -> None:
-        """W is 0.5, 0.5 (skipped), 0: the average 0.25, still 0.25, then 0.125."""
-        made = weigh([ONE, INF, ONE], trial=NotesTheLastStep)
-        assert made.trial.applied == [True, False, True]
-        assert made.trial.average.item() == 0.125
-        assert made.report["watch_applied_steps"] == 2
+def test_trial_is_told_whether_the_last_step_was_applied() -> None:
+    assert weigh([ONE, INF, ONE], trial=NotesTheLastStep).trial.applied == (True, False, True)
 
 
 AT_IMPORT = dict(vars(torch))

@@ -1,14 +1,16 @@
 """Every case of PyTorch's page of AMP examples, in Determined's loop, against that page's own loop.
 
-https://pytorch.org/docs/stable/notes/amp_examples.html. Each case is a trial and a plain function;
-both start from the same weights, see the same batches, and must end in the same weights to the bit.
-The first scale is so large that the first steps of each are skipped.
+https://pytorch.org/docs/stable/notes/amp_examples.html. A case is what the trial and the loop have
+in common: its losses and clips. Both start from the same weights, see the same batches, and must
+end in the same weights to the bit. The first scale is so large that the first steps are skipped.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,44 +41,77 @@ def make_batches() -> Batches:
     ]
 
 
-def float16() -> torch.autocast:
-    return torch.autocast("cpu", dtype=torch.float16)
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-def weights(*models: nn.Module) -> list[torch.Tensor]:
+def weights(models: list[Any]) -> list[torch.Tensor]:
     return [p.detach().clone() for model in models for p in model.parameters()]
 
 
+@dataclass(frozen=True)
+class Case:
+    """What a training has to do.
+
+    Args:
+        losses: Of some models on images and labels; the first argument has autocast and the scaler.
+        max_norms: A clip for each model's optimizer; without one there is nothing to unscale for.
+    """
+
+    losses: Callable[[Any, list[Any], torch.Tensor, torch.Tensor], list[torch.Tensor]]
+    max_norms: tuple[float | None, ...] = (None,)
+
+
+class ByHand:
+    """Autocast and scaler of the page's loops."""
+
+    def __init__(self) -> None:
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=INIT_SCALE)
+        self.loss_scale = self.scaler.get_scale
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast("cpu", dtype=torch.float16)
+
+
+def by_hand(case: Case, window: int = 1) -> list[torch.Tensor]:
+    """The weights after the page's own loop."""
+    amp, models = ByHand(), [make_model() for _ in case.max_norms]
+    optimizers = [adam(model) for model in models]
+    for number, batch in enumerate(make_batches(), start=1):
+        losses = case.losses(amp, models, *batch)
+        for loss in losses:
+            scaled = amp.scaler.scale(loss / window)
+            scaled.backward(retain_graph=loss is not losses[-1])  # type: ignore[no-untyped-call]
+        if number % window:
+            continue
+        for model, optimizer, max_norm in zip(models, optimizers, case.max_norms, strict=True):
+            if max_norm is not None:
+                amp.scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            amp.scaler.step(optimizer)
+            optimizer.zero_grad()
+        amp.scaler.update()
+    return weights(models)
+
+
 class Example(pytorch.PyTorchTrial):
-    """One model, Adam, cross-entropy; a case does something else with them."""
+    """A case as a trial."""
 
-    models = 1
-    max_norm: float | None = None
-
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        self.context = context
+    def __init__(self, context: pytorch.PyTorchTrialContext, case: Case) -> None:
+        self.context, self.case = context, case
         self.amp = MixedPrecision(context)
-        self.nets = [context.wrap_model(make_model()) for _ in range(self.models)]
-        self.optimizers = [
-            context.wrap_optimizer(torch.optim.Adam(net.parameters(), lr=0.01)) for net in self.nets
-        ]
-
-    def outputs(self, images: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = self.nets[0](images)
-        return outputs
+        self.nets = [context.wrap_model(make_model()) for _ in case.max_norms]
+        self.optimizers = [context.wrap_optimizer(adam(net)) for net in self.nets]
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
-        images, labels = batch
-        with self.amp.autocast():
-            loss = functional.cross_entropy(self.outputs(images), labels)
-        self.context.backward(self.amp.scaler.scale(loss))
-        self.step(self.optimizers[0], self.max_norm)
-        return self.amp.update(loss)
-
-    def step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> None:
-        """Without a clip there is nothing to unscale for: `scaler.step` does it."""
-        clip = None if max_norm is None else self.amp.clip(optimizer, max_norm)
-        self.context.step_optimizer(optimizer, clip_grads=clip, scaler=self.amp.scaler)
+        losses = self.case.losses(self.amp, self.nets, *batch)
+        for loss in losses:
+            scaled = self.amp.scaler.scale(loss)
+            self.context.backward(scaled, retain_graph=loss is not losses[-1])
+        for optimizer, max_norm in zip(self.optimizers, self.case.max_norms, strict=True):
+            clip = None if max_norm is None else self.amp.clip(optimizer, max_norm)
+            self.context.step_optimizer(optimizer, clip_grads=clip, scaler=self.amp.scaler)
+        return self.amp.update(sum(losses))
 
     def evaluate_batch(self, batch: pytorch.TorchData, batch_idx: int) -> dict[str, float]:
         return {"validation_loss": 0.0}
@@ -91,116 +126,26 @@ class Example(pytorch.PyTorchTrial):
         return self.amp.callbacks(self)
 
 
-def by_hand() -> Iterator[tuple[Any, Any, Any, Any, Any]]:
-    """The parts of the page's loops, and a batch at a time."""
-    model = make_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", init_scale=INIT_SCALE)
-    for images, labels in make_batches():
-        yield model, optimizer, scaler, images, labels
+def cross_entropy(amp: Any, models: list[Any], images: Any, labels: Any) -> list[torch.Tensor]:
+    with amp.autocast():
+        return [functional.cross_entropy(models[0](images), labels)]
 
 
-class Clipped(Example):
-    max_norm = 0.1
+def with_penalty(amp: Any, models: list[Any], images: Any, labels: Any) -> list[torch.Tensor]:
+    (loss,) = cross_entropy(amp, models, images, labels)
+    parameters = list(models[0].parameters())
+    scaled = torch.autograd.grad(amp.scaler.scale(loss), parameters, create_graph=True)
+    inverse = 1.0 / amp.loss_scale()  # `scaler.get_scale()` of a trial would wait for the device
+    with amp.autocast():
+        penalty: Any = sum((gradient * inverse).pow(2).sum() for gradient in scaled)
+        return [loss + penalty.sqrt()]
 
 
-def clipped() -> list[torch.Tensor]:
-    for model, optimizer, scaler, images, labels in by_hand():
-        optimizer.zero_grad()
-        with float16():
-            loss = functional.cross_entropy(model(images), labels)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        scaler.step(optimizer)
-        scaler.update()
-    return weights(model)
-
-
-def unclipped(window: int = 1) -> list[torch.Tensor]:
-    for batch, (model, optimizer, scaler, images, labels) in enumerate(by_hand()):
-        with float16():
-            loss = functional.cross_entropy(model(images), labels) / window
-        scaler.scale(loss).backward()
-        if (batch + 1) % window == 0:
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    return weights(model)
-
-
-class GradientPenalty(Example):
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
-        images, labels = batch
-        net = self.nets[0]
-        with self.amp.autocast():
-            loss = functional.cross_entropy(net(images), labels)
-        scaled = torch.autograd.grad(
-            self.amp.scaler.scale(loss), list(net.parameters()), create_graph=True
-        )
-        inverse = 1.0 / self.amp.loss_scale()  # `scaler.get_scale()` would wait for the device
-        with self.amp.autocast():
-            penalty = sum((g * inverse).pow(2).sum() for g in scaled)
-            loss = loss + penalty.sqrt()  # type: ignore[union-attr]  # a tensor
-        self.context.backward(self.amp.scaler.scale(loss))
-        self.step(self.optimizers[0], math.inf)
-        return self.amp.update(loss)
-
-
-def gradient_penalty() -> list[torch.Tensor]:
-    for model, optimizer, scaler, images, labels in by_hand():
-        optimizer.zero_grad()
-        with float16():
-            loss = functional.cross_entropy(model(images), labels)
-        scaled = torch.autograd.grad(
-            scaler.scale(loss), list(model.parameters()), create_graph=True
-        )
-        inverse = 1.0 / scaler.get_scale()
-        gradients = [gradient * inverse for gradient in scaled]
-        with float16():
-            penalty: Any = sum(gradient.pow(2).sum() for gradient in gradients)
-            loss = loss + penalty.sqrt()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    return weights(model)
-
-
-class SeveralLossesAndModels(Example):
-    models = 2
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
-        images, labels = batch
-        with self.amp.autocast():
-            outputs = [net(images) for net in self.nets]
-            first = functional.cross_entropy(2 * outputs[0] + 3 * outputs[1], labels)
-            second = functional.cross_entropy(3 * outputs[0] - 5 * outputs[1], labels)
-        self.context.backward(self.amp.scaler.scale(first), retain_graph=True)
-        self.context.backward(self.amp.scaler.scale(second))
-        self.step(self.optimizers[0], max_norm=1.0)
-        self.step(self.optimizers[1], math.inf)
-        return self.amp.update(first + second)
-
-
-def several_losses_and_models() -> list[torch.Tensor]:
-    models = [make_model(), make_model()]
-    optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in models]
-    scaler = torch.amp.GradScaler("cpu", init_scale=INIT_SCALE)
-    for images, labels in make_batches():
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        with float16():
-            outputs = [model(images) for model in models]
-            first = functional.cross_entropy(2 * outputs[0] + 3 * outputs[1], labels)
-            second = functional.cross_entropy(3 * outputs[0] - 5 * outputs[1], labels)
-        torch.autograd.backward(scaler.scale(first), retain_graph=True)
-        torch.autograd.backward(scaler.scale(second))
-        scaler.unscale_(optimizers[0])
-        nn.utils.clip_grad_norm_(models[0].parameters(), 1.0)
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-    return weights(*models)
+def of_two_models(amp: Any, models: list[Any], images: Any, labels: Any) -> list[torch.Tensor]:
+    with amp.autocast():
+        one, two = (model(images) for model in models)
+        sums = (2 * one + 3 * two, 3 * one - 5 * two)
+        return [functional.cross_entropy(logits, labels) for logits in sums]
 
 
 # torch 2.3 has them for CUDA alone.
@@ -227,63 +172,44 @@ class Float32Product(torch.autograd.Function):
         return gradient @ right.T, left.T @ gradient
 
 
-def with_custom_function(net: nn.Module, images: torch.Tensor) -> torch.Tensor:
-    product: torch.Tensor = Float32Product.apply(net(images), torch.eye(3))
-    return product
+def of_own_function(amp: Any, models: list[Any], images: Any, labels: Any) -> list[torch.Tensor]:
+    with amp.autocast():
+        product: torch.Tensor = Float32Product.apply(models[0](images), torch.eye(3))
+        return [functional.cross_entropy(product, labels)]
 
 
-class CustomFunction(Example):
-    max_norm = math.inf
-
-    def outputs(self, images: torch.Tensor) -> torch.Tensor:
-        return with_custom_function(self.nets[0], images)
-
-
-def custom_function() -> list[torch.Tensor]:
-    for model, optimizer, scaler, images, labels in by_hand():
-        optimizer.zero_grad()
-        with float16():
-            loss = functional.cross_entropy(with_custom_function(model, images), labels)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    return weights(model)
-
-
-CASES: dict[str, tuple[type[Example], Callable[[], list[torch.Tensor]]]] = {
-    "clipping": (Clipped, clipped),
-    "no clipping": (Example, unclipped),
-    "gradient penalty": (GradientPenalty, gradient_penalty),
-    "several losses, models and optimizers": (SeveralLossesAndModels, several_losses_and_models),
-    "custom autograd function": (CustomFunction, custom_function),
+CLIPPED, UNCLIPPED = Case(cross_entropy, (0.1,)), Case(cross_entropy)
+CASES = {
+    "clipping": CLIPPED,
+    "no clipping": UNCLIPPED,
+    "gradient penalty": Case(with_penalty),
+    "several losses, models and optimizers": Case(of_two_models, (1.0, math.inf)),
+    **({"custom autograd function": Case(of_own_function)} if HAS_CUSTOM else {}),
 }
 
 
-def trained(example: type[Example], **options: Any) -> tuple[list[torch.Tensor], int]:
+def trained(case: Case, **options: Any) -> tuple[list[torch.Tensor], int]:
     """The weights after all batches, and the number of skipped steps of the first optimizer."""
     amp = {"precision": "amp_fp16", "init_scale": INIT_SCALE}
-    made = fit(example, amp, batches=BATCHES, **options)
+    made = fit(partial(Example, case=case), amp, batches=BATCHES, **options)
     counts = made.trial.amp.steps(made.trial.optimizers[0])
-    return weights(*made.trial.nets), counts.attempted - int(counts.applied)
+    return weights(made.trial.nets), counts.attempted - int(counts.applied)
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if HAS_CUSTOM or case != "custom autograd function"]
-)
-def test_case_of_the_page_ends_in_the_same_weights_to_the_bit(case: str) -> None:
-    example, reference = CASES[case]
-    found, skipped = trained(example)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_case_of_the_page_ends_in_the_same_weights_to_the_bit(case: Case) -> None:
+    found, skipped = trained(case)
     assert 0 < skipped < BATCHES
-    assert same_bits(found, reference())
+    assert same_bits(found, by_hand(case))
 
 
 def test_accumulation_ends_in_the_weights_of_the_page() -> None:
     """The page divides the loss, Determined the sum of the gradients: by 4 that is the same."""
-    found, skipped = trained(Example, aggregation_frequency=4)
+    found, skipped = trained(UNCLIPPED, aggregation_frequency=4)
     assert skipped > 0
-    assert same_bits(found, unclipped(window=4))
+    assert same_bits(found, by_hand(UNCLIPPED, window=4))
 
 
 def test_another_clip_ends_elsewhere() -> None:
     """Negative control: the comparison sees the smallest of the differences between two cases."""
-    assert not same_bits(trained(Clipped)[0], unclipped())
+    assert not same_bits(trained(CLIPPED)[0], by_hand(UNCLIPPED))

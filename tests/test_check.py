@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import sys
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from functools import cache
@@ -940,17 +939,13 @@ def test_right_or_unusual_form_is_no_fault(trial: type) -> None:
     assert [finding.text() for finding in findings if finding.level is not Level.COST] == []
 
 
-PAGE = [
-    *(test_amp_examples.clipped, test_amp_examples.unclipped, test_amp_examples.gradient_penalty),
-    *(test_amp_examples.several_losses_and_models, lambda: test_amp_examples.unclipped(window=4)),
-    *([test_amp_examples.custom_function] if test_amp_examples.HAS_CUSTOM else []),
-]
-
-
-@pytest.mark.parametrize("loop", PAGE)
-def test_case_of_the_page_of_examples_is_no_fault(loop: Callable[[], object]) -> None:
+@pytest.mark.parametrize(
+    ("case", "window"),
+    [*((case, 1) for case in test_amp_examples.CASES), ("no clipping", 4)],
+)
+def test_case_of_the_page_of_examples_is_no_fault(case: str, window: int) -> None:
     with watching() as findings:
-        loop()
+        test_amp_examples.by_hand(test_amp_examples.CASES[case], window)
     assert [finding.text() for finding in findings.faults] == []
     assert ONLY_ON_A_GPU in findings.notes
 
@@ -1426,9 +1421,9 @@ def test_scales_that_ranks_do_not_share_are_found(tmp_path: Path) -> None:
 def test_watching_leaves_torch_as_it_was_and_a_training_undisturbed() -> None:
     owners: list[Any] = [torch.amp.GradScaler, torch.Tensor, torch.optim.Optimizer, nn.Module]
     before = [dict(vars(owner)) for owner in owners]
-    plain = test_amp_examples.clipped()
+    plain = test_amp_examples.by_hand(test_amp_examples.CLIPPED)
     with watching(overflows=(), moves_scale=False):
-        watched = test_amp_examples.clipped()
+        watched = test_amp_examples.by_hand(test_amp_examples.CLIPPED)
     assert [dict(vars(owner)) for owner in owners] == before
     assert not function_modes()  # type: ignore[no-untyped-call]
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))

@@ -129,11 +129,11 @@ def test_what_a_page_names_exists(page: Path) -> None:
 def test_what_does_not_exist_would_be_noticed() -> None:
     """Negative control."""
     right = "tests/test_docs.py::test_what_does_not_exist_would_be_noticed"
-    in_class = "tests/test_amp.py::TestLossScale::test_follows_growth_and_overflow_exactly"
+    in_class = "tests/test_finder.py::TestWindow::test_first_overflowing_power_of_two_is_exact"
     wrong = {
         f"{right}_not",
         f"{in_class}_not",
-        "tests/test_amp.py::TestLoss::test_follows_growth_and_overflow_exactly",
+        "tests/test_finder.py::TestWin::test_first_overflowing_power_of_two_is_exact",
         "tests/test_nothing.py::test_it",
     }
     assert missing_tests(" ".join([right, in_class, *wrong])) == wrong

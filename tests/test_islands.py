@@ -91,7 +91,15 @@ class Pair(NamedTuple):
     b: Any
 
 
-@dataclasses.dataclass(frozen=True)
+class Attributes(dict[str, Any]):
+    """Its items are attributes, too."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.__dict__ = self
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Output:
     """What many models hand on, frozen at worst."""
 
@@ -138,16 +146,18 @@ class TestInputs:
             "by_name": collections.OrderedDict(mask=mask, x=x),
             "output": Output(x, mask),
             "packed": nn.utils.rnn.pack_sequence([x]),
+            "attributes": Attributes(x=x),
         }
         keeps(x, nested, Pair(mask, x), forward=x, device_type=[mask, x])
         first, up, pair = keeps.args
         named = keeps.kwargs["device_type"]
         kinds = (type(up), *map(type, up.values()), type(pair))
         packed = nn.utils.rnn.PackedSequence
-        assert kinds == (dict, Pair, collections.OrderedDict, Output, packed, Pair)
+        assert kinds == (dict, Pair, collections.OrderedDict, Output, packed, Attributes, Pair)
         deep = up["pair"].b
         cast = [first, up["pair"].a, deep[0], deep[1][0], up["by_name"]["x"], up["output"].x]
         cast += [up["packed"].data, pair.b, keeps.kwargs["forward"], named[1]]
+        cast += [up["attributes"]["x"], up["attributes"].x]
         assert {value.dtype for value in cast} == {torch.float32}
         kept = [deep[1][1], up["by_name"]["mask"], up["output"].mask, pair.a, named[0]]
         assert all(value is mask for value in kept)

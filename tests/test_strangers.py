@@ -106,21 +106,13 @@ class TestDeterminedsForm:
         ("override", "problem"),
         [
             ("searcher.max_length={}", "searcher.max_length.batches: got 0 units; "),
-            ("searcher.max_length={batches: 0}", "searcher.max_length.batches: got 0; "),
             ("searcher.max_length=soon", "searcher.max_length: got 'soon'; "),
             *(
                 (f"{period}={{records: 9}}", f"{period}.records: needs hyperparameters.global_ba")
                 for period in ("min_validation_period", "min_checkpoint_period")
             ),
-            (
-                "min_checkpoint_period={batches: 1, epochs: 1}",
-                "min_checkpoint_period.batches: got 2 units; ",
-            ),
             ("scheduling_unit=0", "scheduling_unit: got 0; allowed: an integer >= 1"),
-            (
-                "optimizations.aggregation_frequency=0",
-                "optimizations.aggregation_frequency: got 0; ",
-            ),
+            ("optimizations={aggregation_frequency: 0}", "optimizations.aggregation_freq"),
             ("hyperparameters.global_batch_size=x", "hyperparameters.global_batch_size: got 'x'; "),
             (
                 "hyperparameters.lr={type: log, base: 10, minval: -3, maxval: -1}",
@@ -139,7 +131,7 @@ class TestDeterminedsForm:
         (problem,) = problems_of(changed("hyperparameters.amp={precision: bf16}"))
         assert problem.startswith("hyperparameters.amp.precision: got 'bf16'; allowed: fp32, ")
 
-    @pytest.mark.parametrize("length", ["{epochs: 3}", "{records: 9}", "{batches: 9}", "null"])
+    @pytest.mark.parametrize("length", ["{epochs: 3}", "{batches: 9}", "null"])
     @pytest.mark.parametrize(
         "override", ["searcher.max_length.batches=40", "searcher.max_length={batches: 40}"]
     )
@@ -157,18 +149,6 @@ class TestOurForm:
         assert found.training.checkpoint_period is None
         assert found.training.reporting_period == Length(batches=100)
         assert found.platform.searcher.metric is None
-
-    @pytest.mark.parametrize(
-        ("section", "problem"),
-        [
-            ({"max_lenght": {"epochs": 2}}, "max_lenght: unknown key; did you mean max_length?"),
-            ({}, "max_length: missing; "),
-        ],
-    )
-    def test_mistake_in_its_section_is_named(self, section: Any, problem: str) -> None:
-        config = {"hyperparameters": {"trial": TRIAL, "training": section}}
-        first = problems_of(config)[0]
-        assert first.startswith(f"hyperparameters.training.{problem}")
 
     def test_keys_without_effect_in_it_are_mistakes(self) -> None:
         training_section = "hyperparameters.training={max_length: {batches: 3}}"
@@ -289,7 +269,7 @@ class TestTraining:
         self, entrypoint: object
     ) -> None:
         """As on a cluster, where the command gets its option, also beside another trial."""
-        for hyperparameters in ({"lr": 0.1}, {"lr": 0.1, "trial": "tests.strangers:BecomesNaN"}):
+        for hyperparameters in ({"lr": 0.1}, {"lr": 0.1, "trial": "tests.strangers:Greedy"}):
             config = {**LEGACY, "entrypoint": entrypoint, "hyperparameters": hyperparameters}
             parsed = experiment.parse(config, "test")
             again = experiment.parse(parsed.config, "test")
@@ -311,15 +291,9 @@ class TestTraining:
         for name, weight in weights[0].items():
             assert torch.allclose(weight, weights[1][name], rtol=0, atol=1e-7)
 
-    def test_initial_validation_comes_before_the_first_batch(self, tmp_path: Path) -> None:
-        config = write(tmp_path, "perform_initial_validation=true", "searcher.max_length=2")
-        lines = read_metrics(run(tmp_path / "run", str(config)) / "metrics.jsonl")
-        assert [line["batches"] for line in lines if line["group"] == "validation"] == [0, 2]
-
     @pytest.mark.parametrize(
         ("policy", "metric", "fault"),
         [
-            ("best", "f1", "the trial does not report"),
             ("all", "note", "is no number"),
             ("none", "f1", "the trial does not report"),
         ],
@@ -350,17 +324,13 @@ class TestTraining:
 
 
 class TestVerbs:
-    @pytest.mark.parametrize(
-        ("trial", "dtype"), [(TRIAL, "float32"), ("tests.test_strangers:InBFloat16", "bfloat16")]
-    )
     def test_audit_prints_the_table_and_judges_nothing(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], trial: str, dtype: str
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         path = str(write(tmp_path, without=("entrypoint", "searcher")))
-        assert audit_batch.main([path, "--trial", trial]) == 0
+        assert audit_batch.main([path, "--trial", "tests.test_strangers:InBFloat16"]) == 0
         printed = capsys.readouterr().out
-        assert printed.splitlines()[0].split() == ["operation", "dtype", "GFLOP", "share"]
-        assert f" {dtype} " in printed
+        assert " bfloat16 " in printed
         assert "not judged: the trial has no MixedPrecision" in printed
 
     def test_find_says_that_there_is_no_scale(
@@ -373,7 +343,6 @@ class TestVerbs:
 
 # Trials whose batches are drawn at random, and what their YAML says of it.
 SHUFFLED = {
-    "shuffled": ("Shuffled",),
     "workers": ("Shuffled", "hyperparameters.workers=2"),
     "weighted": ("Weighted",),
     "accumulated": (
@@ -406,39 +375,6 @@ class TestShuffledBatches:
         training.resume(tmp_path)
         assert training.same_numbers(tmp_path) == training.same_numbers(whole)
         assert same_bits(*(training.checkpoint(path, 12) for path in (tmp_path, whole)))
-
-
-class TestWeightsThatBecomeNaN:
-    @pytest.mark.parametrize("precision", ["amp_fp16", None])
-    def test_leave_a_checkpoint_with_finite_ones_that_every_resume_goes_on_from(
-        self, tmp_path: Path, precision: str | None
-    ) -> None:
-        """The last one before batch 30 is after 28."""
-        config = write(
-            tmp_path,
-            "entrypoint=tests.strangers:BecomesNaN",
-            "searcher.max_length.batches=60",
-            "min_validation_period.batches=60",
-            "scheduling_unit=20",
-            *([f"hyperparameters.amp={{precision: {precision}}}"] if precision else []),
-        )
-        folder = tmp_path / "run"
-        for arguments in (
-            [str(config), "--run-folder", str(folder)],
-            *2 * [["--resume", str(folder)]],
-        ):
-            door.main(["train", *arguments])
-            finite = {
-                path.name
-                for path in complete_checkpoints(folder / "checkpoints")
-                if read_metadata(path)["finite"]
-            }
-            assert finite == {"batch-00000028"}
-            weights = training.checkpoint(folder, 28)["models_state_dict"][0].values()
-            assert all(weight.isfinite().all() for weight in weights)
-        restored = "Restoring trial from checkpoint batch-"
-        log = (folder / "log.txt").read_text()
-        assert (log.count(restored), log.count(f"{restored}00000028")) == (2, 2)
 
 
 SAID = "a resumed run sees the batches of an undisturbed one if "
@@ -491,20 +427,21 @@ class TestFit:
     def test_takes_what_the_configuration_says_and_what_the_caller_does(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        given = fitted(changed("checkpoint_policy=all"), monkeypatch)
+        config = changed("checkpoint_policy=all", "perform_initial_validation=true")
+        given = fitted(config, monkeypatch)
         expected = {
             "max_length": (pytorch.Batch, 12),
             "validation_period": (pytorch.Batch, 6),
             "checkpoint_period": (pytorch.Batch, 4),
             "reporting_period": (pytorch.Batch, 2),
             "checkpoint_policy": "all",
-            "step_zero_validation": False,
+            "step_zero_validation": True,
             "latest_checkpoint": None,
         }
         assert given.items() >= expected.items()
         own = {"max_length": pytorch.Epoch(3), "checkpoint_policy": "none"}
         expected |= {"max_length": (pytorch.Epoch, 3), "checkpoint_policy": "none"}
-        given = fitted(changed("checkpoint_policy=all"), monkeypatch, **own)
+        given = fitted(config, monkeypatch, **own)
         assert given.items() >= expected.items()
 
     def test_sets_cudnn_benchmark_only_if_it_is_given(
@@ -529,9 +466,6 @@ class TestFit:
                 fit(found.trial, found.context)
 
 
-MASKS = ("WithMask", "a number is beyond float16", "torch.finfo(x.dtype).min")
-
-
 class TestTrialsThatCannotTrain:
     """Each is one sentence of every command that needs what is missing."""
 
@@ -544,11 +478,9 @@ class TestTrialsThatCannotTrain:
     @pytest.mark.parametrize(
         ("command", "trial", "said"),
         [
-            ("train", "WithoutData", "the training data loader has no batch"),
-            ("find", "WithoutData", "the training data loader has no batch"),
-            ("audit", "WithoutData", "the training data loader has no batch"),
+            *((name, "WithoutData", "the training data") for name in ("train", "find", "audit")),
             ("train", "WithoutValidationData", "the validation data loader has no batch"),
-            ("find", "WithoutParameters", "no parameter of this trial requires a gradient"),
+            ("find", "WithoutParameters", "no parameter of this trial"),
         ],
     )
     def test_say_what_is_missing(
@@ -562,31 +494,19 @@ class TestTrialsThatCannotTrain:
         assert door.main([command, "config.yaml", *names]) == 2
         assert said in capsys.readouterr().err
 
-    @pytest.mark.parametrize(
-        ("command", "trial", "fault", "remedy"),
-        [
-            ("train", *MASKS),
-            ("find", *MASKS),
-            ("audit", *MASKS),
-            ("train", "WithSorting", "a 16-bit tensor that autocast made", "value.to(other.dtype)"),
-        ],
-    )
+    @pytest.mark.parametrize("command", ["train", "find", "audit"])
     def test_code_that_runs_in_float32_alone_is_named_with_its_line(
-        self,
-        command: str,
-        trial: str,
-        fault: str,
-        remedy: str,
-        capsys: pytest.CaptureFixture[str],
+        self, command: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        names = ["--trial", f"tests.strangers:{trial}", "--precision", "amp_fp16"]
+        names = ["--trial", "tests.strangers:WithMask", "--precision", "amp_fp16"]
         assert door.main([command, "config.yaml", *names]) == 2
-        (line,) = [line for line in capsys.readouterr().err.splitlines() if fault in line]
+        lines = capsys.readouterr().err.splitlines()
+        (line,) = [line for line in lines if "a number is beyond float16" in line]
         source = Path(strangers.__file__).read_text().splitlines()
         at = re.search(r"strangers\.py, line (\d+)\); allowed: ", line)
         assert at is not None
         assert "super().forward(points" in source[int(at[1]) - 1]
-        assert remedy in line
+        assert "torch.finfo(x.dtype).min" in line
         names[-1] = "fp32"
         assert door.main(["audit", "config.yaml", *names]) == 0
 
