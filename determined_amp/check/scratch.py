@@ -26,13 +26,15 @@ _OFF = {
     "HF_HUB_OFFLINE": "1",
 }
 
-# What saves a file; what reads, copies or removes one; by the names of the arguments of both.
-_SAVE, _USE = ("save", "save_file", "save_model"), ("load", "load_file", "load_model")
-_FILES: dict[Any, tuple[str, ...]] = {
-    os: ("replace", "rename", "remove", "unlink"),
-    shutil: ("move", "copyfile", "copy", "copy2"),
-}
-_SOURCES, _TARGETS = ("f", "filename", "src", "path"), ("f", "filename", "dst")
+# What saves a file.
+_SAVE = ("save", "save_file", "save_model")
+# What reads, copies, renames or removes one.
+_USE = (
+    *("load", "load_file", "load_model", "replace", "rename", "remove", "unlink"),
+    *("move", "copyfile", "copy", "copy2"),
+)
+# The names of the arguments that are files, of what saves and of what uses one.
+_SOURCES, _TARGET = ("f", "filename", "src", "path"), "dst"
 
 
 @contextmanager
@@ -42,57 +44,50 @@ def saving_into(folder: Path) -> Iterator[None]:
     What reads, renames, copies or removes such a file afterwards finds it there.
     """
     scratch = _Scratch(folder)
-    modules = [torch]
+    modules = [torch, os, shutil]
     with suppress(ImportError):
         modules.append(importlib.import_module("safetensors.torch"))
-    savers = [(module, name) for module in modules for name in _SAVE if hasattr(module, name)]
-    users = [(module, name) for module in modules for name in _USE if hasattr(module, name)]
-    users += [(module, name) for module, names in _FILES.items() for name in names]
-    off = {**_OFF, "MLFLOW_TRACKING_URI": f"file:{folder}"}
     with ExitStack() as stack:
+        off = {**_OFF, "MLFLOW_TRACKING_URI": f"file:{folder}"}
         stack.enter_context(mock.patch.dict(os.environ, off))
-        for names, call in ((savers, scratch.save), (users, scratch.use)):
-            for owner, name in names:
-                replacement = partial(call, getattr(owner, name))
-                stack.enter_context(patched(owner, name, replacement))
+        for names, call in ((_SAVE, scratch.save), (_USE, scratch.use)):
+            for module in modules:
+                for name in vars(module).keys() & names:
+                    replacement = partial(call, getattr(module, name))
+                    stack.enter_context(patched(module, name, replacement))
         yield
 
 
 class _Scratch:
-    """The files that were saved, by the path that was asked for."""
+    """A folder that has a place for each path that a script may save to."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files: dict[str, Path] = {}
 
     def save(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Save into the folder."""
         call = inspect.signature(own).bind(*args, **kwargs)
-        for name in _TARGETS:
-            if name in call.arguments:
-                call.arguments[name] = self._instead_of(call.arguments[name])
+        for name in call.arguments.keys() & _SOURCES:
+            call.arguments[name] = self._place_of(call.arguments[name])
         return own(*call.args, **call.kwargs)
 
     def use(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Read, rename, copy or remove within the folder what was saved here, else the file."""
         call = inspect.signature(own).bind(*args, **kwargs)
-        for name in _SOURCES:
-            known = self._known(call.arguments.get(name))
-            if known is not None:
-                target = call.arguments.get("dst")
-                if target is not None:
-                    of_folder = os.path.join(target, os.path.basename(call.arguments[name]))
-                    target = of_folder if os.path.isdir(target) else target
-                    call.arguments["dst"] = self._instead_of(target)
-                call.arguments[name] = known
+        for name in call.arguments.keys() & _SOURCES:
+            place = self._place_of(call.arguments[name])
+            if isinstance(place, Path) and place.is_file():
+                call.arguments[name] = place
+                if _TARGET in call.arguments:
+                    call.arguments[_TARGET] = self._place_of(call.arguments[_TARGET])
         return own(*call.args, **call.kwargs)
 
-    def _known(self, path: Any) -> Path | None:
-        is_path = isinstance(path, (str, os.PathLike))
-        return self._files.get(os.path.abspath(path)) if is_path else None
-
-    def _instead_of(self, path: Any) -> Any:
+    def _place_of(self, path: Any) -> Any:
+        """Where the file of a path is in the folder; an open file as it is."""
         if not isinstance(path, (str, os.PathLike)):
-            return path  # an open file
-        name = os.path.abspath(path)
-        return self._files.setdefault(name, self._folder / f"{len(self._files)}-{Path(name).name}")
+            return path
+        asked = Path(os.path.abspath(path))
+        place = self._folder / asked.relative_to(asked.anchor)
+        is_folder = asked.is_dir()
+        (place if is_folder else place.parent).mkdir(parents=True, exist_ok=True)
+        return place
