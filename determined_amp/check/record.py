@@ -48,8 +48,8 @@ class Scaler:
     enabled: bool
     ours: bool  # it is this library's
     used: bool = False  # it scaled a loss
-    # Its scale when it was `saved`, and when it was `resumed`.
-    states: dict[str, float | None] = field(default_factory=dict)
+    # Its scale when it was `saved`, and when it was `resumed`; 0 if it is not enabled.
+    states: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

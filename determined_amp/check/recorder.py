@@ -253,7 +253,7 @@ class Recorder:
 
     def _scales(self) -> list[float]:
         """That of each scaler, in the order of their numbers; 0 of one that is switched off."""
-        return [_scale_of(each) or 0.0 for each in self._scalers]
+        return [_scale_of(each) for each in self._scalers]
 
     # Schedules.
 
@@ -290,7 +290,7 @@ class Recorder:
         scaled = run()
         self._moves.has_scaled(scaler)
         scale = _scale_of(scaler)
-        if scale is not None:
+        if scale:
             known = self._known_scaler(scaler)
             known.used = True
             known.states.setdefault("resumed", scale)  # of one that is made in the first batch
@@ -508,8 +508,8 @@ class _Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _scale_of(scaler: torch.amp.GradScaler) -> float | None:
-    return float(scaler.get_scale()) if scaler.is_enabled() else None
+def _scale_of(scaler: torch.amp.GradScaler) -> float:
+    return float(scaler.get_scale()) if scaler.is_enabled() else 0.0
 
 
 def _locals_of_clip() -> dict[str, Any]:
