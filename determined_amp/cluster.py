@@ -24,6 +24,7 @@ import determined as det
 from determined import core, pytorch
 
 from determined_amp.amp.errors import UserError
+from determined_amp.amp.plain_data import Values
 from determined_amp.check.doctor import examine
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, constants, parse
 from determined_amp.experiment.failures import faults_of_the_trial
@@ -182,7 +183,7 @@ def _opened(info: det.ClusterInfo, experiment: Experiment) -> Iterator[OpenTrial
     """The trial, made with the experiment's seed instead of the trial's seed."""
     info.trial.trial_seed = experiment.seed
     with _context(experiment) as context:
-        noted: dict[str, Any] = {"seed": experiment.seed, "failure": None}
+        noted: Values = {"seed": experiment.seed, "failure": None}
         if experiment.amp is not None:
             noted["precision"] = experiment.amp.precision.value
             noted["init_scale"] = experiment.amp.first_scale

@@ -8,13 +8,13 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import determined as det
 from rich.console import Console
 from rich.status import Status
 
 from determined_amp.amp.errors import UserError
+from determined_amp.amp.plain_data import Config, Values
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment.dotted import put
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, parse
@@ -80,7 +80,7 @@ class Compared:
 
 
 def compare(
-    config: Mapping[str, Any],
+    config: Config,
     source: str,
     options: argparse.Namespace,
     is_paused: Callable[[], bool] = bool,
@@ -258,22 +258,22 @@ class _Trials:
         seeds: Number of runs of each precision.
     """
 
-    def __init__(self, experiment: Experiment, config: Mapping[str, Any], seeds: int) -> None:
+    def __init__(self, experiment: Experiment, config: Config, seeds: int) -> None:
         self._experiment = experiment
         self._seeds = [experiment.seed + i for i in range(seeds)]
         section = config.get("hyperparameters", {}).get("amp")
         self._amp = dict(section) if isinstance(section, Mapping) else {}
 
-    def change_amp(self, changes: Mapping[str, Any]) -> None:
+    def change_amp(self, changes: Config) -> None:
         """Change the section `amp` of all later trials; None removes a key."""
         self._amp = {k: v for k, v in {**self._amp, **changes}.items() if v is not None}
 
-    def pilot(self, precision: Precision, batches: int) -> dict[str, Any]:
+    def pilot(self, precision: Precision, batches: int) -> Config:
         """The experiment of a pilot in a precision."""
         amp = {**self._amp, "precision": precision.value}
         return self._config({"amp": amp}, self._rounded(batches), self._rounded(REPORTING_PERIOD))
 
-    def search(self, precisions: Sequence[Precision], plan: ComparisonPlan) -> dict[str, Any]:
+    def search(self, precisions: Sequence[Precision], plan: ComparisonPlan) -> Config:
         """The search over these precisions and all seeds."""
         # A grid begins with its last value: fp32, which the others are compared with.
         names = [precision.value for precision in precisions[::-1]]
@@ -286,9 +286,7 @@ class _Trials:
         config["searcher"]["name"] = "grid"
         return config
 
-    def _config(
-        self, hyperparameters: Mapping[str, Any], batches: int, reporting_period: int
-    ) -> dict[str, Any]:
+    def _config(self, hyperparameters: Config, batches: int, reporting_period: int) -> Values:
         """The experiment with changed hyperparameters and lengths.
 
         A run has one validation and one checkpoint, at its end.
@@ -305,7 +303,7 @@ class _Trials:
         }
         own.get("training", {}).pop("reporting_period", None)  # it may be in epochs
         whole = {"batches": batches}
-        lengths: dict[str, Any] = {
+        lengths: Config = {
             "max_length": whole,
             "validation_period": whole,
             "checkpoint_period": whole,

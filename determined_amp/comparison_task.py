@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import shutil
 from pathlib import Path
-from typing import Any
 
 from determined import core
 
+from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import Precision
 from determined_amp.cluster import leave_answer, task_info, task_without_trial
 from determined_amp.comparison import (
@@ -86,7 +86,7 @@ def _leave(core_context: core.Context, compared: Compared) -> None:
     """Report the answer to the master, and store the page."""
     batches, speed = BATCHES, 1.0
     # There is no report if only fp32 could be trained.
-    noted: dict[str, Any] = {"answer": ONLY_FP32, "precision": Precision.FP32.value}
+    noted: Values = {"answer": ONLY_FP32, "precision": Precision.FP32.value}
     if compared.report is not None:
         found, advised = compared.report.compared, compared.report.recommended
         noted = {"answer": advised.answer, "precision": advised.precision.value}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
+from determined_amp.amp.plain_data import Config, Values
 from determined_amp.amp.settings import Precision
 from determined_amp.finder.found_scale import FILE_NAME, FoundScale
 from determined_amp.local.trainer import GoesOn
@@ -72,7 +72,7 @@ class _Progress:
         self.batches = 0
         self.epoch_batches: int | None = None
 
-    def goes_on(self, report: Mapping[str, Any]) -> bool:
+    def goes_on(self, report: Values) -> bool:
         """Whether the pilot goes on after this report."""
         self.epoch_batches = report.get("epoch_batches", self.epoch_batches)
         if report["group"] != "training":
@@ -104,7 +104,7 @@ class _Progress:
 
 
 def train_briefly(
-    config: Mapping[str, Any],
+    config: Config,
     precision: Precision,
     folder: Path,
     base: Pilot | None,
@@ -140,7 +140,7 @@ def train_briefly(
     return Pilot(precision, seconds, progress.shortest, overhead, progress.epoch_batches)
 
 
-def find_the_scale(config: Mapping[str, Any], folder: Path) -> FoundScale | str:
+def find_the_scale(config: Config, folder: Path) -> FoundScale | str:
     """The initial loss scale of an experiment in `amp_fp16`, or why none can be found.
 
     See `train_briefly` for the arguments.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from determined_amp.amp.diagnosis import find_cause
 from determined_amp.amp.errors import GuardError
 from determined_amp.amp.metrics import StepReport, TrainingMetrics, TrainingReport
+from determined_amp.amp.plain_data import Metrics
 from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.amp.running_statistics import RunningStatistics
 from determined_amp.amp.scaler import LossScaler
@@ -132,7 +133,7 @@ class Guard:
                 else "no optimizer was stepped",
             )
 
-    def judge(self, metrics: Mapping[str, Any]) -> None:
+    def judge(self, metrics: Metrics) -> None:
         """Judge the newest report, right after it was made.
 
         Args:
@@ -190,7 +191,7 @@ class Guard:
         )
         return f"Cause: {cause}" if cause else _FINITE
 
-    def _failures(self, report: TrainingReport, metrics: Mapping[str, Any]) -> Iterator[str]:
+    def _failures(self, report: TrainingReport, metrics: Metrics) -> Iterator[str]:
         """The failures in a report, worst first."""
         settings = self._settings
         if not settings.scales_the_loss:
@@ -286,7 +287,7 @@ class Guard:
                 self._first_loss,
             )
 
-    def _loss_of(self, report: TrainingReport, metrics: Mapping[str, Any]) -> Any:
+    def _loss_of(self, report: TrainingReport, metrics: Metrics) -> Any:
         """The loss of a report; None if there is none."""
         return metrics.get("loss") if report.loss is None else report.loss
 

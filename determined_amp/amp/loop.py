@@ -22,7 +22,7 @@ reports what they do, and resumes them to the bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.mistakes import IN_A_LOOP, Mistake, error_of
+from determined_amp.amp.plain_data import Metrics, StateDict
 from determined_amp.amp.rehearsal import Rehearsal, own_copy
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.amp.slots import ProcessGroup, Slots
@@ -157,7 +158,7 @@ class AmpLoop(AmpCore):
 
     def report(
         self, batch: Any = None, loss_fn: Callable[[Any], torch.Tensor] | None = None
-    ) -> dict[str, Any]:
+    ) -> Metrics:
         """The metrics since the last report; see `MetricName`. Synchronises once.
 
         It is a collective call: all slots must make it.
@@ -188,14 +189,14 @@ class AmpLoop(AmpCore):
 
     # What belongs in a checkpoint, beside models and optimizers.
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Loss scale, counts and schedules, in plain numbers; synchronises."""
         if self.scaler.outcomes:  # steps that `update` has not counted are in the weights already
             self.finish_steps()
         self.guard.warn_of_no_applied_step()
         return {"scaler": self.scaler.state_dict(), **self.metrics.state_dict()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a `state_dict`, once models and optimizers are restored.
 
         Raises:

@@ -19,6 +19,7 @@ import torch
 
 from determined_amp.amp.counts import DeviceSum
 from determined_amp.amp.metric_names import MetricName
+from determined_amp.amp.plain_data import Metrics
 from determined_amp.amp.steps import OptimizerSteps, StepsOfEach
 from determined_amp.amp.throughput import Stopwatch
 
@@ -233,7 +234,7 @@ class TrainingMetrics(StepsOfEach):
         self.latest = TrainingReport(
             loss, furthest["scale_of_newest_step"], tuple(steps), first_loss
         )
-        metrics: dict[str, Any] = {}
+        metrics: Metrics = {}
         if loss is not None and not self.trial_reports_loss:
             metrics[MetricName.LOSS] = loss
         if self._scaled:

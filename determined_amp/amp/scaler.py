@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from determined_amp.amp.casts import drop_casts
 from determined_amp.amp.mistakes import IN_A_LOOP, TRANSITIONS, Mistake, Stage, error_of
+from determined_amp.amp.plain_data import StateDict
 from determined_amp.amp.scaled_gradients import ScaledGradients
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.amp.tensors import any_gradient, parameters_of, tensors_of
@@ -169,7 +170,7 @@ class LossScaler(torch.amp.GradScaler):
         super().update(new_scale)
         scale_tensor(self).clamp_(min=self._min_scale)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue with a saved scale; factors and interval stay those of the settings."""
         if self._scales:
             kept = {key: state_dict[key] for key in ("scale", "_growth_tracker")}

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch.optim import lr_scheduler
 
 from determined_amp.amp.counts import StepCounts
 from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.plain_data import StateDict
 from determined_amp.amp.simulated_schedule import RateTable, Row, Simulation
 
 logger = logging.getLogger(__name__)
@@ -49,11 +49,11 @@ class RateSchedule:
     def counts_were_loaded(self) -> None:
         """The next counts are those of a saved state, which may have skips of another precision."""
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def state_dict(self) -> StateDict | None:
         """What a checkpoint must hold, as plain numbers; None if the counts are enough."""
         return None
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a saved state, once the optimizer is restored; its settings stay."""
 
 
@@ -278,11 +278,11 @@ class PlateauSchedule(RateSchedule):
         else:
             logger.warning("ReduceLROnPlateau ignores a validation metric of %s", metric)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         # The rates are in the state of the optimizer.
         return {key: getattr(self._scheduler, key) for key in _PLATEAU_STATE}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         for key in _PLATEAU_STATE:
             setattr(self._scheduler, key, state_dict[key])
 

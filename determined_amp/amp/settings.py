@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.plain_data import Config
 
 if TYPE_CHECKING:
     import torch
@@ -233,7 +234,7 @@ class AmpSettings:
             )
 
 
-def yaml_lines(changes: Mapping[str, Any]) -> str:
+def yaml_lines(changes: Config) -> str:
     """Format changes to the `amp` section as lines to paste into an experiment YAML."""
     lines = ["hyperparameters:", "  amp:"]
     for key, value in changes.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any
@@ -15,6 +15,7 @@ from torch.optim import SGD, Optimizer
 from determined_amp.amp.counts import DeviceSum, StepCounts
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.patched import patched
+from determined_amp.amp.plain_data import StateDict
 from determined_amp.amp.scaler import Skipped
 from determined_amp.amp.schedules import RateSchedule
 from determined_amp.amp.tensors import gradients_of
@@ -179,7 +180,7 @@ class StepsOfEach:
         schedules = (steps.schedule for steps in self.all())
         return [schedule for schedule in schedules if schedule is not None]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Counts and schedules as plain numbers; synchronises."""
         every = self.all()
         return {
@@ -188,7 +189,7 @@ class StepsOfEach:
             "plateaus": [steps.schedule and steps.schedule.state_dict() for steps in every],
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a saved state; an optimizer that is still to come gets its part later."""
         self._saved = state_dict.get("optimizers", ())
         self._saved_schedules = state_dict.get("plateaus", ())

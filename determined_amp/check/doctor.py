@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from determined_amp.amp.plain_data import Config
 from determined_amp.check.finding import CheckFindings
 from determined_amp.check.fresh_process import run_afresh
 from determined_amp.check.judge import judge_record, without_consequences
@@ -20,7 +21,7 @@ RUNS = 4
 
 
 def examine(
-    config: Mapping[str, Any],
+    config: Config,
     source: str,
     trial: str | None,
     notify: Callable[[str], None],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.patched import patched
+from determined_amp.amp.plain_data import Config, Metrics
 from determined_amp.amp.rehearsal import float16_as
 from determined_amp.check.lines import where_raised
 from determined_amp.check.record import Record
@@ -57,7 +57,7 @@ _PATIENCE = 60.0
 class Probe:
     """What to run."""
 
-    config: Mapping[str, Any]  # the experiment configuration
+    config: Config  # the experiment configuration
     source: str  # where it comes from, for error messages
     trial: str | None  # `module:Class`, if the configuration does not name it
     folder: Path  # an empty one for the checkpoint, or the one that has it
@@ -187,13 +187,13 @@ class Examined(SafeController):
         if self._probe.is_first:
             self._compare_metrics()
 
-    def train_one_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+    def train_one_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
         recorder = self._recorder
         if self._probe.resumes and not recorder.record.batches:
             recorder.take_state("resumed")
         recorder.begin_batch()
         try:
-            metrics: dict[str, Any] = super().train_one_batch(batch, epoch_idx, batch_idx)
+            metrics: Metrics = super().train_one_batch(batch, epoch_idx, batch_idx)
         finally:
             recorder.end_batch()
         wanted = RESUMED if self._probe.resumes else _STEPS
@@ -206,7 +206,7 @@ class Examined(SafeController):
         super().end_epoch(epoch_idx)
         self._recorder.record.epochs += 1
 
-    def validate(self) -> dict[str, Any]:
+    def validate(self) -> Metrics:
         if not self._probe.is_first:
             assert self.state
             self.state.last_val = self.state.batches_trained

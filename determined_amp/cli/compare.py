@@ -14,10 +14,10 @@ It writes `runs/compare-NAME/TIME/`, a search folder with the page `precision.md
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from determined_amp.amp.errors import ConfigError, Problem
+from determined_amp.amp.plain_data import Config
 from determined_amp.cli.options import INTERRUPTED, at_least, experiment_of, parser_of
 from determined_amp.cli.search import start_server
 from determined_amp.experiment.failures import is_task
@@ -28,7 +28,7 @@ _BATCH_SIZE = "hyperparameters.global_batch_size"
 def main(arguments: Sequence[str]) -> int:
     """Compare the precisions of a trial, until there is an answer or a signal stops it."""
     options = _options(arguments)
-    config: Mapping[str, Any] = {}
+    config: Config = {}
     if not is_task():
         experiment = experiment_of(options)
         config = experiment.config

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
 
+from determined_amp.amp.plain_data import Config
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment.experiment import Experiment, experiment_in, read_yaml
 from determined_amp.experiment.failures import is_task
@@ -53,7 +53,7 @@ def parser_of(
     return parser
 
 
-def configuration_of(options: argparse.Namespace) -> dict[str, Any]:
+def configuration_of(options: argparse.Namespace) -> Config:
     """The configuration that the options lead to, unchecked.
 
     Args:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from determined_amp.amp.plain_data import Config, Values
 
-def value_at(config: Mapping[str, Any], name: str) -> Any:
+
+def value_at(config: Config, name: str) -> Any:
     """The value with a dotted name; None if there is none."""
     value: Any = config
     for key in name.split("."):
@@ -14,7 +16,7 @@ def value_at(config: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def put(config: dict[str, Any], path: Sequence[str], value: object) -> None:
+def put(config: Values, path: Sequence[str], value: object) -> None:
     """Set the value at `path` in place, and create missing sections.
 
     Raises:
@@ -28,12 +30,12 @@ def put(config: dict[str, Any], path: Sequence[str], value: object) -> None:
     config[last] = value
 
 
-def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+def flat(config: Config) -> Values:
     """Values by dotted name. A search space stays one value; `{type: const, val: x}` becomes x."""
     return dict(_leaves(config, ""))
 
 
-def _leaves(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _leaves(config: Config, prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in config.items():
         if isinstance(value, Mapping) and "type" not in value:
             yield from _leaves(value, f"{prefix}{key}.")
@@ -43,9 +45,9 @@ def _leaves(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nested(values: Config) -> Config:
     """The inverse of `flat`."""
-    config: dict[str, Any] = {}
+    config: Values = {}
     for name, value in values.items():
         put(config, name.split("."), value)
     return config

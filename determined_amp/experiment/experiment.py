@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from determined_amp.amp.errors import ConfigError, Problem
+from determined_amp.amp.plain_data import Config, Values
 from determined_amp.amp.settings import AmpSettings, setting
 from determined_amp.experiment.dotted import flat, value_at
 from determined_amp.experiment.entrypoint import is_class, trial_in
@@ -154,13 +155,13 @@ class Experiment(CommonHyperparameters):
 
     source: str  # where it comes from, for error messages
     # The configuration with the values, trial and seed of this experiment: it needs no arguments.
-    config: Mapping[str, Any] = dataclasses.field(repr=False)
+    config: Config = dataclasses.field(repr=False)
     trial: str  # import path of the factory, `module:name`
     trial_key: str  # the key or the option that names it
     platform: Platform  # Determined's own sections
     seed: int  # of a local run
     # The hyperparameters that the trial gets; `{type: const, val: x}` becomes x.
-    hyperparameters: Mapping[str, Any] = dataclasses.field(repr=False)
+    hyperparameters: Config = dataclasses.field(repr=False)
     # The `data` section: an instance of the trial's class `Data` if it has one, else a dict.
     data: Any
     # An instance of the trial's class `Hparams`; None if it has none.
@@ -202,7 +203,7 @@ class Experiment(CommonHyperparameters):
             raise ConfigError(self.name, [text])
         return self.training.max_length
 
-    def resolved(self) -> dict[str, Any]:
+    def resolved(self) -> Config:
         """All settings in our form, defaults included, as a run is recorded."""
         own = {"trial": self.trial, "global_batch_size": None, **self.hyperparameters}
         if self.hparams is not None:
@@ -219,7 +220,7 @@ class Experiment(CommonHyperparameters):
         }
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Values:
         """All settings in our form, defaults included, by dotted name."""
         return flat(self.resolved())
 
@@ -259,7 +260,7 @@ class Experiment(CommonHyperparameters):
         return make_trial(self.factory, context)
 
 
-def read_yaml(path: str) -> Mapping[str, Any]:
+def read_yaml(path: str) -> Config:
     """The experiment configuration in a YAML file.
 
     Raises:
@@ -272,11 +273,11 @@ def read_yaml(path: str) -> Mapping[str, Any]:
 
 
 def experiment_in(
-    config: Mapping[str, Any],
+    config: Config,
     source: str,
     *,
     trial: str | None = None,
-    hyperparameters: Mapping[str, Any] | None = None,
+    hyperparameters: Config | None = None,
 ) -> Experiment:
     """Check all of a configuration that can be checked without the trial, and without torch.
 
@@ -314,8 +315,8 @@ def experiment_in(
 
 
 def read_sections(
-    config: Mapping[str, Any],
-    values: Mapping[str, Any],
+    config: Config,
+    values: Config,
     source: str,
     problems: Sequence[Problem] = (),
 ) -> tuple[CommonHyperparameters, Platform]:
@@ -344,11 +345,11 @@ def read_sections(
 
 
 def parse(
-    config: Mapping[str, Any],
+    config: Config,
     source: str,
     *,
     trial: str | None = None,
-    hyperparameters: Mapping[str, Any] | None = None,
+    hyperparameters: Config | None = None,
 ) -> Experiment:
     """Read an experiment, and import its trial; the arguments are those of `experiment_in`.
 
@@ -361,7 +362,7 @@ def parse(
 
 
 def _read_common(
-    config: Mapping[str, Any], values: Mapping[str, Any], problems: list[Problem]
+    config: Config, values: Config, problems: list[Problem]
 ) -> CommonHyperparameters | None:
     """The hyperparameters that mean the same in every trial, from either form.
 
@@ -387,9 +388,7 @@ def _read_common(
     return common
 
 
-def _values(
-    config: Mapping[str, Any], chosen: Mapping[str, Any] | None, problems: list[Problem]
-) -> Mapping[str, Any]:
+def _values(config: Config, chosen: Mapping[str, Any] | None, problems: list[Problem]) -> Config:
     """The hyperparameters of one trial, which the searcher may have chosen."""
     values = config.get("hyperparameters", {}) if chosen is None else chosen
     if not isinstance(values, Mapping):
@@ -400,9 +399,7 @@ def _values(
     return values if chosen is None else with_power_of_two(values, config)
 
 
-def _recorded(
-    config: Mapping[str, Any], values: Mapping[str, Any], trial: str, seed: int
-) -> dict[str, Any]:
+def _recorded(config: Config, values: Config, trial: str, seed: int) -> Values:
     """The configuration with hyperparameters, trial and seed."""
     reproducibility = {**(config.get("reproducibility") or {}), "experiment_seed": seed}
     recorded = {**config, "hyperparameters": values, "reproducibility": reproducibility}
@@ -413,7 +410,7 @@ def _recorded(
     return recorded
 
 
-def with_power_of_two(values: Mapping[str, Any], search: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_power_of_two(values: Config, search: Config) -> Config:
     """The hyperparameters with `amp.init_scale` rounded, if `search` has a range for it."""
     space = value_at(search, "hyperparameters.amp.init_scale")
     scale = value_at(values, "amp.init_scale")
@@ -423,9 +420,9 @@ def with_power_of_two(values: Mapping[str, Any], search: Mapping[str, Any]) -> M
     return {**values, "amp": {**values["amp"], "init_scale": 2.0 ** round(math.log2(scale))}}
 
 
-def constants(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
+def constants(hyperparameters: Config) -> Config:
     """Hyperparameters as a trial on a cluster gets them: `{type: const, val: x}` becomes x."""
-    values: dict[str, Any] = {}
+    values: Values = {}
     for key, value in hyperparameters.items():
         if isinstance(value, Mapping) and value.get("type") == "const":
             values[key] = copy.deepcopy(value.get("val"))
@@ -436,7 +433,7 @@ def constants(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def ranges(values: Mapping[str, Any]) -> Iterator[str]:
+def ranges(values: Config) -> Iterator[str]:
     """The dotted names of the hyperparameters that are search ranges."""
     for name, value in flat({"hyperparameters": values}).items():
         if isinstance(value, Mapping) and value.get("type") in _RANGES:
@@ -454,8 +451,8 @@ def indivisible_batch(global_batch_size: int, slots: int) -> Iterator[Problem]:
 
 
 def _named_trial(
-    config: Mapping[str, Any],
-    hyperparameters: Mapping[str, Any],
+    config: Config,
+    hyperparameters: Config,
     option: str | None,
     problems: list[Problem],
 ) -> tuple[str, str]:

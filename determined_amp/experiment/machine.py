@@ -6,9 +6,10 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from determined_amp.amp.plain_data import Values
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +27,7 @@ class Machine:
     on_gpu: bool = False  # whether the device is a GPU
     has_tf32: bool = False  # whether the device has TF32; if not, `tf32` is the same as `fp32`
     torch: str = _UNKNOWN  # version of torch
-    versions: Mapping[str, Any] = field(default_factory=dict)  # other versions, by name
+    versions: Values = field(default_factory=dict)  # other versions, by name
 
     @staticmethod
     def of_this_process(slots: int = 1) -> Machine:
@@ -43,7 +44,7 @@ class Machine:
         return machine_of(device, slots, versions)
 
 
-def machine_of(device: torch.device, slots: int, versions: Mapping[str, Any]) -> Machine:
+def machine_of(device: torch.device, slots: int, versions: Values) -> Machine:
     """The machine of a process that trains on a device, and those versions of other packages.
 
     CPUs with different numbers of processors or threads count as different devices.

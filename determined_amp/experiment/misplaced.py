@@ -11,10 +11,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from determined_amp.amp.errors import Problem
+from determined_amp.amp.plain_data import Config
 from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.experiment.dotted import flat, value_at
 from determined_amp.experiment.fields import shown
@@ -56,7 +55,7 @@ _ABOUT_PRECISION = re.compile(
 )
 
 
-def misplaced(config: Mapping[str, Any], values: Mapping[str, Any]) -> list[Problem]:
+def misplaced(config: Config, values: Config) -> list[Problem]:
     """A problem for each setting of ours that is in a wrong place, and each unknown top-level key.
 
     Args:
@@ -76,7 +75,7 @@ def misplaced(config: Mapping[str, Any], values: Mapping[str, Any]) -> list[Prob
     return [*problems, *(Problem(key, _unknown(key)) for key in unknown)]
 
 
-def of_the_trial(values: Mapping[str, Any]) -> list[str]:
+def of_the_trial(values: Config) -> list[str]:
     """The hyperparameters about precision that are the trial's own, as `name: value`."""
     return [
         f"{name}: {value}"

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from determined_amp.amp.errors import ConfigError, Problem
+from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment.dotted import put
 from determined_amp.experiment.training import UNITS
 from determined_amp.experiment.yaml_text import load_yaml
 
 
-def with_overrides(
-    config: Mapping[str, Any], overrides: Sequence[str], option: str = "--config"
-) -> dict[str, Any]:
+def with_overrides(config: Config, overrides: Sequence[str], option: str = "--config") -> Values:
     """`config` with overrides of the form `a.b=value` applied; values are read as YAML.
 
     A length has one unit, so `searcher.max_length.batches=40` takes the place of another unit.
@@ -22,7 +20,7 @@ def with_overrides(
     Raises:
         ConfigError: if an override is not of that form; it names the option.
     """
-    changed: dict[str, Any] = copy.deepcopy(dict(config))
+    changed: Values = copy.deepcopy(dict(config))
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or "" in key.split("."):
@@ -39,7 +37,7 @@ def with_overrides(
     return changed
 
 
-def in_precision(config: Mapping[str, Any], precision: str | None) -> dict[str, Any]:
+def in_precision(config: Config, precision: str | None) -> Config:
     """A configuration with the value of a `Precision`; None changes nothing.
 
     Raises:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from determined_amp.amp.errors import Problem
+from determined_amp.amp.plain_data import Config, Values
 from determined_amp.amp.settings import setting
 from determined_amp.experiment.dotted import value_at
 
@@ -121,18 +122,18 @@ def key_of(name: str, *, ours: bool) -> str:
     return key if ours else _DETERMINEDS_KEYS[key]
 
 
-def for_test(config: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, Any]:
+def for_test(config: Config, values: Config) -> Config:
     """The hyperparameters, for one batch if `det experiment create --test` made the experiment."""
     if _is_test(config) and has_our_form(values):
         return {**values, "training": _ONE_BATCH}
     return values
 
 
-def _is_test(config: Mapping[str, Any]) -> bool:
+def _is_test(config: Config) -> bool:
     return str(config.get("description")).startswith("[test-mode] ")
 
 
-def mistakes_of_our_form(config: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[Problem]:
+def mistakes_of_our_form(config: Config, values: Config) -> Iterator[Problem]:
     """A problem for each key without effect in a configuration of our form, and without a length.
 
     A key with the master's default asks for nothing: a master fills it in.
@@ -148,7 +149,7 @@ def mistakes_of_our_form(config: Mapping[str, Any], values: Mapping[str, Any]) -
             yield Problem(name, text)
 
 
-def in_our_form(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def in_our_form(config: Config, values: Config) -> Values:
     """The hyperparameters in our form, with lengths and periods from Determined's own keys."""
     batch_size = values.get("global_batch_size")
     length = value_at(config, "searcher.max_length")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from determined_amp.amp.plain_data import Config, Values
 from determined_amp.amp.precision import DeviceSupport
 from determined_amp.amp.settings import SCALER_KEYS, yaml_lines
 from determined_amp.finder.prediction import LossScaleError
@@ -78,7 +79,7 @@ class FoundScale:
         """Samples over all rehearsals: one in bfloat16, the others in float16."""
         return self.run.samples * (1 + len(self.finding.measured))
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Values:
         """The JSON that `python -m determined_amp find --json` writes.
 
         It has the fields of `ScaleFinding`, those of `FinderRun` under `run`, and the advice in
@@ -267,7 +268,7 @@ def growth_advice(answer: FoundScale) -> Iterator[str]:
         )
 
 
-def yaml_changes(answer: FoundScale) -> dict[str, Any]:
+def yaml_changes(answer: FoundScale) -> Values:
     """The changes to the `amp` section for this verdict, by key; None removes the key."""
     finding, run = answer.finding, answer.run
     if finding.verdict in (Verdict.BF16, Verdict.FORWARD_OVERFLOW):
@@ -289,7 +290,7 @@ def scale_lines(answer: FoundScale) -> str:
     return "torch.autocast(..., dtype=torch.bfloat16), without a GradScaler"
 
 
-def _module(values: dict[str, Any]) -> ModuleGradients:
+def _module(values: Config) -> ModuleGradients:
     counts = {int(power): count for power, count in values["values_by_log2"].items()}
     return ModuleGradients(**{**values, "values_by_log2": counts})
 

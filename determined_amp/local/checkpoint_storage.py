@@ -12,16 +12,16 @@ import os
 import shutil
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from determined import core
 from determined.common import storage
 
+from determined_amp.amp.plain_data import Values
 from determined_amp.local.local_reports import LocalReports
 from determined_amp.trial.checkpoint import CheckpointError, check_bytes
 
@@ -104,7 +104,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
 
     @contextmanager
     def store_path(
-        self, metadata: dict[str, Any] | None = None, *, shard: bool = False
+        self, metadata: Values | None = None, *, shard: bool = False
     ) -> Iterator[tuple[Path, str]]:
         """Determined's own, which the loop calls on the chief, without shards."""
         assert metadata is not None
@@ -134,7 +134,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
     def _prune(self, newest: Path) -> None:
         # A resume may have skipped damaged checkpoints that are later than `newest`. One whose
         # metadata cannot be read is kept, because it may be the best.
-        metadata: dict[Path, dict[str, Any]] = {}
+        metadata: dict[Path, Values] = {}
         for path in complete_checkpoints(self._folder):
             with suppress(CheckpointError):
                 metadata[path] = read_metadata(path)
@@ -148,7 +148,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
             shutil.rmtree(doomed)
 
 
-def _complete(partial: Path, metadata: dict[str, Any]) -> None:
+def _complete(partial: Path, metadata: Values) -> None:
     """Check the weights, write the metadata, and flush all to the disk."""
     with zipfile.ZipFile(partial / "state_dict.pth"):
         pass  # raises for a cut-off file: torch does not notice if its last flush fails
@@ -171,14 +171,14 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("batch-*") if (path / "metadata.json").exists())
 
 
-def read_metadata(checkpoint: Path) -> dict[str, Any]:
+def read_metadata(checkpoint: Path) -> Values:
     """The metadata of a checkpoint: `steps_completed` (batches), `best`, versions.
 
     Raises:
         CheckpointError: if they cannot be read, or belong to another checkpoint.
     """
     try:
-        metadata: dict[str, Any] = json.loads((checkpoint / "metadata.json").read_bytes())
+        metadata: Values = json.loads((checkpoint / "metadata.json").read_bytes())
         name = checkpoint_name(metadata["steps_completed"])
     except (OSError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint}: metadata.json cannot be read: {error}") from error
@@ -190,7 +190,7 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
     return metadata
 
 
-def check_state(checkpoint: Path, metadata: Mapping[str, Any]) -> None:
+def check_state(checkpoint: Path, metadata: Values) -> None:
     """Check the loop's counts against their checksum in the metadata.
 
     Raises:

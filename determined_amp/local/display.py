@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from rich.console import Console
 from rich.progress import Progress
 
 from determined_amp.amp.metric_names import AuditMetricName, MetricName
+from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.training import LENGTH_UNITS
 from determined_amp.local.checkpoint_storage import complete_checkpoints
@@ -67,7 +65,7 @@ class Display:
         self._task = self._progress.add_task("training", completed=first_batch, total=total_batches)
         self._progress.start()
 
-    def report(self, line: Mapping[str, Any]) -> None:
+    def report(self, line: Values) -> None:
         """Show one report as a line and move the bar."""
         group, batches = line["group"], line["batches"]
         self._progress.update(self._task, completed=batches)

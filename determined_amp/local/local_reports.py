@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.runs.folder import RunFolder, read_metrics
 from determined_amp.trial.determined_private import LocalTrainContext
@@ -28,7 +29,7 @@ class LocalReports(LocalTrainContext):
         self,
         folder: RunFolder,
         experiment: Experiment,
-        on_report: Callable[[Mapping[str, Any]], None],
+        on_report: Callable[[Values], None],
         first_batch: int,
     ) -> None:
         super().__init__(tensorboard_path=folder.tensorboard)
@@ -47,14 +48,14 @@ class LocalReports(LocalTrainContext):
     def get_experiment_best_validation(self) -> float | None:
         return self._best[0] if self._best else None
 
-    def take_report(self, group: str, batches: int, metrics: dict[str, Any]) -> None:
+    def take_report(self, group: str, batches: int, metrics: Metrics) -> None:
         numbers = {name: _number(value) for name, value in metrics.items()}
         line = {"group": "", **numbers} | {"group": group, "batches": batches}
         self._on_report(line)
         if group == "validation":
             self._note_validation(batches, numbers)
 
-    def _note_validation(self, batches: int, metrics: dict[str, Any]) -> None:
+    def _note_validation(self, batches: int, metrics: Metrics) -> None:
         self.last_validation = batches
         value = metrics.get(self._metric) if self._metric is not None else None
         if not isinstance(value, (int, float)) or not math.isfinite(value):

@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -19,6 +19,7 @@ from torch import nn
 
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.patched import patched
+from determined_amp.amp.plain_data import Config, Values
 from determined_amp.amp.tensors import is_finite
 from determined_amp.experiment.experiment import CheckpointPolicy, Experiment
 from determined_amp.experiment.failures import faults_of_the_trial
@@ -45,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 # Given the line of a report, or of the group `start`: whether the run goes on after it.
-GoesOn = Callable[[Mapping[str, Any]], bool]
+GoesOn = Callable[[Values], bool]
 
 
 class LocalRun:
@@ -102,14 +103,14 @@ class LocalRun:
         self.display.begin_training(first_batch, total_batches)
         self._ask({"group": "start", "batches": first_batch, "epoch_batches": epoch_batches})
 
-    def report(self, line: Mapping[str, Any]) -> None:
+    def report(self, line: Values) -> None:
         """Note a report."""
         self._folder.append_metrics(line)
         self._batches = line["batches"]
         self.display.report(line)
         self._ask(line)
 
-    def _ask(self, line: Mapping[str, Any]) -> None:
+    def _ask(self, line: Values) -> None:
         if self._goes_on is not None and not self._goes_on(line):
             self._stop.state, self._stop.reason = RunState.PRUNED, "stopped early by the search"
             self._stop.requested = True
@@ -139,7 +140,7 @@ class LocalRun:
         return RunState.COMPLETED, ""
 
 
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _changes(before: Config, now: Config) -> list[str]:
     """What differs between two trainings, by the names of their settings."""
     return [
         f"{name} changed from {before.get(name)} to {now.get(name)}"

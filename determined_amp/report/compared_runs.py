@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from determined_amp.amp.plain_data import Config
 from determined_amp.amp.settings import SCALER_KEYS, Precision
 from determined_amp.experiment.machine import Machine
 from determined_amp.report import ReportError
@@ -50,7 +50,7 @@ class ComparedRuns:
     margin: float  # difference of the metric that does not matter
     baseline: Precision  # the precision that the others are compared with
     # The settings that all compared runs have in common, by dotted name.
-    settings: Mapping[str, Any]
+    settings: Config
     machine: Machine  # the machine of all completed runs
     # The first and the last day on which a run began, or one day; empty if unknown.
     dates: Sequence[str]
@@ -123,7 +123,7 @@ def compare_runs(
     )
 
 
-def _fixed(run: Run) -> dict[str, Any]:
+def _fixed(run: Run) -> Config:
     """The settings in which no run may differ."""
     return {name: value for name, value in run.settings.items() if name not in _MAY_DIFFER}
 

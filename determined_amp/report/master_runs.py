@@ -8,12 +8,13 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from determined import errors as det_errors
 from determined.common.api import bindings, errors
 
 from determined_amp.amp.errors import ConfigError, one_line
+from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment.dotted import flat, value_at
 from determined_amp.experiment.experiment import parse, with_power_of_two
 from determined_amp.experiment.files import temporary_folder
@@ -64,16 +65,16 @@ def read_experiment(number: int) -> Search:
         ReportError: if there is no such experiment, or its configuration cannot be read here.
     """
     with _on_master(number) as (session, experiment, origin):
-        config: dict[str, Any] = {"hyperparameters": {}, **(experiment.config or {})}
+        config: Config = {"hyperparameters": {}, **(experiment.config or {})}
         runs = [_run(trial, session, origin, config) for trial in experiment.list_trials()]
     return Search(origin, tuple(runs), config, notes=_SIDE_BY_SIDE)
 
 
-def _run(trial: Trial, session: Session, origin: str, config: Mapping[str, Any]) -> Run:
+def _run(trial: Trial, session: Session, origin: str, config: Config) -> Run:
     """A trial of an experiment, with the settings of a run folder where they are compared."""
     noted, reports = _noted(session, trial.id), _reports(trial)
     hparams = with_power_of_two(trial.hparams or {}, config)
-    settings: dict[str, Any] = {}
+    settings: Values = {}
     if Topic.of(config) not in _WITHOUT_SETTINGS:
         try:
             settings = parse(config, origin, hyperparameters=hparams).settings
@@ -95,7 +96,7 @@ def _run(trial: Trial, session: Session, origin: str, config: Mapping[str, Any])
     )
 
 
-def _length_of_training(hparams: Mapping[str, Any], reports: Reports) -> dict[str, Any]:
+def _length_of_training(hparams: Config, reports: Reports) -> Config:
     """The length of a trial in our form, by the names of settings; empty if it does not train."""
     length = value_at(hparams, "training.max_length")
     if isinstance(length, str):
@@ -122,10 +123,10 @@ def _end(trial: Trial, failure: str, *, has_length: bool) -> tuple[RunState, str
     return state, failure
 
 
-def _noted(session: Session, trial: int) -> Mapping[str, Any]:
+def _noted(session: Session, trial: int) -> Values:
     """What a trial noted in the metadata of its run."""
     metadata = bindings.get_GetRunMetadata(session, runId=trial).metadata or {}
-    noted: Mapping[str, Any] = metadata.get("amp") or {}
+    noted: Values = metadata.get("amp") or {}
     return noted
 
 

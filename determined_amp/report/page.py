@@ -21,6 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
+from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.fields import plain
 from determined_amp.experiment.files import write_together
 from determined_amp.report import ReportError
@@ -69,7 +70,7 @@ def write_page(
     picture: tuple[Figure, str],
     table: tuple[Sequence[str], Sequence[Sequence[Any]]],
     origin: str,
-    record: Mapping[str, Any],
+    record: Values,
 ) -> Written:
     """Write a report into a folder.
 
@@ -107,7 +108,7 @@ def _markdown(*parts: str) -> str:
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
 
 
-def _numbers(answer: str, sentences: Sequence[str], record: Mapping[str, Any]) -> str:
+def _numbers(answer: str, sentences: Sequence[str], record: Values) -> str:
     drawn = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from determined_amp.amp.metric_names import MetricName
+from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import SCALER_KEYS, Precision, yaml_lines
 from determined_amp.report.compared_runs import ComparedRuns, compare_runs, differences
 from determined_amp.report.page import Written, write_page
@@ -103,7 +103,7 @@ def write_precision_report(
     return PrecisionReport(written.text, written.files, compared, recommended)
 
 
-def _precision_record(same: PrecisionRuns) -> dict[str, Any]:
+def _precision_record(same: PrecisionRuns) -> Values:
     """The numbers of a precision for the JSON, which lists its runs apart."""
     return {
         "precision": same.precision,
@@ -117,7 +117,7 @@ def _precision_record(same: PrecisionRuns) -> dict[str, Any]:
     }
 
 
-def _run_record(run: Run, metric: str) -> dict[str, Any]:
+def _run_record(run: Run, metric: str) -> Values:
     """The numbers of a run for the JSON."""
     record = {name: getattr(run, name) for name in _FACTS}
     record |= {name: getattr(run.reports, name) for name in _OF_REPORTS}
@@ -131,7 +131,7 @@ def _run_record(run: Run, metric: str) -> dict[str, Any]:
 
 def yaml_of(compared: ComparedRuns, recommended: Recommendation) -> str:
     """Lines to paste into an experiment YAML."""
-    changes: dict[str, Any] = {"precision": recommended.precision.value}
+    changes: Values = {"precision": recommended.precision.value}
     islands = compared.settings.get(f"{AMP}.fp32_modules")
     if recommended.precision.autocasts and islands:
         changes["fp32_modules"] = list(islands)

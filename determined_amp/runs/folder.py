@@ -27,12 +27,13 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from determined_amp.amp.errors import UserError, one_line
+from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.files import write_whole
 from determined_amp.experiment.machine import Machine
@@ -154,7 +155,7 @@ class RunFolder:
         write_whole(self.path / _RESOLVED, dump_yaml(experiment.resolved()))
         return run
 
-    def describe_trial(self, number: int, hparams: Mapping[str, Any]) -> None:
+    def describe_trial(self, number: int, hparams: Config) -> None:
         """Write that a trial of a search begins: its number, and its sampled values by name."""
         self._change(state=RunState.RUNNING, reason="", number=number, hparams=hparams)
 
@@ -185,7 +186,7 @@ class RunFolder:
         with lock(self.shown, "this run", wait=wait):
             yield
 
-    def append_metrics(self, line: Mapping[str, Any]) -> None:
+    def append_metrics(self, line: Values) -> None:
         """Add one report of numbers and texts."""
         with self.metrics.open("a") as file:
             file.write(json.dumps(line) + "\n")

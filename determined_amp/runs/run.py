@@ -16,6 +16,7 @@ from typing import Any
 
 from determined_amp.amp.errors import one_line
 from determined_amp.amp.metric_names import AuditMetricName, MetricName
+from determined_amp.amp.plain_data import Config, Metrics
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment.machine import Machine
 
@@ -55,13 +56,13 @@ class Part:
 
     first_batch: int = 0  # number of batches trained before it
     # The whole configuration, defaults included, by dotted name; empty if unknown.
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Config = field(default_factory=dict)
     machine: Machine = field(default_factory=Machine)  # the machine it trained on
     date: str | None = None  # when it began, ISO 8601; None if unknown
     command: Sequence[str] = ()  # the command line; empty if unknown
 
     @property
-    def what_it_trains(self) -> dict[str, Any]:
+    def what_it_trains(self) -> Config:
         """What makes it a training of its own: settings and facts of its machine, by name."""
         facts = {n: value for n, value in self.settings.items() if not n.startswith(_MAY_CHANGE)}
         return facts | {name: getattr(self.machine, name) for name in OF_A_MACHINE}
@@ -75,7 +76,7 @@ class Report:
     metrics: Mapping[str, float]  # its numbers by name, which may be infinite or NaN
 
     @staticmethod
-    def read(batches: int, metrics: Mapping[str, Any]) -> Report:
+    def read(batches: int, metrics: Metrics) -> Report:
         """The report with the numbers among some metrics; NaN and infinities may be text."""
         numbers = {
             name: _number(value)
@@ -170,12 +171,12 @@ class Run:
     reports: Reports = field(default_factory=Reports)
     number: int = 0  # its number in the search; on a cluster the id of the trial
     # The hyperparameters from its search, by dotted name.
-    hparams: Mapping[str, Any] = field(default_factory=dict)
+    hparams: Config = field(default_factory=dict)
     # Whether other runs used the device at the same time; then speeds do not count.
     shares_device: bool = False
 
     @property
-    def settings(self) -> Mapping[str, Any]:
+    def settings(self) -> Config:
         """The settings of its last part; empty if unknown."""
         return self.parts[-1].settings if self.parts else {}
 
@@ -309,7 +310,7 @@ def is_scale(name: str) -> bool:
 
 
 def judged(
-    state: RunState, reason: str, settings: Mapping[str, Any], reports: Reports
+    state: RunState, reason: str, settings: Config, reports: Reports
 ) -> tuple[RunState, str]:
     """How a run ended, and why, judged by its record and its reports.
 

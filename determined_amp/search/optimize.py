@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import optuna
 
 from determined_amp.amp.errors import UserError
+from determined_amp.amp.plain_data import Values
 from determined_amp.local.processes import on_stop_signals
 from determined_amp.runs.folder import (
     RunFolder,
@@ -266,7 +266,7 @@ class Objective:
                 ended = process.end()
         return ended
 
-    def _goes_on(self, trial: optuna.Trial, report: Mapping[str, Any]) -> bool:
+    def _goes_on(self, trial: optuna.Trial, report: Values) -> bool:
         """Give a validation to Optuna; whether the trial continues after this report."""
         if not self.stopping and self._is_paused():
             self.stop()

@@ -11,11 +11,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.files import write_whole
@@ -35,7 +36,7 @@ class Search:
     origin: str  # the folder, or the experiment and its master
     runs: tuple[Run, ...]  # the trials that have started, in the order of their numbers
     # The configuration; empty for a run folder.
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Config = field(default_factory=dict)
     left_out: tuple[str, ...] = ()  # a sentence for each precision that was not trained at all
     notes: tuple[str, ...] = ()  # further sentences for the report
 
@@ -94,7 +95,7 @@ def is_search(path: Path) -> bool:
     return path.name == STUDY_FILE or (path / STUDY_FILE).exists()
 
 
-def write_config(folder: Path, config: Mapping[str, Any], workers: int) -> dict[str, Any]:
+def write_config(folder: Path, config: Config, workers: int) -> Config:
     """Write the configuration of a search that runs with this number of workers; return it."""
     searcher = dict(config["searcher"])
     if searcher.get("name") != "single":
@@ -110,7 +111,7 @@ def write_remarks(folder: Path, left_out: Sequence[str], notes: Sequence[str], *
     write_whole(folder / _REMARKS, text + "\n")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> Config:
     """The configuration of the search in a folder.
 
     Raises:
@@ -126,7 +127,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return dict(read_yaml(str(file)))
 
 
-def workers_of(config: Mapping[str, Any]) -> int:
+def workers_of(config: Config) -> int:
     """Number of trials that ran at the same time."""
     workers = config["searcher"].get("max_concurrent_trials")
     return workers if isinstance(workers, int) else 1
@@ -148,10 +149,10 @@ def read_search(folder: Path) -> Search:
     return Search(str(folder), runs, config, tuple(remarks["left_out"]), notes)
 
 
-def read_remarks(folder: Path) -> dict[str, Any]:
+def read_remarks(folder: Path) -> Values:
     """What `write_remarks` wrote; nothing for a search that is no comparison."""
     file = folder / _REMARKS
     if not file.exists():
         return {"left_out": [], "notes": []}
-    remarks: dict[str, Any] = json.loads(file.read_bytes())
+    remarks: Values = json.loads(file.read_bytes())
     return remarks

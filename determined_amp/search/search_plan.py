@@ -12,6 +12,7 @@ import optuna
 from optuna.distributions import BaseDistribution
 
 from determined_amp.amp.errors import ConfigError, Problem
+from determined_amp.amp.plain_data import Config
 from determined_amp.amp.settings import setting
 from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.experiment import (
@@ -100,7 +101,7 @@ class SearchPlan:
         ConfigError: naming every mistake.
     """
 
-    def __init__(self, search: Mapping[str, Any], source: str = "search") -> None:
+    def __init__(self, search: Config, source: str = "search") -> None:
         problems: list[Problem] = []
         settings = read_searcher(search.get("searcher"), problems)
         task = _task_here(search, problems)
@@ -121,7 +122,7 @@ class SearchPlan:
         self._seed = int(value_at(search, "reproducibility.experiment_seed") or 0)
 
     def _mistakes_of_a_trial(
-        self, probe: Mapping[str, Any], task: Task | None, settings: GridSearcher | None
+        self, probe: Config, task: Task | None, settings: GridSearcher | None
     ) -> list[Problem]:
         """What is wrong with one trial; mistakes of searcher and entrypoint are named elsewhere."""
         try:
@@ -172,7 +173,7 @@ class SearchPlan:
             return optuna.pruners.SuccessiveHalvingPruner(settings.first_rung(), settings.divisor)
         return optuna.pruners.NopPruner()
 
-    def experiment(self, number: int, sampled: Mapping[str, Any]) -> Experiment:
+    def experiment(self, number: int, sampled: Config) -> Experiment:
         """The experiment of a trial, with nested values of its hyperparameters.
 
         Without a `trial_seed`, every trained trial gets its own seed, drawn from `experiment_seed`.
@@ -242,7 +243,7 @@ def unequal_lengths(experiment: Experiment, searcher: AshaSearcher) -> Iterator[
         yield Problem(experiment.key_of("validation_period"), f"{text}; allowed: {allowed}")
 
 
-def _task_here(search: Mapping[str, Any], problems: list[Problem]) -> Task | None:
+def _task_here(search: Config, problems: list[Problem]) -> Task | None:
     """The task of the trials of a search; None after appending a mistake to `problems`."""
     try:
         task = Task.of(search)

@@ -14,11 +14,11 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from optuna import distributions
 
 from determined_amp.amp.errors import Problem
+from determined_amp.amp.plain_data import Config
 from determined_amp.amp.settings import setting
 from determined_amp.experiment.dotted import flat, put
 from determined_amp.experiment.fields import read
@@ -46,7 +46,7 @@ class Space:
     """All hyperparameters of a search."""
 
     axes: tuple[Axis, ...]  # the searched hyperparameters, sorted by name, level by level
-    hyperparameters: Mapping[str, Any]  # the section of the YAML
+    hyperparameters: Config  # the section of the YAML
 
     @property
     def grid_size(self) -> int:
@@ -65,7 +65,7 @@ class Space:
         for i in range(most):
             yield {axis.name: axis.ends[min(i, len(axis.ends) - 1)] for axis in self.axes}
 
-    def nested(self, point: Mapping[str, Any]) -> dict[str, Any]:
+    def nested(self, point: Config) -> Config:
         """The hyperparameters of the trial at a point, nested, constants included."""
         sample = copy.deepcopy(dict(self.hyperparameters))
         for axis in self.axes:

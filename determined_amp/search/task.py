@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from determined_amp.amp.errors import ConfigError, Problem
+from determined_amp.amp.plain_data import Config
 from determined_amp.experiment.dotted import flat, value_at
 from determined_amp.experiment.entrypoint import command_in, is_class
 from determined_amp.runs.run import is_scale
@@ -36,7 +36,7 @@ class Task:
     batches: int = BATCHES  # the option `--batches` of `score` and `find`
 
     @staticmethod
-    def of(config: Mapping[str, Any]) -> Task | None:
+    def of(config: Config) -> Task | None:
         """The task of an experiment; None if its entrypoint runs another program.
 
         Raises:
@@ -65,7 +65,7 @@ class Topic(enum.Enum):
     OTHER_SEARCH = enum.auto()
 
     @staticmethod
-    def of(config: Mapping[str, Any]) -> Topic:
+    def of(config: Config) -> Topic:
         """The topic of a configuration; an empty one is that of a run folder."""
         task = Task.of(config)
         verb = None if task is None else task.verb

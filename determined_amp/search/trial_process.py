@@ -13,15 +13,14 @@ import gc
 import multiprocessing
 import os
 import signal
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 from rich.console import Console
 
+from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.machine import Machine
 from determined_amp.finder.found_scale import FILE_NAME
@@ -46,7 +45,7 @@ class Job:
     """One trial to run."""
 
     task: Task  # whether to train, score or find
-    config: Mapping[str, Any]  # its experiment configuration
+    config: Config  # its experiment configuration
     folder: RunFolder  # a trial with a checkpoint there continues from it
 
 
@@ -144,7 +143,7 @@ def _run(job: Job, connection: Connection) -> None:
 def _asking(connection: Connection) -> GoesOn:
     """What sends a report to the search, and returns whether the trial goes on."""
 
-    def goes_on(line: Mapping[str, Any]) -> bool:
+    def goes_on(line: Values) -> bool:
         try:
             connection.send(dict(line))
             return bool(connection.recv())

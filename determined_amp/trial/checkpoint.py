@@ -23,6 +23,7 @@ from determined import pytorch
 from torch.optim.lr_scheduler import LRScheduler
 
 from determined_amp.amp.errors import UserError, one_line
+from determined_amp.amp.plain_data import StateDict
 from determined_amp.trial.random_state import plain_numbers
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class PortableCheckpoint(pytorch.PyTorchCallback):
     def __init__(self, of_ranks: Sequence[dict[str, Any]] | None = None) -> None:
         self._of_ranks = of_ranks
 
-    def on_checkpoint_save_start(self, checkpoint: dict[str, Any]) -> None:
+    def on_checkpoint_save_start(self, checkpoint: StateDict) -> None:
         state = checkpoint["rng_state"]
         state["np_rng_state"] = plain_numbers(state["np_rng_state"])
         if self._of_ranks is not None:
@@ -73,7 +74,7 @@ def restoring(checkpoint: Path) -> Iterator[None]:
         ) from error
 
 
-def load_plain(load: Callable[..., Any], rank: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
+def load_plain(load: Callable[..., Any], rank: int, *args: Any, **kwargs: Any) -> StateDict:
     """Call torch's `load` without code. Determined would silently ignore what is not a dict."""
     content = load(*args, **kwargs, weights_only=True)
     if not isinstance(content, dict):
@@ -139,7 +140,7 @@ def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def take_settings(
-    saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, keys: Collection[str]
+    saved: StateDict, optimizer: torch.optim.Optimizer, keys: Collection[str]
 ) -> None:
     """Replace settings in the state of a saved optimizer by those of this trial's.
 
@@ -156,7 +157,7 @@ def take_settings(
 
 
 def kept_settings(
-    saved: Mapping[str, Any],
+    saved: StateDict,
     then: Sequence[Mapping[str, Any]],
     now: Sequence[Mapping[str, Any]],
     ours: Collection[str],
@@ -187,7 +188,7 @@ def _groups_in(saved: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
     return next(filter(None, nested), ())
 
 
-def check_kind(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+def check_kind(saved: StateDict, optimizer: torch.optim.Optimizer) -> None:
     """Raise if a saved optimizer is of another kind; torch would load it all the same.
 
     Then settings are both missing and added. A newer torch, schedulers and users only add.
@@ -210,7 +211,7 @@ def check_kind(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> No
 _HELD = "determined_amp.held_scheduler"
 
 
-def restore_held_schedulers(state: dict[str, Any], scheduler: Any) -> None:
+def restore_held_schedulers(state: StateDict, scheduler: Any) -> None:
     """Load the states of the schedulers that a scheduler holds, and put these in their place.
 
     Args:
@@ -285,7 +286,7 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, and only plain values are allowed")
 
 
-def read_without_code(path: Path) -> dict[str, Any]:
+def read_without_code(path: Path) -> StateDict:
     """Read a file that Determined unpickles later; more than plain values are an error."""
     with path.open("rb") as file:
         state: Any = _PlainUnpickler(file).load()

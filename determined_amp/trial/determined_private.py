@@ -7,7 +7,7 @@ to review this file.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,6 +19,7 @@ from determined.common.api import authentication, bindings, certs, errors
 
 from determined_amp.amp.errors import ConfigError, GuardError, UserError
 from determined_amp.amp.patched import patched
+from determined_amp.amp.plain_data import Config, Metrics, StateDict
 from determined_amp.experiment.failures import ending_the_program
 from determined_amp.trial.checkpoint import (
     PortableCheckpoint,
@@ -94,12 +95,12 @@ def averages_gradients(context: pytorch.PyTorchTrialContext) -> bool:
     return all(config["average_aggregated_gradients"] for config in configs)
 
 
-def hyperparameters(context: pytorch.PyTorchTrialContext) -> Mapping[str, Any] | None:
+def hyperparameters(context: pytorch.PyTorchTrialContext) -> Config | None:
     """The hyperparameters of the trial; None if it was given none."""
     return context._hparams
 
 
-def searcher(context: pytorch.PyTorchTrialContext) -> Mapping[str, Any]:
+def searcher(context: pytorch.PyTorchTrialContext) -> Config:
     """The `searcher` section of the configuration; empty if there is none."""
     return (context._exp_conf or {}).get("searcher") or {}
 
@@ -178,7 +179,7 @@ def average_gradients_by(
     context._average_gradients = average  # type: ignore[assignment,method-assign]
 
 
-def task_configuration(info: det.ClusterInfo) -> dict[str, Any]:
+def task_configuration(info: det.ClusterInfo) -> Config:
     """The experiment configuration of a cluster's task, as the master has completed it."""
     return info.trial._config
 
@@ -243,11 +244,11 @@ class SafeController(_Controller):
                 self.checkpoint(already_exiting=True)
             raise
 
-    def validate(self) -> dict[str, Any]:
+    def validate(self) -> Metrics:
         if self._steps_until_complete(self.max_length) <= 0 and not self._is_due():
             # A longer run has no validation here, and a validation draws from the random state.
             self._before_validation = random_state(self.context.distributed.local_rank)
-        metrics: dict[str, Any] = super()._validate()
+        metrics: Metrics = super()._validate()
         if self.is_chief and self.searcher_metric_name:
             self._check_searcher_metric(metrics)
         # Only the chief has the metrics and asks the master, and all ranks must end.
@@ -305,13 +306,13 @@ class SafeController(_Controller):
     def _run(self) -> None:
         self.run_loop()
 
-    def _train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+    def _train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
         return self.train_one_batch(batch, epoch_idx, batch_idx)
 
     def _on_epoch_end(self, epoch_idx: int) -> None:
         self.end_epoch(epoch_idx)
 
-    def _validate(self) -> dict[str, Any]:
+    def _validate(self) -> Metrics:
         return self.validate()
 
     def _checkpoint(self, already_exiting: bool) -> None:
@@ -320,7 +321,7 @@ class SafeController(_Controller):
     def _save(self, path: Path) -> None:
         self.save(path)
 
-    def _check_searcher_metric(self, val_metrics: dict[str, Any]) -> Any:
+    def _check_searcher_metric(self, val_metrics: Metrics) -> Any:
         """Note what is wrong with the metric; an error now would leave the other ranks waiting."""
         metric = self.searcher_metric_name
         numbers = sorted(name for name, x in val_metrics.items() if util.is_numerical_scalar(x))
@@ -350,14 +351,14 @@ class SafeController(_Controller):
                     notify(same_trial=same_trial)
             super()._load(load_path)
 
-    def _load_plain(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def _load_plain(self, *args: Any, **kwargs: Any) -> StateDict:
         content = load_plain(self._torch_load, self.context.distributed.rank, *args, **kwargs)
         states = content.get("lr_schedulers_state_dict", [])
         for state, (scheduler, _) in zip(states, schedulers(self.context), strict=False):
             restore_held_schedulers(state, scheduler)
         return content
 
-    def _counts_in(self, load_path: Path) -> dict[str, Any]:
+    def _counts_in(self, load_path: Path) -> StateDict:
         """The counts of the loop in a checkpoint; empty if it belongs to another trial."""
         with restoring(load_path):
             saved = read_without_code(load_path / "trial_state.pkl")
@@ -413,7 +414,7 @@ class LocalTrainContext(core.DummyTrainContext):
     # The batches of the newest validation.
     last_validation: int | None = None
 
-    def take_report(self, group: str, batches: int, metrics: dict[str, Any]) -> None:
+    def take_report(self, group: str, batches: int, metrics: Metrics) -> None:
         """Called with each report of the loop."""
         raise NotImplementedError
 
@@ -421,6 +422,6 @@ class LocalTrainContext(core.DummyTrainContext):
         return self.last_validation
 
     def _report_trial_metrics(
-        self, group: str, steps_completed: int, metrics: dict[str, Any], *_: Any
+        self, group: str, steps_completed: int, metrics: Metrics, *_: Any
     ) -> None:
         self.take_report(group, steps_completed, metrics)

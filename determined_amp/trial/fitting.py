@@ -10,6 +10,7 @@ import torch
 from determined import pytorch
 
 from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.plain_data import Config
 from determined_amp.experiment.experiment import (
     CommonHyperparameters,
     Platform,
@@ -79,8 +80,8 @@ def _configuration(
 
 
 def _read(
-    config: Mapping[str, Any],
-    hyperparameters: Mapping[str, Any],
+    config: Config,
+    hyperparameters: Config,
     context: pytorch.PyTorchTrialContext,
 ) -> tuple[CommonHyperparameters, Platform]:
     # One has read its settings, or its script gave them: they are not read again.
@@ -90,7 +91,7 @@ def _read(
     return read_sections(config, values, "experiment configuration", elsewhere)
 
 
-def _options(common: CommonHyperparameters, platform: Platform) -> dict[str, Any]:
+def _options(common: CommonHyperparameters, platform: Platform) -> Config:
     training = common.training
     info = det.get_cluster_info()
     lengths = {

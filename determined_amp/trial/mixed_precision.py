@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.amp.patched import patched
+from determined_amp.amp.plain_data import Metrics
 from determined_amp.amp.precision import DeviceSupport, described, warn_of_slow_operations
 from determined_amp.amp.rehearsal import NewestBatch, Rehearsal, attributes_apart, own_copy
 from determined_amp.amp.settings import AmpSettings
@@ -230,7 +231,7 @@ class MixedPrecision(ResumedTraining):
             if self.finds_scale:
                 self._find_first(self._trial, train_batch)
 
-    def on_validation_end(self, metrics: dict[str, Any]) -> None:
+    def on_validation_end(self, metrics: Metrics) -> None:
         by_metric = [s for s in self.metrics.schedules() if s.by_validations]
         if by_metric:
             name = str(searcher(self._context).get("metric"))

@@ -27,6 +27,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from determined_amp.amp.plain_data import StateDict
+
 logger = logging.getLogger(__name__)
 
 # The samplers of torch that draw from the global random state unless they have a generator.
@@ -106,7 +108,7 @@ class _SeedingIndices(list[int]):
         return super().__iter__()
 
 
-def random_state(gpu: int) -> dict[str, Any]:
+def random_state(gpu: int) -> StateDict:
     """The state of this process in plain types, under the names that Determined gives its parts.
 
     Args:
@@ -128,7 +130,7 @@ def plain_numbers(state: Any) -> tuple[str, list[int], int, int, float]:
     return str(name), [int(key) for key in keys], int(position), int(has_gauss), float(gauss)
 
 
-def restore_random_state(state: dict[str, Any], gpu: int) -> None:
+def restore_random_state(state: StateDict, gpu: int) -> None:
     """Restore what `random_state` returned."""
     torch.random.set_rng_state(state["cpu_rng_state"])
     np.random.set_state(state["np_rng_state"])

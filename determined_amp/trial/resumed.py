@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.mistakes import IN_A_TRIAL
+from determined_amp.amp.plain_data import StateDict
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.trial.checkpoint import (
     KERNELS,
@@ -67,11 +67,11 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
         self._warm_start = False
         self._has_saved = False
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Counts and schedules; Determined saves the loss scale itself."""
         return {**self.metrics.state_dict(), "constructed": self._constructed}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Determined calls it after weights, optimizers and scaler have been restored."""
         if not self._warm_start:
             self.metrics.load_state_dict(state_dict)
@@ -91,7 +91,7 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
         if is_determineds_own_loop() and self._context.distributed.rank == 0:
             warn_of_what_cannot_be_restored(states_of_schedulers(self._context))
 
-    def on_checkpoint_save_start(self, checkpoint: dict[str, Any]) -> None:
+    def on_checkpoint_save_start(self, checkpoint: StateDict) -> None:
         if is_determineds_own_loop() and not self._has_saved:  # ours warns before the training
             self._has_saved = True
             states = checkpoint["callbacks"]
@@ -105,7 +105,7 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
                 self._aggregation_frequency,
             )
 
-    def on_checkpoint_load_start(self, checkpoint: dict[str, Any]) -> None:
+    def on_checkpoint_load_start(self, checkpoint: StateDict) -> None:
         """Let the checkpoint win in a resumed run, and this trial in a warm start.
 
         A resumed run keeps its current scale and growth tracker, and the settings of its
@@ -140,7 +140,7 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
             self.finds_scale = False
         checkpoint["scaler_state_dict"] = state
 
-    def _settle_optimizers(self, checkpoint: dict[str, Any]) -> None:
+    def _settle_optimizers(self, checkpoint: StateDict) -> None:
         """Take what comes from this trial, and log what the YAML has changed in vain."""
         constructed = self._remember_constructed()
         before = checkpoint.get("callbacks", {}).get(CALLBACK) or {}

@@ -16,6 +16,7 @@ from determined import pytorch
 
 from determined_amp.amp.errors import GuardError
 from determined_amp.amp.guard import Guard
+from determined_amp.amp.plain_data import Metrics
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.amp.tensors import is_not_finite
 from determined_amp.experiment.machine import machine_of
@@ -66,7 +67,7 @@ class TrialGuard(pytorch.PyTorchCallback):
             machine=asdict(machine),
         )
 
-    def on_training_workload_end(self, avg_metrics: dict[str, Any], batch_metrics: Any) -> None:
+    def on_training_workload_end(self, avg_metrics: Metrics, batch_metrics: Any) -> None:
         """Called on every rank with the same numbers, right after their report."""
         with self._ending_the_trial():
             self._guard.judge(avg_metrics)
@@ -74,7 +75,7 @@ class TrialGuard(pytorch.PyTorchCallback):
     def on_validation_start(self) -> None:
         self._guard.repair()
 
-    def on_validation_end(self, metrics: dict[str, Any]) -> None:
+    def on_validation_end(self, metrics: Metrics) -> None:
         """Called before the report, so a metric that is not finite never reaches a search."""
         value = metrics.get(self._metric)
         if not self._guard.enabled or not is_not_finite(value):
