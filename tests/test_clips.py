@@ -28,7 +28,7 @@ class TestMovingDigits:
 
     def test_digit_moves_in_a_straight_line_and_bounces(self) -> None:
         """Its centre of mass, seen from the clip, against the line it should have followed."""
-        room, turns = SIDE - 8, 0
+        room = SIDE - 8
         made = MovingDigits(
             torch.ones(64, 8, 8), torch.zeros(64).long(), SETTINGS, 0, new_each_epoch=True
         )
@@ -41,14 +41,11 @@ class TestMovingDigits:
             assert float(corner.min()) >= -1.0e-4
             assert float(corner.max()) <= room + 1.0e-4
             velocity = corner.diff(dim=1)
-            speed = velocity.abs().max(dim=1).values
-            assert float(speed.max()) <= room / 4 + 1.0e-4
-            # Between bounces the velocity is constant; a bounce turns it round within one frame.
-            changed = ((velocity.diff(dim=1)).abs() > 1.0e-3).sum(dim=1)
-            assert int(changed.max()) <= 4
-            turns += int((changed > 0).sum())
-            assert int((changed == 0).sum()) > 0
-        assert turns > 0
+            assert float(velocity.abs().max()) <= room / 4 + 1.0e-4
+            # Without a bounce the velocity is constant; a bounce turns it round.
+            bounces = (velocity.diff(dim=1).abs() > 1.0e-3).any(dim=1)
+            assert bounces.any()
+            assert not bounces.all()
         motion = grey.diff(dim=1).abs().sum(dim=(1, 2, 3))
         assert float(motion.min()) > 0
 

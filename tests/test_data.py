@@ -14,7 +14,6 @@ import pytest
 import torch
 from PIL import Image
 from torchvision import datasets
-from torchvision.transforms import v2
 
 from determined_amp.amp.errors import Problem
 from determined_amp.experiment.fields import read
@@ -60,31 +59,18 @@ def test_digits_are_split_by_class_and_not_by_the_seed() -> None:
     """A stratified share is the exact one, rounded; a random one has a standard deviation of 5."""
     first, second = (load(DataSettings(image_size=8), seed) for seed in (0, 1))
     assert all(equal(everything(a), everything(b)) for a, b in zip(first, second, strict=True))
-    train, validation = (everything(images)[1] for images in first)
-    together = torch.cat([train, validation])
-
-    def excess(labels: torch.Tensor) -> float:
-        share = together.bincount() * len(labels) / len(together)
-        return float((labels.bincount() - share).abs().max())
-
-    assert excess(validation) < 1
-    assert excess(train) < 1
-    assert excess(together[torch.randperm(len(together))[:360]]) > 1  # negative control
+    train, validation = (everything(images)[1].bincount() for images in first)
+    assert float((validation - (train + validation) * 360 / 1797).abs().max()) < 1
 
 
-def test_pixels_are_scaled_and_channels_repeated_or_averaged() -> None:
-    """0, 51, 204 and 255 of 255 are -1, -0.6, 0.6 and 1; float32 rounds them by 3e-8."""
-    grey = torch.tensor([0, 51, 204, 255], dtype=torch.uint8).repeat(16).reshape(1, 1, 8, 8)
-    expected = torch.tensor([-1.0, -0.6, 0.6, 1.0]).repeat(16).reshape(1, 1, 8, 8)
+def test_channels_are_repeated_or_averaged() -> None:
     label, colour = torch.tensor([0]), torch.full((1, 3, 8, 8), 30, dtype=torch.uint8)
     colour[:, 1], colour[:, 2] = 60, 92  # mean 60.67: rounded to 61
     one, three = (DataSettings(image_size=8, channels=channels) for channels in (1, 3))
-    pixels, _ = everything(TensorImages(grey, label, 1, one))
-    torch.testing.assert_close(pixels, expected, rtol=0, atol=1e-7)
-    repeated, _ = everything(TensorImages(grey, label, 1, three))
-    assert torch.equal(repeated, pixels.expand(1, 3, 8, 8))
     averaged, _ = everything(TensorImages(colour, label, 1, one))
     assert torch.equal(averaged, torch.full((1, 1, 8, 8), 61.0) / 127.5 - 1.0)
+    repeated, _ = everything(TensorImages(colour[:, :1], label, 1, three))
+    assert torch.equal(repeated, torch.full((1, 3, 8, 8), 30.0) / 127.5 - 1.0)
 
 
 def test_noise_of_a_device_is_made_once_and_is_of_its_seed_alone() -> None:
@@ -96,14 +82,14 @@ def test_noise_of_a_device_is_made_once_and_is_of_its_seed_alone() -> None:
     assert (len(train), len(validation)) == (50, 5)
     first, second = (train.__getitems__(samples_of(train)[at : at + 20]) for at in (0, 20))
     pixels, labels = first
-    assert (pixels.shape, pixels.dtype) == ((20, 3, 8, 8), torch.float32)
-    assert pixels.is_contiguous(memory_format=torch.channels_last)
+    assert pixels.shape == (20, 3, 8, 8)
     assert [float(v) for v in (pixels.min(), pixels.max(), labels.max())] == [-1.0, 1.0, 3.0]
     # The same memory, and nothing is left to do to it.
     everywhere = [first, second, to_device(first, CPU)]
     assert {batch[0].data_ptr() for batch in everywhere} == {pixels.data_ptr()}
-    assert equal(load(settings, 3)[0].__getitems__(samples_of(train)[:20]), first)
-    assert not equal(load(settings, 4)[0].__getitems__(samples_of(train)[:20]), first)
+    for seed in (3, 4):
+        again = load(settings, seed)[0].__getitems__(samples_of(train)[:20])
+        assert equal(again, first) is (seed == 3)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -143,20 +129,12 @@ def test_folder_augmentation_is_a_function_of_seed_epoch_and_image(folder: Path)
     train, _ = load(of_folder(folder), seed=3)
     pixels, _ = everything(train, epoch=5)
     torch.manual_seed(99)
+    state = torch.get_rng_state()
     for index, sample in reversed(list(enumerate(samples_of(train, epoch=5)))):
         assert torch.equal(of(train, [sample])[0][0], pixels[index])
-    assert torch.equal(everything(load(of_folder(folder), seed=3)[0], epoch=5)[0], pixels)
+    assert torch.equal(torch.get_rng_state(), state)
     for other in (everything(train, epoch=6), everything(load(of_folder(folder), seed=4)[0], 5)):
         assert not any(map(torch.equal, other[0], pixels))
-
-
-def test_folder_augmentation_leaves_the_global_generator_alone(folder: Path) -> None:
-    train, _ = load(of_folder(folder), seed=3)
-    state = torch.get_rng_state()
-    everything(train)
-    assert torch.equal(torch.get_rng_state(), state)
-    v2.RandomHorizontalFlip()(torch.zeros(3, 8, 8))  # negative control: what it is built of
-    assert not torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(
@@ -180,8 +158,6 @@ def test_folder_that_is_not_what_the_labels_mean_is_a_data_error(
 def test_wrong_number_of_classes_is_a_data_error(folder: Path) -> None:
     with pytest.raises(DataError, match=r"data\.classes: got 3, but image_folder has 2 classes"):
         load(of_folder(folder, classes=3), seed=0)
-    with pytest.raises(DataError, match=r"data\.classes: got 9, but digits has 10 classes"):
-        load(DataSettings(image_size=8, classes=9), seed=0)
 
 
 class Mnist:
@@ -212,24 +188,19 @@ def _no_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_no_download")
-def test_mnist_is_not_augmented() -> None:
+@pytest.mark.parametrize("is_train", [True, False])
+def test_cifar10_is_augmented_for_training_alone_and_mnist_never(*, is_train: bool) -> None:
+    grey = Mnist("somewhere", train=is_train, download=True)
     settings = DataSettings(DatasetName.MNIST, 28, 1, directory="somewhere")
-    for images, is_train in zip(load(settings, seed=3), (True, False), strict=True):
-        raw = Mnist("somewhere", train=is_train, download=True)
-        pixels = raw.data[:, None] / 127.5 - 1.0
-        assert equal(everything(images, epoch=5), (pixels, raw.targets))
-
-
-@pytest.mark.usefixtures("_no_download")
-def test_cifar10_is_augmented_for_training_alone() -> None:
+    images = load(settings, seed=3)[0 if is_train else 1]
+    assert equal(everything(images, epoch=5), (grey.data[:, None] / 127.5 - 1.0, grey.targets))
     settings = DataSettings(DatasetName.CIFAR10, 32, 3, directory="somewhere")
-    for images, is_train in zip(load(settings, seed=3), (True, False), strict=True):
-        raw = Cifar10("somewhere", train=is_train, download=True)
-        pixels = torch.from_numpy(raw.data).permute(0, 3, 1, 2)
-        if is_train:
-            pixels = crop_and_flip(pixels, uniform_numbers(3, samples_of(images, 5), draws=3))
-        expected = (pixels / 127.5 - 1.0, torch.tensor(raw.targets))
-        assert equal(everything(images, epoch=5), expected)
+    images = load(settings, seed=3)[0 if is_train else 1]
+    raw = Cifar10("somewhere", train=is_train, download=True)
+    pixels = torch.from_numpy(raw.data).permute(0, 3, 1, 2)
+    if is_train:
+        pixels = crop_and_flip(pixels, uniform_numbers(3, samples_of(images, 5), draws=3))
+    assert equal(everything(images, epoch=5), (pixels / 127.5 - 1.0, grey.targets))
 
 
 @pytest.mark.usefixtures("_no_download")
@@ -260,9 +231,7 @@ def test_downloads_of_one_node_wait_for_each_other(monkeypatch: pytest.MonkeyPat
         ({"samples": 100}, "samples"),
         ({"dataset": "device_synthetic", "workers": 2}, "workers"),
         ({"dataset": "device_synthetic", "samples": 100}, None),
-        ({}, None),
         ({"dataset": "mnist", "directory": "somewhere"}, None),
-        ({"dataset": "synthetic", "samples": 100}, None),
     ],
 )
 def test_settings_contradict_each_other_at_one_key(raw: dict[str, object], key: str | None) -> None:

@@ -36,7 +36,7 @@ class TestTrainingNoise:
 
     def test_noise_is_a_function_of_the_seed_alone(self) -> None:
         diffusion = Diffusion(DiffusionSettings(), 3, CPU)
-        first, _, again, other = (diffusion.for_training(*batch(), seed) for seed in (1, 5, 1, 2))
+        first, other, again = (diffusion.for_training(*batch(), seed) for seed in (1, 2, 1))
         for name in ("timesteps", "labels", "noise"):
             assert torch.equal(getattr(first, name), getattr(again, name))
         assert not torch.equal(first.noise, other.noise)
@@ -51,13 +51,11 @@ class TestTrainingNoise:
             for image in (0, 1)
         }
         assert len(made) == 8
-        assert all(isinstance(seed, int) and 0 <= seed < 2**63 for seed in made)
 
     @pytest.mark.parametrize(
         ("settings", "share"),
         [
             (DiffusionSettings(class_dropout=0.25), 0.25),
-            (DiffusionSettings(class_dropout=0.0), 0.0),
             (DiffusionSettings(conditioning=Conditioning.NONE, class_dropout=0.0), 1.0),
         ],
     )
@@ -86,6 +84,5 @@ class TestValidationNoise:
             noised = Diffusion(settings, 3, CPU).for_validation(*loaded)
             assert torch.equal(noised.noise, loaded[2])
             assert torch.equal(noised.timesteps, (loaded[3] * 1000).long())
-            null = conditioning is Conditioning.NONE
-            expected = torch.full((8,), 3) if null else loaded[1]
-            assert torch.equal(noised.labels, expected)
+            told = [3] * 8 if conditioning is Conditioning.NONE else loaded[1].tolist()
+            assert noised.labels.tolist() == told
