@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from determined_amp.experiment.dotted import flat
+from determined_amp.experiment.dotted import flat, put
 from determined_amp.experiment.machine import Machine
 from determined_amp.report.compared_runs import ComparedRuns, compare_runs
 from determined_amp.runs.folder import read_run
@@ -175,9 +175,5 @@ def changed(nested: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     """A copy with other values at some dotted names."""
     made = copy.deepcopy(dict(nested))
     for name, value in changes.items():
-        *parents, last = name.split(".")
-        section = made
-        for parent in parents:
-            section = section[parent]
-        section[last] = value
+        put(made, name.split("."), value)
     return made

@@ -15,6 +15,7 @@ import yaml
 
 from determined_amp.amp.settings import SCALER_KEYS, Precision
 from determined_amp.experiment import experiment
+from determined_amp.experiment.dotted import flat
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.search.task import Task, Verb
 
@@ -62,33 +63,22 @@ FILES = [CONFIGS / name for name in BASES]
 SEARCHES = ROOT / "hp_search"
 SEARCHER = {f"searcher.{key}" for key in ("name", "max_concurrent_trials")}
 SCORE = {"entrypoint", "searcher.metric"}
+SCALE = "hyperparameters.amp.init_scale"
 
 
-def _range(name: str, *keys: str) -> set[str]:
-    """The dotted keys of a range in place of a value."""
-    return {f"hyperparameters.{name}"} | {f"hyperparameters.{name}.{key}" for key in keys}
-
-
-LOG = ("type", "base", "minval", "maxval")
 # What each file changes of experiment_configs/mlp/amp.yaml.
 SEARCHES_DIFFER = {
-    "loss_scale_grid": SCORE | SEARCHER | _range("amp.init_scale", *LOG, "count"),
-    "loss_scale_random": (
-        SCORE | SEARCHER | {"searcher.max_trials"} | _range("amp.init_scale", *LOG)
-    ),
+    "loss_scale_grid": SCORE | SEARCHER | {SCALE},
+    "loss_scale_random": SCORE | SEARCHER | {SCALE, "searcher.max_trials"},
     "loss_scale_asha": (
         SEARCHER
         | {f"searcher.{key}" for key in ("max_trials", "time_metric", "max_time")}
         | {f"searcher.{key}" for key in ("divisor", "mode")}
-        | _range("learning_rate", *LOG)
-        | _range("amp.init_scale", *LOG)
-        | _range("amp.growth_interval", "type", "vals")
+        | {SCALE, "hyperparameters.learning_rate", "hyperparameters.amp.growth_interval"}
         | {f"hyperparameters.training.{p}_period.batches" for p in ("validation", "reporting")}
     ),
     "compare_precisions": (
-        SEARCHER
-        | {f"hyperparameters.trial_seed.{key}" for key in ("type", "vals")}
-        | _range("amp.precision", "type", "vals")
+        SEARCHER | {"hyperparameters.trial_seed", "hyperparameters.amp.precision"}
     ),
     "find_loss_scale": {"entrypoint", "searcher.metric", "searcher.smaller_is_better"},
     "compare": {"entrypoint", "max_restarts"},
@@ -109,17 +99,6 @@ def load(path: Path) -> dict[str, Any]:
     config = yaml.safe_load(path.read_text())
     assert isinstance(config, dict)
     return config
-
-
-def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of all leaves."""
-    leaves: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            leaves |= flat(value, f"{prefix}{key}.")
-        else:
-            leaves[prefix + key] = value
-    return leaves
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> frozenset[str]:

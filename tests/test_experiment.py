@@ -19,6 +19,7 @@ from determined._execution import _make_test_experiment_config
 from determined_amp.amp.errors import ConfigError
 from determined_amp.cli.options import configuration_of
 from determined_amp.experiment import experiment
+from determined_amp.experiment.dotted import put
 from determined_amp.experiment.overrides import in_precision, with_overrides
 from determined_amp.experiment.training import WITHOUT_EFFECT, Length
 from trials.mlp import MLPHparams
@@ -33,19 +34,10 @@ WINDOWS = {
 
 
 def changed(values: Mapping[str, object]) -> dict[str, Any]:
-    """The YAML with each value set at its dotted key, `hp` short for hyperparameters.
-
-    The value `...` removes the key.
-    """
+    """The YAML with each value set at its dotted key, `hp` short for hyperparameters."""
     config: dict[str, Any] = yaml.safe_load(_YAML.read_text())
     for path, value in values.items():
-        *parents, last = path.replace("hp", "hyperparameters", 1).split(".")
-        section = config
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[last] = value
-        if value is ...:
-            del section[last]
+        put(config, path.replace("hp", "hyperparameters", 1).split("."), value)
     return config
 
 

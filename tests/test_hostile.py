@@ -26,6 +26,7 @@ from torch.utils.data import get_worker_info
 
 from determined_amp import __main__ as door
 from determined_amp.amp.errors import ConfigError
+from determined_amp.experiment import dotted as dotted_names
 from determined_amp.experiment import experiment
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.checkpoint_storage import complete_checkpoints
@@ -59,11 +60,7 @@ def dotted(config: object, path: str = "") -> Iterator[str]:
 def put(path: str, value: object) -> dict[str, Any]:
     """The sound configuration with one value replaced."""
     config: dict[str, Any] = copy.deepcopy(dict(SOUND))
-    *parents, last = path.split(".")
-    section = config
-    for parent in parents:
-        section = section[parent]
-    section[last] = value
+    dotted_names.put(config, path.split("."), value)
     return config
 
 

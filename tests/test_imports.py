@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import determined
-import determined.core
-import determined.pytorch
 import pytest
 
 import determined_amp
@@ -134,47 +130,6 @@ def test_heart_needs_torch_alone(loaded: dict[str, set[str]]) -> None:
     assert rooms - finder == {"determined_amp", "determined_amp.amp"}
     assert "determined" not in loaded["the finder's function"]
     assert "determined" in loaded["mixed precision"]  # the test would see it
-
-
-# Names that begin with an underscore in the packages of Determined that a trial's side works with.
-PRIVATE = frozenset(
-    name
-    for package in (determined, determined.core, determined.pytorch)
-    for path in Path(str(package.__file__)).parent.glob("*.py")
-    for name in re.findall(r"(?:def|class|\.) ?(_[A-Za-z]\w*)", path.read_text())
-)
-# The one file that may touch them.
-TOUCHES = "trial/determined_private.py"
-
-
-def private_names_of_determined(library: Path) -> Iterator[str]:
-    """Where a private name of Determined is read or set on what is not the file's own object."""
-    own = {
-        node.name
-        for path in LIBRARY.rglob("*.py")
-        if path.relative_to(LIBRARY).as_posix() != TOUCHES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
-    }
-    for path in sorted(library.rglob("*.py")):
-        inside = path.relative_to(library).as_posix()
-        if inside == TOUCHES:
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Attribute) or node.attr not in PRIVATE - own:
-                continue
-            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
-                yield f"{inside}:{node.lineno} touches {node.attr}"
-
-
-def test_one_file_touches_private_names_of_determined() -> None:
-    assert list(private_names_of_determined(LIBRARY)) == []
-    assert {"_scaler", "_hparams", "_PyTorchTrialController", "_core"} <= PRIVATE
-
-
-def test_private_name_of_determined_is_found(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("scaler = context._scaler\nself._scaler = 1\n")
-    assert list(private_names_of_determined(tmp_path)) == ["a.py:1 touches _scaler"]
 
 
 @pytest.mark.parametrize("name", determined_amp.__all__)

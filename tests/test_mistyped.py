@@ -27,7 +27,7 @@ from determined_amp.experiment.files import directory_kept
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.runs.folder import read_record
 from determined_amp.runs.run import RunState
-from tests import searching, training
+from tests import searching, test_hostile, training
 
 TINY = with_overrides(
     read_yaml(str(training.ROOT / "experiment_configs/mlp/amp.yaml")),
@@ -50,13 +50,8 @@ null  true  'true'  []  {}  [null]  {a: 1}  x  ''  '5'  5  0.5  0  -1  1  2  0x1
 -0.0  {2001-01-01: 1}  {type: const, val: 5}  {type: double, minval: 0, maxval: 1}  {batches: 1}
 {epochs: 1}"""
 
-# The same examples in every run, and no opinion on how busy the machine is.
 BOUNDED = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=[*HealthCheck],
+    test_hostile.BOUNDED, phases=[Phase.generate], suppress_health_check=[*HealthCheck]
 )
 
 
@@ -66,14 +61,6 @@ class Mistake(NamedTuple):
     how: str
     key: str  # the dotted path
     value: str = ""  # the new one, as YAML
-
-
-def dotted(config: object, path: str = "") -> Iterator[str]:
-    """The dotted path of every key."""
-    if isinstance(config, Mapping):
-        for key, value in config.items():
-            yield f"{path}{key}"
-            yield from dotted(value, f"{path}{key}.")
 
 
 def written(config: Mapping[str, Any], mistake: Mistake, path: str = "") -> Iterator[str]:
@@ -97,7 +84,7 @@ def mistakes_in(config: Mapping[str, Any]) -> st.SearchStrategy[Mistake]:
     """A mistake at any key of a configuration."""
     how = st.sampled_from(["drop", "misspell", "twice", "tab", *["value"] * 12])
     values = st.sampled_from(VALUES.strip().replace("\n", "  ").split("  "))
-    return st.builds(Mistake, how, st.sampled_from([*dotted(config)]), values)
+    return st.builds(Mistake, how, st.sampled_from([*test_hostile.dotted(config)]), values)
 
 
 def judge(
