@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import shutil
@@ -15,14 +14,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from determined import core, pytorch
+from determined import pytorch
 
 from determined_amp import ConfigError
-from determined_amp import __main__ as door
 from determined_amp.local.checkpoint_storage import (
     LocalCheckpoints,
     complete_checkpoints,
-    read_metadata,
 )
 from determined_amp.trial.checkpoint import (
     CheckpointError,
@@ -32,6 +29,7 @@ from determined_amp.trial.checkpoint import (
 from determined_amp.trial.fitting import fit as train_trial
 from tests import training
 from tests.harness import Fitted, core_context_of, fit
+from tests.test_run_folder import storage_in
 from tests.trials import FP16_SECTION, Weights
 
 
@@ -41,13 +39,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(training.ROOT)
         return training.run_small("mlp/amp.yaml", tmp_path_factory.mktemp("finished"))
-
-
-@pytest.fixture
-def run_folder(finished: Path, tmp_path: Path) -> Path:
-    """A copy of a finished run, to be damaged."""
-    shutil.copytree(finished, tmp_path / "run")
-    return tmp_path / "run"
 
 
 @pytest.fixture
@@ -155,22 +146,6 @@ class TestOwnScript:
         assert victim.exists()
 
 
-@pytest.mark.parametrize("name", ["state_dict.pth", "trial_state.pkl", "metadata.json"])
-@pytest.mark.parametrize("size", [None, 20])
-def test_file_that_is_cut_off_or_missing_is_one_clear_error(
-    run_folder: Path, name: str, size: int | None, capfd: pytest.CaptureFixture[str]
-) -> None:
-    path = newest(run_folder) / name
-    whole = path.read_bytes()
-    path.unlink()
-    if size is not None:
-        path.write_bytes(whole[:size])
-    assert door.main(["train", "--resume", str(run_folder)]) == 2
-    message = capfd.readouterr().err
-    assert str(path.parent) in message
-    assert "Traceback" not in message
-
-
 class TestPortability:
     @pytest.mark.skipif(
         not hasattr(torch.serialization, "add_safe_globals"),
@@ -189,21 +164,6 @@ class TestPortability:
         trial: Any = pytorch.load_trial_from_checkpoint_path(str(newest(finished)))
         saved = training.checkpoint(finished, 12)["models_state_dict"][0]
         assert training.digest(trial.model.state_dict()) == training.digest(saved)
-
-
-class Validations:
-    """As much of `LocalReports` as checkpoints use: the best one is after `best` batches."""
-
-    def __init__(self, best: int = 0) -> None:
-        self.best = best
-
-    def is_best(self, batches: int) -> bool:
-        return batches == self.best
-
-
-def saving_in(folder: Path, validations: Validations | None = None) -> LocalCheckpoints:
-    reports: Any = validations or Validations()
-    return LocalCheckpoints(core.DummyDistributedContext(), folder, reports)
 
 
 def save(checkpoints: LocalCheckpoints, batches: int, content: str = "") -> None:
@@ -246,7 +206,7 @@ class TestDisk:
     def test_disk_has_all_of_a_checkpoint_before_the_rename_says_so(
         self, tmp_path: Path, done: list[str]
     ) -> None:
-        save(saving_in(tmp_path), 4)
+        save(storage_in(tmp_path), 4)
         files = ["trial.py", "state_dict.pth", "metadata.json"]
         partial = ".batch-00000004.partial"
         assert sorted(done[:5]) == sorted(f"sync {name}" for name in [*files, "code", partial])
@@ -259,7 +219,7 @@ class TestDisk:
     def test_old_checkpoint_stays_until_the_new_one_is_in_place(
         self, tmp_path: Path, done: list[str]
     ) -> None:
-        checkpoints = saving_in(tmp_path)
+        checkpoints = storage_in(tmp_path)
         save(checkpoints, 4, "old")
         done.clear()
         save(checkpoints, 4, "new")
@@ -274,7 +234,7 @@ class TestDisk:
 
     def test_checkpoint_is_dropped_by_its_name_first(self, tmp_path: Path, done: list[str]) -> None:
         """Half of a removed one must not look like a whole one."""
-        checkpoints = saving_in(tmp_path)
+        checkpoints = storage_in(tmp_path)
         save(checkpoints, 4)
         save(checkpoints, 8)
         assert done[-2:] == [
@@ -293,7 +253,7 @@ class TestDisk:
     )
     def test_full_disk_is_one_clear_error(self, tmp_path: Path, error: Exception) -> None:
         """It promises no checkpoint where there is none."""
-        checkpoints = saving_in(tmp_path)
+        checkpoints = storage_in(tmp_path)
         for promised in (
             "there is no checkpoint of the run$",
             "what it has saved is intact",
@@ -312,7 +272,7 @@ class TestDisk:
     def test_disk_is_not_blamed_for_any_other_error(
         self, tmp_path: Path, error: BaseException
     ) -> None:
-        checkpoints = saving_in(tmp_path)
+        checkpoints = storage_in(tmp_path)
         with pytest.raises(type(error)) as raised, checkpoints.store_path({"steps_completed": 8}):
             raise error
         assert raised.value is error
@@ -320,7 +280,7 @@ class TestDisk:
 
     def test_lost_end_of_the_weights_is_noticed(self, tmp_path: Path) -> None:
         """Of torch, which does not look at whether its last flush fails."""
-        checkpoints = saving_in(tmp_path)
+        checkpoints = storage_in(tmp_path)
         with (
             pytest.raises(CheckpointError, match="could not be saved"),
             checkpoints.store_path({"steps_completed": 8}) as (path, _),
@@ -329,39 +289,8 @@ class TestDisk:
         assert not list(tmp_path.iterdir())
 
 
-class TestSaving:
-    def test_newest_and_best_checkpoints_are_kept(self, tmp_path: Path) -> None:
-        validations = Validations()
-        checkpoints = saving_in(tmp_path, validations)
-        kept_after = {2: [2], 4: [4], 6: [4, 6], 8: [8], 10: [8, 10], 12: [8, 12]}
-        for (batches, numbers), best in zip(kept_after.items(), (0, 4, 4, 8, 8, 8), strict=True):
-            validations.best = best
-            save(checkpoints, batches)
-            saved = complete_checkpoints(tmp_path)
-            assert sorted(read_metadata(path)["steps_completed"] for path in saved) == numbers
-        kept = complete_checkpoints(tmp_path)
-        assert [read_metadata(path)["best"] for path in kept] == [True, False]
-        assert sorted(path.name for path in tmp_path.iterdir()) == [path.name for path in kept]
-
-    def test_checkpoint_of_another_process_is_left_to_it(self, tmp_path: Path) -> None:
-        """Who only reads a checkpoint takes nothing away; who goes on with the run cleans up."""
-        partial = tmp_path / ".batch-00000004.partial"
-        partial.mkdir()
-        LocalCheckpoints(core.DummyDistributedContext(), tmp_path, None)
-        assert partial.exists()
-        saving_in(tmp_path)
-        assert not partial.exists()
-
-    def test_checkpoint_holds_the_trials_and_no_copy_of_anything_else(self, finished: Path) -> None:
-        code = newest(finished) / "code"
-        ours = {"benchmarks", "determined_amp", "tests", "trials"}  # what the process has imported
-        assert {path.name for path in code.iterdir()} <= ours
-        assert (code / "trials" / "mlp.py").exists()
-
-    def test_half_written_checkpoint_of_a_killed_process_is_ignored(self, run_folder: Path) -> None:
-        leftover = run_folder / "checkpoints" / ".batch-00000014.partial"
-        leftover.mkdir()
-        (leftover / "metadata.json").write_text(json.dumps({"steps_completed": 14, "best": True}))
-        training.resume(run_folder)
-        assert newest(run_folder).name == "batch-00000012"
-        assert not leftover.exists()
+def test_checkpoint_holds_the_trials_and_no_copy_of_anything_else(finished: Path) -> None:
+    code = newest(finished) / "code"
+    ours = {"benchmarks", "determined_amp", "tests", "trials"}  # what the process has imported
+    assert {path.name for path in code.iterdir()} <= ours
+    assert (code / "trials" / "mlp.py").exists()

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import shutil
 import signal
-import struct
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -127,31 +124,6 @@ class TestParser:
         )
 
 
-def ints_for_integral_floats(value: Any) -> Any:
-    """What Go's JSON makes of a number: digits without a point below 1e21."""
-    if isinstance(value, dict):
-        return {key: ints_for_integral_floats(inner) for key, inner in value.items()}
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e21:
-        return int(value)
-    return value
-
-
-def repr_after(value: float, change: Callable[[Any], Any]) -> str:
-    """The text of an experiment, which tells 1 from 1.0, with a value for every float setting."""
-    config: dict[str, Any] = copy.deepcopy(dict(SOUND))
-    hyperparameters = config["hyperparameters"]
-    hyperparameters |= dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm"), value)
-    hyperparameters["amp"] |= {"init_scale": value, "growth_factor": 2 * value, "min_scale": 1.0}
-    return repr(experiment.parse(json.loads(json.dumps(change(config), sort_keys=True)), "test"))
-
-
-@pytest.mark.parametrize("value", [1.0, 65536.0, 2.0**70, 2.5, 1e30])
-def test_experiment_is_the_same_after_its_way_through_the_master(value: float) -> None:
-    is_sent_as_it_is = value in (2.0**70, 2.5, 1e30)
-    assert (repr(ints_for_integral_floats(value)) == repr(value)) == is_sent_as_it_is
-    assert repr_after(value, ints_for_integral_floats) == repr_after(value, lambda same: same)
-
-
 # What PyYAML's constructors raise, none of it a YAMLError.
 NOT_YAML = [
     "2001-99-99",  # ValueError: month must be in 1..12
@@ -188,11 +160,6 @@ class TestOverrides:
     def test_with_a_value_that_yaml_cannot_construct_is_a_config_error(self, value: str) -> None:
         with pytest.raises(ConfigError, match="is not YAML"):
             with_overrides(SOUND, [f"name={value}"])
-
-    def test_file_that_yaml_cannot_construct_is_a_config_error(self, tmp_path: Path) -> None:
-        (tmp_path / "config.yaml").write_bytes(b"name: 2001-99-99")
-        with pytest.raises(ConfigError, match="is not YAML"):
-            experiment.read_yaml(str(tmp_path / "config.yaml"))
 
 
 SEED, BATCH = 5, 4
@@ -271,12 +238,6 @@ def lose_the_drive() -> None:
     raise DriveError("no such device")
 
 
-def as_a_bomb(data: bytes) -> bytes:
-    """A PNG that says that it has 20,000 x 20,000 pixels."""
-    header = b"IHDR" + struct.pack(">II", 20_000, 20_000) + data[24:29]
-    return data[:12] + header + struct.pack(">I", zlib.crc32(header)) + data[33:]
-
-
 class TestDataThatBreaks:
     @pytest.mark.parametrize("workers", [0, 1], ids=["main process", "worker"])
     def test_ends_the_run_with_the_cause_and_all_that_was_saved(
@@ -329,23 +290,13 @@ class TestDataThatBreaks:
         training.resume(run)
         assert final(run) == undisturbed
 
-    @pytest.mark.parametrize(
-        ("workers", "damage"),
-        [(0, as_a_bomb), (1, lambda data: data[:20])],
-        ids=["bomb in the main process", "cut off in a worker"],
-    )
     def test_names_a_photo_that_cannot_be_decoded(
-        self,
-        tmp_path: Path,
-        photos: Path,
-        capfd: pytest.CaptureFixture[str],
-        workers: int,
-        damage: Callable[[bytes], bytes],
+        self, tmp_path: Path, photos: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        """A worker's error has its whole traceback in its text."""
+        """By a worker, whose error has its whole traceback in its text."""
         damaged = photo_of_the_tenth_batch(shutil.copytree(photos, tmp_path / "photos"))
-        damaged.write_bytes(damage(damaged.read_bytes()))
-        place = (f"data.directory={tmp_path / 'photos'}", f"data.workers={workers}")
+        damaged.write_bytes(damaged.read_bytes()[:20])
+        place = (f"data.directory={tmp_path / 'photos'}", "data.workers=1")
         arguments = training.arguments("mlp/amp.yaml", *PHOTOS, *place)
         assert door.main(["train", *arguments, "--run-folder", str(tmp_path / "run")]) == 2
         said = capfd.readouterr().err

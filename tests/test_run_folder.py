@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from determined import core
 
 from determined_amp.experiment.experiment import parse, read_yaml
 from determined_amp.experiment.files import write_together
@@ -51,11 +52,10 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in kept}
 
 
-def storage_in(folder: Path, best: int | None = None) -> LocalCheckpoints:
-    """The checkpoints of a run of one process, of which that after so many batches is the best."""
-    reports: Any = SimpleNamespace(is_best=lambda batches: batches == best)
-    processes: Any = SimpleNamespace(rank=0, size=1)
-    return LocalCheckpoints(processes, folder, reports)
+def storage_in(folder: Path, *best: int) -> LocalCheckpoints:
+    """The checkpoints of a run of one process; those after so many batches are the best so far."""
+    reports: Any = SimpleNamespace(is_best=lambda batches: batches in best)
+    return LocalCheckpoints(core.DummyDistributedContext(), folder, reports)
 
 
 def names_in(folder: Path) -> list[str]:
@@ -98,6 +98,8 @@ class TestRefusedResume:
             ("metadata.json", None, "metadata.json cannot be read"),
             ("trial_state.pkl", b"", "trial_state.pkl is damaged: a byte has changed"),
             ("trial_state.pkl", None, "trial_state.pkl cannot be read"),
+            ("state_dict.pth", b"PK", "no checkpoint to resume from"),
+            ("state_dict.pth", None, "no checkpoint to resume from"),
             ("../../run.json", b"5", "run.json: "),
             ("../../metrics.jsonl", b"{}\n", "metrics.jsonl: line 1 is no report"),
         ],
@@ -165,28 +167,25 @@ class TestDamagedCheckpoint:
             training.resume(run, "--config", "hyperparameters.training.max_length.batches=24")
         assert Resume.latest(run) == Resume("batch-00000018", 18)
 
-    def test_damaged_checkpoint_alone_is_an_error(
-        self, run: Path, refusal: Callable[..., str]
+    def test_leftovers_of_a_killed_process_are_cleaned_up_by_who_goes_on_with_the_run(
+        self, tmp_path: Path
     ) -> None:
-        for checkpoint in complete_checkpoints(run / "checkpoints"):
-            flip_a_bit(checkpoint / "state_dict.pth")
-        before = content(run)
-        assert "no checkpoint to resume from" in refusal("train", "--resume", str(run))
-        assert content(run) == before
-
-    def test_checkpoint_that_was_being_replaced_comes_back(self, tmp_path: Path) -> None:
+        """Who only reads a checkpoint takes nothing away: another process may write one."""
         (tmp_path / ".batch-00000002.replaced").mkdir()
         (tmp_path / ".batch-00000003.partial").mkdir()
+        LocalCheckpoints(core.DummyDistributedContext(), tmp_path, None)
+        assert len([*tmp_path.iterdir()]) == 2
         storage_in(tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["batch-00000002"]
 
     def test_newest_best_and_newest_finite_weights_are_kept(self, tmp_path: Path) -> None:
-        storage = storage_in(tmp_path, best=2)
-        for batches in range(1, 7):
+        storage = storage_in(tmp_path, 2, 4)
+        kept_after = ([1], [2], [2, 3], [4], [4, 5], [4, 5, 6], [4, 5, 7])
+        for batches, kept in enumerate(kept_after, 1):
             with storage.store_path({"steps_completed": batches}) as (folder, _):
-                storage.finite = batches < 5  # as the loop does
+                storage.finite = batches < 6  # as the loop does
                 torch.save({}, folder / "state_dict.pth")
-        assert names_in(tmp_path) == ["batch-00000002", "batch-00000004", "batch-00000006"]
+            assert names_in(tmp_path) == [f"batch-{number:08d}" for number in kept]
 
     def test_weights_that_are_not_finite_are_passed_over_by_a_resume(self, run: Path) -> None:
         for checkpoint in complete_checkpoints(run / "checkpoints"):
