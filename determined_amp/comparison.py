@@ -18,6 +18,7 @@ from determined_amp.amp.plain_data import Config, Values
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment.dotted import put
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, parse
+from determined_amp.experiment.files import write_whole
 from determined_amp.experiment.overrides import in_precision
 from determined_amp.finder.found_scale import FILE_NAME, FoundScale, scale_sentences, yaml_changes
 from determined_amp.finder.scale_finding import Verdict
@@ -107,6 +108,8 @@ def compare(
         print_pilots(results)
     if len(results.pilots) < 2:
         print(f"\n{ONLY_FP32} (see above)")
+        reasons = "".join(f"* {why}\n" for whys in results.remarks().values() for why in whys)
+        write_whole(folder / "precision.md", f"# {ONLY_FP32}\n\n{reasons}")
         return Compared(folder)
     plan = make_plan(results, experiment, options)
     print_plan(results, plan, options.seeds)
@@ -331,10 +334,12 @@ def run_pilots(
         ComparisonPaused: if it is paused.
     """
     console, baseline = Console(), folder / Precision.FP32.value
-    for precision in Precision:
+    for number, precision in enumerate(Precision, 1):
+        what = f"pilot {number} of {len(Precision)}, in {precision.value}"
         if precision is Precision.TF32 and not read_record(baseline).machine.has_tf32:
-            continue  # it would be fp32
-        what = f"pilot in {precision.value}"
+            print(f"{what}: left out, because it is fp32 on this device", flush=True)
+            continue
+        print(f"{what}: up to {BATCHES} batches", flush=True)  # a log has no status line
         with console.status(f"{what}: waiting for its first batches, and their audit") as shown:
 
             def watch(batches: int, what: str = what, shown: Status = shown) -> None:
@@ -345,7 +350,8 @@ def run_pilots(
             config, base = trials.pilot(precision, BATCHES), results.pilots.get(Precision.FP32)
             results.add(train_briefly(config, precision, folder / precision.value, base, watch))
         if precision is Precision.AMP_FP16 and precision in results.pilots:
-            with console.status(f"measuring the loss scale of {FINDER_BATCHES} batches"):
+            print(f"measuring the loss scale of {FINDER_BATCHES} batches", flush=True)
+            with console.status("waiting for it"):
                 _find(trials, results, folder)
 
 
@@ -406,4 +412,5 @@ def print_plan(results: PilotResults, plan: ComparisonPlan, seeds: int) -> None:
     print(
         f"plan: {names} in turn, {seeds} run{'s' * (seeds != 1)} of {plan.batches} batches each: "
         f"about {minutes(plan.seconds)}, at most {minutes(plan.announced)}",
+        flush=True,
     )

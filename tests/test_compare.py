@@ -228,6 +228,23 @@ def test_task_of_a_cluster_leaves_the_answer_in_metadata_metrics_and_checkpoint(
     assert on_cluster.status == "use amp_bf16: 2.0x"
 
 
+def test_task_that_can_train_only_fp32_leaves_that_answer_as_its_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pilots_of_one(trials: Any, results: PilotResults, *_: Any) -> None:
+        results.add(Pilot(Precision.FP32, 0.001))
+        results.add(Pilot(Precision.AMP_BF16, failure="it is emulated here"))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(comparison, "run_pilots", pilots_of_one)
+    config = {**experiment("Images"), "entrypoint": "tests.shapes:Images"}
+    master = start_task(monkeypatch, tmp_path, config, config["hyperparameters"])
+    compare_on_cluster(Namespace(trial=None, seeds=1))
+    (page,) = tmp_path.glob("checkpoints/*/precision.md")
+    assert page.read_text() == f"# {comparison.ONLY_FP32}\n\n* amp_bf16: it is emulated here\n"
+    assert master.status == "use fp32"
+
+
 @pytest.mark.usefixtures("_workers_import_once")
 def test_paused_task_stops_at_a_report_and_goes_on_with_its_finished_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -324,11 +341,18 @@ def test_runs_of_a_comparison_differ_in_precision_and_seed_alone() -> None:
 
 @pytest.mark.parametrize("has_tf32", [True, False])
 def test_pilots_are_of_every_precision_that_the_device_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_tf32: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    has_tf32: bool,
 ) -> None:
+    """The log says which one of how many it trains."""
     results = stage_pilots(tmp_path, monkeypatch, {}, has_tf32=has_tf32)
     assert list(results.pilots) == [p for p in Precision if has_tf32 or p is not Precision.TF32]
     assert results.scale == FoundScale.read(tmp_path / "loss_scale.json") == found_scale()
+    said = "2 of 4, in tf32: up to 20 batches" if has_tf32 else "2 of 4, in tf32: left out, because"
+    assert f"pilot {said}" in capsys.readouterr().out
 
 
 def test_no_loss_scale_is_sought_in_a_precision_that_is_left_out(

@@ -23,7 +23,7 @@ from determined_amp.report.compared_runs import compare_runs
 from determined_amp.report.master_runs import read_experiment
 from determined_amp.runs.folder import read_run
 from determined_amp.runs.run import RunState
-from tests.precisions import LOST, RESOLVED, TRAINED, made_on, write_run
+from tests.precisions import CPU, LOST, RESOLVED, TRAINED, made_on, write_run
 from tests.report_master import TRIAL, Master, report, serving
 from tests.training import ROOT, run_small
 
@@ -95,12 +95,27 @@ def test_report_is_written_beside_the_first_source(tmp_path: Path) -> None:
     assert not list((tmp_path / "amp_fp16").glob("precision.*"))
 
 
+def test_report_on_fp32_alone_is_an_answer_with_its_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [
+        write_run(tmp_path / f"{p}-{s}", p, s, device=CPU) for p in ("fp32", "tf32") for s in (1, 2)
+    ]
+    unfinished = write_run(tmp_path / "amp", "amp_bf16", 1, device=CPU, last_batch=60)
+    assert door.main(["report", *map(str, (*folders, unfinished))]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(
+        "cannot tell yet: all finished runs are in fp32 and tf32, and one in an"
+    )
+    assert "* left out: amp_bf16, seed 1 (" in shown
+    assert sorted(path.name for path in folders[0].glob("precision.*")) == FILES
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["fp32", "--margin=0"], "got 0; allowed: a number above 0"),
         (["fp32", "--margin=nan"], "got nan; allowed: a number above 0"),
-        (["fp32"], "there is nothing to compare"),
         (["."], "is not a run folder"),
     ],
 )

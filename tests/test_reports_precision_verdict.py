@@ -97,9 +97,10 @@ def test_verdict_depends_on_interval_and_margin(
         ([FP16], "cannot tell yet with 1 seed, which does not show"),
         ([FP16], "where this cannot tell yet, more seeds tell: `python -m determined_amp compare "),
         # Of a busy machine.
-        (at_speeds(690, 630, 870), "3 pairs of equal seed): cannot tell yet;"),
-        (at_speeds(1190, 1610), "2 pairs of equal seed): cannot tell yet;"),
-        (at_speeds(1090, 1270, 1600), "cannot tell yet;"),
+        (at_speeds(690, 630, 870), "slower in every pair, cannot tell yet by how much beyond ch"),
+        (at_speeds(1190, 1610), "faster in every pair, cannot tell yet by how much beyond chance;"),
+        (at_speeds(1090, 1270, 1600), "faster in every pair, cannot tell yet by how much beyond"),
+        (at_speeds(1090, 970, 1600), "3 pairs of equal seed): cannot tell yet;"),
         (at_speeds(690, 670, 700), "slower (1.4 times the time);"),
         (at_speeds(1190, 1200), "faster;"),
         (at_speeds(960, 990, 1000), "not faster;"),
@@ -230,8 +231,8 @@ def test_mean_of_an_unknown_verdict_may_be_worse_by_more_than_the_margin(
         # The machine slows down from seed to seed; in each, AMP is twice as fast.
         ((1000.0, 500.0, 250.0), (2000.0, 1000.0, 500.0), (2.0, 2.0, 2.0, 3), Effect.LARGER),
         # The ratio inverts if both are swapped.
-        ((1000.0, 1000.0), (2000.0, 8000.0), (4.0, 2.0, 8.0, 2), Effect.UNKNOWN),
-        ((2000.0, 8000.0), (1000.0, 1000.0), (0.25, 0.125, 0.5, 2), Effect.UNKNOWN),
+        ((1000.0, 1000.0), (2000.0, 8000.0), (4.0, 2.0, 8.0, 2), Effect.PERHAPS_LARGER),
+        ((2000.0, 8000.0), (1000.0, 1000.0), (0.25, 0.125, 0.5, 2), Effect.PERHAPS_SMALLER),
         # Of one pair, the range is what its reports make of it; a zero counts for nothing.
         (([100.0, 0.0, 300.0, 110.0],), (220.0,), (2.0, 220 / 300, 2.2, 1), Effect.UNKNOWN),
     ],
@@ -297,12 +298,28 @@ def test_odd_speed_or_memory_counts_for_nothing(number: float) -> None:
         ),
         ([run("amp_fp16", last_batch=60, end=LOST)], "fp32", "amp_fp16 has no finished run"),
         (
+            [run("amp_fp16", last_batch=60)],
+            None,
+            "all finished runs are in fp32, and one in another precision is missing: ask again "
+            "when there is one, or type `python -m determined_amp compare YAML`",
+        ),
+        (
             [run("amp_bf16", speed=2000.0)],
             "amp_bf16",
             "is the same cannot be told with 1 seed: train more before you rely on it",
         ),
         ([run("amp_bf16", speed=0.0)], "fp32", "amp_bf16 has no measured speed"),
         (seeds("amp_bf16", BETTER, speed=2000.0), "amp_bf16", "with better validation_accuracy"),
+        (
+            at_speeds(690.0, 630.0, 870.0, accuracies=ALIKE),
+            "fp32",
+            "amp_fp16 was slower in every pair of runs (0.69 times the speed)",
+        ),
+        (
+            at_speeds(1190.0, 1610.0, accuracies=ALIKE),
+            None,
+            "amp_fp16 was faster in every pair of runs, at 1.38x (1.19 to 1.61 over 2 pairs of equ",
+        ),
         (
             at_speeds(1200.0, 990.0, 1300.0, accuracies=ALIKE),
             None,
@@ -363,12 +380,10 @@ LOST_RUNS = [run(p, last_batch=50, end=LOST) for p in ("fp32", "amp_fp16")]
             "2 problems\n  - data.classes: 10 in fp32, seed 1 (fp32-1); 1 in amp_fp16, seed 1",
         ),
         ([run("fp32", name="one"), run("fp32", name="other"), FP16], "twice with seed 1: one, oth"),
-        ([FP32, run("fp32", 2)], "all runs are fp32 and there is nothing to compare"),
-        ([FP16, run("amp_bf16")], "no baseline; allowed: at least two precisions, and of fp32 or"),
-        ([run("fp32", last_batch=50)], "no run has finished; left out: fp32, seed 1"),
-        ([], "no run has finished; allowed: finished runs"),
-        (LOST_RUNS, "no run has finished: 100% of the optimizer"),
-        ([run(p, device=CPU) for p in ("fp32", "tf32")], "fp32 and tf32, which is fp32 on this"),
+        ([FP16, run("amp_bf16")], "there is no baseline; allowed: a finished run in fp32 or tf32:"),
+        ([run("fp32", last_batch=50)], "no run has finished; fp32, seed 1 (fp32-1): 50 of 100 bat"),
+        ([], "no run has finished; allowed: a finished run in fp32"),
+        (LOST_RUNS, "no run has finished; 100% of the optimizer"),
         ([FP32, run("amp_fp16", 11)], "amp_fp16 and fp32 have no seed in common; allowed: runs"),
         ([FP32, run("amp_fp16", settings={SEED: None})], "have no seed in common"),
     ],

@@ -98,9 +98,9 @@ def compare_runs(
     countable, left_out = _countable(sources)
     metric = metric or _default_metric(countable)
     runs = [_judged_by(run, metric) for run in countable]
+    baseline = _baseline(runs, left_out)
     _check_comparable(runs, metric)
-    finished = _finished(runs)
-    first, baseline = finished[0], _baseline(finished)
+    first = _finished(runs)[0]
     smaller_is_better = _smaller_is_better(first, metric)
     precisions = by_precision(runs, metric)
     margin = _margin(precisions, baseline) if margin is None else margin
@@ -108,6 +108,7 @@ def compare_runs(
         compare_precisions(*pair, smaller_is_better=smaller_is_better, margin=margin)
         for pair in _to_compare(precisions, baseline)
     ]
+    notes = dict.fromkeys(note for source in sources for note in source.notes)
     return ComparedRuns(
         metric=metric,
         smaller_is_better=smaller_is_better,
@@ -119,18 +120,13 @@ def compare_runs(
         precisions=precisions,
         comparisons=comparisons,
         left_out=left_out,
-        notes=_notes(sources),
+        notes=list(notes),
     )
 
 
 def _fixed(run: Run) -> Config:
     """The settings in which no run may differ."""
     return {name: value for name, value in run.settings.items() if name not in _MAY_DIFFER}
-
-
-def _notes(sources: Sequence[Search]) -> list[str]:
-    notes = [note for source in sources for note in source.notes]
-    return list(dict.fromkeys(notes))
 
 
 def _first_and_last_day(runs: Sequence[Run]) -> list[str]:
@@ -173,9 +169,6 @@ def _countable(sources: Sequence[Search]) -> tuple[list[Run], list[str]]:
         else:
             runs.append(run)
     left_out += [reason for source in sources for reason in source.left_out]
-    if not runs:
-        others = "; left out: " + "; ".join(left_out) if left_out else ""
-        raise ReportError(f"no run has finished{others}; allowed: finished runs of two precisions")
     return runs, left_out
 
 
@@ -233,8 +226,8 @@ def _check_comparable(runs: Sequence[Run], metric: str) -> None:
 
     Raises:
         ReportError: if the runs differ in settings, devices or versions that must be the same (the
-            message names them all), if there are fewer than two precisions, no finished baseline,
-            or two finished runs with the same precision and seed, or if one lacks the metric.
+            message names them all), if two finished runs have the same precision and seed, or if
+            one lacks the metric.
     """
     problems = [*_unequal(runs), *_duplicates(runs)]
     if problems:
@@ -242,12 +235,6 @@ def _check_comparable(runs: Sequence[Run], metric: str) -> None:
         raise ReportError(
             f"these runs cannot be compared: {counted(len(problems), 'problem')}\n"
             f"{listed}\nallowed: runs that differ in precision, scaler settings, seed and name only"
-        )
-    missing = _missing(runs)
-    if missing:
-        raise ReportError(
-            f"{missing}; allowed: at least two precisions, and of fp32 or tf32 a finished run: "
-            "give more sources, or train them with `python -m determined_amp compare CONFIG`"
         )
     common = set.intersection(*(set(run.metrics) for run in _finished(runs))) - {"epochs"}
     if metric not in common:
@@ -257,10 +244,22 @@ def _check_comparable(runs: Sequence[Run], metric: str) -> None:
         )
 
 
-def _baseline(finished: Sequence[Run]) -> Precision:
-    """The precision to compare with: fp32 if an fp32 run has finished, else tf32."""
-    has_fp32 = any(run.precision is Precision.FP32 for run in finished)
-    return Precision.FP32 if has_fp32 else Precision.TF32
+def _baseline(runs: Sequence[Run], left_out: Sequence[str]) -> Precision:
+    """The precision to compare with: fp32 if an fp32 run has finished, else tf32.
+
+    Raises:
+        ReportError: if neither has a finished run.
+    """
+    finished = {run.precision for run in _finished(runs)}
+    for precision in (Precision.FP32, Precision.TF32):
+        if precision in finished:
+            return precision
+    ends = dict.fromkeys(run.reason for run in runs if run.state.is_failure)
+    missing = "there is no baseline" if finished else "no run has finished"
+    raise ReportError(
+        f"{'; '.join([missing, *ends, *left_out])}; allowed: a finished run in fp32 or tf32: give "
+        "more sources, or train it with `python -m determined_amp compare CONFIG`"
+    )
 
 
 def _unequal(runs: Sequence[Run]) -> Iterator[str]:
@@ -294,17 +293,3 @@ def _duplicates(runs: Sequence[Run]) -> Iterator[str]:
                 f"{run.name}; give one of them"
             )
         names[key] = run.name
-
-
-def _missing(runs: Sequence[Run]) -> str:
-    """What a comparison lacks; empty if it lacks nothing."""
-    finished = _finished(runs)
-    if not finished:
-        return f"no run has finished: {'; '.join(dict.fromkeys(run.reason for run in runs))}"
-    is_only_fp32 = any(run.is_only_fp32 for run in runs)
-    if len({Precision.FP32 if run.is_only_fp32 else run.precision for run in runs}) < 2:
-        names = sorted({run.precision.value for run in runs})
-        same = ", which is fp32 on this device," if is_only_fp32 else ""
-        return f"all runs are {' and '.join(names)}{same} and there is nothing to compare"
-    has_baseline = any(run.precision is _baseline(finished) for run in finished)
-    return "" if has_baseline else "there is no baseline"

@@ -43,6 +43,8 @@ class Effect(enum.Enum):
     LARGER = enum.auto()
     SMALLER = enum.auto()
     NOT_LARGER = enum.auto()  # whether it is smaller is not known
+    PERHAPS_LARGER = enum.auto()  # larger in every pair, which may be chance or too little
+    PERHAPS_SMALLER = enum.auto()  # smaller in every pair, which may be chance
     UNKNOWN = enum.auto()
 
 
@@ -110,7 +112,11 @@ class Ratio:
             return Effect.LARGER
         if below and self.median <= 1.0 / MIN_EFFECT:
             return Effect.SMALLER
-        return Effect.NOT_LARGER if self.certain_high < MIN_EFFECT else Effect.UNKNOWN
+        if self.certain_high < MIN_EFFECT:
+            return Effect.NOT_LARGER
+        if self.low > 1.0:
+            return Effect.PERHAPS_LARGER
+        return Effect.PERHAPS_SMALLER if self.high < 1.0 else Effect.UNKNOWN
 
 
 @dataclass(frozen=True)

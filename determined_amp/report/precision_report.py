@@ -179,8 +179,16 @@ def _compared(comparison: Comparison, metric: str) -> str:
 
 
 def _effect(ratio: Ratio, larger: str, smaller: str) -> str:
-    words = {Effect.LARGER: larger, Effect.SMALLER: smaller, Effect.NOT_LARGER: f"not {larger}"}
-    return words.get(ratio.effect, _UNKNOWN)
+    perhaps = f"in every pair, {_UNKNOWN} by how much beyond chance"
+    words = {
+        Effect.LARGER: larger,
+        Effect.SMALLER: smaller,
+        Effect.NOT_LARGER: f"not {larger}",
+        Effect.PERHAPS_LARGER: f"{larger} {perhaps}",
+        Effect.PERHAPS_SMALLER: f"{smaller} {perhaps}",
+        Effect.UNKNOWN: _UNKNOWN,
+    }
+    return words[ratio.effect]
 
 
 def _verdict(comparison: Comparison) -> str:

@@ -44,6 +44,8 @@ class Recommendation:
 def recommend(compared: ComparedRuns) -> Recommendation:
     """Apply `RULE`."""
     faults = [f"{same.name} has no finished run" for same in compared.precisions if not same.runs]
+    if not (faults or compared.comparisons):
+        return Recommendation(compared.baseline, _nothing_to_compare(compared), is_certain=False)
     doubts: list[str] = []
     usable: list[Comparison] = []
     for comparison in compared.with_baseline:
@@ -60,6 +62,15 @@ def recommend(compared: ComparedRuns) -> Recommendation:
         why = "; ".join([*doubts, more_seeds(compared.with_baseline)])
         return Recommendation(compared.baseline, why, is_certain=False)
     return Recommendation(compared.baseline, "; ".join(faults))
+
+
+def _nothing_to_compare(compared: ComparedRuns) -> str:
+    """What is there, what is missing, and what to type."""
+    names = " and ".join(same.name for same in compared.precisions)
+    return (
+        f"all finished runs are in {names}, and one in another precision is missing: ask again "
+        "when there is one, or type `python -m determined_amp compare YAML`"
+    )
 
 
 def more_seeds(comparisons: Sequence[Comparison]) -> str:
@@ -83,6 +94,8 @@ def _fault(comparison: Comparison, metric: str) -> str:
         return "has no measured speed"
     if speed.effect is Effect.SMALLER:
         return f"is slower ({speed.median:.2f} times the speed)"
+    if speed.effect is Effect.PERHAPS_SMALLER:
+        return f"was slower in every pair of runs ({speed.median:.2f} times the speed)"
     is_not_faster = speed.effect is Effect.NOT_LARGER
     return f"is not faster by {MIN_EFFECT - 1:.0%} or more" if is_not_faster else ""
 
@@ -93,6 +106,9 @@ def _doubt(comparison: Comparison, metric: str) -> str:
     assert speed is not None  # that would be a fault
     if speed.effect is Effect.UNKNOWN:
         return f"whether {name} is faster, at {in_words(speed)}"
+    if speed.effect is Effect.PERHAPS_LARGER:
+        seen = f"{name} was faster in every pair of runs, at {in_words(speed)}"
+        return f"{seen}, but by how much beyond chance is not known"
     if not comparison.may_be_worse:
         return ""
     return (
