@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -88,3 +90,12 @@ def histogram(values_by_log2: Mapping[int, int], zeros: int = 0) -> Histogram:
     return Histogram(
         np.array(magnitudes), np.array([counts[magnitude] for magnitude in magnitudes], dtype=int)
     )
+
+
+def powers_in(counted: Histogram) -> dict[int, int]:
+    """How many values there are in [2^q, 2^(q+1)), by q."""
+    powers = Counter[int]()
+    for magnitude, count in zip(counted.magnitudes, counted.counts, strict=True):
+        if magnitude:
+            powers[math.floor(math.log2(magnitude))] += int(count)
+    return dict(powers)

@@ -117,20 +117,14 @@ def finding(choice: int | None = 17, low: int = -6, top: int = 18) -> dict[str, 
     ]
     measured = {"scale_log2": 17, "overflow": False}
     modules = [
-        {
-            **{"name": name, "zeros": 0 if values else 3},
-            **{"values_by_log2": values, "first_overflow_log2": first, "low_log2": lowest},
-        }
-        for name, values, first, lowest in (
-            ("head", {"-3": 10, "-20": 5}, 19, -6),
-            ("body <1>", {"-5": 10}, 21, -20),
-            ("hidden", {}, None, None),
-        )
+        {"name": name, "largest_log2": largest, "low_log2": lowest}
+        for name, largest, lowest in (("head", -3, -6), ("body <1>", -5, -20))
     ]
     return {
         **{"run": run, "verdict": "no scale helps" if has_none else "use 2^k", **window},
         "cause": "forward overflow in module <head>" if has_none else "",
         **{"predicted": predicted, "measured": [measured], "modules": modules},
+        "hidden_modules": ["hidden"],
     }
 
 

@@ -11,6 +11,7 @@ from determined_amp.amp.backward_graph import OUTSIDE, WHOLE_MODEL
 from determined_amp.finder.gradient_recorder import GradientRecorder
 from determined_amp.finder.histogram import Histogram
 from determined_amp.finder.prediction import Prediction
+from tests.loss_scale import powers_in
 
 BF16 = torch.bfloat16
 
@@ -68,14 +69,14 @@ class TestModules:
             "first",
         ]
         # Of the head: input (5, 16), weight (4, 16), bias (4,), each in bfloat16.
-        assert found["head"].nonzero + found["head"].zeros == 5 * 16 + 4 * 16 + 4
+        assert found["head"].counts.sum() == 5 * 16 + 4 * 16 + 4
         # Its input's gradient is nobody's, so it is not computed for the first layer.
-        assert found["first"].nonzero + found["first"].zeros == 16 * 8 + 16
+        assert found["first"].counts.sum() == 16 * 8 + 16
 
     def test_recomputed_forwards_are_left_out(self) -> None:
         plain, checkpointed = recorded(net()), recorded(net(checkpointed=True))
-        assert {n: h.by_power() for n, h in plain.items()} == {
-            n: h.by_power() for n, h in checkpointed.items()
+        assert {n: powers_in(h) for n, h in plain.items()} == {
+            n: powers_in(h) for n, h in checkpointed.items()
         }
 
     def test_two_models_are_told_apart(self) -> None:
@@ -110,7 +111,7 @@ class TestValues:
                 loss = (model(inputs).float() * torch.tensor([[1.0, 1024.0]])).sum()
             loss.backward()
         # Weight: the outer product of (1, 1024) and (1, 2, 4).
-        weights = by_module(recorder)[WHOLE_MODEL].by_power()
+        weights = powers_in(by_module(recorder)[WHOLE_MODEL])
         assert weights == {0: 1, 1: 1, 2: 1, 10: 1, 11: 1, 12: 1}
         assert max(h.largest for h in recorder.histograms.values()) == 4096.0
 
@@ -124,8 +125,8 @@ class TestValues:
                     loss = (model(torch.full((1, 1), 4.0)).float() * scale).sum()
                 loss.backward()
         modules = by_module(recorder)
-        assert modules[WHOLE_MODEL].by_power() == {5: 1, 3: 1}
-        assert modules[OUTSIDE].by_power() == {3: 1, 1: 1}
+        assert powers_in(modules[WHOLE_MODEL]) == {5: 1, 3: 1}
+        assert powers_in(modules[OUTSIDE]) == {3: 1, 1: 1}
         assert max(h.largest for h in recorder.histograms.values()) == 32.0
         assert not recorder.makes_float16
 
@@ -137,7 +138,7 @@ class TestValues:
             half = model[0].to(BF16)
             seed = torch.full((3,), 4.0, dtype=BF16)
             torch.autograd.backward(torch.mul(half, half.clone()), seed)
-        found = [(*source[1:], h.by_power()) for source, h in recorder.histograms.items()]
+        found = [(*source[1:], powers_in(h)) for source, h in recorder.histograms.items()]
         assert found == [
             ("MulBackward0", 0, (3,), {3: 3}),
             ("MulBackward0", 1, (3,), {3: 3}),
@@ -150,7 +151,7 @@ class TestValues:
         with recorder.watching():
             seed = torch.full((3,), 2.0**-60, dtype=BF16)
             torch.autograd.backward(model[0].to(BF16) ** 3, seed)
-        assert [h.by_power() for h in recorder.histograms.values()] == [{1: 3}]
+        assert [powers_in(h) for h in recorder.histograms.values()] == [{1: 3}]
 
     def test_view_and_a_gradient_that_is_passed_on_are_counted_once(self) -> None:
         model = nn.ParameterList([torch.ones(4)])
@@ -175,7 +176,7 @@ class TestValues:
             loss.backward()
         assert inputs.grad is not None
         assert model.weight.grad is not None
-        powers = {q for h in recorder.histograms.values() for q in h.by_power()}
+        powers = {q for h in recorder.histograms.values() for q in powers_in(h)}
         assert powers == {0, 20}
 
     def test_float16_is_noticed(self) -> None:

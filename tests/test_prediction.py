@@ -19,7 +19,7 @@ from determined_amp.finder.prediction import (
     overflows,
     predict_float16,
 )
-from tests.loss_scale import histogram, prediction_of
+from tests.loss_scale import histogram, powers_in, prediction_of
 
 ONE = OneSlot()
 
@@ -61,7 +61,7 @@ class TestSeveral:
     def test_batches_are_counted_together(self, factors: tuple[float, float]) -> None:
         prediction = predict_float16(scaled(*factors), ONE)
         assert prediction.total.largest == 8
-        assert {-1: 1, 3: 1}.items() <= prediction.total.by_power().items()
+        assert {-1: 1, 3: 1}.items() <= powers_in(prediction.total).items()
 
     @pytest.mark.parametrize("factors", [(2.0**10, 1.0), (1.0, 2.0**10)])
     def test_batches_overflow_if_one_of_them_does(self, factors: tuple[float, float]) -> None:
@@ -73,7 +73,7 @@ class TestSeveral:
     def test_slots_are_counted_together(self) -> None:
         source = Source("b", "mm", 0, (1,))
         prediction = predict_float16(scaled(1.0), slots((None, {source: histogram({5: 1})})))
-        assert prediction.tensors[source].by_power() == {5: 1}
+        assert powers_in(prediction.tensors[source]) == {5: 1}
         assert prediction.total.largest == 32
 
     def test_slots_overflow_if_one_of_them_does(self) -> None:
@@ -99,7 +99,7 @@ class TestPrediction:
 
     def test_prediction_knows_its_modules_and_its_room_to_a_fraction_of_a_bit(self) -> None:
         prediction = prediction_of({"a": {0: 1}, "b": {-30: 1}})
-        assert {name: its.total.by_power() for name, its in prediction.modules.items()} == {
+        assert {name: powers_in(its.total) for name, its in prediction.modules.items()} == {
             "a": {0: 1},
             "b": {-30: 1},
         }

@@ -14,9 +14,9 @@ import pytest
 from determined_amp.finder import scale_finding
 from determined_amp.finder.prediction import Prediction
 from determined_amp.finder.scale_finding import (
+    ModuleGradients,
     ScaleFinding,
     Verdict,
-    _module,
     _verdict,
     choice_of,
     find_window,
@@ -151,11 +151,9 @@ def test_every_bit_above_the_window_is_a_skipped_step(init: float, skips: int) -
     assert finding.expected_skips(init) == skips
 
 
-def test_modules_whose_gradients_are_all_zero_are_hidden() -> None:
-    zeros = histogram({}, zeros=3)
-    prediction = prediction_of({"a": {}, "b": {0: 1}})
-    tensors = {source: its if its.nonzero else zeros for source, its in prediction.tensors.items()}
-    modules = [_module(name, its) for name, its in Prediction(tensors).modules.items()]
-    finding = ScaleFinding(0, 10, 9, Verdict.SCALE, (), (), tuple(modules))
+def test_modules_whose_gradients_are_all_zero_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = prediction_of({"a": {}, "b": {0: 1}}).tensors
+    tensors = {source: its if its.nonzero else histogram({}, 3) for source, its in tensors.items()}
+    finding = found(monkeypatch, Prediction(tensors), lambda scale: scale > 15)
     assert finding.hidden_modules == ("a",)
-    assert [module.zeros for module in modules] == [3, 0]
+    assert finding.modules == (ModuleGradients("b", 0, -24),)

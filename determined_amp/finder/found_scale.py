@@ -114,7 +114,8 @@ class FoundScale:
             values["verdict"] = Verdict(values["verdict"])
             values["predicted"] = tuple(Shares(**shares) for shares in values["predicted"])
             values["measured"] = tuple(Measured(**one) for one in values["measured"])
-            values["modules"] = tuple(map(_module, values["modules"]))
+            values["modules"] = tuple(ModuleGradients(**one) for one in values["modules"])
+            values["hidden_modules"] = tuple(values["hidden_modules"])
             return FoundScale(ScaleFinding(**values), FinderRun(**document["run"]))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise LossScaleError(
@@ -166,9 +167,8 @@ def _module_table(finding: ScaleFinding) -> str:
 
     The largest gradients set the top of the safe window, the smallest gradients its bottom.
     """
-    modules = [module for module in finding.modules if module.values_by_log2]
-    large = sorted(modules, key=lambda module: module.first_overflow_log2 or 0)
-    small = sorted(modules, key=lambda module: -(module.low_log2 or 0))
+    large = sorted(finding.modules, key=lambda module: -module.largest_log2)
+    small = sorted(finding.modules, key=lambda module: -module.low_log2)
     listed = (*large[:_MODULES_PER_SIDE], *small[:_MODULES_PER_SIDE])
     rows = [["module", "largest gradient", "overflows at", f"{FLUSHED_LIMIT:.1%} flushed below"]]
     for module in {module.name: module for module in listed}.values():
@@ -288,11 +288,6 @@ def scale_lines(answer: FoundScale) -> str:
     if changes.get("init_scale") is not None:  # None removes the key
         return f"torch.amp.GradScaler(..., init_scale={changes['init_scale']!r})"
     return "torch.autocast(..., dtype=torch.bfloat16), without a GradScaler"
-
-
-def _module(values: Config) -> ModuleGradients:
-    counts = {int(power): count for power, count in values["values_by_log2"].items()}
-    return ModuleGradients(**{**values, "values_by_log2": counts})
 
 
 def _share(share: float) -> str:

@@ -49,27 +49,14 @@ class Histogram:
         return Histogram(magnitudes, summed)
 
     @property
-    def zeros(self) -> int:
-        return int(self.counts[self.magnitudes == 0].sum())
-
-    @property
     def nonzero(self) -> int:
-        return int(self.counts.sum()) - self.zeros
+        """How many values are not 0."""
+        return int(self.counts[self.magnitudes > 0].sum())
 
     @property
     def largest(self) -> float:
         """The largest magnitude; 0 if there is none."""
         return float(self.magnitudes.max(initial=0.0))
-
-    def by_power(self) -> dict[int, int]:
-        """Number of values in [2^q, 2^(q+1)), by q, where there are any."""
-        _, exponents = np.frexp(self.magnitudes)
-        powers: dict[int, int] = {}
-        for magnitude, exponent, count in zip(self.magnitudes, exponents, self.counts, strict=True):
-            if magnitude:
-                power = int(exponent) - 1
-                powers[power] = powers.get(power, 0) + int(count)
-        return powers
 
     def flushed_share(self, scale_log2: float) -> float:
         """2-norm of the values flushed to 0 at a loss scale, divided by the 2-norm of all values.

@@ -54,9 +54,14 @@ class Prediction:
         return reduce(operator.add, self.tensors.values())
 
     @property
+    def largest_log2(self) -> int:
+        """Floor of log2 of the largest value."""
+        return math.floor(math.log2(self.total.largest))
+
+    @property
     def first_overflow_log2(self) -> int:
         """log2 of the smallest power of two at which a value becomes infinite."""
-        return OVERFLOW_LOG2 - math.floor(math.log2(self.total.largest))
+        return OVERFLOW_LOG2 - self.largest_log2
 
     @property
     def headroom_log2(self) -> float:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from determined_amp.amp.rehearsal import Rehearsal, largest_working
 from determined_amp.amp.slots import Slots
+from determined_amp.finder.histogram import OVERFLOW_LOG2
 from determined_amp.finder.prediction import Prediction, cause_of, overflows, predict_float16
 from determined_amp.finder.scale_score import DEFAULT_LOG2, FLUSHED_LIMIT
 
@@ -60,19 +61,16 @@ class Measured:
 
 @dataclass(frozen=True)
 class ModuleGradients:
-    """The 16-bit gradients of one module without a loss scale."""
+    """The 16-bit gradients of one module without a loss scale; they are not all 0."""
 
     name: str
-    zeros: int  # number of values that are 0
-    values_by_log2: Mapping[int, int]  # number of values in [2^q, 2^(q+1)), by q
-    # log2 of the smallest power of two at which a value overflows; None if all are 0.
-    first_overflow_log2: int | None
-    low_log2: int | None  # `ScaleFinding.low_log2` of this module alone; None if all are 0
+    largest_log2: int  # floor of log2 of the largest value
+    low_log2: int  # `ScaleFinding.low_log2` of this module alone
 
     @property
-    def largest_log2(self) -> int | None:
-        """Floor of log2 of the largest value; None if all are 0."""
-        return max(self.values_by_log2, default=None)
+    def first_overflow_log2(self) -> int:
+        """log2 of the smallest power of two at which a value overflows."""
+        return OVERFLOW_LOG2 - self.largest_log2
 
 
 @dataclass(frozen=True)
@@ -91,6 +89,8 @@ class ScaleFinding:
     predicted: tuple[Shares, ...]  # predictions for consecutive powers of two, ascending
     measured: tuple[Measured, ...]  # in the order of the measurements
     modules: tuple[ModuleGradients, ...]  # gradients by module, in the order of the backward
+    # Modules whose gradients are all 0, for instance before an output that starts at 0.
+    hidden_modules: tuple[str, ...] = ()
     cause: str = ""  # why no scale helps
 
     def __contains__(self, scale_log2: float) -> bool:
@@ -105,11 +105,6 @@ class ScaleFinding:
     def answer_log2(self) -> int | None:
         """`choice_log2` if the verdict is to use it, otherwise None."""
         return self.choice_log2 if self.verdict in (Verdict.DEFAULT, Verdict.SCALE) else None
-
-    @property
-    def hidden_modules(self) -> tuple[str, ...]:
-        """Modules whose gradients are all 0, for instance before an output that starts at 0."""
-        return tuple(module.name for module in self.modules if not module.values_by_log2)
 
     def expected_skips(self, init_scale_log2: float) -> int:
         """Number of steps that a run skips from this initial scale; each skip halves the scale."""
@@ -163,7 +158,7 @@ def find_window(rehearsals: Sequence[Rehearsal], slots: Slots) -> ScaleFinding:
     gave_up = top < least
     low = prediction.smallest_scale_log2(FLUSHED_LIMIT)
     shown = _shown_scales(low, top, measured)
-    modules = [_module(name, its) for name, its in prediction.modules.items()]
+    seen = {name: its for name, its in prediction.modules.items() if its.total.nonzero}
     return ScaleFinding(
         low_log2=low,
         top_log2=top,
@@ -171,7 +166,8 @@ def find_window(rehearsals: Sequence[Rehearsal], slots: Slots) -> ScaleFinding:
         verdict=_verdict(low, top, gave_up=gave_up),
         predicted=_shares(prediction, shown),
         measured=tuple(measured),
-        modules=tuple(modules),
+        modules=tuple(_module(name, its) for name, its in seen.items()),
+        hidden_modules=tuple(name for name in prediction.modules if name not in seen),
         cause=cause_of(rehearsals, slots) if gave_up else "",
     )
 
@@ -185,20 +181,15 @@ def _shares(prediction: Prediction, shown: Sequence[int]) -> tuple[Shares, ...]:
 
 
 def _module(name: str, prediction: Prediction) -> ModuleGradients:
-    total = prediction.total
-    first_overflow, low = None, None
-    if total.nonzero:
-        first_overflow = prediction.first_overflow_log2
-        low = prediction.smallest_scale_log2(FLUSHED_LIMIT)
-    return ModuleGradients(name, total.zeros, total.by_power(), first_overflow, low)
+    low = prediction.smallest_scale_log2(FLUSHED_LIMIT)
+    return ModuleGradients(name, prediction.largest_log2, low)
 
 
 def _shown_scales(low: int, top: int, measured: Iterable[Measured]) -> list[int]:
-    first = min(low, top, DEFAULT_LOG2) - _MARGIN
-    last = max(low, top, DEFAULT_LOG2) + _MARGIN
-    step = math.ceil((last - first + 1) / _MOST_ROWS)
-    tried = {one.scale_log2 for one in measured}
-    return sorted({DEFAULT_LOG2, low, top, *tried, *range(first, last + 1, step)})
+    marks = {low, top, DEFAULT_LOG2, *(one.scale_log2 for one in measured)}
+    scales = range(min(marks) - _MARGIN, max(marks) + _MARGIN + 1)
+    step = math.ceil(len(scales) / _MOST_ROWS)
+    return sorted({*marks, *scales[::step]})
 
 
 def _verdict(low: int, top: int, *, gave_up: bool) -> Verdict:
