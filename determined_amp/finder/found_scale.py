@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from determined_amp.amp.plain_data import Config, Values
+from determined_amp.amp.plain_data import Values
 from determined_amp.amp.precision import DeviceSupport
 from determined_amp.amp.settings import SCALER_KEYS, yaml_lines
 from determined_amp.finder.prediction import LossScaleError
