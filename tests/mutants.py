@@ -42,7 +42,7 @@ ROOMS = {
         *("reports", "reports_figure", "reports_precision", "reports_precision_verdict"),
         "reports_sources",
     ),
-    "runs": ("runs", "run_folder", "reports_sources"),
+    "runs": ("runs", "run_folder", "reports_cluster", "reports_sources"),
     "search": ("search_plan", "search_space", "search_study"),
     "trial": (
         *("accumulation", "amp", "audit", "checkpoint", "contract", "equivalence"),
@@ -61,6 +61,7 @@ pytest_add_cli_args =
     -x
     -p
     no:cacheprovider
+    --deselect=tests/test_mistyped.py::test_mistyped_search_is_refused_or_runs
 also_copy =
 {copied}
 use_git_change_detection = 0
