@@ -168,14 +168,9 @@ class Record:
         return any(scaler.enabled and scaler.used for scaler in self.scalers)
 
     @property
-    def mixes(self) -> bool:
+    def is_amp(self) -> bool:
         """Whether it has autocast or scales a loss."""
         return bool(self.regions) or self.scales
-
-    @property
-    def is_amp(self) -> bool:
-        """Whether there is any mixed precision."""
-        return any(scaler.enabled for scaler in self.scalers) or bool(self.regions)
 
     @property
     def lines_of_scalers(self) -> list[Where | None]:

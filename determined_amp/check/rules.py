@@ -305,17 +305,17 @@ def _backward_under_autocast(record: Record) -> Found:
 def _weights_in_16_bits(record: Record) -> Found:
     for dtype, least in _UPDATES.items():
         # Weights in bfloat16 alone are a choice, which saves memory.
-        if dtype in record.weights and (record.mixes or dtype == "float16"):
+        if dtype in record.weights and (record.is_amp or dtype == "float16"):
             effect = f"weights are in {dtype}: an update of less than {least} of one is lost"
             steps = [step for step in record.of("step") if step.where]
-            level = FAULT if record.mixes else SUSPICION
+            level = FAULT if record.is_amp else SUSPICION
             yield found("half_weights", steps[:1], effect, level)
 
 
 @rule
 def _autocast_of_nothing(record: Record) -> Found:
     is_float32 = record.forwards[False] and not record.forwards[True]
-    if record.mixes and is_float32 and _UPDATES.keys().isdisjoint(record.weights):
+    if record.is_amp and is_float32 and _UPDATES.keys().isdisjoint(record.weights):
         off = record.of("autocast_off")
         # A region that is switched off here may be on with a GPU.
         is_off_here = off and not record.regions and not record.has_cuda
@@ -327,7 +327,7 @@ def _autocast_of_nothing(record: Record) -> Found:
 @rule
 def _loss_in_16_bits(record: Record) -> Found:
     losses = [b for b in record.of("backward") if not b.loss.has_gradient]
-    for dtype, limit in _LOSSES.items() if record.mixes else ():
+    for dtype, limit in _LOSSES.items() if record.is_amp else ():
         events = [backward for backward in losses if backward.loss.dtype == dtype]
         bad = [backward for backward in events if not backward.finite]
         if events:
