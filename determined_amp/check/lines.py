@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import traceback
 from pathlib import Path
+from types import FrameType
 
 from determined_amp.check.finding import Where
 
@@ -43,11 +44,15 @@ def users_line() -> Where | None:
     return None
 
 
+def caller() -> FrameType:
+    """The frame that makes the call which a hook of this package sees."""
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    return next(frame for frame in frames if not is_doctors(frame.f_code.co_filename))
+
+
 def called_by_library() -> bool:
-    """Whether the rest of this library makes the call that a hook sees."""
-    files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(1)))
-    caller = next(file for file in files if not is_doctors(file))
-    return caller.startswith(_LIBRARY)
+    """Whether the rest of this library makes that call."""
+    return caller().f_code.co_filename.startswith(_LIBRARY)
 
 
 def where_in(path: str, line: int) -> Where:

@@ -36,6 +36,7 @@ from determined_amp.amp.torch_private import backwards_through, states_of_steps
 from determined_amp.check.forwards import Forwards
 from determined_amp.check.lines import (
     called_by_library,
+    caller,
     is_users,
     users_line,
     where_in,
@@ -448,7 +449,7 @@ class Recorder:
         if is_enabled:
             self._forwards.enter_autocast()
         made_before = region.device == "cuda" and not self.record.has_cuda
-        file = sys._getframe(2).f_code.co_filename
+        file = caller().f_code.co_filename
         if is_enabled or made_before or is_users(file):
             self.record.note(
                 "autocast" if is_enabled else "autocast_off",
@@ -515,7 +516,7 @@ def _scale_of(scaler: torch.amp.GradScaler) -> float:
 def _locals_of_clip() -> dict[str, Any]:
     """What a clip of torch's knows, by its own names; nothing if it has begun before."""
     known: dict[str, Any] = {}
-    for frame, _ in traceback.walk_stack(sys._getframe(3)):
+    for frame, _ in traceback.walk_stack(caller()):
         if frame.f_code.co_filename != clip_grad.__file__:
             break
         known |= frame.f_locals
