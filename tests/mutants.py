@@ -32,7 +32,10 @@ ROOMS = {
         *("several_optimizers", "steps", "tensors"),
     ),
     "check": ("check", "amp_examples"),
-    "experiment": ("experiment", "configs", "misplaced", "mistyped", "settings", "yaml_text"),
+    "experiment": (
+        *("experiment", "configs", "misplaced", "mistyped", "settings", "strangers", "words"),
+        "yaml_text",
+    ),
     "finder": (
         *("find_loss_scale", "finder", "finder_edges", "finder_strangers", "flush", "found_scale"),
         *("gradient_recorder", "histogram", "prediction", "scale_finding", "score"),
