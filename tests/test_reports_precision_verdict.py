@@ -475,8 +475,7 @@ def test_steps_of_several_optimizers_are_added_up() -> None:
     for one in (FP32, FP16):
         reports = [("validation", one.reports.validations[-1]), ("training", Report(100, own))]
         made.append(dataclasses.replace(one, reports=Reports(reports)))
-    heads, rows = precision_table(comparison_of(*made))
-    shown = [dict(zip(heads, row, strict=True)) for row in rows]
+    shown = [dict(row) for row in precision_table(comparison_of(*made))]
     assert [(row["applied steps"], row["skipped"]) for row in shown] == [("188", "10")] * 2
 
 
@@ -486,23 +485,25 @@ def test_table_shows_the_last_loss_scales_of_float16_alone() -> None:
         for seed, log2 in [(1, 15), (2, 16)]
     ]
     plain = [run("fp32", seed, trained={"loss_scale_log2": 0}) for seed in (1, 2)]
-    heads, rows = precision_table(comparison_of(*plain, *ends))
-    assert [row[heads.index("loss scale")] for row in rows] == ["none", "2^15 to 2^16"]
+    rows = precision_table(comparison_of(*plain, *ends))
+    assert [dict(row)["loss scale"] for row in rows] == ["none", "2^15 to 2^16"]
 
 
 def test_metric_that_is_named_like_another_column_has_its_own() -> None:
     """A classifier may report its precision."""
     runs = [run(p, settings={"searcher.metric": "precision"}) for p in ("fp32", "amp_fp16")]
-    heads, rows = precision_table(comparison_of(*(reporting(one, precision=0.75) for one in runs)))
-    assert heads[:3] == ["precision", "runs", "precision"]
-    assert [row[:3] for row in rows] == [["fp32", "1", "0.75"], ["amp_fp16", "1", "0.75"]]
+    rows = precision_table(comparison_of(*(reporting(one, precision=0.75) for one in runs)))
+    for name, row in zip(("fp32", "amp_fp16"), rows, strict=True):
+        assert row[:3] == [("precision", name), ("runs", "1"), ("precision", "0.75")]
 
 
 def test_table_has_a_row_for_a_precision_whose_runs_all_failed() -> None:
     lost = (run("amp_fp16", seed, last_batch=60, end=LOST) for seed in (1, 2, 3))
-    heads, rows = precision_table(comparison_of(*BASE, *lost))
-    assert [row[:2] for row in rows] == [["fp32", "3"], ["amp_fp16", "0, 3 failed"]]
-    assert [row[heads.index("audit")] for row in rows] == ["100.0%", ""]
+    rows = [dict(row) for row in precision_table(comparison_of(*BASE, *lost))]
+    assert [(row["precision"], row["runs"], row["audit"]) for row in rows] == [
+        ("fp32", "3", "100.0%"),
+        ("amp_fp16", "0, 3 failed", ""),
+    ]
 
 
 @pytest.mark.parametrize("accuracy", [math.nan, -math.inf])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from determined_amp.amp.plain_data import Config
@@ -71,14 +71,30 @@ class ComparedRuns:
     @property
     def setting(self) -> str:
         """Device, versions, length and date of all runs, in one line."""
-        dates = " to ".join(self.dates) or "date unknown"
+        device = f"{self.machine.device}, torch {self.machine.torch}"
         batches = max(run.trained_batches for run in self.runs)
-        size, machine = self.settings[BATCH_SIZE], self.machine
-        return f"{machine.device}, torch {machine.torch}, {batches} batches of {size}, {dates}"
+        dates = " to ".join(self.dates) or "date unknown"
+        return f"{device}, {batches} batches of {self.settings[BATCH_SIZE]}, {dates}"
+
+    @property
+    def seeds(self) -> str:
+        """The runs of each precision, and their seeds."""
+        return "; ".join(f"{same.name}: {same.seeds_in_words}" for same in self.precisions)
 
     @property
     def with_baseline(self) -> list[Comparison]:
         return [c for c in self.comparisons if c.against is self.baseline]
+
+    def against_baseline(self, precision: Precision) -> Comparison | None:
+        """The comparison of a precision with the baseline, if there is one."""
+        return next((c for c in self.with_baseline if c.precision is precision), None)
+
+    def speed_label(self, precision: Precision, of_baseline: str) -> str:
+        """How many times as fast as the baseline a precision is; empty if that is unknown."""
+        if precision is self.baseline:
+            return of_baseline
+        compared = self.against_baseline(precision)
+        return f"{compared.times_as_fast:.2f}x" if compared and compared.speed else ""
 
 
 def compare_runs(
@@ -141,8 +157,11 @@ def _to_compare(
 
     Where the device has TF32, many programs without AMP run in it.
     """
-    completed = [same for same in precisions if same.runs]
-    real = [same for same in completed if same.precision is baseline or not same.is_only_fp32]
+    real = []
+    for same in precisions:
+        is_only_fp32 = any(run.is_only_fp32 for run in same.runs)
+        if same.precision is baseline or (same.runs and not is_only_fp32):
+            real.append(same)
     pairs = itertools.combinations(real, 2)
     return [(other, base) for base, other in pairs if not base.precision.autocasts]
 
@@ -264,21 +283,26 @@ def _baseline(runs: Sequence[Run], left_out: Sequence[str]) -> Precision:
 
 def _unequal(runs: Sequence[Run]) -> Iterator[str]:
     """A sentence per setting, device or version in which the runs differ."""
-    for name in sorted({name for run in runs for name in run.settings} - _MAY_DIFFER):
-        yield from differences(name, runs, [run.settings.get(name, "not set") for run in runs])
+    yield from differences(runs, _fixed)
     # A failed run may have ended before its log named its machine.
-    finished = _finished(runs)
-    for name in OF_A_MACHINE:
-        yield from differences(name, finished, [getattr(run.machine, name) for run in finished])
+    yield from differences(_finished(runs), _machine_facts)
 
 
-def differences(what: str, runs: Sequence[Run], values: Sequence[object]) -> Iterator[str]:
-    """A sentence with every value and the first run that has it, if the runs differ."""
-    first: dict[str, str] = {}
-    for run, value in zip(runs, values, strict=True):
-        first.setdefault(str(value), run.short_name)
-    if len(first) > 1:
-        yield f"{what}: " + "; ".join(f"{value} in {name}" for value, name in first.items())
+def _machine_facts(run: Run) -> Config:
+    return {name: getattr(run.machine, name) for name in OF_A_MACHINE}
+
+
+def differences(runs: Sequence[Run], facts_of: Callable[[Run], Config]) -> Iterator[str]:
+    """A sentence per fact in which runs differ: every value, and the first run that has it."""
+    known = [(run.short_name, facts_of(run)) for run in runs]
+    for name in sorted({name for _, facts in known for name in facts}):
+        first: dict[str, str] = {}
+        for run, facts in known:
+            value = str(facts.get(name, "not set"))
+            first.setdefault(value, run)
+        if len(first) > 1:
+            values = "; ".join(f"{value} in {run}" for value, run in first.items())
+            yield f"{name}: {values}"
 
 
 def _duplicates(runs: Sequence[Run]) -> Iterator[str]:

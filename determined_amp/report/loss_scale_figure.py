@@ -6,6 +6,7 @@ Lines are predicted and dots are measured.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -14,43 +15,34 @@ from matplotlib.figure import Figure
 from determined_amp.finder.found_scale import FoundScale
 from determined_amp.finder.scale_finding import ScaleFinding
 from determined_amp.finder.scale_score import DEFAULT_LOG2, FLUSHED_LIMIT
-from determined_amp.report.page import (
-    BLUE,
-    GREEN,
-    INK,
-    MUTED,
-    PAPER,
-    STYLE,
-    VERMILION,
-    annotate,
-    dots,
-)
+from determined_amp.report.page import BLUE, GREEN, INK, MUTED, PAPER, STYLE, VERMILION
 from determined_amp.runs.run import Run
 from determined_amp.search.search_folder import Search
 
-_WIDTH, _PANEL_HEIGHT = 10.0, 2.9
+_WIDTH = 10.0
+_PANEL_HEIGHT = 2.9
 
 # How far the axis goes beyond the window, and log2 of a scale beyond the range of float32.
 _MARGIN_BITS = 4
 _FAR = 200
 
 # A measured number on a predicted line.
-_DOT = {"markersize": 4.5, "markeredgecolor": PAPER, "markeredgewidth": 0.6}
+_DOT = {"marker": "o", "markersize": 4.5, "markeredgecolor": PAPER, "markeredgewidth": 0.6}
 
 
 def draw_loss_scale(predicted: FoundScale | None, search: Search | None) -> Figure:
     """Draw what the finder predicts and a search measured; a panel without data is left out."""
     finding = predicted.finding if predicted else None
     runs = search.runs if search else ()
-    has_metric = search is not None and bool(search.ranked())
+    ranked = search.ranked() if search else []
     with matplotlib.rc_context(STYLE):
-        count = 1 + has_metric
+        count = 2 if ranked else 1
         figure = Figure(figsize=(_WIDTH, count * _PANEL_HEIGHT), layout="constrained")
         panels = figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0]
         panels[0].set_xlim(*_limits(finding, runs))
         _draw_shares(panels[0], finding, runs)
-        if has_metric and search is not None:
-            _draw_metric(panels[1], search)
+        if search is not None and ranked:
+            _draw_metric(panels[1], search, ranked)
         if finding is not None:
             for axes in panels:
                 _mark_scales(axes, finding)
@@ -72,7 +64,9 @@ def _power(log2: float) -> str:
 
 def _mark_scales(axes: Axes, finding: ScaleFinding) -> None:
     """Mark the window, overflow, choice and PyTorch's default along an axis of log2 scales."""
-    low, top, choice = finding.low_log2, finding.top_log2, finding.choice_log2
+    low = finding.low_log2
+    top = finding.top_log2
+    choice = finding.choice_log2
     if low <= top:
         window = f"safe window, {_power(low)} to {_power(top)}"
         axes.axvspan(low, top, color=GREEN, alpha=0.10, linewidth=0, label=window)
@@ -86,24 +80,25 @@ def _mark_scales(axes: Axes, finding: ScaleFinding) -> None:
 
 def _draw_shares(axes: Axes, finding: ScaleFinding | None, runs: Sequence[Run]) -> None:
     """Draw the shares of 16-bit gradients that float16 flushes to 0 (by norm) and that overflow."""
-    flushed = [
-        (run.scale_log2, run.metrics["flushed_share"])
-        for run in runs
-        if "flushed_share" in run.metrics and not run.overflow
-    ]
-    overflowed = [run.scale_log2 for run in runs if run.overflow]
+    flushed = []
+    overflowed = []
+    for run in runs:
+        if run.overflow:
+            overflowed.append((run.scale_log2, 0.94))
+        elif "flushed_share" in run.metrics:
+            flushed.append((run.scale_log2, run.metrics["flushed_share"]))
     if finding is not None:
-        scales = [p.scale_log2 for p in finding.predicted]
-        lost = [p.flushed_share for p in finding.predicted]
-        over = [p.overflow_share for p in finding.predicted]
+        scales = [shares.scale_log2 for shares in finding.predicted]
+        lost = [shares.flushed_share for shares in finding.predicted]
+        over = [shares.overflow_share for shares in finding.predicted]
         axes.plot(scales, lost, color=BLUE, linewidth=1.6, label="flushed to 0, predicted")
         axes.plot(scales, over, color=VERMILION, linewidth=1.6, label="overflow, predicted")
-        overflowed += [m.scale_log2 for m in finding.measured if m.overflow]
+        overflowed += [(tried.scale_log2, 0.94) for tried in finding.measured if tried.overflow]
         axes.axhline(FLUSHED_LIMIT, color=MUTED, linewidth=0.7, linestyle=":")
-    dots(axes, flushed, BLUE, "flushed to 0, trials", **_DOT)
-    top = {"marker": "x", "markersize": 5, "transform": axes.get_xaxis_transform()}
-    crosses = [(scale, 0.94) for scale in overflowed]
-    dots(axes, crosses, VERMILION, "overflow, measured (a step is skipped)", **top)
+    _dots(axes, flushed, label="flushed to 0, trials", color=BLUE, **_DOT)
+    cross = {"marker": "x", "markersize": 5, "transform": axes.get_xaxis_transform()}
+    measured = "overflow, measured (a step is skipped)"
+    _dots(axes, overflowed, label=measured, color=VERMILION, **cross)
     axes.set_yscale("symlog", linthresh=1e-4, linscale=0.5)
     axes.set_yticks([0.0, 1e-4, 1e-2, 1.0], ["0 %", "0.01 %", "1 %", "100 %"])
     axes.minorticks_off()
@@ -112,13 +107,23 @@ def _draw_shares(axes: Axes, finding: ScaleFinding | None, runs: Sequence[Run]) 
     axes.set_title("Gradients that float16 loses")
 
 
-def _draw_metric(axes: Axes, search: Search) -> None:
+def _draw_metric(axes: Axes, search: Search, ranked: Sequence[Run]) -> None:
     """Draw the searcher's metric by scale, and mark the best trial."""
-    points = [(run.scale_log2, search.value(run) or 0.0) for run in search.ranked()]
-    dots(axes, points, BLUE, "measured", **_DOT)
-    dots(axes, points[:1], INK, markersize=9, markerfacecolor="none")
-    annotate(axes, f"best {_power(points[0][0])}", points[0], (0, 13), ha="center")
-    words, others = search.metric.replace("_", " "), search.also_searched
+    points = [(run.scale_log2, search.value(run) or 0.0) for run in ranked]
+    best = points[0]
+    _dots(axes, points, label="measured", color=BLUE, **_DOT)
+    axes.plot(*best, "o", color=INK, markersize=9, markerfacecolor="none")
+    label = f"best {_power(best[0])}"
+    in_points = "offset points"
+    axes.annotate(label, best, (0, 13), textcoords=in_points, ha="center", backgroundcolor=PAPER)
+    words = search.metric.replace("_", " ")
     axes.set_ylabel(words)
-    differ = f" (differ also in {', '.join(others)})" if others else ""
+    others = ", ".join(search.also_searched)
+    differ = f" (differ also in {others})" if others else ""
     axes.set_title(f"{words.capitalize()}{differ}")
+
+
+def _dots(axes: Axes, points: Sequence[tuple[float, float]], **style: Any) -> None:
+    """Draw these points without a line; nothing, and nothing in the legend, without points."""
+    if points:
+        axes.plot(*zip(*points, strict=True), linestyle="none", **style)

@@ -61,11 +61,11 @@ def write_loss_scale_report(
     lines = list(scale_sentences(predicted)) if predicted else []
     lines.sort(key=lambda line: not line.startswith("verdict: "))
     lines += [*search_sentences(predicted, search), remark]
-    heads, rows = _trials(search)
+    rows = _trials(search)
     record = {
         "search": search.origin,
         "metric": search.metric,
-        "trials": [dict(zip(heads, row, strict=True)) for row in rows],
+        "trials": [dict(row) for row in rows],
         "finding": predicted.as_json() if predicted else None,
     }
     return write_page(
@@ -75,7 +75,7 @@ def write_loss_scale_report(
         yaml=scale_lines(predicted) if predicted else "",
         sentences=lines[1:],
         picture=(draw_loss_scale(predicted, search), _CAPTION),
-        table=(heads, rows),
+        table=rows,
         origin=_origin(search),
         record=record,
     )
@@ -109,25 +109,29 @@ def _given(finding: str) -> FoundScale:
     return FoundScale.read(Path(finding))
 
 
-def _trials(search: Search) -> tuple[list[str], list[list[Any]]]:
-    """The heads and the rows of the table of trials, the smallest scale first."""
-    others, runs = search.also_searched, sorted(search.runs, key=lambda run: run.scale_log2)
+def _trials(search: Search) -> list[list[tuple[str, Any]]]:
+    """A row per trial, the smallest scale first."""
+    runs = sorted(search.runs, key=lambda run: run.scale_log2)
     numbers = [{**run.metrics, MetricName.SKIPPED_STEPS: run.skipped_steps} for run in runs]
     metrics = [name for name in _METRICS if any(one.get(name) is not None for one in numbers)]
     rows = []
     for run, of_run in zip(runs, numbers, strict=True):
-        row = [run.number, 2.0**run.scale_log2, *map(run.hparams.get, others)]
-        row += [run.state.value, run.batches, search.value(run), *map(of_run.get, metrics)]
+        row: list[tuple[str, Any]] = [("trial", run.number), ("init_scale", 2.0**run.scale_log2)]
+        row += [(name, run.hparams.get(name)) for name in search.also_searched]
+        row += [("state", run.state.value), ("batches", run.batches)]
+        row.append((search.metric, search.value(run)))
+        row += [(name, of_run.get(name)) for name in metrics]
         rows.append(row)
-    return ["trial", "init_scale", *others, "state", "batches", search.metric, *metrics], rows
+    return rows
 
 
 def _origin(search: Search) -> str:
     """What the trials were measured on."""
-    machine, date = search.runs[0].machine, search.runs[0].date
+    first = search.runs[0]
     trials = f"{len(search.runs)} trials of {search.name} ({search.origin})"
-    known = f"; on {machine.device}, torch {machine.torch}, {date}" if date else ""
-    return f"{trials}{known}."
+    if not first.date:
+        return f"{trials}."
+    return f"{trials}; on {first.machine.device}, torch {first.machine.torch}, {first.date}."
 
 
 def over_loss_scale(search: Search) -> Search:

@@ -17,20 +17,26 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patheffects import withStroke
 
 from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.fields import plain
 from determined_amp.experiment.files import write_together
 from determined_amp.report import ReportError
 
+# A row is a head and a cell for each column; all rows have the same heads.
+Table = Sequence[Sequence[tuple[str, Any]]]
+
 # The key of every report as JSON that no other file has.
 _DRAWN = "drawn"
 
-INK, MUTED, PAPER, BLUE = "#1f2329", "#6b7279", "#fefefe", "#0072b2"
-VERMILION, GREEN, AMBER = "#d55e00", "#009e73", "#b07800"
+INK = "#1f2329"
+MUTED = "#6b7279"
+PAPER = "#fefefe"
+BLUE = "#0072b2"
+VERMILION = "#d55e00"
+GREEN = "#009e73"
+AMBER = "#b07800"
 
 STYLE: dict[Any, Any] = {
     "font.size": 9.0,
@@ -47,9 +53,6 @@ STYLE: dict[Any, Any] = {
     "xtick.color": INK,
     "ytick.color": INK,
 }
-
-# Separates text from the lines behind it.
-_HALO = [withStroke(linewidth=3, foreground=PAPER)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +71,7 @@ def write_page(
     yaml: str,
     sentences: Sequence[str],
     picture: tuple[Figure, str],
-    table: tuple[Sequence[str], Sequence[Sequence[Any]]],
+    table: Table,
     origin: str,
     record: Values,
 ) -> Written:
@@ -81,7 +84,7 @@ def write_page(
         yaml: Lines to paste; may be empty.
         sentences: All that is said besides the answer.
         picture: The picture, and the text below it.
-        table: Heads and rows of the numbers.
+        table: The numbers.
         origin: What they were measured on, and how.
         record: More values for the JSON, which has null for what is not finite.
 
@@ -92,30 +95,31 @@ def write_page(
     paste = f"```yaml\n{yaml}\n```" if yaml else ""
     figure, caption = picture
     image = f"![{caption}]({name}.png)"
-    markdown = _markdown(f"# {answer}", paste, items, image, markdown_table(*table), origin)
+    page = _paragraphs(f"# {answer}", paste, items, image, _markdown(table), origin)
+    # What looks like a tag, in a name that somebody else chose, stays text.
+    page = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", page)
+    numbers = {"answer": answer, "sentences": sentences, **record}
     files = {
         folder / f"{name}.png": as_png(figure),
-        folder / f"{name}.md": f"{markdown}\n".encode(),
-        folder / f"{name}.json": _numbers(answer, sentences, record).encode(),
+        folder / f"{name}.md": f"{page}\n".encode(),
+        folder / f"{name}.json": _json(numbers).encode(),
     }
     write_files(folder, files)
-    return Written("\n\n".join(filter(None, [answer, yaml, items])), list(files))
+    return Written(_paragraphs(answer, yaml, items), list(files))
 
 
-def _markdown(*parts: str) -> str:
-    text = "\n\n".join(filter(None, parts))
-    # What looks like a tag, in a name that somebody else chose, stays text.
-    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
+def _paragraphs(*parts: str) -> str:
+    return "\n\n".join(filter(None, parts))
 
 
-def _numbers(answer: str, sentences: Sequence[str], record: Values) -> str:
+def _json(numbers: Values) -> str:
     drawn = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "matplotlib": matplotlib.__version__,
     }
-    numbers = plain({_DRAWN: drawn, "answer": answer, "sentences": sentences, **record})
-    finite = json.loads(json.dumps(numbers), parse_constant=lambda name: None)
+    text = json.dumps(plain({_DRAWN: drawn, **numbers}))
+    finite = json.loads(text, parse_constant=lambda name: None)
     return json.dumps(finite, indent=2)
 
 
@@ -140,11 +144,18 @@ def write_files(folder: Path, files: Mapping[Path, bytes]) -> None:
         ) from error
 
 
-def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def _markdown(table: Table) -> str:
     """A table as Markdown, its first column to the left."""
+    heads = [head for head, _ in table[0]]
     rule = ["---", *["---:"] * (len(heads) - 1)]
-    lines = [f"| {' | '.join(map(_cell, cells))} |" for cells in (heads, rule, *rows)]
+    lines = [_line(heads), _line(rule)]
+    for row in table:
+        lines.append(_line([cell for _, cell in row]))
     return "\n".join(lines)
+
+
+def _line(cells: Sequence[Any]) -> str:
+    return f"| {' | '.join(map(_cell, cells))} |"
 
 
 def _cell(value: Any) -> str:
@@ -152,29 +163,6 @@ def _cell(value: Any) -> str:
         return ""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return re.sub(r"\s+", " ", text).replace("|", r"\|")
-
-
-def dots(
-    axes: Axes, points: Sequence[tuple[float, float]], color: str, label: str = "", **style: Any
-) -> None:
-    """Draw these points, if there are any, without a line."""
-    if points:
-        style = {"marker": "o", "linestyle": "none", **style}
-        axes.plot(*zip(*points, strict=True), color=color, label=label or None, **style)
-
-
-def annotate(
-    axes: Axes,
-    text: str,
-    at: tuple[float, float],
-    away: tuple[float, float],
-    color: str = INK,
-    **style: Any,
-) -> None:
-    """Write text beside a point, `away` in points of 1/72 inch, readable over lines."""
-    axes.annotate(
-        text, at, away, textcoords="offset points", color=color, path_effects=_HALO, **style
-    )
 
 
 def as_png(figure: Figure) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median, stdev
@@ -25,8 +26,8 @@ MIN_EFFECT = 1.05
 
 _CONFIDENCE = 0.95
 
-# A sentence names at most this many seeds.
-_NAMED_SEEDS = 10
+# So many characters a sentence has for seeds.
+_SEEDS_WIDTH = 100
 
 
 class Equivalence(enum.Enum):
@@ -80,7 +81,8 @@ def counted(count: int, noun: str) -> str:
 
 def interval_of(differences: Sequence[float]) -> Interval:
     """The mean of some differences, and its interval by Student's t-test."""
-    middle, pairs = mean(differences), len(differences)
+    middle = mean(differences)
+    pairs = len(differences)
     if pairs < 2:
         return Interval(middle, pairs, None, math.nan, math.nan)
     std = stdev(differences)
@@ -124,8 +126,8 @@ class PrecisionRuns:
     """The runs in one precision."""
 
     precision: Precision
-    runs: Sequence[Run]  # the completed runs, by seed
-    failed: Sequence[Run]  # the failed runs
+    runs: list[Run]  # the completed runs, by seed
+    failed: list[Run]  # the failed runs
     metric: str  # the compared metric
 
     @property
@@ -133,20 +135,17 @@ class PrecisionRuns:
         return self.precision.value
 
     @property
-    def is_only_fp32(self) -> bool:
-        """Whether the precision is `tf32` on a device without TF32."""
-        return (*self.runs, *self.failed)[0].is_only_fp32
-
-    @property
     def seeds_in_words(self) -> str:
         """The number of runs, and their seeds."""
-        count, failed = len(self.runs), len(self.failed)
-        words = counted(count, "run") + (f" and {failed} failed" if failed else "")
+        count = len(self.runs)
+        words = counted(count, "run")
+        if self.failed:
+            words = f"{words} and {len(self.failed)} failed"
         if not count:
             return words
-        seeds = ", ".join(str(run.seed) for run in self.runs[:_NAMED_SEEDS])
-        more = ", ..." if count > _NAMED_SEEDS else ""
-        return f"{words}, seed{'s' * (count > 1)} {seeds}{more}"
+        seeds = ", ".join(str(run.seed) for run in self.runs)
+        named = textwrap.shorten(seeds, _SEEDS_WIDTH, placeholder=" ...")
+        return f"{words}, seed{'s' * (count > 1)} {named}"
 
     @property
     def values(self) -> list[float]:
@@ -193,14 +192,14 @@ class PrecisionRuns:
 def by_precision(runs: Sequence[Run], metric: str) -> list[PrecisionRuns]:
     """The runs of each precision that has one, in the order of `Precision`."""
     ordered = sorted(runs, key=lambda run: (run.seed or 0, run.name))
-    made = []
-    for precision in Precision:
-        same = [run for run in ordered if run.precision is precision]
-        failed = [run for run in same if run.state.is_failure]
-        completed = [run for run in same if not run.state.is_failure]
-        if same:
-            made.append(PrecisionRuns(precision, completed, failed, metric))
-    return made
+    made = {precision: PrecisionRuns(precision, [], [], metric) for precision in Precision}
+    for run in ordered:
+        same = made[run.precision]
+        if run.state.is_failure:
+            same.failed.append(run)
+        else:
+            same.runs.append(run)
+    return [same for same in made.values() if same.runs or same.failed]
 
 
 @dataclass(frozen=True)
@@ -223,15 +222,11 @@ class Comparison:
         return (self.difference.mean < 0) is self.smaller_is_better
 
     @property
-    def is_worse(self) -> bool:
-        """Whether the metric is worse beyond chance."""
-        return self.verdict is Equivalence.DIFFERENT and not self.is_better
-
-    @property
     def may_be_worse(self) -> bool:
         """Whether its mean is worse by more than the margin, which may be chance."""
-        is_known = self.verdict is not Equivalence.UNKNOWN
-        return not (is_known or self.is_better or abs(self.difference.mean) <= self.margin)
+        if self.verdict is not Equivalence.UNKNOWN or self.is_better:
+            return False
+        return abs(self.difference.mean) > self.margin
 
     @property
     def times_as_fast(self) -> float:
@@ -255,7 +250,8 @@ def compare_precisions(
             "seeds, as `hyperparameters.trial_seed` gives the trials of a search"
         )
     metric = candidate.metric
-    difference = interval_of([run.metrics[metric] - other.metrics[metric] for run, other in pairs])
+    differences = [run.metrics[metric] - other.metrics[metric] for run, other in pairs]
+    difference = interval_of(differences)
     on_gpu = candidate.runs[0].machine.on_gpu
     memory = _ratio(pairs, _allocated) if on_gpu else None
     return Comparison(
@@ -273,20 +269,24 @@ def compare_precisions(
 
 def _ratio(pairs: Sequence[tuple[Run, Run]], value: Callable[[Run], Spread | None]) -> Ratio | None:
     """The ratio of a number over those pairs of which both runs have it; None without a pair."""
-    numbers = [(value(run), value(other)) for run, other in pairs]
-    measured = [(first, second) for first, second in numbers if first and second]
-    if not measured:
+    ratios = []
+    for run, other in pairs:
+        mine = value(run)
+        others = value(other)
+        if mine and others:
+            middle = mine.median / others.median
+            ratios.append(Spread(middle, mine.low / others.high, mine.high / others.low))
+    if not ratios:
         return None
-    logs = [math.log(first.median / second.median) for first, second in measured]
-    # A median that inverts if the ratios do: of an even number the geometric mean.
-    middle = math.exp(median(logs))
-    if len(measured) == 1:
-        ((first, second),) = measured
-        low, high = first.low / second.high, first.high / second.low
-        return Ratio(middle, low, high, 1, low, high)
+    if len(ratios) == 1:
+        (only,) = ratios
+        return Ratio(only.median, only.low, only.high, 1, only.low, only.high)
+    logs = [math.log(ratio.median) for ratio in ratios]
     certain = interval_of(logs)
-    ends = [math.exp(log) for log in (min(logs), max(logs), certain.low, certain.high)]
-    return Ratio(middle, ends[0], ends[1], len(logs), ends[2], ends[3])
+    # A median that inverts if the ratios do: of an even number the geometric mean.
+    numbers = (median(logs), min(logs), max(logs), certain.low, certain.high)
+    middle, low, high, certain_low, certain_high = map(math.exp, numbers)
+    return Ratio(middle, low, high, len(logs), certain_low, certain_high)
 
 
 def _allocated(run: Run) -> Spread | None:

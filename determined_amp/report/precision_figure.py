@@ -12,17 +12,7 @@ from matplotlib.figure import Figure
 
 from determined_amp.amp.settings import Precision
 from determined_amp.report.compared_runs import ComparedRuns
-from determined_amp.report.page import (
-    AMBER,
-    BLUE,
-    GREEN,
-    INK,
-    MUTED,
-    STYLE,
-    VERMILION,
-    annotate,
-)
-from determined_amp.report.precision_comparison import PrecisionRuns
+from determined_amp.report.page import AMBER, BLUE, GREEN, INK, MUTED, STYLE, VERMILION
 
 COLORS = {
     Precision.FP32: INK,
@@ -42,22 +32,54 @@ def draw_comparison(compared: ComparedRuns) -> Figure:
         left, right = figure.subplots(1, 2)
         _draw_speeds(left, compared)
         _draw_differences(right, compared)
-        seeds = "; ".join(f"{same.name}: {same.seeds_in_words}" for same in compared.precisions)
-        title = f"{compared.setting}\n{textwrap.fill(seeds, _LINE)}"
+        title = f"{compared.setting}\n{textwrap.fill(compared.seeds, _LINE)}"
         figure.suptitle(title, x=0.01, ha="left", fontsize=9.0, color=INK)
         return figure
 
 
 def _draw_speeds(axes: Axes, compared: ComparedRuns) -> None:
     """Draw a dot per run, a column up to their median, and above it the ratio to the baseline."""
-    labels = {c.precision: f"{c.times_as_fast:.2f}x" for c in compared.with_baseline if c.speed}
-    if labels:
-        labels[compared.baseline] = "baseline"
     for place, same in enumerate(compared.precisions):
-        _draw_column(axes, place, same, labels.get(same.precision, ""))
+        speed = same.speed
+        if speed is None:
+            axes.text(place, 0.0, "not\nmeasured", ha="center", va="bottom", color=MUTED)
+            continue
+        color = COLORS[same.precision]
+        axes.bar(place, speed.median, _COLUMN_WIDTH, color=color, alpha=0.25, linewidth=0)
+        values = [run.speed.median for run in same.runs if run.speed]
+        # Side by side, because equal speeds would hide each other.
+        left = place - _COLUMN_WIDTH / 2
+        places = np.linspace(left, left + _COLUMN_WIDTH, len(values) + 2)[1:-1]
+        axes.plot(places, values, "o", color=color, markersize=4)
+        label = compared.speed_label(same.precision, "baseline")
+        above = (0, 6)
+        at = (place, speed.high)
+        axes.annotate(label, at, above, textcoords="offset points", ha="center", va="bottom")
     _name_places(axes, [same.name for same in compared.precisions])
     axes.set_ylim(bottom=0)
     axes.set_title("Samples per second (more is better)")
+
+
+def _draw_differences(axes: Axes, compared: ComparedRuns) -> None:
+    """Draw the differences of the metric with their 95 % intervals, and the margin as a band."""
+    margin = compared.margin
+    axes.axhspan(-margin, margin, color=GREEN, alpha=0.14, linewidth=0)
+    axes.axhline(0.0, color=MUTED, linewidth=0.8)
+    names = []
+    for place, comparison in enumerate(compared.comparisons):
+        interval = comparison.difference
+        length = interval.high - interval.mean
+        color = COLORS[comparison.precision]
+        axes.errorbar(place, interval.mean, length, color=color, marker="o", capsize=5)
+        verdict, _, _ = comparison.verdict.value.partition(" within")
+        against = comparison.against.value
+        names.append(f"{comparison.precision.value}\n- {against}:\n{verdict}")
+    _name_places(axes, names)
+    axes.set_title(f"Difference of {compared.metric}")
+    axes.set_ylabel(f"band: margin of {margin:.2g}")
+    if not names:
+        text = "no other precision has a finished run"
+        axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color=MUTED)
 
 
 def _name_places(axes: Axes, names: Sequence[str]) -> None:
@@ -65,37 +87,3 @@ def _name_places(axes: Axes, names: Sequence[str]) -> None:
     axes.tick_params(axis="x", length=0)
     axes.set_xlim(-0.6, max(len(names), 1) - 0.4)
     axes.margins(y=0.15)
-
-
-def _draw_column(axes: Axes, place: int, same: PrecisionRuns, label: str) -> None:
-    speed, color = same.speed, COLORS[same.precision]
-    if speed is None:
-        axes.text(place, 0.0, "not\nmeasured", ha="center", va="bottom", color=MUTED)
-        return
-    axes.bar(place, speed.median, _COLUMN_WIDTH, color=color, alpha=0.25, linewidth=0)
-    values = [run.speed.median for run in same.runs if run.speed]
-    # Side by side, because equal speeds would hide each other.
-    ends = place - _COLUMN_WIDTH / 2, place + _COLUMN_WIDTH / 2
-    places = np.linspace(*ends, len(values) + 2)[1:-1]
-    axes.plot(places, values, "o", color=color, markersize=4)
-    annotate(axes, label, (place, speed.high), (0, 6), ha="center", va="bottom")
-
-
-def _draw_differences(axes: Axes, compared: ComparedRuns) -> None:
-    """Draw the differences of the metric with their 95 % intervals, and the margin as a band."""
-    comparisons, margin = compared.comparisons, compared.margin
-    axes.axhspan(-margin, margin, color=GREEN, alpha=0.14, linewidth=0)
-    axes.axhline(0.0, color=MUTED, linewidth=0.8)
-    names = []
-    for place, comparison in enumerate(comparisons):
-        interval, color = comparison.difference, COLORS[comparison.precision]
-        length = interval.high - interval.mean
-        axes.errorbar(place, interval.mean, length, color=color, marker="o", capsize=5)
-        pair = f"{comparison.precision.value}\n- {comparison.against.value}"
-        names.append(f"{pair}:\n{comparison.verdict.value.partition(' within')[0]}")
-    _name_places(axes, names)
-    axes.set_title(f"Difference of {compared.metric}")
-    axes.set_ylabel(f"band: margin of {margin:.2g}")
-    if not comparisons:
-        text = "no other precision has a finished run"
-        axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color=MUTED)

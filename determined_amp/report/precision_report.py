@@ -10,7 +10,7 @@ from determined_amp.amp.metric_names import MetricName
 from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import SCALER_KEYS, Precision, yaml_lines
 from determined_amp.report.compared_runs import ComparedRuns, compare_runs, differences
-from determined_amp.report.page import Written, write_page
+from determined_amp.report.page import Table, Written, write_page
 from determined_amp.report.precision_comparison import (
     Comparison,
     Effect,
@@ -122,11 +122,15 @@ def _run_record(run: Run, metric: str) -> Values:
     record = {name: getattr(run, name) for name in _FACTS}
     record |= {name: getattr(run.reports, name) for name in _OF_REPORTS}
     record |= {name: run.last(number) for name, number in _LAST.items()}
-    record["scaler"] = {key: run.settings.get(f"{AMP}.{key}") for key in SCALER_KEYS}
+    record["scaler"] = _scaler(run)
     record["batches"] = run.trained_batches
     record["curve"] = run.curve(metric)
     record["samples_per_second"] = run.speed
     return record
+
+
+def _scaler(run: Run) -> Values:
+    return {key: run.settings.get(f"{AMP}.{key}") for key in SCALER_KEYS}
 
 
 def yaml_of(compared: ComparedRuns, recommended: Recommendation) -> str:
@@ -155,13 +159,13 @@ def precision_sentences(compared: ComparedRuns) -> Iterator[str]:
     yield from _audited(compared)
     yield from _mixed(compared)
     yield from _caveats(compared)
-    seeds = "; ".join(f"{same.name}: {same.seeds_in_words}" for same in compared.precisions)
-    yield f"measured on {compared.setting}; {seeds}"
+    yield f"measured on {compared.setting}; {compared.seeds}"
     yield "this says nothing about accuracy after more batches, other sizes or other devices"
 
 
 def _compared(comparison: Comparison, metric: str) -> str:
-    speed, memory = comparison.speed, comparison.memory
+    speed = comparison.speed
+    memory = comparison.memory
     parts = ["speed not measured"]
     if speed is not None:
         is_slower = speed.effect is Effect.SMALLER
@@ -192,7 +196,8 @@ def _effect(ratio: Ratio, larger: str, smaller: str) -> str:
 
 
 def _verdict(comparison: Comparison) -> str:
-    verdict, difference = comparison.verdict, comparison.difference
+    verdict = comparison.verdict
+    difference = comparison.difference
     if verdict is Equivalence.EQUAL:
         return f"{verdict.value} of {comparison.margin:.2g}"
     if verdict is Equivalence.DIFFERENT:
@@ -248,18 +253,14 @@ def _share(share: float) -> str:
 def _mixed(compared: ComparedRuns) -> Iterator[str]:
     """Allowed differences between runs, other than the precision."""
     scaled = [run for run in compared.runs if run.precision is Precision.AMP_FP16]
-    found: list[str] = []
-    for key in SCALER_KEYS:
-        found += differences(key, scaled, [run.settings.get(f"{AMP}.{key}") for run in scaled])
-    for name in compared.machine.versions:
-        versions = [run.machine.versions.get(name) for run in compared.runs]
-        found += differences(name, compared.runs, versions)
-    for difference in found:
+    by_scaler = differences(scaled, _scaler)
+    by_version = differences(compared.completed, lambda run: run.machine.versions)
+    for difference in (*by_scaler, *by_version):
         yield f"the runs differ in {difference}"
 
 
 def _caveats(compared: ComparedRuns) -> Iterator[str]:
-    if any(same.is_only_fp32 for same in compared.precisions):
+    if any(run.is_only_fp32 for run in compared.completed):
         yield "tf32 is fp32 on this device, which has no TF32: it is shown, and not compared"
     if any(run.shares_device for run in compared.runs):
         yield (
@@ -274,29 +275,31 @@ def _caveats(compared: ComparedRuns) -> Iterator[str]:
         )
 
 
-def precision_table(compared: ComparedRuns) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows, a row per precision."""
-    memory = "allocated" if compared.machine.on_gpu else "resident, not judged"
-    heads = ["precision", "runs", compared.metric, "samples/s", "speed", f"peak MiB, {memory}"]
-    heads += ["applied steps", "skipped", "loss scale", "waits for data", "audit", "training s"]
-    speeds = {c.precision: f"{c.times_as_fast:.2f}x" for c in compared.with_baseline if c.speed}
-    speeds[compared.baseline] = "1"
-    return heads, [_row(same, speeds.get(same.precision, "")) for same in compared.precisions]
+def precision_table(compared: ComparedRuns) -> Table:
+    """A row per precision."""
+    return [list(_cells(same, compared)) for same in compared.precisions]
 
 
-def _row(same: PrecisionRuns, times: str) -> list[str]:
-    """The cells of a precision, which is `times` as fast as the baseline."""
+def _cells(same: PrecisionRuns, compared: ComparedRuns) -> Iterator[tuple[str, str]]:
+    """The heads and cells of a precision."""
+    yield "precision", same.name
     failed = f", {len(same.failed)} failed" if same.failed else ""
+    yield "runs", f"{len(same.runs)}{failed}"
     mean = "" if same.mean is None else f"{same.mean:.4g}"
     std = "" if same.std is None else f" ± {same.std:.2g}"
-    waits = "" if same.data_wait_share is None else f"{same.data_wait_share:.0%}"
-    share = "" if same.audit_share is None else _share(same.audit_share)
-    memory = same.last(MetricName.PEAK_MEMORY_MIB)
-    steps = [same.last(name) for name in (MetricName.APPLIED_STEPS, MetricName.SKIPPED_STEPS)]
-    seconds = same.spread(lambda run: run.training_seconds)
-    row = [same.name, f"{len(same.runs)}{failed}", f"{mean}{std}", spread_text(same.speed), times]
-    row += [spread_text(spread) for spread in (memory, *steps)]
-    return [*row, _scale(same), waits, share, spread_text(seconds)]
+    yield compared.metric, f"{mean}{std}"
+    yield "samples/s", spread_text(same.speed)
+    yield "speed", compared.speed_label(same.precision, "1")
+    memory = "allocated" if compared.machine.on_gpu else "resident, not judged"
+    yield f"peak MiB, {memory}", spread_text(same.last(MetricName.PEAK_MEMORY_MIB))
+    yield "applied steps", spread_text(same.last(MetricName.APPLIED_STEPS))
+    yield "skipped", spread_text(same.last(MetricName.SKIPPED_STEPS))
+    yield "loss scale", _scale(same)
+    waits = same.data_wait_share
+    yield "waits for data", "" if waits is None else f"{waits:.0%}"
+    share = same.audit_share
+    yield "audit", "" if share is None else _share(share)
+    yield "training s", spread_text(same.spread(lambda run: run.training_seconds))
 
 
 def _scale(same: PrecisionRuns) -> str:
@@ -304,7 +307,8 @@ def _scale(same: PrecisionRuns) -> str:
     scale = same.last(MetricName.LOSS_SCALE_LOG2)
     if scale is None or same.precision is not Precision.AMP_FP16:
         return "none" if same.runs else ""
-    return " to ".join(f"2^{end:g}" for end in dict.fromkeys((scale.low, scale.high)))
+    ends = dict.fromkeys((scale.low, scale.high))
+    return " to ".join(f"2^{end:g}" for end in ends)
 
 
 def spread_text(spread: Spread | None) -> str:

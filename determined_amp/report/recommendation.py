@@ -88,7 +88,7 @@ def _fault(comparison: Comparison, metric: str) -> str:
     speed = comparison.speed
     if comparison.lost_runs:
         return "lost a run"
-    if comparison.is_worse:
+    if comparison.verdict is Equivalence.DIFFERENT and not comparison.is_better:
         return f"has a worse {metric}"
     if speed is None:
         return "has no measured speed"
