@@ -266,7 +266,7 @@ def reportable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         training.add(torch.ones(()), 8)
         training.waited(1.0e-9)
     of_slot = {**training.per_slot_reduce(), **peak_memory_mib(torch.device("cuda"))}
-    audit = Audit(Precision.FP32, {}, 0, 0, "off", False)
+    audit = Audit(Precision.FP32, {}, "off", False)
     return {
         *training.cross_slot_reduce([of_slot]),
         *("validation_loss", "validation_accuracy"),  # of this repository's trials

@@ -25,7 +25,7 @@ from determined_amp.amp.metric_names import AuditMetricName
 from determined_amp.amp.precision import DeviceSupport
 from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.amp.settings import Precision
-from determined_amp.amp.torch_private import CAST, TorchDispatchMode
+from determined_amp.amp.torch_private import TorchDispatchMode
 
 _REMEDY = (
     "Is the forward in train_batch under amp.autocast()? In a trial without a MixedPrecision of "
@@ -41,7 +41,7 @@ _RESULT = "out_val" if "out_val" in _FORMULA.parameters else "out"
 
 
 class ProductCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
-    """Counts products and casts by dtype. It does not synchronise.
+    """Counts products by dtype. It does not synchronise.
 
     Count a rehearsal, which makes no step, never a batch that is trained: while a mode watches,
     autocast does not reach the products inside some operations, such as those of `nn.Bilinear` and
@@ -51,8 +51,6 @@ class ProductCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     Attributes:
         flops: FLOPs by operation and dtype of its factors; a multiply-add counts as 2.
-        casts: Tensors converted from one floating dtype to another.
-        cast_bytes: Bytes that these conversions read and wrote.
     """
 
     supports_higher_order_operators = True  # torch refuses a batch with flex_attention otherwise
@@ -60,8 +58,6 @@ class ProductCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops: Counter[tuple[str, torch.dtype]] = Counter()
-        self.casts = 0
-        self.cast_bytes = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -72,20 +68,12 @@ class ProductCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if operation in flop_registry:
             flops = flop_registry[operation](*args, **{**kwargs, _RESULT: result})
             self._count_product(operation.__name__, flops, args)
-        elif operation is CAST:
-            self._count_cast(args[0], result)
         return result
 
     def _count_product(self, operation: str, flops: int, args: tuple[Any, ...]) -> None:
         dtypes = [a.dtype for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()]
         if dtypes:  # attention also takes statistics, which are wider than its factors
             self.flops[operation, min(dtypes, key=lambda dtype: dtype.itemsize)] += flops
-
-    def _count_cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
-        floating = source.is_floating_point() and result.is_floating_point()
-        if floating and source.dtype != result.dtype:
-            self.casts += 1
-            self.cast_bytes += source.nbytes + result.nbytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +83,6 @@ class Audit:
     precision: Precision  # the precision that the YAML asks for
     # FLOPs by operation and dtype, forward and backward.
     flops: Mapping[tuple[str, torch.dtype], int]
-    casts: int  # tensors converted from one floating dtype to another
-    cast_bytes: int  # bytes that these conversions read and wrote
     # State of torch's TF32 switches for float32 products: `on`, `off`, or `mixed` if they disagree.
     # TF32 products are counted as float32.
     tf32: str
@@ -140,9 +126,8 @@ class Audit:
         for (operation, dtype), flops in sorted(self.flops.items(), key=lambda row: -row[1]):
             share = flops / self.total_flops
             lines.append(f"{operation:{width}}  {_name(dtype):9}{flops / 1e9:>10.4g}{share:>8.1%}")
-        asked, mebibytes = _name(self.dtype), self.cast_bytes / 2**20
+        asked = _name(self.dtype)
         lines.append(f"{self.precision.value} asks for {asked}: {self.share:.1%} of the FLOPs")
-        lines.append(f"casts: {self.casts}, {mebibytes:.4g} MiB read and written")
         lines.append(f"TF32 switches: {self.tf32}")
         return "\n".join(lines)
 
@@ -194,7 +179,7 @@ def audit_rehearsal(rehearsal: Rehearsal, precision: Precision, *, has_tf32: boo
     """
     count = ProductCount()
     rehearsal.run(watch=count)
-    audit = Audit(precision, count.flops, count.casts, count.cast_bytes, _tf32(), has_tf32)
+    audit = Audit(precision, count.flops, _tf32(), has_tf32)
     if not audit.passed:
         raise AuditError(audit)
     return audit
