@@ -24,6 +24,7 @@ from determined_amp.amp.fp32_modules import keep_in_float32
 from determined_amp.amp.precision_audit import ProductCount
 from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.amp.settings import AmpSettings, Compile
+from determined_amp.amp.slots import OneSlot
 from determined_amp.experiment.fields import plain, read_section
 from tests import training
 from tests.harness import fit_as_it_is, refusal, same_bits
@@ -182,7 +183,8 @@ class TestForward:
         gradients(model, torch.float16)
         with torch.no_grad():
             model.middle.weight.fill_(1.0e5)
-        cause = find_cause(Rehearsal(lambda scale: gradients(model, torch.float16), [model]))
+        rehearsal = Rehearsal(lambda scale: gradients(model, torch.float16), [model])
+        cause = find_cause(rehearsal, OneSlot(), scale=1.0)
         assert cause is not None
         assert "forward overflow in module middle" in cause
 

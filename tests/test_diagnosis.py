@@ -13,6 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from determined_amp.amp import diagnosis
 from determined_amp.amp.rehearsal import Rehearsal
+from determined_amp.amp.slots import OneSlot
+
+ONE = OneSlot()
 
 
 def find_cause(
@@ -21,11 +24,14 @@ def find_cause(
     train: Callable[[float], object],
     *,
     optimizers: Sequence[torch.optim.Optimizer] = (),
-    **others: Any,
+    slots: Any = ONE,
+    scale: float = 1.0,
+    grown: float = 1.0,
 ) -> str | None:
     """The cause in a rehearsal of these parts."""
     made: Any = train  # the diagnosis always names a scale
-    return diagnosis.find_cause(Rehearsal(made, models, optimizers, batch), **others)
+    rehearsal = Rehearsal(made, models, optimizers, batch)
+    return diagnosis.find_cause(rehearsal, slots, scale=scale, grown=grown)
 
 
 class Net(nn.Module):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from determined_amp.amp.tensors import numbered, parameters_in, tensors_of
 from determined_amp.amp.torch_private import backwards_through
@@ -42,13 +43,13 @@ class BackwardGraph:
     def __init__(
         self,
         models: Sequence[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizers: Sequence[Optimizer],
         on_node: OnNode,
     ) -> None:
         self.left = ""
         self.in_backward = False
         self._names = module_names(models)
-        self._parameters = {id(parameter) for parameter in parameters_in(models, optimizers)}
+        self._parameters = set(parameters_in(models, optimizers))
         self._on_node = on_node
         self._entered: list[str] = []
         self._makers: dict[Any, str] = {}  # the module of each node
@@ -144,7 +145,7 @@ class BackwardGraph:
             for before, _ in node.next_functions:
                 after[before].append(node)
             leaf = None if node.next_functions else getattr(node, "variable", None)
-            if leaf is not None and (all_leaves or id(leaf) in self._parameters):
+            if leaf is not None and (all_leaves or leaf in self._parameters):
                 waiting.append(node)
         reaching = set()
         while waiting:

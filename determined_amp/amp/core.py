@@ -6,7 +6,7 @@ clip, `scaler.step`, and at the end of the batch `finish_steps` and the sums of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -271,6 +271,20 @@ class AmpCore:
                 yield
         finally:
             self.scaler.has_scaled, self.is_rehearsing = has_scaled, False
+
+    def rehearsal_by(self, train: Callable[[], object], batch: Any = None) -> Rehearsal:
+        """The rehearsal of a batch, without steps.
+
+        Args:
+            train: Trains the batch.
+            batch: The batch, for those who look for a fault in it.
+        """
+
+        def train_without_steps(scale: float | None) -> None:
+            with self.without_steps(scale):
+                train()
+
+        return Rehearsal(train_without_steps, self.models, self.optimizers, batch)
 
     # What `AmpLoop` and `MixedPrecision` do differently.
 

@@ -17,7 +17,7 @@ from determined_amp.amp.backward_graph import OUTSIDE, WHOLE_MODEL, module_names
 from determined_amp.amp.errors import one_line
 from determined_amp.amp.overflows import Key, OverflowWatch, Place
 from determined_amp.amp.rehearsal import Rehearsal, Rehearsed, largest_working
-from determined_amp.amp.slots import OneSlot, Slots
+from determined_amp.amp.slots import Slots
 from determined_amp.amp.tensors import has_nan, is_finite, is_plain, named_parameters, tensors_of
 
 # No precision helps against activations and a loss this large, or weights that have grown by this
@@ -30,7 +30,7 @@ _LEAST_SCALE_LOG2 = -24
 
 
 def find_cause(
-    rehearsal: Rehearsal, *, scale: float = 1.0, grown: float = 1.0, slots: Slots | None = None
+    rehearsal: Rehearsal, slots: Slots, *, scale: float, grown: float = 1.0
 ) -> str | None:
     """Say in one sentence what is the first thing that is not finite, and what helps.
 
@@ -38,15 +38,13 @@ def find_cause(
 
     Args:
         rehearsal: The batch of this slot.
+        slots: The processes of the training. All of them must call this, each with its own batch.
         scale: The loss scale of the training.
         grown: The factor by which the weights have grown since the start.
-        slots: The processes of the training. All of them must call this, each with its own batch;
-            by default there is only this one.
 
     Returns:
         The cause on the first slot in trouble, the same on all slots; None if everything is finite.
     """
-    slots = slots or OneSlot()
     looks = slots.allgather(_first_look(rehearsal, scale))
     rank = next((rank for rank, look in enumerate(looks) if look.is_in_trouble), None)
     if rank is None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from determined_amp.amp.diagnosis import find_cause
 from determined_amp.amp.errors import GuardError
@@ -72,7 +73,7 @@ class Guard:
         scaler: LossScaler,
         *,
         models: Sequence[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizers: Sequence[Optimizer],
         slots: Slots,
         newest: NewestRehearsal,
     ) -> None:
@@ -107,7 +108,7 @@ class Guard:
         self._norm_at_start = _norm(self._models)
         self._scale_at_start = self._scaler.get_scale()
 
-    def begin_with(self, optimizer: torch.optim.Optimizer) -> None:
+    def begin_with(self, optimizer: Optimizer) -> None:
         """Remember the steps of an optimizer before the run; it may come after the start."""
         name = self._metrics.suffix(optimizer)
         self._began_at[name] = self._judged_at[name] = self._steps_of(optimizer)
@@ -185,9 +186,9 @@ class Guard:
             return self.without_rehearsal
         cause = find_cause(
             rehearsal,
+            self._slots,
             scale=self._scaler.get_scale(),
             grown=_growth(self._norm_at_start, _norm(self._models)),
-            slots=self._slots,
         )
         return f"Cause: {cause}" if cause else _FINITE
 
@@ -291,7 +292,7 @@ class Guard:
         """The loss of a report; None if there is none."""
         return metrics.get("loss") if report.loss is None else report.loss
 
-    def _steps_of(self, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    def _steps_of(self, optimizer: Optimizer) -> tuple[int, int]:
         """Applied and skipped steps of an optimizer; synchronises."""
         counts = self._metrics.of(optimizer).counts
         known = counts.applied_on_host

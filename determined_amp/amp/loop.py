@@ -228,17 +228,16 @@ class AmpLoop(AmpCore):
             loss_fn: Runs the forward of a batch and returns the loss.
         """
 
-        def train(scale: float | None) -> None:
-            with self.without_steps(scale):
-                with AmpCore.autocast(self):
-                    loss = loss_fn(own_copy(batch))
-                is_loss = isinstance(loss, torch.Tensor) and loss.numel() == 1
-                if not (is_loss and loss.requires_grad):
-                    problem = "returned no tensor of one element with a gradient; allowed: the loss"
-                    raise self._wrong("loss_fn", problem)
-                torch.autograd.backward(self.scaler.scale(loss))
+        def train() -> None:
+            with AmpCore.autocast(self):
+                loss = loss_fn(own_copy(batch))
+            is_loss = isinstance(loss, torch.Tensor) and loss.numel() == 1
+            if not (is_loss and loss.requires_grad):
+                problem = "returned no tensor of one element with a gradient; allowed: the loss"
+                raise self._wrong("loss_fn", problem)
+            torch.autograd.backward(self.scaler.scale(loss))
 
-        return Rehearsal(train, self.models, self.optimizers, batch)
+        return self.rehearsal_by(train, batch)
 
     def _rehearsal(self) -> Rehearsal | None:
         return self._newest

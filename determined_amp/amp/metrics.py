@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from determined_amp.amp.counts import DeviceSum
 from determined_amp.amp.metric_names import MetricName
@@ -96,7 +97,7 @@ class TrainingMetrics(StepsOfEach):
     def __init__(
         self,
         device: torch.device,
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizers: Sequence[Optimizer],
         slots: int,
         scales: Callable[[], tuple[torch.Tensor, torch.Tensor]],
         *,
@@ -115,7 +116,7 @@ class TrainingMetrics(StepsOfEach):
         self._peaks: dict[str, float] = {}
         self.latest: TrainingReport | None = None
         self.trial_reports_loss = False
-        self.drifting: frozenset[torch.optim.Optimizer] = frozenset()
+        self.drifting: frozenset[Optimizer] = frozenset()
         self.once: dict[str, float] = {}
 
     def add(
@@ -204,7 +205,7 @@ class TrainingMetrics(StepsOfEach):
         return speed
 
     def _report_of(
-        self, optimizer: torch.optim.Optimizer, steps: OptimizerSteps, numbers: Sequence[float]
+        self, optimizer: Optimizer, steps: OptimizerSteps, numbers: Sequence[float]
     ) -> StepReport:
         """The steps of one optimizer, with the numbers of its `on_device`."""
         norm_sum, largest, *counted = numbers
@@ -251,7 +252,7 @@ class TrainingMetrics(StepsOfEach):
                 metrics[name] = join(values)
         return metrics
 
-    def suffix(self, optimizer: torch.optim.Optimizer) -> str:
+    def suffix(self, optimizer: Optimizer) -> str:
         """What the names of an optimizer's metrics end in; nothing if there is only one."""
         several = len(self._optimizers) > 1
         return f"_{self._optimizers.index(optimizer)}" if several else ""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from determined_amp.amp.backward_graph import BackwardGraph, Gradients, module_names
 from determined_amp.amp.tensors import has_nan, is_finite, largest_of, tensors_of
@@ -66,7 +67,7 @@ class OverflowWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     def __init__(
         self,
         models: Sequence[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizers: Sequence[Optimizer],
         asked: Collection[Key] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

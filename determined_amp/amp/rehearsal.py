@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from determined_amp.amp.casts import drop_casts
@@ -25,6 +26,7 @@ from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import autocast_is_on
 from determined_amp.amp.tensors import (
     largest_of,
+    mapped,
     named_parameters,
     parameters_in,
     tensors_of,
@@ -79,7 +81,7 @@ class Rehearsal:
         self,
         train: Train,
         models: Sequence[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer] = (),
+        optimizers: Sequence[Optimizer] = (),
         batch: Any = None,
     ) -> None:
         self.models = models
@@ -122,9 +124,7 @@ class Rehearsal:
 class _Results:
     """The losses and the gradients of a rehearsal; nothing waits for the device until `read`."""
 
-    def __init__(
-        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
-    ) -> None:
+    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         self._parameters: dict[str, torch.Tensor] = dict(named_parameters(models))
         others = set(parameters_in((), optimizers)) - set(self._parameters.values())
         self._parameters |= {f"(parameter {i} of no model)": p for i, p in enumerate(others)}
@@ -207,21 +207,20 @@ def own_copy(batch: Any, *, shared: bool = False) -> Any:
         batch: Tensors in any containers. A container that cannot be copied is returned itself.
         shared: Whether to copy the containers only, and share the tensors.
     """
-    if isinstance(batch, torch.Tensor):
+    return mapped(batch, partial(_own_item, shared=shared))
+
+
+def _own_item(item: Any, *, shared: bool) -> Any:
+    if isinstance(item, torch.Tensor):
         # torch's own deepcopy of a view copies all of the memory that the view is a part of.
-        return batch if shared else batch.detach().clone().requires_grad_(batch.requires_grad)
-    kind = type(batch)
-    if kind is list or kind is tuple:
-        return kind([own_copy(item, shared=shared) for item in batch])
-    if kind is dict:
-        return {key: own_copy(item, shared=shared) for key, item in batch.items()}
+        return item if shared else item.detach().clone().requires_grad_(item.requires_grad)
     try:
         if shared:
-            return copy.copy(batch)
-        known = {id(tensor): own_copy(tensor) for tensor in tensors_of(batch)}
-        return copy.deepcopy(batch, known)
-    except Exception:  # copying runs code of the batch's own, which can raise anything
-        return batch
+            return copy.copy(item)
+        known = {id(tensor): own_copy(tensor) for tensor in tensors_of(item)}
+        return copy.deepcopy(item, known)
+    except Exception:  # copying runs code of the item's own, which can raise anything
+        return item
 
 
 class NewestBatch:
@@ -265,7 +264,7 @@ class NewestBatch:
 @contextmanager
 def without_steps(
     scaler: torch.amp.GradScaler,
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[Optimizer],
     others: Iterable[tuple[object, str]] = (),
     *,
     scale: float | None = None,
@@ -295,9 +294,7 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 @contextmanager
-def undisturbed(
-    *models: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()
-) -> Iterator[None]:
+def undisturbed(*models: nn.Module, optimizers: Sequence[Optimizer] = ()) -> Iterator[None]:
     """Train a batch in this block, then restore all state.
 
     Gradients are enabled and the models are in training mode, even during a validation. Weights

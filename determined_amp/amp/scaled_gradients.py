@@ -51,7 +51,7 @@ class ScaledGradients:
         trained: Returns the parameters of the training, as long as it has no optimizer.
 
     Attributes:
-        noted: The gradients after the newest backward and their versions, by the id of the
+        noted: The gradients after the newest backward and their versions, by their
             parameter; empty in most steps.
     """
 
@@ -64,7 +64,7 @@ class ScaledGradients:
         self.refuse_clip = refuse_clip
         self._optimizers = optimizers
         self._trained = trained
-        self.noted: dict[int, tuple[torch.Tensor, int]] = {}
+        self.noted: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
         self._steps = 0
         self._has_warned = False
 
@@ -89,7 +89,7 @@ class ScaledGradients:
         """Warn if a gradient has changed since its backward; it is about to be divided."""
         has_changed = False
         for parameter in parameters:
-            noted, gradient = self.noted.pop(id(parameter), None), parameter.grad
+            noted, gradient = self.noted.pop(parameter, None), parameter.grad
             if noted is not None and gradient is not None:
                 before, version = noted
                 has_changed |= gradient is not before or version_of(gradient) != version
@@ -106,7 +106,7 @@ class ScaledGradients:
         for parameter in stepped or self._trained():
             gradient = parameter.grad
             if gradient is not None:
-                self.noted[id(parameter)] = gradient, version_of(gradient)
+                self.noted[parameter] = gradient, version_of(gradient)
 
 
 _refusing = weakref.WeakSet()

@@ -33,8 +33,8 @@ from determined_amp.amp.torch_private import scale_tensor, states_of_steps, take
 Skipped = bool | torch.Tensor
 
 
-# Ids of the optimizers that a scaler is stepping. A loop that is over still has its hook on them.
-_STEPPED_NOW: set[int] = set()
+# The optimizers that a scaler is stepping. A loop that is over still has its hook on them.
+_STEPPED_NOW: set[Optimizer] = set()
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -137,12 +137,12 @@ class LossScaler(torch.amp.GradScaler):
             self._note_nothing(optimizer)
         self._has_moved = False
         self.stepping = True
-        _STEPPED_NOW.add(id(optimizer))
+        _STEPPED_NOW.add(optimizer)
         try:
             result = super().step(optimizer, *args, **kwargs)
         finally:
             self.stepping = False
-            _STEPPED_NOW.discard(id(optimizer))
+            _STEPPED_NOW.discard(optimizer)
         if self._scales and takes_found_inf(optimizer):
             self.has_stepped(optimizer, self._found_inf(optimizer))
         else:  # torch has asked the device
@@ -199,7 +199,7 @@ class LossScaler(torch.amp.GradScaler):
             ConfigError: if the optimizer is stepped without the scaler.
         """
         self._has_moved = True
-        if not self.stepping and id(optimizer) not in _STEPPED_NOW:
+        if not self.stepping and optimizer not in _STEPPED_NOW:
             raise error_of(Mistake.STEPS_ITSELF, self._remedies)
 
     def check_end(self) -> None:

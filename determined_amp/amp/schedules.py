@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.optim import lr_scheduler
+from torch.optim import Optimizer, lr_scheduler
 
 from determined_amp.amp.counts import StepCounts
 from determined_amp.amp.errors import ConfigError
@@ -246,7 +246,7 @@ def _refuse_rates_on_a_device(scheduler: lr_scheduler.LRScheduler) -> None:
             )
 
 
-def _rates_of(optimizer: torch.optim.Optimizer) -> list[float | torch.Tensor]:
+def _rates_of(optimizer: Optimizer) -> list[float | torch.Tensor]:
     return [group["lr"] for group in optimizer.param_groups]
 
 

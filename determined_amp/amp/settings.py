@@ -40,8 +40,6 @@ def setting(
     bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
     metadata: dict[str, Any] = {n: bound for n, bound in bounds.items() if bound is not None}
     metadata[DECLARED] = True
-    if default is dataclasses.MISSING:
-        return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 

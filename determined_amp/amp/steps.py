@@ -216,7 +216,7 @@ class StepsOfEach:
             schedule.load_state_dict(saved)
 
 
-def fill_momentum(optimizer: torch.optim.Optimizer, *, can_skip: bool) -> None:
+def fill_momentum(optimizer: Optimizer, *, can_skip: bool) -> None:
     """Give a fused SGD momentum buffers of zeros before the first step of a parameter.
 
     By itself it allocates them uninitialised and fills them in its first step. If that step is

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,19 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
         elif isinstance(item, (dict, Mapping)):
             waiting.extend(reversed([*item.values()]))
     return found
+
+
+def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Nested lists, tuples and dicts with what a function returns for everything in them.
+
+    One of another class, such as a namedtuple, is given to the function as a whole.
+    """
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return kind([mapped(item, function) for item in value])
+    if kind is dict:
+        return {key: mapped(item, function) for key, item in value.items()}
+    return function(value)
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from determined_amp.amp.backward_graph import BackwardGraph, Gradients, nodes_behind
 from determined_amp.amp.patched import patched
@@ -46,9 +47,7 @@ class GradientRecorder(BackwardGraph):
         makes_float16: Whether a gradient was float16 nevertheless.
     """
 
-    def __init__(
-        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer] = ()
-    ) -> None:
+    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> None:
         super().__init__(models, optimizers, self._record)
         self.histograms: dict[Source, Histogram] = {}
         self.makes_float16 = False

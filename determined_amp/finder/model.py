@@ -11,7 +11,7 @@ from torch import nn
 
 from determined_amp.amp.rehearsal import Rehearsal, own_copy
 from determined_amp.amp.slots import OneSlot
-from determined_amp.amp.tensors import tensors_of
+from determined_amp.amp.tensors import mapped, tensors_of
 from determined_amp.finder.found_scale import FoundScale, run_now
 from determined_amp.finder.prediction import LossScaleError
 from determined_amp.finder.scale_finding import find_window
@@ -103,14 +103,7 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
 
 def _to_device(batch: Any, device: torch.device) -> Any:
     # Batches from Hugging Face tokenizers are not dicts, but have a `to` method.
-    if hasattr(batch, "to"):
-        return batch.to(device)
-    kind = type(batch)
-    if kind is list or kind is tuple:
-        return kind([_to_device(item, device) for item in batch])
-    if kind is dict:
-        return {key: _to_device(item, device) for key, item in batch.items()}
-    return batch
+    return mapped(batch, lambda item: item.to(device) if hasattr(item, "to") else item)
 
 
 def _described(loss: object) -> str:

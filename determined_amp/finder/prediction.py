@@ -124,7 +124,7 @@ def overflows(rehearsals: Sequence[Rehearsal], slots: Slots, scale_log2: float) 
 def cause_of(rehearsals: Sequence[Rehearsal], slots: Slots, scale_log2: float = 0.0) -> str:
     """What overflows at a loss scale in the first batch that overflows; the same on every slot."""
     for rehearsal in rehearsals:
-        cause = find_cause(rehearsal, scale=2.0**scale_log2, slots=slots)
+        cause = find_cause(rehearsal, slots, scale=2.0**scale_log2)
         if cause is not None:
             return cause
     return "its source was not found"

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from determined import pytorch
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from determined_amp.amp.errors import UserError, one_line
@@ -145,7 +146,7 @@ MOVED_BY_SCHEDULERS = frozenset(
 KERNELS = frozenset(("foreach", "fused", "capturable", "differentiable"))
 
 
-def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def plain_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The settings of an optimizer's groups (rate, decay, betas) as plain numbers."""
     return [
         {key: _plain(value) for key, value in group.items() if key != "params"}
@@ -153,9 +154,7 @@ def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def take_settings(
-    saved: StateDict, optimizer: torch.optim.Optimizer, keys: Collection[str]
-) -> None:
+def take_settings(saved: StateDict, optimizer: Optimizer, keys: Collection[str]) -> None:
     """Replace settings in the state of a saved optimizer by those of this trial's.
 
     Args:
@@ -202,7 +201,7 @@ def _groups_in(saved: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
     return next(filter(None, nested), ())
 
 
-def check_kind(saved: StateDict, optimizer: torch.optim.Optimizer) -> None:
+def check_kind(saved: StateDict, optimizer: Optimizer) -> None:
     """Raise if a saved optimizer is of another kind; torch would load it all the same.
 
     Then settings are both missing and added. A newer torch, schedulers and users only add.

@@ -291,14 +291,12 @@ def _rehearsal_of(
     context: pytorch.PyTorchTrialContext, batch: Any, train: Callable[[Any], object]
 ) -> Rehearsal:
     amp = MixedPrecision.of(context)
+    if amp is not None:  # which also counts steps and moves the learning rate
+        return amp.rehearsal_by(lambda: train(own_copy(batch)), batch)
 
     def train_again(scale: float | None) -> None:
-        if amp is not None:  # which also counts steps and moves the learning rate
-            still = amp.without_steps(scale)
-        else:
-            scaler, others = wrapped_scaler(context), what_steps(context)
-            still = without_steps(scaler, context.optimizers, others, scale=scale)
-        with still:
+        scaler, others = wrapped_scaler(context), what_steps(context)
+        with without_steps(scaler, context.optimizers, others, scale=scale):
             train(own_copy(batch))
 
     return Rehearsal(train_again, context.models, context.optimizers, batch)

@@ -362,11 +362,11 @@ class MixedPrecision(ResumedTraining):
         shared = [self, context, *vars(context).values(), *context.optimizers]
         shared += [*owners, *modules, *tensors]
 
-        def train_apart(scale: float | None) -> None:
-            with self.without_steps(scale), attributes_apart(trial, shared):
+        def train_apart() -> None:
+            with attributes_apart(trial, shared):
                 train_batch(batch=own_copy(batch), **indices)
 
-        return Rehearsal(train_apart, context.models, context.optimizers)
+        return self.rehearsal_by(train_apart)
 
     def _watched_train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         assert self._newest is not None
@@ -381,13 +381,7 @@ class MixedPrecision(ResumedTraining):
         newest = self._newest
         if newest is None or newest.batch is None:
             return None
-
-        def train(scale: float | None) -> None:
-            with self.without_steps(scale):
-                newest.train_again()
-
-        context = self._context
-        return Rehearsal(train, context.models, context.optimizers, newest.batch)
+        return self.rehearsal_by(newest.train_again, newest.batch)
 
 
 def _check_order(context: pytorch.PyTorchTrialContext) -> None:

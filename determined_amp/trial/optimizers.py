@@ -7,12 +7,13 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from determined_amp.amp.tensors import parameters_of
 from determined_amp.amp.torch_private import give_found_inf
 
 
-def fuse(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module] = ()) -> bool:
+def fuse(optimizer: Optimizer, models: Iterable[nn.Module] = ()) -> bool:
     """Make an optimizer fused, before its first step; returns whether it is fused now.
 
     On CUDA a fused optimizer reads loss scale and overflow flag on the device. With any other,
@@ -46,7 +47,7 @@ def fuse(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module] = ()) -> 
     return True
 
 
-def _has_own_step(optimizer: torch.optim.Optimizer) -> bool:
+def _has_own_step(optimizer: Optimizer) -> bool:
     """Whether the method is another one than its class has, but for what wraps that.
 
     Schedulers of torch wrap it.

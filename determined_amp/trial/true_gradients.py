@@ -53,7 +53,7 @@ class TrueGradients:
         self._scaler = amp.scaler
         self._scaler.leaves_true_gradients = True
         self._parameters: list[torch.Tensor] = []
-        self._known: set[int] = set()  # their ids
+        self._known: set[torch.Tensor] = set()  # the same
         self._groups: list[tuple[int, int]] = []  # id and length of each list of parameters
         # Whether a backward overflowed, (), float32: in each window, and under None since any step.
         self._found_inf: dict[Optimizer | None, torch.Tensor] = {}
@@ -156,12 +156,12 @@ class TrueGradients:
         if lengths != self._groups or not self._parameters:
             self._groups = lengths
             self._parameters = parameters_in(self._amp.models, self._amp.optimizers)
-            self._known = set(map(id, self._parameters))
+            self._known = set(self._parameters)
 
     def _other_leaves_of(self, loss: torch.Tensor) -> list[torch.Tensor]:
         """The leaves that a loss reaches, without the parameters."""
         if loss.grad_fn is None:
-            return [] if id(loss) in self._known else [loss]
+            return [] if loss in self._known else [loss]
         seen, waiting = {loss.grad_fn}, [loss.grad_fn]
         others = []
         while waiting:
@@ -173,7 +173,7 @@ class TrueGradients:
                     waiting.append(other)
             if not following:
                 leaf = getattr(node, "variable", None)
-                if leaf is not None and id(leaf) not in self._known:
+                if leaf is not None and leaf not in self._known:
                     self._hooks.refuse_hooks_of(leaf)
                     others.append(leaf)
         for kind in set(map(type, seen)) - self._met:

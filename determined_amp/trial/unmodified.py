@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from determined import pytorch
 from torch import nn
+from torch.optim import Optimizer
 
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.settings import AmpSettings
@@ -164,7 +165,7 @@ class AmpContext(pytorch.PyTorchTrialContext):
 
     def step_optimizer(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         clip_grads: Callable[[Any], Any] | None = None,
         auto_zero_grads: bool = True,
         scaler: Any = None,

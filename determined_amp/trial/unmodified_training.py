@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from determined import pytorch
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -93,7 +94,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         self._losses: list[torch.Tensor] = []
         self._gradients: TrueGradients | None = None
         # The optimizer that steps without the context.
-        self._own: torch.optim.Optimizer | None = None
+        self._own: Optimizer | None = None
         self._patches = ExitStack()
 
     # Calls of the trial's constructor.
@@ -184,7 +185,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
 
     def step(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         step: Callable[[Callable[[Any], Any] | None, Any], None],
         clip_grads: Callable[[Any], Any] | None,
         scaler: Any,
@@ -214,7 +215,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
 
     # Internals.
 
-    def _begin_step(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+    def _begin_step(self, optimizer: Optimizer) -> torch.Tensor | None:
         """End the window of an optimizer; return its `found_inf` if there is a loss scale."""
         scaler = self._amp.scaler
         if self._counted_as(optimizer) in scaler.outcomes:  # a second step in a batch
@@ -224,7 +225,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
 
     # Calls of torch.
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """A hook before each step of any optimizer, through the context or not."""
         amp = self._amp
         if amp.is_rehearsing:  # a step without gradients changes nothing
@@ -236,22 +237,22 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
                 self._begin_step(optimizer)
             self._own, amp.scaler.stepping = optimizer, True
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *call: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *call: Any) -> None:
         if optimizer is not self._own:
             return
         self._own, self._amp.scaler.stepping = None, False
         if self._autocast.training:
             self._amp.scaler.has_stepped(self._counted_as(optimizer), False)
 
-    def _counted_as(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def _counted_as(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer of the context with the same parameters, if there is one."""
         if optimizer in self._context.optimizers:
             return optimizer
-        its = set(map(id, parameters_of(optimizer)))
-        same = (o for o in self._context.optimizers if set(map(id, parameters_of(o))) == its)
+        its = set(parameters_of(optimizer))
+        same = (o for o in self._context.optimizers if set(parameters_of(o)) == its)
         return next(same, optimizer)
 
-    def _refuse_own_step(self, optimizer: torch.optim.Optimizer, *, by_closure: bool) -> None:
+    def _refuse_own_step(self, optimizer: Optimizer, *, by_closure: bool) -> None:
         scaled, name = self._amp.scaler.is_enabled(), type(optimizer).__name__
         searches = isinstance(optimizer, torch.optim.LBFGS) and self._autocast.casts
         if searches or (scaled and by_closure):
