@@ -453,7 +453,6 @@ class TestRunningStatistics:
     ) -> None:
         model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
         statistics = RunningStatistics([model])
-        statistics.remember()
         model(torch.tensor([[1.0, 3.0], [3.0, 5.0]]))  # running_mean: 0.1 * (2, 4)
         statistics.repair()
         first = model[0].get_buffer("running_mean")
@@ -472,7 +471,6 @@ class TestRunningStatistics:
         model = nn.Sequential(nn.BatchNorm1d(2), nn.Identity())
         model[1].register_buffer("mask", torch.tensor([0.0, -math.inf]))
         statistics = RunningStatistics([model])
-        statistics.remember()
         model(torch.ones(4, 2))
         before = {name: value.clone() for name, value in model.state_dict().items()}
         statistics.repair()

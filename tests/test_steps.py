@@ -75,7 +75,7 @@ class TestMeasure:
     def test_largest_gradient_of_a_report_is_kept(self) -> None:
         steps = OptimizerSteps(CPU, scaled=True)
         for gradient, largest in ((math.inf, 0), (math.nan, 0), (2.0, 2), (-5.0, 5), (3.0, 5)):
-            steps.measure(having(torch.tensor([gradient, 0.5])))
+            steps.measure(having(torch.tensor([gradient, 0.5]), torch.empty(0)))
             assert steps.largest.item() == largest
 
     @pytest.mark.parametrize(

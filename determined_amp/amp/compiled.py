@@ -64,9 +64,8 @@ class _Compiled:
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # another model calls this one
-            return self._forward(*args, **kwargs)
-        if _as_written or not torch.is_grad_enabled():
+        by_another = torch.compiler.is_compiling()  # another model calls this one
+        if by_another or _as_written or not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         try:
             if self._compiled is None:

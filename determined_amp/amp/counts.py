@@ -50,9 +50,9 @@ class DeviceSum:
 class StepCounts:
     """How many steps of one optimizer were attempted, and how many of them were applied.
 
-    As long as the host knows whether each step was skipped, it counts by itself. After the first
-    step that only the device knows about, the outcomes are kept, and summed up when a count is read
-    or after 64 steps.
+    As long as the host knows whether each step was skipped, the counts are its own numbers. The
+    outcomes that only the device knows are kept, and summed up there when a count is read or after
+    64 steps.
 
     Args:
         device: The device of its parameters.
@@ -60,19 +60,16 @@ class StepCounts:
 
     Attributes:
         attempted: Steps applied or skipped so far.
-        applied_on_host: Steps applied so far; None after a step that only the device knows about.
     """
 
     _HANDFUL = 64
 
     def __init__(self, device: torch.device, *, can_skip: bool) -> None:
         self.attempted = 0
-        self.applied_on_host: int | None = 0
-        self._last_applied_on_host = 0
+        self._device = device
         self._can_skip = can_skip
-        self._applied = torch.zeros((), dtype=torch.int64, device=device)
-        self._last_applied = torch.zeros((), dtype=torch.int64, device=device)
-        self._last_step_applied = torch.zeros((), dtype=torch.bool, device=device)
+        self._applied: int | torch.Tensor = 0
+        self._last_applied: int | torch.Tensor = 0  # the number of the last applied step
         self._outcomes: list[torch.Tensor] = []  # of steps that the device has not counted yet
 
     def count(self, skipped: bool | torch.Tensor) -> None:
@@ -82,26 +79,29 @@ class StepCounts:
             skipped: `found_inf` of `GradScaler`, (), not 0 for a skipped step, which must not
                 change later; or a bool if the host knows.
         """
-        if isinstance(skipped, torch.Tensor) and self.applied_on_host is not None:
-            if self.attempted:
-                self._settle()
-            self.applied_on_host = None
-        self.attempted += 1
-        if self.applied_on_host is None:
-            if not isinstance(skipped, torch.Tensor):
-                skipped = torch.full((), float(skipped), device=self._applied.device)
+        if isinstance(skipped, torch.Tensor):
+            self.attempted += 1
             self._outcomes.append(skipped)
             if len(self._outcomes) == self._HANDFUL:
                 self._settle()
-        elif not skipped:
-            self.applied_on_host += 1
-            self._last_applied_on_host = self.attempted
+            return
+        self._settle()
+        self.attempted += 1
+        if not skipped:
+            self._applied = self._applied + 1
+            self._last_applied = self.attempted
+
+    @property
+    def applied_on_host(self) -> int | None:
+        """Steps applied so far; None after a step that only the device knows about."""
+        is_known = isinstance(self._applied, int) and not self._outcomes
+        return int(self._applied) if is_known else None
 
     @property
     def applied(self) -> torch.Tensor:
         """Steps applied so far, (), int64, on the device; ask after every step."""
         self._settle()
-        return self._applied
+        return self._on_device(self._applied)
 
     @property
     def last_step_applied(self) -> torch.Tensor:
@@ -111,44 +111,49 @@ class StepCounts:
         average of the weights.
         """
         self._settle()
-        return self._last_step_applied
+        if not self.attempted:
+            return self._on_device(not self._can_skip)
+        return self._on_device(self._last_applied == self.attempted)
 
     def consecutive_skips(self) -> torch.Tensor:
         """Steps skipped since the last applied one, (), int64, on the device."""
         self._settle()
-        return self.attempted - self._last_applied
+        return self._on_device(self.attempted - self._last_applied)
 
     def state_dict(self) -> dict[str, int]:
         """The counts as plain numbers; synchronises."""
+        self._settle()
         return {
             "attempted": self.attempted,
-            "applied": int(self.applied),
-            "last_applied": self.attempted - int(self.consecutive_skips()),
+            "applied": int(self._applied),
+            "last_applied": int(self._last_applied),
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from what `state_dict` returned."""
         self.attempted = state["attempted"]
-        self.applied_on_host = state["applied"]
-        self._last_applied_on_host = state["last_applied"]
-        self._settle()
+        self._applied = state["applied"]
+        self._last_applied = state["last_applied"]
+        self._outcomes.clear()
 
     def _settle(self) -> None:
-        """Bring the tensors up to date. No synchronisation."""
-        if self.applied_on_host is not None:
-            is_applied = self._last_applied_on_host == self.attempted
-            self._applied.fill_(self.applied_on_host)
-            self._last_applied.fill_(self._last_applied_on_host)
-            self._last_step_applied.fill_(is_applied and (self.attempted > 0 or not self._can_skip))
-        elif len(self._outcomes) == 1:
-            torch.logical_not(self._outcomes[0], out=self._last_step_applied)
-            self._last_applied.masked_fill_(self._last_step_applied, self.attempted)
-            self._applied.add_(self._last_step_applied)
-        elif self._outcomes:
+        """Count the outcomes that are kept. No synchronisation."""
+        if not self._outcomes:
+            return
+        last = self._on_device(self._last_applied)
+        if len(self._outcomes) == 1:
+            newly = applied = self._outcomes[0] == 0
+            self._last_applied = last.masked_fill_(applied, self.attempted)
+        else:
             applied = torch.stack(self._outcomes) == 0
             first = self.attempted - len(self._outcomes) + 1
             steps = torch.arange(first, self.attempted + 1, device=applied.device)
-            torch.maximum(self._last_applied, (steps * applied).max(), out=self._last_applied)
-            self._last_step_applied.copy_(applied[-1])
-            self._applied.add_(applied.sum())
+            self._last_applied = torch.maximum(last, (steps * applied).max())
+            newly = applied.sum()
+        self._applied = self._applied + newly
         self._outcomes.clear()
+
+    def _on_device(self, value: int | torch.Tensor) -> torch.Tensor:
+        return (
+            value if isinstance(value, torch.Tensor) else torch.full((), value, device=self._device)
+        )

@@ -102,7 +102,6 @@ class Guard:
         if not self.enabled:
             return
         self._statistics = RunningStatistics(self._models)
-        self._statistics.remember()
         for optimizer in self._optimizers:
             self.begin_with(optimizer)
         self._norm_at_start = _norm(self._models)
@@ -199,21 +198,13 @@ class Guard:
             loss = self._loss_of(report, metrics)
             if is_not_finite(loss):
                 yield f"the training loss is {loss} in {settings.precision.value}"
-            elif loss is None and not self._weights_are_finite():
+            elif loss is None and is_not_finite(_norm(self._models, math.inf)):
                 yield f"a parameter is not finite in {settings.precision.value}"
             return
         for step in report.steps:
             whose = f"optimizer {step.name[1:]}: " if step.name else ""
             for failure in self._failures_of(step, report.scale_of_newest_step):
                 yield whose + failure
-
-    def _weights_are_finite(self) -> bool:
-        """Judge the weights of a training that reports no loss; synchronises once."""
-        parameters = [p for p in parameters_in(self._models) if p.is_floating_point()]
-        if not parameters:
-            return True
-        sums = [p.detach().sum().double().to(parameters[0].device) for p in parameters]
-        return bool(torch.isfinite(torch.stack(sums)).all())
 
     def _failures_of(self, step: StepReport, used_scale: float) -> Iterator[str]:
         settings = self._settings
@@ -306,14 +297,16 @@ class Guard:
         return is_new
 
 
-def _norm(models: Sequence[nn.Module]) -> torch.Tensor | None:
-    """The 2-norm of all weights, (), float64, on the device of the first; None without any."""
+def _norm(models: Sequence[nn.Module], order: float = 2.0) -> torch.Tensor | None:
+    """A norm of all weights, (), float64, on the device of the first; None without any."""
     known = (p for p in parameters_in(models) if not is_lazy(p))
-    parameters = [p.detach() for p in known if p.is_floating_point()]
+    parameters = [p.detach() for p in known if p.is_floating_point() and p.numel()]
     if not parameters:
         return None
-    norms = [norm.double().to(parameters[0].device) for norm in torch._foreach_norm(parameters)]
-    total: torch.Tensor = torch.stack(norms).norm()
+    norms = [
+        norm.double().to(parameters[0].device) for norm in torch._foreach_norm(parameters, order)
+    ]
+    total: torch.Tensor = torch.stack(norms).norm(order)
     return total
 
 

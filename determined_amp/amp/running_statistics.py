@@ -30,10 +30,6 @@ class RunningStatistics:
         named = (pair for module in modules for pair in module.named_buffers(recurse=False))
         buffers = (buffer for name, buffer in named if name in _STATISTICS)
         self._buffers = list(dict.fromkeys(buffers))
-        self._good: list[torch.Tensor] = []
-
-    def remember(self) -> None:
-        """Remember the buffers as they are now."""
         self._good = [buffer.detach().clone() for buffer in self._buffers]
 
     @torch.no_grad()

@@ -124,7 +124,7 @@ class OptimizerSteps:
         """Begin the next report."""
         self.norm_sum.reset()
         self.largest.zero_()
-        self.applied_before.copy_(self.counts.applied)
+        self.applied_before = self.counts.applied
         self.attempted_before = self.counts.attempted
 
     def on_device(self) -> tuple[torch.Tensor, ...]:

@@ -68,9 +68,9 @@ def has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The dense gradients of the parameters that have one."""
+    """The dense gradients of the parameters that have one; none is empty, which has no maximum."""
     gradients = (parameter.grad for parameter in parameters)
-    return [g for g in gradients if g is not None and not g.is_sparse]
+    return [g for g in gradients if g is not None and not g.is_sparse and g.numel()]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
