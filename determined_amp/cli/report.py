@@ -36,13 +36,16 @@ def main(arguments: Sequence[str]) -> int:
     """Write the report that the first argument names, or the one that fits the first source."""
     named = arguments[0] if arguments and arguments[0] in _OPTIONS else None
     options = _parser().parse_args(arguments[named is not None :])
-    searches = [read_source(source) for source in options.sources]
-    report = named or report_on(options.sources[0], searches[0], None)
+    searches = []
+    report = named
+    for source in options.sources:
+        search = read_source(source)
+        report = report_on(source, search, report)
+        searches.append(search)
     _check_options(report, options)
-    for source, search in zip(options.sources, searches, strict=True):
-        report_on(source, search, report)
-    folder = options.output or folder_beside(options.sources[0])
-    on_cluster = is_experiment(options.sources[0])
+    first = options.sources[0]
+    folder = options.output or folder_beside(first)
+    on_cluster = is_experiment(first)
     written: Written
     if report == LOSS_SCALE:
         # The finder imports torch.
@@ -52,14 +55,14 @@ def main(arguments: Sequence[str]) -> int:
             searches[0], folder, options.finding, on_cluster=on_cluster
         )
     elif on_cluster and Topic.of(searches[0].config) is Topic.COMPARISON:
-        written = _fetch_comparison(int(options.sources[0]), options, folder)
+        written = _fetch_comparison(int(first), options, folder)
     else:
         written = write_precision_report(searches, folder, options.metric, options.margin)
     print(f"{written.text}\n\nwritten: {', '.join(map(str, written.files))}")
     return 0
 
 
-def _check_options(report: str, options: argparse.Namespace) -> None:
+def _check_options(report: str | None, options: argparse.Namespace) -> None:
     """Raise if an option belongs to the other report, or there are too many sources."""
     other = PRECISION if report == LOSS_SCALE else LOSS_SCALE
     foreign = [name for name in _OPTIONS[other] if getattr(options, name)]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from determined_amp.amp.plain_data import Config
 from determined_amp.amp.settings import SCALER_KEYS, Precision
 from determined_amp.experiment.machine import Machine
-from determined_amp.report import ReportError
+from determined_amp.report import ReportError, Runs, Sentences
 from determined_amp.report.precision_comparison import (
     Comparison,
     PrecisionRuns,
@@ -145,7 +145,7 @@ def _fixed(run: Run) -> Config:
     return {name: value for name, value in run.settings.items() if name not in _MAY_DIFFER}
 
 
-def _first_and_last_day(runs: Sequence[Run]) -> list[str]:
+def _first_and_last_day(runs: Runs) -> list[str]:
     days = sorted(run.date[:10] for run in runs if run.date)
     return list(dict.fromkeys(days[:1] + days[-1:]))
 
@@ -191,17 +191,17 @@ def _countable(sources: Sequence[Search]) -> tuple[list[Run], list[str]]:
     return runs, left_out
 
 
-def _changes(run: Run) -> Iterator[str]:
+def _changes(run: Run) -> Sentences:
     for name, parts in run.changed.items():
         values = ", ".join(f"{value} from batch {first}" for first, value in parts)
         yield f"{name} changed at a resume: {values}"
 
 
-def _finished(runs: Sequence[Run]) -> list[Run]:
+def _finished(runs: Runs) -> list[Run]:
     return [run for run in runs if run.state is RunState.COMPLETED]
 
 
-def _default_metric(runs: Sequence[Run]) -> str:
+def _default_metric(runs: Runs) -> str:
     all_report_it = all(ACCURACY in run.metrics for run in _finished(runs))
     return ACCURACY if all_report_it else str(runs[0].settings[METRIC])
 
@@ -240,7 +240,7 @@ def _margin(precisions: Sequence[PrecisionRuns], baseline: Precision) -> float:
     return _RELATIVE_MARGIN * abs(mean)
 
 
-def _check_comparable(runs: Sequence[Run], metric: str) -> None:
+def _check_comparable(runs: Runs, metric: str) -> None:
     """Check that finished and failed runs can be compared.
 
     Raises:
@@ -263,7 +263,7 @@ def _check_comparable(runs: Sequence[Run], metric: str) -> None:
         )
 
 
-def _baseline(runs: Sequence[Run], left_out: Sequence[str]) -> Precision:
+def _baseline(runs: Runs, left_out: Sequence[str]) -> Precision:
     """The precision to compare with: fp32 if an fp32 run has finished, else tf32.
 
     Raises:
@@ -281,7 +281,7 @@ def _baseline(runs: Sequence[Run], left_out: Sequence[str]) -> Precision:
     )
 
 
-def _unequal(runs: Sequence[Run]) -> Iterator[str]:
+def _unequal(runs: Runs) -> Sentences:
     """A sentence per setting, device or version in which the runs differ."""
     yield from differences(runs, _fixed)
     # A failed run may have ended before its log named its machine.
@@ -292,7 +292,7 @@ def _machine_facts(run: Run) -> Config:
     return {name: getattr(run.machine, name) for name in OF_A_MACHINE}
 
 
-def differences(runs: Sequence[Run], facts_of: Callable[[Run], Config]) -> Iterator[str]:
+def differences(runs: Runs, facts_of: Callable[[Run], Config]) -> Sentences:
     """A sentence per fact in which runs differ: every value, and the first run that has it."""
     known = [(run.short_name, facts_of(run)) for run in runs]
     for name in sorted({name for _, facts in known for name in facts}):
@@ -305,7 +305,7 @@ def differences(runs: Sequence[Run], facts_of: Callable[[Run], Config]) -> Itera
             yield f"{name}: {values}"
 
 
-def _duplicates(runs: Sequence[Run]) -> Iterator[str]:
+def _duplicates(runs: Runs) -> Sentences:
     names: dict[tuple[str, int], str] = {}
     for run in _finished(runs):
         if run.seed is None:

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from determined_amp.finder.found_scale import FoundScale
 from determined_amp.finder.scale_finding import ScaleFinding
 from determined_amp.finder.scale_score import DEFAULT_LOG2, FLUSHED_LIMIT
+from determined_amp.report import Runs
 from determined_amp.report.page import BLUE, GREEN, INK, MUTED, PAPER, STYLE, VERMILION
-from determined_amp.runs.run import Run
 from determined_amp.search.search_folder import Search
 
 _WIDTH = 10.0
@@ -51,7 +51,7 @@ def draw_loss_scale(predicted: FoundScale | None, search: Search | None) -> Figu
         return figure
 
 
-def _limits(finding: ScaleFinding | None, runs: Sequence[Run]) -> tuple[float, float]:
+def _limits(finding: ScaleFinding | None, runs: Runs) -> tuple[float, float]:
     scales = [run.scale_log2 for run in runs]
     if finding is not None:
         scales += [finding.low_log2 - _MARGIN_BITS, finding.top_log2 + _MARGIN_BITS, DEFAULT_LOG2]
@@ -78,7 +78,7 @@ def _mark_scales(axes: Axes, finding: ScaleFinding) -> None:
         axes.axvline(choice, color=GREEN, linewidth=1.8, zorder=1, label=chosen)
 
 
-def _draw_shares(axes: Axes, finding: ScaleFinding | None, runs: Sequence[Run]) -> None:
+def _draw_shares(axes: Axes, finding: ScaleFinding | None, runs: Runs) -> None:
     """Draw the shares of 16-bit gradients that float16 flushes to 0 (by norm) and that overflow."""
     flushed = []
     overflowed = []
@@ -107,7 +107,7 @@ def _draw_shares(axes: Axes, finding: ScaleFinding | None, runs: Sequence[Run]) 
     axes.set_title("Gradients that float16 loses")
 
 
-def _draw_metric(axes: Axes, search: Search, ranked: Sequence[Run]) -> None:
+def _draw_metric(axes: Axes, search: Search, ranked: Runs) -> None:
     """Draw the searcher's metric by scale, and mark the best trial."""
     points = [(run.scale_log2, search.value(run) or 0.0) for run in ranked]
     best = points[0]

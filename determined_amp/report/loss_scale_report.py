@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,12 @@ from determined_amp.experiment.experiment import experiment_in
 from determined_amp.finder.found_scale import FoundScale, scale_lines, scale_sentences
 from determined_amp.finder.scale_score import worth_of_best
 from determined_amp.local.open_trial import open_trial
-from determined_amp.report import ReportError
+from determined_amp.report import ReportError, Runs, Sentences
 from determined_amp.report.loss_scale_figure import draw_loss_scale
 from determined_amp.report.master_runs import read_finding
 from determined_amp.report.page import Written, write_page
 from determined_amp.report.sources import is_experiment
-from determined_amp.runs.run import SCALE, Run, is_scale
+from determined_amp.runs.run import SCALE, is_scale
 from determined_amp.search.search_folder import Search
 from determined_amp.search.task import BATCHES
 
@@ -174,7 +174,7 @@ def find_for_search(search: Search) -> FoundScale:
         return opened.find(BATCHES, name=search.name)
 
 
-def search_sentences(predicted: FoundScale | None, search: Search) -> Iterator[str]:
+def search_sentences(predicted: FoundScale | None, search: Search) -> Sentences:
     """Sentences on how well prediction and search agree, and on the best trial."""
     if predicted is not None:
         yield from _agreement(predicted, search.runs)
@@ -188,7 +188,7 @@ def search_sentences(predicted: FoundScale | None, search: Search) -> Iterator[s
     yield from search.notes
 
 
-def _agreement(predicted: FoundScale, runs: Sequence[Run]) -> Iterator[str]:
+def _agreement(predicted: FoundScale, runs: Runs) -> Sentences:
     """A sentence on the overflows that were predicted and measured."""
     top = predicted.finding.top_log2
     measured = [run for run in runs if run.overflow is not None]
@@ -200,7 +200,7 @@ def _agreement(predicted: FoundScale, runs: Sequence[Run]) -> Iterator[str]:
         yield f"overflow: predicted above 2^{top:g}, and {agree}{but}"
 
 
-def _best(predicted: FoundScale | None, search: Search) -> Iterator[str]:
+def _best(predicted: FoundScale | None, search: Search) -> Sentences:
     ranked = search.ranked()
     if not ranked:
         yield f"no trial reported {search.metric} yet"

@@ -46,11 +46,11 @@ _SIDE_BY_SIDE = (
     "speeds",
 )
 
-# The states of trials that have ended, without `STATE_`.
+# The states of trials that have ended.
 _ENDED = {
-    "COMPLETED": RunState.COMPLETED,
-    "CANCELED": RunState.STOPPED,
-    "ERROR": RunState.FAILED,
+    "STATE_COMPLETED": RunState.COMPLETED,
+    "STATE_CANCELED": RunState.STOPPED,
+    "STATE_ERROR": RunState.FAILED,
 }
 
 
@@ -72,7 +72,8 @@ def read_experiment(number: int) -> Search:
 
 def _run(trial: Trial, session: Session, origin: str, config: Config) -> Run:
     """A trial of an experiment, with the settings of a run folder where they are compared."""
-    noted, reports = _noted(session, trial.id), _reports(trial)
+    noted = _noted(session, trial.id)
+    reports = _reports(trial)
     hparams = with_power_of_two(trial.hparams or {}, config)
     settings: Values = {}
     if Topic.of(config) not in _WITHOUT_SETTINGS:
@@ -113,7 +114,7 @@ def _end(trial: Trial, failure: str, *, has_length: bool) -> tuple[RunState, str
     Only its length shows the latter.
     """
     status = trial.state.value if trial.state else ""
-    state = _ENDED.get(status.removeprefix("STATE_"), RunState.RUNNING)
+    state = _ENDED.get(status, RunState.RUNNING)
     if state is RunState.STOPPED:
         return state, "it was canceled"
     if state is RunState.COMPLETED and failure:
@@ -134,12 +135,9 @@ def _reports(trial: Trial) -> Reports:
     """The reports of a trial, in the order of its batches."""
     reports = Reports()
     for group in ("training", "validation"):
-        sent = [
-            Report.read(report.steps_completed, report.metrics)
-            for report in trial.iter_metrics(group)
-        ]
-        for report in sorted(sent, key=lambda report: report.batches):
-            reports.add(group, report)
+        sent = sorted(trial.iter_metrics(group), key=lambda report: report.steps_completed)
+        for report in sent:
+            reports.add(group, Report.read(report.steps_completed, report.metrics))
     return reports
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import platform
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
@@ -113,11 +112,7 @@ def _paragraphs(*parts: str) -> str:
 
 
 def _json(numbers: Values) -> str:
-    drawn = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "matplotlib": matplotlib.__version__,
-    }
+    drawn = datetime.now(timezone.utc).isoformat(timespec="seconds")
     text = json.dumps(plain({_DRAWN: drawn, **numbers}))
     finite = json.loads(text, parse_constant=lambda name: None)
     return json.dumps(finite, indent=2)

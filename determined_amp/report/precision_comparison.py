@@ -18,7 +18,7 @@ from scipy import stats  # type: ignore[import-untyped]
 
 from determined_amp.amp.metric_names import MetricName
 from determined_amp.amp.settings import Precision
-from determined_amp.report import ReportError
+from determined_amp.report import ReportError, Runs
 from determined_amp.runs.run import Run, Spread
 
 # A smaller ratio of speed or memory counts as no difference.
@@ -189,7 +189,7 @@ class PrecisionRuns:
         return Spread.of([number for number in values if number is not None])
 
 
-def by_precision(runs: Sequence[Run], metric: str) -> list[PrecisionRuns]:
+def by_precision(runs: Runs, metric: str) -> list[PrecisionRuns]:
     """The runs of each precision that has one, in the order of `Precision`."""
     ordered = sorted(runs, key=lambda run: (run.seed or 0, run.name))
     made = {precision: PrecisionRuns(precision, [], [], metric) for precision in Precision}

@@ -9,6 +9,7 @@ from pathlib import Path
 from determined_amp.amp.metric_names import MetricName
 from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import SCALER_KEYS, Precision, yaml_lines
+from determined_amp.report import Sentences
 from determined_amp.report.compared_runs import ComparedRuns, compare_runs, differences
 from determined_amp.report.page import Table, Written, write_page
 from determined_amp.report.precision_comparison import (
@@ -145,7 +146,7 @@ def yaml_of(compared: ComparedRuns, recommended: Recommendation) -> str:
     return yaml_lines(changes)
 
 
-def precision_sentences(compared: ComparedRuns) -> Iterator[str]:
+def precision_sentences(compared: ComparedRuns) -> Sentences:
     """All sentences besides the answer, the comparisons first."""
     told = [_compared(comparison, compared.metric) for comparison in compared.comparisons]
     yield from told
@@ -210,7 +211,7 @@ def _verdict(comparison: Comparison) -> str:
     return f"{unknown} (margin {comparison.margin:.2g})"
 
 
-def _waiting(compared: ComparedRuns) -> Iterator[str]:
+def _waiting(compared: ComparedRuns) -> Sentences:
     shares = {same.name: same.data_wait_share or 0.0 for same in compared.precisions}
     waiting = [f"{name} {share:.0%}" for name, share in shares.items() if share > WAITS_FOR_DATA]
     if waiting:
@@ -220,7 +221,7 @@ def _waiting(compared: ComparedRuns) -> Iterator[str]:
         )
 
 
-def _failed(compared: ComparedRuns) -> Iterator[str]:
+def _failed(compared: ComparedRuns) -> Sentences:
     for same in compared.precisions:
         if same.failed:
             of = len(same.failed) + len(same.runs)
@@ -229,7 +230,7 @@ def _failed(compared: ComparedRuns) -> Iterator[str]:
             yield f"{same.name}: {len(same.failed)} of {of} runs failed: {why}{rest}"
 
 
-def _audited(compared: ComparedRuns) -> Iterator[str]:
+def _audited(compared: ComparedRuns) -> Sentences:
     runs = compared.completed
     unaudited = [run.short_name for run in runs if run.reports.audit_share is None]
     if unaudited:
@@ -250,7 +251,7 @@ def _share(share: float) -> str:
     return f"{share if share == 1.0 else min(share, 0.999):.1%}"
 
 
-def _mixed(compared: ComparedRuns) -> Iterator[str]:
+def _mixed(compared: ComparedRuns) -> Sentences:
     """Allowed differences between runs, other than the precision."""
     scaled = [run for run in compared.runs if run.precision is Precision.AMP_FP16]
     by_scaler = differences(scaled, _scaler)
@@ -259,7 +260,7 @@ def _mixed(compared: ComparedRuns) -> Iterator[str]:
         yield f"the runs differ in {difference}"
 
 
-def _caveats(compared: ComparedRuns) -> Iterator[str]:
+def _caveats(compared: ComparedRuns) -> Sentences:
     if any(run.is_only_fp32 for run in compared.completed):
         yield "tf32 is fp32 on this device, which has no TF32: it is shown, and not compared"
     if any(run.shares_device for run in compared.runs):

@@ -21,6 +21,13 @@ RULE = (
     f"every pair of runs, beyond chance, and by {MIN_EFFECT - 1:.0%} or more; else the baseline"
 )
 
+# By the effect on the speed: why a precision is not advised.
+_NOT_FASTER = {
+    Effect.SMALLER: "is slower ({:.2f} times the speed)",
+    Effect.PERHAPS_SMALLER: "was slower in every pair of runs ({:.2f} times the speed)",
+    Effect.NOT_LARGER: f"is not faster by {MIN_EFFECT - 1:.0%} or more",
+}
+
 # The number of seeds to try next, for fewer; of more, twice as many.
 _SEEDS = 5
 
@@ -85,24 +92,20 @@ def more_seeds(comparisons: Sequence[Comparison]) -> str:
 
 def _fault(comparison: Comparison, metric: str) -> str:
     """The strongest reason against a precision, which no more seeds will change; or nothing."""
-    speed = comparison.speed
     if comparison.lost_runs:
         return "lost a run"
     if comparison.verdict is Equivalence.DIFFERENT and not comparison.is_better:
         return f"has a worse {metric}"
-    if speed is None:
+    if comparison.speed is None:
         return "has no measured speed"
-    if speed.effect is Effect.SMALLER:
-        return f"is slower ({speed.median:.2f} times the speed)"
-    if speed.effect is Effect.PERHAPS_SMALLER:
-        return f"was slower in every pair of runs ({speed.median:.2f} times the speed)"
-    is_not_faster = speed.effect is Effect.NOT_LARGER
-    return f"is not faster by {MIN_EFFECT - 1:.0%} or more" if is_not_faster else ""
+    fault = _NOT_FASTER.get(comparison.speed.effect, "")
+    return fault.format(comparison.speed.median)
 
 
 def _doubt(comparison: Comparison, metric: str) -> str:
     """Why a precision without a fault cannot be recommended yet; or nothing."""
-    name, speed = comparison.precision.value, comparison.speed
+    name = comparison.precision.value
+    speed = comparison.speed
     assert speed is not None  # that would be a fault
     if speed.effect is Effect.UNKNOWN:
         return f"whether {name} is faster, at {in_words(speed)}"
@@ -113,16 +116,20 @@ def _doubt(comparison: Comparison, metric: str) -> str:
         return ""
     return (
         f"{name} is {speed.median:.2f} times as fast, but whether its worse mean {metric} is "
-        f"chance cannot be told with {counted(comparison.difference.pairs, 'seed')}"
+        f"chance cannot be told with {_seeds(comparison)}"
     )
+
+
+def _seeds(comparison: Comparison) -> str:
+    return counted(comparison.difference.pairs, "seed")
 
 
 def _advantage(comparison: Comparison, metric: str) -> str:
     why = f"it is {comparison.times_as_fast:.2f} times as fast as {comparison.against.value}"
     if comparison.verdict is Equivalence.UNKNOWN:
         return (
-            f"{why}, but whether its {metric} is the same cannot be told with "
-            f"{counted(comparison.difference.pairs, 'seed')}: train more before you rely on it"
+            f"{why}, but whether its {metric} is the same cannot be told with {_seeds(comparison)}"
+            ": train more before you rely on it"
         )
     word = "equal" if comparison.verdict is Equivalence.EQUAL else "better"
     return f"{why} with {word} {metric}"

@@ -10,15 +10,8 @@ from determined_amp.runs.folder import read_run
 from determined_amp.search.search_folder import STUDY_FILE, Search, is_search, read_search
 from determined_amp.search.task import Topic
 
-PRECISION, LOSS_SCALE = "precision", "loss-scale"
-
-# By topic: its only report.
-_REPORTS = {
-    Topic.LOSS_SCALES: LOSS_SCALE,
-    Topic.COMPARISON: PRECISION,
-    Topic.PRECISIONS: PRECISION,
-    Topic.SINGLE_RUN: PRECISION,
-}
+PRECISION = "precision"
+LOSS_SCALE = "loss-scale"
 
 # By topic: why it has no report.
 _ANSWERS = {
@@ -78,11 +71,13 @@ def report_on(source: str, search: Search, named: str | None) -> str:
     topic = Topic.of(search.config)
     if topic in _ANSWERS:
         # A task of one answer reports that, and nothing before it.
-        unanswered = [run for run in search.runs if not run.reports.validations]
-        if unanswered:
-            raise ReportError(f"{search.origin}: has no answer: {unanswered[0].reason}")
+        for run in search.runs:
+            if not run.reports.validations:
+                raise ReportError(f"{search.origin}: has no answer: {run.reason}")
         raise ReportError(f"{search.origin}: {_ANSWERS[topic].format(source=source)}")
-    fitting = _REPORTS.get(topic, named or PRECISION)
+    fitting = LOSS_SCALE if topic is Topic.LOSS_SCALES else PRECISION
+    if topic is Topic.OTHER_SEARCH:
+        return named or fitting
     if named not in (None, fitting):
         raise ReportError(
             f"{search.origin}: has no report {named}; its report: python -m determined_amp report "
