@@ -185,6 +185,14 @@ class UpdatesEachMicroBatch(Right):
         self.scaler.update()  # HERE
 
 
+class StepsWithClosure(Right):
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(model.parameters())
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizer, closure=lambda: 0.0)  # HERE
+
+
 class TwoOptimizers(Right):
     """The control of the next one."""
 
@@ -683,6 +691,7 @@ PLANTED: dict[type[Right], str] = {
     StepsWithoutScaler: "step_without_scaler",
     UnscalesAndStepsWithoutScaler: "step_without_scaler",
     StepsTwice: "step_twice",
+    StepsWithClosure: "closure",
     NeverUpdates: "update_missing",
     ClipsAndNeverUpdates: "update_missing",
     UpdatesEachMicroBatch: "update_in_window",

@@ -108,6 +108,10 @@ REMEDIES = {
         "an optimizer steps whose parameters have no gradients, which GradScaler refuses",
         "step the optimizers that have gradients in this batch alone",
     ),
+    "closure": Remedy(
+        "the optimizer computes the loss again in its step, which no loss scale allows",
+        "dtype=torch.bfloat16, which needs no scaler, or an optimizer that takes no closure",
+    ),
     "loss_cut_off": Remedy(
         "the loss is cut off from the parameters: it is a new tensor, which knows none of them",
         "loss = loss_fn(output, labels)  # not torch.tensor(loss...), .item(), .detach()",

@@ -53,6 +53,7 @@ _ERRORS = {
     "No inf checks were recorded for this optimizer": "no_gradients",
     "Attempting to unscale FP16 gradients": "half_weights",
     "_scale is None": "no_loss_scale",
+    "Closure use is not currently supported": "closure",
 }
 
 # https://pytorch.org/docs/stable/amp.html, "CUDA Ops that promote to the widest input type".
