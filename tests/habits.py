@@ -565,14 +565,7 @@ class SparseEmbedding(Habit):
 
 
 class Language(SparseEmbedding):
-    """A small transformer over words, a schedule, and one pass over the whole validation set."""
-
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        super().__init__(context)
-        warm: Any = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: min(1.0, (step + 1) / 4)
-        )
-        context.wrap_lr_scheduler(warm, pytorch.LRScheduler.StepMode.STEP_EVERY_BATCH)
+    """A small transformer over words, and one pass over the whole validation set."""
 
     def net(self) -> Any:
         layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)

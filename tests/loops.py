@@ -63,7 +63,7 @@ class Case:
         return torch.optim.Adam(model.parameters(), lr=RATE, fused=self.fused)
 
 
-class ByHand:
+class TorchAmp:
     """What PyTorch's own recipe does, by the names of `AmpLoop`."""
 
     def __init__(self, settings: AmpSettings = FP16, window: int = 1) -> None:
@@ -157,7 +157,7 @@ def bits_of(made: Any) -> list[torch.Tensor]:
 
 def by_hand(case: Case, window: int = 1) -> list[list[torch.Tensor]]:
     """The bits of PyTorch's own loop."""
-    made = Training(case, ByHand(case.settings, window), window)
+    made = Training(case, TorchAmp(case.settings, window), window)
     made.run()
     return made.bits
 

@@ -221,17 +221,7 @@ class WithoutValidationData(Stranger):
         return {"val_loss": 0.0}
 
 
-class Recurrent(Stranger):
-    """Reads its features one after the other."""
-
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        super().__init__(context)
-        model = context.wrap_model(LastState())
-        self.optimizer = context.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        self.model = model
-
-
-class WithMuon(Recurrent):
+class WithMuon(Stranger):
     """Steps by an optimizer that multiplies in bfloat16."""
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
@@ -243,16 +233,6 @@ class WithMuon(Recurrent):
 class Multiplies(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         torch.ones(2, 3, dtype=torch.bfloat16) @ torch.ones(3, 5, dtype=torch.bfloat16)
-
-
-class LastState(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(1, CLASSES, batch_first=True)
-
-    def forward(self, points: torch.Tensor) -> torch.Tensor:
-        states: torch.Tensor = self.lstm(points.unsqueeze(-1))[0]
-        return states[:, -1]
 
 
 class WithMask(Stranger):

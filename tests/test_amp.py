@@ -29,30 +29,6 @@ class TestOtherPrecisions:
         assert "scaler_state_dict" not in made.checkpoint
         assert not {"loss_scale_log2", "skipped_steps"} & made.report.keys()
 
-    @pytest.mark.parametrize(
-        ("precision", "dtype"),
-        [
-            (Precision.FP32, torch.float32),
-            (Precision.TF32, torch.float32),
-            (Precision.AMP_FP16, torch.float16),
-            (Precision.AMP_BF16, torch.bfloat16),
-        ],
-    )
-    def test_other_precisions_compute_in_their_dtype(
-        self, precision: Precision, dtype: torch.dtype
-    ) -> None:
-        """Training in the precision's dtype, validation in float32, weights always float32."""
-        amp = weigh([ONE], AmpSettings(precision)).trial.amp
-        linear = nn.Linear(2, 2)
-        with amp.autocast():
-            assert linear(torch.ones(1, 2)).dtype is dtype
-        with amp.eval_autocast():
-            assert linear(torch.ones(1, 2)).dtype is torch.float32
-        same = AmpSettings(precision, eval_precision=EvalPrecision.SAME)
-        with weigh([ONE], same).trial.amp.eval_autocast():
-            assert linear(torch.ones(1, 2)).dtype is dtype
-        assert linear.weight.dtype is torch.float32
-
 
 class ClipsScaledGradients(OneWeight):
     """Planted: the clip sees scaled gradients (pytorch/examples issue 1196)."""

@@ -42,8 +42,8 @@ from tests.loops import (
     FP16,
     RATE,
     Batch,
-    ByHand,
     Case,
+    TorchAmp,
     Training,
     by_hand,
     fitted,
@@ -457,7 +457,7 @@ def leaves_out_large_steps(made: OneModel, *, zeroes_first: bool, set_to_none: b
 def test_step_that_a_loop_leaves_out_for_its_norm_counts_for_the_scale_as_by_hand(
     *, zeroes_first: bool, set_to_none: bool
 ) -> None:
-    by_hand, made = OneModel(ByHand(FP16)), OneModel(AmpLoop(FP16, "cpu"))
+    by_hand, made = OneModel(TorchAmp(FP16)), OneModel(AmpLoop(FP16, "cpu"))
     for each in (by_hand, made):
         leaves_out_large_steps(each, zeroes_first=zeroes_first, set_to_none=set_to_none)
     assert same_bits(made.bits, by_hand.bits)

@@ -109,12 +109,12 @@ class TestProductCount:
 
     def test_what_an_optimizer_multiplies_in_its_step_is_not_counted(self) -> None:
         audits = []
-        for trial in ("Recurrent", "WithMuon"):
+        for trial in ("Stranger", "WithMuon"):
             config = {"hyperparameters": {"global_batch_size": 4}}
             name = f"tests.strangers:{trial}"
             audit, _ = audit_here(experiment.experiment_in(config, "config.yaml", trial=name))
             audits.append(audit.flops)
-        assert audits[0] == audits[1]
+        assert audits[0] == audits[1] != {}
 
 
 class TestVerdict:
@@ -191,13 +191,12 @@ class TestAudited:
         assert [audit.flops for audit in audits] == [{("mm", FP32): 60}]
         assert trial.train_batch is before
 
-    @pytest.mark.parametrize("precision", Precision)
-    def test_batch_without_a_product_is_not_judged(self, precision: Precision) -> None:
+    def test_batch_without_a_product_is_not_judged(self) -> None:
         """Embeddings, a recurrent layer, a batch that trains nothing: no sign of a mistake."""
         audits: list[Audit] = []
         trial = trial_of(lambda: torch.ones(2) + 1)
         own = trial.train_batch
-        audited(trial, rehearsal_of(own), precision, audits.append, has_tf32=False)
+        audited(trial, rehearsal_of(own), Precision.AMP_FP16, audits.append, has_tf32=False)
         trial.train_batch(batch=0)
         (audit,) = audits
         assert (audit.total_flops, audit.failure()) == (0, None)

@@ -19,13 +19,11 @@ from benchmarks import compiling
 from benchmarks.measured import RESULTS
 from determined_amp.amp.compiled import CompileError, as_written, compile_forward
 from determined_amp.amp.diagnosis import find_cause
-from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.fp32_modules import keep_in_float32
 from determined_amp.amp.precision_audit import ProductCount
 from determined_amp.amp.rehearsal import Rehearsal
-from determined_amp.amp.settings import AmpSettings, Compile
+from determined_amp.amp.settings import Compile
 from determined_amp.amp.slots import OneSlot
-from determined_amp.experiment.fields import plain, read_section
 from tests import training
 from tests.harness import fit_as_it_is, refusal, same_bits
 from tests.trials import Converted, Plain, Weights
@@ -190,20 +188,6 @@ class TestForward:
 
 
 class TestSetting:
-    @pytest.mark.parametrize("mode", Compile, ids=str)
-    def test_setting_is_a_mode_of_torch_or_false(self, mode: Compile) -> None:
-        section = {"precision": "fp32", "compile": mode.value}
-        settings = read_section(AmpSettings, section, "amp")
-        assert settings.compile is mode
-        assert plain(settings)["compile"] is mode.value
-
-    @pytest.mark.parametrize("given", [True, 0, "fast", None])
-    def test_setting_of_another_kind_is_refused(self, given: object) -> None:
-        section = {"precision": "fp32", "compile": given}
-        allowed = "allowed: false, default, reduce-overhead, max-autotune"
-        with pytest.raises(ConfigError, match=allowed):
-            read_section(AmpSettings, section, "amp")
-
     def test_mode_that_replays_cuda_graphs_is_refused_with_accumulation(self) -> None:
         """CUDA graphs would keep the newest gradient in place of the sum, without an error."""
         amp = {"precision": "fp32", "compile": "reduce-overhead"}

@@ -169,11 +169,6 @@ CAUSES: dict[str, tuple[nn.Module, torch.Tensor, dict[str, float], str | None]] 
         f"forward overflow in module head: largest {LARGE}the weights are {GROWN}no precision "
         "helps",
     ),
-    "weights that have grown beyond float32": (
-        *(Net(1e30, 1), torch.full((1, 1), 1e30), {"grown": 1e5}),
-        "the output of module body is not finite, not even in float32; the weights are "
-        f"{GROWN}no precision helps",
-    ),
     "one of three operations of a name": (
         *(Net(1.0, 1.0, lambda x: x * 2.0 + x * 2.0**20 + x * 4.0), ONES, {}),
         f"forward overflow in mul of module the model, after module body: largest {LARGE}{SCALE}",
@@ -265,13 +260,6 @@ class TestDiagnosis:
         model = Net(1, 1)
         found = find_cause([model], (), batch_of(model, ONES, 2.0**18), scale=1.0)
         assert "at 2^-3 nothing overflows: lower init_scale and min_scale. Sett" in str(found)
-
-    def test_overflow_in_the_loss_is_outside_the_model(self) -> None:
-        model = Net(1, 1)
-        train = in_float16(lambda: torch.exp(model(torch.full((1, 1), 12.0))).mean())
-        assert str(find_cause([model], (), train)).startswith(
-            "forward overflow in exp outside the model, after module the model: largest"
-        )
 
     def test_infinity_that_a_batch_holds_as_a_mask_is_no_cause(self) -> None:
         model = nn.Sequential(nn.Linear(1, 4), nn.Softmax(-1), nn.Linear(4, 1))
@@ -424,9 +412,4 @@ class TestSeveralSlots:
         cause = find_cause([Net(1, 1)], (), lambda scale: 1 / 0, slots=slots)
         told = "not found: training the batch again raised ZeroDivisionError: division by zero"
         assert cause == told
-        assert len(slots.said) == 1
-
-    def test_slots_that_are_all_sound_have_no_cause(self) -> None:
-        slots = TwoSlots(rank=1)
-        assert find_cause([Net(1, 1)], (), lambda scale: None, slots=slots) is None
         assert len(slots.said) == 1

@@ -13,7 +13,6 @@ from diffusers.training_utils import EMAModel
 from torch import nn
 
 from determined_amp import MixedPrecision
-from tests.fake_cuda import Syncs
 from tests.harness import Context
 from tests.trials import AMP, OneWeight, Recipe, weigh
 from trials.ema import EMAWeights
@@ -110,17 +109,6 @@ class TestAverage:
             average.step()
         assert averages[0].state_dict()["weight"].item() == before["weight"].item()
         assert averages[1].state_dict()["weight"].item() == 7.0  # the first step is a copy
-
-    def test_step_of_an_average_does_not_synchronise(self) -> None:
-        amp, (optimizer,), (average,) = averaged(nn.Linear(3, 2))
-        step(amp, optimizer)
-        with Syncs("cpu") as syncs, syncs.during("step"):
-            average.step()
-        assert syncs.calls["step"]
-        assert syncs.waits["step"] == {}
-        with syncs, syncs.during("control"):
-            float(amp.steps(optimizer).applied)
-        assert syncs.waits["control"] == {"read": 1}
 
     def test_average_survives_a_checkpoint(self) -> None:
         first = weigh([[1.0], [2.0], [0.5]], trial=Averaged)

@@ -42,7 +42,7 @@ def trained_by_hand(config: experiment.Experiment) -> tuple[dict[str, Any], floa
     torch.manual_seed(config.seed)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=config.hparams.learning_rate)
-    amp = loops.ByHand(config.amp)
+    amp = loops.TorchAmp(config.amp)
     amp.wrap_lr_scheduler(warmup_then(optimizer, LRSchedule.COSINE, warmup_steps=2, total_steps=12))
     images, _ = data.load(config.data, config.seed)
     sampler = EpochSampler(len(images), config.seed)

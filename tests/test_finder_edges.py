@@ -21,10 +21,8 @@ from benchmarks import loss_scale_models as models
 from benchmarks.loss_scale_models import first_skip, other_models, train
 from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.amp.slots import OneSlot
-from determined_amp.finder.histogram import Histogram
 from determined_amp.finder.prediction import predict_float16
 from determined_amp.finder.scale_finding import find_window
-from determined_amp.finder.scale_score import FLUSHED_LIMIT
 
 SAMPLES, WIDTH = 24, 32
 
@@ -69,10 +67,6 @@ def attention(x: torch.Tensor) -> torch.Tensor:
     return ((weights / weights.sum(-1, keepdim=True)) @ x).view(-1, WIDTH)
 
 
-def gpt2_gelu(x: torch.Tensor) -> torch.Tensor:
-    return 0.5 * x * (1 + torch.tanh(0.79788456 * (x + 0.044715 * torch.pow(x, 3.0))))
-
-
 def in_place(x: torch.Tensor) -> torch.Tensor:
     y = x.clone()
     y[:, ::2] *= 3
@@ -92,22 +86,16 @@ def sparse(x: torch.Tensor) -> torch.Tensor:
 
 
 OPERATIONS: dict[str, Operation] = {
-    "GELU of GPT-2": gpt2_gelu,
     "SIREN": lambda x: torch.sin(30 * x),
     "RMSNorm by hand": rms_norm,
     "attention by hand": attention,
     "scaled_dot_product_attention": lambda x: functional.scaled_dot_product_attention(
         x[None], x[None], x[None]
     )[0],
-    "logsumexp": lambda x: x - torch.logsumexp(x, -1, keepdim=True),
     "normalize": lambda x: functional.normalize(x, dim=-1),
-    "norm of order 3": lambda x: x / x.norm(p=3, dim=-1, keepdim=True),
-    "group norm": lambda x: functional.group_norm(x[:, :, None], 4)[:, :, 0],
     "reciprocal": lambda x: 1 / (x * x + 0.01),
     "square root of a ReLU": lambda x: torch.sqrt(functional.relu(x)),
     "scatter_add": scattered,
-    "einsum": lambda x: torch.einsum("bi,bj->bij", x, x).mean(-1) * 30,
-    "distances": lambda x: torch.cdist(x.float(), x.float()).pow(1.5)[:, :8].repeat(1, 4),
     "Fourier transform": lambda x: torch.fft.rfft(x.float()).abs()[:, :16].repeat(1, 2),
     "sparse product": sparse,
     "in place": in_place,
@@ -169,11 +157,6 @@ def two_losses(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) ->
     scaler.scale((output - 3).abs().sum() * factor).backward()  # type: ignore[no-untyped-call]
 
 
-def losses_at_once(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
-    output = outputs(model) * factor
-    torch.autograd.backward([scaler.scale(output.mean()), scaler.scale(output.square().mean())])
-
-
 def graph_kept(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
     loss = scaler.scale(outputs(model).square().mean() * factor)
     loss.backward(create_graph=True)  # type: ignore[no-untyped-call]
@@ -216,7 +199,6 @@ LOOPS: dict[str, Train] = {
     "double backward": physics,
     "penalty on scaled gradients": penalty,
     "two losses": two_losses,
-    "losses at once": losses_at_once,
     "graph kept": graph_kept,
     "gradient of the input": adversarial,
     "frozen half": one_half_frozen,
@@ -267,33 +249,11 @@ def is_finite(model: nn.Module, train: Train, factor: float, scale_log2: int) ->
     return all(bool(gradient.isfinite().all()) for gradient in gradients)
 
 
-@pytest.mark.parametrize("factor", [1.0, 1e-3, 1e-6])
+@pytest.mark.parametrize("factor", [1.0, 1e-6])
 @pytest.mark.parametrize("name", [*OPERATIONS, *LOOPS])
 def test_first_overflow_is_exact(name: str, factor: float) -> None:
     found = find_window(rehearsed(name, factor), OneSlot())
     assert found.top_log2 + 1 == first_overflow(name, factor)
-
-
-@pytest.mark.parametrize("name", [*OPERATIONS, *LOOPS])
-def test_flush_is_what_a_cast_of_the_gradients_loses(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorded: list[tuple[torch.Tensor, Histogram]] = []
-    count = Histogram.of
-
-    def count_and_keep(values: torch.Tensor) -> Histogram:
-        recorded.append((values.clone(), count(values)))
-        return recorded[-1][1]
-
-    monkeypatch.setattr(Histogram, "of", count_and_keep)
-    low = predict_float16(rehearsed(name, 1.0), OneSlot()).smallest_scale_log2(FLUSHED_LIMIT)
-    assert recorded
-    for gradient, counted in recorded:
-        exact = gradient.double()
-        exact = exact[exact.isfinite()]
-        for scale in (low - 8, low - 1, low, low + 4):
-            lost = exact.where((exact * 2.0**scale).half() == 0, 0.0).norm() / exact.norm()
-            assert counted.flushed_share(scale) == pytest.approx(lost.nan_to_num().item(), rel=1e-9)
 
 
 @pytest.mark.parametrize("eps", [1e-2, 1e-4])

@@ -22,7 +22,6 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.small_trials import SummedLoss
-from determined_amp import __main__ as door
 from determined_amp.amp.errors import GuardError
 from determined_amp.amp.fp32_modules import keep_in_float32
 from determined_amp.amp.precision import DeviceSupport, prepare_backend
@@ -39,7 +38,6 @@ from tests.loss_scale import looked_at, skipped_steps
 from tests.test_islands import Products, three_layers
 from tests.test_no_sync import BATCHES, ReadsTheLoss, Run
 from trials.mlp import MLPTrial
-from trials.resnet50 import ResNet50Trial
 
 pytestmark = [
     pytest.mark.gpu,
@@ -92,36 +90,40 @@ def length(batches: int) -> str:
     return f"hyperparameters.training.max_length={{batches: {batches}}}"
 
 
+# Without cuDNN's benchmark, whose timing of algorithms waits once per shape.
+IMAGES = ("data.image_size=32", length(sized(BATCHES, 1)))
+HEADS = sized(
+    "{num_layers: 2, num_attention_heads: 4, attention_head_dim: 16}",
+    "{num_layers: 1, num_attention_heads: 2, attention_head_dim: 4}",
+)
+VIDEO = (
+    "data.frames=2",
+    f"hyperparameters.model={HEADS}",
+    "hyperparameters.clip_start_step=2",
+)
+
+
 @EVERY_PRECISION
-@pytest.mark.parametrize("aggregation_frequency", [1, 2])
-def test_batches_never_wait(precision: Precision, aggregation_frequency: int) -> None:
+@pytest.mark.parametrize(
+    ("config", "overrides"),
+    [
+        ("mlp", ()),
+        ("mlp", ("hyperparameters.aggregation_frequency=2",)),
+        ("mlp", ("data.workers=2",)),
+        ("resnet50", IMAGES),
+        ("latte", VIDEO),
+    ],
+)
+def test_batches_never_wait(precision: Precision, config: str, overrides: tuple[str, ...]) -> None:
     skip_if_emulated(precision)
-    run = train(
-        refusing_to_wait,
-        "mlp/fp32.yaml",
-        f"hyperparameters.aggregation_frequency={aggregation_frequency}",
-        *amp(precision=precision.value),
-    )
+    if config == "latte":
+        pytest.importorskip("diffusers")
+    changes = (*overrides, *amp(precision=precision.value))
+    run = train(refusing_to_wait, f"{config}/fp32.yaml", *changes)
     assert run.dtypes == {precision.autocast_dtype or torch.float32}
     assert run.trial.optimizer.defaults["fused"] is True
     # The first steps at the default loss scale may overflow, and are then skipped.
-    steps = BATCHES // aggregation_frequency
-    least = 1 if precision is Precision.AMP_FP16 else steps
-    assert least <= int(run.trial.amp.applied_steps) <= steps
-
-
-@EVERY_PRECISION
-def test_batches_of_convolutions_never_wait(precision: Precision) -> None:
-    """Without cuDNN's benchmark, whose timing of algorithms waits once per shape."""
-    skip_if_emulated(precision)
-    run = train(
-        refusing_to_wait,
-        "resnet50/fp32.yaml",
-        "data.image_size=32",
-        *amp(precision=precision.value),
-        length(sized(BATCHES, 1)),
-    )
-    assert run.dtypes == {precision.autocast_dtype or torch.float32}
+    assert int(run.trial.amp.applied_steps) >= 1
 
 
 def test_planted_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,23 +302,14 @@ def test_error_of_a_product_is_that_of_its_precision(
 
 
 @EVERY_PRECISION
-@pytest.mark.parametrize(
-    ("config", "sizes"),
-    [
-        ("mlp/fp32.yaml", ("data.image_size=8", "hyperparameters.hidden_features=16")),
-        ("resnet50/fp32.yaml", (f"data.image_size={sized(64, 32)}",)),
-    ],
-    ids=["products", "convolutions"],
-)
-def test_command_audits_a_batch_in_every_precision(
-    precision: Precision, config: str, sizes: tuple[str, ...]
-) -> None:
+def test_command_audits_a_batch_in_every_precision(precision: Precision) -> None:
     skip_if_emulated(precision)
+    config = "resnet50/fp32.yaml"
     overrides = (
         "data.dataset=synthetic",
         "data.samples=32",
         "hyperparameters.global_batch_size=4",
-        *sizes,
+        f"data.image_size={sized(64, 32)}",
         *amp(precision=precision.value),
     )
     raw = read_yaml(str(training.ROOT / "experiment_configs" / config))
@@ -325,55 +318,29 @@ def test_command_audits_a_batch_in_every_precision(
     assert audit.share > 0.99
 
 
-def few_convolutions(**options: Any) -> nn.Module:
-    """In place of ResNet-50: a pooling adds up its gradients in any order."""
-    return nn.Sequential(
-        *(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
-        *(nn.Conv2d(8, 16, 3, stride=2, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
-        *(nn.Flatten(), nn.Linear(64, options["num_classes"])),  # of images of 8 x 8
-    )
-
-
-RESUMED = (
-    "data.dataset=synthetic",
-    "data.samples=160",
-    "data.image_size=8",
-    "hyperparameters.global_batch_size=8",
+MOVING = (
     "hyperparameters.lr_schedule=cosine",
     "hyperparameters.warmup_steps=2",
     "hyperparameters.amp.growth_interval=3",
-    "hyperparameters.training={max_length: {batches: 12}, validation_period: {batches: 6}, "
-    "checkpoint_period: {batches: 4}, reporting_period: {batches: 2}, cudnn_benchmark: false}",
 )
 
 
 @pytest.mark.usefixtures("_deterministic")
-@pytest.mark.parametrize(
-    ("config", "trial"), [("mlp/amp.yaml", MLPTrial), ("resnet50/amp.yaml", ResNet50Trial)]
-)
-def test_resumed_run_ends_as_one_that_nothing_disturbed(
-    config: str, trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To the bit, where torch and cuDNN compute deterministically; lost in the 11th of 12 batches.
+def test_resumed_run_ends_as_one_that_nothing_disturbed(tmp_path: Path) -> None:
+    """To the bit, where torch computes deterministically; lost in the 11th of 12 batches.
 
     Weights, fused optimizer, scaler, schedule, counts, and the random state of the device.
     """
-    monkeypatch.setattr("trials.resnet50.resnet50", few_convolutions)
 
     def run(name: str, *overrides: str) -> Path:
-        words = [word for change in (*RESUMED, *overrides) for word in ("--config", change)]
-        path, folder = str(training.ROOT / "experiment_configs" / config), tmp_path / name
-        assert door.main(["train", path, *words, "--run-folder", str(folder)]) == 0
-        return folder
+        return training.run_small("mlp/amp.yaml", tmp_path / name, *MOVING, *overrides)
 
-    with training.killed_in_batch(10, trial):
+    with training.killed_in_batch(10):
         run("resumed")
-    training.resume(tmp_path / "resumed")
     whole, other = run("whole"), run("other", "reproducibility.experiment_seed=1")
-    ends = [training.checkpoint(folder, 12) for folder in (tmp_path / "resumed", whole, other)]
-    resumed, undisturbed, of_another_seed = map(training.digest, ends)
-    assert resumed == undisturbed
-    assert resumed != of_another_seed
+    folders = (training.resume(tmp_path / "resumed"), whole, other)
+    ends = [training.digest(training.checkpoint(folder, 12)) for folder in folders]
+    assert ends[0] == ends[1] != ends[2]
 
 
 class LoudTrial(MLPTrial):
@@ -397,30 +364,6 @@ def test_guard_says_the_cause_and_keeps_a_checkpoint(tmp_path: Path) -> None:
     (saved,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
     weights = training.checkpoint(tmp_path / "run", int(saved.name[-8:]))["models_state_dict"][0]
     assert all(bool(torch.isfinite(value).all()) for value in weights.values())
-
-
-def latte(*overrides: str) -> tuple[str, ...]:
-    """What makes Latte small; skips the test without diffusers."""
-    pytest.importorskip("diffusers")
-    heads = sized("num_layers: 2, num_attention_heads: 4, attention_head_dim: 16", "")
-    tiny = "num_layers: 1, num_attention_heads: 2, attention_head_dim: 4"
-    return (
-        "data.frames=2",
-        f"hyperparameters.model={{{heads or tiny}}}",
-        "hyperparameters.clip_start_step=2",
-        *overrides,
-    )
-
-
-@EVERY_PRECISION
-def test_batches_of_latte_never_wait(precision: Precision) -> None:
-    skip_if_emulated(precision)
-    run = train(refusing_to_wait, "latte/fp32.yaml", *latte(), *amp(precision=precision.value))
-    assert run.dtypes == {precision.autocast_dtype or torch.float32}
-
-
-def test_batches_of_loader_processes_never_wait() -> None:
-    train(refusing_to_wait, "mlp/amp.yaml", "data.workers=2")
 
 
 @SIXTEEN_BITS
@@ -471,27 +414,6 @@ def test_search_compares_two_precisions(tmp_path: Path, monkeypatch: pytest.Monk
 def was_on_a_gpu(run: Path) -> bool:
     """Whether it reports the memory that torch holds of one."""
     return any("watch_peak_reserved_memory_mib" in line for line in training.metrics(run))
-
-
-def test_two_ranks_on_one_device_train_as_one(tmp_path: Path) -> None:
-    """Over gloo, because NCCL refuses two ranks on a GPU; sums are in another order."""
-    pytest.importorskip("zmq")  # by which Determined's ranks talk
-    alone = training.run_small("mlp/fp32.yaml", tmp_path / "one")
-    launcher = ("torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
-    command = ("determined_amp", "train", *training.arguments("mlp/fp32.yaml"))
-    process = training.start(
-        *("-m", *launcher, "--nproc-per-node", "2", "-m", *command),
-        *("--run-folder", str(tmp_path / "two")),
-        GLOO_SOCKET_IFNAME="lo",
-    )
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    together = training.metrics(tmp_path / "two")
-    for one, two in zip(training.metrics(alone), together, strict=True):
-        assert two["batches"] == one["batches"]
-        for name in {"loss", "validation_loss", "watch_grad_norm"} & one.keys():
-            assert two[name] == pytest.approx(one[name], abs=1e-4)
-    assert only_a_gpu_shows(was_on_a_gpu(tmp_path / "two"))
 
 
 def test_batches_of_a_compiled_model_never_wait() -> None:

@@ -265,7 +265,6 @@ ITS_OWN_BACKWARD = "calls loss.backward() itself; write instead: self.context.ba
 REFUSED: list[tuple[Any, tuple[str, ...], str]] = [
     (CallsBackwardItself, EVERY_PRECISION, ITS_OWN_BACKWARD),
     (CallsBackwardBesideTheRightOne, FP16_ONLY, ITS_OWN_BACKWARD),
-    (EntersAutocast, FP16_ONLY, "enters autocast itself"),
     (EntersAutocast, FP16_ONLY, ITS_OWN_AMP),
     (WrapsAScaler, FP16_ONLY, "GradScaler of its own"),
     (ScalesByItself, FP16_ONLY, "GradScaler of its own"),
@@ -457,14 +456,6 @@ def test_closure_with_a_loss_scale_is_one_sentence() -> None:
     loop = OwnLoop()
     with pytest.raises(ConfigError, match="steps with a closure, which a loss scale does not"):
         loop.amp.scaler.step(loop.optimizer, lambda: 0.0)
-
-
-def test_second_step_after_the_end_of_the_first_is_no_mistake() -> None:
-    loop = OwnLoop()
-    for _ in range(2):
-        loop.backward()
-        loop.step()
-        loop.amp.finish_steps()
 
 
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan, None])

@@ -233,10 +233,8 @@ def clip(tensor: torch.Tensor, **how: bool) -> None:
 
 
 WAITING: dict[str, tuple[str, Callable[[torch.Tensor], object]]] = {
-    "item": ("read", lambda tensor: tensor[0].item()),
     "bool": ("read", lambda tensor: bool(tensor.isfinite().all())),
     "cpu": ("read", lambda tensor: tensor.to("cpu", non_blocking=True)),
-    "nonzero": ("read", lambda tensor: tensor.nonzero()),
     "mask": ("read", lambda tensor: tensor[tensor > 0]),
     "clip and complain": ("read", lambda tensor: clip(tensor, error_if_nonfinite=True)),
     "copy of a list": ("copy", lambda tensor: torch.tensor([1.0], device="cuda")),

@@ -127,16 +127,6 @@ def test_support_follows_the_capability(
     assert DeviceSupport.of(_GPU) == DeviceSupport("Some GPU", tf32=tf32, fp16=True, bf16=bf16)
 
 
-def test_support_of_a_cpu_is_what_onednn_says() -> None:
-    mkldnn = torch.ops.mkldnn
-    assert DeviceSupport.of(_CPU) == DeviceSupport(
-        "cpu",
-        tf32=False,
-        fp16=mkldnn._is_mkldnn_fp16_supported(),
-        bf16=mkldnn._is_mkldnn_bf16_supported(),
-    )
-
-
 def test_tests_of_the_cpu_and_their_processes_see_no_gpu() -> None:
     """Otherwise they would train on it: a run takes the device that is there."""
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from determined_amp.finder.prediction import (
 )
 from tests.loss_scale import histogram, powers_in, prediction_of
 
-ONE = OneSlot()
+ONE, ONES = OneSlot(), torch.ones(1, 1)
 
 
 def slots(*others: Any) -> Any:
@@ -106,44 +107,37 @@ class TestPrediction:
         assert prediction.headroom_log2 == math.log2(65520)
 
 
+def in_float16_alone(output: torch.Tensor) -> torch.Tensor:
+    assert output.detach().numpy().size == 1  # which has no bfloat16
+    return output
+
+
+REFUSED: dict[str, Callable[[nn.Linear], torch.Tensor]] = {
+    "all 16-bit gradients are exactly 0": lambda model: model(ONES).float() * 0.0,
+    "the gradients are not finite in bfloat16": lambda model: (model(ONES) * 0.0).abs().sqrt(),
+    "no backward makes a 16-bit gradient": lambda model: model.weight * 2.0,
+    "no parameter gets a gradient": lambda model: torch.ones(1, requires_grad=True) * 1.0,
+    "float16 tensors outside autocast": lambda model: model(ONES).half() * 2.0,
+    "not in bfloat16, .*: TypeError: .* BFloat16": lambda model: in_float16_alone(model(ONES)),
+}
+
+
 class TestRefused:
+    @pytest.mark.parametrize("words", REFUSED)
+    def test_training_whose_loss_scale_cannot_be_found(self, words: str) -> None:
+        model = nn.Linear(1, 1)
+        with pytest.raises(LossScaleError, match=words):
+            predict_float16(of(model, loss=lambda: REFUSED[words](model)), ONE)
+
     @pytest.mark.parametrize("factors", [(math.inf, 1.0), (1.0, math.inf)])
     def test_loss_that_is_not_finite(self, factors: tuple[float, float]) -> None:
         with pytest.raises(LossScaleError, match="the loss is not finite, although bfloat16"):
             predict_float16(scaled(*factors), ONE)
 
-    def test_gradients_that_are_all_zero(self) -> None:
-        model = nn.Linear(1, 1)
-        rehearsals = of(model, loss=lambda: model(torch.ones(1, 1)).float() * 0.0)
-        with pytest.raises(LossScaleError, match="all 16-bit gradients are exactly 0"):
-            predict_float16(rehearsals, ONE)
-
-    def test_gradient_that_is_not_finite_without_a_scale(self) -> None:
-        model = nn.Linear(1, 1, bias=False)
-        nn.init.zeros_(model.weight)
-        rehearsals = of(model, loss=lambda: model(torch.ones(1, 1)).abs().sqrt())
-        with pytest.raises(LossScaleError, match="the gradients are not finite in bfloat16"):
-            predict_float16(rehearsals, ONE)
-
     @pytest.mark.parametrize("cast", [torch.bfloat16, None])
     def test_forward_without_float16_autocast(self, cast: torch.dtype | None) -> None:
         with pytest.raises(LossScaleError, match=r"no forward runs under float16 autocast: write"):
             predict_float16(scaled(1.0, cast=cast), ONE)
-
-    def test_backward_without_a_16_bit_gradient(self) -> None:
-        weights = nn.ParameterList([torch.ones(2)])
-        with pytest.raises(LossScaleError, match="no backward makes a 16-bit gradient"):
-            predict_float16(of(weights, loss=lambda: weights[0] * 2.0), ONE)
-
-    def test_loss_that_reaches_no_parameter(self) -> None:
-        with pytest.raises(LossScaleError, match="no parameter gets a gradient"):
-            predict_float16(of(loss=lambda: torch.ones(1, requires_grad=True) * 1.0), ONE)
-
-    def test_float16_that_the_trial_makes_itself(self) -> None:
-        model = nn.Linear(1, 1)
-        rehearsals = of(model, loss=lambda: model(torch.ones(1, 1)).half() * 2.0)
-        with pytest.raises(LossScaleError, match="float16 tensors outside autocast"):
-            predict_float16(rehearsals, ONE)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     def test_parameters_in_16_bits_that_are_trained(self, dtype: torch.dtype) -> None:
@@ -154,17 +148,6 @@ class TestRefused:
         half.requires_grad_(requires_grad=True)
         with pytest.raises(LossScaleError, match=r"parameters are b?float16, as after"):
             predict_float16([plain], ONE)
-
-    def test_trial_that_runs_in_float16_alone(self) -> None:
-        model = nn.Linear(1, 1)
-
-        def loss() -> torch.Tensor:
-            output: torch.Tensor = model(torch.ones(1, 1))
-            assert output.detach().numpy().size == 1  # which has no bfloat16
-            return output
-
-        with pytest.raises(LossScaleError, match=r"not in bfloat16, .*: TypeError: .* BFloat16"):
-            predict_float16(of(model, loss=loss), ONE)
 
     def test_error_of_float16_too_is_the_trials_own(self) -> None:
         def loss() -> torch.Tensor:

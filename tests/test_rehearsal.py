@@ -262,10 +262,3 @@ class TestErrors:
         words = "for float16, set hyperparameters.amp.precision to amp_fp16"
         with pytest.raises(LossScaleError, match=words):
             wrapped_scaler(context)
-
-    def test_trial_with_nothing_to_train_is_refused(self) -> None:
-        with open_trial(experiment_in(config(SummedLoss), "test")) as found:
-            trial: Any = found.trial
-            trial.model.requires_grad_(False)
-            with pytest.raises(LossScaleError, match=r"leave out requires_grad_\(False\) for what"):
-                in_training(trial, found.context, 1, len)

@@ -395,29 +395,27 @@ def test_rate_that_is_a_tensor_of_the_host_is_followed_by_its_value() -> None:
 
 
 @contextmanager
-def on_fake_cuda(
+def moved_on_fake_cuda(
     make_scheduler: MakeScheduler, *, fused: bool, skips: bool
 ) -> Iterator[tuple[Syncs, AppliedStepSchedule]]:
+    """A schedule after all of its steps, and what was counted meanwhile."""
+    device = torch.device("cuda")
     with fake_cuda() as syncs:
-        weights = [nn.Parameter(torch.zeros(1, device="cuda")) for _ in RATES]
+        weights = [nn.Parameter(torch.zeros(1, device=device)) for _ in RATES]
         groups = [{"params": [it], "lr": lr} for it, lr in zip(weights, RATES, strict=True)]
-        optimizer = Adam(groups, fused=fused)
-        scheduler = make_scheduler(optimizer)
-        yield syncs, AppliedStepSchedule(scheduler, torch.device("cuda"), skips=skips)
-
-
-def run_on_fake_cuda(syncs: Syncs, schedule: AppliedStepSchedule) -> None:
-    applied = torch.zeros((), dtype=torch.int64, device="cuda")
-    schedule.move(0, applied)
-    with syncs.during("steps"):
-        for attempted in range(1, STEPS + 1):
-            schedule.move(attempted, applied)
+        scheduler = make_scheduler(Adam(groups, fused=fused))
+        schedule = AppliedStepSchedule(scheduler, device, skips=skips)
+        applied = torch.zeros((), dtype=torch.int64, device=device)
+        schedule.move(0, applied)
+        with syncs.during("steps"):
+            for attempted in range(1, STEPS + 1):
+                schedule.move(attempted, applied)
+        yield syncs, schedule
 
 
 @needs_fake_cuda
 def test_fused_step_is_two_kernels_and_waits_for_nothing() -> None:
-    with on_fake_cuda(one_cycle, fused=True, skips=True) as (syncs, schedule):
-        run_on_fake_cuda(syncs, schedule)
+    with moved_on_fake_cuda(one_cycle, fused=True, skips=True) as (syncs, schedule):
         groups = schedule.optimizer.param_groups
         assert {(it["lr"].dtype, it["lr"].device.type, it["lr"].dim()) for it in groups} == {
             (torch.float32, "cuda", 0)
@@ -445,8 +443,7 @@ def constant(optimizer: Optimizer) -> LRScheduler:
 def test_device_is_asked_only_where_a_step_that_can_be_skipped_moves_the_rate(
     make_scheduler: MakeScheduler, fused: bool, skips: bool, reads: int
 ) -> None:
-    with on_fake_cuda(make_scheduler, fused=fused, skips=skips) as (syncs, schedule):
-        run_on_fake_cuda(syncs, schedule)
+    with moved_on_fake_cuda(make_scheduler, fused=fused, skips=skips) as (syncs, schedule):
         assert syncs.waits["steps"] == ({"read": reads} if reads else {})
         assert bool(syncs.calls["steps"]) is (reads > 0)
         if make_scheduler is constant:  # the optimizer's own number

@@ -11,8 +11,6 @@ import pytest
 from determined import pytorch
 
 from benchmarks.small_trials import (
-    DeepPlain,
-    Float16Loss,
     PreNormTransformer,
     SmallTrial,
     SummedLoss,
@@ -134,13 +132,6 @@ class TestTerms:
         assert min(float16.measured) >= 0
 
 
-def scores(trial: Trial, scales: Sequence[int]) -> dict[int, Score]:
-    def work(small: SmallTrial, context: Context, batches: Batches) -> dict[int, Score]:
-        return {scale: score_batches(batches, context.distributed, scale) for scale in scales}
-
-    return looked_at(trial, work)
-
-
 def skipped_in_training(trial: Trial, init_scale: float) -> int:
     """Steps that a real training on one batch skips until the first is applied."""
     with open_trial(experiment_in(config(trial, init_scale=init_scale), trial.__name__)) as found:
@@ -160,7 +151,7 @@ def skipped_in_training(trial: Trial, init_scale: float) -> int:
         return small.skipped_steps
 
 
-TRIALS = [SummedLoss, TinyLoss, PreNormTransformer, Float16Loss]
+TRIALS = [SummedLoss, TinyLoss, PreNormTransformer]
 
 
 @pytest.mark.parametrize("trial", TRIALS)
@@ -171,14 +162,13 @@ class TestSmallTrials:
         def work(small: SmallTrial, context: Context, batches: Batches) -> None:
             slots = context.distributed
             finding = find_window(batches, slots)
-            scales = range(finding.low_log2 - 3, finding.top_log2 + 4)
+            low, top = finding.low_log2, finding.top_log2
+            inside = [low, (low + top) // 2, top]
+            scales = [*range(low - 3, low), *inside, *range(top + 1, top + 4)]
             found = {k: score_batches(batches, slots, k).loss_scale_score for k in scales}
-            free = [k for k in scales if found[k] == 0]
-            assert free == [*range(finding.low_log2, finding.top_log2 + 1)]
-            assert len(free) > 20
-            assert all((found[k] > 0) != batches[0].run(2.0**k).is_sound for k in scales[-6:])
-            falls = [found[k] for k in scales if k <= min(free)]
-            rises = [found[k] for k in scales if k >= max(free)]
+            assert [k for k in scales if found[k] == 0] == inside
+            assert all((found[k] > 0) != batches[0].run(2.0**k).is_sound for k in scales[-4:])
+            falls, rises = list(found.values())[:4], list(found.values())[-4:]
             assert falls == sorted({*falls}, reverse=True)
             assert rises == sorted({*rises})
 
@@ -198,13 +188,6 @@ class TestSmallTrials:
         assert found.loss_scale_score == math.log2(1 + skipped)
         assert abs(skipped - above) < 1  # the control
         assert found.overflow == (skipped > 0)
-
-
-def test_no_scale_of_a_trial_without_a_window_is_free() -> None:
-    """The best is at the top, where the fewest gradients are flushed."""
-    found = scores(DeepPlain, [14, 18, 19, 22])
-    assert min(score.loss_scale_score for score in found.values()) > 5
-    assert min(found, key=lambda scale: found[scale].loss_scale_score) == 18
 
 
 def test_scaler_of_the_trial_says_what_a_skip_and_a_flushed_share_cost() -> None:

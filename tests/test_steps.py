@@ -126,25 +126,6 @@ class TestBegin:
             assert optimizer.param_groups[0]["lr"] == group
 
 
-@pytest.mark.parametrize(
-    ("skips", "rates"),
-    [([False, False, False], [0.25, 0.125, 0.0625]), ([False, True, False], [0.25, 0.25, 0.125])],
-)
-@pytest.mark.parametrize("fused", [False, True])
-def test_rate_follows_the_applied_steps(
-    skips: list[bool], rates: list[float], *, fused: bool
-) -> None:
-    optimizer = fused_sgd(fused=fused)
-    optimizer.defaults["fused"] = fused
-    steps = OptimizerSteps(CPU, scaled=True)
-    steps.schedule = schedule_of(lr_scheduler.StepLR(optimizer, 1, 0.5), CPU, skips=True)
-    used = []
-    for skipped in skips:
-        steps.finish(torch.tensor(float(skipped)) if fused else skipped)
-        used.append(float(optimizer.param_groups[0]["lr"]))
-    assert used == rates
-
-
 def test_everything_is_kept_on_the_device_and_the_host_does_not_ask_for_what_it_knows() -> None:
     device, optimizer = torch.device("meta"), fused_sgd(fused=False)
     each = StepsOfEach(device, [optimizer, fused_sgd()], scaled=True)
@@ -158,48 +139,6 @@ def test_everything_is_kept_on_the_device_and_the_host_does_not_ask_for_what_it_
     first.finish(False)  # a number of that device has no value
     assert optimizer.param_groups[0]["lr"] == 0.25
     assert first.schedule is not each.of(fused_sgd()).schedule
-
-
-def test_optimizer_without_a_schedule_keeps_its_rate() -> None:
-    steps, optimizer = OptimizerSteps(CPU, scaled=True), fused_sgd()
-    steps.begin(optimizer)
-    steps.finish(False)
-    assert (optimizer.param_groups[0]["lr"], steps.is_scheduled) == (0.5, False)
-
-
-class TestStepsOfEach:
-    def test_numbers_of_each_optimizer_come_from_a_state_and_begin_a_report(self) -> None:
-        optimizers: list[torch.optim.Optimizer] = [fused_sgd(), fused_sgd()]
-        saved = StepsOfEach(CPU, optimizers, scaled=True)
-        for number, steps in enumerate(saved.all(), start=1):
-            for _ in range(number):
-                steps.finish(False)
-        state = saved.state_dict()
-        assert [each["applied"] for each in state["optimizers"]] == [1, 2]
-        known: list[torch.optim.Optimizer] = optimizers[:1]
-        loaded = StepsOfEach(CPU, known, scaled=True)
-        loaded.load_state_dict(state)
-        known.append(optimizers[1])  # it comes later
-        assert loaded.of(optimizers[1]).counts.attempted == 0
-        loaded.restore(optimizers[1])
-        assert [steps.counts.attempted for steps in loaded.all()] == [1, 2]
-        assert [steps.attempted_before for steps in loaded.all()] == [1, 2]
-        assert [int(steps.applied_before) for steps in loaded.all()] == [1, 2]
-
-    def test_state_has_that_of_a_plateau_and_none_of_a_schedule_by_steps(self) -> None:
-        optimizers: list[torch.optim.Optimizer] = [fused_sgd(), fused_sgd()]
-        steps = StepsOfEach(CPU, optimizers, scaled=True)
-        plateau = lr_scheduler.ReduceLROnPlateau(optimizers[0])
-        by_steps = lr_scheduler.ExponentialLR(optimizers[1], gamma=0.5)
-        for optimizer, scheduler in zip(optimizers, (plateau, by_steps), strict=True):
-            steps.of(optimizer).schedule = schedule_of(scheduler, CPU, skips=True)
-        for schedule in steps.schedules():
-            schedule.validated(3.0)
-        state = steps.state_dict()
-        assert [each and each["best"] for each in state["plateaus"]] == [3.0, None]
-        plateau.best = 2.0
-        steps.load_state_dict(state)
-        assert plateau.best == 3.0
 
 
 class TestFillMomentum:
@@ -256,3 +195,13 @@ def test_function_is_called_before_each_step_of_a_wrapper_without_hooks() -> Non
     hook.remove()
     wrapper.step()
     assert len(seen) == 1
+
+
+def test_optimizer_that_comes_after_its_state_begins_a_report() -> None:
+    known: list[torch.optim.Optimizer] = []
+    steps = StepsOfEach(CPU, known, scaled=True)
+    steps.load_state_dict({"optimizers": [{"attempted": 3, "applied": 2, "last_applied": 2}]})
+    known.append(fused_sgd())
+    steps.restore(known[0])
+    (its,) = steps.all()
+    assert (its.counts.attempted, its.attempted_before, int(its.applied_before)) == (3, 3, 2)

@@ -150,16 +150,6 @@ class TestOurForm:
         assert found.training.reporting_period == Length(batches=100)
         assert found.platform.searcher.metric is None
 
-    def test_keys_without_effect_in_it_are_mistakes(self) -> None:
-        training_section = "hyperparameters.training={max_length: {batches: 3}}"
-        found = problems_of(changed(training_section))
-        assert [problem.partition(":")[0] for problem in found] == [
-            "searcher.max_length",
-            "min_validation_period",
-            "min_checkpoint_period",
-            "scheduling_unit",
-        ]
-
 
 def made(name: str) -> Any:
     with open_trial(experiment_in(LEGACY, "test", trial=f"tests.strangers:{name}")) as found:

@@ -183,20 +183,16 @@ class TwoWeights(Weights):
 
     Attributes:
         fused: Whether the optimizers are.
-        how: Who steps: "context", or in batches of one "scaler" or "optimizer" alone.
         diagnosed: How often the guard trained a batch again.
-        norms: Of the gradients that each batch stepped with, of both models.
     """
 
     count = 2
-    how = "context"
     fused = False
 
     def __init__(self, context: pytorch.PyTorchTrialContext, rows: Rows) -> None:
         self.rows = rows
         super().__init__(context)
         self.diagnosed = 0
-        self.norms: list[float] = []
 
     def optimizer_of(self, parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.5, fused=self.fused)
@@ -216,19 +212,6 @@ class TwoWeights(Weights):
 
     def steps_generator(self, batch_idx: int) -> bool:
         return True
-
-    def step(self, which: int = 0) -> None:
-        optimizer = self.optimizers[which]
-        if not self.amp.is_rehearsing:
-            (parameter,) = optimizer.param_groups[0]["params"]
-            self.norms.append(float(parameter.grad))
-        if self.how == "context":
-            super().step(which)
-            return
-        self.amp.scaler.step(optimizer)
-        if self.how == "optimizer" and self.amp.is_rehearsing:
-            optimizer.step()  # a trial that steps by hand, whatever the guard wants
-        optimizer.zero_grad()
 
     def build_training_data_loader(self) -> Any:
         columns = torch.tensor(self.rows).T.reshape(2, -1, 1)

@@ -133,7 +133,8 @@ def two_weights() -> dict[str, Any]:
 def unmodified() -> dict[str, Any]:
     """A float32 trial as it is, and the same converted: hashes of what they trained."""
     trained = {}
-    loud = {"precision": "amp_fp16", "init_scale": 2.0**24, "growth_interval": 2}
+    loud: dict[str, Any] = {"precision": "amp_fp16", "init_scale": 2.0**24, "growth_interval": 2}
+    loud["fp32_modules"] = ["^3$"]
     for trial in (Plain, Converted):
         with process_group() as processes:
             made = fit_as_it_is(trial, loud, batches=4, processes=processes)
