@@ -35,25 +35,28 @@ _KEEP_THEIR_RESULT = ("train", "compare", "search", "report", "report precision"
 
 # Packages of ours that an installation or an image may lack: their module, and their name for pip.
 _PACKAGES = {
-    **{name: name for name in ("rich", "tensorboard", "torchvision", "diffusers")},
-    **{name: name for name in ("optuna", "sqlalchemy", "matplotlib", "scipy")},
-    **{"yaml": "pyyaml", "sklearn": "scikit-learn"},
+    "rich": "rich",
+    "tensorboard": "tensorboard",
+    "torchvision": "torchvision",
+    "diffusers": "diffusers",
+    "optuna": "optuna",
+    "sqlalchemy": "sqlalchemy",
+    "matplotlib": "matplotlib",
+    "scipy": "scipy",
+    "yaml": "pyyaml",
+    "sklearn": "scikit-learn",
 }
 
 
 def usage() -> str:
     """The text of `--help`."""
     width = max(map(len, _COMMANDS))
-    lines = [f"  {command:{width}}  {text}" for command, (_, text) in _COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: python -m determined_amp COMMAND [ARGUMENTS]",
-            "",
-            *lines,
-            "",
-            "python -m determined_amp COMMAND --help lists the arguments of a command;",
-            "python -m determined_amp --version prints the version.",
-        ]
+    commands = [f"  {command:{width}}  {text}" for command, (_, text) in _COMMANDS.items()]
+    lines = "\n".join(commands)
+    return (
+        f"usage: python -m determined_amp COMMAND [ARGUMENTS]\n\n{lines}\n\n"
+        "python -m determined_amp COMMAND --help lists the arguments of a command;\n"
+        "python -m determined_amp --version prints the version."
     )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ import determined as det
 from determined import core, pytorch
 
 from determined_amp.amp.errors import UserError
-from determined_amp.amp.plain_data import Values
+from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.check.doctor import examine
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, constants, parse
 from determined_amp.experiment.failures import faults_of_the_trial
@@ -90,7 +90,7 @@ def check_task(trial: str | None, *, as_json: bool) -> None:
 
 
 @contextmanager
-def task_without_trial() -> Iterator[tuple[dict[str, Any], core.Context]]:
+def task_without_trial() -> Iterator[tuple[Values, core.Context]]:
     """Configuration and context of a task that makes its trial in processes of their own.
 
     The reason of a `UserError` goes to the overview and the metadata of the run.
@@ -112,12 +112,12 @@ def task_without_trial() -> Iterator[tuple[dict[str, Any], core.Context]]:
 
 
 def leave_answer(
-    train: core.TrainContext, status: str, batches: int, metrics: Mapping[str, float], **noted: Any
+    train: core.TrainContext, status: str, batches: int, metrics: Metrics, **noted: Any
 ) -> None:
     """Report the result of a task to the master: its status, metrics, and metadata."""
     note(train, **noted)
     show_status(train, status)
-    train.report_validation_metrics(steps_completed=batches, metrics=dict(metrics))
+    train.report_validation_metrics(steps_completed=batches, metrics=metrics)
     train.report_progress(1.0)
 
 
@@ -159,7 +159,8 @@ def _context(experiment: Experiment) -> Iterator[pytorch.PyTorchTrialContext]:
     run, and is the last line of its log.
     """
     logging.basicConfig(level=logging.INFO, format=det.LOG_FORMAT)
-    hparams, frequency = dict(experiment.hyperparameters), experiment.aggregation_frequency
+    hparams = dict(experiment.hyperparameters)
+    frequency = experiment.aggregation_frequency
     try:
         with pytorch.init(hparams=hparams, aggregation_frequency=frequency) as context:
             averages = experiment.platform.optimizations.average_aggregated_gradients
@@ -194,10 +195,13 @@ def _opened(info: det.ClusterInfo, experiment: Experiment) -> Iterator[OpenTrial
 def _leave_finding(context: pytorch.PyTorchTrialContext, answer: FoundScale, batches: int) -> None:
     """Report the finder's answer to the master, and store all of it."""
     finding = answer.finding
-    scale_log2, metrics = finding.answer_log2, {"window_bits": finding.window_bits}
-    status, init_scale = finding.verdict.value, None
+    scale_log2 = finding.answer_log2
+    metrics = {"window_bits": finding.window_bits}
+    status = finding.verdict.value
+    init_scale = None
     if scale_log2 is not None:
-        status, init_scale = f"init_scale 2^{scale_log2}", 2.0**scale_log2
+        status = f"init_scale 2^{scale_log2}"
+        init_scale = 2.0**scale_log2
         metrics["init_scale_log2"] = scale_log2
     leave_answer(train_context(context), status, batches, metrics, init_scale=init_scale)
     with checkpoint_context(context).store_path({"steps_completed": batches}) as (folder, _):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ from determined_amp.pilots import (
     train_briefly,
 )
 from determined_amp.report import ReportError
+from determined_amp.report.precision_comparison import counted
 from determined_amp.report.precision_report import PrecisionReport, write_precision_report
 from determined_amp.runs.folder import fresh_folder, read_record
 from determined_amp.runs.run import Run, RunState
@@ -51,24 +52,27 @@ from determined_amp.search.search_plan import SearchPlan
 _REPORTS = 8
 
 # Time limit of the runs as a multiple of their estimate, and seconds for the report after them.
-_RESERVE, _REPORT_SECONDS = 1.3, 10.0
+_RESERVE = 1.3
+_REPORT_SECONDS = 10.0
 
 # The answer where there is nothing to compare.
 ONLY_FP32 = f"use fp32: every other precision failed or was more than {TOO_SLOW:g}x slower"
 
 _FLOAT16_HOPELESS = (Verdict.FORWARD_OVERFLOW, Verdict.BF16)
 
+# Asked at each report of a run whether to stop there.
+IsPaused = Callable[[], bool]
+
 
 class CompareError(UserError):
     """No two precisions can be compared."""
 
 
+@dataclass(eq=False)
 class ComparisonPaused(Exception):  # noqa: N818  # it is no error
-    """A comparison was paused: `folder` has the runs so far; None before the first."""
+    """A comparison was paused."""
 
-    def __init__(self, folder: Path | None) -> None:
-        super().__init__()
-        self.folder = folder
+    folder: Path | None  # it has the runs so far; None before the first
 
 
 @dataclass(frozen=True)
@@ -83,8 +87,8 @@ class Compared:
 def compare(
     config: Config,
     source: str,
-    options: argparse.Namespace,
-    is_paused: Callable[[], bool] = bool,
+    options: Namespace,
+    is_paused: IsPaused = bool,
 ) -> Compared:
     """Compare the precisions of a trial, and print which one to use.
 
@@ -108,7 +112,8 @@ def compare(
         print_pilots(results)
     if len(results.pilots) < 2:
         print(f"\n{ONLY_FP32} (see above)")
-        reasons = "".join(f"* {why}\n" for whys in results.remarks().values() for why in whys)
+        remarks = results.remarks()
+        reasons = "".join(f"* {why}\n" for why in remarks["left_out"] + remarks["notes"])
         write_whole(folder / "precision.md", f"# {ONLY_FP32}\n\n{reasons}")
         return Compared(folder)
     plan = make_plan(results, experiment, options)
@@ -118,7 +123,7 @@ def compare(
     return go_on(folder, is_paused)
 
 
-def go_on(folder: Path, is_paused: Callable[[], bool]) -> Compared:
+def go_on(folder: Path, is_paused: IsPaused) -> Compared:
     """Train the runs of a comparison that have not ended, and print its answer.
 
     They have the whole time limit. See `compare` for `is_paused` and what it raises.
@@ -145,18 +150,19 @@ def _report(folder: Path, cut_short: str) -> PrecisionReport:
 
     `cut_short` is what `run_comparison` returned.
     """
-    steps, planned = _to_go_on(folder), planned_runs(folder)
+    steps = _to_go_on(folder)
+    planned = planned_runs(folder)
     ended = _of_answer(read_search(folder), planned, cut_short)
     try:
         written = write_precision_report([ended], folder)
     except ReportError as error:
         if not cut_short:
             raise
-        too_few = (
+        kind = KeyboardInterrupt if cut_short == INTERRUPTED else CompareError
+        raise kind(
             "stopped before there was anything to compare: too few runs were finished "
             f"{cut_short}; {steps[0]}"
-        )
-        raise (KeyboardInterrupt if cut_short == INTERRUPTED else CompareError)(too_few) from error
+        ) from error
     if len(ended.runs) < planned:
         more = "".join(f"  {step}\n" for step in steps)
         early = f"not every run was finished {cut_short}: the answer is early. For more:"
@@ -184,9 +190,9 @@ def _of_answer(source: Search, planned: int, cut_short: str) -> Search:
 def _page(folder: Path) -> str:
     """Where to find the page."""
     info = det.get_cluster_info()
-    if info is not None:
-        return f"python -m determined_amp report {info.trial.experiment_id}"
-    return str(folder / "precision.md")
+    if info is None:
+        return str(folder / "precision.md")
+    return f"python -m determined_amp report {info.trial.experiment_id}"
 
 
 def _to_go_on(folder: Path) -> list[str]:
@@ -269,7 +275,8 @@ class _Trials:
 
     def change_amp(self, changes: Config) -> None:
         """Change the section `amp` of all later trials; None removes a key."""
-        self._amp = {k: v for k, v in {**self._amp, **changes}.items() if v is not None}
+        changed = {**self._amp, **changes}
+        self._amp = {key: value for key, value in changed.items() if value is not None}
 
     def pilot(self, precision: Precision, batches: int) -> Config:
         """The experiment of a pilot in a precision."""
@@ -325,7 +332,7 @@ def run_pilots(
     trials: _Trials,
     results: PilotResults,
     folder: Path,
-    is_paused: Callable[[], bool],
+    is_paused: IsPaused,
 ) -> None:
     """Train briefly in every precision that the device supports, and find the loss scale.
 
@@ -333,7 +340,8 @@ def run_pilots(
         CompareError: if the trial cannot be trained in fp32.
         ComparisonPaused: if it is paused.
     """
-    console, baseline = Console(), folder / Precision.FP32.value
+    console = Console()
+    baseline = folder / Precision.FP32.value
     for number, precision in enumerate(Precision, 1):
         what = f"pilot {number} of {len(Precision)}, in {precision.value}"
         if precision is Precision.TF32 and not read_record(baseline).machine.has_tf32:
@@ -347,8 +355,10 @@ def run_pilots(
                 if is_paused():
                     raise ComparisonPaused(None)
 
-            config, base = trials.pilot(precision, BATCHES), results.pilots.get(Precision.FP32)
-            results.add(train_briefly(config, precision, folder / precision.value, base, watch))
+            config = trials.pilot(precision, BATCHES)
+            base = results.pilots.get(Precision.FP32)
+            pilot = train_briefly(config, precision, folder / precision.value, base, watch)
+            results.add(pilot)
         if precision is Precision.AMP_FP16 and precision in results.pilots:
             print(f"measuring the loss scale of {FINDER_BATCHES} batches", flush=True)
             with console.status("waiting for it"):
@@ -371,16 +381,15 @@ def _find(trials: _Trials, results: PilotResults, folder: Path) -> None:
     (folder.parent / FILE_NAME).write_text(answer.json_text())
 
 
-def make_plan(
-    results: PilotResults, experiment: Experiment, options: argparse.Namespace
-) -> ComparisonPlan:
+def make_plan(results: PilotResults, experiment: Experiment, options: Namespace) -> ComparisonPlan:
     """The runs that fit into the time that the options give."""
     pilots = results.pilots.values()
     per_batch = options.seeds * sum(pilot.seconds_per_batch for pilot in pilots)
     overhead = options.seeds * sum(pilot.overhead for pilot in pilots)
-    window, allowed = experiment.aggregation_frequency, 60.0 * options.minutes
+    window = experiment.aggregation_frequency
+    allowed = 60.0 * options.minutes
     if options.batches is None:
-        wanted = (allowed / _RESERVE - overhead) / max(per_batch, 1e-9)
+        wanted = (allowed / _RESERVE - overhead) / per_batch
         own = experiment.training.max_length
         epoch = results.pilots[Precision.FP32].epoch_batches
         if own is not None and (own.batches or epoch):
@@ -396,12 +405,8 @@ def make_plan(
 def print_pilots(results: PilotResults) -> None:
     """Print the results of the pilots."""
     print(f"pilots of {BATCHES} batches, which only plan the runs:")
-    base = results.pilots.get(Precision.FP32, Pilot(Precision.FP32)).seconds_per_batch
     for precision, pilot in results.pilots.items():
-        line = f"  {precision.value:9} {1000 * pilot.seconds_per_batch:8.1f} ms a batch"
-        if precision is not Precision.FP32:
-            line += f", {base / pilot.seconds_per_batch:.2f} times as fast as fp32 in its pilot"
-        print(line)
+        print(f"  {precision.value:9} {1000 * pilot.seconds_per_batch:8.1f} ms a batch")
     for name, why in results.left_out.items():
         print(f"  {name:9} left out: {why}")
 
@@ -410,7 +415,7 @@ def print_plan(results: PilotResults, plan: ComparisonPlan, seeds: int) -> None:
     """Print what will be run, and the time that it takes."""
     names = ", ".join(precision.value for precision in results.pilots)
     print(
-        f"plan: {names} in turn, {seeds} run{'s' * (seeds != 1)} of {plan.batches} batches each: "
+        f"plan: {names} in turn, {counted(seeds, 'run')} of {plan.batches} batches each: "
         f"about {minutes(plan.seconds)}, at most {minutes(plan.announced)}",
         flush=True,
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 from determined import core
@@ -29,7 +29,7 @@ from determined_amp.trial.notes import show_status
 _FOLDER = "comparison"
 
 
-def compare_on_cluster(options: argparse.Namespace) -> None:
+def compare_on_cluster(options: Namespace) -> None:
     """Run the comparison as a cluster task; log, metrics and checkpoint have the answer.
 
     A task that is paused stops at the next report of a run, and goes on there when it is activated.
@@ -74,8 +74,9 @@ def _keep(core_context: core.Context, folder: Path) -> None:
     trained = sum(run.trained_batches for run in runs.runs)
     with core_context.checkpoint.store_path({"steps_completed": trained}) as (stored, _):
         shutil.copytree(folder, stored / _FOLDER)
-    print(f"paused: {_so_far(folder)}; an activation goes on with the others", flush=True)
-    show_status(core_context.train, f"paused: {_so_far(folder)}")
+    paused = f"paused: {_so_far(folder)}"
+    print(f"{paused}; an activation goes on with the others", flush=True)
+    show_status(core_context.train, paused)
 
 
 def _so_far(folder: Path) -> str:
@@ -84,17 +85,19 @@ def _so_far(folder: Path) -> str:
 
 def _leave(core_context: core.Context, compared: Compared) -> None:
     """Report the answer to the master, and store the page."""
-    batches, speed = BATCHES, 1.0
+    batches = BATCHES
+    speed = 1.0
     # There is no report if only fp32 could be trained.
     noted: Values = {"answer": ONLY_FP32, "precision": Precision.FP32.value}
     if compared.report is not None:
-        found, advised = compared.report.compared, compared.report.recommended
+        found = compared.report.compared
+        advised = compared.report.recommended
         noted = {"answer": advised.answer, "precision": advised.precision.value}
         batches = max(run.batches for run in found.runs)
-        for comparison in found.with_baseline:
-            if comparison.precision is advised.precision and comparison.speed is not None:
-                noted["verdict"] = comparison.verdict.value
-                speed = round(comparison.speed.median, 3)
+        comparison = found.against_baseline(advised.precision)
+        if comparison is not None and comparison.speed is not None:
+            noted["verdict"] = comparison.verdict.value
+            speed = round(comparison.speed.median, 3)
     times = "" if speed == 1.0 else f": {speed:.1f}x"
     status = f"use {noted['precision']}{times}"
     leave_answer(core_context.train, status, batches, {"speed": speed}, **noted, speed=speed)

@@ -19,7 +19,8 @@ from determined_amp.search.task import Task, Verb
 from determined_amp.search.trial_process import Job, TrialProcess
 
 # Length and reporting period in batches. The first ten batches of a process are not timed.
-BATCHES, REPORTING_PERIOD = 20, 2
+BATCHES = 20
+REPORTING_PERIOD = 2
 
 # How many batches the finder uses.
 FINDER_BATCHES = 4
@@ -77,11 +78,13 @@ class _Progress:
         self.epoch_batches = report.get("epoch_batches", self.epoch_batches)
         if report["group"] != "training":
             return True
-        now, batches = time.monotonic(), report["batches"]
+        now = time.monotonic()
+        batches = report["batches"]
         if self.batches:
             seconds = now - self._last_report
             self._between_reports.append(seconds / (batches - self.batches))
-        self._last_report, self.batches = now, batches
+        self._last_report = now
+        self.batches = batches
         if speed := report.get("samples_per_second"):
             self._steady.append(self._batch_size / speed)
         self._watch(batches)
@@ -147,9 +150,8 @@ def find_the_scale(config: Config, folder: Path) -> FoundScale | str:
     """
     task = Task(Verb.FIND, batches=FINDER_BATCHES)
     ended = _run(Job(task, config, RunFolder(folder)), lambda report: True)
-    return (
-        FoundScale.read(folder / FILE_NAME) if ended.state is RunState.COMPLETED else ended.reason
-    )
+    is_found = ended.state is RunState.COMPLETED
+    return FoundScale.read(folder / FILE_NAME) if is_found else ended.reason
 
 
 def _run(job: Job, goes_on: GoesOn) -> Run:

@@ -185,7 +185,7 @@ def test_comparison_of_too_few_runs_says_how_to_go_on(
         "error: stopped before there was anything to compare: too few runs were finished within "
         "3 min; python -m determined_amp search --resume "
     )
-    assert "  amp_bf16       2.0 ms a batch, 0.50 times as fast as fp32 in its pilot\n" in shown.out
+    assert "  amp_bf16       2.0 ms a batch\n" in shown.out
     assert "plan: fp32, amp_bf16 in turn, 3 runs of " in shown.out
 
 

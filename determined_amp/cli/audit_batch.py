@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from determined_amp.cli import Arguments
 from determined_amp.cli.options import experiment_of, parser_of
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Arguments) -> int:
     """Audit a batch and print the table; 0 if the audit passed, 1 if it failed."""
     parser = parser_of("audit", "Train one batch and print what it was computed in.")
     experiment = experiment_of(parser.parse_args(arguments))

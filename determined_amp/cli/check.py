@@ -15,15 +15,15 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 
 from determined_amp.amp.errors import UserError
 from determined_amp.check.finding import CheckFindings
+from determined_amp.cli import Arguments
 from determined_amp.experiment.failures import is_task
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Arguments) -> int:
     """Examine a trial and print the findings; 0 without a fault, else 1.
 
     In a task on a cluster it is 0 even with faults, so that the cluster does not restart it.
@@ -66,7 +66,7 @@ def _answer(findings: CheckFindings, *, as_json: bool) -> int:
     return 1 if findings.faults else 0
 
 
-def _check_script(arguments: Sequence[str]) -> int:
+def _check_script(arguments: Arguments) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m determined_amp check",
         description="Say what is wrong with the mixed precision of a script.",

@@ -13,11 +13,11 @@ It writes `runs/compare-NAME/TIME/`, a search folder with the page `precision.md
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+from argparse import Namespace
 
 from determined_amp.amp.errors import ConfigError, Problem
 from determined_amp.amp.plain_data import Config
+from determined_amp.cli import Arguments
 from determined_amp.cli.options import INTERRUPTED, at_least, experiment_of, parser_of
 from determined_amp.cli.search import start_server
 from determined_amp.experiment.failures import is_task
@@ -25,7 +25,7 @@ from determined_amp.experiment.failures import is_task
 _BATCH_SIZE = "hyperparameters.global_batch_size"
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Arguments) -> int:
     """Compare the precisions of a trial, until there is an answer or a signal stops it."""
     options = _options(arguments)
     config: Config = {}
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     return INTERRUPTED if compared.is_interrupted else 0
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
+def _options(arguments: Arguments) -> Namespace:
     description = "Train in every precision in turn, and say which one to use."
     parser = parser_of("compare", description, precision=False)
     parser.add_argument(

@@ -9,12 +9,12 @@ It can be the entrypoint of an experiment on a cluster, with the options `--tria
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from determined_amp.amp.errors import ConfigError, UserError
+from determined_amp.cli import Arguments
 from determined_amp.cli.options import add_batches_option, experiment_of, parser_of
 from determined_amp.experiment.failures import is_task
 from determined_amp.experiment.files import write_together, write_whole
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from determined_amp.finder.found_scale import FoundScale
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Arguments) -> int:
     """Find the scale, print it, and write the files that the options name."""
     options = _options(arguments)
     if is_task():
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _save(answer: FoundScale, options: argparse.Namespace) -> None:
+def _save(answer: FoundScale, options: Namespace) -> None:
     try:
         if options.json:
             write_whole(options.json, answer.json_text())
@@ -65,7 +65,7 @@ def _save(answer: FoundScale, options: argparse.Namespace) -> None:
         raise UserError(f"the answer cannot be written: {error}; allowed: another file") from error
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
+def _options(arguments: Arguments) -> Namespace:
     parser = parser_of("find", "Find the initial loss scale in one pass.")
     add_batches_option(parser)
     if is_task():

@@ -5,7 +5,7 @@ Nothing here imports torch: a mistake in an option or in a YAML is named at once
 
 from __future__ import annotations
 
-import argparse
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 
 from determined_amp.amp.plain_data import Config
@@ -21,7 +21,7 @@ INTERRUPTED = 130
 
 def parser_of(
     command: str, description: str, *, precision: bool = True, needs_config: bool = True
-) -> argparse.ArgumentParser:
+) -> ArgumentParser:
     """The parser of a command that opens a trial.
 
     In a task on a cluster the only option is `--trial`: the task has its own configuration.
@@ -32,9 +32,7 @@ def parser_of(
         precision: Whether it has the option `--precision`.
         needs_config: Whether the experiment YAML is required.
     """
-    parser = argparse.ArgumentParser(
-        prog=f"python -m determined_amp {command}", description=description
-    )
+    parser = ArgumentParser(prog=f"python -m determined_amp {command}", description=description)
     parser.add_argument(
         "--trial",
         metavar="MODULE:CLASS",
@@ -53,7 +51,7 @@ def parser_of(
     return parser
 
 
-def configuration_of(options: argparse.Namespace) -> Config:
+def configuration_of(options: Namespace) -> Config:
     """The configuration that the options lead to, unchecked.
 
     Args:
@@ -66,7 +64,7 @@ def configuration_of(options: argparse.Namespace) -> Config:
     return in_precision(config, getattr(options, "precision", None))
 
 
-def experiment_of(options: argparse.Namespace) -> Experiment:
+def experiment_of(options: Namespace) -> Experiment:
     """The experiment that the options lead to, checked as far as it goes without the trial.
 
     Raises:
@@ -75,7 +73,7 @@ def experiment_of(options: argparse.Namespace) -> Experiment:
     return experiment_in(configuration_of(options), options.config, trial=options.trial)
 
 
-def add_override_option(parser: argparse.ArgumentParser) -> None:
+def add_override_option(parser: ArgumentParser) -> None:
     """Add the repeatable option `--config KEY=VALUE`, stored as `overrides`."""
     parser.add_argument(
         "--config",
@@ -87,7 +85,7 @@ def add_override_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_batches_option(parser: argparse.ArgumentParser) -> None:
+def add_batches_option(parser: ArgumentParser) -> None:
     """Add `--batches`, the number of batches to measure on."""
     parser.add_argument(
         "--batches",
@@ -104,7 +102,7 @@ def at_least(least: int, most: int = 10**9) -> Callable[[str], int]:
     def number(text: str) -> int:
         if not (text.isdecimal() and len(text) < 20 and least <= int(text) <= most):
             limit = f" and <= {most}" if most < 10**9 else ""
-            raise argparse.ArgumentTypeError(f"got {text}; allowed: an integer >= {least}{limit}")
+            raise ArgumentTypeError(f"got {text}; allowed: an integer >= {least}{limit}")
         return int(text)
 
     return number

@@ -8,12 +8,12 @@ finding: a file that `find --json` wrote, or the id of an experiment of
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Sequence
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
 from determined_amp.amp.errors import UserError
+from determined_amp.cli import Arguments
 from determined_amp.report import ReportError
 from determined_amp.report.master_runs import fetch_comparison
 from determined_amp.report.page import Written
@@ -32,7 +32,7 @@ from determined_amp.search.task import Topic
 _OPTIONS = {PRECISION: ("metric", "margin"), LOSS_SCALE: ("finding",)}
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Arguments) -> int:
     """Write the report that the first argument names, or the one that fits the first source."""
     named = arguments[0] if arguments and arguments[0] in _OPTIONS else None
     options = _parser().parse_args(arguments[named is not None :])
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _check_options(report: str | None, options: argparse.Namespace) -> None:
+def _check_options(report: str | None, options: Namespace) -> None:
     """Raise if an option belongs to the other report, or there are too many sources."""
     other = PRECISION if report == LOSS_SCALE else LOSS_SCALE
     foreign = [name for name in _OPTIONS[other] if getattr(options, name)]
@@ -74,7 +74,7 @@ def _check_options(report: str | None, options: argparse.Namespace) -> None:
         )
 
 
-def _fetch_comparison(number: int, options: argparse.Namespace, folder: Path) -> Written:
+def _fetch_comparison(number: int, options: Namespace, folder: Path) -> Written:
     if options.metric or options.margin or options.sources[1:]:
         raise ReportError(
             f"experiment {number}: its task has written the report; allowed: no other source, and "
@@ -83,8 +83,8 @@ def _fetch_comparison(number: int, options: argparse.Namespace, folder: Path) ->
     return fetch_comparison(number, folder)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
         prog="python -m determined_amp report [precision|loss-scale]",
         description="Compare runs that differ in precision and seed only, or draw the predicted "
         "and the observed effects of the initial loss scale.",
@@ -126,5 +126,5 @@ def _positive(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text}; allowed: a number above 0")
+        raise ArgumentTypeError(f"got {text}; allowed: a number above 0")
     return value

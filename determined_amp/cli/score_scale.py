@@ -9,14 +9,13 @@ A search over `amp.init_scale` then scores every scale.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from determined_amp.cli import Arguments
 from determined_amp.cli.options import add_batches_option, experiment_of, parser_of
 from determined_amp.experiment.failures import is_task
 from determined_amp.experiment.score_check import check_score
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Arguments) -> int:
     """Score the loss scale and print its metrics."""
     parser = parser_of("score", "Measure how many optimizer steps an initial loss scale loses.")
     add_batches_option(parser)

@@ -10,15 +10,15 @@ What differs from a search on a cluster is in docs/cluster.md, "The same search 
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import signal
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from determined_amp.cli import Arguments
 from determined_amp.cli.options import add_override_option, at_least
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
@@ -39,7 +39,7 @@ PRELOADED = (
 )
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Arguments) -> int:
     """Run a search or continue one; the exit status is that of `run_search`."""
     options = _options(arguments)
     plan: SearchPlan | None = None
@@ -74,8 +74,8 @@ def start_server(*more: str) -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+def _options(arguments: Arguments) -> Namespace:
+    parser = ArgumentParser(
         prog="python -m determined_amp search", description="Run a search on this machine."
     )
     parser.add_argument("search", nargs="?", help="search YAML")

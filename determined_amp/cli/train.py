@@ -6,14 +6,14 @@ entrypoint. Its only option there is `--trial`, for a configuration that does no
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Sequence
+from argparse import Namespace
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from determined_amp.amp.errors import ConfigError
+from determined_amp.cli import Arguments
 from determined_amp.cli.options import INTERRUPTED, experiment_of, parser_of
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.failures import is_task
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from determined_amp.runs.folder import RunFolder
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Arguments) -> int:
     """Train until the run has completed, or a signal stops it; then the status is 130."""
     if is_task():
         trial = parser_of("train", "Train the trial of this task.").parse_args(arguments).trial
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     return _train_here(options, experiment_of(options))
 
 
-def _train_here(options: argparse.Namespace, experiment: Experiment) -> int:
+def _train_here(options: Namespace, experiment: Experiment) -> int:
     # These import torch, which takes seconds.
     from determined_amp.local.checkpoint_storage import (  # noqa: PLC0415
         Resume,
@@ -64,7 +64,7 @@ def _train_here(options: argparse.Namespace, experiment: Experiment) -> int:
     return INTERRUPTED if stopped else 0
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
+def _options(arguments: Arguments) -> Namespace:
     parser = parser_of("train", "Train one experiment on this machine.", needs_config=False)
     parser.add_argument(
         "--resume", metavar="RUN_FOLDER", help="continue a run from its newest checkpoint"
