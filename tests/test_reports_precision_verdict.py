@@ -542,7 +542,6 @@ def test_trials_of_a_search_are_runs(tmp_path: Path) -> None:
     folder = write_study(tmp_path / "search", [])
     for number, precision in enumerate(("fp32", "amp_fp16", "fp32", "amp_fp16")):
         write_run(folder / "trials" / f"{number:04d}", precision, seed=number // 2)
-    for path in (folder, folder / "study.db"):
-        found = compare_runs([read_source(str(path))])
-        assert sorted(run.seed or 0 for run in found.runs) == [0, 0, 1, 1]
-        assert [len(same.runs) for same in found.precisions] == [2, 2]
+    found = compare_runs([read_source(str(folder))])
+    assert sorted(run.seed or 0 for run in found.runs) == [0, 0, 1, 1]
+    assert [len(same.runs) for same in found.precisions] == [2, 2]

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import mean
 
 from determined_amp.amp.plain_data import Config
 from determined_amp.amp.settings import SCALER_KEYS, Precision
@@ -52,8 +53,6 @@ class ComparedRuns:
     # The settings that all compared runs have in common, by dotted name.
     settings: Config
     machine: Machine  # the machine of all completed runs
-    # The first and the last day on which a run began, or one day; empty if unknown.
-    dates: Sequence[str]
     precisions: Sequence[PrecisionRuns]  # the runs per precision, in the order of `Precision`
     comparisons: Sequence[Comparison]  # comparisons, those with the baseline first
     left_out: Sequence[str]  # a sentence for each run that does not count
@@ -73,7 +72,9 @@ class ComparedRuns:
         """Device, versions, length and date of all runs, in one line."""
         device = f"{self.machine.device}, torch {self.machine.torch}"
         batches = max(run.trained_batches for run in self.runs)
-        dates = " to ".join(self.dates) or "date unknown"
+        days = sorted(run.date[:10] for run in self.runs if run.date)
+        ends = dict.fromkeys(days[:1] + days[-1:])
+        dates = " to ".join(ends) or "date unknown"
         return f"{device}, {batches} batches of {self.settings[BATCH_SIZE]}, {dates}"
 
     @property
@@ -105,8 +106,8 @@ def compare_runs(
     Args:
         sources: The sources.
         metric: Validation metric; by default the accuracy if all report it, else the searcher's.
-        margin: Difference of the metric that does not matter; by default 0.003 for an accuracy (0.3
-            if it is in percent), and 1 % of the baseline's mean for another metric.
+        margin: Difference that does not matter; by default 0.003 for an accuracy (0.3 in percent),
+            and 1 % of the baseline's mean for another metric.
 
     Raises:
         ReportError: if the runs cannot be compared, or do not report the metric.
@@ -119,7 +120,9 @@ def compare_runs(
     first = _finished(runs)[0]
     smaller_is_better = _smaller_is_better(first, metric)
     precisions = by_precision(runs, metric)
-    margin = _margin(precisions, baseline) if margin is None else margin
+    if margin is None:
+        base = next(same for same in precisions if same.precision is baseline)
+        margin = _margin(base)
     comparisons = [
         compare_precisions(*pair, smaller_is_better=smaller_is_better, margin=margin)
         for pair in _to_compare(precisions, baseline)
@@ -132,7 +135,6 @@ def compare_runs(
         baseline=baseline,
         settings=_fixed(first),
         machine=first.machine,
-        dates=_first_and_last_day(runs),
         precisions=precisions,
         comparisons=comparisons,
         left_out=left_out,
@@ -143,11 +145,6 @@ def compare_runs(
 def _fixed(run: Run) -> Config:
     """The settings in which no run may differ."""
     return {name: value for name, value in run.settings.items() if name not in _MAY_DIFFER}
-
-
-def _first_and_last_day(runs: Runs) -> list[str]:
-    days = sorted(run.date[:10] for run in runs if run.date)
-    return list(dict.fromkeys(days[:1] + days[-1:]))
 
 
 def _to_compare(
@@ -231,13 +228,11 @@ def _is_accuracy(metric: str) -> bool:
     return "accuracy" in metric
 
 
-def _margin(precisions: Sequence[PrecisionRuns], baseline: Precision) -> float:
-    if _is_accuracy(precisions[0].metric):
-        in_percent = any(max(same.values, default=0.0) > 1.0 for same in precisions)
-        return _ACCURACY_MARGIN * (100 if in_percent else 1)
-    (mean,) = (same.mean for same in precisions if same.precision is baseline)
-    assert mean is not None  # every finished run has the metric
-    return _RELATIVE_MARGIN * abs(mean)
+def _margin(base: PrecisionRuns) -> float:
+    if _is_accuracy(base.metric):
+        in_percent = max(base.values) > 1.0
+        return 100 * _ACCURACY_MARGIN if in_percent else _ACCURACY_MARGIN
+    return _RELATIVE_MARGIN * abs(mean(base.values))
 
 
 def _check_comparable(runs: Runs, metric: str) -> None:
@@ -294,14 +289,14 @@ def _machine_facts(run: Run) -> Config:
 
 def differences(runs: Runs, facts_of: Callable[[Run], Config]) -> Sentences:
     """A sentence per fact in which runs differ: every value, and the first run that has it."""
-    known = [(run.short_name, facts_of(run)) for run in runs]
-    for name in sorted({name for _, facts in known for name in facts}):
+    facts = [facts_of(run) for run in runs]
+    for name in sorted(set().union(*facts)):
         first: dict[str, str] = {}
-        for run, facts in known:
-            value = str(facts.get(name, "not set"))
-            first.setdefault(value, run)
+        for run, known in zip(runs, facts, strict=True):
+            value = str(known.get(name, "not set"))
+            first.setdefault(value, run.short_name)
         if len(first) > 1:
-            values = "; ".join(f"{value} in {run}" for value, run in first.items())
+            values = "; ".join(f"{value} in {one}" for value, one in first.items())
             yield f"{name}: {values}"
 
 

@@ -28,8 +28,12 @@ NAME = "loss_scale"
 
 # Columns of the trial table, after the searcher's metric, where a trial has them.
 _METRICS = (
-    *("steps_lost", "flushed_share", "overflow", "backward_headroom_bits"),
-    *("validation_accuracy", MetricName.SKIPPED_STEPS),
+    "steps_lost",
+    "flushed_share",
+    "overflow",
+    "backward_headroom_bits",
+    "validation_accuracy",
+    MetricName.SKIPPED_STEPS,
 )
 
 _CAPTION = (
@@ -141,10 +145,8 @@ def over_loss_scale(search: Search) -> Search:
         ReportError: if no run has a loss scale.
     """
     if not search.runs:
-        noted = f" ({'; '.join(search.notes)})" if search.notes else ""
-        raise ReportError(
-            f"{search.origin}: has no trials yet{noted}; draw it when the first has ended"
-        )
+        found = "; ".join([f"{search.origin}: has no trials yet", *search.notes])
+        raise ReportError(f"{found}; draw it when the first has ended")
     runs = tuple(run for run in search.runs if math.isfinite(run.scale_log2))
     if not runs:
         raise ReportError(
@@ -178,7 +180,7 @@ def search_sentences(predicted: FoundScale | None, search: Search) -> Sentences:
     """Sentences on how well prediction and search agree, and on the best trial."""
     if predicted is not None:
         yield from _agreement(predicted, search.runs)
-    yield from _best(predicted, search)
+    yield from _best(search)
     failed = [run for run in search.runs if run.state.is_failure]
     if failed:
         yield (
@@ -200,15 +202,13 @@ def _agreement(predicted: FoundScale, runs: Runs) -> Sentences:
         yield f"overflow: predicted above 2^{top:g}, and {agree}{but}"
 
 
-def _best(predicted: FoundScale | None, search: Search) -> Sentences:
+def _best(search: Search) -> Sentences:
     ranked = search.ranked()
     if not ranked:
         yield f"no trial reported {search.metric} yet"
         return
-    choice = None if predicted is None else predicted.finding.choice_log2
-    chosen = "" if choice is None else f"; the finder chose 2^{choice:g}"
-    best = f"2^{ranked[0].scale_log2:g} with {search.metric} {search.value(ranked[0]):.4g}"
-    yield f"best trial: {best}{chosen}"
+    best = ranked[0]
+    yield f"best trial: 2^{best.scale_log2:g} with {search.metric} {search.value(best):.4g}"
     if search.also_searched:
         others = ", ".join(search.also_searched)
         yield f"the trials differ in {others}, too: {search.metric} does not rank the scales alone"

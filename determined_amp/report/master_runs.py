@@ -179,9 +179,10 @@ def _checkpoint(number: int, name: str) -> Iterator[tuple[Path, str]]:
     with _on_master(number) as (session, experiment, origin), temporary_folder() as folder:
         saved = [c for c in experiment.list_checkpoints() if name in (c.resources or {})]
         if not saved:
-            noted = [_noted(session, trial.id) for trial in experiment.list_trials()]
-            told = [one.get("failure") or one.get("answer") for one in noted]
-            why = next(filter(None, told), "it has not completed, or ran another command")
+            why = "it has not completed, or ran another command"
+            for trial in experiment.list_trials():
+                noted = _noted(session, trial.id)
+                why = noted.get("failure") or noted.get("answer") or why
             raise ReportError(f"{origin}: has no checkpoint with {name}: {why}")
         try:
             saved[0].download(str(folder))

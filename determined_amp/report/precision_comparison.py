@@ -39,14 +39,14 @@ class Equivalence(enum.Enum):
 
 
 class Effect(enum.Enum):
-    """The verdict on a ratio; less than `MIN_EFFECT` is no effect."""
+    """The verdict on a ratio, in words; less than `MIN_EFFECT` is no effect."""
 
-    LARGER = enum.auto()
-    SMALLER = enum.auto()
-    NOT_LARGER = enum.auto()  # whether it is smaller is not known
-    PERHAPS_LARGER = enum.auto()  # larger in every pair, which may be chance or too little
-    PERHAPS_SMALLER = enum.auto()  # smaller in every pair, which may be chance
-    UNKNOWN = enum.auto()
+    LARGER = "{larger}"
+    SMALLER = "{smaller}"
+    NOT_LARGER = "not {larger}"  # whether it is smaller is not known
+    PERHAPS_LARGER = "{larger} in every pair, cannot tell yet by how much beyond chance"
+    PERHAPS_SMALLER = "{smaller} in every pair, cannot tell yet by how much beyond chance"
+    UNKNOWN = "cannot tell yet"
 
 
 @dataclass(frozen=True)
@@ -208,18 +208,13 @@ class Comparison:
 
     precision: Precision  # the precision to judge
     against: Precision  # the precision to compare with
-    smaller_is_better: bool  # direction of the metric
+    is_better: bool  # whether the mean of the metric is better, whatever the verdict
     margin: float  # difference of the metric that does not matter
     speed: Ratio | None  # ratio of samples per second; None if not measured
     memory: Ratio | None  # ratio of allocated memory; None if not measured, as on a CPU
     difference: Interval  # difference of the metric, of `precision` minus that of `against`
     verdict: Equivalence
     lost_runs: int  # number of failed runs of the precision to judge
-
-    @property
-    def is_better(self) -> bool:
-        """Whether the mean of the metric is better, whatever the verdict."""
-        return (self.difference.mean < 0) is self.smaller_is_better
 
     @property
     def may_be_worse(self) -> bool:
@@ -257,7 +252,7 @@ def compare_precisions(
     return Comparison(
         precision=candidate.precision,
         against=base.precision,
-        smaller_is_better=smaller_is_better,
+        is_better=(difference.mean < 0) is smaller_is_better,
         margin=margin,
         speed=_ratio(pairs, lambda run: run.speed),
         memory=memory,

@@ -38,8 +38,16 @@ WAITS_FOR_DATA = 0.2
 
 # Attributes of a run that the JSON has under the same name, and those of its reports.
 _FACTS = (
-    *("name", "precision", "seed", "state", "reason", "machine", "date", "metrics"),
-    *("training_seconds", "shares_device"),
+    "name",
+    "precision",
+    "seed",
+    "state",
+    "reason",
+    "machine",
+    "date",
+    "metrics",
+    "training_seconds",
+    "shares_device",
 )
 _OF_REPORTS = ("data_wait_share", "audit_share")
 
@@ -184,16 +192,7 @@ def _compared(comparison: Comparison, metric: str) -> str:
 
 
 def _effect(ratio: Ratio, larger: str, smaller: str) -> str:
-    perhaps = f"in every pair, {_UNKNOWN} by how much beyond chance"
-    words = {
-        Effect.LARGER: larger,
-        Effect.SMALLER: smaller,
-        Effect.NOT_LARGER: f"not {larger}",
-        Effect.PERHAPS_LARGER: f"{larger} {perhaps}",
-        Effect.PERHAPS_SMALLER: f"{smaller} {perhaps}",
-        Effect.UNKNOWN: _UNKNOWN,
-    }
-    return words[ratio.effect]
+    return ratio.effect.value.format(larger=larger, smaller=smaller)
 
 
 def _verdict(comparison: Comparison) -> str:
@@ -212,8 +211,11 @@ def _verdict(comparison: Comparison) -> str:
 
 
 def _waiting(compared: ComparedRuns) -> Sentences:
-    shares = {same.name: same.data_wait_share or 0.0 for same in compared.precisions}
-    waiting = [f"{name} {share:.0%}" for name, share in shares.items() if share > WAITS_FOR_DATA]
+    waiting = []
+    for same in compared.precisions:
+        share = same.data_wait_share
+        if share is not None and share > WAITS_FOR_DATA:
+            waiting.append(f"{same.name} {share:.0%}")
     if waiting:
         yield (
             f"the loop waits for data more than {WAITS_FOR_DATA:.0%} of the time "
@@ -224,25 +226,24 @@ def _waiting(compared: ComparedRuns) -> Sentences:
 def _failed(compared: ComparedRuns) -> Sentences:
     for same in compared.precisions:
         if same.failed:
-            of = len(same.failed) + len(same.runs)
-            why = "; ".join(f"{run.seed_name} ({run.name}): {run.reason}" for run in same.failed)
+            failed = [f"{run.seed_name} ({run.name}): {run.reason}" for run in same.failed]
             rest = "; its numbers are those of the runs that finished" if same.runs else ""
-            yield f"{same.name}: {len(same.failed)} of {of} runs failed: {why}{rest}"
+            of = len(failed) + len(same.runs)
+            yield f"{same.name}: {len(failed)} of {of} runs failed: {'; '.join(failed)}{rest}"
 
 
 def _audited(compared: ComparedRuns) -> Sentences:
-    runs = compared.completed
-    unaudited = [run.short_name for run in runs if run.reports.audit_share is None]
+    unaudited = [run.short_name for run in compared.completed if run.reports.audit_share is None]
+    shares = {same.name: same.audit_share for same in compared.precisions if same.runs}
     if unaudited:
         yield f"not audited, so whether the precision was on is unknown: {', '.join(unaudited)}"
-    elif all(run.reports.audit_share == 1.0 for run in runs):
+    elif set(shares.values()) == {1.0}:
         yield "audit: every finished run computed all products in the precision that it asks for"
-    for same in compared.precisions:
-        share = same.audit_share
+    for name, share in shares.items():
         if share is not None and share < 1.0:
             yield (
-                f"audit: {same.name} computed at least {_share(share)} of the FLOPs of the first "
-                "batch in the precision that it asks for, the rest in another"
+                f"audit: {name} computed at least {_share(share)} of the FLOPs of the first batch "
+                "in the precision that it asks for, the rest in another"
             )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from determined_amp.report import ReportError
 from determined_amp.report.master_runs import read_experiment
 from determined_amp.runs.folder import read_run
-from determined_amp.search.search_folder import STUDY_FILE, Search, is_search, read_search
+from determined_amp.search.search_folder import Search, is_search, read_search
 from determined_amp.search.task import Topic
 
 PRECISION = "precision"
@@ -32,8 +32,7 @@ def read_source(source: str) -> Search:
     """Read the runs of a source given on the command line.
 
     Args:
-        source: A run folder, the folder of a local search or its `study.db`, or the id of an
-            experiment.
+        source: A run folder, the folder of a local search, or the id of an experiment.
 
     Raises:
         UserError: if there is no such source, or it cannot be read.
@@ -43,7 +42,7 @@ def read_source(source: str) -> Search:
         if is_experiment(source):
             return read_experiment(int(source))
         if is_search(path):
-            return read_search(path.parent if path.name == STUDY_FILE else path)
+            return read_search(path)
         if path.is_dir():
             return Search(source, (read_run(path),))
     except OSError as error:
@@ -88,7 +87,4 @@ def report_on(source: str, search: Search, named: str | None) -> str:
 
 def folder_beside(source: str) -> Path:
     """The default output folder for a source, which need not exist."""
-    path = Path(source)
-    if is_experiment(source):
-        return Path("runs") / f"experiment-{source}"
-    return path.parent if path.is_file() else path
+    return Path(f"runs/experiment-{source}") if is_experiment(source) else Path(source)

@@ -91,8 +91,8 @@ def result(run: Run, metric: str) -> float | None:
 
 
 def is_search(path: Path) -> bool:
-    """Whether `path` is the folder of a local search, or its `study.db`."""
-    return path.name == STUDY_FILE or (path / STUDY_FILE).exists()
+    """Whether `path` is the folder of a local search."""
+    return (path / STUDY_FILE).exists()
 
 
 def write_config(folder: Path, config: Config, workers: int) -> Config:
