@@ -333,6 +333,7 @@ class TestFullDisk:
         message = capfd.readouterr().err
         assert "batch-00000016: could not be saved" in message
         assert "intact" in message
+        assert training.end(folder)[0] == "stopped"  # so a search leaves the trial open
         assert newest(folder) == "batch-00000012"
         assert not list(checkpoints.glob(".*"))
         assert same_bits(training.checkpoint(folder, 12), before)

@@ -187,7 +187,11 @@ def test_address_without_a_master_is_a_sentence_that_repeats_no_password(
 
 @pytest.mark.parametrize(
     ("status", "words"),
-    [(429, "answers with error 429"), (401, "asks for a login"), (403, "asks for a login")],
+    [
+        (429, "answers with error 429"),
+        (401, "the login was refused"),
+        (403, "the login was refused"),
+    ],
 )
 def test_address_that_refuses_is_no_other_program(
     status: int, words: str, monkeypatch: pytest.MonkeyPatch

@@ -199,7 +199,6 @@ class TestDamagedCheckpoint:
     ("there", "folder", "words"),
     [
         ("log.txt/", ".", "Is a directory: "),
-        ("log.txt/", ".", "; there is no checkpoint of the run\n"),
         ("file", "file", "cannot make the folder "),
         ("file", "file/below", "cannot make the folder "),
         ("file", "x" * 300, "cannot make the folder "),

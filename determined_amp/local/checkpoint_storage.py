@@ -33,6 +33,9 @@ _STATE, _CHECKSUM = "trial_state.pkl", "trial_state_crc32"
 # What a disk may say of any file.
 _OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
+# How to go on after an error of a disk.
+_KEPT = "fix this, then continue with --resume: the checkpoints that it has are intact"
+
 
 class DiskError(CheckpointError):
     """A file of a run could not be read or written, so another trial would fail, too."""
@@ -56,16 +59,7 @@ def translating_disk_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         if not is_of_the_machine(error, folder):
             raise
-        raise _disk_error(
-            f"{folder}: the run cannot go on", error, folder / "checkpoints"
-        ) from error
-
-
-def _disk_error(what: str, error: BaseException, checkpoints: Path) -> DiskError:
-    kept = "what it has saved is intact: fix this, then continue with --resume"
-    if not complete_checkpoints(checkpoints):
-        kept = "there is no checkpoint of the run"
-    return DiskError(f"{what}: {error}; {kept}")
+        raise DiskError(f"{folder}: the run cannot go on: {error}; {_KEPT}") from error
 
 
 class LocalCheckpoints(core.DummyCheckpointContext):
@@ -122,7 +116,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
             shutil.rmtree(partial, ignore_errors=True)
             if not _is_of_the_disk(error):
                 raise
-            raise _disk_error(f"{final}: could not be saved", error, self._folder) from error
+            raise DiskError(f"{final}: could not be saved: {error}; {_KEPT}") from error
         replaced = self._folder / f".{name}.replaced"
         if final.exists():
             final.rename(replaced)

@@ -34,8 +34,7 @@ class LocalReports(LocalTrainContext):
     ) -> None:
         super().__init__(tensorboard_path=folder.tensorboard)
         self._on_report = on_report
-        self._metric = experiment.platform.searcher.metric
-        self._smaller_is_better = experiment.platform.searcher.smaller_is_better
+        self._searcher = experiment.platform.searcher
         self._best: tuple[float, int] | None = None  # value, batches
         for line in read_metrics(folder.metrics):
             if line["group"] == "validation" and line["batches"] <= first_batch:
@@ -50,17 +49,16 @@ class LocalReports(LocalTrainContext):
 
     def take_report(self, group: str, batches: int, metrics: Metrics) -> None:
         numbers = {name: _number(value) for name, value in metrics.items()}
-        line = {"group": "", **numbers} | {"group": group, "batches": batches}
-        self._on_report(line)
+        self._on_report({**numbers, "group": group, "batches": batches})
         if group == "validation":
             self._note_validation(batches, numbers)
 
     def _note_validation(self, batches: int, metrics: Metrics) -> None:
         self.last_validation = batches
-        value = metrics.get(self._metric) if self._metric is not None else None
+        value = metrics.get(str(self._searcher.metric))
         if not isinstance(value, (int, float)) or not math.isfinite(value):
             return
-        if self._best is None or (value < self._best[0]) is self._smaller_is_better:
+        if self._best is None or (value < self._best[0]) is self._searcher.smaller_is_better:
             self._best = (float(value), batches)
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -58,15 +58,13 @@ class _MayVanish:
 @contextmanager
 def surviving_closed_output() -> Iterator[_MayVanish]:
     """Inside this block a closed pipe or a full disk ends the output, not the program."""
-    before = sys.stdout, sys.stderr
     out: Any = _MayVanish(sys.stdout)
     errors: Any = _MayVanish(sys.stderr)
-    sys.stdout, sys.stderr = out, errors
-    try:
-        yield out
-    finally:
-        out.flush()
-        sys.stdout, sys.stderr = before
+    with redirect_stdout(out), redirect_stderr(errors):
+        try:
+            yield out
+        finally:
+            out.flush()
 
 
 class _LogFile(logging.FileHandler):
@@ -98,7 +96,8 @@ def logging_to(path: Path | None, console: Console) -> Iterator[None]:
         written = _LogFile(path, encoding="utf-8")
         written.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         handlers.append(written)
-    root, level = logging.getLogger(), logging.getLogger().level
+    root = logging.getLogger()
+    level = root.level
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
     for handler in handlers:

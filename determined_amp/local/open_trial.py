@@ -82,11 +82,10 @@ def trial_context(
         raise ConfigError(experiment.name, wrong)
     for set_seed in (random.seed, np.random.seed, torch.random.manual_seed):
         set_seed(experiment.seed)
-    hparams, config = dict(experiment.hyperparameters), dict(experiment.config)
     context = pytorch.PyTorchTrialContext(
         core_context=core_context,
-        hparams=copy.deepcopy(hparams),
-        exp_conf=copy.deepcopy(config),
+        hparams=copy.deepcopy(dict(experiment.hyperparameters)),
+        exp_conf=copy.deepcopy(dict(experiment.config)),
         trial_seed=experiment.seed,
         aggregation_frequency=experiment.aggregation_frequency,
         slots_per_trial=processes.size,
@@ -95,8 +94,8 @@ def trial_context(
         managed_training=True,
         debug_enabled=False,
     )
-    averages = experiment.platform.optimizations.average_aggregated_gradients
-    average_by_default(context, averages)
+    optimizations = experiment.platform.optimizations
+    average_by_default(context, optimizations.average_aggregated_gradients)
     return context
 
 

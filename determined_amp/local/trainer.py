@@ -6,13 +6,14 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from determined import core, util
 from rich.console import Console
 from torch import nn
@@ -20,7 +21,7 @@ from torch import nn
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import Config, Values
-from determined_amp.amp.tensors import is_finite
+from determined_amp.amp.tensors import values_of
 from determined_amp.experiment.experiment import CheckpointPolicy, Experiment
 from determined_amp.experiment.failures import faults_of_the_trial
 from determined_amp.experiment.files import directory_kept
@@ -172,17 +173,17 @@ class LocalController(SafeController):
         directory: Path,
         **fitted: Any,
     ) -> None:
-        fitted["steps_completed"] = first_batch
-        searcher = experiment.platform.searcher
-        fitted["searcher_metric_name"] = searcher.metric
-        fitted["smaller_is_better"] = searcher.smaller_is_better
-        policy = experiment.platform.checkpoint_policy
+        searcher, policy = experiment.platform.searcher, experiment.platform.checkpoint_policy
         if policy is CheckpointPolicy.BEST and searcher.metric is None:  # nothing to rank by
             policy = CheckpointPolicy.ALL
-        fitted["checkpoint_policy"] = policy.value
+        fitted |= {
+            "steps_completed": first_batch,
+            "searcher_metric_name": searcher.metric,
+            "smaller_is_better": searcher.smaller_is_better,
+            "checkpoint_policy": policy.value,
+        }
         super().__init__(**fitted)
-        self._length = experiment.max_length
-        self._length_key = experiment.key_of("max_length")
+        self._experiment = experiment
         self._local_run = run
         self._directory = directory
 
@@ -198,10 +199,10 @@ class LocalController(SafeController):
 
     def run_loop(self) -> None:
         epoch = epoch_length(self.context)
-        total = self._length.in_batches(epoch)
+        total = self._experiment.max_length.in_batches(epoch)
         if total < self.start_from_batch:
             raise UserError(
-                f"{self._length_key}: got {total} batches, and "
+                f"{self._experiment.key_of('max_length')}: got {total} batches, and "
                 f"{self.start_from_batch} are trained; allowed: at least as many"
             )
         if self._local_run is not None:
@@ -277,40 +278,28 @@ def _fit(
         train=reports or core.DummyTrainContext(folder.tensorboard),
     )
     loop = partial(LocalController, experiment, run, first_batch, Path.cwd())
-    with (
-        core_context,
-        run or nullcontext(),
-        faults_of_the_trial(),
-        controlled_by(loop),
-    ):
+    with core_context, run or nullcontext(), faults_of_the_trial(), controlled_by(loop):
         context = trial_context(core_context, experiment, first_batch)
         trial = trial_of_run(experiment, context)
         if run is not None:
             run.display.show_precision(precision_of(experiment, context))
         # The controller restores the experiment's policy; `Trainer` refuses `best` here.
         policy = CheckpointPolicy.ALL.value
-        with _naming_changes(folder, experiment):
+        try:
             fit(trial, context, latest_checkpoint=start, checkpoint_policy=policy)
-
-
-@contextmanager
-def _naming_changes(folder: RunFolder, experiment: Experiment) -> Iterator[None]:
-    """Name the hyperparameters that have changed, before why a checkpoint does not fit."""
-    try:
-        yield
-    except CheckpointError as error:
-        changes = _changes(read_record(folder.path).settings, experiment.settings)
-        ours = [change for change in changes if change.startswith("hyperparameters.")]
-        raise CheckpointError("; ".join([*ours, str(error)])) from error
+        except CheckpointError as error:  # a hyperparameter that has changed may be the cause
+            changes = _changes(read_record(folder.path).settings, experiment.settings)
+            ours = [change for change in changes if change.startswith("hyperparameters.")]
+            raise type(error)("; ".join([*ours, str(error)])) from error
 
 
 def _are_finite(models: Sequence[nn.Module]) -> bool:
-    """Whether all parameters and buffers are finite."""
+    """Whether all parameters and buffers are finite; waits for the device once."""
+    finite = torch.tensor(True)
     for model in models:
-        tensors = chain(model.parameters(), model.buffers())
-        if not all(map(is_finite, tensors)):
-            return False
-    return True
+        for tensor in chain(model.parameters(), model.buffers()):
+            finite = finite & torch.isfinite(values_of(tensor)).all()
+    return bool(finite)
 
 
 def _copy_user_code(here: Path, path: Path, on_cluster: bool) -> None:

@@ -171,8 +171,8 @@ class RunFolder:
     def _change(self, **changes: Any) -> Run:
         """Write the run with these changes, and return it."""
         run = dataclasses.replace(self._run(), **changes)
-        kept = ("state", "reason", "number", "hparams", "parts")
-        record = {name: value for name, value in dataclasses.asdict(run).items() if name in kept}
+        values = dataclasses.asdict(run)
+        record = {name: values[name] for name in ("state", "reason", "number", "hparams", "parts")}
         write_whole(self.record, json.dumps(record, indent=2) + "\n")
         return run
 
@@ -247,7 +247,7 @@ def read_trials(search: Path, left_out: list[str]) -> Iterator[Run]:
                 left_out.append(f"left out: {error}")
 
 
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+def read_metrics(path: Path) -> Iterator[Values]:
     """The reports in a `metrics.jsonl`, one after the other; none without the file.
 
     A last line that a kill cut off is left out.
@@ -280,15 +280,10 @@ def fresh_folder(root: Path, name: str) -> Path:
         FolderError: if it cannot be made.
     """
     name = re.sub(r"[^\w.+=@ -]+", "-", name).strip(". ")[:100] or "unnamed"
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    path, count = root / name / stamp, 1
+    # With microseconds: several runs may begin in one second.
+    path = root / name / datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            with suppress(FileExistsError):  # another run began in the same second
-                path.mkdir()
-                return path
-            count += 1
-            path = path.with_name(f"{stamp}-{count}")
+        path.mkdir(parents=True)
     except OSError as error:
         raise FolderError(f"cannot make the folder {path}: {error.strerror}") from error
+    return path

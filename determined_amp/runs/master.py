@@ -38,44 +38,33 @@ def log_in(address: str) -> api.Session:
             "the master's address is not of the form http://HOST:PORT; it may hold no user, "
             "password, query or fragment"
         ) from None
-    _find_master(url)
     try:
+        certificate = certs.default_load(url)
+        session = api.UnauthSession(url, certificate, max_retries=0)
+        if "clusterId" not in session.get("/api/v1/master", timeout=_FIRST_ANSWER).json():
+            raise not_a_master(url)
         # Determined asks for a password only if none is given; an empty one counts as given.
         password = os.environ.get("DET_PASS", "")
-        return authentication.login_with_cache(url, None, password, certs.default_load(url))
+        return authentication.login_with_cache(url, None, password, certificate)
     except (errors.UnauthenticatedException, errors.ForbiddenException) as error:
         raise MasterError(
             f"{url}: the login was refused; log in with `det -m {url} user login USER`, "
             "or set DET_USER and DET_PASS"
         ) from error
-    except (errors.BadRequestException, errors.CorruptTokenCacheException, OSError) as error:
-        raise MasterError(f"{url}: the login failed: {one_line(error)}") from error
-    except NONSENSE as error:
-        raise not_a_master(url) from error
-
-
-def _find_master(url: str) -> None:
-    try:
-        session = api.UnauthSession(url, certs.default_load(url), max_retries=0)
-        answer = session.get("/api/v1/master", timeout=_FIRST_ANSWER).json()
-    except (errors.UnauthenticatedException, errors.ForbiddenException) as error:
-        raise MasterError(f"{url}: what answers there asks for a login of its own") from error
     except errors.APIException as error:
         raise MasterError(
             f"{url}: answers with error {error.status_code}; allowed: a Determined master that "
             "works"
         ) from error
     except errors.BadRequestException as error:  # what Determined makes of a timeout, too
-        raise MasterError(f"{url}: no master answers there") from error
-    except ValueError as error:  # not JSON, which is an OSError of requests, too
+        raise MasterError(f"{url}: no master answers there: {one_line(error)}") from error
+    except NONSENSE as error:  # no JSON is an OSError of requests, too
         raise not_a_master(url) from error
-    except OSError as error:
+    except (errors.CorruptTokenCacheException, OSError) as error:
         raise MasterError(
-            f"{url}: no trusted connection; DET_MASTER_CERT_FILE may name its certificate: "
-            f"{one_line(error)}"
+            f"{url}: cannot be used: {one_line(error)}; allowed: a connection that is trusted, "
+            "such as by DET_MASTER_CERT_FILE with its certificate"
         ) from error
-    if not isinstance(answer, dict) or "clusterId" not in answer:
-        raise not_a_master(url)
 
 
 def not_a_master(url: str) -> MasterError:

@@ -79,19 +79,12 @@ class Report:
     def read(batches: int, metrics: Metrics) -> Report:
         """The report with the numbers among some metrics; NaN and infinities may be text."""
         numbers = {
-            name: _number(value)
+            name: float(value)
             for name, value in metrics.items()
             if name != "batches"
             and (isinstance(value, (int, float)) or value in ("NaN", "Infinity", "-Infinity"))
         }
         return Report(batches, numbers)
-
-
-def _number(value: Any) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # an integer beyond the range of float
-        return math.inf if value > 0 else -math.inf
 
 
 @dataclass(frozen=True)
@@ -253,8 +246,8 @@ class Run:
         """
         metrics = self.reports.training.metrics if self.reports.training else {}
         numbers = [metrics[n] for n in metrics if re.fullmatch(rf"{name}(_\d+)?", n)]
-        total = sum(numbers) if numbers else math.nan
-        return total if math.isfinite(total) else None
+        total = sum(numbers)
+        return total if numbers and math.isfinite(total) else None
 
     @property
     def speed(self) -> Spread | None:
@@ -285,10 +278,10 @@ class Run:
     @property
     def skipped_steps(self) -> float | None:
         """Number of skipped optimizer steps, 0 without a loss scale; None if unknown."""
-        reported = self.last(MetricName.SKIPPED_STEPS)
-        skipped = self.metrics.get(MetricName.SKIPPED_STEPS) if reported is None else reported
-        steps = self.last(MetricName.APPLIED_STEPS)
-        return 0.0 if skipped is None and steps is not None else skipped
+        trained = self.last(MetricName.SKIPPED_STEPS)
+        if trained is None and self.last(MetricName.APPLIED_STEPS) is not None:
+            trained = 0.0
+        return self.metrics.get(MetricName.SKIPPED_STEPS, trained)
 
     @property
     def overflow(self) -> bool | None:
