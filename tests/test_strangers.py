@@ -108,7 +108,7 @@ class TestDeterminedsForm:
             ("searcher.max_length={}", "searcher.max_length.batches: got 0 units; "),
             ("searcher.max_length=soon", "searcher.max_length: got 'soon'; "),
             *(
-                (f"{period}={{records: 9}}", f"{period}.records: needs hyperparameters.global_ba")
+                (f"{period}={{records: 9}}", f"{period}.records: unknown key; allowed: batches")
                 for period in ("min_validation_period", "min_checkpoint_period")
             ),
             ("scheduling_unit=0", "scheduling_unit: got 0; allowed: an integer >= 1"),

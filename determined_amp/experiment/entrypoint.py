@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import TypeGuard
 
 # Matches an entrypoint that Determined itself imports.
 _CLASS = re.compile(r"[\w.]+:[\w.]+")
+
+# The task reads all of its options, and refuses what is wrong with them.
+_OPTIONS = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+for _name in ("--trial", "--batches"):
+    _OPTIONS.add_argument(_name, nargs="?")
 
 
 def is_class(entrypoint: object) -> TypeGuard[str]:
@@ -17,11 +22,12 @@ def is_class(entrypoint: object) -> TypeGuard[str]:
     return isinstance(entrypoint, str) and _CLASS.fullmatch(entrypoint) is not None
 
 
-def command_in(entrypoint: object) -> tuple[str, dict[str, str]]:
-    """The command of this library that an entrypoint runs, and its options by name.
+def command_in(entrypoint: object) -> tuple[str, argparse.Namespace]:
+    """The command of this library that an entrypoint runs, and its options `trial` and `batches`.
 
     Returns:
-        An empty command if it runs another program, or is no command.
+        An empty command if it runs another program, or is no command. An option is None without a
+        value.
     """
     words: list[str] = []
     if isinstance(entrypoint, list):
@@ -30,17 +36,11 @@ def command_in(entrypoint: object) -> tuple[str, dict[str, str]]:
         with suppress(ValueError):  # a quotation mark without its partner
             words = shlex.split(entrypoint)
     at = words.index("determined_amp") + 1 if "determined_amp" in words else len(words)
-    return "".join(words[at : at + 1]), dict(_options(words[at + 1 :]))
+    options, _ = _OPTIONS.parse_known_args(words[at + 1 :])
+    return "".join(words[at : at + 1]), options
 
 
 def trial_in(entrypoint: object) -> str | None:
     """The trial that a command in an entrypoint names by `--trial`."""
-    return command_in(entrypoint)[1].get("--trial")
-
-
-def _options(words: list[str]) -> Iterator[tuple[str, str]]:
-    """The options `--name value` and `--name=value`."""
-    for word, value in zip(words, [*words[1:], ""], strict=False):
-        name, equals, after = word.partition("=")
-        if name.startswith("--"):
-            yield name, after if equals else value
+    trial: str | None = command_in(entrypoint)[1].trial
+    return trial

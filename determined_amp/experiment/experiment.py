@@ -125,8 +125,6 @@ class Optimizations:
 class Platform:
     """Determined's own keys of an experiment configuration, as far as we read them."""
 
-    READ_IN_PART = True
-
     searcher: Searcher = setting(Searcher())
     reproducibility: Reproducibility = setting(Reproducibility())
     name: str = setting("unnamed")
@@ -326,21 +324,20 @@ def read_sections(
         config: The experiment configuration, in either form.
         values: The hyperparameters of the trial.
         source: Where they come from, for the error message.
-        problems: Mistakes that are known already; each key is named once.
+        problems: Mistakes that are known already; a key is named once, by the last that names it.
 
     Raises:
         ConfigError: naming every mistake.
     """
     found: list[Problem] = []
-    platform = read(Platform, config, "", found)
+    platform = read(Platform, _known(Platform, config), "", found)
     common = _read_common(config, values, found)
     size = values.get("global_batch_size")
     if platform is not None and isinstance(size, int):
         found.extend(indivisible_batch(size, platform.resources.slots_per_trial))
-    named = {problem.key for problem in problems}
-    wrong = [*problems, *(problem for problem in found if problem.key not in named)]
+    wrong = {problem.key: problem for problem in (*found, *problems)}
     if wrong or platform is None or common is None:
-        raise ConfigError(source, wrong)
+        raise ConfigError(source, wrong.values())
     return common, platform
 
 
@@ -361,6 +358,12 @@ def parse(
     return found.with_trial()
 
 
+def _known(cls: type, section: Config) -> Config:
+    """The keys of a section that a settings class has; None counts as no key."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    return {name: section[name] for name in names if section.get(name) is not None}
+
+
 def _read_common(
     config: Config, values: Config, problems: list[Problem]
 ) -> CommonHyperparameters | None:
@@ -371,24 +374,20 @@ def _read_common(
         values: The hyperparameters of the trial.
         problems: The mistakes are appended, with the keys of the user's form.
     """
-    ranged = [Problem(name, _ONE_VALUE.format(name)) for name in ranges(values)]
-    problems.extend(ranged)
     ours, found = has_our_form(values), list[Problem]()
     translated = dict(values) if ours else in_our_form(config, values)
     if not isinstance(values.get("amp"), Mapping):  # the trial's own
         translated["amp"] = None
-    common = None
-    if not ranged:
-        names = [field.name for field in dataclasses.fields(CommonHyperparameters)]
-        known = {name: translated[name] for name in names if translated.get(name) is not None}
-        common = read(CommonHyperparameters, known, "hyperparameters", found)
+    known = _known(CommonHyperparameters, translated)
+    common = read(CommonHyperparameters, known, "hyperparameters", found)
     problems.extend(found if ours else map(in_their_words, found))
     if ours:
         problems.extend(mistakes_of_our_form(config, values))
+    problems.extend(Problem(name, _ONE_VALUE.format(name)) for name in ranges(values))
     return common
 
 
-def _values(config: Config, chosen: Mapping[str, Any] | None, problems: list[Problem]) -> Config:
+def _values(config: Config, chosen: Config | None, problems: list[Problem]) -> Config:
     """The hyperparameters of one trial, which the searcher may have chosen."""
     values = config.get("hyperparameters", {}) if chosen is None else chosen
     if not isinstance(values, Mapping):
@@ -399,7 +398,7 @@ def _values(config: Config, chosen: Mapping[str, Any] | None, problems: list[Pro
     return values if chosen is None else with_power_of_two(values, config)
 
 
-def _recorded(config: Config, values: Config, trial: str, seed: int) -> Values:
+def _recorded(config: Config, values: Config, trial: str, seed: int) -> Config:
     """The configuration with hyperparameters, trial and seed."""
     reproducibility = {**(config.get("reproducibility") or {}), "experiment_seed": seed}
     recorded = {**config, "hyperparameters": values, "reproducibility": reproducibility}
@@ -420,17 +419,13 @@ def with_power_of_two(values: Config, search: Config) -> Config:
     return {**values, "amp": {**values["amp"], "init_scale": 2.0 ** round(math.log2(scale))}}
 
 
-def constants(hyperparameters: Config) -> Config:
+def constants(value: Any) -> Any:
     """Hyperparameters as a trial on a cluster gets them: `{type: const, val: x}` becomes x."""
-    values: Values = {}
-    for key, value in hyperparameters.items():
-        if isinstance(value, Mapping) and value.get("type") == "const":
-            values[key] = copy.deepcopy(value.get("val"))
-        elif isinstance(value, Mapping):
-            values[key] = constants(value)
-        else:
-            values[key] = copy.deepcopy(value)
-    return values
+    if not isinstance(value, Mapping):
+        return copy.deepcopy(value)
+    if value.get("type") == "const":
+        return copy.deepcopy(value.get("val"))
+    return {key: constants(inner) for key, inner in value.items()}
 
 
 def ranges(values: Config) -> Iterator[str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import json
 import sys
 import types
 import typing
@@ -23,6 +24,9 @@ from determined_amp.amp.errors import ConfigError, Problem
 from determined_amp.amp.settings import BOUNDS, DECLARED
 
 T = TypeVar("T")
+
+# What fields say against each other: pairs `(key, sentence)`.
+Contradictions = Iterator[tuple[str, str]]
 
 # The types of a value, in words.
 _IN_WORDS = {
@@ -49,11 +53,10 @@ def read(cls: type[T], raw: object, path: str, problems: list[Problem]) -> T | N
     Args:
         cls: A frozen dataclass whose fields are `bool`, `int`, `float`, `str`, `tuple[str, ...]`,
             an `enum.Enum`, another settings class, a number or an enum, or one of these `| None`.
-            It may define `contradictions(self, fields_set: frozenset[str])`, which yields pairs
-            `(key, sentence)`, and `section_of(text: str)`, which returns the section that a text
-            stands for, or None. With `READ_IN_PART = True` it has some keys of a section of
-            Determined's. Then others are no mistakes unless they look like one of these, misspelt,
-            and null counts as no key.
+            It may define `contradictions(self, fields_set: frozenset[str]) -> Contradictions`, and
+            `section_of(text: str)`, which returns the section that a text stands for, or None. With
+            `READ_IN_PART = True` it has some keys of a section of Determined's. Then others are no
+            mistakes unless they look like one of these, misspelt, and null counts as no key.
         raw: The section, as read from YAML or JSON.
         path: Dotted name of the section, for messages; empty for the whole configuration.
         problems: The mistakes are appended.
@@ -77,19 +80,15 @@ def read(cls: type[T], raw: object, path: str, problems: list[Problem]) -> T | N
         field.name: _value(hints[field.name], raw, _join(path, field.name), field, found)
         for field in fields
     }
-    settings = None if found else cls(**values)
-    given = frozenset(name for name in values if raw.get(name) is not None)
-    found += _contradictions(settings, given, path)
     problems.extend(found)
-    return None if found else settings
-
-
-def _contradictions(settings: object, given: frozenset[str], path: str) -> Iterator[Problem]:
-    """What settings say against each other; nothing if there are none."""
+    if found:
+        return None
+    settings = cls(**values)
+    given = frozenset(name for name in values if raw.get(name) is not None)
     contradictions = getattr(settings, "contradictions", None)
-    if contradictions is not None:
-        for key, text in contradictions(given):
-            yield Problem(_join(path, key), text)
+    pairs = [] if contradictions is None else list(contradictions(given))
+    problems.extend(Problem(_join(path, key), text) for key, text in pairs)
+    return None if pairs else settings
 
 
 def read_section(cls: type[T], raw: object, path: str) -> T:
@@ -165,19 +164,19 @@ def _value(
     return None
 
 
-def _converted(kind: Any, raw: object) -> object:
+def _converted(kind: Any, raw: Any) -> object:
     """`raw` as a value of type `kind`, or None if it is not one."""
     if _is_enum(kind):
         # By their text: a member's value may be a bool, and Python's bools equal numbers.
         return {repr(member.value): member for member in kind}.get(repr(raw))
     if typing.get_origin(kind) is tuple:
         listed = isinstance(raw, (list, tuple)) and all(isinstance(item, str) for item in raw)
-        return tuple(typing.cast("list[str]", raw)) if listed else None
+        return tuple(raw) if listed else None
     if isinstance(raw, bool) and kind is not bool:
         return None
     if kind is float:
         is_finite = isinstance(raw, (int, float)) and abs(raw) <= sys.float_info.max
-        return float(typing.cast("float", raw)) if is_finite else None
+        return float(raw) if is_finite else None
     return raw if isinstance(raw, kind) else None
 
 
@@ -211,12 +210,7 @@ def _described(kind: Any, field: dataclasses.Field[Any]) -> str:
     if dataclasses.is_dataclass(kind):
         return _MAPPING
     if _is_enum(kind):
-        values = [member.value for member in kind]
-        return ", ".join(str(v).lower() if isinstance(v, bool) else v for v in values)
+        return ", ".join(json.dumps(member.value).strip('"') for member in kind)
     words = _IN_WORDS[typing.get_origin(kind) or kind]
-    limits = " and ".join(f"{sign} {_number(bound)}" for sign, _, bound in _bounds(field))
+    limits = " and ".join(f"{sign} {bound:.10g}" for sign, _, bound in _bounds(field))
     return f"{words} {limits}".rstrip()
-
-
-def _number(bound: float) -> str:
-    return str(bound) if isinstance(bound, int) else f"{bound:g}"

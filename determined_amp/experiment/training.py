@@ -8,6 +8,7 @@ like. Determined 0.38.1 reads them only for an entrypoint `module:Class`; they m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from determined_amp.amp.errors import Problem
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.amp.settings import setting
 from determined_amp.experiment.dotted import value_at
+from determined_amp.experiment.fields import Contradictions
 
 if TYPE_CHECKING:
     from determined import pytorch
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 # Units of a length or a period, in our form and in Determined's.
 LENGTH_UNITS = ("batches", "epochs")
 UNITS = ("batches", "records", "epochs")
+
+_IN_WORDS = re.compile(rf"(?P<count>[0-9]{{1,19}}) (?P<unit>{'|'.join(LENGTH_UNITS)})")
 
 _TRAINING = "hyperparameters.training"
 
@@ -68,11 +72,10 @@ class Length:
     @staticmethod
     def section_of(text: str) -> Mapping[str, int] | None:
         """`100 batches` as `{batches: 100}`; None for any other text."""
-        count, _, unit = text.partition(" ")
-        is_number = count.isascii() and count.isdecimal() and len(count) < 20
-        return {unit: int(count)} if is_number and unit in LENGTH_UNITS else None
+        length = _IN_WORDS.fullmatch(text)
+        return None if length is None else {length["unit"]: int(length["count"])}
 
-    def contradictions(self, fields_set: frozenset[str]) -> Iterator[tuple[str, str]]:
+    def contradictions(self, fields_set: frozenset[str]) -> Contradictions:
         if len(fields_set) != 1:
             yield (
                 "batches",
@@ -172,11 +175,6 @@ def in_their_words(problem: Problem) -> Problem:
     for ours, theirs in _DETERMINEDS_KEYS.items():
         if problem.key.startswith(ours):
             text = problem.removeprefix(f"{problem.key}: ")
-            if problem.key == f"{ours}.records":
-                text = (
-                    "needs hyperparameters.global_batch_size, and 1 record or more; allowed: "
-                    "that, or a length in batches or epochs"
-                )
             return Problem(problem.key.replace(ours, theirs), text)
     return problem
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from determined_amp.amp.errors import ConfigError, Problem
 from determined_amp.amp.plain_data import Config
-from determined_amp.experiment.dotted import flat, value_at
+from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.entrypoint import command_in, is_class
+from determined_amp.experiment.experiment import ranges
 from determined_amp.runs.run import is_scale
 
 # How many batches are scored, or used by the finder, without `--batches`, and with it at most: all
@@ -49,8 +49,8 @@ class Task:
         verb = next((verb for verb in Verb if verb.value == command), None)
         if verb is None:
             return None
-        counts = verb in (Verb.SCORE, Verb.FIND) and "--batches" in options
-        return Task(verb, _batches(options["--batches"]) if counts else BATCHES)
+        counts = verb in (Verb.SCORE, Verb.FIND) and options.batches is not None
+        return Task(verb, _batches(options.batches) if counts else BATCHES)
 
 
 class Topic(enum.Enum):
@@ -71,9 +71,8 @@ class Topic(enum.Enum):
         verb = None if task is None else task.verb
         if verb in _TOPICS:
             return _TOPICS[verb]
-        values = flat(config.get("hyperparameters") or {})
-        searched = [name for name, value in values.items() if isinstance(value, Mapping)]
-        if "amp.precision" in searched:
+        searched = list(ranges(config.get("hyperparameters") or {}))
+        if "hyperparameters.amp.precision" in searched:
             return Topic.PRECISIONS
         if verb is Verb.SCORE or any(map(is_scale, searched)):
             return Topic.LOSS_SCALES
