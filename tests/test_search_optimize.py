@@ -17,9 +17,9 @@ import pytest
 import yaml
 from optuna.trial import TrialState
 
+from determined_amp.amp.errors import UserError
 from determined_amp.cli import search as command
 from determined_amp.cli import train
-from determined_amp.runs.folder import RunError
 from determined_amp.runs.run import Run, RunState
 from determined_amp.search import optimize
 from determined_amp.search.optimize import SearchError
@@ -71,7 +71,10 @@ def test_grid_that_a_signal_stopped_goes_on_and_finds_the_best(
     assert [batches for batches, _ in best.curve("loss_scale_score")] == [2]
     shown = capsys.readouterr().out
     assert "no step is lost in 2 of 3 trials, at 2^4 to 2^14: a search can find nothing" in shown
-    assert "best:\nhyperparameters:\n  amp:\n    init_scale: 16384.0\n" in shown
+    assert (
+        f"best, of trial {best.number}:\nhyperparameters:\n  amp:\n    init_scale: 16384.0\n"
+        in shown
+    )
     written = yaml.safe_load((Path(best.name) / "config.yaml").read_text())
     assert written["hyperparameters"]["amp"]["init_scale"] == 2.0**14
 
@@ -170,7 +173,7 @@ def folder_with_a_result(directory: Path) -> Path:
     while time.monotonic() < deadline:
         time.sleep(0.05)
         for folder in directory.glob("runs/*/*"):
-            with suppress(RunError):
+            with suppress(UserError):
                 if read_search(folder).ranked():
                     return folder
     raise AssertionError("no trial has ended")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,8 @@ def test_precisions_of_a_comparison_take_turns_seed_by_seed(tmp_path: Path) -> N
     ranges = ("amp.precision.vals=[fp32, amp_fp16]", "trial_seed.vals=[1, 2, 3]")
     changes = [f"hyperparameters.{values}" for values in ranges]
     points = SearchPlan(searching.load(tmp_path, "compare_precisions.yaml", *changes)).points
-    assert [(point["trial_seed"], point["amp.precision"]) for point in points] == [
+    values = [(json.loads(p["trial_seed"]), json.loads(p["amp.precision"])) for p in points]
+    assert values == [
         *((3, "amp_fp16"), (3, "fp32"), (2, "fp32")),
         *((2, "amp_fp16"), (1, "amp_fp16"), (1, "fp32")),
     ]

@@ -43,7 +43,7 @@ class TestGrid:
             ({"type": "int", "minval": 0, "maxval": 10, "count": 4}, [0, 3, 7, 10]),
             ({"type": "int", "minval": 1, "maxval": 4, "count": 1}, [2]),
             ({"type": "int", "minval": -4, "maxval": -1, "count": 1}, [-2]),
-            ({"type": "categorical", "vals": ["b", "a"]}, ["b", "a"]),
+            ({"type": "categorical", "vals": ["b", 1]}, ['"b"', "1"]),
         ],
     )
     def test_grid_has_evenly_spaced_points(self, raw: Any, expected: list[Any]) -> None:
@@ -63,12 +63,12 @@ class TestGrid:
         )
         assert [axis.name for axis in result.axes] == ["amp.init_scale", "z"]
         assert [tuple(point.values()) for point in result.grid()] == [
-            (4, 1),
-            (4, 0),
-            (2, 1),
-            (2, 0),
-            (1, 1),
-            (1, 0),
+            ("4", 1),
+            ("4", 0),
+            ("2", 1),
+            ("2", 0),
+            ("1", 1),
+            ("1", 0),
         ]
 
     def test_grid_without_ranges_is_one_point(self) -> None:
@@ -112,9 +112,9 @@ class TestNesting:
             },
         )
         assert list(result.probes()) == [
-            {"a": "x", "b": 1.0},
-            {"a": "y", "b": 16.0},
-            {"a": "z", "b": 16.0},
+            {"a": '"x"', "b": 1.0},
+            {"a": '"y"', "b": 16.0},
+            {"a": '"z"', "b": 16.0},
         ]
 
 

@@ -14,12 +14,13 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from determined_amp.runs.folder import RunError, RunFolder, trial_folder
+from determined_amp.amp.errors import ConfigError
+from determined_amp.runs.folder import RunFolder, trial_folder
 from determined_amp.runs.run import RunState
 from determined_amp.search import optimize
 from determined_amp.search.optimize import Objective, SearchError
 from determined_amp.search.search_display import closing_lines, minutes
-from determined_amp.search.search_folder import STUDY_FILE, read_search, write_config
+from determined_amp.search.search_folder import STUDY_FILE, read_config, read_search, write_config
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.search.study import StudyError, open_study, storing
 from tests import searching, training
@@ -33,30 +34,27 @@ def study_in(folder: Path) -> tuple[optuna.Study, int]:
 
 
 def test_folder_without_a_search_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"search\.yaml: there is no such file"):
+    with pytest.raises(ConfigError, match=r"search\.yaml: cannot be read: No such file"):
         read_search(tmp_path)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_trials_of_several_workers_share_the_device(tmp_path: Path, workers: int) -> None:
     write_study(tmp_path, [(1.0, scored(0))])
-    written = write_config(tmp_path, SEARCH, workers)
+    write_config(tmp_path, SEARCH, workers)
     search = read_search(tmp_path)
-    assert search.config == written
-    assert written == {
+    assert search.config == {
         **SEARCH,
         "searcher": {**SEARCH["searcher"], "max_concurrent_trials": workers},
     }
     assert [run.shares_device for run in search.runs] == [workers > 1]
-    single = {"searcher": {"name": "single"}}
-    assert write_config(tmp_path, single, workers) == single
 
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_end_of_a_search_names_its_best_values(tmp_path: Path, *, stopped: bool) -> None:
     folder = write_study(tmp_path, [(2.0**scale, scored(scale)) for scale in (24, 16)])
     lines = list(closing_lines(read_search(folder), folder, stopped=stopped))
-    assert ("best so far, of trial 1:" in lines, "best:" in lines) == (stopped, not stopped)
+    assert "best, of trial 1:" in lines
     assert (f"go on: python -m determined_amp search --resume {folder}" in lines) is stopped
     assert any("init_scale: 65536.0" in line for line in lines)
     assert [minutes(seconds) for seconds in (119.4, 120, 125.2)] == ["119 s", "2 min", "2 min 05 s"]
@@ -90,7 +88,9 @@ def test_threads_that_ask_at_once_are_given_different_trials(tmp_path: Path) -> 
 
 def test_database_on_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     study, _ = study_in(tmp_path)
-    refused = pytest.raises(StudyError, match=r"study\.db: cannot be read or written: .*--resume")
+    refused = pytest.raises(
+        StudyError, match=r"its files cannot be read or written: .*disk.*--resume"
+    )
     with refused, storing(tmp_path), training.no_file_larger_than(1000):
         study.ask()
     assert study_in(tmp_path)[0].ask().number == 0
@@ -144,7 +144,8 @@ class TestTrials:
                 run_folder.append_metrics(line)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Staged, "scripts", list(processes))
-            plan = SearchPlan(write_config(folder, config, workers))
+            write_config(folder, config, workers)
+            plan = SearchPlan(read_config(folder))
             return optimize._optimize(folder, plan, workers, time_limit)
 
     def states(self, folder: Path) -> list[TrialState]:

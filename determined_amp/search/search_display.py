@@ -36,14 +36,14 @@ def closing_lines(search: Search, folder: Path, *, stopped: bool) -> Iterator[st
     """
     ranked, lost = search.ranked(), search.failed()
     compares = Topic.of(search.config) is Topic.PRECISIONS
-    state = "stopped" if stopped else "completed" if ranked else "failed"
-    yield f"{search.name}: {state}"
+    state = "completed" if ranked else "failed"
+    yield f"{search.name}: {'stopped' if stopped else state}"
     if compares:
         yield f"compare: python -m determined_amp report precision {folder}"
     elif ranked and all(run.overflow for run in ranked):
         yield "every scale of this search overflows: search smaller ones"
     elif ranked and ranked[0].hparams:
-        yield from _best(search.metric, ranked, stopped=stopped)
+        yield from _best(search.metric, ranked)
     if lost:
         first = f"trial {lost[0].number}: {lost[0].reason}"
         yield f"{len(lost)} of {len(search.runs)} trials failed; {first}"
@@ -52,12 +52,12 @@ def closing_lines(search: Search, folder: Path, *, stopped: bool) -> Iterator[st
     yield f"study: sqlite:///{folder / STUDY_FILE}"
 
 
-def _best(metric: str, ranked: list[Run], *, stopped: bool) -> Iterator[str]:
+def _best(metric: str, ranked: list[Run]) -> Iterator[str]:
     lost = [(run.scale_log2, run.metrics.get("steps_lost")) for run in ranked]
     worth = worth_of_best(metric, lost)
     if worth is not None:
         yield worth
-    yield f"best so far, of trial {ranked[0].number}:" if stopped else "best:"
+    yield f"best, of trial {ranked[0].number}:"
     yield dump_yaml({"hyperparameters": nested(ranked[0].hparams)}).rstrip()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.files import write_whole
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.finder.scale_score import bits_from_default
-from determined_amp.runs.folder import RunError, read_trials
+from determined_amp.runs.folder import read_trials
 from determined_amp.runs.run import Run, RunState, is_scale
 
 SEARCH_FILE, STUDY_FILE = "search.yaml", "study.db"
@@ -52,10 +53,10 @@ class Search:
     @property
     def also_searched(self) -> list[str]:
         """Hyperparameters besides the loss scale that differ between trials."""
-        values: dict[str, set[str]] = {}
+        values: dict[str, set[str]] = defaultdict(set)
         for run in self.runs:
             for name, value in run.hparams.items():
-                values.setdefault(name, set()).add(repr(value))
+                values[name].add(repr(value))
         return [name for name in values if not is_scale(name) and len(values[name]) > 1]
 
     def failed(self) -> list[Run]:
@@ -95,14 +96,10 @@ def is_search(path: Path) -> bool:
     return (path / STUDY_FILE).exists()
 
 
-def write_config(folder: Path, config: Config, workers: int) -> Config:
-    """Write the configuration of a search that runs with this number of workers; return it."""
-    searcher = dict(config["searcher"])
-    if searcher.get("name") != "single":
-        searcher["max_concurrent_trials"] = workers
-    written = {**config, "searcher": searcher}
-    write_whole(folder / SEARCH_FILE, dump_yaml(written))
-    return written
+def write_config(folder: Path, config: Config, workers: int) -> None:
+    """Write the configuration of a search that runs with this number of workers."""
+    searcher = {**config["searcher"], "max_concurrent_trials": workers}
+    write_whole(folder / SEARCH_FILE, dump_yaml({**config, "searcher": searcher}))
 
 
 def write_remarks(folder: Path, left_out: Sequence[str], notes: Sequence[str], **more: Any) -> None:
@@ -115,16 +112,9 @@ def read_config(folder: Path) -> Config:
     """The configuration of the search in a folder.
 
     Raises:
-        RunError: if the folder is not that of a search.
-        ConfigError: if the configuration cannot be read.
+        ConfigError: if it cannot be read.
     """
-    file = folder / SEARCH_FILE
-    if not file.is_file():
-        raise RunError(
-            f"{file}: there is no such file; allowed: the folder of a search by "
-            "`python -m determined_amp search`"
-        )
-    return dict(read_yaml(str(file)))
+    return read_yaml(str(folder / SEARCH_FILE))
 
 
 def workers_of(config: Config) -> int:
@@ -137,7 +127,6 @@ def read_search(folder: Path) -> Search:
     """The search in a folder, as far as it has come.
 
     Raises:
-        RunError: if the folder is not that of a search.
         ConfigError: if its configuration cannot be read.
     """
     config, left_out = read_config(folder), list[str]()

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution
 
 from determined_amp.amp.errors import ConfigError, Problem
-from determined_amp.amp.plain_data import Config
+from determined_amp.amp.plain_data import Config, Values
 from determined_amp.amp.settings import setting
 from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.experiment import (
@@ -21,17 +20,15 @@ from determined_amp.experiment.experiment import (
     Searcher,
     experiment_in,
     parse,
+    with_power_of_two,
 )
-from determined_amp.experiment.fields import read
+from determined_amp.experiment.fields import Contradictions, read
 from determined_amp.experiment.score_check import check_score
 from determined_amp.experiment.training import LENGTH_UNITS
 from determined_amp.search.space import MOST_TRIALS, Space, read_space
 from determined_amp.search.task import Task, Topic, Verb
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)  # it would log every study and trial
-
-
-_SCALE = "amp.init_scale"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +72,7 @@ class AshaSearcher(RandomSearcher):
             rungs += 1
         return max(int(self.max_time // self.divisor ** (rungs - 1)), 1)
 
-    def contradictions(self, fields_set: frozenset[str]) -> Iterator[tuple[str, str]]:
+    def contradictions(self, fields_set: frozenset[str]) -> Contradictions:
         if self.time_metric not in LENGTH_UNITS:
             yield "time_metric", f"got {self.time_metric}; allowed: {' or '.join(LENGTH_UNITS)}"
 
@@ -122,7 +119,7 @@ class SearchPlan:
         self._seed = int(value_at(search, "reproducibility.experiment_seed") or 0)
 
     def _mistakes_of_a_trial(
-        self, probe: Config, task: Task | None, settings: GridSearcher | None
+        self, probe: Values, task: Task | None, settings: GridSearcher | None
     ) -> list[Problem]:
         """What is wrong with one trial; mistakes of searcher and entrypoint are named elsewhere."""
         try:
@@ -156,7 +153,7 @@ class SearchPlan:
         return {axis.name: axis.distribution for axis in self.space.axes}
 
     @cached_property
-    def points(self) -> list[dict[str, Any]]:
+    def points(self) -> list[Values]:
         """The point of each trial, by dotted name; they depend on the YAML alone."""
         if not isinstance(self.settings, RandomSearcher):
             grid = self.space.grid()
@@ -189,14 +186,11 @@ class SearchPlan:
             config = {**config, "reproducibility": {**given, **seed}}
         return parse(config, self._source, hyperparameters=sampled)
 
-    def trial(self, number: int) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    def trial(self, number: int) -> tuple[Config, Config]:
         """The configuration of a trial, and its searched hyperparameters by dotted name."""
-        sampled = self.space.nested(self.points[number])
-        config = self.experiment(number, sampled).config
+        sampled = with_power_of_two(self.space.nested(self.points[number]), self.search)
         hparams = {axis.name: value_at(sampled, axis.name) for axis in self.space.axes}
-        if _SCALE in hparams:  # the sampled scale is rounded to a power of two
-            hparams[_SCALE] = value_at(config["hyperparameters"], _SCALE)
-        return config, hparams
+        return self.experiment(number, sampled).config, hparams
 
     def drawn_seed(self, number: int) -> int:
         """A 32-bit seed that depends only on the search's seed and the trial's number."""
@@ -260,14 +254,14 @@ def _task_here(search: Config, problems: list[Problem]) -> Task | None:
     return None
 
 
-def _by_turns(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _by_turns(points: Sequence[Values]) -> list[Values]:
     """The points grouped by seed, with the order reversed in every second group.
 
     This way a drift of the machine affects all precisions alike. The platform trains one precision
     after the other.
     """
-    by_seed: dict[Any, list[dict[str, Any]]] = {}
-    for point in points:
-        by_seed.setdefault(point.get(TRIAL_SEED), []).append(point)
-    turns = enumerate(by_seed.values())
-    return [point for i, turn in turns for point in (turn[::-1] if i % 2 else turn)]
+    ordered: list[Values] = []
+    for i, seed in enumerate(dict.fromkeys(point.get(TRIAL_SEED) for point in points)):
+        turn = [point for point in points if point.get(TRIAL_SEED) == seed]
+        ordered += turn[::-1] if i % 2 else turn
+    return ordered

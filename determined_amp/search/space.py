@@ -14,19 +14,21 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from optuna import distributions
 
 from determined_amp.amp.errors import Problem
-from determined_amp.amp.plain_data import Config
+from determined_amp.amp.plain_data import Config, Values
 from determined_amp.amp.settings import setting
 from determined_amp.experiment.dotted import flat, put
-from determined_amp.experiment.fields import read
+from determined_amp.experiment.fields import Contradictions, read
 
 # The platform's own limit (`MaxAllowedTrials`). The whole grid is made before its first trial.
 MOST_TRIALS = 2000
 
-Scalar = bool | int | float | str | None
+# The value of a range, or a choice as JSON.
+Scalar = float | str
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,6 @@ class Axis:
     distribution: distributions.BaseDistribution
     grid: tuple[Scalar, ...]  # its points in a grid; empty without a `count`
     ends: tuple[Scalar, ...]  # all choices, or both ends of a range: if they are valid, all are
-    is_json: bool = False  # whether each choice is the JSON text of its value
 
 
 @dataclass(frozen=True)
@@ -53,24 +54,26 @@ class Space:
         """The number of points of the grid."""
         return math.prod(len(axis.grid) for axis in self.axes)
 
-    def grid(self) -> list[dict[str, Scalar]]:
+    def grid(self) -> list[Values]:
         """Every point, by dotted name, from the last one; the last name varies fastest."""
         names = [axis.name for axis in self.axes]
         points = itertools.product(*(axis.grid for axis in self.axes))
         return [dict(zip(names, point, strict=True)) for point in points][::-1]
 
-    def probes(self) -> Iterator[dict[str, Scalar]]:
+    def probes(self) -> Iterator[Values]:
         """A few points that together contain every end and every choice of each axis."""
         most = max((len(axis.ends) for axis in self.axes), default=1)
         for i in range(most):
             yield {axis.name: axis.ends[min(i, len(axis.ends) - 1)] for axis in self.axes}
 
-    def nested(self, point: Config) -> Config:
+    def nested(self, point: Values) -> Config:
         """The hyperparameters of the trial at a point, nested, constants included."""
         sample = copy.deepcopy(dict(self.hyperparameters))
         for axis in self.axes:
             value = point[axis.name]
-            put(sample, axis.name.split("."), json.loads(value) if axis.is_json else value)
+            if isinstance(value, str):  # a choice
+                value = json.loads(value)
+            put(sample, axis.name.split("."), value)
         return sample
 
 
@@ -100,17 +103,14 @@ class _Choices:
     type: str = setting()
     vals: list = setting()  # type: ignore[type-arg]  # of anything
 
-    def contradictions(self, fields_set: frozenset[str]) -> Iterator[tuple[str, str]]:
+    def contradictions(self, fields_set: frozenset[str]) -> Contradictions:
         if not self.vals:
             yield "vals", "got []; allowed: a list of values"
 
     def axis(self, name: str) -> Axis:
         # Optuna stores only scalars, and cannot tell 1 from true.
-        scalars = all(isinstance(value, Scalar) for value in self.vals)
-        is_json = not scalars or len(set(self.vals)) < len(self.vals)
-        choices = tuple(json.dumps(value) if is_json else value for value in self.vals)
-        distribution = distributions.CategoricalDistribution(choices)
-        return Axis(name, distribution, choices, choices, is_json)
+        choices = tuple(map(json.dumps, self.vals))
+        return Axis(name, distributions.CategoricalDistribution(choices), choices, choices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,21 +120,28 @@ class _Double:
     maxval: float = setting()
     count: int | None = setting(None, at_least=1, at_most=MOST_TRIALS)
 
-    def contradictions(self, fields_set: frozenset[str]) -> Iterator[tuple[str, str]]:
+    def contradictions(self, fields_set: frozenset[str]) -> Contradictions:
         if self.minval >= self.maxval:
             yield "minval", f"got {self.minval:g}; allowed: less than maxval {self.maxval:g}"
 
     def axis(self, name: str) -> Axis:
-        ends = self.minval, self.maxval
-        grid = tuple(self.evenly_spaced(self.count or 0))
-        return Axis(name, distributions.FloatDistribution(*ends), grid, ends)
+        ends = self.value(self.minval), self.value(self.maxval)
+        grid = dict.fromkeys(map(self.value, self.evenly_spaced()))
+        return Axis(name, self.distribution(*ends), tuple(grid), ends)
 
-    def evenly_spaced(self, count: int) -> list[float]:
-        """`count` values with both ends; a single value is the middle."""
-        if count == 1:
+    def evenly_spaced(self) -> list[float]:
+        """`count` numbers with both ends; a single number is the middle."""
+        if self.count == 1:
             return [(self.minval + self.maxval) / 2.0]
-        width = self.maxval - self.minval
+        width, count = self.maxval - self.minval, self.count or 0
         return [self.minval + i * width / (count - 1) for i in range(count)]
+
+    def value(self, number: float) -> float:
+        """The value at a number between `minval` and `maxval`."""
+        return number
+
+    def distribution(self, low: Any, high: Any) -> distributions.BaseDistribution:
+        return distributions.FloatDistribution(low, high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,11 +149,11 @@ class _Int(_Double):
     minval: int = setting()
     maxval: int = setting()
 
-    def axis(self, name: str) -> Axis:
-        ends = self.minval, self.maxval
-        count = min(self.count or 0, self.maxval - self.minval + 1)
-        grid = tuple(round(value) for value in self.evenly_spaced(count))
-        return Axis(name, distributions.IntDistribution(*ends), grid, ends)
+    def value(self, number: float) -> float:
+        return round(number)
+
+    def distribution(self, low: Any, high: Any) -> distributions.BaseDistribution:
+        return distributions.IntDistribution(low, high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,16 +162,17 @@ class _Log(_Double):
 
     base: float = setting(above=1)
 
-    def contradictions(self, fields_set: frozenset[str]) -> Iterator[tuple[str, str]]:
+    def contradictions(self, fields_set: frozenset[str]) -> Contradictions:
         yield from super().contradictions(fields_set)
         if math.log2(self.base) * max(abs(self.minval), abs(self.maxval)) > 1000:
             text = "is no range of float64; minval and maxval are exponents"
             yield "minval", f"{self.base:g}^{self.minval:g} to {self.base:g}^{self.maxval:g} {text}"
 
-    def axis(self, name: str) -> Axis:
-        ends = self.base**self.minval, self.base**self.maxval
-        grid = tuple(self.base**exponent for exponent in self.evenly_spaced(self.count or 0))
-        return Axis(name, distributions.FloatDistribution(*ends, log=True), grid, ends)
+    def value(self, number: float) -> float:
+        return math.pow(self.base, number)
+
+    def distribution(self, low: Any, high: Any) -> distributions.BaseDistribution:
+        return distributions.FloatDistribution(low, high, log=True)
 
 
 _KINDS: dict[str, type[_Choices | _Double]] = {

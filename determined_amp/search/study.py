@@ -16,7 +16,7 @@ from optuna.exceptions import OptunaError
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from determined_amp.amp.errors import UserError
+from determined_amp.amp.errors import UserError, one_line
 from determined_amp.search.search_folder import STUDY_FILE
 from determined_amp.search.search_plan import SearchPlan
 
@@ -74,11 +74,11 @@ def storing(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, OptunaError, SQLAlchemyError) as error:
-        cause = error.__cause__ or error
-        file = getattr(error, "filename", None) or folder / STUDY_FILE
-        why = getattr(cause, "strerror", None) or getattr(cause, "orig", cause)
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # of SQLite, without the statement
+            cause = cause.__cause__
         raise StudyError(
-            f"{file}: cannot be read or written: {why}; "
+            f"{folder}: its files cannot be read or written: {one_line(cause)}; "
             "free some space, or let this user write there, and go on with: python -m "
             f"determined_amp search --resume {folder}"
         ) from error
