@@ -309,7 +309,7 @@ def test_plan_is_no_longer_than_the_experiment(
 
 
 def test_key_amp_of_the_trial_itself_is_not_overwritten() -> None:
-    with pytest.raises(ConfigError, match=r"amp\.precision: hyperparameters\.amp is no section"):
+    with pytest.raises(ConfigError, match=r"amp\.precision: amp is a value, not a section"):
         in_precision({"hyperparameters": {"amp": True}}, "amp_bf16")
 
 

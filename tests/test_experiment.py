@@ -178,7 +178,7 @@ def test_precision_of_the_command_line_may_be_in_quotes_as_in_the_yaml() -> None
     assert configuration_of(options) == changed({"hp.amp.precision": "amp_bf16"})
     options.precision = "fp32"
     assert configuration_of(options) == changed({"hp.amp.precision": "fp32"})
-    words = "^--precision: hyperparameters.amp.precision: hyperparameters.amp is no section"
+    words = "^--precision: hyperparameters.amp.precision: amp is a value, not a section"
     with pytest.raises(ConfigError, match=words):
         in_precision({"hyperparameters": {"amp": "own"}}, "fp32")
 
@@ -278,8 +278,9 @@ def test_overrides_set_nested_values_and_leave_their_input_alone() -> None:
         ("a", "got 'a'; allowed: KEY=VALUE"),
         ("=1", "got '=1'; allowed: KEY=VALUE"),
         ("s..u=1", "got 's..u=1'; allowed: KEY=VALUE"),
-        ("a.b=1", "a.b: a is no section"),
-        ("s.t.u=1", "s.t.u: s.t is no section"),
+        ("a.b=1", "a.b: a is a value, not a section"),
+        ("a.b.c=1", "a.b.c: a is a value, not a section"),
+        ("s.t.u=1", "s.t.u: t is a value, not a section"),
         ("a=[1", "a"),
     ],
 )

@@ -171,6 +171,14 @@ def test_key_with_a_dot_in_it_is_not_taken_for_a_section() -> None:
     assert problem.startswith("hyperparameters.amp: got a section of keys and values")
 
 
+def test_hyperparameter_that_is_called_type_hides_no_other() -> None:
+    own = {"lr": 0.1, "type": "const"}
+    settings = parse({**PLAIN, "hyperparameters": own}, "test").settings
+    assert {name: settings[f"hyperparameters.{name}"] for name in own} == own
+    (problem,) = problems_of({**PLAIN, "hyperparameters": {**own, "precision": "amp_fp16"}})
+    assert problem.startswith("hyperparameters.precision: got 'amp_fp16'")
+
+
 def test_range_of_a_search_that_holds_a_misplaced_precision_is_refused() -> None:
     choices = "{type: categorical, vals: [fp32, amp_fp16]}"
     searched = {**PLAIN, "reproducibility": {"experiment_seed": 0}}

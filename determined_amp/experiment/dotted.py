@@ -27,6 +27,8 @@ def put(config: Values, path: Sequence[str], value: object) -> None:
         if config.get(key) is None:
             config[key] = {}
         config = config[key]
+        if not isinstance(config, dict):
+            raise TypeError(f"{key} is a value, not a section")
     config[last] = value
 
 
@@ -37,12 +39,14 @@ def flat(config: Config) -> Values:
 
 def _leaves(config: Config, prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in config.items():
-        if isinstance(value, Mapping) and "type" not in value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        elif isinstance(value, Mapping) and value["type"] == "const":
-            yield f"{prefix}{key}", value.get("val")
+        name, is_section = f"{prefix}{key}", isinstance(value, Mapping)
+        # A hyperparameter may be called `type`, too.
+        if is_section and (key == "hyperparameters" or "type" not in value):
+            yield from _leaves(value, f"{name}.")
+        elif is_section and value["type"] == "const":
+            yield name, value.get("val")
         else:
-            yield f"{prefix}{key}", value
+            yield name, value
 
 
 def nested(values: Config) -> Config:

@@ -419,20 +419,22 @@ def with_power_of_two(values: Config, search: Config) -> Config:
     return {**values, "amp": {**values["amp"], "init_scale": 2.0 ** round(math.log2(scale))}}
 
 
-def constants(value: Any) -> Any:
+def constants(hyperparameters: Config) -> Config:
     """Hyperparameters as a trial on a cluster gets them: `{type: const, val: x}` becomes x."""
+    return {key: _constant(value) for key, value in hyperparameters.items()}
+
+
+def _constant(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return copy.deepcopy(value)
-    if value.get("type") == "const":
-        return copy.deepcopy(value.get("val"))
-    return {key: constants(inner) for key, inner in value.items()}
+    return copy.deepcopy(value.get("val")) if value.get("type") == "const" else constants(value)
 
 
 def ranges(values: Config) -> Iterator[str]:
     """The dotted names of the hyperparameters that are search ranges."""
-    for name, value in flat({"hyperparameters": values}).items():
+    for name, value in flat(values).items():
         if isinstance(value, Mapping) and value.get("type") in _RANGES:
-            yield name
+            yield f"hyperparameters.{name}"
 
 
 def indivisible_batch(global_batch_size: int, slots: int) -> Iterator[Problem]:

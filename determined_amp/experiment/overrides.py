@@ -32,8 +32,7 @@ def with_overrides(config: Config, overrides: Sequence[str], option: str = "--co
         try:
             put(changed, key.split("."), value)
         except TypeError as error:
-            problem = Problem(key, f"{section} is no section of keys and values")
-            raise ConfigError(option, [problem]) from error
+            raise ConfigError(option, [Problem(key, str(error))]) from error
     return changed
 
 
