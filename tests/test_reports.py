@@ -151,20 +151,6 @@ def test_score_of_a_trial_that_no_scale_helps_is_one_sentence(
     assert refusal("score", "experiment.yaml", *words).startswith("error: no loss scale helps: ")
 
 
-@pytest.mark.parametrize(
-    ("option", "target", "allowed"),
-    [("--json", "experiment.yaml", ".json"), ("--plot", "picture.json", ".png")],
-)
-def test_finder_replaces_no_file_of_another_kind(
-    option: str, target: str, allowed: str, workplace: Path, refusal: Callable[..., str]
-) -> None:
-    (workplace / "picture.json").write_text("mine")
-    before = {path: path.read_bytes() for path in workplace.iterdir() if path.is_file()}
-    words = f"{option}: got {target}; allowed: a name in {allowed}"
-    assert words in refusal("find", "experiment.yaml", option, target)
-    assert before == {path: path.read_bytes() for path in workplace.iterdir() if path.is_file()}
-
-
 def test_finder_replaces_an_earlier_answer(workplace: Path) -> None:
     words = ["--batches", "1", "--json", "a.json", "--plot", "found.png"]
     for _ in range(2):

@@ -25,7 +25,7 @@ from determined_amp.runs.folder import read_run
 from determined_amp.runs.run import RunState
 from tests.precisions import CPU, LOST, RESOLVED, TRAINED, made_on, write_run
 from tests.report_master import TRIAL, Master, report, serving
-from tests.training import ROOT, run_small
+from tests.training import ROOT, metrics, run_small
 
 FILES = [f"precision.{kind}" for kind in ("json", "md", "png")]
 
@@ -43,7 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_real_runs_are_compared(
+def test_real_runs_are_compared_by_the_numbers_that_they_reported(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = [str(trained / name) for name in ("fp32", "amp", "bf16")]
@@ -61,26 +61,17 @@ def test_real_runs_are_compared(
     assert "(precision.png)" in page
     assert [s["precision"] for s in record["precisions"]] == ["fp32", "amp_fp16", "amp_bf16"]
     assert {c["verdict"] for c in record["comparisons"]} == {"cannot tell yet"}
-
-
-def test_numbers_of_the_json_are_those_that_the_run_reported(trained: Path, tmp_path: Path) -> None:
-    runs = [str(trained / name) for name in ("fp32", "amp")]
-    assert precision.main(["precision", *runs, "--output", str(tmp_path)]) == 0
-    record = json.loads((tmp_path / "precision.json").read_text())
-    written = (trained / "amp/metrics.jsonl").read_text().splitlines()
-    lines = [json.loads(line) for line in written]
-    training = [line for line in lines if line["group"] == "training"]
-    accuracies = [x["validation_accuracy"] for x in lines if x["group"] == "validation"]
     (run,) = [run for run in record["runs"] if run["precision"] == "amp_fp16"]
+    assert record["machine"] == run["machine"]
+    lines = metrics(trained / "amp")
+    training = [line for line in lines if line["group"] == "training"]
     speeds = [x["samples_per_second"] for x in training[1:] if "samples_per_second" in x]
     assert run["samples_per_second"]["median"] == pytest.approx(np.median(speeds))
+    accuracies = [x["validation_accuracy"] for x in lines if x["group"] == "validation"]
     assert run["metrics"]["validation_accuracy"] == accuracies[-1]
     assert [value for _, value in run["curve"]] == accuracies
-    assert run["peak_memory_mib"] == training[-1]["watch_peak_memory_mib"]
     assert run["audit_share"] == training[0]["watch_audit_share"]
     assert run["applied_steps"] == training[-1]["watch_applied_steps"]
-    assert run["seed"] == 20261121
-    assert record["machine"] == run["machine"]
 
 
 def test_real_run_has_the_settings_of_the_runs_written_by_hand(trained: Path) -> None:
@@ -114,7 +105,6 @@ def test_report_on_fp32_alone_is_an_answer_with_its_page(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["fp32", "--margin=0"], "got 0; allowed: a number above 0"),
         (["fp32", "--margin=nan"], "got nan; allowed: a number above 0"),
         (["."], "is not a run folder"),
     ],

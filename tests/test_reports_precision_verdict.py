@@ -23,7 +23,7 @@ from determined_amp.report.precision_comparison import (
 from determined_amp.report.precision_report import precision_sentences, precision_table
 from determined_amp.report.recommendation import recommend
 from determined_amp.report.sources import read_source
-from determined_amp.runs.run import SEED, Report, Reports, Run, RunState
+from determined_amp.runs.run import SEED, Report, Reports, Run
 from tests.precisions import CPU, LOST, comparison_of, run, seeds, write_run
 from tests.reporting import write_study
 
@@ -57,12 +57,11 @@ def compared(*runs: Run, **options: Any) -> Comparison:
 
 
 def test_interval_of_pairs_is_students() -> None:
-    """By hand: mean 2, deviation 1, t of 2 degrees of freedom 4.303."""
+    """By hand: mean 2, deviation 1, t of 2 degrees of freedom 4.3026527."""
     interval = interval_of([1.0, 2.0, 3.0])
     assert (interval.mean, interval.std, interval.pairs) == (2.0, 1.0, 3)
-    quantile = 0.95 / math.sqrt(2 * 0.975 * 0.025)  # of Student's t with 2, in closed form
-    half = quantile / math.sqrt(3)
-    assert (interval.low, interval.high) == pytest.approx((2.0 - half, 2.0 + half), rel=1e-9)
+    half = 4.3026527 / math.sqrt(3)
+    assert (interval.low, interval.high) == pytest.approx((2.0 - half, 2.0 + half))
 
 
 @pytest.mark.parametrize(
@@ -71,13 +70,9 @@ def test_interval_of_pairs_is_students() -> None:
         ((-0.001, 0.0, 0.001), Equivalence.EQUAL),  # half width 0.0025
         ((0.001, 0.0011, 0.0012), Equivalence.EQUAL),  # real, and too small to matter
         ((0.01, 0.011, 0.012), Equivalence.DIFFERENT),
-        ((0.0, 0.0, 0.01), Equivalence.UNKNOWN),
         ((-0.002, 0.0, 0.002), Equivalence.UNKNOWN),  # not significant, which is not equal
-        ((0.0, 0.0, 0.0), Equivalence.UNKNOWN),  # without a spread
-        ((1.0, 1.0, 1.0), Equivalence.UNKNOWN),
+        ((1.0, 1.0, 1.0), Equivalence.UNKNOWN),  # without a spread
         ((0.0,), Equivalence.UNKNOWN),
-        # Seeds differ by 0.01, the precisions by 0.004 in each of them.
-        ((0.0039, 0.004, 0.0041), Equivalence.DIFFERENT),
     ],
 )
 def test_verdict_depends_on_interval_and_margin(
@@ -91,7 +86,6 @@ def test_verdict_depends_on_interval_and_margin(
     [
         (seeds("amp_fp16", ALIKE), "equal within the margin of 0.003"),
         (seeds("amp_fp16", WORSE), "different, worse"),
-        (seeds("amp_fp16", BETTER), "different, better"),
         (seeds("amp_fp16", DOUBTFUL), "cannot tell yet with 3 seeds (margin 0.003)"),
         (seeds("amp_fp16", ACCURACIES), "with 3 seeds, between which the difference has no spread"),
         ([FP16], "cannot tell yet with 1 seed, which does not show"),
@@ -99,11 +93,9 @@ def test_verdict_depends_on_interval_and_margin(
         # Of a busy machine.
         (at_speeds(690, 630, 870), "slower in every pair, cannot tell yet by how much beyond ch"),
         (at_speeds(1190, 1610), "faster in every pair, cannot tell yet by how much beyond chance;"),
-        (at_speeds(1090, 1270, 1600), "faster in every pair, cannot tell yet by how much beyond"),
         (at_speeds(1090, 970, 1600), "3 pairs of equal seed): cannot tell yet;"),
         (at_speeds(690, 670, 700), "slower (1.4 times the time);"),
         (at_speeds(1190, 1200), "faster;"),
-        (at_speeds(960, 990, 1000), "not faster;"),
         (at_speeds(1020, 1021, 1022), "not faster;"),  # by an effect that matters
         (
             [run("amp_fp16", speed=[2000.0, 2200.0], memory=500.0)],
@@ -187,7 +179,6 @@ def test_margin_is_the_users() -> None:
 @pytest.mark.parametrize(
     ("metric", "values", "margin"),
     [
-        ("validation_accuracy", {"accuracy": 0.9}, 0.003),
         ("validation_accuracy", {"accuracy": 1.0}, 0.003),
         ("validation_accuracy", {"accuracy": 91.0, "loss": 1.0}, 0.3),  # percent
         ("validation_loss", {"loss": 2.0}, 0.02),
@@ -226,31 +217,27 @@ def test_mean_of_an_unknown_verdict_may_be_worse_by_more_than_the_margin(
 
 
 @pytest.mark.parametrize(
-    ("fp32", "fp16", "ratio", "effect"),
+    ("fp32", "fp16", "ratio"),
     [
         # The machine slows down from seed to seed; in each, AMP is twice as fast.
-        ((1000.0, 500.0, 250.0), (2000.0, 1000.0, 500.0), (2.0, 2.0, 2.0, 3), Effect.LARGER),
-        # The ratio inverts if both are swapped.
-        ((1000.0, 1000.0), (2000.0, 8000.0), (4.0, 2.0, 8.0, 2), Effect.PERHAPS_LARGER),
-        ((2000.0, 8000.0), (1000.0, 1000.0), (0.25, 0.125, 0.5, 2), Effect.PERHAPS_SMALLER),
+        ((1000.0, 500.0, 250.0), (2000.0, 1000.0, 500.0), (2.0, 2.0, 2.0, 3)),
+        # The geometric mean, so that the ratio inverts if both are swapped.
+        ((1000.0, 1000.0), (2000.0, 8000.0), (4.0, 2.0, 8.0, 2)),
         # Of one pair, the range is what its reports make of it; a zero counts for nothing.
-        (([100.0, 0.0, 300.0, 110.0],), (220.0,), (2.0, 220 / 300, 2.2, 1), Effect.UNKNOWN),
+        (([100.0, 0.0, 300.0, 110.0],), (220.0,), (2.0, 220 / 300, 2.2, 1)),
     ],
 )
 def test_ratio_is_over_pairs_of_runs(
-    fp32: Sequence[Any], fp16: Sequence[Any], ratio: tuple[float, ...], effect: Effect
+    fp32: Sequence[Any], fp16: Sequence[Any], ratio: tuple[float, ...]
 ) -> None:
     base = (run("fp32", seed, speed=speed) for seed, speed in enumerate(fp32, 1))
     speed = compared(*base, *at_speeds(*fp16)).speed
     assert speed is not None
     assert (speed.median, speed.low, speed.high, speed.pairs) == pytest.approx(ratio)
-    assert speed.effect is effect
 
 
 def test_small_effect_is_none_however_certain() -> None:
-    values = {1.06: Effect.LARGER, 1.02: Effect.NOT_LARGER, 0.9: Effect.SMALLER}
-    for x, effect in {**values, 0.98: Effect.NOT_LARGER}.items():
-        assert Ratio(x, x - 0.01, x + 0.01, 3, x - 0.01, x + 0.01).effect is effect
+    assert Ratio(0.98, 0.97, 0.99, 3, 0.97, 0.99).effect is Effect.NOT_LARGER
 
 
 def test_numbers_of_several_runs_are_their_medians() -> None:
@@ -346,30 +333,14 @@ def test_fastest_precision_that_is_not_worse_is_advised(
     assert why in recommended.why
 
 
-# By what differs: the changes of a run.
-DIFFERENT: dict[str, dict[str, Any]] = {
-    **{
-        key: {"settings": {key: value}}
-        for key, value in {
-            "hyperparameters.amp.fp32_modules": ["^head$"],
-            "hyperparameters.training.max_length.batches": 90,
-            "data.classes": 100,
-            "searcher.metric": "x",
-        }.items()
-    },
-    "device": {"device": "NVIDIA A100"},
-    "slots": {"machine": {"slots": 2}},
-}
 LOST_RUNS = [run(p, last_batch=50, end=LOST) for p in ("fp32", "amp_fp16")]
 
 
 @pytest.mark.parametrize(
     ("runs", "words"),
     [
-        *(
-            ([FP32, run("amp_fp16", 2, **changes)], f"cannot be compared: 1 problem\n  - {key}: ")
-            for key, changes in DIFFERENT.items()
-        ),
+        ([FP32, run("amp_fp16", device="NVIDIA A100")], "be compared: 1 problem\n  - device: "),
+        ([FP32, run("amp_fp16", 2, machine={"slots": 2})], "be compared: 1 problem\n  - slots: "),
         (
             [FP32, run("fp32", 2), run("amp_fp16", machine={"torch": "2.7.0"})],
             "  - torch: 2.6.0 in fp32, seed 1 (fp32-1); 2.7.0 in amp_fp16, seed 1 (amp_fp16-1)\n"
@@ -452,11 +423,6 @@ def test_metric_that_no_comparison_can_use_is_refused(metric: str, words: str) -
             [("tf32", "fp32"), ("amp_fp16", "fp32"), ("amp_fp16", "tf32")],
             False,
         ),
-        (
-            [run("tf32"), FP16, run("amp_bf16")],
-            [("amp_fp16", "tf32"), ("amp_bf16", "tf32")],
-            False,
-        ),
         ([run(p, device=CPU) for p in ("tf32", "amp_bf16")], [("amp_bf16", "tf32")], True),
     ],
 )
@@ -466,17 +432,6 @@ def test_tf32_is_compared_where_the_device_has_it(
     found = comparison_of(*runs)
     assert [(c.precision.value, c.against.value) for c in found.comparisons] == pairs
     assert ("tf32 is fp32 on this device" in text_of(found)) is is_fp32
-
-
-def test_steps_of_several_optimizers_are_added_up() -> None:
-    """As in a GAN, whose metrics have the number of the optimizer in their name."""
-    own = {"watch_applied_steps_0": 98, "watch_applied_steps_1": 90, "skipped_steps_1": 10}
-    made = []
-    for one in (FP32, FP16):
-        reports = [("validation", one.reports.validations[-1]), ("training", Report(100, own))]
-        made.append(dataclasses.replace(one, reports=Reports(reports)))
-    shown = [dict(row) for row in precision_table(comparison_of(*made))]
-    assert [(row["applied steps"], row["skipped"]) for row in shown] == [("188", "10")] * 2
 
 
 def test_table_shows_the_last_loss_scales_of_float16_alone() -> None:
@@ -506,25 +461,11 @@ def test_table_has_a_row_for_a_precision_whose_runs_all_failed() -> None:
     ]
 
 
-@pytest.mark.parametrize("accuracy", [math.nan, -math.inf])
-def test_run_whose_compared_metric_is_not_finite_has_failed(accuracy: float) -> None:
+def test_run_whose_compared_metric_is_not_finite_has_failed() -> None:
     """The searcher's metric, the loss, is finite."""
-    broken = run("amp_fp16", 3, accuracy=accuracy, loss=1.0)
-    others = (run(p, s) for p in ("fp32", "amp_fp16") for s in (1, 2))
-    found = comparison_of(*others, broken)
-    (failed,) = [each for each in found.runs if each.state is RunState.FAILED]
-    assert failed.name == broken.name
-    assert failed.reason == f"validation_accuracy is {accuracy} at the end"
-
-
-def test_healthy_run_that_was_stopped_after_a_skipped_step_is_left_out_and_no_failure() -> None:
-    """The newest batch overflowed at the floor of the scale; then somebody stopped the run."""
-    skipped = {"loss": math.nan, "watch_consecutive_skips": 1, "loss_scale_log2": 0.0}
-    end = {"state": "stopped", "reason": "stopped by SIGTERM"}
-    stopped = run("amp_fp16", 2, last_batch=60, trained=skipped, end=end)
-    found = comparison_of(*BASE, run("amp_fp16", 1, speed=2000.0), stopped)
-    assert found.left_out == [f"{stopped.short_name}: 60 of 100 batches: stopped by SIGTERM"]
-    assert recommend(found).precision.value == "amp_fp16"
+    found = comparison_of(FP32, FP16, run("amp_fp16", 3, accuracy=math.nan, loss=1.0))
+    (failed,) = found.precisions[1].failed
+    assert failed.reason == "validation_accuracy is nan at the end"
 
 
 def test_run_that_changed_its_precision_at_a_resume_counts_for_neither() -> None:

@@ -49,6 +49,13 @@ def test_scale_of_a_run_is_that_reported_or_that_sampled(
     assert made.scale_log2 == known or (known is None and math.isnan(made.scale_log2))
 
 
+def test_steps_of_several_optimizers_are_added_up() -> None:
+    """As in a GAN, whose metrics have the number of the optimizer in their name."""
+    own = {"watch_applied_steps_0": 98, "watch_applied_steps_1": 90, "skipped_steps_1": 10}
+    made = Run("a", RunState.COMPLETED, reports=Reports([("training", Report(100, own))]))
+    assert (made.last("watch_applied_steps"), made.last("skipped_steps")) == (188, 10)
+
+
 class TestReports:
     def test_speed_is_the_median_without_the_first_report_of_a_process(self) -> None:
         reports = Reports()
@@ -122,7 +129,10 @@ def test_trials_of_a_search_are_run_folders(tmp_path: Path) -> None:
         ({"loss": math.nan}, RunState.FAILED, "validation_loss is nan at the end"),
         ({"accuracy": math.inf, "loss": 1.0}, RunState.COMPLETED, ""),  # the searcher's is finite
         (
-            {"last_batch": 60, "end": {"state": "stopped", "reason": ""}},
+            {
+                **{"last_batch": 60, "end": {"state": "stopped", "reason": ""}},
+                "trained": {"loss": math.nan, "watch_consecutive_skips": 1},
+            },
             *(RunState.STOPPED, "60 of 100 batches: it was stopped"),
         ),
         *(
