@@ -6,9 +6,11 @@ import signal
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import Mock
 
+import pytest
 import yaml
 
 from determined_amp.cli import search as command
@@ -134,3 +136,10 @@ class Staged(TrialProcess):
             if isinstance(end, Ended):
                 job.folder.end(*end)
                 self.connection.ended.set()
+
+
+def stage(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    """Let the module start staged trials instead of processes."""
+    monkeypatch.setattr(module, "TrialProcess", Staged)
+    for name in ("made", "jobs"):
+        monkeypatch.setattr(Staged, name, [])

@@ -68,21 +68,11 @@ class TestHistogram:
         assert (powers_in(counted), counted.largest) == ({0: 1}, 1.0)
         assert histogram(torch.tensor([value])).largest == 0.0
 
-    def test_a_value_counts_by_what_it_contributes(self) -> None:
-        """Three near-zero values in four are next to nothing; by their number they are 75 %."""
-        counted = histogram(torch.tensor([1.0, 2.0**-30, 2.0**-30, 2.0**-30]))
-        assert counted.flushed_share(0) == pytest.approx(3**0.5 * 2.0**-30)
-        assert histogram(torch.full((3,), 2.0**-30)).flushed_share(0) == 1.0
-
     def test_smallest_scale_is_the_first_that_flushes_no_more_than_the_share(self) -> None:
         counted = histogram(wide_values())
         for share in (1e-6, 1e-3, 0.1, 0.9):
             scale = counted.smallest_scale_log2(share)
             assert counted.flushed_share(scale) <= share < counted.flushed_share(scale - 1)
-
-    @pytest.mark.parametrize(("value", "scale"), [(1.0, -24), (1.5, -25), (2.0, -25), (0.75, -24)])
-    def test_smallest_scale_of_one_value_is_exact(self, value: float, scale: int) -> None:
-        assert histogram(torch.tensor([value])).smallest_scale_log2(0.001) == scale
 
     def test_sum_of_histograms_counts_both(self) -> None:
         both = histogram(torch.tensor([1.0, 0.0])) + histogram(torch.tensor([8.0, 1.0]))

@@ -322,8 +322,6 @@ def test_closed_pipe_ends_the_output_and_not_the_run(
     with os.fdopen(writer, "w", buffering=1) as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         assert door.main(["train", *arguments, "--run-folder", str(tmp_path)]) == 0
-        assert sys.stdout is stream
-        assert os.readlink(f"/proc/self/fd/{writer}") == os.devnull
     assert training.end(tmp_path) == ("completed", "", 12)
     assert "output continues in this log" in (tmp_path / "log.txt").read_text()
 

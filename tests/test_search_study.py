@@ -122,9 +122,7 @@ class TestTrials:
 
     @pytest.fixture(autouse=True)
     def _staged(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(optimize, "TrialProcess", Staged)
-        for name in ("made", "jobs"):
-            monkeypatch.setattr(Staged, name, [])
+        searching.stage(monkeypatch, optimize)
 
     def run(
         self,
