@@ -35,14 +35,6 @@ def test_rehearsal_measures_every_part(tmp_path: Path, capsys: pytest.CaptureFix
     measured = [row for row in rows if any(key in row for key in values)]
     assert {row["part"] for row in measured} == parts
     assert all(row[key] > 0 for row in measured for key in values if key in row)
-    precisions = {row["precision"] for row in measured if row["part"] == "resnet"}
-    assert precisions >= {"fp32", "tf32", "amp_bf16"}
-    sources = {(row["source"], row["what"]) for row in measured if row["part"] == "loader"}
-    assert sources == {
-        (source, what)
-        for source in ("synthetic", "image_folder")
-        for what in ("loader alone", "training")
-    }
     assert {goal["answer"] for goal in result["goals"]} == {"cannot be told"}
     assert (tmp_path / "gpu.md").read_text() == markdown(result)
     assert (tmp_path / "gpu.png").exists()

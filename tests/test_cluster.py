@@ -21,6 +21,7 @@ import yaml
 from determined.experimental import client
 
 from determined_amp import __main__ as door
+from determined_amp.experiment.dotted import flat
 from determined_amp.report.master_runs import read_finding
 from determined_amp.runs.master import MasterError
 from determined_amp.trial.notes import cause_first
@@ -232,23 +233,14 @@ def small_search(path: Path) -> list[str]:
         return [*changes, *COMPARED]
     method = config["searcher"]["name"]
     if method == "grid":
-        changes += [
-            f"hyperparameters.{place}.count=3" for place in counted(config["hyperparameters"])
-        ]
+        for name, value in flat(config["hyperparameters"]).items():
+            if isinstance(value, dict) and "count" in value:
+                changes.append(f"hyperparameters.{name}.count=3")
     if method == "random":
         changes.append("searcher.max_trials=3")
     if method == "adaptive_asha":
         changes += ASHA
     return changes
-
-
-def counted(hparams: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """The dotted keys of all ranges that a grid divides."""
-    for key, value in hparams.items():
-        if isinstance(value, dict) and "count" in value:
-            yield f"{prefix}{key}"
-        elif isinstance(value, dict):
-            yield from counted(value, f"{prefix}{key}.")
 
 
 def shortened(path: Path) -> list[str]:

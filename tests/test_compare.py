@@ -20,8 +20,8 @@ import pytest
 import yaml
 from determined import core
 
-from determined_amp import ConfigError, comparison, comparison_task, pilots
 from determined_amp import __main__ as door
+from determined_amp import comparison, comparison_task, pilots
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.settings import Precision
 from determined_amp.comparison import Compared, PilotResults
@@ -308,11 +308,6 @@ def test_plan_is_no_longer_than_the_experiment(
     assert plan.seconds == pytest.approx(6 + 0.06 * plan.batches)
 
 
-def test_key_amp_of_the_trial_itself_is_not_overwritten() -> None:
-    with pytest.raises(ConfigError, match=r"amp\.precision: amp is a value, not a section"):
-        in_precision({"hyperparameters": {"amp": True}}, "amp_bf16")
-
-
 def test_runs_of_a_comparison_differ_in_precision_and_seed_alone() -> None:
     config = {**experiment("Images"), "entrypoint": "tests.shapes:Images"}
     config |= {"reproducibility": {"experiment_seed": 5}}
@@ -410,7 +405,9 @@ class TestPilot:
             monkeypatch.setattr(Staged, "script", messages)
             config = experiment("Images")
             fp32 = Pilot(Precision.FP32, shortest=base)
-            made = pilots.train_briefly(config, Precision.TF32, tmp_path, fp32, lambda batches: 0)
+            made = pilots.train_briefly(
+                config, Precision.TF32, tmp_path, fp32, lambda batches: None
+            )
             (job,) = Staged.jobs
             assert (job.task, job.config, job.folder.path) == (Task(Verb.TRAIN), config, tmp_path)
             assert not (tmp_path / "checkpoints").exists()

@@ -43,8 +43,6 @@ MISPLACED = [
     (f"amp={SECTION}", "amp", "write hyperparameters: {amp: "),
     ("amp.init_scale=1024", "amp", "write hyperparameters: {amp: "),
     ("precision=amp_bf16", "precision", "{amp: {precision: amp_bf16}}"),
-    (f"Hyperparameters.amp={SECTION}", "Hyperparameters.amp", "{amp: "),
-    (f"data.amp={SECTION}", "data.amp", "{amp: "),
     (f"optimizations.amp={SECTION}", "optimizations.amp", "{amp: "),
     ("optimizations.mixed_precision=O1", "optimizations.mixed_precision", "{amp: {precision: "),
     ("optimizations.mixed_precision=amp_fp16", "optimizations.mixed_precision", "amp_fp16}}"),
@@ -52,24 +50,18 @@ MISPLACED = [
         (f"hyperparameters.{name}", f"hyperparameters.{key}", write)
         for name, key, write in [
             ("amp=amp_fp16", "amp", "{amp: {precision: amp_fp16}}"),
-            ("amp=AMP_FP16", "amp", "{amp: {precision: amp_fp16}}"),
             ("amp='precision: amp_fp16'", "amp", "{amp: {precision: amp_fp16}}"),
-            ("amp={type: const, val: amp_bf16}", "amp", "{amp: {precision: amp_bf16}}"),
             ("amp=[{precision: amp_fp16}]", "amp", "{amp: {precision: amp_fp16}}"),
             ("amp=[precision, amp_fp16]", "amp", "{amp: {precision: amp_fp16}}"),
             ("stages=[{amp: {precision: amp_fp16}}]", "stages", "{amp: {precision: amp_fp16}}"),
             ("amp=tf32", "amp", "{amp: {precision: tf32}}"),
             ("precision=amp_bf16", "precision", "{amp: {precision: amp_bf16}}"),
-            ("precision=fp32", "precision", "{amp: {precision: fp32}}"),
             ("precision={type: const, val: Amp-BF16}", "precision", "amp_bf16}}"),
-            ("mixed_precision=amp_fp16", "mixed_precision", "{amp: {precision: amp_fp16}}"),
             ("use_amp=amp_fp16", "use_amp", "{amp: {precision: amp_fp16}}"),
             ("dtype=amp_fp16", "dtype", "{amp: {precision: amp_fp16}}"),
             ("mode=amp_fp16", "mode", "{amp: {precision: amp_fp16}}"),
             (f"AMP={SECTION}", "AMP", "{amp: "),
             ("Amp={init_scale: 1024}", "Amp", "{amp: "),
-            (f"mixed_precision={SECTION}", "mixed_precision", "{amp: "),
-            (f"hyperparameters.amp={SECTION}", "hyperparameters.amp", "{amp: "),
             (f"optimizer.amp={SECTION}", "optimizer.amp", "{amp: "),
             ("max_length={batches: 8}", "max_length", "{training: {max_length: "),
             ("reporting_period=2 batches", "reporting_period", "{training: {reporting_period: "),
@@ -82,8 +74,6 @@ MISPLACED = [
 OWN = {
     "amp=true": "hyperparameters.amp: True",
     "precision=16": "hyperparameters.precision: 16",
-    "precision=bf16": "hyperparameters.precision: bf16",
-    "mixed_precision=fp16": "hyperparameters.mixed_precision: fp16",
     "fp16=true": "hyperparameters.fp16: True",
     "net.use_amp=true": "hyperparameters.net.use_amp: True",
 }
@@ -117,9 +107,7 @@ def test_amp_section_within_another_section_is_one_problem(nested: str) -> None:
     ("key", "says"),
     [
         ("note", "allowed there: its own"),
-        ("x-common", "allowed there: its own"),
         ("hyper_parameters", "did you mean hyperparameters?"),
-        ("Searcher", "did you mean searcher?"),
         ("global_batch_size", "allowed there: its own"),
     ],
 )
@@ -144,7 +132,6 @@ def test_hyperparameter_of_a_trial_with_amp_of_its_own_is_named_in_the_first_lin
     "override",
     [
         "name=amp_fp16",
-        "labels=[amp_fp16]",
         "checkpoint_storage={type: shared_fs, host_path: /amp_fp16}",
         "data.folder=amp_fp16",
         "data.training={max_length: 128}",

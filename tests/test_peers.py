@@ -82,9 +82,3 @@ def test_a_batch_makes_few_python_calls_of_ours(name: str, least: int, most: int
     gc.collect()  # trainings of other tests, which ended within a window
     calls = peers.calls_of(Precision.AMP_FP16.value, name).total() / 100
     assert least <= calls <= most
-
-
-def test_no_rounds_are_a_mistake_of_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        peers.main(["--rounds", "0"])
-    assert "argument --rounds: got 0; allowed: an integer >= 1" in capsys.readouterr().err

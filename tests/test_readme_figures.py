@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import readme
 from benchmarks.gpu import report as gpu_report
 from benchmarks.readme import (
     GPU,
@@ -51,14 +49,3 @@ def test_table_of_a_gpu_is_that_of_its_results_or_not_there() -> None:
     assert first == f"Before. {said}\n\n{gpu_report.table(found)}\nAfter.\n"
     assert with_gpu(first, found) == first
     assert with_gpu(first, other) == first.replace("H200", "B200")
-
-
-@pytest.mark.parametrize("word", ["--help", "--publish"])
-def test_question_and_mistake_write_nothing(
-    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(readme, "README", tmp_path / "README.md")
-    monkeypatch.setattr(readme, "PICTURE", tmp_path / "picture.png")
-    with pytest.raises(SystemExit):
-        readme.main([word])
-    assert list(tmp_path.iterdir()) == []

@@ -64,9 +64,13 @@ def test_numbers_are_those_of_the_last_reports_of_each_trial(master: Master) -> 
     assert search.metric == "loss_scale_score"
 
 
-@pytest.mark.parametrize("length", [{"batches": 100}, "100 batches"])
 @pytest.mark.parametrize(
-    ("batches", "state"), [(100, RunState.COMPLETED), (4, RunState.PRUNED), (0, RunState.COMPLETED)]
+    ("length", "batches", "state"),
+    [
+        ({"batches": 100}, 100, RunState.COMPLETED),
+        ("100 batches", 4, RunState.PRUNED),
+        ({"batches": 100}, 0, RunState.COMPLETED),
+    ],
 )
 def test_trial_that_a_search_over_the_scale_ended_early_is_no_completed_one(
     master: Master, length: Any, batches: int, state: RunState

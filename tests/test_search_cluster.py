@@ -185,11 +185,3 @@ def test_trial_seed_replaces_the_seed_of_the_platform(task: Task) -> None:
     one, two, other = trained(1, 5), trained(2, 5), trained(2, 6)
     assert one == two
     assert one != other
-
-
-def test_mistake_is_said_so_that_it_is_not_retried(
-    task: Task, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(AssertionError):
-        task("loss_scale_grid.yaml", "resources.slots_per_trial=2")
-    assert "no retry can help: " in capsys.readouterr().err

@@ -39,10 +39,8 @@ def read(searcher: Any) -> AshaSearcher:
         ({}, 50),  # 50, 200, 800
         ({"max_time": 937}, 58),
         ({"max_trials": 3}, 800),  # too few for a second rung
-        ({"max_trials": 4}, 200),
         ({"max_rungs": 2}, 200),
         ({"max_trials": 1000, "divisor": 10, "max_time": 1000}, 1),
-        ({"max_trials": 1000, "divisor": 2, "max_time": 1600}, 100),
         ({"max_time": 2}, 2),
     ],
 )
@@ -78,7 +76,6 @@ def test_precisions_of_a_comparison_take_turns_seed_by_seed(tmp_path: Path) -> N
         ({"max_trails": 3}, "max_trails"),
         ({"max_time": None}, "max_time"),
         ({"time_metric": "records"}, "time_metric"),
-        ({"divisor": 1}, "divisor"),
         ({"bracket_rungs": [2]}, "bracket_rungs"),
         ({"name": "grid"}, "max_time"),  # it has no such key
     ],
