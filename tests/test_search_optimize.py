@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
@@ -63,12 +62,8 @@ def test_grid_that_a_signal_stopped_goes_on_and_finds_the_best(
     assert log2_scales(study) == [24, 14, 4]
     assert [run.scale_log2 for run in study.ranked()] == [14, 4, 24]
     highest, best, _ = study.runs
-    assert highest.metrics["overflow"] == 1
-    assert best.metrics["loss_scale_score"] == 0
     assert highest.metrics["steps_lost"] == 24 - 18
-    assert highest.metrics["loss_scale_score"] == math.log2(1 + 24 - 18)
-    assert best.hparams == {"amp.init_scale": 2.0**14}
-    assert [batches for batches, _ in best.curve("loss_scale_score")] == [2]
+    assert best.curve("loss_scale_score") == [(2, 0.0)]
     shown = capsys.readouterr().out
     assert "no step is lost in 2 of 3 trials, at 2^4 to 2^14: a search can find nothing" in shown
     assert (
