@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import os
 import re
 import shutil
@@ -13,7 +12,6 @@ import uuid
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -191,16 +189,10 @@ class Cluster:
 
     def table(self) -> str:
         """What ran, a line each."""
-        lines = [f"{'id':>5} {'experiment':24} {'state':10} {'trials':>6} {'s':>5} last validation"]
+        lines = [f"{'id':>5} {'experiment':24} {'state':10} {'trials':>6}"]
         for run in self.runs:
-            state, made = run.state(), bindings.get_GetExperiment(self.session, experimentId=run.id)
-            seconds = _seconds(made.experiment.startTime, made.experiment.endTime)
-            last = [m for trial in run.trials for m in metrics(trial, "validation")[-1:]]
-            best = min((m["validation_loss"] for m in last if "validation_loss" in m), default=None)
-            lines.append(
-                f"{run.id:>5} {made.experiment.name:24} {state.name:10} {len(run.trials):>6} "
-                f"{seconds:>5.0f} validation_loss {best}"
-            )
+            name, state = run.experiment.name, run.state().name
+            lines.append(f"{run.id:>5} {name:24} {state:10} {len(run.trials):>6}")
         return "\n".join(lines)
 
     def clean_up(self) -> None:
@@ -227,13 +219,6 @@ def last_line(trial: client.Trial) -> str:
     own = re.compile(r"^\[[^]]*\] [0-9a-f]{8} \|\| (.*)")
     found = [match[1] for line in trial.iter_logs() if (match := own.search(line))]
     return found[-1]
-
-
-def _seconds(start: str, end: str | None) -> float:
-    if end is None:
-        return math.nan
-    first, last = (datetime.fromisoformat(time.replace("Z", "+00:00")) for time in (start, end))
-    return (last - first).total_seconds()
 
 
 def wait_until(condition: Callable[[], bool], what: str, limit: float = 300) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import configparser
-import importlib.metadata
 import json
 import os
-import re
 import shutil
 import zipfile
 from pathlib import Path
@@ -76,29 +73,14 @@ def newest_checkpoint(run: Path) -> Path:
     return max((run / "checkpoints").iterdir(), key=lambda path: path.stat().st_mtime)
 
 
-class TestWheel:
-    def test_wheel_holds_the_whole_library_and_nothing_else(self, wheel: Path) -> None:
-        names = zipfile.ZipFile(wheel).namelist()
-        about = f"determined_amp-{determined_amp.__version__}.dist-info/"
-        code = {name for name in names if not name.startswith(about)}
-        here = (ROOT / "determined_amp").rglob("*.py")
-        expected = {path.relative_to(ROOT).as_posix() for path in here}
-        assert code == expected | {"determined_amp/py.typed"}
-        assert f"{about}licenses/LICENSE" in names
-
-    def test_wheel_names_its_needs_its_license_and_its_command(self, wheel: Path) -> None:
-        (distribution,) = importlib.metadata.distributions(path=[str(wheel)])
-        needed = [line for line in distribution.requires or () if "extra ==" not in line]
-        assert {re.split(r"[^\w.-]", line)[0] for line in needed} == {
-            "determined", "torch", "numpy", "pyyaml", "ruamel.yaml", "tensorboard", "rich",
-        }  # fmt: skip
-        extras = distribution.metadata.get_all("Provides-Extra")
-        assert extras == ["search", "reports", "examples", "all", "dev"]
-        assert distribution.metadata["License-Expression"] == "Apache-2.0"
-
-        scripts = configparser.ConfigParser()
-        scripts.read_string(distribution.read_text("entry_points.txt") or "")
-        assert dict(scripts["console_scripts"]) == {"det-amp": "determined_amp.__main__:main"}
+def test_wheel_holds_the_whole_library_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    about = f"determined_amp-{determined_amp.__version__}.dist-info/"
+    code = {name for name in names if not name.startswith(about)}
+    here = (ROOT / "determined_amp").rglob("*.py")
+    expected = {path.relative_to(ROOT).as_posix() for path in here}
+    assert code == expected | {"determined_amp/py.typed"}
+    assert f"{about}licenses/LICENSE" in names
 
 
 def test_the_installed_command_trains_a_stranger_in_float16_and_audits_it(trained: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import optuna
 import pytest
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from determined_amp.amp.errors import ConfigError
 from determined_amp.runs.folder import RunFolder, trial_folder
@@ -146,13 +146,12 @@ class TestTrials:
             plan = SearchPlan(read_config(folder))
             return optimize._optimize(folder, plan, workers, time_limit)
 
+    def trials(self, folder: Path) -> list[FrozenTrial]:
+        storage = f"sqlite:///{folder / STUDY_FILE}"
+        return optuna.load_study(study_name=None, storage=storage).trials
+
     def states(self, folder: Path) -> list[TrialState]:
-        return [
-            trial.state
-            for trial in optuna.load_study(
-                study_name=None, storage=f"sqlite:///{folder / STUDY_FILE}"
-            ).trials
-        ]
+        return [trial.state for trial in self.trials(folder)]
 
     @pytest.mark.parametrize(
         ("state", "metric", "ends", "kept"),
@@ -182,9 +181,7 @@ class TestTrials:
         self, tmp_path: Path
     ) -> None:
         self.run(tmp_path, *[COMPLETED] * 3, values=(0.5, 0.25, 0.75))
-        storage = f"sqlite:///{tmp_path / STUDY_FILE}"
-        study = optuna.load_study(study_name=None, storage=storage)
-        assert [trial.value for trial in study.trials] == [0.25] * 3
+        assert [trial.value for trial in self.trials(tmp_path)] == [0.25] * 3
 
     def test_every_trial_has_a_process_and_those_of_one_time_have_slots(
         self, tmp_path: Path
