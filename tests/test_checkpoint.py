@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -144,27 +145,19 @@ def save(checkpoints: LocalCheckpoints, batches: int, content: str = "") -> None
 def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the disk is asked for, in order, by name."""
     events: list[str] = []
-    opened: dict[int, str] = {}
-    opens, rename, remove = os.open, Path.rename, shutil.rmtree
 
-    def open_file(path: Any, *options: Any, **named: Any) -> int:
-        descriptor = opens(path, *options, **named)
-        opened[descriptor] = Path(path).name
-        return descriptor
+    def note(owner: Any, name: str, say: Callable[..., str]) -> None:
+        original = getattr(owner, name)
 
-    def rename_file(path: Path, to: Path) -> Path:
-        events.append(f"rename {path.name} {to.name}")
-        return rename(path, to)
+        def noted(*given: Any, **named: Any) -> Any:
+            events.extend(filter(None, [say(*given)]))
+            return original(*given, **named)
 
-    def remove_folder(path: Path, **options: Any) -> None:
-        if path.exists():
-            events.append(f"remove {path.name}")
-        remove(path, **options)
+        monkeypatch.setattr(owner, name, noted)
 
-    monkeypatch.setattr(os, "open", open_file)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: events.append(f"sync {opened[descriptor]}"))
-    monkeypatch.setattr(Path, "rename", rename_file)
-    monkeypatch.setattr(shutil, "rmtree", remove_folder)
+    note(os, "fsync", lambda file: f"sync {Path(f'/proc/self/fd/{file}').readlink().name}")
+    note(Path, "rename", lambda path, to: f"rename {path.name} {to.name}")
+    note(shutil, "rmtree", lambda path: f"remove {path.name}" if path.exists() else "")
     return events
 
 

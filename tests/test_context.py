@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import base64
 import shutil
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from determined.common import detignore, v1file_utils
 from determined.common.api import bindings
+
+from tests.test_imports import imports
 
 ROOT = Path(__file__).parents[1]
 CODE = {"determined_amp", "trials"}
@@ -104,21 +105,10 @@ def test_the_context_holds_all_code_and_nothing_else(files: dict[str, bytes]) ->
 
 def test_code_that_is_sent_imports_none_that_is_not(files: dict[str, bytes]) -> None:
     imported = {
-        name.split(".")[0]
-        for path, content in files.items()
-        if path.endswith(".py")
-        for name in imports(content)
+        parts[0] for path in files if path.endswith(".py") for _, parts in imports(ROOT / path)
     }
     here = {path.stem for path in ROOT.iterdir()}
     assert {"determined_amp", "trials"} <= imported & here <= CODE
-
-
-def imports(source: bytes) -> Iterator[str]:
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield node.module or ""
 
 
 @pytest.mark.parametrize("reader", [sent, copied_into_a_checkpoint])

@@ -43,13 +43,12 @@ def equal(a: Batch, b: Batch) -> bool:
     return all(map(torch.equal, a, b))
 
 
-@pytest.mark.parametrize(("channels", "side"), [(3, 8), (1, 28)])
-def test_digits_are_1437_and_360_images_in_minus_one_to_one(channels: int, side: int) -> None:
-    settings = DataSettings(image_size=side, channels=channels)
+def test_digits_are_1437_and_360_images_in_minus_one_to_one() -> None:
+    settings = DataSettings(image_size=28, channels=3)
     for images, count in zip(load(settings, seed=0), (1437, 360), strict=True):
         pixels, labels = everything(images)
         assert len(images) == count
-        assert pixels.shape == (count, channels, side, side)
+        assert pixels.shape == (count, 3, 28, 28)
         assert (pixels.dtype, labels.dtype) == (torch.float32, torch.int64)
         assert (pixels.min().item(), pixels.max().item()) == (-1.0, 1.0)
         assert set(labels.tolist()) == set(range(10))
@@ -111,16 +110,13 @@ def of_folder(folder: Path, channels: int = 3, classes: int = 2) -> DataSettings
     return DataSettings(DatasetName.IMAGE_FOLDER, 16, channels, classes, directory=str(folder))
 
 
-@pytest.mark.parametrize(("channels", "dog"), [(3, [30, 60, 90]), (1, [60])])
-def test_folder_is_decoded_to_the_size_and_channels_asked_for(
-    folder: Path, channels: int, dog: list[int]
-) -> None:
-    train, validation = load(of_folder(folder, channels), seed=3)
+def test_folder_is_decoded_to_the_size_and_channels_asked_for(folder: Path) -> None:
+    train, validation = load(of_folder(folder, channels=1), seed=3)
     pixels, labels = everything(train)
-    assert pixels.shape == (6, channels, 16, 16)
+    assert pixels.shape == (6, 1, 16, 16)
     assert labels.tolist() == [0, 0, 0, 1, 1, 1]
     pixels, labels = everything(validation)
-    assert torch.equal(pixels[1], torch.tensor(dog)[:, None, None].expand(-1, 16, 16) / 127.5 - 1.0)
+    assert torch.equal(pixels[1], torch.full((1, 16, 16), 60.0) / 127.5 - 1.0)  # of 30, 60 and 90
     assert labels.tolist() == [0, 1]
     assert equal(everything(validation, epoch=1), (pixels, labels))  # no augmentation
 

@@ -86,7 +86,6 @@ def test_imports_point_one_way_and_stay_within_the_library() -> None:
 @pytest.mark.parametrize(
     ("file", "code", "line"),
     [
-        ("experiment/a.py", "from determined_amp.trial.trial_guard import TrialGuard", 1),
         ("amp/a.py", "def f():\n    import determined_amp.local.trainer", 2),
         ("cluster.py", "from determined_amp import MixedPrecision", 1),
         ("report/a.py", "from trials.data import images", 1),

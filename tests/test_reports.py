@@ -99,10 +99,6 @@ def test_finding_replaces_the_run_of_the_finder(
         (["study", "--finding", "experiment.yaml"], "experiment.yaml: is not JSON"),
         (["study", "--finding", "foreign.json"], "foreign.json: is not a finding"),
         (
-            ["study", "--output", "experiment.yaml"],
-            "experiment.yaml: the report cannot be written: [Errno 17] File exi",
-        ),
-        (
             ["study", "--margin", "1"],
             "--margin: belongs to report precision; this one is report lo",
         ),

@@ -103,10 +103,6 @@ def test_verdict_depends_on_interval_and_margin(
             "memory 0.50x (in one pair of runs): less; ",
         ),
         (
-            [run("amp_fp16", speed=[2100.0])],
-            "speed 2.10x (in one pair of runs): faster; memory 1.00x (in one pair of runs): not m",
-        ),
-        (
             [run("amp_fp16", speed=[1000.0], trained={"watch_data_wait_share": 0.6})],
             "waits for data more than 20% of the time (amp_fp16 60%)",
         ),
@@ -122,7 +118,6 @@ def test_verdict_depends_on_interval_and_margin(
             [run("amp_fp16", seed, audit_share=share) for seed, share in ((1, 0.973), (2, 0.926))],
             "audit: amp_fp16 computed at least 92.6% of the FLOPs",
         ),
-        ([run("amp_fp16", audit_share=0.9999)], "audit: amp_fp16 computed at least 99.9% of the F"),
         (
             [run("amp_fp16", audit_share=None)],
             "whether the precision was on is unknown: amp_fp16, seed 1 (amp_fp16-1)",
