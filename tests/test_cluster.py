@@ -12,16 +12,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from determined.experimental import client
 
 from determined_amp import __main__ as door
-from determined_amp.experiment.dotted import flat
 from determined_amp.report.master_runs import read_finding
 from determined_amp.runs.master import MasterError
 from determined_amp.trial.notes import cause_first
@@ -101,6 +99,14 @@ ASHA = (
     "hyperparameters.training.validation_period.batches=2",
     "hyperparameters.training.reporting_period.batches=2",
 )
+
+FEW_TRIALS: dict[str, Sequence[str]] = {
+    "compare": (COMPARE,),
+    "compare_precisions": COMPARED,
+    "loss_scale_asha": ASHA,
+    "loss_scale_grid": ("hyperparameters.amp.init_scale.count=3",),
+    "loss_scale_random": ("searcher.max_trials=3",),
+}
 
 # Long enough to be disturbed: a report every other batch makes even a fast cluster take a while.
 LENGTH = 160
@@ -206,7 +212,7 @@ def not_finite(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Ru
     """A search with a learning rate of 1e30: the products of the weights overflow float32."""
     search = ROOT / "hp_search" / "loss_scale_asha.yaml"
     config = yaml.safe_load(search.read_text())
-    rates = {"type": "categorical", "vals": [1.0e-3, 1.0e30]}
+    rates = {"type": "categorical", "vals": [1.0e-3, 1.0e30]}  # in place of a range, as no --config
     config["hyperparameters"]["learning_rate"] = rates
     path = tmp_path_factory.mktemp("search") / "asha.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -223,24 +229,7 @@ def aborted(cluster: Cluster) -> Run:
 
 def small_search(path: Path) -> list[str]:
     """Overrides that leave a few short trials of a search."""
-    config = yaml.safe_load(path.read_text())
-    changes = [*OF_A_SEARCH]
-    if path.stem == "check":
-        return changes
-    if path.stem == "compare":
-        return [*changes, COMPARE]
-    if path.stem == "compare_precisions":
-        return [*changes, *COMPARED]
-    method = config["searcher"]["name"]
-    if method == "grid":
-        for name, value in flat(config["hyperparameters"]).items():
-            if isinstance(value, dict) and "count" in value:
-                changes.append(f"hyperparameters.{name}.count=3")
-    if method == "random":
-        changes.append("searcher.max_trials=3")
-    if method == "adaptive_asha":
-        changes += ASHA
-    return changes
+    return [*OF_A_SEARCH, *FEW_TRIALS.get(path.stem, ())]
 
 
 def shortened(path: Path) -> list[str]:
@@ -401,14 +390,8 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def strangers(cluster: Cluster, stranger: Path, tmp_path_factory: Any) -> dict[str, Run]:
+def strangers(cluster: Cluster, stranger: Path) -> dict[str, Run]:
     """All at once."""
-    copied = tmp_path_factory.mktemp("stranger") / "copied"
-    shutil.copytree(stranger, copied, ignore=shutil.ignore_patterns("*.whl"))
-    shutil.copytree(ROOT / "determined_amp", copied / "determined_amp")
-    hook = copied / "startup-hook.sh"
-    lines = [line for line in hook.read_text().splitlines() if ".whl" not in line]
-    hook.write_text("\n".join([*lines, ""]))
     ours, before = stranger / "amp.yaml", stranger / "before.yaml"
     find = "entrypoint=python3 -m determined_amp find"
     two_slots = ("resources.slots_per_trial=2",) if cluster.slots > 1 else ()
@@ -417,15 +400,15 @@ def strangers(cluster: Cluster, stranger: Path, tmp_path_factory: Any) -> dict[s
         "hyperparameters.trial=before:MyTrial",
         "hyperparameters.amp.precision=amp_fp16",
     )
-    plan: dict[str, tuple[Path, tuple[str, ...], Path]] = {
-        "alone": (ours, STRANGER, stranger),
-        "two slots": (ours, two_slots, copied),
-        "as it is": (before, as_it_is, stranger),
-        "found": (ours, (find,), stranger),
+    plan: dict[str, tuple[Path, tuple[str, ...]]] = {
+        "alone": (ours, STRANGER),
+        "two slots": (ours, two_slots),
+        "as it is": (before, as_it_is),
+        "found": (ours, (find,)),
     }
     return {
-        name: cluster.create(config, *overrides, context=folder)
-        for name, (config, overrides, folder) in plan.items()
+        name: cluster.create(config, *overrides, context=stranger)
+        for name, (config, overrides) in plan.items()
     }
 
 

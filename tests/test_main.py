@@ -36,6 +36,7 @@ BF16, FP16 = (f"experiment_configs/mlp/{name}.yaml" for name in ("bf16", "amp"))
         # An empty argument is a variable that is not set; an empty value of a key is a value.
         ("train a.yaml --run-folder ''", "got an empty argument in train a.yaml --run-folder ''"),
         ("report a --margin nan", "--margin: got nan; allowed: a number above 0"),
+        ("report a --margin 0", "--margin: got 0; allowed: a number above 0"),
         ("report a --output=", "got an empty argument in report a --output="),
         ("find ''", "got an empty argument"),
         ("train missing.yaml --config=name=", "missing.yaml: cannot be read"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,23 +100,6 @@ def test_report_on_fp32_alone_is_an_answer_with_its_page(
     )
     assert "* left out: amp_bf16, seed 1 (" in shown
     assert sorted(path.name for path in folders[0].glob("precision.*")) == FILES
-
-
-@pytest.mark.parametrize(
-    ("source", "sentence"),
-    [("fp32", "there is nothing to compare"), (".", "is not a run folder")],
-)
-def test_bad_input_is_a_sentence(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    refusal: Callable[..., str],
-    source: str,
-    sentence: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_run(tmp_path / "fp32", "fp32", 1)
-    assert sentence in refusal("report", "precision", source)
-    assert not list(tmp_path.rglob("precision.*"))
 
 
 def test_json_of_failed_runs_has_no_nan(tmp_path: Path) -> None:
