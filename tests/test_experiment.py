@@ -81,7 +81,6 @@ def test_initial_validation_and_averaging_belong_to_both_forms() -> None:
             {"reproducibility": 5, "hp.trial_seed": 7},
             "reproducibility: got 5; allowed: a mapping of keys to values",
         ),
-        ({"hp.hiden_features": 1}, "hp.hiden_features: unknown key; did you mean hidden_features?"),
         ({"hp.training.max_length": {}}, "hp.training.max_length.batches: got 0 units; "),
         ({"hp.training.max_length": f"{'9' * 5000} batches"}, "hp.training.max_length: got '999"),
         ({"description": "[test-mode] mine", "searcher": 5}, "searcher: got 5; allowed: a mapping"),

@@ -95,8 +95,6 @@ def test_finding_replaces_the_run_of_the_finder(
         (["nowhere"], "there is no such folder"),
         (["7"], "DET_MASTER is not set"),
         (["study", "--finding", "none.json"], "none.json: cannot be read: No such file"),
-        (["study", "--finding", "experiment.yaml"], "experiment.yaml: is not JSON"),
-        (["study", "--finding", "foreign.json"], "foreign.json: is not a finding"),
         (
             ["study", "--margin", "1"],
             "--margin: belongs to report precision; this one is report lo",
@@ -112,7 +110,6 @@ def test_bad_input_is_one_sentence(
     sentence: str,
 ) -> None:
     monkeypatch.delenv("DET_MASTER", raising=False)
-    (workplace / "foreign.json").write_text('{"a": 1}')
     assert sentence in refusal("report", "loss-scale", *arguments)
     assert not list(workplace.rglob("loss_scale.*"))
 
