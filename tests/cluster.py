@@ -66,6 +66,16 @@ class Run:
         )
         assert self.batches() > after, f"{self.state()}: {self.log()[-3000:]}"
 
+    def wait_for_log(self, text: str) -> None:
+        """Wait until its log has this; the end of the log explains why one ended without it."""
+        self._wait_for_slots()
+        wait_until(
+            lambda: text in self.log() or self.state() in ENDED,
+            f"{text!r} in the log of experiment {self.id}",
+            900,
+        )
+        assert text in self.log(), f"{self.state()}: {self.log()[-3000:]}"
+
     def _wait_for_slots(self) -> None:
         waits = client.ExperimentState.QUEUED
         wait_until(lambda: self.state() is not waits, f"slots for experiment {self.id}", 3600)

@@ -449,12 +449,15 @@ class TestComparison:
         context = tmp_path / "context"
         shutil.copytree(stranger, context)
         (context / "slow.py").write_text(SLOW)
+        hook = context / "startup-hook.sh"
+        needed = "python3 -m pip install --quiet optuna matplotlib scipy"  # as docs/compare.md says
+        hook.write_text(f"{hook.read_text()}{needed}\n")
         command = "compare --trial slow:Slow --seeds 1 --batches 100 --minutes 20"
         entrypoint = f"entrypoint=python3 -m determined_amp {command}"
         run = cluster.create(context / "before.yaml", entrypoint, context=context)
-        wait_until(lambda: " trial   0 " in run.log(), "the first run of the comparison", 900)
+        run.wait_for_log(" trial   0 ")
         run.det("pause")
-        wait_until(lambda: "|| paused: 1 of 3 runs" in run.log(), "the pause")
+        run.wait_for_log("|| paused: 1 of 3 runs")
         run.det("activate")
         (answer,) = run.completed().metrics("validation")
         assert answer["speed"] > 0
