@@ -58,8 +58,10 @@ def _save(answer: FoundScale, options: Namespace) -> None:
             # matplotlib takes seconds to import.
             from determined_amp.report.loss_scale_figure import draw_loss_scale  # noqa: PLC0415
             from determined_amp.report.page import as_png  # noqa: PLC0415
+            from determined_amp.search.search_folder import Search  # noqa: PLC0415
 
-            write_together({options.plot: [as_png(draw_loss_scale(answer, None))]})
+            figure = draw_loss_scale(answer, Search("", ()))
+            write_together({options.plot: [as_png(figure)]})
             print(f"written: {options.plot}")
     except OSError as error:
         raise UserError(f"the answer cannot be written: {error}; allowed: another file") from error

@@ -22,7 +22,6 @@ from determined_amp.report.sources import (
     LOSS_SCALE,
     PRECISION,
     folder_beside,
-    is_experiment,
     read_source,
     report_on,
 )
@@ -45,16 +44,13 @@ def main(arguments: Arguments) -> int:
     _check_options(report, options)
     first = options.sources[0]
     folder = options.output or folder_beside(first)
-    on_cluster = is_experiment(first)
     written: Written
     if report == LOSS_SCALE:
         # The finder imports torch.
         from determined_amp.report import loss_scale_report  # noqa: PLC0415
 
-        written = loss_scale_report.write_loss_scale_report(
-            searches[0], folder, options.finding, on_cluster=on_cluster
-        )
-    elif on_cluster and Topic.of(searches[0].config) is Topic.COMPARISON:
+        written = loss_scale_report.write_loss_scale_report(searches[0], folder, options.finding)
+    elif Topic.of(searches[0].config) is Topic.COMPARISON:
         written = _fetch_comparison(int(first), options, folder)
     else:
         written = write_precision_report(searches, folder, options.metric, options.margin)

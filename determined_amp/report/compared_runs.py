@@ -156,8 +156,8 @@ def _to_compare(
     """
     real = []
     for same in precisions:
-        is_only_fp32 = any(run.is_only_fp32 for run in same.runs)
-        if same.precision is baseline or (same.runs and not is_only_fp32):
+        is_real = bool(same.runs) and not same.runs[0].is_only_fp32
+        if is_real or same.precision is baseline:
             real.append(same)
     pairs = itertools.combinations(real, 2)
     return [(other, base) for base, other in pairs if not base.precision.autocasts]
@@ -250,11 +250,11 @@ def _check_comparable(runs: Runs, metric: str) -> None:
             f"these runs cannot be compared: {counted(len(problems), 'problem')}\n"
             f"{listed}\nallowed: runs that differ in precision, scaler settings, seed and name only"
         )
-    common = set.intersection(*(set(run.metrics) for run in _finished(runs))) - {"epochs"}
-    if metric not in common:
+    finished = _finished(runs)
+    if any(metric not in run.metrics for run in finished):
         raise ReportError(
             f"--metric: {metric} is not in the last validation of every finished run; allowed: "
-            f"{', '.join(sorted(common)) or 'nothing, they have no metric in common'}"
+            f"{', '.join(sorted(finished[0].metrics))}"
         )
 
 

@@ -30,18 +30,17 @@ _FAR = 200
 _DOT = {"marker": "o", "markersize": 4.5, "markeredgecolor": PAPER, "markeredgewidth": 0.6}
 
 
-def draw_loss_scale(predicted: FoundScale | None, search: Search | None) -> Figure:
+def draw_loss_scale(predicted: FoundScale | None, search: Search) -> Figure:
     """Draw what the finder predicts and a search measured; a panel without data is left out."""
     finding = predicted.finding if predicted else None
-    runs = search.runs if search else ()
-    ranked = search.ranked() if search else []
+    ranked = search.ranked()
     with matplotlib.rc_context(STYLE):
         count = 2 if ranked else 1
         figure = Figure(figsize=(_WIDTH, count * _PANEL_HEIGHT), layout="constrained")
         panels = figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0]
-        panels[0].set_xlim(*_limits(finding, runs))
-        _draw_shares(panels[0], finding, runs)
-        if search is not None and ranked:
+        panels[0].set_xlim(*_limits(finding, search.runs))
+        _draw_shares(panels[0], finding, search.runs)
+        if ranked:
             _draw_metric(panels[1], search, ranked)
         if finding is not None:
             for axes in panels:

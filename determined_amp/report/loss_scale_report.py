@@ -46,22 +46,19 @@ _CAPTION = (
 _FIND_THERE = "the entrypoint `python3 -m determined_amp find` on its YAML without ranges"
 
 
-def write_loss_scale_report(
-    source: Search, folder: Path, finding: str | None = None, *, on_cluster: bool = False
-) -> Written:
+def write_loss_scale_report(source: Search, folder: Path, finding: str | None = None) -> Written:
     """Write the report on a search.
 
     Args:
         source: The search.
         folder: The output folder.
         finding: The finder's JSON file, or its experiment; None: the finder runs here.
-        on_cluster: Whether the search ran on a cluster.
 
     Raises:
         UserError: if the report cannot be made.
     """
     search = over_loss_scale(source)
-    predicted, remark = _prediction(search, finding, on_cluster=on_cluster)
+    predicted, remark = _prediction(search, finding)
     lines = list(scale_sentences(predicted)) if predicted else []
     lines.sort(key=lambda line: not line.startswith("verdict: "))
     lines += [*search_sentences(predicted, search), remark]
@@ -85,9 +82,7 @@ def write_loss_scale_report(
     )
 
 
-def _prediction(
-    search: Search, finding: str | None, *, on_cluster: bool
-) -> tuple[FoundScale | None, str]:
+def _prediction(search: Search, finding: str | None) -> tuple[FoundScale | None, str]:
     """The given finding, or one made here, with a sentence on its origin or on what failed."""
     try:
         predicted = _given(finding) if finding else find_for_search(search)
@@ -103,8 +98,8 @@ def _prediction(
     if finding:
         unknown = "nothing tells whether that is the trial of the search"
         return predicted, f"predicted by {finding}, of {run.name}: {measured}; {unknown}"
-    there = f", which the cluster need not have; {_FIND_THERE} predicts there, for --finding ID"
-    return predicted, f"predicted here: {measured}{there if on_cluster else ''}"
+    there = f"on another device, as of a cluster, {_FIND_THERE} predicts, for --finding ID"
+    return predicted, f"predicted here: {measured}; {there}"
 
 
 def _given(finding: str) -> FoundScale:

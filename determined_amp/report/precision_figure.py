@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
 import matplotlib
@@ -22,7 +21,6 @@ COLORS = {
 }
 _SIZE = (10.0, 4.2)
 _COLUMN_WIDTH = 0.6
-_LINE = 150
 
 
 def draw_comparison(compared: ComparedRuns) -> Figure:
@@ -32,8 +30,7 @@ def draw_comparison(compared: ComparedRuns) -> Figure:
         left, right = figure.subplots(1, 2)
         _draw_speeds(left, compared)
         _draw_differences(right, compared)
-        title = f"{compared.setting}\n{textwrap.fill(compared.seeds, _LINE)}"
-        figure.suptitle(title, x=0.01, ha="left", fontsize=9.0, color=INK)
+        figure.suptitle(compared.setting, x=0.01, ha="left", fontsize=9.0, color=INK)
         return figure
 
 

@@ -36,7 +36,7 @@ NAME = "precision"
 # AMP does not speed up a loop that spends a larger share of its time waiting for data.
 WAITS_FOR_DATA = 0.2
 
-# Attributes of a run that the JSON has under the same name, and those of its reports.
+# Attributes of a run that the JSON has under the same name.
 _FACTS = (
     "name",
     "precision",
@@ -49,7 +49,6 @@ _FACTS = (
     "training_seconds",
     "shares_device",
 )
-_OF_REPORTS = ("data_wait_share", "audit_share")
 
 # Numbers of the last training report, by their name in the JSON.
 _LAST = {
@@ -129,7 +128,8 @@ def _precision_record(same: PrecisionRuns) -> Values:
 def _run_record(run: Run, metric: str) -> Values:
     """The numbers of a run for the JSON."""
     record = {name: getattr(run, name) for name in _FACTS}
-    record |= {name: getattr(run.reports, name) for name in _OF_REPORTS}
+    record["data_wait_share"] = run.reports.data_wait_share
+    record["audit_share"] = run.reports.audit_share
     record |= {name: run.last(number) for name, number in _LAST.items()}
     record["scaler"] = _scaler(run)
     record["batches"] = run.trained_batches
@@ -179,9 +179,9 @@ def _compared(comparison: Comparison, metric: str) -> str:
     if speed is not None:
         is_slower = speed.effect is Effect.SMALLER
         inverse = f" ({1 / speed.median:.1f} times the time)" if is_slower else ""
-        parts = [f"speed {in_words(speed)}: {_effect(speed, 'faster', 'slower')}{inverse}"]
+        parts = [f"speed {_ratio(speed, 'faster', 'slower')}{inverse}"]
     if memory is not None:
-        parts.append(f"memory {in_words(memory)}: {_effect(memory, 'more', 'less')}")
+        parts.append(f"memory {_ratio(memory, 'more', 'less')}")
     difference = comparison.difference
     interval = ""
     if difference.std:
@@ -191,8 +191,9 @@ def _compared(comparison: Comparison, metric: str) -> str:
     return f"{comparison.precision.value} against {comparison.against.value}: {'; '.join(parts)}"
 
 
-def _effect(ratio: Ratio, larger: str, smaller: str) -> str:
-    return ratio.effect.value.format(larger=larger, smaller=smaller)
+def _ratio(ratio: Ratio, larger: str, smaller: str) -> str:
+    effect = ratio.effect.value.format(larger=larger, smaller=smaller)
+    return f"{in_words(ratio)}: {effect}"
 
 
 def _verdict(comparison: Comparison) -> str:
@@ -327,8 +328,6 @@ def _short(value: float) -> str:
 
 def _method(compared: ComparedRuns) -> str:
     """The trial, how the answer was found, and the versions."""
-    known = {name: value for name, value in compared.machine.versions.items() if value}
-    versions = ", ".join(f"{name} {value}" for name, value in known.items())
-    return (
-        f"Precisions: {compared.settings[TRIAL]}. {_METHOD} The rule: {RULE}. Versions: {versions}."
-    )
+    versions = compared.machine.versions.items()
+    known = ", ".join(f"{name} {value}" for name, value in versions if value)
+    return f"Precisions: {compared.settings[TRIAL]}. {_METHOD} The rule: {RULE}. Versions: {known}."
