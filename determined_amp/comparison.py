@@ -112,8 +112,7 @@ def compare(
         print_pilots(results)
     if len(results.pilots) < 2:
         print(f"\n{ONLY_FP32} (see above)")
-        remarks = results.remarks()
-        reasons = "".join(f"* {why}\n" for why in remarks["left_out"] + remarks["notes"])
+        reasons = "".join(f"* {name}: {why}\n" for name, why in results.left_out.items())
         write_whole(folder / "precision.md", f"# {ONLY_FP32}\n\n{reasons}")
         return Compared(folder)
     plan = make_plan(results, experiment, options)
@@ -154,7 +153,7 @@ def _report(folder: Path, cut_short: str) -> PrecisionReport:
     planned = planned_runs(folder)
     ended = _of_answer(read_search(folder), planned, cut_short)
     try:
-        written = write_precision_report([ended], folder)
+        report = write_precision_report([ended], folder)
     except ReportError as error:
         if not cut_short:
             raise
@@ -167,8 +166,8 @@ def _report(folder: Path, cut_short: str) -> PrecisionReport:
         more = "".join(f"  {step}\n" for step in steps)
         early = f"not every run was finished {cut_short}: the answer is early. For more:"
         print(f"{early}\n{more}")
-    print(f"\n{written.text}\n\nthe page with all numbers: {_page(folder)}")
-    return written
+    print(f"\n{report.written.text}\n\nthe page with all numbers: {_page(folder)}")
+    return report
 
 
 def _of_answer(source: Search, planned: int, cut_short: str) -> Search:
@@ -361,8 +360,7 @@ def run_pilots(
             results.add(pilot)
         if precision is Precision.AMP_FP16 and precision in results.pilots:
             print(f"measuring the loss scale of {FINDER_BATCHES} batches", flush=True)
-            with console.status("waiting for it"):
-                _find(trials, results, folder)
+            _find(trials, results, folder)
 
 
 def _find(trials: _Trials, results: PilotResults, folder: Path) -> None:

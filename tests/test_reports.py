@@ -161,7 +161,7 @@ def test_answer_that_cannot_be_written_is_a_sentence(
 
 
 def test_tags_in_what_others_wrote_stay_text_in_markdown(tmp_path: Path) -> None:
-    parts: Any = {"picture": (Figure(), ""), "table": [[("a", "x | y\nz")]], "record": {}}
+    parts: Any = {"figure": Figure(), "caption": "", "table": [[("a", "x | y\nz")]], "record": {}}
     parts |= {"answer": "<script>a</script>, 1 < 2", "yaml": "", "sentences": [], "origin": ""}
     page.write_page(tmp_path, "x", **parts)
     text = (tmp_path / "x.md").read_text()

@@ -44,7 +44,6 @@ def main(arguments: Arguments) -> int:
     _check_options(report, options)
     first = options.sources[0]
     folder = options.output or folder_beside(first)
-    written: Written
     if report == LOSS_SCALE:
         # The finder imports torch.
         from determined_amp.report import loss_scale_report  # noqa: PLC0415
@@ -53,7 +52,8 @@ def main(arguments: Arguments) -> int:
     elif Topic.of(searches[0].config) is Topic.COMPARISON:
         written = _fetch_comparison(int(first), options, folder)
     else:
-        written = write_precision_report(searches, folder, options.metric, options.margin)
+        made = write_precision_report(searches, folder, options.metric, options.margin)
+        written = made.written
     print(f"{written.text}\n\nwritten: {', '.join(map(str, written.files))}")
     return 0
 

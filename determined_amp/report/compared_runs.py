@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from determined_amp.amp.plain_data import Config
+from determined_amp.amp.plain_data import Config, Values
 from determined_amp.amp.settings import SCALER_KEYS, Precision
 from determined_amp.experiment.machine import Machine
 from determined_amp.report import ReportError, Runs, Sentences
@@ -35,6 +35,8 @@ from determined_amp.search.search_folder import Search
 
 _ACCURACY_MARGIN = 0.003
 _RELATIVE_MARGIN = 0.01
+
+_ENDED = (RunState.COMPLETED, RunState.FAILED, RunState.INVALID)
 
 # Settings in which compared runs may differ. Names and search method do not affect the training.
 _MAY_DIFFER = frozenset(
@@ -168,8 +170,8 @@ def _countable(sources: Sequence[Search]) -> tuple[list[Run], list[str]]:
 
     A run that was stopped, still runs, or changed at a resume does not count.
     """
-    runs: list[Run] = []
-    left_out: list[str] = []
+    runs = []
+    left_out = []
     for run in (run for source in sources for run in source.runs):
         if not run.settings:
             left_out.append(f"{run.name}: {run.state.value}: {run.reason}")
@@ -180,10 +182,10 @@ def _countable(sources: Sequence[Search]) -> tuple[list[Run], list[str]]:
                 "which names its precision"
             )
         changes = "; ".join(_changes(run))
-        if changes or not (run.state is RunState.COMPLETED or run.state.is_failure):
-            left_out.append(f"{run.short_name}: {changes or run.reason}")
-        else:
+        if run.state in _ENDED and not changes:
             runs.append(run)
+        else:
+            left_out.append(f"{run.short_name}: {changes or run.reason}")
     left_out += [reason for source in sources for reason in source.left_out]
     return runs, left_out
 
@@ -291,7 +293,7 @@ def differences(runs: Runs, facts_of: Callable[[Run], Config]) -> Sentences:
     """A sentence per fact in which runs differ: every value, and the first run that has it."""
     facts = [facts_of(run) for run in runs]
     for name in sorted(set().union(*facts)):
-        first: dict[str, str] = {}
+        first: Values = {}
         for run, known in zip(runs, facts, strict=True):
             value = str(known.get(name, "not set"))
             first.setdefault(value, run.short_name)
@@ -301,14 +303,11 @@ def differences(runs: Runs, facts_of: Callable[[Run], Config]) -> Sentences:
 
 
 def _duplicates(runs: Runs) -> Sentences:
-    names: dict[tuple[str, int], str] = {}
+    first: Values = {}
     for run in _finished(runs):
         if run.seed is None:
             continue
-        key = run.precision.value, run.seed
-        if key in names:
-            yield (
-                f"{run.precision.value} has finished twice with seed {run.seed}: {names[key]}, "
-                f"{run.name}; give one of them"
-            )
-        names[key] = run.name
+        twice = f"{run.precision.value} has finished twice with seed {run.seed}"
+        if twice in first:
+            yield f"{twice}: {first[twice]}, {run.name}; give one of them"
+        first[twice] = run.name

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.metric_names import MetricName
@@ -18,7 +17,7 @@ from determined_amp.local.open_trial import open_trial
 from determined_amp.report import ReportError, Runs, Sentences
 from determined_amp.report.loss_scale_figure import draw_loss_scale
 from determined_amp.report.master_runs import read_finding
-from determined_amp.report.page import Written, write_page
+from determined_amp.report.page import Row, Table, Written, write_page
 from determined_amp.report.sources import is_experiment
 from determined_amp.runs.run import SCALE, is_scale
 from determined_amp.search.search_folder import Search
@@ -75,7 +74,8 @@ def write_loss_scale_report(source: Search, folder: Path, finding: str | None = 
         answer=lines[0],
         yaml=scale_lines(predicted) if predicted else "",
         sentences=lines[1:],
-        picture=(draw_loss_scale(predicted, search), _CAPTION),
+        figure=draw_loss_scale(predicted, search),
+        caption=_CAPTION,
         table=rows,
         origin=_origin(search),
         record=record,
@@ -85,7 +85,12 @@ def write_loss_scale_report(source: Search, folder: Path, finding: str | None = 
 def _prediction(search: Search, finding: str | None) -> tuple[FoundScale | None, str]:
     """The given finding, or one made here, with a sentence on its origin or on what failed."""
     try:
-        predicted = _given(finding) if finding else find_for_search(search)
+        if not finding:
+            predicted = find_for_search(search)
+        elif is_experiment(finding):
+            predicted = read_finding(int(finding))
+        else:
+            predicted = FoundScale.read(Path(finding))
     except UserError as error:
         if finding:
             raise
@@ -102,20 +107,14 @@ def _prediction(search: Search, finding: str | None) -> tuple[FoundScale | None,
     return predicted, f"predicted here: {measured}; {there}"
 
 
-def _given(finding: str) -> FoundScale:
-    if is_experiment(finding):
-        return read_finding(int(finding))
-    return FoundScale.read(Path(finding))
-
-
-def _trials(search: Search) -> list[list[tuple[str, Any]]]:
+def _trials(search: Search) -> Table:
     """A row per trial, the smallest scale first."""
     runs = sorted(search.runs, key=lambda run: run.scale_log2)
     numbers = [{**run.metrics, MetricName.SKIPPED_STEPS: run.skipped_steps} for run in runs]
     metrics = [name for name in _METRICS if any(one.get(name) is not None for one in numbers)]
     rows = []
     for run, of_run in zip(runs, numbers, strict=True):
-        row: list[tuple[str, Any]] = [("trial", run.number), ("init_scale", 2.0**run.scale_log2)]
+        row: Row = [("trial", run.number), ("init_scale", 2.0**run.scale_log2)]
         row += [(name, run.hparams.get(name)) for name in search.also_searched]
         row += [("state", run.state.value), ("batches", run.batches)]
         row.append((search.metric, search.value(run)))

@@ -23,8 +23,9 @@ from determined_amp.experiment.fields import plain
 from determined_amp.experiment.files import write_together
 from determined_amp.report import ReportError
 
-# A row is a head and a cell for each column; all rows have the same heads.
-Table = Sequence[Sequence[tuple[str, Any]]]
+# A head and a cell for each column; all rows of a table have the same heads.
+Row = list[tuple[str, Any]]
+Table = list[Row]
 
 # The key of every report as JSON that no other file has.
 _DRAWN = "drawn"
@@ -69,30 +70,28 @@ def write_page(
     answer: str,
     yaml: str,
     sentences: Sequence[str],
-    picture: tuple[Figure, str],
+    figure: Figure,
+    caption: str,
     table: Table,
     origin: str,
     record: Values,
 ) -> Written:
-    """Write a report into a folder.
+    """Write a report into a folder, which is made if it is missing; see `write_files`.
 
     Args:
-        folder: The folder, which is made if it is missing.
+        folder: The folder.
         name: Name of the files, without their suffix.
         answer: The first line.
         yaml: Lines to paste; may be empty.
         sentences: All that is said besides the answer.
-        picture: The picture, and the text below it.
+        figure: The picture.
+        caption: The text below it.
         table: The numbers.
         origin: What they were measured on, and how.
         record: More values for the JSON, which has null for what is not finite.
-
-    Raises:
-        ReportError: if a file cannot be written.
     """
     items = "\n".join(f"* {sentence}" for sentence in sentences)
     paste = f"```yaml\n{yaml}\n```" if yaml else ""
-    figure, caption = picture
     image = f"![{caption}]({name}.png)"
     page = _paragraphs(f"# {answer}", paste, items, image, _markdown(table), origin)
     # What looks like a tag, in a name that somebody else chose, stays text.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import math
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median, stdev
@@ -25,9 +24,6 @@ from determined_amp.runs.run import Run, Spread
 MIN_EFFECT = 1.05
 
 _CONFIDENCE = 0.95
-
-# So many characters a sentence has for seeds.
-_SEEDS_WIDTH = 100
 
 
 class Equivalence(enum.Enum):
@@ -49,6 +45,11 @@ class Effect(enum.Enum):
     UNKNOWN = "cannot tell yet"
 
 
+def counted(count: int, noun: str) -> str:
+    """Such as "1 seed" and "2 seeds"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 @dataclass(frozen=True)
 class Interval:
     """The mean of a difference over pairs of runs, and its 95 % confidence interval."""
@@ -58,6 +59,10 @@ class Interval:
     std: float | None  # standard deviation over the pairs; None with a single one
     low: float  # lower end of the interval; NaN with a single pair
     high: float  # upper end of the interval; NaN with a single pair
+
+    @property
+    def seeds(self) -> str:
+        return counted(self.pairs, "seed")
 
     def verdict(self, margin: float) -> Equivalence:
         """Judge the difference; a significant difference within the margin counts as equal.
@@ -72,11 +77,6 @@ class Interval:
         if self.low > 0 or self.high < 0:
             return Equivalence.DIFFERENT
         return Equivalence.UNKNOWN
-
-
-def counted(count: int, noun: str) -> str:
-    """Such as "1 seed" and "2 seeds"."""
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def interval_of(differences: Sequence[float]) -> Interval:
@@ -108,17 +108,17 @@ class Ratio:
     @property
     def effect(self) -> Effect:
         """The verdict. An effect must show in every pair, and beyond what may be chance."""
-        above = min(self.low, self.certain_low) > 1.0
-        below = max(self.high, self.certain_high) < 1.0
-        if above and self.median >= MIN_EFFECT:
+        is_larger = self.low > 1.0
+        is_smaller = self.high < 1.0
+        if is_larger and self.certain_low > 1.0 and self.median >= MIN_EFFECT:
             return Effect.LARGER
-        if below and self.median <= 1.0 / MIN_EFFECT:
+        if is_smaller and self.certain_high < 1.0 and self.median <= 1.0 / MIN_EFFECT:
             return Effect.SMALLER
         if self.certain_high < MIN_EFFECT:
             return Effect.NOT_LARGER
-        if self.low > 1.0:
+        if is_larger:
             return Effect.PERHAPS_LARGER
-        return Effect.PERHAPS_SMALLER if self.high < 1.0 else Effect.UNKNOWN
+        return Effect.PERHAPS_SMALLER if is_smaller else Effect.UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,7 @@ class PrecisionRuns:
         if not count:
             return words
         seeds = ", ".join(str(run.seed) for run in self.runs)
-        named = textwrap.shorten(seeds, _SEEDS_WIDTH, placeholder=" ...")
-        return f"{words}, seed{'s' * (count > 1)} {named}"
+        return f"{words}, seed{'s' * (count > 1)} {seeds}"
 
     @property
     def values(self) -> list[float]:
@@ -191,9 +190,8 @@ class PrecisionRuns:
 
 def by_precision(runs: Runs, metric: str) -> list[PrecisionRuns]:
     """The runs of each precision that has one, in the order of `Precision`."""
-    ordered = sorted(runs, key=lambda run: (run.seed or 0, run.name))
     made = {precision: PrecisionRuns(precision, [], [], metric) for precision in Precision}
-    for run in ordered:
+    for run in sorted(runs, key=lambda run: (run.seed or 0, run.name)):
         same = made[run.precision]
         if run.state.is_failure:
             same.failed.append(run)
@@ -215,13 +213,6 @@ class Comparison:
     difference: Interval  # difference of the metric, of `precision` minus that of `against`
     verdict: Equivalence
     lost_runs: int  # number of failed runs of the precision to judge
-
-    @property
-    def may_be_worse(self) -> bool:
-        """Whether its mean is worse by more than the margin, which may be chance."""
-        if self.verdict is not Equivalence.UNKNOWN or self.is_better:
-            return False
-        return abs(self.difference.mean) > self.margin
 
     @property
     def times_as_fast(self) -> float:

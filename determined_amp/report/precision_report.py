@@ -18,7 +18,6 @@ from determined_amp.report.precision_comparison import (
     Equivalence,
     PrecisionRuns,
     Ratio,
-    counted,
 )
 from determined_amp.report.precision_figure import draw_comparison
 from determined_amp.report.recommendation import (
@@ -70,9 +69,10 @@ _METHOD = "Speed is that of the steady reports: the first report of every proces
 
 
 @dataclass(frozen=True)
-class PrecisionReport(Written):
+class PrecisionReport:
     """A report that was written, and what it says."""
 
+    written: Written
     compared: ComparedRuns
     recommended: Recommendation
 
@@ -103,12 +103,13 @@ def write_precision_report(
         answer=recommended.answer,
         yaml=yaml_of(compared, recommended),
         sentences=list(precision_sentences(compared)),
-        picture=(draw_comparison(compared), _CAPTION),
+        figure=draw_comparison(compared),
+        caption=_CAPTION,
         table=precision_table(compared),
         origin=_method(compared),
         record=record,
     )
-    return PrecisionReport(written.text, written.files, compared, recommended)
+    return PrecisionReport(written, compared, recommended)
 
 
 def _precision_record(same: PrecisionRuns) -> Values:
@@ -203,7 +204,7 @@ def _verdict(comparison: Comparison) -> str:
         return f"{verdict.value} of {comparison.margin:.2g}"
     if verdict is Equivalence.DIFFERENT:
         return f"{verdict.value}, {'better' if comparison.is_better else 'worse'}"
-    unknown = f"{verdict.value} with {counted(difference.pairs, 'seed')}"
+    unknown = f"{verdict.value} with {difference.seeds}"
     if difference.std is None:
         return f"{unknown}, which does not show how much seeds differ"
     if difference.std == 0.0:  # as with a metric of few validation samples

@@ -13,7 +13,6 @@ from determined_amp.report.precision_comparison import (
     Effect,
     Equivalence,
     Ratio,
-    counted,
 )
 
 RULE = (
@@ -26,6 +25,15 @@ _NOT_FASTER = {
     Effect.SMALLER: "is slower ({:.2f} times the speed)",
     Effect.PERHAPS_SMALLER: "was slower in every pair of runs ({:.2f} times the speed)",
     Effect.NOT_LARGER: f"is not faster by {MIN_EFFECT - 1:.0%} or more",
+}
+
+# By the effect on the speed: what is not known of it.
+_UNCERTAIN = {
+    Effect.UNKNOWN: "whether {name} is faster, at {speed}",
+    Effect.PERHAPS_LARGER: (
+        "{name} was faster in every pair of runs, at {speed}, but by how much beyond chance is not "
+        "known"
+    ),
 }
 
 # The number of seeds to try next, for fewer; of more, twice as many.
@@ -53,8 +61,8 @@ def recommend(compared: ComparedRuns) -> Recommendation:
     faults = [f"{same.name} has no finished run" for same in compared.precisions if not same.runs]
     if not (faults or compared.comparisons):
         return Recommendation(compared.baseline, _nothing_to_compare(compared), is_certain=False)
-    doubts: list[str] = []
-    usable: list[Comparison] = []
+    doubts = []
+    usable = []
     for comparison in compared.with_baseline:
         if fault := _fault(comparison, compared.metric):
             faults.append(f"{comparison.precision.value} {fault}")
@@ -107,29 +115,23 @@ def _doubt(comparison: Comparison, metric: str) -> str:
     name = comparison.precision.value
     speed = comparison.speed
     assert speed is not None  # that would be a fault
-    if speed.effect is Effect.UNKNOWN:
-        return f"whether {name} is faster, at {in_words(speed)}"
-    if speed.effect is Effect.PERHAPS_LARGER:
-        seen = f"{name} was faster in every pair of runs, at {in_words(speed)}"
-        return f"{seen}, but by how much beyond chance is not known"
-    if not comparison.may_be_worse:
+    if speed.effect in _UNCERTAIN:
+        return _UNCERTAIN[speed.effect].format(name=name, speed=in_words(speed))
+    is_known = comparison.verdict is not Equivalence.UNKNOWN or comparison.is_better
+    if is_known or abs(comparison.difference.mean) <= comparison.margin:
         return ""
     return (
         f"{name} is {speed.median:.2f} times as fast, but whether its worse mean {metric} is "
-        f"chance cannot be told with {_seeds(comparison)}"
+        f"chance cannot be told with {comparison.difference.seeds}"
     )
-
-
-def _seeds(comparison: Comparison) -> str:
-    return counted(comparison.difference.pairs, "seed")
 
 
 def _advantage(comparison: Comparison, metric: str) -> str:
     why = f"it is {comparison.times_as_fast:.2f} times as fast as {comparison.against.value}"
     if comparison.verdict is Equivalence.UNKNOWN:
         return (
-            f"{why}, but whether its {metric} is the same cannot be told with {_seeds(comparison)}"
-            ": train more before you rely on it"
+            f"{why}, but whether its {metric} is the same cannot be told with "
+            f"{comparison.difference.seeds}: train more before you rely on it"
         )
     word = "equal" if comparison.verdict is Equivalence.EQUAL else "better"
     return f"{why} with {word} {metric}"
