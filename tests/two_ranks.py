@@ -54,7 +54,8 @@ from tests.trials import (
 # What a run imports only when it needs it; each rank would import it again.
 IMPORTED_LATE = (
     *("determined_amp.local.trainer", "functorch.compile", "sklearn.model_selection"),
-    *("torch._dynamo.repro.after_aot", "torch.utils.tensorboard", "trials.mlp"),
+    *("torch._dynamo.repro.after_aot", "torch._inductor.lowering", "torch.utils.tensorboard"),
+    "trials.mlp",
 )
 
 # Rows are dealt in turn: rank 0 gets the first of each pair. It overflows in the second batch.
