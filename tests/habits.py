@@ -146,17 +146,6 @@ class OwnAccumulation(Habit):
         return {"loss": loss}
 
 
-class ZeroesItself(Habit):
-    """Zeroes before the backward, and leaves zeros."""
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        self.optimizer.zero_grad(set_to_none=False)
-        loss = self.loss(*batch)
-        self.context.backward(loss)
-        self.context.step_optimizer(self.optimizer, auto_zero_grads=False)
-        return {"loss": loss}
-
-
 class ProjectsGradients(Habit):
     """Two tasks: takes the gradients of each, drops them, and sets what it makes of both."""
 
@@ -694,7 +683,7 @@ NO_HABITS = {Hooked, LoudAtFirst}
 REFUSED_IN_16_BITS = {ReturnsBox, LineSearch, HalfWeights}
 # Do something with the gradients of a window that overflows.
 USE_GRADIENTS = (
-    *(Habit, ClampsData, ClipsOutside, StepsIfSmall, StepsByHand, ZeroesItself),
+    *(Habit, ClampsData, ClipsOutside, StepsIfSmall, StepsByHand),
     *(ProjectsGradients, StepsByHandInPlace, SharedParameters, LooksAhead),
     *(LooksForAnomalies, SparseEmbedding, Complex),
 )

@@ -187,12 +187,11 @@ class TestForward:
         assert "forward overflow in module middle" in cause
 
 
-class TestSetting:
-    def test_mode_that_replays_cuda_graphs_is_refused_with_accumulation(self) -> None:
-        """CUDA graphs would keep the newest gradient in place of the sum, without an error."""
-        amp = {"precision": "fp32", "compile": "reduce-overhead"}
-        words = "reduce-overhead and aggregation_frequency 2"
-        assert words in refusal(Weights, amp, aggregation_frequency=2)
+def test_mode_that_replays_cuda_graphs_is_refused_with_accumulation() -> None:
+    """CUDA graphs would keep the newest gradient in place of the sum, without an error."""
+    amp = {"precision": "fp32", "compile": "reduce-overhead"}
+    words = "reduce-overhead and aggregation_frequency 2"
+    assert words in refusal(Weights, amp, aggregation_frequency=2)
 
 
 class TestRun:

@@ -18,7 +18,6 @@ from benchmarks.small_trials import (
     PreNormTransformer,
     SmallTrial,
     SummedLoss,
-    TinyLoss,
 )
 from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.cli import find as finder
@@ -104,19 +103,14 @@ class TestRule:
         assert found.expected_skips(16) == skipped_steps(SummedLoss, 20, init_scale=2.0**16) > 0
 
 
-def finding(
-    trial: Trial, batches: int = 2, steps: int = 0, **hyperparameters: float
-) -> ScaleFinding:
-    def work(small: SmallTrial, context: Context, batches: Batches) -> ScaleFinding:
-        return find_window(batches, context.distributed)
-
-    return looked_at(trial, work, batches=batches, steps=steps, **hyperparameters)
-
-
 @cache
 def found_in_four(trial: Trial) -> ScaleFinding:
     """In the first four batches of a trial as it is."""
-    return finding(trial, batches=4)
+
+    def work(small: SmallTrial, context: Context, batches: Batches) -> ScaleFinding:
+        return find_window(batches, context.distributed)
+
+    return looked_at(trial, work, batches=4)
 
 
 class TestVerdict:
@@ -141,11 +135,6 @@ class TestVerdict:
         default = verdict is Verdict.DEFAULT
         assert found.choice_log2 == choice_of(found.low_log2, found.top_log2)
         assert (found.low_log2 <= 16 <= found.top_log2) == default
-
-    def test_gradients_that_the_default_flushes_need_a_scale_of_their_own(self) -> None:
-        found = finding(TinyLoss, global_batch_size=64)
-        assert found.verdict is Verdict.SCALE
-        assert found.low_log2 > 16
 
 
 class TestCommand:

@@ -99,7 +99,6 @@ OPERATIONS: dict[str, Operation] = {
     "Fourier transform": lambda x: torch.fft.rfft(x.float()).abs()[:, :16].repeat(1, 2),
     "sparse product": sparse,
     "in place": in_place,
-    "views": lambda x: x.t().reshape(8, -1).t().reshape_as(x).abs().roll(1, 1),
     "checkpoint": lambda x: checkpoint(lambda y: (y**3).sin(), x, use_reentrant=False),
     "checkpoint, reentrant": lambda x: checkpoint(lambda y: (y**3).sin(), x, use_reentrant=True),
     "autograd function": Swish.apply,
@@ -171,11 +170,6 @@ def adversarial(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -
     scaler.scale(outputs(model, x * 1e3).square().mean() * factor).backward()  # type: ignore[no-untyped-call]
 
 
-def one_half_frozen(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
-    model.get_submodule("first").requires_grad_(False)
-    regression(model, scaler, factor)
-
-
 def handed_on(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
     """A gradient of a detached feature goes on, a thousand times smaller, in a second backward."""
     first, rest = model.get_submodule("first"), model.get_submodule("last")
@@ -201,7 +195,6 @@ LOOPS: dict[str, Train] = {
     "two losses": two_losses,
     "graph kept": graph_kept,
     "gradient of the input": adversarial,
-    "frozen half": one_half_frozen,
     "gradient handed on": handed_on,
     "loss in float16": half_loss,
 }

@@ -179,14 +179,6 @@ class TestValues:
         powers = {q for h in recorder.histograms.values() for q in powers_in(h)}
         assert powers == {0, 20}
 
-    def test_float16_is_noticed(self) -> None:
-        weight = torch.ones(2, requires_grad=True)
-        optimizer = torch.optim.SGD([weight], lr=1.0)
-        recorder = GradientRecorder([], [optimizer])
-        with recorder.watching():
-            (weight.half() * 2.0).float().sum().backward()  # type: ignore[no-untyped-call]
-        assert (recorder.makes_float16, recorder.histograms) == (True, {})
-
 
 class TestGraph:
     def test_nothing_is_left_behind(self) -> None:

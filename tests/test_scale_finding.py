@@ -17,8 +17,6 @@ from determined_amp.finder.scale_finding import (
     ModuleGradients,
     ScaleFinding,
     Verdict,
-    _verdict,
-    choice_of,
     find_window,
 )
 from tests.loss_scale import histogram, prediction_of
@@ -89,6 +87,10 @@ class TestFind:
             # A kernel that adds up in float16 may overflow below the prediction.
             (LOUD, 22, (-17, 16, Verdict.DEFAULT)),
             (LOUD, 15, (-17, 9, Verdict.SCALE)),
+            # Nearer to the low end of a small window; the default is in the second one.
+            ({"a": {0: 1}, "faint": {-34: 1}}, 15, (10, 12, Verdict.SCALE)),
+            ({"a": {-1: 1}, "faint": {-40: 1}}, 16, (16, 16, Verdict.DEFAULT)),
+            ({"a": {-5: 1}, "faint": {-41: 1}}, 20, (17, 18, Verdict.SCALE)),
             (ONE, 12 - 24, (-27, -18, Verdict.SCALE)),
             # After 24 bits it gives up.
             (ONE, 12 - 25, (-27, None, Verdict.FORWARD_OVERFLOW)),
@@ -117,25 +119,6 @@ class TestFind:
         finding = found(monkeypatch, prediction_of(self.ONE), lambda scale: scale > 12)
         assert [finding.at(scale).overflow_share for scale in (12, 13)] == [0, 1]
         assert [finding.at(scale).flushed_share for scale in (-28, -27)] == [1, 0]
-
-
-@pytest.mark.parametrize(
-    ("low", "top", "expected", "choice"),
-    [
-        (16, 16, Verdict.DEFAULT, 16),
-        (-3, 21, Verdict.DEFAULT, 15),
-        (-3, 16, Verdict.DEFAULT, 10),
-        (17, 20, Verdict.SCALE, 18),
-        (10, 15, Verdict.SCALE, 12),
-        (10, 10, Verdict.SCALE, 10),
-        (17, 16, Verdict.BF16, 15),
-    ],
-)
-def test_verdict_and_choice_are_those_of_the_window(
-    low: int, top: int, expected: Verdict, choice: int
-) -> None:
-    assert _verdict(low, top, gave_up=False) is expected
-    assert choice_of(low, top) == choice
 
 
 @pytest.mark.parametrize(("init", "skips"), [(9, 0), (10, 0), (10.5, 1), (11, 1), (16, 6)])
