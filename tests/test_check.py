@@ -193,6 +193,16 @@ class StepsWithClosure(Right):
         self.scaler.step(self.optimizer, closure=lambda: 0.0)  # HERE
 
 
+class StepsWithPositionalClosure(StepsWithClosure):
+    """Torch calls it before any loss was scaled, and raises another error."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """In the closure."""
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizer, lambda: 0.0)  # HERE
+
+
 class TwoOptimizers(Right):
     """The control of the next one."""
 
@@ -555,6 +565,13 @@ class Masks(Right):
         return functional.cross_entropy(logits, labels)
 
 
+class UnsafeLoss(Right):
+    def forward(self, batch: Any) -> Any:
+        inputs, labels = batch
+        chances, targets = self.model(inputs).sigmoid(), functional.one_hot(labels, 3).float()
+        return functional.binary_cross_entropy(chances, targets)  # HERE
+
+
 class WritesIntoFloat32(Right):
     def forward(self, batch: Any) -> Any:
         inputs, labels = batch
@@ -692,6 +709,8 @@ PLANTED: dict[type[Right], str] = {
     UnscalesAndStepsWithoutScaler: "step_without_scaler",
     StepsTwice: "step_twice",
     StepsWithClosure: "closure",
+    StepsWithPositionalClosure: "closure",
+    UnsafeLoss: "unsafe_to_autocast",
     NeverUpdates: "update_missing",
     ClipsAndNeverUpdates: "update_missing",
     UpdatesEachMicroBatch: "update_in_window",

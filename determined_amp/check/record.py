@@ -30,6 +30,7 @@ class Event(SimpleNamespace):
     | | by what code of the user's changed their norm (`by_hand`); `rates`; the `scale`, whether |
     | | the doctor has `moved` it, and `disturbed` gradients; if `after_save` of a checkpoint |
     | `stale` | forward of a module whose weights autocast had cast before they changed |
+    | `closure` | a scaler is given one for its step |
     | `update` | the scale `after` it |
     | `move` | of which `schedule` |
     | `autocast`, `autocast_off` | `dtype`, whether `explicit`, with `grad`, `in_batch`, |

@@ -249,6 +249,11 @@ REMEDIES = {
         "the weights depend on the loss scale, which must not change anything but rounding",
         *(f"{_CAUSES}\n{lines}" for lines in _CLIP),
     ),
+    "unsafe_to_autocast": Remedy(
+        "binary_cross_entropy raises under autocast on a GPU: a probability that 16 bits round to "
+        "0 or 1 has an infinite loss",
+        "binary_cross_entropy_with_logits(logits, targets)  # in place of the sigmoid and this",
+    ),
     "beyond_float16": Remedy(
         "a number is beyond float16, which ends at 65504",
         "x.masked_fill(mask, torch.finfo(x.dtype).min)  # in place of a constant such as -1e9",

@@ -54,6 +54,7 @@ _ERRORS = {
     "Attempting to unscale FP16 gradients": "half_weights",
     "_scale is None": "no_loss_scale",
     "Closure use is not currently supported": "closure",
+    "unsafe to autocast": "unsafe_to_autocast",
 }
 
 # https://pytorch.org/docs/stable/amp.html, "CUDA Ops that promote to the widest input type".
@@ -82,6 +83,8 @@ def _error(record: Record) -> Found:
 
 def _cause(record: Record, key: str) -> str:
     """The cause of an error of GradScaler that can have several."""
+    if record.of("closure"):  # what raises depends on how it is passed
+        return "closure"
     losses, updates = record.of("backward"), record.of("update")
     kinds = ("backward", "unscale", "update")
     last = [event.kind for event in record.events if event.kind in kinds][-1:]

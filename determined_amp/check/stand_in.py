@@ -58,7 +58,8 @@ def cpu_for_cuda() -> Iterator[None]:
 class _OnCpu(TorchFunctionMode):
     """Runs every function of torch on the CPU where an argument names CUDA.
 
-    Computes in float32 what autocast does on CUDA, and leaves in 16 bits on the CPU.
+    Computes in float32 what autocast does on CUDA, and leaves in 16 bits on the CPU; refuses what
+    it refuses there.
 
     Attributes:
         applies: Whether an autocast of CUDA was made, and none of the CPU.
@@ -73,8 +74,11 @@ class _OnCpu(TorchFunctionMode):
             return args[0]
         args = [_on_cpu(each) for each in args]
         kwargs = {key: _on_cpu(value) for key, value in (kwargs or {}).items()}
-        if self.applies and name in self._in_float32 and autocast_is_on("cpu"):
-            args, kwargs = as_float32((args, kwargs))
+        if self.applies and autocast_is_on("cpu"):
+            if name == "binary_cross_entropy":
+                raise RuntimeError(f"{name} and BCELoss are unsafe to autocast")
+            if name in self._in_float32:
+                args, kwargs = as_float32((args, kwargs))
         return func(*args, **kwargs)
 
     def run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
