@@ -9,6 +9,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import zipfile
 import zlib
@@ -235,9 +236,10 @@ class Resume:
 
 def _is_of_the_disk(error: BaseException) -> bool:
     """Whether a save failed because of the disk; torch's writer then raises a RuntimeError."""
-    words = ("inline_container", "iostream")
-    of_torch = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-    return of_torch or isinstance(error, (OSError, zipfile.BadZipFile))
+    of_torch = isinstance(error, RuntimeError) and re.search(
+        "inline_container|iostream", str(error)
+    )
+    return bool(of_torch) or isinstance(error, (OSError, zipfile.BadZipFile))
 
 
 def _sync(path: Path) -> None:

@@ -134,14 +134,14 @@ def read_search(folder: Path) -> Search:
     shared = workers_of(config) > 1
     trials = read_trials(folder, left_out)
     runs = tuple(dataclasses.replace(run, shares_device=shared) for run in trials)
-    notes = (*left_out, *remarks["notes"])
-    return Search(str(folder), runs, config, tuple(remarks["left_out"]), notes)
+    notes = (*left_out, *remarks.get("notes", ()))
+    return Search(str(folder), runs, config, tuple(remarks.get("left_out", ())), notes)
 
 
 def read_remarks(folder: Path) -> Values:
     """What `write_remarks` wrote; nothing for a search that is no comparison."""
     file = folder / _REMARKS
     if not file.exists():
-        return {"left_out": [], "notes": []}
+        return {}
     remarks: Values = json.loads(file.read_bytes())
     return remarks

@@ -42,7 +42,6 @@ def open_study(folder: Path, plan: SearchPlan) -> tuple[optuna.Study, int]:
 
     Trials that ran when a search was killed wait again.
     """
-    smaller_is_better = plan.settings.smaller_is_better
     # A dashboard may lock the file for a moment.
     waiting_long = {"connect_args": {"timeout": 60}}
     storage = _Storage(f"sqlite:///{folder / STUDY_FILE}", engine_kwargs=waiting_long)
@@ -50,7 +49,7 @@ def open_study(folder: Path, plan: SearchPlan) -> tuple[optuna.Study, int]:
         storage=storage,
         pruner=plan.pruner(),
         study_name=str(plan.search.get("name", "search")),
-        direction="minimize" if smaller_is_better else "maximize",
+        direction="minimize" if plan.settings.smaller_is_better else "maximize",
         load_if_exists=True,
     )
     for point in plan.points[len(study.get_trials(deepcopy=False)) :]:

@@ -59,7 +59,6 @@ class TrialProcess:
     """
 
     def __init__(self, job: Job, slot: int = 0, workers: int = 1) -> None:
-        self.slot = slot
         self._folder = job.folder
         self.connection, theirs = _processes.Pipe()
         # Not a daemon, because daemons may not start loader processes.
