@@ -79,7 +79,6 @@ class LocalRun:
     ) -> None:
         self._experiment, self._folder, self._stop = experiment, folder, stop
         self._resumed = resume is not None
-        self._batches = resume.batches if resume else 0
         self._total: int | None = None  # until the training starts
         self._goes_on = goes_on
         self.display = display
@@ -91,7 +90,7 @@ class LocalRun:
 
     def begin_training(self, first_batch: int, total_batches: int, epoch_batches: int) -> None:
         """Note that the loop starts, when `first_batch` of all batches are trained already."""
-        self._total = total_batches
+        self._batches, self._total = first_batch, total_batches
         if self._resumed:
             # First, since it refuses a damaged record.
             run = self._folder.describe(self._experiment, self._machine, first_batch=first_batch)
@@ -153,14 +152,12 @@ def _changes(before: Config, now: Config) -> list[str]:
 class LocalController(SafeController):
     """Determined's loop, with two corrections for runs without a master.
 
-    `Trainer.fit` sets `steps_completed` to 0 and the searcher's metric to None, so a resumed run
-    would repeat data from the first batch and exceed its length. It copies the whole working
-    directory into every checkpoint; this class copies the user's code only.
+    `Trainer.fit` sets the searcher's metric to None, so no checkpoint would be the best. It copies
+    the whole working directory into every checkpoint; this class copies the user's code only.
 
     Args:
         experiment: Has the metric that ranks checkpoints, and the length of the whole run.
         run: Told when the training starts; None for all ranks but the chief.
-        first_batch: Number of batches that earlier processes trained.
         directory: Where the run began; the user's code is there.
         fitted: The arguments that `Trainer.fit` gives to the controller.
     """
@@ -169,7 +166,6 @@ class LocalController(SafeController):
         self,
         experiment: Experiment,
         run: LocalRun | None,
-        first_batch: int,
         directory: Path,
         **fitted: Any,
     ) -> None:
@@ -177,7 +173,6 @@ class LocalController(SafeController):
         if policy is CheckpointPolicy.BEST and searcher.metric is None:  # nothing to rank by
             policy = CheckpointPolicy.ALL
         fitted |= {
-            "steps_completed": first_batch,
             "searcher_metric_name": searcher.metric,
             "smaller_is_better": searcher.smaller_is_better,
             "checkpoint_policy": policy.value,
@@ -277,7 +272,7 @@ def _fit(
         preempt=stop,
         train=reports or core.DummyTrainContext(folder.tensorboard),
     )
-    loop = partial(LocalController, experiment, run, first_batch, Path.cwd())
+    loop = partial(LocalController, experiment, run, Path.cwd())
     with core_context, run or nullcontext(), faults_of_the_trial(), controlled_by(loop):
         context = trial_context(core_context, experiment, first_batch)
         trial = trial_of_run(experiment, context)
