@@ -98,8 +98,9 @@ def run_search(folder: Path, workers: int) -> int:
         return 130
     if not ended.ranked():
         first = ended.runs[0]
-        reason = f"trial {first.number}: {first.reason}"
-        raise SearchError(f"no trial of {len(ended.runs)} has a result; {reason}")
+        raise SearchError(
+            f"no trial of {len(ended.runs)} has a result; trial {first.number}: {first.reason}"
+        )
     return 1 if ended.failed() else 0
 
 

@@ -35,18 +35,19 @@ def closing_lines(search: Search, folder: Path, *, stopped: bool) -> Iterator[st
         stopped: Whether a signal stopped it.
     """
     ranked, lost = search.ranked(), search.failed()
-    compares = Topic.of(search.config) is Topic.PRECISIONS
     state = "completed" if ranked else "failed"
     yield f"{search.name}: {'stopped' if stopped else state}"
-    if compares:
+    if Topic.of(search.config) is Topic.PRECISIONS:
         yield f"compare: python -m determined_amp report precision {folder}"
     elif ranked and all(run.overflow for run in ranked):
         yield "every scale of this search overflows: search smaller ones"
     elif ranked and ranked[0].hparams:
         yield from _best(search.metric, ranked)
     if lost:
-        first = f"trial {lost[0].number}: {lost[0].reason}"
-        yield f"{len(lost)} of {len(search.runs)} trials failed; {first}"
+        first = lost[0]
+        yield (
+            f"{len(lost)} of {len(search.runs)} trials failed; trial {first.number}: {first.reason}"
+        )
     if stopped:
         yield f"go on: python -m determined_amp search --resume {folder}"
     yield f"study: sqlite:///{folder / STUDY_FILE}"
@@ -63,10 +64,10 @@ def _best(metric: str, ranked: list[Run]) -> Iterator[str]:
 
 def minutes(seconds: float) -> str:
     """A time in words."""
-    whole = round(seconds)
-    if whole < 120:
-        return f"{whole} s"
-    return f"{whole // 60} min" + (f" {whole % 60:02d} s" if whole % 60 else "")
+    whole, rest = divmod(round(seconds), 60)
+    if whole < 2:
+        return f"{round(seconds)} s"
+    return f"{whole} min {rest:02d} s" if rest else f"{whole} min"
 
 
 def _short(value: Any) -> str:

@@ -232,9 +232,11 @@ def unequal_lengths(experiment: Experiment, searcher: AshaSearcher) -> Iterator[
         yield Problem(experiment.key_of("max_length"), text)
     period = getattr(experiment.training.validation_period, unit, None)
     if period is None or period > first:
-        text = f"adaptive_asha first compares trials after {first} {unit}"
-        allowed = f"{{{unit}: {first}}} or less"
-        yield Problem(experiment.key_of("validation_period"), f"{text}; allowed: {allowed}")
+        text = (
+            f"adaptive_asha first compares trials after {first} {unit}; allowed: "
+            f"{{{unit}: {first}}} or less"
+        )
+        yield Problem(experiment.key_of("validation_period"), text)
 
 
 def _task_here(search: Config, problems: list[Problem]) -> Task | None:

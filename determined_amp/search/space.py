@@ -165,8 +165,7 @@ class _Log(_Double):
     def contradictions(self, fields_set: frozenset[str]) -> Contradictions:
         yield from super().contradictions(fields_set)
         if math.log2(self.base) * max(abs(self.minval), abs(self.maxval)) > 1000:
-            text = "is no range of float64; minval and maxval are exponents"
-            yield "minval", f"{self.base:g}^{self.minval:g} to {self.base:g}^{self.maxval:g} {text}"
+            yield "minval", f"beyond float64: minval and maxval are exponents of {self.base:g}"
 
     def value(self, number: float) -> float:
         return math.pow(self.base, number)
