@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from determined.cli import cli as det
 from determined.common.api import bindings, errors
 from determined.experimental import client
 
+from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.runs.master import log_in
 from tests.training import ROOT, digest
 
@@ -99,7 +99,7 @@ class Run:
         """How often the cluster started the trial again by itself."""
         return bindings.get_GetTrial(self.cluster.session, trialId=self.trial.id).trial.restarts
 
-    def metadata(self, trial: client.Trial | None = None) -> dict[str, Any]:
+    def metadata(self, trial: client.Trial | None = None) -> Values:
         """What is noted of AMP in the metadata of a trial, by default of its only one."""
         number = (trial or self.trial).id
         noted = bindings.get_GetRunMetadata(self.cluster.session, runId=number).metadata
@@ -113,7 +113,7 @@ class Run:
     def log(self) -> str:
         return "".join(line for trial in self.trials for line in trial.iter_logs())
 
-    def metrics(self, group: str) -> list[dict[str, Any]]:
+    def metrics(self, group: str) -> list[Metrics]:
         """The reports of its only trial, in order."""
         return metrics(self.trial, group)
 
@@ -218,7 +218,7 @@ class Cluster:
                 run.experiment.archive()
 
 
-def metrics(trial: client.Trial, group: str) -> list[dict[str, Any]]:
+def metrics(trial: client.Trial, group: str) -> list[Metrics]:
     """The reports of a trial, in order."""
     reports = sorted(trial.iter_metrics(group), key=lambda report: report.steps_completed)
     return [{"batches": report.steps_completed, **report.metrics} for report in reports]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ import torch
 from determined import core, pytorch
 from determined.common import storage
 
+from determined_amp.amp.plain_data import Config, Metrics, Values
 from determined_amp.local.open_trial import throwaway_core_context
 from determined_amp.trial import determined_private, notes
 
@@ -31,35 +32,35 @@ class TaskMaster(core.TrainContext):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._trial_id = 1
-        self.reports: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-        self._metadata: dict[str, Any] = {}
+        self.reports: dict[str, list[tuple[int, Metrics]]] = {}
+        self._metadata: Values = {}
         self.status = ""
         self.stops: list[bool] = []
 
     @property
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> Values:
         return dict(self._metadata.get("amp", {}))
 
     @property
-    def training(self) -> list[dict[str, Any]]:
+    def training(self) -> list[Metrics]:
         return [metrics for _, metrics in self.reports["training"]]
 
     def _report_trial_metrics(
         self,
         group: str,
         steps_completed: int,
-        metrics: dict[str, Any],
-        batch_metrics: list[dict[str, Any]] | None = None,
+        metrics: Metrics,
+        batch_metrics: list[Metrics] | None = None,
     ) -> None:
         self.reports.setdefault(group, []).append((steps_completed, dict(metrics)))
 
-    def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
+    def report_validation_metrics(self, steps_completed: int, metrics: Metrics) -> None:
         self._report_trial_metrics("validation", steps_completed, metrics)
 
-    def get_metadata(self) -> dict[str, Any]:
+    def get_metadata(self) -> Values:
         return self._metadata
 
-    def set_metadata(self, metadata: dict[str, Any]) -> dict[str, Any]:
+    def set_metadata(self, metadata: Values) -> Values:
         self._metadata = metadata
         return metadata
 
@@ -88,8 +89,8 @@ class TaskMaster(core.TrainContext):
 def start_task(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
-    config: Mapping[str, Any],
-    hparams: Mapping[str, Any],
+    config: Config,
+    hparams: Config,
     *,
     seed: int = 1,
     slots: int = 1,
@@ -130,7 +131,7 @@ def start_task(
 
     @contextmanager
     def init(
-        *, exp_conf: Mapping[str, Any] | None = None, **options: Any
+        *, exp_conf: Config | None = None, **options: Any
     ) -> Iterator[pytorch.PyTorchTrialContext]:
         torch.manual_seed(trial.trial_seed)
         with connected() as core_context:

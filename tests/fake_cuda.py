@@ -24,6 +24,8 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from determined_amp.amp.plain_data import Config, Values
+
 aten = torch.ops.aten
 
 # Autograd asks CUDA for a stream for every tensor it records. Without a driver that call aborts the
@@ -39,7 +41,7 @@ needs_fake_cuda = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
 Answer = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(func: Any, args: tuple[Any, ...], kwargs: Values) -> Any:
     return func(*args, **kwargs)
 
 
@@ -93,7 +95,7 @@ class Syncs(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
             self.calls[self._phase][func.overloadpacket.__name__] += 1
         return self._answer(func, args, kwargs)
 
-    def _kind(self, func: Any, given: Mapping[str, Any]) -> str | None:
+    def _kind(self, func: Any, given: Config) -> str | None:
         if func is aten._to_copy.default:
             target = given.get("device") or given["self"].device
             return self._kind_of_copy(given["self"], target, given)
@@ -104,7 +106,7 @@ class Syncs(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         return None
 
     def _kind_of_copy(
-        self, source: torch.Tensor, target: torch.device, given: Mapping[str, Any]
+        self, source: torch.Tensor, target: torch.device, given: Config
     ) -> str | None:
         if self._holds(source) == (target.type == self._device_type):
             return None
@@ -116,7 +118,7 @@ class Syncs(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         return isinstance(value, torch.Tensor) and value.device.type == self._device_type
 
 
-def _asks_for_values(func: Any, given: Mapping[str, Any]) -> bool:
+def _asks_for_values(func: Any, given: Config) -> bool:
     """Whether the result or its shape depends on values: torch tags these operators itself."""
     if func is aten.index.Tensor:  # numbers are looked up on the device, a mask must be counted
         return any(index.dtype is torch.bool for index in given["indices"] if index is not None)
@@ -174,7 +176,7 @@ _ACCELERATOR: dict[str, Callable[..., Any]] = {
 }
 
 
-def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _answer(func: Any, args: tuple[Any, ...], kwargs: Values) -> Any:
     """Call the operator, unless `FakeTensorMode` has no answer of its own."""
     name = func.overloadpacket.__name__
     if name.startswith("_fused_") and name.endswith("_"):

@@ -18,6 +18,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
+from determined_amp.amp.plain_data import Metrics
+
 FEATURES, CLASSES, SAMPLES = 6, 3, 32
 
 
@@ -52,7 +54,7 @@ class Habit(pytorch.PyTorchTrial):
     def step(self) -> None:
         self.context.step_optimizer(self.optimizer)
 
-    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> Metrics:
         with torch.enable_grad():  # some differentiate by their inputs
             return {"validation_loss": self.loss(*batch).detach()}
 
@@ -564,7 +566,7 @@ class Language(SparseEmbedding):
 
     evaluate_batch = pytorch.PyTorchTrial.evaluate_batch  # none
 
-    def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
+    def evaluate_full_dataset(self, data_loader: Any) -> Metrics:
         losses = [self.loss(*batch) for batch in data_loader]
         return {"validation_loss": float(torch.stack(losses).mean())}
 

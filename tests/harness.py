@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from determined_amp import AmpSettings, ConfigError
+from determined_amp.amp.plain_data import Config, Metrics, StateDict, Values
 from determined_amp.experiment.fields import read_section
 from determined_amp.trial.determined_private import SafeController, controlled_by
 from determined_amp.trial.unmodified import make_with_amp
@@ -46,11 +47,11 @@ class Reports(core.DummyTrainContext):
 
     def __init__(self) -> None:
         super().__init__()
-        self.training: list[dict[str, Any]] = []
-        self.validation: list[dict[str, Any]] = []
+        self.training: list[Metrics] = []
+        self.validation: list[Metrics] = []
 
     def _report_trial_metrics(
-        self, group: str, steps_completed: int, metrics: dict[str, Any], *others: Any
+        self, group: str, steps_completed: int, metrics: Metrics, *others: Any
     ) -> None:
         (self.training if group == "training" else self.validation).append(dict(metrics))
 
@@ -74,7 +75,7 @@ class Fitted:
     folder: Path
 
     @property
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Metrics:
         """Its last training report."""
         return self.reports.training[-1]
 
@@ -85,14 +86,14 @@ class Fitted:
         return max(own, key=lambda path: path.stat().st_mtime_ns)
 
     @property
-    def checkpoint(self) -> dict[str, Any]:
+    def checkpoint(self) -> StateDict:
         """What is in its last checkpoint."""
         return content(self.saved)
 
 
-def content(saved: Path) -> dict[str, Any]:
+def content(saved: Path) -> Values:
     """What is in a checkpoint, read without running code."""
-    found: dict[str, Any] = torch.load(saved / "state_dict.pth", weights_only=True)
+    found: Values = torch.load(saved / "state_dict.pth", weights_only=True)
     return found
 
 
@@ -120,9 +121,9 @@ def core_context_of(
 
 def context_of(
     core_context: core.Context,
-    hparams: Mapping[str, Any],
+    hparams: Config,
     *,
-    exp_conf: Mapping[str, Any] | None = None,
+    exp_conf: Config | None = None,
     gpus: int = 0,
     aggregation_frequency: int = 1,
     first_batch: int = 0,
@@ -157,7 +158,7 @@ def fit(
     checkpoint_period: int | None = None,
     validation_period: int | None = None,
     batch_size: int = 4,
-    hparams: Mapping[str, Any] | None = None,
+    hparams: Config | None = None,
     loop: Callable[..., pytorch._PyTorchTrialController] | None = None,
     **of_the_context: Any,
 ) -> Fitted:
@@ -194,7 +195,7 @@ def fit(
         context = context_of(core_context, everything, first_batch=first_batch, **of_the_context)
         trial = make_trial(context)
         every = {"checkpoint": checkpoint_period, "validation": validation_period}
-        periods: dict[str, Any] = {
+        periods: Values = {
             f"{name}_period": pytorch.Batch(period) for name, period in every.items() if period
         }
         pytorch.Trainer(trial, context).fit(

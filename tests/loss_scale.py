@@ -13,6 +13,7 @@ from determined import pytorch
 from benchmarks import small_trials
 from benchmarks.small_trials import SmallTrial
 from determined_amp.amp.patched import patched
+from determined_amp.amp.plain_data import Values
 from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.experiment.experiment import experiment_in
 from determined_amp.finder.gradient_recorder import Source
@@ -28,7 +29,7 @@ Context = pytorch.PyTorchTrialContext
 ALL = list(small_trials.LEARNING_RATES)
 
 
-def config(trial: Trial, **hyperparameters: float) -> dict[str, Any]:
+def config(trial: Trial, **hyperparameters: float) -> Values:
     made = small_trials.config(trial)
     made["hyperparameters"].update({"global_batch_size": 16, **hyperparameters})
     return made
@@ -67,7 +68,7 @@ def train(trial: SmallTrial, steps: int) -> None:
     """Determined's loop, without the checkpoint at its end."""
     train_batch = trial.train_batch
 
-    def train_until(batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+    def train_until(batch: Any, epoch_idx: int, batch_idx: int) -> Values:
         metrics = train_batch(batch, epoch_idx, batch_idx)
         if batch_idx + 1 == steps:
             raise pytorch._ShouldExit(skip_exit_checkpoint=True)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
+
+from determined_amp.amp.plain_data import Config, Metrics, StateDict, Values
 
 EXPERIMENT = {
     **{"id": 7, "archived": False, "jobId": "", "name": "small", "numTrials": 2},
@@ -25,7 +26,7 @@ TRIAL = {
 USER = {"active": True, "admin": False, "username": "someone"}
 
 
-def report(number: int, batches: int, group: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+def report(number: int, batches: int, group: str, metrics: Metrics) -> Metrics:
     """What trial `number` reported after that many batches."""
     key = "validation_metrics" if group == "validation" else "avg_metrics"
     return {
@@ -46,12 +47,12 @@ class Master:
         password: The only right one.
     """
 
-    def __init__(self, config: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, config: Config, trials: Sequence[Config]) -> None:
         self.config = config
         self.trials = list(trials)
-        self.reports: dict[str, list[dict[str, Any]]] = {"validation": [], "training": []}
-        self.checkpoints: list[dict[str, Any]] = []
-        self.metadata: dict[int, dict[str, Any]] = {}
+        self.reports: dict[str, list[Metrics]] = {"validation": [], "training": []}
+        self.checkpoints: list[StateDict] = []
+        self.metadata: dict[int, Values] = {}
         self.password = "right"
 
     def answer(self, path: str, query: str) -> tuple[int, str]:
@@ -72,7 +73,7 @@ class Master:
             return 200, json.dumps({"metadata": {"amp": self.metadata.get(number, {})}})
         return 404, json.dumps({"message": "experiment not found"})
 
-    def _experiment(self) -> dict[str, dict[str, Any]]:
+    def _experiment(self) -> dict[str, Values]:
         trials, saved = self.trials, self.checkpoints
         return {
             "": {"experiment": {**EXPERIMENT, "config": self.config}},

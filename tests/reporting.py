@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.found_scale import FoundScale
@@ -21,7 +22,7 @@ from tests.training import ROOT, SMALL
 # Of each trial: scale_log2, seed, validation metrics, training metrics.
 Rows = list[tuple[float, int | None, Mapping[str, float], Mapping[str, float]]]
 
-SEARCH: dict[str, Any] = with_overrides(
+SEARCH: Values = with_overrides(
     read_yaml(str(ROOT / "hp_search/loss_scale_grid.yaml")),
     (*SMALL, "name=small", "reproducibility.experiment_seed=3", "searcher.max_concurrent_trials=1"),
 )
@@ -43,7 +44,7 @@ def scored(scale_log2: int, *, top: int = 18) -> dict[str, float]:
 def write_study(
     folder: Path,
     trials: Sequence[tuple[float, Mapping[str, float]]],
-    search: Mapping[str, Any] = SEARCH,
+    search: Config = SEARCH,
     axis: str = "amp.init_scale",
 ) -> Path:
     """The folder of a search that has ended: per trial, what was sampled and its metrics.
@@ -98,14 +99,14 @@ def observed(rows: Rows, metric: str = "validation_loss", **hparams: Sequence[An
     return Search("here", tuple(runs), {**SEARCH, "searcher": searcher})
 
 
-def finding(choice: int | None = 17, low: int = -6, top: int = 18) -> dict[str, Any]:
+def finding(choice: int | None = 17, low: int = -6, top: int = 18) -> Values:
     """What the finder's JSON holds, for a model whose gradients are two powers of two."""
     run = {
         **{"name": "small", "device": "cpu", "torch": "2.6", "date": "2026-01-01"},
         **{"batches": 4, "samples": 128, "init_scale": 65536.0, "growth_interval": 2000},
         **{"is_ours": True, "min_scale": 1.0},
     }
-    window: dict[str, Any] = {"choice_log2": choice, "low_log2": low, "top_log2": top}
+    window: Values = {"choice_log2": choice, "low_log2": low, "top_log2": top}
     has_none = choice is None
     predicted = [
         {

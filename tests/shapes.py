@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+from determined_amp.amp.plain_data import Metrics
+
 SAMPLES, CLASSES = 64, 4
 
 
@@ -36,13 +38,13 @@ class Images(pytorch.PyTorchTrial):
     def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(self.model(inputs), classes)
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
         loss = self.loss(*batch)
         self.context.backward(loss)
         self.context.step_optimizer(self.optimizer)
         return {"loss": loss}
 
-    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> Metrics:
         return {"validation_loss": self.loss(*batch)}
 
     def data(self) -> TensorDataset:

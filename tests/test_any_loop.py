@@ -32,6 +32,7 @@ from determined_amp import (
     OnOverflow,
     Precision,
 )
+from determined_amp.amp.plain_data import Metrics, StateDict, Values
 from determined_amp.amp.precision_audit import audit_loss
 from determined_amp.amp.settings import Compile
 from determined_amp.amp.slots import ProcessGroup
@@ -72,7 +73,7 @@ every_case = pytest.mark.parametrize(
 )
 
 
-def computed(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def computed(reports: list[Metrics]) -> list[Values]:
     """Reports without what was measured, and what Determined adds."""
     others = ("samples_per_second", "watch_data_wait_share", "watch_peak_memory_mib")
     left_out = {*others, "batches", "epochs"}
@@ -84,20 +85,18 @@ class Loop(Training):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case, AmpLoop(case.settings, "cpu"), WINDOW)
-        self.reports: list[dict[str, Any]] = []
+        self.reports: list[Metrics] = []
 
     def end_window(self) -> None:
         super().end_window()
         self.reports += computed([self.amp.report()])
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> StateDict:
         parts = [copy.deepcopy(each.state_dict()) for each in (*self.models, *self.optimizers)]
         return {"parts": parts, "amp": self.amp.state_dict()}
 
 
-def looped(
-    case: Case, first: int = 0, last: int = BATCHES, state: dict[str, Any] | None = None
-) -> Loop:
+def looped(case: Case, first: int = 0, last: int = BATCHES, state: StateDict | None = None) -> Loop:
     """Train from one batch to another, maybe from a state on."""
     made = Loop(case)
     if state is not None:
@@ -217,7 +216,7 @@ class TestSettings:
     """In a script as in a YAML: a word stands for its enumeration, and a bound holds."""
 
     def test_words_mean_what_they_mean_in_a_yaml(self) -> None:
-        words: dict[str, Any] = {
+        words: Values = {
             "precision": "amp_fp16",
             "on_overflow": "warn",
             "eval_precision": "same",
@@ -234,7 +233,7 @@ class TestSettings:
         )
 
     def test_every_mistake_is_named(self) -> None:
-        wrong: dict[str, Any] = {
+        wrong: Values = {
             "precision": "fp17",
             "init_scale": -1.0,
             "growth_factor": math.nan,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,12 +11,13 @@ from benchmarks.gpu import run
 from benchmarks.gpu.goals import goals
 from benchmarks.gpu.picture import picture
 from benchmarks.gpu.report import markdown, table
+from determined_amp.amp.plain_data import Values
 from tests import gpu
 
 PLANTED = "tests.planted_parts:{}"
 
 
-def notes(rows: list[dict[str, Any]], part: str) -> list[str]:
+def notes(rows: list[Values], part: str) -> list[str]:
     return [row["note"] for row in rows if row["part"] == part and "note" in row]
 
 
@@ -57,11 +57,11 @@ def test_part_that_goes_wrong_is_noted_and_the_others_go_on(tmp_path: Path) -> N
     assert (values["raises"], values["dies"], values["fine"]) == (2.0, 3.0, 1.0)
 
 
-def of_a_gpu(**changes: float) -> list[dict[str, Any]]:
+def of_a_gpu(**changes: float) -> list[Values]:
     """Rows of two rounds in which everything is reached."""
     speed = {"fp32": 900.0, "tf32": 2000.0, "amp_fp16": 3200.0, "amp_bf16": 3100.0, **changes}
     peak = {"fp32": 20e9, "tf32": 20e9, "amp_fp16": 11e9, "amp_bf16": 11e9}
-    rows: list[dict[str, Any]] = []
+    rows: list[Values] = []
     for number, drift in enumerate((1.0, 1.03)):
         for precision, value in speed.items():
             if precision in peak:
@@ -78,7 +78,7 @@ def of_a_gpu(**changes: float) -> list[dict[str, Any]]:
     return [*rows, {"part": "loops", **counted}]
 
 
-def answers(rows: list[dict[str, Any]], device: str = "NVIDIA H200") -> str:
+def answers(rows: list[Values], device: str = "NVIDIA H200") -> str:
     short = {"yes": "y", "no": "n", "cannot be told": "?"}
     return "".join(short[goal["answer"]] for goal in goals(rows, device))
 

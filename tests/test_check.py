@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from determined_amp import AmpLoop, AmpSettings, Precision
 from determined_amp import __main__ as door
+from determined_amp.amp.plain_data import Metrics, StateDict, Values
 from determined_amp.check import doctor, watching
 from determined_amp.check import probe as probes
 from determined_amp.check.finding import CheckFindings, Level
@@ -45,7 +46,7 @@ step_lr: Any = lr_scheduler.StepLR
 MANUAL = pytorch.LRScheduler.StepMode.MANUAL_STEP
 
 
-def experiment(**changes: Any) -> dict[str, Any]:
+def experiment(**changes: Any) -> Values:
     return {
         "name": "planted",
         "hyperparameters": {"global_batch_size": 4},
@@ -97,7 +98,7 @@ class Right(pytorch.PyTorchTrial):
         inputs, labels = batch
         return functional.cross_entropy(self.model(inputs), labels)
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
         self.batch_idx = batch_idx
         with self.autocast():
             loss = self.forward(batch)
@@ -123,7 +124,7 @@ class Right(pytorch.PyTorchTrial):
         if self.ends_window():
             self.scaler.update()
 
-    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> Metrics:
         with self.autocast():
             return {"validation_loss": self.forward(batch)}
 
@@ -380,7 +381,7 @@ class MakesScalerInFirstBatch(Right):
     def wrap_scaler(self) -> None:
         """Later."""
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
         if self.scaler is None:
             self.scaler = torch.cuda.amp.GradScaler()  # HERE
         return super().train_batch(batch, epoch_idx, batch_idx)
@@ -400,10 +401,10 @@ class DisabledScalerWrapped(Right):
 class CannotLoad(Right):
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
         class Counts(pytorch.PyTorchCallback):
-            def state_dict(self) -> dict[str, Any]:
+            def state_dict(self) -> StateDict:
                 return {"count": 1}
 
-            def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            def load_state_dict(self, state_dict: StateDict) -> None:
                 raise KeyError("count_1")  # HERE
 
         return {"counts": Counts()}
@@ -489,7 +490,7 @@ class CoversNothing(Right):
 class EvaluatesInFloat16(Right):
     """Its validation loss is beyond float16."""
 
-    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> Metrics:
         with self.autocast():  # HERE
             return {"validation_loss": (self.model(batch[0]) * 1e5).square().mean()}
 
@@ -502,7 +503,7 @@ class EvaluatesInFloat16WithTeacher(EvaluatesInFloat16):
             batch[0].square() @ batch[0].T
         return super().forward(batch)
 
-    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> Metrics:
         with self.autocast():  # HERE
             return {"validation_loss": (self.model(batch[0]) * 1e5).square().mean()}
 
@@ -521,7 +522,7 @@ class LossInFloat16(Right):
 class Penalty(Right):
     """With gradients that are unscaled: the control of the next one."""
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
         self.batch_idx = batch_idx
         with self.autocast():
             loss = self.forward(batch)
@@ -848,7 +849,7 @@ class Automatic(Right):
     def wrap_scaler(self) -> None:
         self.context.experimental.use_amp()
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
         loss = self.forward(batch)
         self.context.backward(loss)
         self.context.step_optimizer(self.optimizer, clip_grads=self.clip)
@@ -857,7 +858,7 @@ class Automatic(Right):
     def clip(self, parameters: Any) -> None:
         nn.utils.clip_grad_norm_(parameters, 1.0)
 
-    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> Metrics:
         return {"validation_loss": self.forward(batch)}
 
 
@@ -866,10 +867,10 @@ class SavedByCallback(ScalerNotWrapped):
         scaler = self.scaler
 
         class Keep(pytorch.PyTorchCallback):
-            def state_dict(self) -> dict[str, Any]:
+            def state_dict(self) -> StateDict:
                 return dict(scaler.state_dict())
 
-            def load_state_dict(self, state: dict[str, Any]) -> None:
+            def load_state_dict(self, state: StateDict) -> None:
                 scaler.load_state_dict(state)
 
         return {"scaler": Keep()}
@@ -1015,29 +1016,29 @@ class Trainer:
             self.scheduler.step()
         self.model.zero_grad()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> StateDict:
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
 
 
 class ForgetsScaler(Trainer):
-    def state(self) -> dict[str, Any]:
+    def state(self) -> StateDict:
         self.scaler.state_dict()
         return {"optimizer": self.optimizer.state_dict()}
 
 
 class SavesAnotherScale(ForgetsScaler):
-    def state(self) -> dict[str, Any]:
+    def state(self) -> StateDict:
         return {**super().state(), "args": {"image_scale": 1.5}}
 
 
 class SavesScaleAlone(Trainer):
-    def state(self) -> dict[str, Any]:
+    def state(self) -> StateDict:
         scale = torch.tensor(self.scaler.get_scale())
         return {"optimizer": self.optimizer.state_dict(), "scale": scale}
 
 
 class SavesModelAlone(Trainer):
-    def state(self) -> dict[str, Any]:
+    def state(self) -> StateDict:
         self.optimizer.state_dict()
         return self.model.state_dict()
 

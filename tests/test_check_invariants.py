@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from determined_amp.__main__ import main
+from determined_amp.amp.plain_data import StateDict, Values
 from determined_amp.check import watching
 from determined_amp.check.finding import CheckFindings, Level
 from determined_amp.check.scale_moves import Moves, ScaleMoves
@@ -514,7 +515,7 @@ def test_float16_weights_without_amp_are_suspected() -> None:
 def test_backward_in_a_region_of_a_library_is_suspected() -> None:
     """As of Lightning, which calls a step of its user's under autocast."""
     source = "def call(step, region):\n    with region:\n        step()"
-    library: dict[str, Any] = {}
+    library: Values = {}
     exec(compile(source, "/site-packages/library.py", "exec"), library)
 
     class InRegionOfALibrary(Loop):
@@ -590,10 +591,10 @@ class OwnScheduleIsSaved(OwnScheduleIsLost):
         rates = self.rates
 
         class Keep(pytorch.PyTorchCallback):
-            def state_dict(self) -> dict[str, Any]:
+            def state_dict(self) -> StateDict:
                 return {"steps": rates.steps}
 
-            def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            def load_state_dict(self, state_dict: StateDict) -> None:
                 rates.steps = state_dict["steps"]
 
         return {"rates": Keep()}

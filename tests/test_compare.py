@@ -23,6 +23,7 @@ from determined import core
 from determined_amp import __main__ as door
 from determined_amp import comparison, comparison_task, pilots
 from determined_amp.amp.errors import UserError
+from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.amp.settings import Precision
 from determined_amp.comparison import Compared, PilotResults
 from determined_amp.comparison_task import compare_on_cluster
@@ -46,7 +47,7 @@ from tests.searching import DEAD, Ended, Staged
 DONE = ({"group": "start", "batches": 0, "epoch_batches": 16}, Ended())
 
 
-def experiment(trial: str) -> dict[str, Any]:
+def experiment(trial: str) -> Values:
     """A YAML of Determined's own form, which says nothing of AMP."""
     return {
         "name": "shape",
@@ -145,7 +146,7 @@ def test_answer_counts_the_missing_runs_without_a_list() -> None:
     ],
 )
 def test_comparison_says_why_it_ended_early(
-    end: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    end: Values, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = {"time_is_up": False, "stopping": False, **end}
     monkeypatch.setattr(optimize, "_optimize", Mock(return_value=SimpleNamespace(**ended)))
@@ -374,7 +375,7 @@ def stage_pilots(
     return results
 
 
-def reports(*batches: int, **metrics: float) -> list[dict[str, Any]]:
+def reports(*batches: int, **metrics: float) -> list[Metrics]:
     return [{"group": "training", "batches": count, **metrics} for count in batches]
 
 

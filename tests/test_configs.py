@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
+from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import SCALER_KEYS, Precision
 from determined_amp.experiment import experiment
 from determined_amp.experiment.dotted import flat
@@ -94,13 +94,13 @@ VERBS = {
 }
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path) -> Values:
     config = yaml.safe_load(path.read_text())
     assert isinstance(config, dict)
     return config
 
 
-def difference(one: dict[str, Any], other: dict[str, Any]) -> frozenset[str]:
+def difference(one: Values, other: Values) -> frozenset[str]:
     """Dotted keys whose values differ; a key that only one has differs."""
     a, b = flat(one), flat(other)
     return frozenset(key for key in a.keys() | b.keys() if a.get(key) != b.get(key))

@@ -10,13 +10,13 @@ import json
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from determined._execution import _make_test_experiment_config
 
 from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.plain_data import Values
 from determined_amp.cli.options import configuration_of
 from determined_amp.experiment import experiment
 from determined_amp.experiment.dotted import put
@@ -32,9 +32,9 @@ WINDOWS = {
 }
 
 
-def changed(values: Mapping[str, object]) -> dict[str, Any]:
+def changed(values: Mapping[str, object]) -> Values:
     """The YAML with each value set at its dotted key, `hp` short for hyperparameters."""
-    config: dict[str, Any] = yaml.safe_load(_YAML.read_text())
+    config: Values = yaml.safe_load(_YAML.read_text())
     for path, value in values.items():
         put(config, path.replace("hp", "hyperparameters", 1).split("."), value)
     return config
@@ -194,7 +194,7 @@ def test_hyperparameters_of_the_searcher_replace_those_of_the_yaml() -> None:
     floats = (result.hparams.learning_rate, result.hparams.amp.growth_factor)
     assert floats == (1.0, 2.0)
     assert {type(value) for value in floats} == {float}
-    none: dict[str, Any] = {"amp": {"init_scale": 0}}  # which is refused, and not rounded
+    none: Values = {"amp": {"init_scale": 0}}  # which is refused, and not rounded
     of_scales = changed({"hp.amp.init_scale": {"type": "int", "minval": 0, "maxval": 8}})
     assert experiment.with_power_of_two(none, of_scales) is none
     with pytest.raises(ConfigError, match="got a range to search"):

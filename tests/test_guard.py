@@ -20,6 +20,7 @@ from torch import nn
 
 from determined_amp.amp.errors import ConfigError, GuardError
 from determined_amp.amp.metrics import StepReport, TrainingReport
+from determined_amp.amp.plain_data import Values
 from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.amp.running_statistics import RunningStatistics
 from determined_amp.amp.settings import AmpSettings, OnOverflow, Precision
@@ -59,13 +60,13 @@ def guard(
 class Master(core.TrainContext):
     """Keeps the metadata of a run."""
 
-    def __init__(self, metadata: dict[str, Any] | None) -> None:
+    def __init__(self, metadata: Values | None) -> None:
         self.metadata = metadata
 
-    def get_metadata(self) -> dict[str, Any] | None:
+    def get_metadata(self) -> Values | None:
         return self.metadata
 
-    def set_metadata(self, metadata: dict[str, Any]) -> dict[str, Any]:
+    def set_metadata(self, metadata: Values) -> Values:
         self.metadata = metadata
         return metadata
 
@@ -165,7 +166,7 @@ class TestMetadata:
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         class Refusing(Master):
-            def get_metadata(self) -> dict[str, Any] | None:
+            def get_metadata(self) -> Values | None:
                 raise errors.NotFoundException("no such address")
 
         watched: Any = guard(AmpSettings(Precision.FP32))

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from torch.utils.data import get_worker_info
 
 from determined_amp import __main__ as door
 from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment import dotted as dotted_names
 from determined_amp.experiment import experiment
 from determined_amp.experiment.overrides import with_overrides
@@ -43,9 +43,9 @@ BOUNDED = settings(
 )
 
 _YAML = training.ROOT / "experiment_configs" / "mlp" / "amp.yaml"
-SOUND: Mapping[str, Any] = yaml.safe_load(_YAML.read_text())
+SOUND: Config = yaml.safe_load(_YAML.read_text())
 _GRID = training.ROOT / "hp_search" / "loss_scale_grid.yaml"
-SEARCH: Mapping[str, Any] = yaml.safe_load(_GRID.read_text())
+SEARCH: Config = yaml.safe_load(_GRID.read_text())
 
 
 def dotted(config: object, path: str = "") -> Iterator[str]:
@@ -57,14 +57,14 @@ def dotted(config: object, path: str = "") -> Iterator[str]:
             yield from dotted(value, place)
 
 
-def put(path: str, value: object, sound: Mapping[str, Any] = SOUND) -> dict[str, Any]:
+def put(path: str, value: object, sound: Config = SOUND) -> Values:
     """The sound configuration with one value replaced."""
-    config: dict[str, Any] = copy.deepcopy(dict(sound))
+    config: Values = copy.deepcopy(dict(sound))
     dotted_names.put(config, path.split("."), value)
     return config
 
 
-def problems_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+def problems_of(config: Config) -> tuple[str, ...]:
     """What the parser says of it; anything but a ConfigError is the caller's to see."""
     try:
         experiment.parse(config, "mutant")

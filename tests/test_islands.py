@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from determined_amp.amp.fp32_modules import IslandError, keep_in_float32
+from determined_amp.amp.plain_data import Values
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 Reached = list[torch.dtype]
@@ -117,7 +118,7 @@ class Keeps(nn.Module):
 class Writes(nn.Module):
     """Writes into everything that it is given."""
 
-    def forward(self, x: torch.Tensor, store: dict[str, Any], history: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, store: Values, history: Any) -> torch.Tensor:
         x.mul_(2.0)
         store["kept"].add_(1.0)
         store["made"] = 3.0 * store.pop("dropped")
@@ -139,7 +140,7 @@ class TestInputs:
         self, keeps: Keeps, dtype: torch.dtype
     ) -> None:
         x, mask = torch.ones(2, dtype=dtype), torch.ones(2).bool()
-        nested: dict[str, Any] = {
+        nested: Values = {
             "pair": Pair(x, [x, (x, mask)]),
             "by_name": collections.OrderedDict(mask=mask, x=x),
             "output": Output(x, mask),
@@ -173,7 +174,7 @@ class TestInputs:
             given = torch.linspace(-1, 1, 4, requires_grad=True)
             x = given.to(dtype)
             first, last = x * 1.0, x * 1.0
-            store: dict[str, Any] = {"kept": first, "dropped": x * 1.0}
+            store: Values = {"kept": first, "dropped": x * 1.0}
             history = [last]
             y = model[0](x * 1.0, store, history)
             assert store.keys() == {"kept", "made"}

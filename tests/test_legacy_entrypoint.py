@@ -14,6 +14,7 @@ from determined import util
 from determined.exec import harness
 
 from determined_amp import AuditError, ConfigError, GuardError, TrialAsItIs
+from determined_amp.amp.plain_data import Values
 from tests.cluster_task import TaskMaster, start_task
 from tests.harness import content, same_bits
 from tests.trials import FP16_SECTION as FP16
@@ -34,13 +35,13 @@ def legacy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Legacy:
 
     def run(
         trial_class: Any,
-        amp: dict[str, Any],
+        amp: Values,
         batches: int | None = None,
         first_batch: int = 0,
         **others: Any,
     ) -> TaskMaster:
         hparams = {"global_batch_size": 2, "amp": amp, **others}
-        config: dict[str, Any] = {
+        config: Values = {
             "entrypoint": "model_def:Trial",
             "hyperparameters": hparams,
             "searcher": {

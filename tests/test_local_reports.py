@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+from determined_amp.amp.plain_data import Config
 from determined_amp.experiment.experiment import parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.checkpoint_storage import complete_checkpoints
@@ -32,7 +31,7 @@ def test_search_is_asked_at_the_start_and_after_every_report_and_can_stop_the_ru
     """Which keeps a checkpoint."""
     asked: list[tuple[str, int]] = []
 
-    def goes_on(line: Mapping[str, Any]) -> bool:
+    def goes_on(line: Config) -> bool:
         asked.append((line["group"], line["batches"]))
         return asked[-1] != ("validation", stops_at)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +12,12 @@ from benchmarks import loss_scale as bench
 from benchmarks import loss_scale_rows as rows
 from benchmarks.loss_scale_rows import DEFAULT, FINDER, SEEDS, WAYS, Row
 from benchmarks.loss_scale_tasks import TASKS
+from determined_amp.amp.plain_data import Config, Values
 
 
 def row(task: str, way: str, seed: int, **others: Any) -> Row:
     """A training without a fault, whose metric is that of its seed."""
-    values: dict[str, Any] = {
+    values: Values = {
         **{"trained_in": "float16", "init_log2": 10, "skipped": 0, "first_applied": 1},
         **{"flushed": 0.0, "metric": 1.0 + seed / 10, "chosen_with": 0, "verdict": ""},
         **{"predicted_log2": 17, "edge_log2": 17, "growth_bits": None, "seconds": 1.0, "code": ""},
@@ -25,7 +25,7 @@ def row(task: str, way: str, seed: int, **others: Any) -> Row:
     return Row(task, way, seed, **{**values, **others})
 
 
-def results(**changed: Mapping[str, Any]) -> list[Row]:
+def results(**changed: Config) -> list[Row]:
     """All rows; `changed` by way, with `_` instead of what a name may not have."""
     made = [row(t.name, w.name, seed) for t in TASKS for w in WAYS for seed in SEEDS]
     return [replace(each, **changed.get(each.way, {})) for each in made]

@@ -12,6 +12,7 @@ from determined import pytorch
 from determined_amp import AmpSettings, Precision
 from determined_amp import __main__ as door
 from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.experiment import NO_AMP_SECTION, parse
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.search.search_plan import SearchPlan
@@ -20,7 +21,7 @@ from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.strangers import Stranger
 from tests.trials import Weights
 
-PLAIN: dict[str, Any] = {
+PLAIN: Values = {
     "name": "plain",
     "entrypoint": "tests.strangers:Stranger",
     "hyperparameters": {"lr": 0.1},
@@ -79,7 +80,7 @@ OWN = {
 }
 
 
-def problems_of(config: dict[str, Any], **options: Any) -> list[str]:
+def problems_of(config: Values, **options: Any) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         parse(config, "test", **options)
     return [str(problem) for problem in caught.value.problems]

@@ -19,6 +19,7 @@ from torch.optim import lr_scheduler
 
 from determined_amp import AmpLoop, AmpSettings, AuditError, ConfigError, MixedPrecision, Precision
 from determined_amp.amp.errors import UserError
+from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.amp.settings import Compile
 from tests import habits
 from tests.harness import (
@@ -180,7 +181,7 @@ def test_determineds_own_amp_beside_it_is_refused() -> None:
 
 def test_sum_of_the_gradients_of_a_window_is_refused() -> None:
     """Rows 1 and 3: the mean gradient is 2, so w = 1 - 2 / 4. One batch has no sum."""
-    two: dict[str, Any] = {"batches": 2, "aggregation_frequency": 2}
+    two: Values = {"batches": 2, "aggregation_frequency": 2}
     assert fit(Weights, FP16_SECTION, **two).trial.weights() == [0.5]
     words = "average_aggregated_gradients: got false, which sums the gradients of the 2"
     assert words in refusal(SumsTheGradients, FP16_SECTION, **two)
@@ -319,7 +320,7 @@ class FrozenHalf(habits.Habit):
     def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
         return super().loss(inputs.bfloat16(), classes).float()
 
-    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> Metrics:
         return {"validation_loss": 0.0}
 
 
@@ -479,7 +480,7 @@ def test_norm_that_clips_everything_away_is_refused(max_norm: Any) -> None:
     ],
 )
 def test_setting_of_a_model_that_is_nowhere_is_refused_at_the_first_batch(
-    settings: dict[str, Any], words: str
+    settings: Values, words: str
 ) -> None:
     amp = AmpLoop(AmpSettings(Precision.AMP_FP16, **settings), "cpu")
     if "no model" not in words:

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from determined_amp import __main__ as door
+from determined_amp.amp.plain_data import Config, Metrics
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.files import directory_kept
@@ -58,7 +59,7 @@ class Mistake(NamedTuple):
     value: str = ""  # the new one, as YAML
 
 
-def written(config: Mapping[str, Any], mistake: Mistake, path: str = "") -> Iterator[str]:
+def written(config: Config, mistake: Mistake, path: str = "") -> Iterator[str]:
     """The lines of the configuration as YAML, with a mistake that no YAML library would write."""
     depth = path.count(".")
     for key, value in config.items():
@@ -75,16 +76,14 @@ def written(config: Mapping[str, Any], mistake: Mistake, path: str = "") -> Iter
                 yield f"{indent}{name}: {json.dumps(value)}"
 
 
-def mistakes_in(config: Mapping[str, Any]) -> st.SearchStrategy[Mistake]:
+def mistakes_in(config: Config) -> st.SearchStrategy[Mistake]:
     """A mistake at any key of a configuration."""
     how = st.sampled_from(["drop", "misspell", "twice", "tab", *["value"] * 12])
     values = st.sampled_from(VALUES.strip().replace("\n", "  ").split("  "))
     return st.builds(Mistake, how, st.sampled_from([*test_hostile.dotted(config)]), values)
 
 
-def judge(
-    command: Sequence[str], config: Mapping[str, Any], mistake: Mistake, main: Any = None
-) -> None:
+def judge(command: Sequence[str], config: Config, mistake: Mistake, main: Any = None) -> None:
     """Run a command on a mistyped YAML, in a folder that is gone afterwards, and judge its end."""
     output = io.StringIO()
     with (
@@ -118,7 +117,7 @@ def judge_refusal(mistake: Mistake, said: str) -> None:
 def not_as_asked() -> str:
     """What the run trained that the YAML, as Determined's own reader reads it, did not ask for."""
     asked = flat(util.yaml_safe_load(Path("config.yaml").read_text()))
-    trained: dict[str, Any] = {}
+    trained: Metrics = {}
     for name in ("config.yaml", "resolved.yaml"):  # the second has what was read, with defaults
         trained |= flat(util.yaml_safe_load(Path("run", name).read_text()))
     for name, value in asked.items():

@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler
 from determined_amp import AmpSettings, ConfigError, MixedPrecision, Precision
 from determined_amp.amp.metrics import WARMUP_BATCHES
 from determined_amp.amp.patched import patched
+from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.amp.rehearsal import NewestBatch, undisturbed
 from determined_amp.experiment.failures import ending_the_program
 from tests import training
@@ -24,7 +25,7 @@ from tests.trials import FP32_SECTION as FP32
 from tests.trials import Weights
 
 
-def report_of(trial: type[Weights], amp: Any = FP16) -> dict[str, Any]:
+def report_of(trial: type[Weights], amp: Any = FP16) -> Metrics:
     """The one report of a run over all rows."""
     batches = len(trial.rows)
     return fit(trial, amp, batches=batches, reporting_period=batches).report
@@ -176,7 +177,7 @@ def test_newest_batch_is_copied_once_a_training_has_changed_one() -> None:
     changes = iter([False, False, True, False, True])
     trained = []
 
-    def train_batch(batch: dict[str, Any], epoch_idx: int, batch_idx: int) -> int:
+    def train_batch(batch: Values, epoch_idx: int, batch_idx: int) -> int:
         (rows,) = batch.pop("inputs")
         trained.append((rows.tolist(), epoch_idx, batch_idx))
         if next(changes):

@@ -16,6 +16,7 @@ from torch import nn
 
 from benchmarks.small_trials import BatchNormCNN, PreNormTransformer, SmallTrial, SummedLoss
 from determined_amp import AmpSettings, MixedPrecision, Precision
+from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.amp.rehearsal import Rehearsal, float16_as, largest_working
 from determined_amp.experiment.experiment import experiment_in
 from determined_amp.finder.prediction import LossScaleError
@@ -150,7 +151,7 @@ class TestInTrial:
         seen: list[torch.Tensor] = []
 
         class Seeing(SummedLoss):
-            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
                 seen.append(batch[1])
                 return super().train_batch(batch, epoch_idx, batch_idx)
 
@@ -173,7 +174,7 @@ class TestInTraining:
             super().__init__(context)
             self.seen: list[tuple[int, int]] = []
 
-        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
             self.seen.append((epoch_idx, batch_idx))
             with torch.autocast("cpu", dtype=torch.float16):
                 loss = self.scaler.scale(self.loss(*batch))
@@ -216,7 +217,7 @@ class TestInTraining:
     def test_loop_saves_and_reports_nothing_and_starts_where_it_is_told(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        given: dict[str, Any] = {}
+        given: Values = {}
         monkeypatch.setattr(pytorch.Trainer, "fit", lambda trainer, **named: given.update(named))
         with open_trial(experiment_in(config(SummedLoss), "test")) as found:
             trial = self.ThreeBackwards(_another_context(found.context))

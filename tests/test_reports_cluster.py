@@ -13,6 +13,7 @@ import pytest
 from determined.experimental import client
 
 from determined_amp.amp.errors import UserError
+from determined_amp.amp.plain_data import StateDict, Values
 from determined_amp.cli import report as any_report
 from determined_amp.finder.found_scale import FoundScale
 from determined_amp.finder.prediction import LossScaleError
@@ -28,7 +29,7 @@ from tests.reporting import SEARCH, finding, scored
 HPARAMS = {"training": {"max_length": {"batches": 4}}}
 
 
-def trial(number: int, scale: float) -> dict[str, Any]:
+def trial(number: int, scale: float) -> Values:
     return {**TRIAL, "id": number, "hparams": {**HPARAMS, "amp": {"init_scale": scale}}}
 
 
@@ -81,7 +82,7 @@ def test_trial_that_a_search_over_the_scale_ended_early_is_no_completed_one(
     assert read_experiment(7).runs[0].state is state
 
 
-def checkpoint(storage: Path, name: str, text: str) -> dict[str, Any]:
+def checkpoint(storage: Path, name: str, text: str) -> StateDict:
     """A checkpoint with one file, in storage that this machine reaches."""
     (storage / "uuid").mkdir()
     (storage / "uuid" / name).write_text(text)

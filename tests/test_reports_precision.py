@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from determined_amp import __main__ as door
+from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.cli import report as precision
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.experiment import read_yaml
@@ -118,15 +119,15 @@ CONFIG = with_overrides(
     read_yaml(str(ROOT / "experiment_configs/mlp/fp32.yaml")),
     ("hyperparameters.training.max_length.batches=100", "searcher.name=grid"),
 )
-NOTED: dict[str, Any] = {"date": "2026-01-01T00:00:00+00:00", "machine": made_on("NVIDIA H100")}
+NOTED: Values = {"date": "2026-01-01T00:00:00+00:00", "machine": made_on("NVIDIA H100")}
 
 
-def trial(number: int, precision: str, **others: Any) -> dict[str, Any]:
+def trial(number: int, precision: str, **others: Any) -> Values:
     hparams = with_overrides(CONFIG, (f"hyperparameters.amp.precision={precision}",))
     return {**TRIAL, "id": number, "hparams": hparams["hyperparameters"], **others}
 
 
-def reports_of(number: int, accuracy: float, speed: float) -> list[dict[str, Any]]:
+def reports_of(number: int, accuracy: float, speed: float) -> list[Metrics]:
     memory = {"watch_peak_memory_mib": speed, "watch_peak_reserved_memory_mib": speed}
     numbers = {**TRAINED, **memory, "samples_per_second": speed}
     return [

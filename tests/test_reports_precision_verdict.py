@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import SCALER_KEYS
 from determined_amp.report import ReportError
 from determined_amp.report.compared_runs import ComparedRuns, compare_runs
@@ -181,7 +182,7 @@ def test_margin_is_the_users() -> None:
     ],
 )
 def test_margin_by_default_is_that_of_the_metric(
-    metric: str, values: dict[str, Any], margin: float
+    metric: str, values: Values, margin: float
 ) -> None:
     runs = (run(p, seed, **values) for p in ("fp32", "amp_fp16") for seed in (1, 2))
     assert comparison_of(*runs, metric=metric).margin == pytest.approx(margin)
@@ -196,7 +197,7 @@ def test_margin_by_default_is_that_of_the_metric(
     ],
 )
 def test_direction_is_that_of_the_searcher_or_of_the_name(
-    metric: str, settings: dict[str, Any], is_better: bool
+    metric: str, settings: Values, is_better: bool
 ) -> None:
     values = {"fp32": (0.9, 0.1), "amp_fp16": (0.95, 0.2)}
     runs = (run(p, accuracy=a, loss=b, settings=settings) for p, (a, b) in values.items())

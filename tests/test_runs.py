@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.machine import Machine
 from determined_amp.runs.folder import RunError, RunFolder, read_run, read_trials, trial_folder
 from determined_amp.runs.run import Part, Report, Reports, Run, RunState, Spread
@@ -22,7 +23,7 @@ SETTINGS = {
 }
 
 
-def resumed(*changes: dict[str, Any], **machine: Any) -> Run:
+def resumed(*changes: Values, **machine: Any) -> Run:
     """A run with a part for each change of its settings, the last on a changed machine."""
     machines = [Machine()] * len(changes) + [Machine(**machine)]
     parts = [
@@ -147,7 +148,7 @@ def test_trials_of_a_search_are_run_folders(tmp_path: Path) -> None:
     ],
 )
 def test_end_of_a_run_is_judged_by_its_record_and_its_reports(
-    options: dict[str, Any], state: RunState, reason: str
+    options: Values, state: RunState, reason: str
 ) -> None:
     ended = run("amp_fp16", **options)
     assert (ended.state, ended.reason) == (state, reason)

@@ -20,6 +20,7 @@ from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
 from tests.fake_cuda import Syncs, fake_cuda, needs_fake_cuda
 from tests.harness import Fitted, fit, loader, needs_fused
@@ -39,7 +40,7 @@ def make_optimizer(
     kind: MakeOptimizer = SGD, groups: int = 2, says_fused: bool = False
 ) -> Optimizer:
     """Not every torch has a fused one for a CPU; the plain one takes a rate on the device too."""
-    settings: dict[str, Any] = {"momentum": 0.9} if kind is SGD else {}
+    settings: Values = {"momentum": 0.9} if kind is SGD else {}
     optimizer = kind(
         [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in RATES[:groups]],
         lr=99.0,
@@ -564,7 +565,7 @@ class Scheduled(Weights):
             self.scheduler.step()
         return reported
 
-    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> Metrics:
         return {"validation_loss": 1.0}
 
     def build_training_data_loader(self) -> Any:

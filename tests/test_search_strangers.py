@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
+from determined_amp.amp.plain_data import Values
 from determined_amp.cli import search as command
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.experiment.training import Length
@@ -16,7 +16,7 @@ from determined_amp.search.search_folder import read_search
 from determined_amp.search.search_plan import SearchPlan
 from tests import searching
 
-STRANGER: dict[str, Any] = {
+STRANGER: Values = {
     "entrypoint": "tests.strangers:WithHparams",
     "hyperparameters": {"lr": 0.1},
     "searcher": {"name": "single", "metric": "val_loss", "max_length": {"batches": 8}},

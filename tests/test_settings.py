@@ -6,11 +6,11 @@ import enum
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
 from determined_amp.amp.errors import ConfigError, Problem, UserError
+from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import setting
 from determined_amp.experiment.fields import read, read_section
 
@@ -133,7 +133,7 @@ def test_mistake_is_named_with_its_place(raw: object, problem: str) -> None:
 
 def test_all_mistakes_are_reported_and_contradictions_wait_for_a_sound_section() -> None:
     """`count: 13` contradicts itself, which is not asked while `flag` and others are wrong."""
-    raw: dict[str, Any] = {"count": 13, "flag": 0, "inner": {"depth": "x"}, "colours": "red"}
+    raw: Values = {"count": 13, "flag": 0, "inner": {"depth": "x"}, "colours": "red"}
     assert [problem.key for problem in problems_of(raw)] == [
         "s.colours",
         "s.flag",

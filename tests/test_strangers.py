@@ -6,7 +6,7 @@ The configuration of most tests is Determined's own form: an entrypoint, `search
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from determined_amp import __main__ as door
 from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.plain_data import Config, Metrics, Values
 from determined_amp.cli import audit_batch, train
 from determined_amp.experiment import experiment
 from determined_amp.experiment.experiment import experiment_in
@@ -33,7 +34,7 @@ from tests import strangers, training
 from tests.harness import same_bits
 
 TRIAL = "tests.strangers:Stranger"
-LEGACY: dict[str, Any] = {
+LEGACY: Values = {
     "name": "stranger",
     "entrypoint": TRIAL,
     "hyperparameters": {"lr": 0.1},
@@ -44,7 +45,7 @@ LEGACY: dict[str, Any] = {
 }
 
 
-def changed(*overrides: str) -> dict[str, Any]:
+def changed(*overrides: str) -> Values:
     return with_overrides(LEGACY, overrides)
 
 
@@ -52,7 +53,7 @@ def parse(*overrides: str, **options: Any) -> experiment.Experiment:
     return experiment.parse(changed(*overrides), "test", **options)
 
 
-def problems_of(config: Mapping[str, Any], **options: Any) -> tuple[str, ...]:
+def problems_of(config: Config, **options: Any) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as caught:
         experiment.parse(config, "test", **options)
     return caught.value.problems
@@ -395,16 +396,14 @@ class TestOrderOfTheTrialsOwn:
 
 
 class InBFloat16(strangers.Stranger):
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return super().train_batch(batch, epoch_idx, batch_idx)
 
 
-def fitted(
-    config: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, **options: Any
-) -> dict[str, Any]:
+def fitted(config: Config, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Values:
     """What `fit` gives Determined's `Trainer`."""
-    given: dict[str, Any] = {}
+    given: Values = {}
     monkeypatch.setattr(pytorch.Trainer, "fit", lambda trainer, **named: given.update(named))
     with open_trial(experiment_in(config, "test")) as found:
         fit(found.trial, found.context, **options)
@@ -438,7 +437,7 @@ class TestFit:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-        section: dict[str, Any] = {"max_length": {"epochs": 2}}
+        section: Values = {"max_length": {"epochs": 2}}
         ours = {"hyperparameters": {"trial": TRIAL, "training": section}}
         assert fitted(ours, monkeypatch)["max_length"] == (pytorch.Epoch, 2)
         assert torch.backends.cudnn.benchmark

@@ -27,6 +27,7 @@ from torch.nn.modules import module
 from torch.utils.checkpoint import checkpoint
 
 from determined_amp import ConfigError, GuardError, MixedPrecision
+from determined_amp.amp.plain_data import Values
 from determined_amp.amp.precision import autocast_is_on
 from determined_amp.trial.loss_scale import find_in_trial
 from determined_amp.trial.optimizers import fuse
@@ -64,7 +65,7 @@ def same_state(*runs: Fitted) -> bool:
     return same_bits(*states)
 
 
-def numbers(made: Fitted) -> list[dict[str, Any]]:
+def numbers(made: Fitted) -> list[Values]:
     """The training reports without what a clock or the machine decides, and without the loss."""
     others = ("loss", "samples_per_second", "watch_data_wait_share", "watch_peak_memory_mib")
     return [
@@ -324,9 +325,7 @@ def flat_weights(trial: Any) -> torch.Tensor:
     return torch.cat([leaf.flatten() for leaf in real]).detach().clone()
 
 
-def way(
-    habit: Any, amp: dict[str, Any] | None, without: Collection[int] = (), **options: Any
-) -> Way:
+def way(habit: Any, amp: Values | None, without: Collection[int] = (), **options: Any) -> Way:
     """Train a habit, in plain Determined if `amp` is None; batches in `without` change nothing."""
     starts: list[torch.Tensor] = []
     still = []

@@ -22,6 +22,7 @@ import torch
 from torchvision.models.resnet import Bottleneck, ResNet
 
 from determined_amp.amp.patched import patched
+from determined_amp.amp.plain_data import Metrics, StateDict, Values
 from determined_amp.cli import train
 from determined_amp.runs.folder import read_record
 from trials.mlp import MLPTrial
@@ -186,14 +187,14 @@ def locked_by_another_process(folder: Path) -> Iterator[int]:
             holder.kill()
 
 
-def checkpoint(folder: Path, batches: int) -> dict[str, Any]:
+def checkpoint(folder: Path, batches: int) -> StateDict:
     """The content of one checkpoint."""
     path = folder / "checkpoints" / f"batch-{batches:08d}" / "state_dict.pth"
-    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    content: Values = torch.load(path, map_location="cpu", weights_only=True)
     return content
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
+def metrics(folder: Path) -> list[Metrics]:
     """The reports of a run."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -204,7 +205,7 @@ def end(folder: Path) -> tuple[str, str, int]:
     return run.state.value, run.reason, max((line["batches"] for line in reports), default=0)
 
 
-def same_numbers(folder: Path) -> list[dict[str, Any]]:
+def same_numbers(folder: Path) -> list[Values]:
     """The reports of a run without what differs from run to run: speed, time and memory."""
     measured = {"samples_per_second", "watch_data_wait_share", "watch_peak_memory_mib"}
     return [

@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from determined_amp import AmpSettings, MixedPrecision, Precision
+from determined_amp.amp.plain_data import Metrics
 from tests.harness import Context, Fitted, fit, loader
 
 Rows = Sequence[Sequence[float]]
@@ -86,7 +87,7 @@ class Weights(pytorch.PyTorchTrial):
     def weights(self) -> list[float]:
         return [float(next(model.parameters()).detach()) for model in self.models]
 
-    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> Metrics:
         return {"validation_loss": 0.0}
 
     def build_training_data_loader(self) -> Any:
@@ -307,7 +308,7 @@ class Plain(pytorch.PyTorchTrial):
     def clip(self, parameters: Any) -> None:
         nn.utils.clip_grad_norm_(parameters, 0.5)
 
-    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> Metrics:
         return {"validation_loss": self.loss(batch)}
 
     def build_training_data_loader(self) -> pytorch.DataLoader:

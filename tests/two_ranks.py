@@ -32,6 +32,7 @@ from determined_amp import AmpLoop, AmpSettings, GuardError, Precision
 from determined_amp import __main__ as door
 from determined_amp.amp import guard
 from determined_amp.amp.patched import patched
+from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.amp.rehearsal import undisturbed
 from determined_amp.local.processes import process_group
 from determined_amp.trial import mixed_precision as amp
@@ -97,7 +98,7 @@ class TrainsAgain(CountsExchanges):
         return reported
 
 
-def say(seen: dict[str, Any]) -> None:
+def say(seen: Values) -> None:
     """In one write: both ranks share the pipe, and `print` writes the end of a line by itself."""
     sys.stdout.write(json.dumps(seen) + "\n")
     sys.stdout.flush()
@@ -114,7 +115,7 @@ class Warnings(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def two_weights() -> dict[str, Any]:
+def two_weights() -> Values:
     """Two optimizers, one of which overflows on one rank."""
     heard = Warnings()
     guard.logger.addHandler(heard)
@@ -131,10 +132,10 @@ def two_weights() -> dict[str, Any]:
     }
 
 
-def unmodified() -> dict[str, Any]:
+def unmodified() -> Values:
     """A float32 trial as it is, and the same converted: hashes of what they trained."""
     trained = {}
-    loud: dict[str, Any] = {"precision": "amp_fp16", "init_scale": 2.0**24, "growth_interval": 2}
+    loud: Values = {"precision": "amp_fp16", "init_scale": 2.0**24, "growth_interval": 2}
     loud["fp32_modules"] = ["^3$"]
     for trial in (Plain, Converted):
         with process_group() as processes:
@@ -144,7 +145,7 @@ def unmodified() -> dict[str, Any]:
             trained[trial.__name__] = training.digest([weights, optimizers])
     with process_group() as processes:
         amp = {"precision": "amp_fp16", "init_scale": 1024.0, "audit": False}
-        options: dict[str, Any] = {"aggregation_frequency": 2, "processes": processes}
+        options: Values = {"aggregation_frequency": 2, "processes": processes}
         made = fit_as_it_is(habits.LoudAtFirst, amp, batches=4, **options)
         trained["loud"] = training.digest(made.trial.model.state_dict())
         mixed = MixedPrecision.of(made.context)
@@ -169,7 +170,7 @@ class Counts(Plain):
         return super().loss(batch) * self.batches
 
 
-def audited() -> dict[str, Any]:
+def audited() -> Values:
     """Hashes of what was trained with an audit and without one, converted and unmodified."""
     trained = []
     for audit in (True, False):
@@ -192,7 +193,7 @@ class LoudOnOneRank(Plain):
         return torch.nn.Linear(FEATURES, CLASSES)
 
 
-def found() -> dict[str, Any]:
+def found() -> Values:
     """A loss scale that is found at the start, where one rank sees larger gradients."""
     with process_group() as processes:
         amp = {"precision": "amp_fp16", "init_scale": "find"}
@@ -203,7 +204,7 @@ def found() -> dict[str, Any]:
     return {"found": processes.rank, "scale": mixed.scaler.get_scale(), "weights": weights}
 
 
-def own_loop(*, torch_alone: bool, key: str = "own loop") -> dict[str, Any]:
+def own_loop(*, torch_alone: bool, key: str = "own loop") -> Values:
     """The rows of the trial in a loop of one's own, and then two overflows on rank 0."""
     with process_group() as processes, closing(processes):
         settings = AmpSettings(Precision.AMP_FP16, init_scale=4.0, max_consecutive_skips=1)
@@ -212,7 +213,7 @@ def own_loop(*, torch_alone: bool, key: str = "own loop") -> dict[str, Any]:
         nn.init.ones_(inner.weight)
         model = amp.prepare(DistributedDataParallel(inner))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        seen: dict[str, Any] = {key: processes.rank, "weights": [], "scales": []}
+        seen: Values = {key: processes.rank, "weights": [], "scales": []}
 
         def loss_fn(batch: Any) -> torch.Tensor:
             loss: torch.Tensor = model(batch).float().mean()
@@ -258,13 +259,13 @@ class Noted(strangers.Shuffled):
         numbers = torch.arange(len(points[0]))
         return pytorch.DataLoader(TensorDataset(*points, numbers), batch_size=5, shuffle=True)
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
         *points, numbers = batch
         self.seen += numbers.tolist()
         return super().train_batch(points, epoch_idx, batch_idx)
 
 
-def shuffled() -> dict[str, Any]:
+def shuffled() -> Values:
     """An undisturbed run, and one in two parts."""
 
     def run(batches: int, resume: Fitted | None = None) -> Fitted:
