@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import torch
 
+# How many numbers are kept before they are added up.
+_HANDFUL = 64
+
 
 class DeviceSum:
     """A float64 sum of many small device tensors.
@@ -17,8 +20,6 @@ class DeviceSum:
         finite_only: Leave out what is not finite.
     """
 
-    _HANDFUL = 64
-
     def __init__(self, device: torch.device, *, finite_only: bool = False) -> None:
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
         self._finite_only = finite_only
@@ -27,7 +28,7 @@ class DeviceSum:
 
     def add(self, value: torch.Tensor, weight: int = 1) -> None:
         """Add a tensor, (), `weight` times; it must not change later. No synchronisation."""
-        if weight != self._weight or len(self._waiting) == self._HANDFUL:
+        if weight != self._weight or len(self._waiting) == _HANDFUL:
             self.total()
             self._weight = weight
         self._waiting.append(value)
@@ -62,8 +63,6 @@ class StepCounts:
         attempted: Steps applied or skipped so far.
     """
 
-    _HANDFUL = 64
-
     def __init__(self, device: torch.device, *, can_skip: bool) -> None:
         self.attempted = 0
         self._device = device
@@ -82,7 +81,7 @@ class StepCounts:
         if isinstance(skipped, torch.Tensor):
             self.attempted += 1
             self._outcomes.append(skipped)
-            if len(self._outcomes) == self._HANDFUL:
+            if len(self._outcomes) == _HANDFUL:
                 self._settle()
             return
         self._settle()

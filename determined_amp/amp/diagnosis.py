@@ -18,7 +18,14 @@ from determined_amp.amp.errors import one_line
 from determined_amp.amp.overflows import Key, OverflowWatch, Place
 from determined_amp.amp.rehearsal import Rehearsal, Rehearsed, largest_working
 from determined_amp.amp.slots import Slots
-from determined_amp.amp.tensors import has_nan, is_finite, is_plain, named_parameters, tensors_of
+from determined_amp.amp.tensors import (
+    dtype_name,
+    has_nan,
+    is_finite,
+    is_plain,
+    named_parameters,
+    tensors_of,
+)
 
 # No precision helps against activations and a loss this large, or weights that have grown by this
 # factor since the start.
@@ -49,9 +56,8 @@ def find_cause(
     rank = next((rank for rank, look in enumerate(looks) if look.is_in_trouble), None)
     if rank is None:
         return None
-    first = looks[rank]
-    known: str | None = first.known
-    return known or _Search(rehearsal, slots, rank, first, scale, grown).cause()
+    first: _Look = looks[rank]
+    return first.known or _Search(rehearsal, slots, rank, first, scale, grown).cause()
 
 
 class _Seen(NamedTuple):
@@ -200,7 +206,7 @@ class _Search:
         largest = place.cast_of
         if largest is None and exact is not None:
             largest = exact.largest[place.key]
-        limit, name = torch.finfo(place.dtype).max, _name(place.dtype)
+        limit, name = torch.finfo(place.dtype).max, dtype_name(place.dtype)
         size = "" if largest is None else f"largest |{place.kind}| {largest:.3g}, "
         overflow = f"forward overflow in {_where(place)}: {size}{name} ends at {limit:g}"
         if largest is not None and largest < limit:  # as 0 / 0, of an eps that float16 rounds to 0
@@ -226,7 +232,7 @@ class _Search:
         if by_hand is not None and by_hand.dtype is not torch.float64:
             return (
                 f"forward overflow in {_where(by_hand)}, which the trial itself computes in "
-                f"{_name(by_hand.dtype)}: leave that cast out"
+                f"{dtype_name(by_hand.dtype)}: leave that cast out"
             )
         if self.first.bad_input is not None:
             return self.first.bad_input
@@ -311,7 +317,3 @@ def _bad_parameter(models: Sequence[nn.Module]) -> str | None:
                 "checkpoint with a lower learning rate or a clip"
             )
     return None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

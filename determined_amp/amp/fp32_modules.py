@@ -34,6 +34,7 @@ from torch import nn
 
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.patched import patched
+from determined_amp.amp.tensors import SIXTEEN_BITS
 from determined_amp.amp.torch_private import is_compiled, version_of
 
 
@@ -185,7 +186,7 @@ def as_float32(value: Any, replaced: list[tuple[Any, Any]] | None = None) -> Any
     """
     cast = value
     if isinstance(value, torch.Tensor):
-        if value.dtype in (torch.float16, torch.bfloat16):
+        if value.dtype in SIXTEEN_BITS:
             cast = value.float()
     elif isinstance(value, (list, tuple)):
         items = [as_float32(item, replaced) for item in value]

@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
-from typing import Any
 
 import torch
 from torch import nn
@@ -149,8 +148,9 @@ class Guard:
         if report is None:
             return
         self._warn_of_skips_at_the_start(report)
-        self._warn_of_grown_loss(report, self._loss_of(report, metrics))
-        failure = next(self._failures(report, metrics), None)
+        loss = metrics.get("loss") if report.loss is None else report.loss
+        self._warn_of_grown_loss(report, loss)
+        failure = next(self._failures(report, loss), None)
         if failure is not None:
             self.fail(failure)
 
@@ -191,11 +191,10 @@ class Guard:
         )
         return f"Cause: {cause}" if cause else _FINITE
 
-    def _failures(self, report: TrainingReport, metrics: Metrics) -> Iterator[str]:
+    def _failures(self, report: TrainingReport, loss: object) -> Iterator[str]:
         """The failures in a report, worst first."""
         settings = self._settings
         if not settings.scales_the_loss:
-            loss = self._loss_of(report, metrics)
             if is_not_finite(loss):
                 yield f"the training loss is {loss} in {settings.precision.value}"
             elif loss is None and is_not_finite(_norm(self._models, math.inf)):
@@ -278,10 +277,6 @@ class Guard:
                 loss,
                 self._first_loss,
             )
-
-    def _loss_of(self, report: TrainingReport, metrics: Metrics) -> Any:
-        """The loss of a report; None if there is none."""
-        return metrics.get("loss") if report.loss is None else report.loss
 
     def _steps_of(self, optimizer: Optimizer) -> tuple[int, int]:
         """Applied and skipped steps of an optimizer; synchronises."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -200,8 +200,8 @@ class TrainingMetrics(StepsOfEach):
         if not seconds or not self._timed_samples:
             return {}
         speed = {MetricName.SAMPLES_PER_SECOND: self._timed_samples / seconds}
-        if self._waited is not None:
-            speed[MetricName.DATA_WAIT_SHARE] = self._waited / seconds
+        if self._waited is not None:  # a batch may have been asked for before the clock started
+            speed[MetricName.DATA_WAIT_SHARE] = min(1.0, self._waited / seconds)
         return speed
 
     def _report_of(
@@ -258,15 +258,10 @@ class TrainingMetrics(StepsOfEach):
         return f"_{self._optimizers.index(optimizer)}" if several else ""
 
 
-def _largest_share(shares: Iterable[float]) -> float:
-    """A batch may have been asked for before the clock started."""
-    return min(1.0, max(shares))
-
-
 # How the values of several slots become one, for what each slot measures by itself.
 _JOINED: dict[str, Callable[[Sequence[float]], float]] = {
     MetricName.SAMPLES_PER_SECOND: sum,
-    MetricName.DATA_WAIT_SHARE: _largest_share,
+    MetricName.DATA_WAIT_SHARE: max,
     MetricName.PEAK_MEMORY_MIB: max,
     MetricName.PEAK_RESERVED_MEMORY_MIB: max,
 }
@@ -294,9 +289,8 @@ def _attempted_steps(slot: dict[str, Any]) -> int:
     return sum(step.applied + step.skipped for step in slot["steps"])
 
 
-def read_at_once(groups: Iterable[Sequence[torch.Tensor]]) -> list[list[float]]:
+def read_at_once(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[float]]:
     """The numbers of tensors, each (), in the same groups; they are read together."""
-    groups = list(groups)
     tensors = [tensor.double() for group in groups for tensor in group]
     numbers = iter(torch.stack(tensors).tolist())
     return [list(islice(numbers, len(group))) for group in groups]

@@ -25,6 +25,7 @@ from determined_amp.amp.metric_names import AuditMetricName
 from determined_amp.amp.precision import DeviceSupport
 from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.amp.settings import Precision
+from determined_amp.amp.tensors import dtype_name
 from determined_amp.amp.torch_private import TorchDispatchMode
 
 _REMEDY = (
@@ -113,7 +114,7 @@ class Audit:
         if not self.total_flops:
             return None  # nothing to judge, as with only embeddings or a recurrent layer
         if self.share <= 0.5:
-            return f"{setting}, but {self.share:.1%} of the FLOPs are in {_name(self.dtype)}"
+            return f"{setting}, but {self.share:.1%} of the FLOPs are in {dtype_name(self.dtype)}"
         fp32, tf32 = self.precision is Precision.FP32, self.precision is Precision.TF32
         if (fp32 and self.tf32 != "off") or (tf32 and self.device_has_tf32 and self.tf32 != "on"):
             return f"{setting}, but torch's switches for TF32 are {self.tf32}"
@@ -124,9 +125,9 @@ class Audit:
         width = max(len(operation) for operation in ("operation", *(o for o, _ in self.flops)))
         lines = [f"{'operation':{width}}  {'dtype':9}{'GFLOP':>10}{'share':>8}"]
         for (operation, dtype), flops in sorted(self.flops.items(), key=lambda row: -row[1]):
-            share = flops / self.total_flops
-            lines.append(f"{operation:{width}}  {_name(dtype):9}{flops / 1e9:>10.4g}{share:>8.1%}")
-        asked = _name(self.dtype)
+            name, share = dtype_name(dtype), flops / self.total_flops
+            lines.append(f"{operation:{width}}  {name:9}{flops / 1e9:>10.4g}{share:>8.1%}")
+        asked = dtype_name(self.dtype)
         lines.append(f"{self.precision.value} asks for {asked}: {self.share:.1%} of the FLOPs")
         lines.append(f"TF32 switches: {self.tf32}")
         return "\n".join(lines)
@@ -194,7 +195,3 @@ def _tf32() -> str:
     if matmul != convolution:
         return "mixed"
     return "on" if matmul else "off"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

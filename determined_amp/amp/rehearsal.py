@@ -23,8 +23,9 @@ from determined_amp.amp.casts import drop_casts
 from determined_amp.amp.compiled import as_written
 from determined_amp.amp.fp32_modules import meanwhile_in_float32
 from determined_amp.amp.patched import patched
-from determined_amp.amp.precision import autocast_is_on
+from determined_amp.amp.precision import autocast, autocast_is_on
 from determined_amp.amp.tensors import (
+    SIXTEEN_BITS,
     largest_of,
     mapped,
     named_parameters,
@@ -406,8 +407,9 @@ def float16_as(dtype: torch.dtype | None) -> Iterator[set[torch.dtype]]:
         The dtypes of the regions that are entered, as they are in training.
     """
     in_float32 = dtype is torch.float32
-    autocast_to = None if in_float32 else dtype
-    replaced = (torch.float16, torch.bfloat16) if in_float32 else (torch.float16,)
+    replaced: Sequence[torch.dtype] = ()
+    if dtype is not None:
+        replaced = SIXTEEN_BITS if in_float32 else (torch.float16,)
     enter = torch.autocast.__enter__
     entered: set[torch.dtype] = set()
 
@@ -416,9 +418,9 @@ def float16_as(dtype: torch.dtype | None) -> Iterator[set[torch.dtype]]:
         if not autocast_is_on(region.device):
             return region
         entered.add(region.fast_dtype)
-        if dtype is not None and region.fast_dtype in replaced:
+        if region.fast_dtype in replaced:
             region.__exit__(None, None, None)
-            other = torch.autocast(region.device, autocast_to, enabled=autocast_to is not None)
+            other: Any = autocast(region.device, None if in_float32 else dtype)
             enter(other)  # type: ignore[no-untyped-call]
             before = {name: value for name, value in vars(other).items() if "prev" in name}
             vars(region).update(before)  # what its exit puts back

@@ -26,9 +26,8 @@ class RunningStatistics:
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        modules = (module for model in models for module in model.modules())
-        named = (pair for module in modules for pair in module.named_buffers(recurse=False))
-        buffers = (buffer for name, buffer in named if name in _STATISTICS)
+        named = (pair for model in models for pair in model.named_buffers())
+        buffers = (buffer for name, buffer in named if name.rpartition(".")[2] in _STATISTICS)
         self._buffers = list(dict.fromkeys(buffers))
         self._good = [buffer.detach().clone() for buffer in self._buffers]
 

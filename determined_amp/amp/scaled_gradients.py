@@ -22,6 +22,7 @@ import torch
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
+from determined_amp.amp.tensors import parameters_in
 from determined_amp.amp.torch_private import (
     call_after_backward,
     sort_gradients,
@@ -39,7 +40,7 @@ _PERIOD = 10
 
 # It clips what it has just unscaled.
 _OUR_CLIP = "determined_amp.amp.steps"
-_refusing: weakref.WeakSet[ScaledGradients]
+_refusing: weakref.WeakSet[ScaledGradients] = weakref.WeakSet()
 
 
 class ScaledGradients:
@@ -101,15 +102,10 @@ class ScaledGradients:
         call_after_backward(self._take_notes)
 
     def _take_notes(self) -> None:
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        stepped = [parameter for group in groups for parameter in group["params"]]
-        for parameter in stepped or self._trained():
+        for parameter in parameters_in((), self._optimizers) or self._trained():
             gradient = parameter.grad
             if gradient is not None:
                 self.noted[parameter] = gradient, version_of(gradient)
-
-
-_refusing = weakref.WeakSet()
 
 
 def _refuse_clips(tensors: list[list[torch.Tensor]], *others: Any, **named: Any) -> Any:

@@ -25,16 +25,12 @@ from determined_amp.amp.mistakes import IN_A_LOOP, TRANSITIONS, Mistake, Stage, 
 from determined_amp.amp.plain_data import StateDict
 from determined_amp.amp.scaled_gradients import ScaledGradients
 from determined_amp.amp.settings import AmpSettings
-from determined_amp.amp.tensors import any_gradient, parameters_of, tensors_of
+from determined_amp.amp.tensors import any_gradient, closure_of, parameters_of, tensors_of
 from determined_amp.amp.torch_private import scale_tensor, states_of_steps, takes_found_inf
 
 # Whether a step was skipped: a bool where the host knows, else `found_inf`, (), float32, on the
 # device, not 0 for a skipped step.
 Skipped = bool | torch.Tensor
-
-
-# The optimizers that a scaler is stepping. A loop that is over still has its hook on them.
-_STEPPED_NOW: set[Optimizer] = set()
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -53,9 +49,12 @@ class LossScaler(torch.amp.GradScaler):
         has_scaled: Whether `scale` was called since the last `update`. Without it a step would
             divide gradients that were never multiplied.
         leaves_true_gradients: Set it if somebody unscales gradients right after each backward.
-        stepping: Whether a step is running. An optimizer that moves at any other time may use
+        stepping: Whether a step of any scaler is running: a loop that is over still has its hook on
+            the optimizers of the next one. An optimizer that moves at any other time may use
             gradients that are still scaled.
     """
+
+    stepping = False
 
     def __init__(
         self,
@@ -79,7 +78,6 @@ class LossScaler(torch.amp.GradScaler):
         self.has_scaled = False
         self.leaves_true_gradients = False
         self.scaled_gradients = ScaledGradients(self._refuse_clip, optimizers, trained)
-        self.stepping = False
         self._trained = trained
         self._scales = self.is_enabled()
         self._min_scale = settings.min_scale
@@ -122,7 +120,7 @@ class LossScaler(torch.amp.GradScaler):
         if self.clips:
             self._check(optimizer, "clip")
         self._check(optimizer, "step")
-        closure = args[0] if args else kwargs.get("closure")
+        closure = closure_of(args, kwargs)
         if closure is not None:
             if self._scales:
                 raise error_of(Mistake.TAKES_CLOSURE, self._remedies)
@@ -136,13 +134,11 @@ class LossScaler(torch.amp.GradScaler):
             # torch raises an error here. In float32 such a step changes nothing, nor does it here.
             self._note_nothing(optimizer)
         self._has_moved = False
-        self.stepping = True
-        _STEPPED_NOW.add(optimizer)
+        LossScaler.stepping = True
         try:
             result = super().step(optimizer, *args, **kwargs)
         finally:
-            self.stepping = False
-            _STEPPED_NOW.discard(optimizer)
+            LossScaler.stepping = False
         if self._scales and takes_found_inf(optimizer):
             self.has_stepped(optimizer, self._found_inf(optimizer))
         else:  # torch has asked the device
@@ -157,9 +153,7 @@ class LossScaler(torch.amp.GradScaler):
             return
         scale = scale_tensor(self)
         if scale is not None:
-            if self._used is None:
-                self._used = scale.clone()
-            self._used.copy_(scale)
+            self._used = scale.clone()
         if len(states_of_steps(self)) > 1:
             # torch adds up what all optimizers found in the tensor of the first.
             self._outcomes = {
@@ -189,7 +183,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def unscale_once(self, optimizer: Optimizer) -> None:
         """Call `unscale_`, unless the gradients of an optimizer are unscaled already."""
-        if self._stages.get(optimizer) is not Stage.UNSCALED:
+        if not self.is_unscaled(optimizer):
             self.unscale_(optimizer)
 
     def check_step(self, optimizer: Optimizer) -> None:
@@ -199,7 +193,7 @@ class LossScaler(torch.amp.GradScaler):
             ConfigError: if the optimizer is stepped without the scaler.
         """
         self._has_moved = True
-        if not self.stepping and optimizer not in _STEPPED_NOW:
+        if not self.stepping:
             raise error_of(Mistake.STEPS_ITSELF, self._remedies)
 
     def check_end(self) -> None:
@@ -273,11 +267,11 @@ class LossScaler(torch.amp.GradScaler):
 
     def _refuse_clip(self, gradients: Iterable[torch.Tensor]) -> None:
         """Raise if one of these gradients is still scaled."""
-        scaled = {id(parameter.grad) for parameter in self._trained()}
+        scaled = {parameter.grad for parameter in self._trained()}
         for optimizer, stage in self._stages.items():
             if stage is not Stage.SCALED:
-                scaled -= {id(parameter.grad) for parameter in parameters_of(optimizer)}
-        if not scaled.isdisjoint(map(id, gradients)):
+                scaled -= {parameter.grad for parameter in parameters_of(optimizer)}
+        if not scaled.isdisjoint(gradients):
             raise error_of(Mistake.CLIPS_SCALED, self._remedies)
 
     def _note_nothing(self, optimizer: Optimizer) -> None:

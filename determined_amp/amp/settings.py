@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import operator
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -178,15 +179,15 @@ class AmpSettings:
         patterns = (modules,) if isinstance(modules, str) else tuple(modules)
         object.__setattr__(self, "fp32_modules", patterns)
         for name, words in _WORDS.items():
-            if getattr(self, name) in [word.value for word in words]:
+            with suppress(ValueError):  # it may be a number, or wrong
                 object.__setattr__(self, name, words(getattr(self, name)))
         if problems := list(self._mistakes()):
             raise ConfigError("AmpSettings", problems)
 
     def _mistakes(self) -> Iterator[str]:
         for field in dataclasses.fields(self):
-            value, words = getattr(self, field.name), _WORDS.get(field.name)
-            if words is not None and isinstance(value, words):
+            value, words = getattr(self, field.name), _WORDS.get(field.name, ())
+            if isinstance(value, words):
                 continue
             bounds = [
                 (*BOUNDS[key], limit) for key, limit in field.metadata.items() if key in BOUNDS
@@ -194,7 +195,7 @@ class AmpSettings:
             is_number = isinstance(value, (int, float)) and bool(bounds)
             if is_number and all(holds(value, limit) for _, holds, limit in bounds):
                 continue
-            allowed = [str(word.value).lower() for word in words or ()]
+            allowed = [str(word.value).lower() for word in words]
             if bounds:
                 allowed.append(" and ".join(f"{sign} {limit:g}" for sign, _, limit in bounds))
             if allowed:
@@ -223,8 +224,8 @@ class AmpSettings:
         return () if self.scales_the_loss else tuple(changed)
 
     def contradictions(self, fields_set: frozenset[str]) -> Iterator[tuple[str, str]]:
-        number = not isinstance(self.init_scale, FindScale)
-        if self.scales_the_loss and number and self.first_scale < self.min_scale:
+        is_given = self.scales_the_loss and not self.finds_scale
+        if is_given and self.first_scale < self.min_scale:
             yield (
                 "init_scale",
                 f"got {self.first_scale:g}, which is below min_scale {self.min_scale:g}; "

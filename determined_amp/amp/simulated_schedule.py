@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
+from determined_amp.amp.patched import patched
+
 # Steps simulated at once.
 _AHEAD = 256
 
@@ -71,7 +73,7 @@ class Simulation:
 
     def extend(self) -> list[Row]:
         """Make the rows of the next steps. Equal neighbours are the same object."""
-        states = self._simulate(_AHEAD)
+        states = self._simulate()
         if not self.length:
             states.insert(0, self._initial)
         for state in states:
@@ -87,7 +89,6 @@ class Simulation:
         if self.constant:
             return self._rows[0]
         forgotten = self.length - len(self._rows)
-        assert step >= forgotten, "counts of steps only grow"
         for _ in range(min(step, self.length - 1) - forgotten):
             self._rows.popleft()
         return self._rows[0]
@@ -108,28 +109,21 @@ class Simulation:
         """The rate of a group, and its other values that the scheduler moves."""
         return {key: group[key] for key in ("lr", *self.moved) if key in group}
 
-    def _simulate(self, steps: int) -> list[_State]:
+    def _simulate(self) -> list[_State]:
         states: list[_State] = []
-        self._swap()
+        own_groups = patched(self._scheduler.optimizer, "param_groups", self._groups)
         try:
-            with warnings.catch_warnings():
+            with own_groups, warnings.catch_warnings():
                 for message in _WARNINGS_OF_A_SIMULATION:
                     warnings.filterwarnings("ignore", message, UserWarning)
-                for _ in range(steps):
+                for _ in range(_AHEAD):
                     self._step()
-                    states.append(_state_of(self._scheduler.optimizer.param_groups))
+                    states.append(_state_of(self._groups))
         # Past its end a scheduler may raise anything: OneCycleLR a ValueError, a list of rates an
         # IndexError; (1 - step / steps) ** 0.9 becomes a complex number, which is no float.
         except Exception as error:
             self.end = f"{type(error).__name__}: {error}"
-        finally:
-            self._swap()
         return states
-
-    def _swap(self) -> None:
-        """Swap the optimizer's groups with those of the simulation, or back."""
-        optimizer = self._scheduler.optimizer
-        self._groups, optimizer.param_groups = optimizer.param_groups, self._groups
 
 
 def _state_of(groups: _State) -> _State:

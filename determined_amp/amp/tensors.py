@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors in nested lists, tuples and mappings, in order."""
@@ -62,9 +64,14 @@ def parameters_in(
     return list(dict.fromkeys([*of_models, *others]))
 
 
-def has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of `Optimizer.step`, as its hooks see it, has a closure."""
-    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
+def closure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The closure in the arguments of `Optimizer.step`; None if there is none."""
+    return args[0] if args else kwargs.get("closure")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype, such as `float16`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

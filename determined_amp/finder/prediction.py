@@ -19,6 +19,7 @@ from determined_amp.amp.diagnosis import find_cause
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.rehearsal import Rehearsal, Rehearsed
 from determined_amp.amp.slots import Slots
+from determined_amp.amp.tensors import SIXTEEN_BITS, dtype_name
 from determined_amp.finder.gradient_recorder import GradientRecorder, Source
 from determined_amp.finder.histogram import OVERFLOW_LOG2, Histogram, count_in
 
@@ -133,12 +134,12 @@ def cause_of(rehearsals: Sequence[Rehearsal], slots: Slots, scale_log2: float = 
 def _require_float32_parameters(rehearsals: Sequence[Rehearsal]) -> None:
     for model in rehearsals[0].models:
         for parameter in model.parameters():
-            if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
-                name = str(parameter.dtype).removeprefix("torch.")
+            if parameter.requires_grad and parameter.dtype in SIXTEEN_BITS:
                 raise LossScaleError(
-                    f"the model's parameters are {name}, as after .half() or .bfloat16(); a loss "
-                    "scale is for float32 parameters under autocast: leave that call out, and "
-                    "write torch.autocast(device, dtype=torch.float16) around forward and loss"
+                    f"the model's parameters are {dtype_name(parameter.dtype)}, as after .half() "
+                    "or .bfloat16(); a loss scale is for float32 parameters under autocast: leave "
+                    "that call out, and write torch.autocast(device, dtype=torch.float16) around "
+                    "forward and loss"
                 )
 
 

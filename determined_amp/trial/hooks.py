@@ -26,13 +26,10 @@ _BEFORE_FORWARD, _AFTER_FORWARD = "register_forward_pre_hook", "register_forward
 _register_before = nn.Module.register_forward_pre_hook
 _register_after = nn.Module.register_forward_hook
 
-# What registers hooks of a backward, and keeps the gradient of a tensor that is no leaf.
+# What registers hooks of a backward, and keeps the gradient of a tensor that is no leaf. Those of
+# `Module.register_backward_hook` are registered at nodes, in the next forward.
 _OF_BACKWARDS: dict[Any, tuple[str, ...]] = {
-    nn.Module: (
-        "register_full_backward_pre_hook",
-        "register_full_backward_hook",
-        "register_backward_hook",
-    ),
+    nn.Module: ("register_full_backward_pre_hook", "register_full_backward_hook"),
     torch.Tensor: ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
     NODE_HOOKS[0]: (NODE_HOOKS[1],),
 }

@@ -127,7 +127,7 @@ def random_state(gpu: int) -> StateDict:
 def plain_numbers(state: Any) -> tuple[str, list[int], int, int, float]:
     """The state of numpy's generator without its array, which cannot be loaded without code."""
     name, keys, position, has_gauss, gauss = state
-    return str(name), [int(key) for key in keys], int(position), int(has_gauss), float(gauss)
+    return name, keys.tolist(), position, has_gauss, gauss
 
 
 def restore_random_state(state: StateDict, gpu: int) -> None:

@@ -128,8 +128,12 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
                 precision = self.settings.precision.value
                 logger.info("the checkpoint has a loss scale; %s needs none", precision)
             return
-        if not state:
-            logger.info("the checkpoint has no loss scale; %s", self._instead())
+        if not state and not self.finds_scale:
+            logger.info(
+                "the checkpoint has no loss scale; starting with %g, which may cost the first "
+                "steps; amp.init_scale: find finds it on the first batch instead",
+                self.settings.first_scale,
+            )
         if not state or self._warm_start:
             state = self.scaler.state_dict()
         else:
@@ -174,15 +178,6 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
         if self._constructed is None:
             self._constructed = [plain_groups(optimizer) for optimizer in self.optimizers]
         return self._constructed
-
-    def _instead(self) -> str:
-        """What happens instead if there is no saved loss scale."""
-        if self.finds_scale:
-            return "it is found on the first batch"
-        return (
-            f"starting with {self.settings.first_scale:g}, which may cost the first steps; "
-            "amp.init_scale: find finds it on the first batch instead"
-        )
 
 
 def scheduled(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,12 +66,8 @@ class UnmodifiedAutocast:
     def __deepcopy__(self, memo: object) -> UnmodifiedAutocast:
         return self
 
-    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
-        return _no_autocast, ()
-
-
-def _no_autocast() -> Callable[..., Any]:
-    return _call
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Callable[..., Any]]]:
+        return partial, (_call,)
 
 
 def _call(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

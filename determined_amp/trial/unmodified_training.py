@@ -28,8 +28,16 @@ from torch.optim.optimizer import (
 
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.fp32_modules import as_float32
+from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.settings import AmpSettings, Compile
-from determined_amp.amp.tensors import has_closure, is_stand_in, parameters_in, parameters_of
+from determined_amp.amp.tensors import (
+    SIXTEEN_BITS,
+    closure_of,
+    dtype_name,
+    is_stand_in,
+    parameters_in,
+    parameters_of,
+)
 from determined_amp.amp.torch_private import backwards_through, is_compiled
 from determined_amp.trial.determined_private import (
     aggregation_frequency,
@@ -112,7 +120,6 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
     def attach(self, trial: Any) -> None:
         """From now on, handle the batches of `trial`, and its calls of the context."""
         self.is_attached = True
-        self._trial = trial
         self._train_batch = trial.train_batch
         build_callbacks = trial.build_callbacks
 
@@ -159,9 +166,9 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
                 "it calls context.backward(create_graph=True), whose gradients would be scaled",
                 "precision amp_bf16, which needs no scale",
             )
-        if loss.dtype in (torch.float16, torch.bfloat16):
+        if loss.dtype in SIXTEEN_BITS:
             raise refusal(
-                f"its loss is in {str(loss.dtype).removeprefix('torch.')}: it is computed from a "
+                f"its loss is in {dtype_name(loss.dtype)}: it is computed from a "
                 "tensor that the model keeps, or returns in another container than a tuple, list, "
                 "dict or dataclass, so the tensor was not cast to float32",
                 ".float() on the tensor",
@@ -231,16 +238,16 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         if amp.is_rehearsing:  # a step without gradients changes nothing
             for parameter in parameters_of(optimizer):
                 parameter.grad = None
-        elif not amp.scaler.stepping:
+        elif not LossScaler.stepping:
             if self._autocast.training:
-                self._refuse_own_step(optimizer, by_closure=has_closure(args, kwargs))
+                self._refuse_own_step(optimizer, closure_of(args[1:], kwargs))
                 self._begin_step(optimizer)
-            self._own, amp.scaler.stepping = optimizer, True
+            self._own, LossScaler.stepping = optimizer, True
 
     def _after_step(self, optimizer: Optimizer, *call: Any) -> None:
         if optimizer is not self._own:
             return
-        self._own, self._amp.scaler.stepping = None, False
+        self._own, LossScaler.stepping = None, False
         if self._autocast.training:
             self._amp.scaler.has_stepped(self._counted_as(optimizer), False)
 
@@ -252,10 +259,10 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         same = (o for o in self._context.optimizers if set(parameters_of(o)) == its)
         return next(same, optimizer)
 
-    def _refuse_own_step(self, optimizer: Optimizer, *, by_closure: bool) -> None:
+    def _refuse_own_step(self, optimizer: Optimizer, closure: object) -> None:
         scaled, name = self._amp.scaler.is_enabled(), type(optimizer).__name__
         searches = isinstance(optimizer, torch.optim.LBFGS) and self._autocast.casts
-        if searches or (scaled and by_closure):
+        if searches or (scaled and closure is not None):
             raise ConfigError(
                 "the trial",
                 [
@@ -319,11 +326,11 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
 def _refuse_16_bit_weights(context: pytorch.PyTorchTrialContext) -> None:
     parameters = parameters_in(context.models, context.optimizers)
     dtypes = {p.dtype for p in parameters if p.requires_grad}
-    for dtype in dtypes & {torch.float16, torch.bfloat16}:
+    for dtype in dtypes.intersection(SIXTEEN_BITS):
         raise ConfigError(
             "the trial",
             [
-                f"its weights are in {str(dtype).removeprefix('torch.')}, as after .half() or "
+                f"its weights are in {dtype_name(dtype)}, as after .half() or "
                 ".bfloat16(); autocast computes in 16 bits with weights in float32: leave that out"
             ],
         )
