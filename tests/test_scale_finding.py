@@ -53,8 +53,9 @@ class TestFind:
         """From four powers of two below the window to four above it, in 24 rows and a few more."""
         prediction = prediction_of({"a": {3: 1}})
         finding = found(monkeypatch, prediction, lambda scale: scale > top)
-        rows, shown = {*range(first, last + 1, step)}, finding.shown_scales()
-        assert rows | {16, -27, top} <= {*shown}
+        tried = {one.scale_log2 for one in finding.measured}
+        rows = {16, -27, top, *tried, *range(first, last + 1, step)}
+        assert finding.shown_scales() == sorted(rows)
         predicted = [shares.scale_log2 for shares in finding.predicted]
         assert (predicted[0], predicted[-1]) == (first, max(48, last))
         assert predicted == [*range(predicted[0], predicted[-1] + 1)]

@@ -25,7 +25,7 @@ from determined_amp.finder.prediction import (
     Prediction,
 )
 from determined_amp.finder.scale_finding import find_window
-from determined_amp.finder.scale_score import FLUSHED_LIMIT, Score, worth_of_best
+from determined_amp.finder.scale_score import FLUSHED_LIMIT, Score, bits_from_default, worth_of_best
 from determined_amp.finder.scoring import NoScaleError, score_batches
 from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.loss_scale import score
@@ -188,6 +188,15 @@ class TestSmallTrials:
         assert found.loss_scale_score == math.log2(1 + skipped)
         assert abs(skipped - above) < 1  # the control
         assert found.overflow == (skipped > 0)
+
+
+@pytest.mark.parametrize(
+    ("scale", "bits"), [(16.0, 0.0), (14.5, 1.5), (20.0, 4.0), (math.nan, math.inf)]
+)
+def test_equal_scores_are_ordered_by_their_distance_from_the_default(
+    scale: float, bits: float
+) -> None:
+    assert bits_from_default(scale) == bits
 
 
 def test_scaler_of_the_trial_says_what_a_skip_and_a_flushed_share_cost() -> None:

@@ -159,8 +159,7 @@ class StepsOfEach:
         self._optimizers = optimizers
         self._scaled = scaled
         self._of: dict[Optimizer, OptimizerSteps] = {}
-        self._saved: Sequence[dict[str, int]] = ()
-        self._saved_schedules: Sequence[dict[str, Any] | None] = ()
+        self._saved: StateDict = {}
 
     def of(self, optimizer: Optimizer) -> OptimizerSteps:
         """The steps of one optimizer."""
@@ -191,18 +190,17 @@ class StepsOfEach:
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a saved state; an optimizer that is still to come gets its part later."""
-        self._saved = state_dict.get("optimizers", ())
-        self._saved_schedules = state_dict.get("plateaus", ())
+        self._saved = state_dict
         for optimizer in self._optimizers:
             self.restore(optimizer)
             self.restore_schedule(optimizer)
 
     def restore(self, optimizer: Optimizer) -> None:
         """Give an optimizer its part of the loaded state."""
-        number = self._optimizers.index(optimizer)
-        if number < len(self._saved):
+        number, saved = self._optimizers.index(optimizer), self._saved.get("optimizers", ())
+        if number < len(saved):
             steps = self.of(optimizer)
-            steps.counts.load_state_dict(self._saved[number])
+            steps.counts.load_state_dict(saved[number])
             if steps.schedule is not None:
                 steps.schedule.counts_were_loaded()
             steps.place_rate()
@@ -210,10 +208,10 @@ class StepsOfEach:
 
     def restore_schedule(self, optimizer: Optimizer) -> None:
         """Give the schedule of an optimizer its part of the loaded state."""
-        number, schedule = self._optimizers.index(optimizer), self.of(optimizer).schedule
-        saved = self._saved_schedules[number] if number < len(self._saved_schedules) else None
-        if saved and schedule is not None:
-            schedule.load_state_dict(saved)
+        number, saved = self._optimizers.index(optimizer), self._saved.get("plateaus", ())
+        schedule = self.of(optimizer).schedule
+        if number < len(saved) and saved[number] and schedule is not None:
+            schedule.load_state_dict(saved[number])
 
 
 def fill_momentum(optimizer: Optimizer, *, can_skip: bool) -> None:

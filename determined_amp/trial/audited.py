@@ -52,5 +52,4 @@ def audited(
         on_done(audit)
         return train_batch(batch=batch, **indices)
 
-    once: Any = audit_and_train
-    trial.train_batch = once  # type: ignore[method-assign]  # for one call
+    trial.train_batch = audit_and_train  # type: ignore[assignment,method-assign]  # for one call

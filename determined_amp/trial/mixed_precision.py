@@ -359,7 +359,7 @@ class MixedPrecision(ResumedTraining):
         modules = [module for model in context.models for module in model.modules()]
         tensors = parameters_in(context.models, context.optimizers)
         owners = [owner for owner, _ in self._others_that_step()]
-        shared = [self, context, *vars(context).values(), *context.optimizers]
+        shared = [self, *vars(context).values(), *context.optimizers]
         shared += [*owners, *modules, *tensors]
 
         def train_apart() -> None:
@@ -407,11 +407,9 @@ def _refuse_scaler(
 
 
 def _settings_of(context: pytorch.PyTorchTrialContext) -> AmpSettings:
-    info = det.get_cluster_info()
-    trial = info.trial if info is not None and info.task_type == "TRIAL" else None
-    hparams = hyperparameters(context)
-    if hparams is None and trial is not None:
-        hparams = trial.hparams
+    info, hparams = det.get_cluster_info(), hyperparameters(context)
+    if hparams is None and info is not None and info.task_type == "TRIAL":
+        hparams = info.trial.hparams
     if hparams is None:
         raise MixedPrecision._wrong(
             "MixedPrecision",
