@@ -156,8 +156,7 @@ class AmpCore:
                 "wrap_lr_scheduler",
                 "its optimizer has a schedule already; join the two by torch's ChainedScheduler",
             )
-        skips = self.scaler.is_enabled()
-        steps.schedule = schedule_of(scheduler, self.device, skips=skips)
+        steps.schedule = schedule_of(scheduler, self.device, skips=self.scaler.is_enabled())
         self.metrics.restore_schedule(optimizer)
         return scheduler
 

@@ -41,10 +41,10 @@ class DeviceSupport:
         """Ask the device itself. No synchronisation."""
         if device.type != "cuda":
             return DeviceSupport("cpu", tf32=False, fp16=False, bf16=False)
-        ampere = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
-        bf16 = ampere or torch.version.hip is not None
+        is_amd = torch.version.hip is not None
+        ampere = not is_amd and torch.cuda.get_device_capability(device)[0] >= 8
         name = torch.cuda.get_device_name(device)
-        return DeviceSupport(name, tf32=ampere, fp16=True, bf16=bf16)
+        return DeviceSupport(name, tf32=ampere, fp16=True, bf16=ampere or is_amd)
 
     def lacks(self, precision: Precision) -> bool:
         """Whether the device would only emulate the products of `precision`."""

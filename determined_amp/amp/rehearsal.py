@@ -107,7 +107,7 @@ class Rehearsal:
             islands: Modules to keep in float32.
             watch: Open while the batch is trained.
         """
-        parameters = (parameter for model in self.models for parameter in model.parameters())
+        parameters = parameters_in(self.models)
         device_type = next((parameter.device.type for parameter in parameters), "cpu")
         results = _Results(self.models, self.optimizers)
         with (

@@ -32,6 +32,9 @@ from determined_amp.amp.torch_private import scale_tensor, states_of_steps, take
 # device, not 0 for a skipped step.
 Skipped = bool | torch.Tensor
 
+# The optimizers that a scaler is stepping. A loop that is over still has its hook on them.
+_STEPPED_NOW: set[Optimizer] = set()
+
 
 class LossScaler(torch.amp.GradScaler):
     """PyTorch's own `GradScaler`, enabled only for `amp_fp16`.
@@ -49,12 +52,9 @@ class LossScaler(torch.amp.GradScaler):
         has_scaled: Whether `scale` was called since the last `update`. Without it a step would
             divide gradients that were never multiplied.
         leaves_true_gradients: Set it if somebody unscales gradients right after each backward.
-        stepping: Whether a step of any scaler is running: a loop that is over still has its hook on
-            the optimizers of the next one. An optimizer that moves at any other time may use
+        stepping: Whether a step is running. An optimizer that moves at any other time may use
             gradients that are still scaled.
     """
-
-    stepping = False
 
     def __init__(
         self,
@@ -78,6 +78,7 @@ class LossScaler(torch.amp.GradScaler):
         self.has_scaled = False
         self.leaves_true_gradients = False
         self.scaled_gradients = ScaledGradients(self._refuse_clip, optimizers, trained)
+        self.stepping = False
         self._trained = trained
         self._scales = self.is_enabled()
         self._min_scale = settings.min_scale
@@ -134,11 +135,13 @@ class LossScaler(torch.amp.GradScaler):
             # torch raises an error here. In float32 such a step changes nothing, nor does it here.
             self._note_nothing(optimizer)
         self._has_moved = False
-        LossScaler.stepping = True
+        self.stepping = True
+        _STEPPED_NOW.add(optimizer)
         try:
             result = super().step(optimizer, *args, **kwargs)
         finally:
-            LossScaler.stepping = False
+            self.stepping = False
+            _STEPPED_NOW.discard(optimizer)
         if self._scales and takes_found_inf(optimizer):
             self.has_stepped(optimizer, self._found_inf(optimizer))
         else:  # torch has asked the device
@@ -193,7 +196,7 @@ class LossScaler(torch.amp.GradScaler):
             ConfigError: if the optimizer is stepped without the scaler.
         """
         self._has_moved = True
-        if not self.stepping:
+        if not self.stepping and optimizer not in _STEPPED_NOW:
             raise error_of(Mistake.STEPS_ITSELF, self._remedies)
 
     def check_end(self) -> None:

@@ -28,7 +28,6 @@ from torch.optim.optimizer import (
 
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.fp32_modules import as_float32
-from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.settings import AmpSettings, Compile
 from determined_amp.amp.tensors import (
     SIXTEEN_BITS,
@@ -238,16 +237,16 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         if amp.is_rehearsing:  # a step without gradients changes nothing
             for parameter in parameters_of(optimizer):
                 parameter.grad = None
-        elif not LossScaler.stepping:
+        elif not amp.scaler.stepping:
             if self._autocast.training:
                 self._refuse_own_step(optimizer, closure_of(args[1:], kwargs))
                 self._begin_step(optimizer)
-            self._own, LossScaler.stepping = optimizer, True
+            self._own, amp.scaler.stepping = optimizer, True
 
     def _after_step(self, optimizer: Optimizer, *call: Any) -> None:
         if optimizer is not self._own:
             return
-        self._own, LossScaler.stepping = None, False
+        self._own, self._amp.scaler.stepping = None, False
         if self._autocast.training:
             self._amp.scaler.has_stepped(self._counted_as(optimizer), False)
 
