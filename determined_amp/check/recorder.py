@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import autocast_is_on
-from determined_amp.amp.tensors import has_closure, is_finite, parameters_of, tensors_of
+from determined_amp.amp.tensors import closure_of, is_finite, parameters_of, tensors_of
 from determined_amp.amp.torch_private import backwards_through, states_of_steps
 from determined_amp.check.forwards import Forwards
 from determined_amp.check.lines import (
@@ -374,7 +374,7 @@ class Recorder:
 
     def _scaler_step(self, run: Run, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         self._steps = 0  # an earlier one may have raised
-        if has_closure((optimizer, *args), kwargs):
+        if closure_of(args, kwargs) is not None:
             self.record.note("closure")
         parts, before = self._seen_parts_of(optimizer), self.record.of("step")
         self._scaler_that_steps = scaler
