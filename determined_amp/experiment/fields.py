@@ -48,7 +48,7 @@ def is_settings_class(cls: object) -> bool:
 
 
 def read(cls: type[T], raw: object, path: str, problems: list[Problem]) -> T | None:
-    """Build `cls` from the mapping `raw`, and append its mistakes to `problems`.
+    """Build `cls` from the mapping `raw`; None after appending its mistakes to `problems`.
 
     Args:
         cls: A frozen dataclass whose fields are `bool`, `int`, `float`, `str`, `tuple[str, ...]`,
@@ -59,10 +59,7 @@ def read(cls: type[T], raw: object, path: str, problems: list[Problem]) -> T | N
             mistakes unless they look like one of these, misspelt, and null counts as no key.
         raw: The section, as read from YAML or JSON.
         path: Dotted name of the section, for messages; empty for the whole configuration.
-        problems: The mistakes are appended.
-
-    Returns:
-        The settings, or None if the section has a mistake.
+        problems: The mistakes that are known already.
     """
     section_of = getattr(cls, "section_of", None)
     if isinstance(raw, str) and section_of is not None:

@@ -39,13 +39,7 @@ def log_in(address: str) -> api.Session:
             "password, query or fragment"
         ) from None
     try:
-        certificate = certs.default_load(url)
-        session = api.UnauthSession(url, certificate, max_retries=0)
-        if "clusterId" not in session.get("/api/v1/master", timeout=_FIRST_ANSWER).json():
-            raise not_a_master(url)
-        # Determined asks for a password only if none is given; an empty one counts as given.
-        password = os.environ.get("DET_PASS", "")
-        return authentication.login_with_cache(url, None, password, certificate)
+        return _session(url)
     except (errors.UnauthenticatedException, errors.ForbiddenException) as error:
         raise MasterError(
             f"{url}: the login was refused; log in with `det -m {url} user login USER`, "
@@ -65,6 +59,16 @@ def log_in(address: str) -> api.Session:
             f"{url}: cannot be used: {one_line(error)}; allowed: a connection that is trusted, "
             "such as by DET_MASTER_CERT_FILE with its certificate"
         ) from error
+
+
+def _session(url: str) -> api.Session:
+    certificate = certs.default_load(url)
+    first = api.UnauthSession(url, certificate, max_retries=0)
+    if "clusterId" not in first.get("/api/v1/master", timeout=_FIRST_ANSWER).json():
+        raise not_a_master(url)
+    # Determined asks for a password only if none is given; an empty one counts as given.
+    password = os.environ.get("DET_PASS", "")
+    return authentication.login_with_cache(url, None, password, certificate)
 
 
 def not_a_master(url: str) -> MasterError:
