@@ -120,17 +120,16 @@ class TestOwnScript:
         assert victim.exists()
 
 
-class TestPortability:
-    @pytest.mark.skipif(
-        not hasattr(torch.serialization, "add_safe_globals"),
-        reason="this torch has no allowlist: there such a checkpoint is refused",
-    )
-    def test_array_of_a_foreign_trial_is_allowed(self, tmp_path: Path) -> None:
-        allow_numpy_random_state()
-        state = cast("tuple[Any, ...]", np.random.get_state())
-        torch.save({"np_rng_state": state}, tmp_path / "foreign.pth")
-        loaded = torch.load(tmp_path / "foreign.pth", weights_only=True)
-        assert (loaded["np_rng_state"][1] == state[1]).all()
+@pytest.mark.skipif(
+    not hasattr(torch.serialization, "add_safe_globals"),
+    reason="this torch has no allowlist: there such a checkpoint is refused",
+)
+def test_array_of_a_foreign_trial_is_allowed(tmp_path: Path) -> None:
+    allow_numpy_random_state()
+    state = cast("tuple[Any, ...]", np.random.get_state())
+    torch.save({"np_rng_state": state}, tmp_path / "foreign.pth")
+    loaded = torch.load(tmp_path / "foreign.pth", weights_only=True)
+    assert (loaded["np_rng_state"][1] == state[1]).all()
 
 
 def save(checkpoints: LocalCheckpoints, batches: int, content: str = "") -> None:

@@ -77,9 +77,7 @@ def gradient_error(rehearsal: Rehearsal, scale_log2: float) -> float:
     return sum(errors) / len(exact)
 
 
-def test_gradients_of_near_uniform_attention_are_as_good_at_the_windows_low_end_as_at_its_top() -> (
-    None
-):
+def test_gradients_of_attention_are_as_good_at_the_windows_low_end_as_at_its_top() -> None:
     batch = bert_batch()
     found = find_window([batch], OneSlot())
     assert found.verdict is Verdict.DEFAULT

@@ -1,4 +1,4 @@
-"""`benchmarks.latte_memory`: a limit from two peaks, rows at once."""
+"""`benchmarks.latte_memory`: a limit from two peaks, and its rows in the GPU benchmark."""
 
 from __future__ import annotations
 

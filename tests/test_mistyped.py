@@ -1,7 +1,7 @@
 """What a user mistypes in a YAML: a command says so in one sentence, or does what was asked.
 
 Hypothesis drops, misspells or repeats a key, indents it with a tab, or gives it another value. Each
-example runs a whole command. The last test plants a fault of each kind that the others look for.
+example runs a whole command. The last test plants a fault that the others look for.
 """
 
 from __future__ import annotations
