@@ -217,7 +217,7 @@ def rewritten(
     monkeypatch.setattr(master, "answer", odd)
 
 
-@pytest.mark.parametrize("value", ["NaN", "1" + "0" * 400, '"text"', "null"])
+@pytest.mark.parametrize("value", ["NaN", '"text"', "null"])
 def test_odd_number_of_a_master_is_a_report_or_a_sentence(
     master: Master, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:

@@ -249,7 +249,7 @@ def test_numbers_of_several_runs_are_their_medians() -> None:
     assert same.data_wait_share == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("number", [math.inf, math.nan, -1, 10**400])
+@pytest.mark.parametrize("number", [math.inf, math.nan, -1])
 def test_odd_speed_or_memory_counts_for_nothing(number: float) -> None:
     odd = {"samples_per_second": number, "watch_peak_memory_mib": number}
     comparison = compared(FP32, run("amp_fp16", speed=[1000.0, 1.0], trained=odd))
