@@ -305,10 +305,7 @@ class TestSearch:
         searcher = yaml.safe_load(path.read_text())["searcher"]
         assert len(run.trials) >= (1 if searcher["name"] == "single" else 3)
         # Of these the metric is that of the trial, which is not trained, or by the command itself.
-        of_the_trial = {
-            **{"compare": "speed", "find_loss_scale": "init_scale_log2"},
-            "check": "faults",
-        }
+        of_the_trial = {"compare": "speed", "find_loss_scale": "init_scale_log2", "check": "faults"}
         metric = of_the_trial.get(path.stem, searcher["metric"])
         for trial in run.trials:
             scores = [report[metric] for report in metrics(trial, "validation")]

@@ -34,12 +34,8 @@ PLANTED = (
     *("trials/local/.cache/blob", "trials/credentials.json", "trials/client_secret.json"),
     *("trials/best.pth", "trials/last.ckpt", "experiment_configs/mlp/.amp.yaml.swp"),
     *("experiment_configs/resnet50/curve.png", "hp_search/id_rsa", "hp_search/server.pem"),
-)
-# Determined leaves these behind by itself, unless a line of the .detignore takes them back in.
-PLANTED_BUILT_IN = (
-    ".git/config",
-    ".mypy_cache/3.10/torch.data.json",
-    "trials/__pycache__/amp.cpython-310.pyc",
+    # Determined leaves these behind by itself, unless a line of the .detignore takes them back in.
+    *(".git/config", ".mypy_cache/3.10/torch.data.json", "trials/__pycache__/amp.cpython-310.pyc"),
 )
 
 
@@ -83,7 +79,7 @@ def clone(files: dict[str, bytes], tmp_path: Path) -> Path:
     root = tmp_path / "clone"
     for path, content in files.items():
         write(root, path, content)
-    for path in PLANTED + PLANTED_BUILT_IN:
+    for path in PLANTED:
         write(root, path, b"PLANTED")
     shutil.copy(ROOT / ".detignore", root)
     return root
@@ -116,10 +112,3 @@ def test_nothing_planted_leaves_the_machine(
     reader: Callable[[Path], dict[str, bytes]], files: dict[str, bytes], clone: Path
 ) -> None:
     assert reader(clone) == files
-
-
-def test_without_the_detignore_everything_planted_is_sent(
-    files: dict[str, bytes], clone: Path
-) -> None:
-    (clone / ".detignore").unlink()
-    assert sent(clone).keys() == files.keys() | set(PLANTED)

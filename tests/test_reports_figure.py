@@ -46,8 +46,8 @@ class TestShares:
         figure = draw_loss_scale(found_scale(low=-6, top=18), observed(SCORES, "loss_scale_score"))
         axes = panel(figure, "share of gradient values")
         scales, flushed = line(axes, "flushed to 0, predicted")
-        assert dict(zip(scales, flushed, strict=True))[-7] == 0.5
-        assert dict(zip(scales, flushed, strict=True))[-6] == 0.0
+        shares = dict(zip(scales, flushed, strict=True))
+        assert (shares[-7], shares[-6]) == (0.5, 0.0)
         scales, overflowed = line(axes, "overflow, predicted")
         assert next(s for s, o in zip(scales, overflowed, strict=True) if o) == 19
         dots = zip(*line(axes, "flushed to 0, trials"), strict=True)
