@@ -150,8 +150,9 @@ def find_the_scale(config: Config, folder: Path) -> FoundScale | str:
     """
     task = Task(Verb.FIND, batches=FINDER_BATCHES)
     ended = _run(Job(task, config, RunFolder(folder)), lambda report: True)
-    is_found = ended.state is RunState.COMPLETED
-    return FoundScale.read(folder / FILE_NAME) if is_found else ended.reason
+    if ended.state is RunState.COMPLETED:
+        return FoundScale.read(folder / FILE_NAME)
+    return ended.reason
 
 
 def _run(job: Job, goes_on: GoesOn) -> Run:

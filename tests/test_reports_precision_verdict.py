@@ -88,8 +88,11 @@ def test_verdict_depends_on_interval_and_margin(
         (seeds("amp_fp16", ALIKE), "equal within the margin of 0.003"),
         (seeds("amp_fp16", WORSE), "different, worse"),
         (seeds("amp_fp16", DOUBTFUL), "cannot tell yet with 3 seeds (margin 0.003)"),
-        (seeds("amp_fp16", ACCURACIES), "with 3 seeds, between which the difference has no spread"),
-        ([FP16], "cannot tell yet with 1 seed, which does not show"),
+        (
+            seeds("amp_fp16", ACCURACIES),
+            "cannot tell yet with 3 seeds, without a spread between seeds",
+        ),
+        ([FP16], "cannot tell yet with 1 seed, without a spread between seeds"),
         ([FP16], "where this cannot tell yet, more seeds tell: `python -m determined_amp compare "),
         # Of a busy machine.
         (at_speeds(690, 630, 870), "slower in every pair, cannot tell yet by how much beyond ch"),

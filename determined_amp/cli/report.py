@@ -52,8 +52,8 @@ def main(arguments: Arguments) -> int:
     elif Topic.of(searches[0].config) is Topic.COMPARISON:
         written = _fetch_comparison(int(first), options, folder)
     else:
-        made = write_precision_report(searches, folder, options.metric, options.margin)
-        written = made.written
+        precisions = write_precision_report(searches, folder, options.metric, options.margin)
+        written = precisions.written
     print(f"{written.text}\n\nwritten: {', '.join(map(str, written.files))}")
     return 0
 

@@ -80,11 +80,6 @@ class ComparedRuns:
         return f"{device}, {batches} batches of {self.settings[BATCH_SIZE]}, {dates}"
 
     @property
-    def seeds(self) -> str:
-        """The runs of each precision, and their seeds."""
-        return "; ".join(f"{same.name}: {same.seeds_in_words}" for same in self.precisions)
-
-    @property
     def with_baseline(self) -> list[Comparison]:
         return [c for c in self.comparisons if c.against is self.baseline]
 
@@ -108,8 +103,7 @@ def compare_runs(
     Args:
         sources: The sources.
         metric: Validation metric; by default the accuracy if all report it, else the searcher's.
-        margin: Difference that does not matter; by default 0.003 for an accuracy (0.3 in percent),
-            and 1 % of the baseline's mean for another metric.
+        margin: What does not matter; by default 0.003 of an accuracy, else 1 % of the mean.
 
     Raises:
         ReportError: if the runs cannot be compared, or do not report the metric.
@@ -123,8 +117,7 @@ def compare_runs(
     smaller_is_better = _smaller_is_better(first, metric)
     precisions = by_precision(runs, metric)
     if margin is None:
-        base = next(same for same in precisions if same.precision is baseline)
-        margin = _margin(base)
+        margin = _margin(precisions, baseline)
     comparisons = [
         compare_precisions(*pair, smaller_is_better=smaller_is_better, margin=margin)
         for pair in _to_compare(precisions, baseline)
@@ -217,21 +210,18 @@ def _smaller_is_better(run: Run, metric: str) -> bool:
     """The searcher's direction for its own metric; for others, the one that the name implies."""
     if metric == run.settings[METRIC]:
         return bool(run.settings[SMALLER_IS_BETTER])
-    if not _is_accuracy(metric) and "loss" not in metric:
+    is_accuracy = "accuracy" in metric
+    if not is_accuracy and "loss" not in metric:
         raise ReportError(
             f"--metric: whether a larger or a smaller {metric} is better is unknown; allowed: the "
             "searcher.metric of the runs, or one whose name has accuracy or loss in it"
         )
-    return not _is_accuracy(metric)
+    return not is_accuracy
 
 
-def _is_accuracy(metric: str) -> bool:
-    """Whether a metric is an accuracy, by its name."""
-    return "accuracy" in metric
-
-
-def _margin(base: PrecisionRuns) -> float:
-    if _is_accuracy(base.metric):
+def _margin(precisions: Sequence[PrecisionRuns], baseline: Precision) -> float:
+    base = next(same for same in precisions if same.precision is baseline)
+    if "accuracy" in base.metric:
         in_percent = max(base.values) > 1.0
         return 100 * _ACCURACY_MARGIN if in_percent else _ACCURACY_MARGIN
     return _RELATIVE_MARGIN * abs(mean(base.values))
@@ -245,14 +235,16 @@ def _check_comparable(runs: Runs, metric: str) -> None:
             message names them all), if two finished runs have the same precision and seed, or if
             one lacks the metric.
     """
-    problems = [*_unequal(runs), *_duplicates(runs)]
+    finished = _finished(runs)
+    # A failed run may have ended before its log named its machine.
+    by_machine = differences(finished, _machine_facts)
+    problems = [*differences(runs, _fixed), *by_machine, *_duplicates(finished)]
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise ReportError(
             f"these runs cannot be compared: {counted(len(problems), 'problem')}\n"
             f"{listed}\nallowed: runs that differ in precision, scaler settings, seed and name only"
         )
-    finished = _finished(runs)
     if any(metric not in run.metrics for run in finished):
         raise ReportError(
             f"--metric: {metric} is not in the last validation of every finished run; allowed: "
@@ -278,13 +270,6 @@ def _baseline(runs: Runs, left_out: Sequence[str]) -> Precision:
     )
 
 
-def _unequal(runs: Runs) -> Sentences:
-    """A sentence per setting, device or version in which the runs differ."""
-    yield from differences(runs, _fixed)
-    # A failed run may have ended before its log named its machine.
-    yield from differences(_finished(runs), _machine_facts)
-
-
 def _machine_facts(run: Run) -> Config:
     return {name: getattr(run.machine, name) for name in OF_A_MACHINE}
 
@@ -302,9 +287,9 @@ def differences(runs: Runs, facts_of: Callable[[Run], Config]) -> Sentences:
             yield f"{name}: {values}"
 
 
-def _duplicates(runs: Runs) -> Sentences:
+def _duplicates(finished: Runs) -> Sentences:
     first: Values = {}
-    for run in _finished(runs):
+    for run in finished:
         if run.seed is None:
             continue
         twice = f"{run.precision.value} has finished twice with seed {run.seed}"

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from determined_amp.finder.found_scale import FoundScale
 from determined_amp.finder.scale_finding import ScaleFinding
-from determined_amp.finder.scale_score import DEFAULT_LOG2, FLUSHED_LIMIT
+from determined_amp.finder.scale_score import DEFAULT_LOG2
 from determined_amp.report import Runs
 from determined_amp.report.page import BLUE, GREEN, INK, MUTED, PAPER, STYLE, VERMILION
 from determined_amp.search.search_folder import Search
@@ -93,7 +93,6 @@ def _draw_shares(axes: Axes, finding: ScaleFinding | None, runs: Runs) -> None:
         axes.plot(scales, lost, color=BLUE, linewidth=1.6, label="flushed to 0, predicted")
         axes.plot(scales, over, color=VERMILION, linewidth=1.6, label="overflow, predicted")
         overflowed += [(tried.scale_log2, 0.94) for tried in finding.measured if tried.overflow]
-        axes.axhline(FLUSHED_LIMIT, color=MUTED, linewidth=0.7, linestyle=":")
     _dots(axes, flushed, label="flushed to 0, trials", color=BLUE, **_DOT)
     cross = {"marker": "x", "markersize": 5, "transform": axes.get_xaxis_transform()}
     measured = "overflow, measured (a step is skipped)"

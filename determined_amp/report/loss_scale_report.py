@@ -23,8 +23,6 @@ from determined_amp.runs.run import SCALE, is_scale
 from determined_amp.search.search_folder import Search
 from determined_amp.search.task import BATCHES
 
-NAME = "loss_scale"
-
 # Columns of the trial table, after the searcher's metric, where a trial has them.
 _METRICS = (
     "steps_lost",
@@ -70,7 +68,7 @@ def write_loss_scale_report(source: Search, folder: Path, finding: str | None = 
     }
     return write_page(
         folder,
-        NAME,
+        "loss_scale",
         answer=lines[0],
         yaml=scale_lines(predicted) if predicted else "",
         sentences=lines[1:],
@@ -190,10 +188,11 @@ def _agreement(predicted: FoundScale, runs: Runs) -> Sentences:
     measured = [run for run in runs if run.overflow is not None]
     wrong = [run.scale_log2 for run in measured if run.overflow is not (run.scale_log2 > top)]
     if measured:
-        agree = f"{len(measured) - len(wrong)} of {len(measured)} trials agree"
+        right = len(measured) - len(wrong)
         at = ", ".join(f"2^{scale:g}" for scale in sorted(wrong))
         but = f"; not those at {at}" if wrong else ""
-        yield f"overflow: predicted above 2^{top:g}, and {agree}{but}"
+        agree = f"{right} of {len(measured)} trials agree{but}"
+        yield f"overflow: predicted above 2^{top:g}, and {agree}"
 
 
 def _best(search: Search) -> Sentences:

@@ -35,8 +35,14 @@ if TYPE_CHECKING:
 
 MASTER = "DET_MASTER"
 
-# What the SDK raises besides, where there is no experiment or where no Determined 0.38 answers.
-_NO_EXPERIMENT = (bindings.APIHttpError, OSError, *NONSENSE)
+# What the SDK raises where there is no experiment or where no Determined 0.38 answers.
+_NO_EXPERIMENT = (
+    errors.BadRequestException,
+    errors.BadResponseException,
+    bindings.APIHttpError,
+    OSError,
+    *NONSENSE,
+)
 
 # The report that the command `compare` leaves in its checkpoint, beside other files.
 _TEXT = "precision.md"
@@ -88,7 +94,7 @@ def _run(trial: Trial, session: Session, origin: str, config: Config) -> Run:
             ) from error
         settings[SEED] = noted.get("seed")
     length = settings or _length_of_training(hparams, reports)
-    state, reason = _end(trial, str(noted.get("failure") or ""), has_length=bool(length))
+    state, reason = _end(trial, noted.get("failure", ""), has_length=bool(length))
     machine = Machine(**noted.get("machine", {}))
     return Run(
         f"{origin}, trial {trial.id}",
@@ -219,7 +225,7 @@ def _on_master(number: int) -> Iterator[tuple[Session, Experiment, str]]:
         experiment = Experiment(number, session)
         experiment.reload()
         yield session, experiment, f"experiment {number} on {session.master}"
-    except (errors.BadRequestException, errors.BadResponseException, *_NO_EXPERIMENT) as error:
+    except _NO_EXPERIMENT as error:
         raise ReportError(
             f"{session.master} gave no experiment {number}: {type(error).__name__}: "
             f"{one_line(error)}; allowed: an experiment on a master of Determined 0.38"

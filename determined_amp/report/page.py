@@ -76,10 +76,10 @@ def write_page(
     origin: str,
     record: Values,
 ) -> Written:
-    """Write a report into a folder, which is made if it is missing; see `write_files`.
+    """Write the files of a report, see `write_files`.
 
     Args:
-        folder: The folder.
+        folder: The folder, which is made if it is missing.
         name: Name of the files, without their suffix.
         answer: The first line.
         yaml: Lines to paste; may be empty.
@@ -94,8 +94,7 @@ def write_page(
     paste = f"```yaml\n{yaml}\n```" if yaml else ""
     image = f"![{caption}]({name}.png)"
     page = _paragraphs(f"# {answer}", paste, items, image, _markdown(table), origin)
-    # What looks like a tag, in a name that somebody else chose, stays text.
-    page = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", page)
+    page = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", page)  # a tag in somebody's name stays text
     numbers = {"answer": answer, "sentences": sentences, **record}
     files = {
         folder / f"{name}.png": as_png(figure),

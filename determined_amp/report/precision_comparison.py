@@ -239,14 +239,15 @@ def compare_precisions(
     differences = [run.metrics[metric] - other.metrics[metric] for run, other in pairs]
     difference = interval_of(differences)
     on_gpu = candidate.runs[0].machine.on_gpu
-    memory = _ratio(pairs, _allocated) if on_gpu else None
+    speed = _ratio(pairs, lambda run: run.speed)
+    is_better = (difference.mean < 0) is smaller_is_better
     return Comparison(
         precision=candidate.precision,
         against=base.precision,
-        is_better=(difference.mean < 0) is smaller_is_better,
+        is_better=is_better,
         margin=margin,
-        speed=_ratio(pairs, lambda run: run.speed),
-        memory=memory,
+        speed=speed,
+        memory=_ratio(pairs, _allocated) if on_gpu else None,
         difference=difference,
         verdict=difference.verdict(margin),
         lost_runs=len(candidate.failed),

@@ -49,9 +49,8 @@ def _draw_speeds(axes: Axes, compared: ComparedRuns) -> None:
         places = np.linspace(left, left + _COLUMN_WIDTH, len(values) + 2)[1:-1]
         axes.plot(places, values, "o", color=color, markersize=4)
         label = compared.speed_label(same.precision, "baseline")
-        above = (0, 6)
         at = (place, speed.high)
-        axes.annotate(label, at, above, textcoords="offset points", ha="center", va="bottom")
+        axes.annotate(label, at, (0, 6), textcoords="offset points", ha="center", va="bottom")
     _name_places(axes, [same.name for same in compared.precisions])
     axes.set_ylim(bottom=0)
     axes.set_title("Samples per second (more is better)")

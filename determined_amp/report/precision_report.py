@@ -30,8 +30,6 @@ from determined_amp.report.recommendation import (
 from determined_amp.runs.run import AMP, TRIAL, Run, Spread
 from determined_amp.search.search_folder import Search
 
-NAME = "precision"
-
 # AMP does not speed up a loop that spends a larger share of its time waiting for data.
 WAITS_FOR_DATA = 0.2
 
@@ -65,8 +63,6 @@ _CAPTION = (
 
 _UNKNOWN = Equivalence.UNKNOWN.value
 
-_METHOD = "Speed is that of the steady reports: the first report of every process is left out."
-
 
 @dataclass(frozen=True)
 class PrecisionReport:
@@ -99,7 +95,7 @@ def write_precision_report(
     }
     written = write_page(
         folder,
-        NAME,
+        "precision",
         answer=recommended.answer,
         yaml=yaml_of(compared, recommended),
         sentences=list(precision_sentences(compared)),
@@ -169,7 +165,8 @@ def precision_sentences(compared: ComparedRuns) -> Sentences:
     yield from _audited(compared)
     yield from _mixed(compared)
     yield from _caveats(compared)
-    yield f"measured on {compared.setting}; {compared.seeds}"
+    seeds = "; ".join(f"{same.name}: {same.seeds_in_words}" for same in compared.precisions)
+    yield f"measured on {compared.setting}; {seeds}"
     yield "this says nothing about accuracy after more batches, other sizes or other devices"
 
 
@@ -205,10 +202,8 @@ def _verdict(comparison: Comparison) -> str:
     if verdict is Equivalence.DIFFERENT:
         return f"{verdict.value}, {'better' if comparison.is_better else 'worse'}"
     unknown = f"{verdict.value} with {difference.seeds}"
-    if difference.std is None:
-        return f"{unknown}, which does not show how much seeds differ"
-    if difference.std == 0.0:  # as with a metric of few validation samples
-        return f"{unknown}, between which the difference has no spread"
+    if not difference.std:  # as with a single seed, or a metric of few validation samples
+        return f"{unknown}, without a spread between seeds"
     return f"{unknown} (margin {comparison.margin:.2g})"
 
 
@@ -331,4 +326,7 @@ def _method(compared: ComparedRuns) -> str:
     """The trial, how the answer was found, and the versions."""
     versions = compared.machine.versions.items()
     known = ", ".join(f"{name} {value}" for name, value in versions if value)
-    return f"Precisions: {compared.settings[TRIAL]}. {_METHOD} The rule: {RULE}. Versions: {known}."
+    return (
+        f"Precisions: {compared.settings[TRIAL]}. Speed is that of the steady reports: the first "
+        f"report of every process is left out. The rule: {RULE}. Versions: {known}."
+    )
