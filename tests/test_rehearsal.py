@@ -61,6 +61,21 @@ class TestNothingMoves:
 
         looked_at(trial, work, steps=1)  # so that there are gradients to keep
 
+    def test_rate_that_a_training_sets_itself_is_put_back(self) -> None:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        rates = []
+
+        def train(scale: float | None) -> None:
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.param_groups[0]["lr"] = 0.1
+            torch.autograd.backward(model(torch.ones(1, 1)))
+
+        rehearsal = Rehearsal(train, [model], [optimizer])
+        for _ in range(2):
+            rehearsal.run()
+        assert rates == [0.5, 0.5]
+
     def test_rehearsals_are_identical_dropout_included(self) -> None:
         def work(small: SmallTrial, context: Context, batches: Batches) -> None:
             first, again, other = (batches[number].run(1.0) for number in (0, 0, 1))
