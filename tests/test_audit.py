@@ -16,6 +16,7 @@ from determined import pytorch
 from torch import nn
 
 from determined_amp.amp import precision_audit as module
+from determined_amp.amp.plain_data import Metrics
 from determined_amp.amp.precision_audit import Audit, AuditError, ProductCount
 from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.amp.settings import Precision
@@ -26,6 +27,7 @@ from determined_amp.local.open_trial import audit_here
 from determined_amp.trial.audited import audited
 from tests import training
 from tests.harness import fit, same_bits
+from tests.strangers import Stranger
 from tests.trials import Converted
 
 pytestmark = pytest.mark.usefixtures("_switches_restored")
@@ -115,6 +117,22 @@ class TestProductCount:
             audit, _ = audit_here(experiment.experiment_in(config, "config.yaml", trial=name))
             audits.append(audit.flops)
         assert audits[0] == audits[1] != {}
+
+    def test_error_of_the_batch_that_is_audited_is_the_trials(self) -> None:
+        config = {"hyperparameters": {"global_batch_size": 4}}
+        parsed = experiment.experiment_in(config, "config.yaml", trial=f"{__name__}:FailsOnce")
+        with pytest.raises(ValueError, match="not yet"):
+            audit_here(parsed)
+
+
+class FailsOnce(Stranger):
+    calls = 0
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
+        self.calls += 1
+        if self.calls == 1:
+            raise ValueError("not yet")
+        return super().train_batch(batch, epoch_idx, batch_idx)
 
 
 class TestVerdict:

@@ -18,7 +18,7 @@ from determined import core, pytorch
 
 from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.amp.precision import DeviceSupport
-from determined_amp.amp.precision_audit import Audit, AuditError
+from determined_amp.amp.precision_audit import Audit, AuditError, audit_rehearsal
 from determined_amp.amp.rehearsal import Rehearsal, without_steps
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment.experiment import Experiment, indivisible_batch
@@ -27,7 +27,6 @@ from determined_amp.experiment.files import directory_kept, temporary_folder
 from determined_amp.finder.found_scale import FoundScale
 from determined_amp.local.checkpoint_storage import DiskError, LocalCheckpoints, Resume
 from determined_amp.runs.run import RunState
-from determined_amp.trial.audited import audited
 from determined_amp.trial.checkpoint import CheckpointError
 from determined_amp.trial.determined_private import (
     SafeController,
@@ -160,20 +159,20 @@ def audit_here(experiment: Experiment) -> tuple[Audit, Precision | None]:
         ConfigError: if the trial cannot be imported, or its own sections are wrong.
     """
     done: list[Audit] = []
-
-    def stop(audit: Audit) -> None:
-        done.append(audit)
-        end_loop()
-
     with open_trial(experiment) as opened:
         context, amp = opened.context, MixedPrecision.of(opened.context)
         precision = None if amp is None else amp.settings.precision
         if amp is not None:
             amp.guard.enabled = False  # otherwise it audits the batch as well
             amp.finds_scale = False
-        has_tf32 = DeviceSupport.of(context.device).tf32
-        asked = precision or Precision.FP32
-        audited(opened.trial, _rehearsals(opened), asked, stop, has_tf32=has_tf32)
+        asked, has_tf32 = precision or Precision.FP32, DeviceSupport.of(context.device).tf32
+        rehearsal_of = _rehearsals(opened)
+
+        def audit_in_place(**batch: Any) -> None:
+            done.append(audit_rehearsal(rehearsal_of(**batch), asked, has_tf32=has_tf32))
+            end_loop()
+
+        opened.trial.train_batch = audit_in_place  # type: ignore[assignment,method-assign]
         try:
             with controlled_by(SafeController):
                 trainer = pytorch.Trainer(opened.trial, context)
