@@ -84,7 +84,8 @@ class StepCounts:
             if len(self._outcomes) == _HANDFUL:
                 self._settle()
             return
-        self._settle()
+        if self._outcomes:
+            self._settle()
         self.attempted += 1
         if not skipped:
             self._applied = self._applied + 1

@@ -186,7 +186,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def unscale_once(self, optimizer: Optimizer) -> None:
         """Call `unscale_`, unless the gradients of an optimizer are unscaled already."""
-        if not self.is_unscaled(optimizer):
+        if self._stages.get(optimizer) is not Stage.UNSCALED:
             self.unscale_(optimizer)
 
     def check_step(self, optimizer: Optimizer) -> None:
