@@ -49,8 +49,8 @@ ROOMS = {
     "search": ("search_plan", "search_space", "search_study"),
     "trial": (
         *("accumulation", "amp", "audit", "checkpoint", "contract", "equivalence"),
-        *("found_at_start", "guard", "metrics", "mistakes", "mixed_precision", "private_names"),
-        *("resume", "schedule", "unmodified"),
+        *("found_at_start", "guard", "metrics", "misplaced", "mistakes", "mixed_precision"),
+        *("private_names", "resume", "run_folder", "schedule", "score", "unmodified"),
     ),
 }
 

@@ -116,6 +116,12 @@ def test_resume_without_a_saved_scale_says_so_or_finds_it(
         assert second.trial.amp.scaler.get_scale() == found(caplog)
 
 
+def test_saved_scale_that_a_resume_does_not_need_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    first = fit_as_it_is(Converted, {**FIND, "init_scale": 8.0}, batches=1)
+    fit_as_it_is(Converted, {"precision": "amp_bf16"}, batches=2, resume=first)
+    assert "the checkpoint has a loss scale; amp_bf16 needs none" in caplog.messages
+
+
 def test_forward_that_overflows_ends_the_run_at_once() -> None:
     class Overflows(Converted):
         def net(self) -> nn.Module:

@@ -141,7 +141,7 @@ class SumsTheGradients(Weights):
 MISTAKES: dict[Any, str] = {
     made_after_wrap_model: "MixedPrecision: make it before context.wrap_model",
     made_twice: "MixedPrecision: this context has one already",
-    ForgetsTheCallbacks: "build_callbacks of the trial must return amp.callbacks(self)",
+    ForgetsTheCallbacks: "update: build_callbacks of the trial must return amp.callbacks(self)",
     ForgetsTheUpdate: "it steps an optimizer, and must end with amp.update(...)",
     ClipsBeforeUnscaling: "it clips gradients that are still scaled",
     AsksBeforeTheUpdate: "last_step_applied: asked between a step and amp.update(...)",
