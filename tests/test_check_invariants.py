@@ -157,6 +157,8 @@ class OneRegionWithoutCache(OneRegion):
         with torch.autocast("cuda", dtype=self.dtype, cache_enabled=False):
             Loop.train(self)
 
+
+class OneRegionThatDropsCasts(OneRegion):
     def loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         torch.clear_autocast_cache()
         return super().loss(inputs, labels)
@@ -540,8 +542,9 @@ def test_loop_that_only_validates_is_not_called_examined(*, trains: bool) -> Non
     assert seen.startswith("nothing was trained, so nothing was examined") is not trains
 
 
-def test_casts_that_are_not_kept_are_not_stale() -> None:
-    assert "stale_casts" not in {finding.key for finding in watched(OneRegionWithoutCache)}
+@pytest.mark.parametrize("loop", [OneRegionWithoutCache, OneRegionThatDropsCasts])
+def test_casts_that_are_not_kept_are_not_stale(loop: type[Loop]) -> None:
+    assert "stale_casts" not in {finding.key for finding in watched(loop)}
 
 
 @pytest.mark.parametrize("loop", [Loop, Wrapped, Paired], ids=lambda loop: loop.__name__)
