@@ -170,6 +170,18 @@ class NeverZeroes(Loop):
         self.scaler.update()
 
 
+class ForgetsToZeroOnce(NeverZeroes):
+    """Once may be meant."""
+
+    steps = 0
+
+    def step(self) -> None:
+        super().step()
+        self.steps += 1
+        if self.steps != 3:
+            self.optimizer.zero_grad()
+
+
 class ZeroesAppliedSteps(Loop):
     def step(self) -> None:
         before = self.scaler.get_scale()
@@ -480,6 +492,7 @@ LOOPS: dict[type[Loop], set[str]] = {
 CLEAN = [
     *(Loop, SumsMillions, Statistics, CausalMask, Accumulates, TwoScalers),
     *(CachesGradients, Wrapped, Paired, SchedulesByHook, Averages, Checkpoints),
+    ForgetsToZeroOnce,
 ]
 
 
