@@ -2,9 +2,9 @@
 
 `make mutants MODULE=determined_amp/amp/scaler.py` starts this. mutmut makes the faults and runs the
 tests, in a copy of the checkout: the source stays as it is. A folder has thousands of faults; with
-SAMPLE=100 a hundred of them are drawn, the same ones each time. `ROOMS` has the tests of a folder.
-What only runs while a module is
-imported cannot be judged: it counts as not noticed.
+SAMPLE=100 a hundred of them are drawn, the same ones each time. `ROOMS` has the tests of a folder,
+and `AFTERWARDS` those that are asked about the faults that the first leave. What only runs while a
+module is imported cannot be judged: it counts as not noticed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ ROOMS = {
         *("several_optimizers", "steps", "tensors"),
     ),
     "check": ("check", "amp_examples"),
+    "cli": ("compare", "finder", "misplaced", "reports", "reports_precision"),
+    "determined_amp": ("compare", "context", "reports_cluster"),
     "experiment": (
-        *("experiment", "configs", "misplaced", "mistyped", "settings", "strangers", "words"),
+        *("experiment", "configs", "misplaced", "mistyped", "settings", "strangers"),
         "yaml_text",
     ),
     "finder": (
@@ -42,8 +44,8 @@ ROOMS = {
     ),
     "local": ("local", "checkpoint", "resume", "run_folder", "local_reports", "strangers"),
     "report": (
-        *("reports", "reports_figure", "reports_precision", "reports_precision_verdict"),
-        "reports_sources",
+        *("reports", "reports_cluster", "reports_figure", "reports_precision"),
+        *("reports_precision_verdict", "reports_sources"),
     ),
     "runs": ("runs", "run_folder", "reports_cluster", "reports_sources"),
     "search": ("search_plan", "search_space", "search_study"),
@@ -54,10 +56,24 @@ ROOMS = {
     ),
 }
 
+# Those that take long or start other programs: mutmut does not see which faults a program reaches.
+AFTERWARDS = {
+    "check": ("check", "check_invariants"),
+    "cli": ("check", "main", "search_optimize", "words"),
+    "determined_amp": ("imports", "main", "search_cluster", "search_strangers", "words"),
+    "experiment": ("at_once", "processes", "words"),
+    "local": ("hostile", "main", "processes", "finder"),
+    "report": ("compare",),
+    "runs": ("local", "reports_precision"),
+    "search": ("search_optimize", "search_command", "search_strangers"),
+    "trial": ("processes", "strangers"),
+}
+
 _SETTINGS = """\
 [mutmut]
 source_paths = determined_amp
-only_mutate = {module}
+only_mutate =
+{modules}
 # They count the frames of a call, and mutmut adds some.
 do_not_mutate =
     determined_amp/check/lines.py
@@ -68,6 +84,7 @@ pytest_add_cli_args =
     -x
     -p
     no:cacheprovider
+    --deselect=tests/test_check.py::test_scales_that_ranks_do_not_share_are_found
     --deselect=tests/test_mistyped.py::test_mistyped_search_is_refused_or_runs
 also_copy =
 {copied}
@@ -101,23 +118,37 @@ def _plant(folder: Path, module: str, tests: Sequence[str]) -> int:
     _copy_checkout(folder)
     folders = sorted(path.name for path in folder.iterdir() if path.is_dir())
     others = [name for name in folders if name not in ("determined_amp", "tests")]
-    lists = {"tests": tests, "copied": [*others, ".detignore"]}
+    modules = [module] if module.endswith(".py") else _modules(module)
+    lists = {"modules": modules, "tests": tests, "copied": [*others, ".detignore"]}
     indented = {name: "\n".join(f"    {item}" for item in items) for name, items in lists.items()}
-    pattern = module if module.endswith(".py") else f"{module.rstrip('/')}/*"
-    (folder / "setup.cfg").write_text(_SETTINGS.format(module=pattern, **indented))
+    (folder / "setup.cfg").write_text(_SETTINGS.format(**indented))
     planted = _planted(folder)
     status = _mutmut(folder, "run", "--max-children", os.environ.get("WORKERS", "1"), *planted)
     if status:
         return status
     survivors = 0
+    afterwards = [f"tests/test_{part}.py" for part in AFTERWARDS.get(Path(module).stem, ())]
     for line in _said(folder, "results").splitlines():
         name, _, verdict = line.strip().partition(": ")
-        if name in planted and verdict in ("survived", "no tests"):
+        left = name in planted and verdict in ("survived", "no tests")
+        if left and not _is_noticed(folder, name, afterwards):
             survivors += 1
             print(f"\n{verdict}: {name}\n{_changed(_said(folder, 'show', name))}")
     noticed = f"{len(planted) - survivors} of {len(planted)} faults"
+    tests = [*tests, *afterwards]
     print(f"\n{module}: {noticed} are noticed by {' '.join(tests)}")
     return 0
+
+
+def _is_noticed(folder: Path, name: str, tests: Sequence[str]) -> bool:
+    """Whether one of these tests fails with this fault, in whatever process."""
+    if not tests:
+        return False
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    known = {**os.environ, "MUTANT_UNDER_TEST": name}
+    where = folder / "mutants"
+    asked = subprocess.run(command, check=False, cwd=where, env=known, capture_output=True)
+    return asked.returncode == 1
 
 
 def _planted(folder: Path) -> list[str]:
@@ -130,6 +161,11 @@ def _planted(folder: Path) -> list[str]:
         names += json.loads(results.read_text())["exit_code_by_key"]
     sample = int(os.environ.get("SAMPLE") or len(names))
     return sorted(random.Random(0).sample(sorted(names), min(sample, len(names))))
+
+
+def _modules(room: str) -> list[str]:
+    """The modules of a folder, without those of the folders in it."""
+    return [str(path.relative_to(ROOT)) for path in sorted((ROOT / room).glob("*.py"))]
 
 
 def _copy_checkout(folder: Path) -> None:
