@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import parse_qs
 
 import pytest
+from determined.common.api import salt_and_hash
 
 from determined_amp.amp.plain_data import Config, Metrics, StateDict, Values
 
@@ -23,6 +24,7 @@ TRIAL = {
     **{"experimentId": 7, "restarts": 0, "startTime": "", "state": "STATE_COMPLETED"},
     "totalBatchesProcessed": 4,
 }
+PASSWORD = "Correct-horse-1"
 USER = {"active": True, "admin": False, "username": "someone"}
 
 
@@ -53,7 +55,7 @@ class Master:
         self.reports: dict[str, list[Metrics]] = {"validation": [], "training": []}
         self.checkpoints: list[StateDict] = []
         self.metadata: dict[int, Values] = {}
-        self.password = "right"
+        self.password = PASSWORD
 
     def answer(self, path: str, query: str) -> tuple[int, str]:
         if path == "/api/v1/auth/login":
@@ -134,7 +136,7 @@ def serving(master: Master, monkeypatch: pytest.MonkeyPatch, folder: Path) -> It
     """
 
     def answer(method: str, url: str, sent: bytes) -> tuple[int, str]:
-        if master.password != "right" and sent:
+        if sent and salt_and_hash(master.password).encode() not in sent:
             return 403, json.dumps({"message": "user not found"})
         path, _, query = url.partition("?")
         return master.answer(path, query)
@@ -143,5 +145,5 @@ def serving(master: Master, monkeypatch: pytest.MonkeyPatch, folder: Path) -> It
         monkeypatch.setenv("DET_MASTER", address)
         monkeypatch.setenv("DET_DEBUG_CONFIG_PATH", str(folder))
         monkeypatch.setenv("DET_USER", "someone")
-        monkeypatch.setenv("DET_PASS", "Correct-horse-1")
+        monkeypatch.setenv("DET_PASS", PASSWORD)
         yield master

@@ -20,6 +20,7 @@ from determined_amp.amp.plain_data import Values
 from determined_amp.cli.options import configuration_of
 from determined_amp.experiment import experiment
 from determined_amp.experiment.dotted import put
+from determined_amp.experiment.entrypoint import trial_in
 from determined_amp.experiment.overrides import in_precision, with_overrides
 from determined_amp.experiment.training import WITHOUT_EFFECT, Length
 
@@ -162,6 +163,10 @@ def test_precision_of_the_command_line_may_be_in_quotes_as_in_the_yaml() -> None
     words = "^--precision: hyperparameters.amp.precision: amp is a value, not a section"
     with pytest.raises(ConfigError, match=words):
         in_precision({"hyperparameters": {"amp": "own"}}, "fp32")
+
+
+def test_entrypoint_with_half_a_quotation_names_no_trial() -> None:
+    assert trial_in("python3 -m determined_amp train --trial 'a") is None
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import platform
@@ -29,6 +30,7 @@ from determined_amp.trial.mixed_precision import MixedPrecision
 from determined_amp.trial.notes import cause_first
 from determined_amp.trial.trial_guard import TrialGuard
 from tests.harness import Context, fit
+from tests.report_master import answering
 from tests.trials import Weights
 
 FP16 = AmpSettings(Precision.AMP_FP16, min_scale=2.0, max_consecutive_skips=3, max_skip_ratio=0.5)
@@ -122,6 +124,27 @@ class TestFailureBeforeAContext:
         reason = "experiment: amp.precison: unknown key"
         assert master.metadata == {"mine": 1, "amp": {"failure": reason}}
         assert statuses == ["amp.precison: unknown key"]
+
+    def test_failure_is_sent_to_the_run_of_the_task(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        sent = {}
+
+        def answer(method: str, path: str, body: bytes) -> tuple[int, str]:
+            sent[method, path] = json.loads(body or "{}")
+            return 200, json.dumps({"metadata": {"mine": 1}})
+
+        monkeypatch.setenv("DET_SESSION_TOKEN", "of-the-task")
+        monkeypatch.setenv("DET_USER", "someone")
+        with answering(answer) as address:
+            trial = SimpleNamespace(trial_id=7, experiment_id=3)
+            info: Any = SimpleNamespace(trial=trial, master_url=address)
+            with pytest.raises(ConfigError), notes.failure_noted(info):
+                raise ConfigError("experiment", ["amp.precison: unknown key"])
+        noted = {"mine": 1, "amp": {"failure": "experiment: amp.precison: unknown key"}}
+        assert sent == {
+            ("GET", "/api/v1/runs/7/metadata"): {},
+            ("POST", "/api/v1/runs/7/metadata"): {"metadata": noted, "runId": 7},
+            ("POST", "/api/v1/trials/7/runner/metadata"): {"state": "amp.precison: unknown key"},
+        }
 
     def test_failure_is_the_one_that_is_raised_if_the_master_fails(
         self, monkeypatch: pytest.MonkeyPatch

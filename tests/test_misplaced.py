@@ -198,15 +198,22 @@ def test_script_of_the_users_own_is_told_of_a_misplaced_precision() -> None:
             fit(Stranger(context), context)
 
 
+@pytest.mark.parametrize(
+    ("section", "first", "last"),
+    [
+        ({}, NO_AMP_SECTION, "no amp section: "),
+        ({"amp": {"precision": "amp_bf16"}}, "precision: amp_bf16", "amp_bf16\n"),
+    ],
+    ids=["no section", "amp_bf16"],
+)
 def test_log_begins_with_the_precision_and_the_closing_line_names_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    section: Values, first: str, last: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, run = tmp_path / "plain.yaml", tmp_path / "run"
-    path.write_text(yaml.safe_dump(PLAIN))
+    path.write_text(yaml.safe_dump({**PLAIN, "hyperparameters": {"lr": 0.1, **section}}))
     assert door.main(["train", str(path), "--run-folder", str(run)]) == 0
-    first = (run / "log.txt").read_text().splitlines()[0]
-    assert first.endswith(f": {NO_AMP_SECTION}")
-    assert "\nplain: completed; no amp section: " in capsys.readouterr().out
+    assert (run / "log.txt").read_text().splitlines()[0].endswith(f": {first}")
+    assert f"\nplain: completed; {last}" in capsys.readouterr().out
 
 
 def test_precision_of_settings_in_the_trials_code_is_named_where_there_is_no_section(

@@ -73,9 +73,10 @@ class TestReports:
         assert reports.audit_share == 0.5
 
     def test_numbers_are_floats_and_other_texts_are_left_out(self) -> None:
-        given = {"batches": 4, "a": "NaN", "b": "-Infinity", "c": "x", "d": 3}
+        given = {"batches": 4, "a": "NaN", "b": "-Infinity", "c": "Infinity", "d": "x", "e": 3}
         read = Report.read(4, given).metrics
-        assert {n: str(value) for n, value in read.items()} == {"a": "nan", "b": "-inf", "d": "3.0"}
+        shown = {name: str(value) for name, value in read.items()}
+        assert shown == {"a": "nan", "b": "-inf", "c": "inf", "e": "3.0"}
 
     def test_other_groups_count_for_nothing(self) -> None:
         reports = Reports([("loss_scale", Report(4, {"overflow_share": 1.0}))])

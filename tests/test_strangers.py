@@ -309,6 +309,11 @@ class TestTraining:
         again = ["--resume", str(folder), "--config", "searcher.metric=val_loss"]
         assert door.main(["train", *again]) == 0
 
+    def test_searcher_without_a_metric_is_enough_to_train(self, tmp_path: Path) -> None:
+        config = write(tmp_path, "searcher={name: single, max_length: {batches: 12}}")
+        found = run(tmp_path / "run", str(config))
+        assert training.end(found) == ("completed", "", 12)
+
     def test_trial_of_a_finished_search_can_be_trained_again(self, tmp_path: Path) -> None:
         """It has the searcher of its search, and a value for everything."""
         run(tmp_path / "run", str(write(tmp_path, "searcher.name=grid")))

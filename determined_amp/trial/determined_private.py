@@ -50,12 +50,12 @@ def train_context_of_task(info: det.ClusterInfo) -> core.TrainContext:
     """The same for a task without a context; it takes metadata, and no metrics."""
     certificate = certs.default_load(info.master_url)
     session = authentication.login_from_task(info.master_url, certificate)
-    run = info.trial.trial_id
+    metrics: Any = None
     return core.TrainContext(
         session,
-        run,
+        info.trial.trial_id,
         info.trial.experiment_id,
-        core._MetricsContext(session, run, info.trial._trial_run_id),
+        metrics,
         core.DummyDistributedContext(),
         core.TensorboardMode.MANUAL,
         None,
