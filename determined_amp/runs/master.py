@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from determined.common import api
 from determined.common.api import authentication, certs, errors
 
@@ -66,9 +64,9 @@ def _session(url: str) -> api.Session:
     first = api.UnauthSession(url, certificate, max_retries=0)
     if "clusterId" not in first.get("/api/v1/master", timeout=_FIRST_ANSWER).json():
         raise not_a_master(url)
-    # Determined asks for a password only if none is given; an empty one counts as given.
-    password = os.environ.get("DET_PASS", "")
-    return authentication.login_with_cache(url, None, password, certificate)
+    # Determined reads DET_USER and DET_PASS, and asks for a password if none is given; an empty one
+    # counts as given.
+    return authentication.login_with_cache(url, None, "", certificate)
 
 
 def not_a_master(url: str) -> MasterError:
