@@ -61,7 +61,7 @@ AFTERWARDS = {
     "check": ("check", "check_invariants"),
     "cli": ("check", "main", "search_optimize", "words"),
     "determined_amp": ("imports", "main", "search_cluster", "search_strangers", "words"),
-    "experiment": ("at_once", "processes", "words"),
+    "experiment": ("at_once", "processes", "search_command", "search_strangers", "words"),
     "local": ("hostile", "main", "processes", "finder"),
     "report": ("compare",),
     "runs": ("local", "reports_precision"),
