@@ -31,7 +31,7 @@ _COMMANDS = {
 }
 
 # Commands that write their result into a folder. The others print it.
-_KEEP_THEIR_RESULT = ("train", "compare", "search", "report", "report precision")
+_KEEP_THEIR_RESULT = ("train", "compare", "search", "report")
 
 # Packages of ours that an installation or an image may lack: their module, and their name for pip.
 _PACKAGES = {
@@ -107,7 +107,8 @@ def _run(command: str, words: Sequence[str]) -> int:
             f"{command} needs {package}, which is not {_how_to_add(package)}"
         ) from error
     lost = output.error
-    if status or lost is None or lost.errno == errno.EPIPE or command in _KEEP_THEIR_RESULT:
+    keeps = words[0] in _KEEP_THEIR_RESULT
+    if status or lost is None or lost.errno == errno.EPIPE or keeps:
         return status
     raise UserError(f"{command}: standard output cannot be written: {lost.strerror}")
 

@@ -70,7 +70,12 @@ def test_mistake_of_the_user_is_one_sentence_and_status_2(
 
 @pytest.mark.parametrize(
     ("redirected", "command", "status"),
-    [(">/dev/full", "audit", 2), (">/dev/full", "train", 0), ("| true", "audit", 0)],
+    [
+        (">/dev/full", "audit", 2),
+        (">/dev/full", "train", 0),
+        (">/dev/full", "report loss-scale", 0),
+        ("| true", "audit", 0),
+    ],
 )
 def test_standard_output_that_is_lost(
     redirected: str, command: str, status: int, tmp_path: Path
@@ -82,7 +87,7 @@ def test_standard_output_that_is_lost(
         "sys.modules['command'] = SimpleNamespace(main=lambda given: print('x' * 9999) or 0)\n"
         "sys.modules['determined_amp.cli.command'] = sys.modules['command']\n"
         f"door._COMMANDS['{command}'] = ('command', '')\n"
-        f"sys.exit(door.main(['{command}', 'a']))\n"
+        f"sys.exit(door.main('{command} a'.split()))\n"
     )
     words = f"PYTHONPATH={ROOT} {sys.executable} {tmp_path / 'x.py'} {redirected}"
     done = subprocess.run(words, shell=True, stderr=subprocess.PIPE, text=True, check=False)

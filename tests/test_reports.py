@@ -229,7 +229,9 @@ def test_failed_trial_does_not_count_whatever_it_reported() -> None:
     search = searched(failed, (17.0, RunState.COMPLETED, [0.3]), smaller_is_better=True)
     best, lost = search_sentences(None, search)
     assert best.startswith("best trial: 2^17 with validation_loss 0.3")
-    assert lost.startswith("1 trials failed and do not count, although the platform may name one")
+    assert lost.startswith(
+        "1 of 2 trials failed: they do not count, although the platform may name"
+    )
 
 
 def test_search_over_more_than_the_scale_ranks_no_scales() -> None:

@@ -176,8 +176,8 @@ def search_sentences(predicted: FoundScale | None, search: Search) -> Sentences:
     failed = [run for run in search.runs if run.state.is_failure]
     if failed:
         yield (
-            f"{len(failed)} trials failed and do not count, although the platform may name one as "
-            f"the best; trial {failed[0].number}: {failed[0].reason}"
+            f"{len(failed)} of {len(search.runs)} trials failed: they do not count, although the "
+            f"platform may name one as the best; trial {failed[0].number}: {failed[0].reason}"
         )
     yield from search.notes
 
