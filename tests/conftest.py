@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import gc
+import json
 import logging
 import multiprocessing
 import os
@@ -157,11 +159,33 @@ LONGEST = (
 )
 
 
+# Of the characters of a container, which a report shows with the name of the test.
+LONGEST_ID = 60
+
+
 def pytest_collection_finish() -> None:
     """Keep the garbage collector from looking at what was imported, millions of objects, again."""
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Plain values with their name, `steps=9`, and words for what pytest would call `dtype0`.
+
+    Workers of pytest-xdist compare these, so nothing has an address or an order of its own in it.
+    """
+    if isinstance(val, enum.Enum):
+        return str(val.value)
+    if isinstance(val, (torch.dtype, torch.device)):
+        return str(val).removeprefix("torch.")
+    if isinstance(val, str):
+        return None
+    try:
+        json.dumps(val)
+    except TypeError:
+        return None
+    return f"{argname}={val}" if len(str(val)) <= LONGEST_ID else None
 
 
 def pytest_unconfigure() -> None:

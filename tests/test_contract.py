@@ -135,7 +135,7 @@ def trial_class(name: str) -> Any:
 
 
 @every_example
-@pytest.mark.parametrize("precision", Precision, ids=lambda precision: precision.value)
+@pytest.mark.parametrize("precision", Precision)
 def test_trains_and_is_audited_in_every_precision(
     name: str, precision: Precision, runs: Any
 ) -> None:

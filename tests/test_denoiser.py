@@ -49,7 +49,7 @@ PRECISIONS = (Precision.FP32, Precision.AMP_BF16, Precision.AMP_FP16)
 
 
 class TestGradientCheckpointing:
-    @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda precision: precision.value)
+    @pytest.mark.parametrize("precision", PRECISIONS)
     def test_checkpointing_gives_the_same_gradients_to_the_bit(self, precision: Precision) -> None:
         settings = DenoiserSettings(**{**vars(TINY), "dropout": 0.3})
         plain, recomputed = (

@@ -44,10 +44,8 @@ pytestmark = [
     # torch says so whenever it is told to refuse them.
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
 ]
-EVERY_PRECISION = pytest.mark.parametrize("precision", Precision, ids=lambda value: value.value)
-SIXTEEN_BITS = pytest.mark.parametrize(
-    "precision", [Precision.AMP_FP16, Precision.AMP_BF16], ids=lambda value: value.value
-)
+EVERY_PRECISION = pytest.mark.parametrize("precision", Precision)
+SIXTEEN_BITS = pytest.mark.parametrize("precision", [Precision.AMP_FP16, Precision.AMP_BF16])
 train = partial(test_no_sync.train, gpus=gpu.GPUS)
 
 
@@ -273,7 +271,7 @@ ERRORS = {
 
 @EVERY_PRECISION
 @pytest.mark.parametrize("product", [matmul, convolution, attention])
-@pytest.mark.parametrize("before", [None, "tf32", "ieee"], ids=str)
+@pytest.mark.parametrize("before", [None, "tf32", "ieee"])
 def test_error_of_a_product_is_that_of_its_precision(
     precision: Precision, product: Callable[[], tuple[torch.Tensor, float]], before: str | None
 ) -> None:
@@ -432,7 +430,6 @@ def test_batches_of_a_compiled_model_never_wait() -> None:
 @pytest.mark.parametrize(
     "precision",
     sized([Precision.FP32, Precision.AMP_FP16, Precision.AMP_BF16], [Precision.AMP_BF16]),
-    ids=lambda value: value.value,
 )
 def test_compiled_training_has_the_losses_of_the_eager_one(
     precision: Precision, tmp_path: Path

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from determined_amp.amp.fp32_modules import IslandError, keep_in_float32
 from determined_amp.amp.plain_data import Values
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 Reached = list[torch.dtype]
 
 
@@ -212,7 +212,6 @@ class TestNumbers:
             (torch.float16, [2.0**15] * 4, float("inf"), 2.0**17),
             (torch.bfloat16, [256.0, 1.0, 0.0, 0.0], 256.0, 257.0),
         ],
-        ids=str,
     )
     def test_numbers_of_an_island_are_those_of_float32(
         self, dtype: torch.dtype, activations: list[float], without: float, exact: float
@@ -277,7 +276,7 @@ def trained(model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
 @DTYPES
 class TestCheckpointing:
     @pytest.mark.parametrize("island", ["^inner.1$", "^inner.1.inner$"])
-    @pytest.mark.parametrize("again", [[""], ["inner.1"], ["", "inner.1"]], ids=str)
+    @pytest.mark.parametrize("again", [[""], ["inner.1"], ["", "inner.1"]])
     def test_checkpointed_island_trains_the_same_bit_for_bit(
         self, island: str, again: list[str], dtype: torch.dtype
     ) -> None:
@@ -331,7 +330,6 @@ class TestPatterns:
             (["^(head|classifier)$"], ["head", "classifier"]),
             (["^blocks[.][0-9]+[.]0$"], ["blocks.1.0"]),
         ],
-        ids=str,
     )
     def test_patterns_name_modules(self, patterns: list[str], names: list[str]) -> None:
         """These are islands, and nothing else is."""
@@ -368,7 +366,7 @@ class TestPatterns:
             "^steam$",
         ]
 
-    @pytest.mark.parametrize("patterns", [[".*"], ["^$"], ["stem", "blocks", "head"]], ids=str)
+    @pytest.mark.parametrize("patterns", [[".*"], ["^$"], ["stem", "blocks", "head"]])
     def test_patterns_for_the_whole_model_are_refused(self, patterns: list[str]) -> None:
         with pytest.raises(IslandError, match="leave no parameter outside"):
             keep_in_float32(Classifier(), patterns, "cpu")
