@@ -34,7 +34,7 @@ class TestAverage:
         average_at_once(made, lambda parameters: None)
         return made
 
-    def test_average_is_one_kernel_for_all_parameters(self, context: Any) -> None:
+    def test_average_divides_all_gradients_in_one_kernel(self, context: Any) -> None:
         parameters = [
             *having(torch.tensor([4.0, 8.0]), torch.tensor(6.0)),
             nn.Parameter(torch.ones(1)),
@@ -45,7 +45,7 @@ class TestAverage:
         gradients = [p.grad.tolist() for p in parameters if p.grad is not None]
         assert gradients == [[2.0, 4.0], 3.0]
 
-    def test_average_of_sparse_gradients_is_the_same(self, context: Any) -> None:
+    def test_average_divides_sparse_gradients_too(self, context: Any) -> None:
         dense, sparse = having(torch.tensor([4.0, 8.0]), torch.eye(2).to_sparse())
         context._average_gradients([dense, sparse], 2)
         assert dense.grad is not None
@@ -55,7 +55,7 @@ class TestAverage:
         assert sparse.grad.to_dense().tolist() == [[0.5, 0.0], [0.0, 0.5]]
 
     @pytest.mark.parametrize("divisor", [1, 2])
-    def test_average_of_one_batch_or_of_no_gradient_costs_nothing(
+    def test_average_of_one_batch_or_of_no_gradient_runs_no_kernel(
         self, context: Any, divisor: int
     ) -> None:
         parameters = having(torch.ones(1)) if divisor == 1 else [nn.Parameter(torch.ones(1))]

@@ -23,7 +23,9 @@ without_a_scale = pytest.mark.parametrize("amp", [FP32, BF16], ids=lambda amp: a
 
 class TestOtherPrecisions:
     @without_a_scale
-    def test_other_precisions_need_no_scaler_in_the_checkpoint(self, amp: AmpSettings) -> None:
+    def test_checkpoint_of_a_precision_without_a_loss_scale_holds_no_scaler(
+        self, amp: AmpSettings
+    ) -> None:
         """A disabled scaler would be saved as {} and crash a later resume in amp_fp16."""
         made = weigh([ONE, ONE], amp)
         assert "scaler_state_dict" not in made.checkpoint
@@ -113,7 +115,7 @@ def updates_once_per_window(trial: type[OneWeight]) -> None:
     ],
     ids=lambda value: value.__name__,
 )
-def test_famous_bug_is_absent_and_would_be_seen(
+def test_famous_amp_bug_is_absent_and_its_check_would_see_it(
     check: Callable[[type[OneWeight]], None], planted: type[OneWeight]
 ) -> None:
     check(OneWeight)
@@ -214,7 +216,7 @@ def test_training_replaces_nothing_in_torch() -> None:
     assert weigh([ONE, INF], trial=LooksAtTorch).trial.replaced == set()
 
 
-def test_forward_without_gradients_costs_the_next_one_none() -> None:
+def test_forward_under_no_grad_leaves_the_next_one_its_gradients() -> None:
     """Up to torch 2.6 a weight cast under no_grad stays without a gradient while it is cached."""
     context: Any = Context()
     amp = MixedPrecision(

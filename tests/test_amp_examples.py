@@ -75,13 +75,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_case_of_the_page_has_the_same_weights_and_scales_to_the_bit(case: Case) -> None:
+def test_case_of_torchs_amp_examples_has_the_same_weights_and_scales_to_the_bit(case: Case) -> None:
     made = fitted(case).trial
     assert same_bits(made.bits, by_hand(case))
     counts = made.amp.steps(made.optimizers[0])
     assert 0 < int(counts.applied) < counts.attempted
 
 
-def test_another_clip_has_other_bits() -> None:
+def test_comparison_with_torchs_page_sees_another_clip() -> None:
     """Negative control: the comparison sees the smallest of the differences between two cases."""
     assert not same_bits(fitted(CLIPPED).trial.bits, by_hand(UNCLIPPED))

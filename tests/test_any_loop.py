@@ -143,7 +143,7 @@ def test_training_that_was_saved_and_loaded_has_the_same_bits(
 
 
 class TestState:
-    def test_state_of_several_optimizers_asks_which_is_which(self) -> None:
+    def test_state_of_several_optimizers_that_the_loop_does_not_know_is_refused(self) -> None:
         state = looped(CASES["fp32, two optimizers"], last=WINDOW).state()
         amp = AmpLoop(FP32, "cpu")
         words = (
@@ -152,7 +152,7 @@ class TestState:
         with pytest.raises(ConfigError, match=words):
             amp.load_state_dict(state["amp"])
 
-    def test_state_of_a_scaler_alone_is_refused_and_has_a_place(self) -> None:
+    def test_state_of_a_scaler_is_refused_by_the_loop_and_loaded_by_its_scaler(self) -> None:
         amp, scaler = AmpLoop(FP16, "cpu"), torch.amp.GradScaler("cpu", init_scale=8.0)
         with pytest.raises(
             ConfigError, match=r"load_state_dict: got no state of a loop; .* amp\.sc"
@@ -187,7 +187,7 @@ class TestState:
             looped(case).amp.load_state_dict(early["amp"])
 
 
-def test_processes_that_join_a_group_later_exchange_by_the_gpu_of_the_loop(
+def test_process_group_that_is_joined_later_exchanges_through_the_gpu_of_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The current GPU is the first one in every process that has not set another."""
@@ -215,7 +215,7 @@ def test_processes_that_join_a_group_later_exchange_by_the_gpu_of_the_loop(
 class TestSettings:
     """In a script as in a YAML: a word stands for its enumeration, and a bound holds."""
 
-    def test_words_mean_what_they_mean_in_a_yaml(self) -> None:
+    def test_settings_take_the_words_of_a_yaml(self) -> None:
         words: Values = {
             "precision": "amp_fp16",
             "on_overflow": "warn",
@@ -232,7 +232,7 @@ class TestSettings:
             fp32_modules=("head",),
         )
 
-    def test_every_mistake_is_named(self) -> None:
+    def test_settings_name_all_their_mistakes_at_once(self) -> None:
         wrong: Values = {
             "precision": "fp17",
             "init_scale": -1.0,
@@ -248,7 +248,7 @@ class TestSettings:
             "compile: got True; allowed: false, default, reduce-overhead, max-autotune",
         ]
 
-    def test_scale_below_its_floor_is_refused(self) -> None:
+    def test_init_scale_below_min_scale_is_refused(self) -> None:
         with pytest.raises(ConfigError, match=r"^the loop: init_scale: got 0\.25, which is below"):
             AmpLoop(AmpSettings(Precision.AMP_FP16, init_scale=0.25), "cpu")
 
@@ -261,7 +261,7 @@ class TestLoss:
         [float, lambda loss: loss.reshape(1), lambda loss: loss.half()],
         ids=["a float", "one element", "float16"],
     )
-    def test_one_number_of_any_kind_is_reported(self, given: Callable[[Any], Any]) -> None:
+    def test_loss_of_one_number_of_any_type_is_reported(self, given: Callable[[Any], Any]) -> None:
         amp = AmpLoop(FP32, "cpu")
         for number, loss in enumerate(torch.tensor([1.0, 2.0, 6.0])):
             amp.update(given(loss) if number else loss, samples=4)
@@ -325,7 +325,7 @@ def in_float32(loss_fn: Any, batch: Any) -> Any:
 
 
 @needs_fake_cuda
-def test_nothing_waits_between_reports_and_a_report_reads_once() -> None:
+def test_batches_of_a_loop_never_wait_and_a_report_reads_once() -> None:
     with fake_cuda() as syncs:
         amp = AmpLoop(AmpSettings(Precision.AMP_FP16), "cuda")
         amp.guard.enabled = False  # fake tensors have no values to judge
@@ -352,7 +352,7 @@ def test_nothing_waits_between_reports_and_a_report_reads_once() -> None:
     assert syncs.calls["batches"]["_fused_adam_"] == 3 * WINDOW
 
 
-def test_slots_that_ran_out_of_data_report_the_steps_of_the_one_that_has_made_the_most() -> None:
+def test_report_has_the_steps_of_the_slot_that_made_the_most() -> None:
     made = [one_model() for _ in range(3)]
     for each, steps in zip(made, (2, 5, 0), strict=True):
         for batch in make_batches()[:steps]:
@@ -418,7 +418,7 @@ class TestGuard:
         assert same_bits(*weights)
         assert made.amp.steps(made.optimizer).attempted == 3
 
-    def test_guard_says_what_to_give_to_find_the_cause(self) -> None:
+    def test_guard_without_a_batch_says_how_to_give_it_one(self) -> None:
         made = one_model(init_scale=2.0**10, max_consecutive_skips=1)
         for _ in range(2):
             made.train(infinite())
@@ -426,7 +426,7 @@ class TestGuard:
             made.amp.report()
 
     @pytest.mark.parametrize("applied", [0, 1])
-    def test_state_without_an_applied_step_is_one_warning(self, applied: int, caplog: Any) -> None:
+    def test_saving_before_any_applied_step_warns_once(self, applied: int, caplog: Any) -> None:
         made = one_model()
         made.amp.state_dict()
         assert "trained nothing" not in caplog.text  # it has not begun
@@ -453,7 +453,7 @@ def leaves_out_large_steps(made: OneModel, *, zeroes_first: bool, set_to_none: b
 
 @pytest.mark.parametrize("zeroes_first", [True, False])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_step_that_a_loop_leaves_out_for_its_norm_counts_for_the_scale_as_by_hand(
+def test_step_left_out_for_its_norm_moves_the_scale_as_in_torchs_own_loop(
     *, zeroes_first: bool, set_to_none: bool
 ) -> None:
     by_hand, made = OneModel(TorchAmp(FP16)), OneModel(AmpLoop(FP16, "cpu"))
@@ -463,7 +463,7 @@ def test_step_that_a_loop_leaves_out_for_its_norm_counts_for_the_scale_as_by_han
     assert len({float(bits[-1]) for bits in made.bits}) > 2  # it fell, and grew
 
 
-def test_state_saved_between_step_and_update_has_the_step() -> None:
+def test_state_saved_between_step_and_update_counts_the_step() -> None:
     made = one_model()
     loss = made.backward(make_batches()[0])
     made.amp.scaler.step(made.optimizer)

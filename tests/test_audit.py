@@ -88,7 +88,7 @@ class TestProductCount:
         assert audit.total_flops == 13_090_816
         assert (audit.share, audit.passed) == (1.0, True)
 
-    def test_integers_are_no_flops(self) -> None:
+    def test_products_of_integers_are_not_counted(self) -> None:
         with ProductCount() as count:
             torch.ones(2, 2, dtype=torch.int64) @ torch.ones(2, 2, dtype=torch.int64)
         assert not count.flops
@@ -118,7 +118,7 @@ class TestProductCount:
             audits.append(audit.flops)
         assert audits[0] == audits[1] != {}
 
-    def test_error_of_the_batch_that_is_audited_is_the_trials(self) -> None:
+    def test_error_in_the_audited_batch_is_raised_as_the_trials_own(self) -> None:
         config = {"hyperparameters": {"global_batch_size": 4}}
         parsed = experiment.experiment_in(config, "config.yaml", trial=f"{__name__}:FailsOnce")
         with pytest.raises(ValueError, match="not yet"):
@@ -136,7 +136,7 @@ class FailsOnce(Stranger):
 
 
 class TestVerdict:
-    def test_half_of_the_flops_does_not_pass(self) -> None:
+    def test_audit_fails_with_half_of_the_flops_in_the_precision(self) -> None:
         for low, share, passed in ((1, 0.5, False), (2, 2 / 3, True)):
             flops = {("mm", BF16): low, ("mm", FP32): 1}
             audit = Audit(Precision.AMP_BF16, flops, "off", True)
@@ -163,7 +163,9 @@ class TestVerdict:
             ("highest", True, "mixed"),
         ],
     )
-    def test_switches_of_tf32_are_read(self, matmul: str, cudnn: bool, expected: str) -> None:
+    def test_audit_reads_both_switches_of_tf32(
+        self, matmul: str, cudnn: bool, expected: str
+    ) -> None:
         torch.set_float32_matmul_precision(matmul)
         torch.backends.cudnn.allow_tf32 = cudnn
         assert module._tf32() == expected
@@ -171,7 +173,7 @@ class TestVerdict:
     @pytest.mark.skipif(
         not hasattr(torch.backends.cudnn, "conv"), reason="torch before 2.9 has one set of names"
     )
-    def test_switch_of_tf32_thrown_by_its_new_name_is_seen(self) -> None:
+    def test_tf32_switched_on_by_its_new_name_is_seen(self) -> None:
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.matmul.fp32_precision = "tf32"
         try:
@@ -179,7 +181,7 @@ class TestVerdict:
         finally:
             torch.backends.cuda.matmul.fp32_precision = "ieee"
 
-    def test_error_of_an_audit_is_a_sentence_the_table_and_what_to_do(self) -> None:
+    def test_failed_audit_says_a_sentence_the_table_and_what_to_do(self) -> None:
         flops = {("mm", FP32): 3_000_000_000, ("addmm", BF16): 1_000_000_000}
         audit = Audit(Precision.AMP_BF16, flops, "off", False)
         problem, *table, remedy = str(AuditError(audit)).splitlines()
@@ -219,7 +221,7 @@ class TestAudited:
         (audit,) = audits
         assert (audit.total_flops, audit.failure()) == (0, None)
 
-    def test_error_of_the_rehearsal_alone_costs_the_audit_and_not_the_run(
+    def test_error_of_the_rehearsal_alone_skips_the_audit_and_the_run_goes_on(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         trial, judged = trial_of(multiply), list[Audit]()
@@ -259,7 +261,7 @@ class Keeps(Converted):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "amp_fp16", "amp_bf16"])
-def test_what_a_trial_keeps_does_not_see_the_rehearsal(precision: str) -> None:
+def test_rehearsal_of_the_audit_leaves_alone_what_a_trial_keeps(precision: str) -> None:
     amp = {"precision": precision, "init_scale": 64.0}
     audited_run, unwatched = (
         fit(Keeps, {**amp, "audit": audit}, batches=3) for audit in (True, False)
@@ -288,7 +290,7 @@ class TestCommand:
         assert "amp_bf16 asks for bfloat16: 100.0% of the FLOPs" in lines
         assert not list(tmp_path.iterdir())
 
-    def test_audit_that_fails_is_1(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_failed_audit_exits_with_status_1(self, capsys: pytest.CaptureFixture[str]) -> None:
         trial = "hyperparameters.trial=tests.trials:LeavesAutocast"
         assert command.main(options("mlp/bf16.yaml", trial)) == 1
         assert "audit: hyperparameters.amp.precision is amp_bf16, but" in capsys.readouterr().out

@@ -46,7 +46,7 @@ def grid(epochs: int, images: int) -> list[Sample]:
     return [Sample(epoch, image) for epoch in range(epochs) for image in range(images)]
 
 
-def test_numbers_are_of_the_sample_whatever_its_batch() -> None:
+def test_random_numbers_depend_on_the_sample_and_not_on_its_batch() -> None:
     samples = grid(3, 5)
     together = uniform_numbers(7, samples, draws=3)
     assert together.shape == (15, 3)
@@ -54,7 +54,7 @@ def test_numbers_are_of_the_sample_whatever_its_batch() -> None:
         assert np.array_equal(uniform_numbers(7, [sample], draws=2), row[None, :2])
 
 
-def test_numbers_are_uniform_and_uncorrelated() -> None:
+def test_random_numbers_are_uniform_and_uncorrelated() -> None:
     numbers = uniform_numbers(2**64 - 1, grid(10, 1000), draws=3)
     assert len(np.unique(numbers)) == numbers.size
     assert stats.kstest(numbers.ravel(), "uniform").pvalue > 0.001  # these numbers never change

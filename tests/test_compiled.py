@@ -160,7 +160,7 @@ class TestForward:
         assert same_bits(gradients(compiled), gradients(right))
         assert graphs() > 0
 
-    def test_compiled_forward_raises_what_it_raised(self) -> None:
+    def test_compiled_forward_raises_the_models_own_error(self) -> None:
         with pytest.raises(RuntimeError):  # and no `CompileError`, which is no RuntimeError
             compiled_block()(torch.ones(4, 5))
 

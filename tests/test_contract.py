@@ -136,7 +136,7 @@ def trial_class(name: str) -> Any:
 
 @every_example
 @pytest.mark.parametrize("precision", Precision)
-def test_trains_and_is_audited_in_every_precision(
+def test_example_trains_and_passes_its_audit_in_every_precision(
     name: str, precision: Precision, runs: Any
 ) -> None:
     reports = training.metrics(runs(name, precision))

@@ -43,7 +43,7 @@ def equal(a: Batch, b: Batch) -> bool:
     return all(map(torch.equal, a, b))
 
 
-def test_digits_are_1437_and_360_images_in_minus_one_to_one() -> None:
+def test_digits_are_1437_and_360_images_with_values_from_minus_1_to_1() -> None:
     settings = DataSettings(image_size=28, channels=3)
     for images, count in zip(load(settings, seed=0), (1437, 360), strict=True):
         pixels, labels = everything(images)
@@ -54,7 +54,7 @@ def test_digits_are_1437_and_360_images_in_minus_one_to_one() -> None:
         assert set(labels.tolist()) == set(range(10))
 
 
-def test_digits_are_split_by_class_and_not_by_the_seed() -> None:
+def test_digits_are_split_evenly_by_class_whatever_the_seed() -> None:
     """A stratified share is the exact one, rounded; a random one has a standard deviation of 5."""
     first, second = (load(DataSettings(image_size=8), seed) for seed in (0, 1))
     assert all(equal(everything(a), everything(b)) for a, b in zip(first, second, strict=True))
@@ -72,7 +72,7 @@ def test_channels_are_repeated_or_averaged() -> None:
     assert torch.equal(repeated, torch.full((1, 3, 8, 8), 30.0) / 127.5 - 1.0)
 
 
-def test_noise_of_a_device_is_made_once_and_is_of_its_seed_alone() -> None:
+def test_device_synthetic_images_are_made_once_and_depend_on_the_seed_alone() -> None:
     settings = DataSettings(
         DatasetName.DEVICE_SYNTHETIC, image_size=8, channels=3, classes=4, samples=50
     )
@@ -142,7 +142,7 @@ def test_folder_augmentation_is_a_function_of_seed_epoch_and_image(folder: Path)
         ("train", "elsewhere", r"data\.directory: .*train is not a directory"),
     ],
 )
-def test_folder_that_is_not_what_the_labels_mean_is_a_data_error(
+def test_folder_that_does_not_fit_its_labels_is_a_data_error(
     folder: Path, part: str, elsewhere: str, words: str
 ) -> None:
     """The labels are positions in the sorted list of folders."""
@@ -230,7 +230,9 @@ def test_downloads_of_one_node_wait_for_each_other(monkeypatch: pytest.MonkeyPat
         ({"dataset": "mnist", "directory": "somewhere"}, None),
     ],
 )
-def test_settings_contradict_each_other_at_one_key(raw: dict[str, object], key: str | None) -> None:
+def test_contradiction_of_data_settings_is_reported_at_one_key(
+    raw: dict[str, object], key: str | None
+) -> None:
     problems: list[Problem] = []
     read(DataSettings, raw, "data", problems)
     assert [problem.partition(":")[0] for problem in problems] == ([f"data.{key}"] if key else [])

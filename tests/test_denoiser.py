@@ -94,7 +94,7 @@ def unusable(name: str) -> Any:
     raise RuntimeError("Failed to import diffusers.models:\nmodule 'torch' has no 'accelerator'")
 
 
-def test_diffusers_that_cannot_be_imported_is_said_in_one_sentence(
+def test_broken_diffusers_package_is_one_sentence_with_its_cause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Here one that is too new for torch."""

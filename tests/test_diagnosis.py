@@ -250,7 +250,7 @@ class TestDiagnosis:
             f"gradient overflow at module {module} at a loss scale of 64; at 2^3 nothing overflows"
         )
 
-    def test_scale_below_one_is_below_the_floor_of_the_settings(self) -> None:
+    def test_advice_of_a_scale_below_1_names_min_scale_too(self) -> None:
         """Each of four samples gets 2^18 / 4."""
         model = Net(1, 1)
         found = find_cause([model], (), batch_of(model, ONES, 2.0**18), scale=1.0)
@@ -280,7 +280,7 @@ class TestDiagnosis:
         sentence = str(find_cause([model], (), train, scale=2.0**30))
         assert "at 2^15 nothing overflows: lower init_scale" in sentence
 
-    def test_zero_over_zero_is_named_as_what_it_is(self) -> None:
+    def test_zero_over_zero_is_named_as_beyond_float16(self) -> None:
         """An eps of 1e-9 is 0 in float16."""
         model = Net(1e-9, 1)
 
@@ -294,7 +294,7 @@ class TestDiagnosis:
             "at most 0.5 in float32: what it is made of is beyond float16; no loss scale helps. "
         )
 
-    def test_cast_of_the_trial_itself_is_not_called_float32(self) -> None:
+    def test_overflow_in_a_cast_of_the_trial_itself_is_named_as_such(self) -> None:
         model = Net(1, 1)
 
         def train(scale: float) -> None:
@@ -313,7 +313,7 @@ class TestDiagnosis:
         found = find_cause([], (), train, scale=2.0**14, optimizers=[optimizer])
         assert "at 2^11 nothing overflows: lower init_scale" in str(found)
 
-    def test_cause_without_memory_is_what_was_seen_before(self) -> None:
+    def test_diagnosis_that_runs_out_of_memory_says_that_the_cause_is_unknown(self) -> None:
         def fail(scale: float) -> None:
             raise torch.cuda.OutOfMemoryError
 
@@ -402,7 +402,7 @@ class TestSeveralSlots:
         assert scales[0] == scales[1]
         assert len(scales[0]) == 5  # as it is, at a small scale, float32, bfloat16, an island
 
-    def test_error_on_one_slot_is_told_and_keeps_no_other_waiting(self) -> None:
+    def test_error_on_one_slot_is_reported_and_keeps_no_other_waiting(self) -> None:
         slots = TwoSlots(rank=0)
         cause = find_cause([Net(1, 1)], (), lambda scale: 1 / 0, slots=slots)
         told = "not found: training the batch again raised ZeroDivisionError: division by zero"

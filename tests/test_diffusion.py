@@ -76,7 +76,7 @@ class TestValidationNoise:
         for of_whole, of_part in zip(whole, part, strict=True):
             assert torch.equal(of_whole[[5, 2]], of_part)
 
-    def test_validation_noise_is_what_the_model_gets(self) -> None:
+    def test_model_is_validated_with_the_loaded_noise(self) -> None:
         """And without a class, for a model that was told none."""
         loaded = ValidationClips(load(CLIPS, 0)[1]).__getitems__(FIRST)
         for conditioning in Conditioning:

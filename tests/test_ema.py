@@ -87,7 +87,7 @@ class TestAverage:
         trial = weigh([[1.0], [2.0], [0.5]] * 40, amp, Averaged).trial
         assert trial.averages == averages_of(trial.trace)
 
-    def test_skipped_step_neither_moves_it_nor_its_warm_up(self) -> None:
+    def test_skipped_step_moves_neither_the_average_nor_its_warm_up(self) -> None:
         trial: Any = weigh([[1.0], [2.0], [INF], [0.5], [INF], [INF], [1.0]], trial=Averaged).trial
         assert trial.averages[2] == trial.averages[1]
         assert trial.averages[4:6] == [trial.averages[3]] * 2

@@ -97,7 +97,7 @@ def stepped(optimizer_class: Any, *, fused: bool) -> ByHand:
 
 @needs_fused
 @pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.SGD])
-def test_fused_optimizer_is_the_unfused_one(optimizer_class: Any) -> None:
+def test_fused_optimizer_trains_as_the_unfused_one(optimizer_class: Any) -> None:
     """Same skips, counts and scale; the weights to the rounding of another order of operations.
 
     A step changes a weight by at most 0.75: with SGD by rate * |g| <= 0.15, with Adam by

@@ -66,7 +66,7 @@ class TestAnswer:
         assert found.finding.verdict is Verdict.DEFAULT
         assert (found.run.batches, found.run.samples) == (2, 16)
 
-    def test_text_is_that_of_the_command_line(self) -> None:
+    def test_answer_prints_as_on_the_command_line(self) -> None:
         net = model(gain=1000.0)
         found = find_loss_scale(net, loss_of(net), batches(), init_scale=2.0**20)
         text = str(found)
@@ -74,7 +74,7 @@ class TestAnswer:
         assert "starting at the scaler's 2^20 costs" in text
         assert f"torch.amp.GradScaler(..., init_scale={found.init_scale})" in text
 
-    def test_model_in_evaluation_mode_is_looked_at_in_training_mode(self) -> None:
+    def test_model_in_evaluation_mode_is_measured_in_training_mode_and_put_back(self) -> None:
         net = model().eval()
         net.layers[4].train()
         seen: list[bool] = []
@@ -125,7 +125,9 @@ class TestErrors:
             find_loss_scale(net, lambda batch: returned(net, batch), batches())
 
     @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
-    def test_scale_that_is_none_and_no_batch_are_refused(self, scale: float) -> None:
+    def test_impossible_init_scale_and_an_empty_list_of_batches_are_refused(
+        self, scale: float
+    ) -> None:
         net = model()
         with pytest.raises(LossScaleError, match="init_scale: got"):
             find_loss_scale(net, loss_of(net), batches(), init_scale=scale)

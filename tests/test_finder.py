@@ -68,7 +68,7 @@ class TestWindow:
         assert found == measured
 
     @pytest.mark.parametrize("trial", ALL)
-    def test_prediction_of_the_top_is_where_the_measurement_begins(self, trial: Trial) -> None:
+    def test_two_rehearsals_in_float16_confirm_the_predicted_top(self, trial: Trial) -> None:
         """So two rehearsals in float16 are enough."""
         assert len(found_in_four(trial).measured) == 2
 
@@ -93,7 +93,7 @@ class TestRule:
         assert found.choice_log2 is not None
         assert skipped_steps(trial, 20, init_scale=2.0**found.choice_log2) == 0
 
-    def test_two_bits_above_the_window_do_skip(self) -> None:
+    def test_scale_two_bits_above_the_window_skips_steps(self) -> None:
         """The control."""
         found = found_in_four(SummedLoss)
         assert skipped_steps(SummedLoss, 20, init_scale=2.0 ** (found.top_log2 + 2)) >= 2

@@ -250,7 +250,7 @@ def test_first_overflow_is_exact(name: str, factor: float) -> None:
 
 
 @pytest.mark.parametrize("eps", [1e-2, 1e-4])
-def test_what_is_masked_on_its_way_to_the_parameters_does_not_lower_the_top(eps: float) -> None:
+def test_gradient_that_is_masked_before_the_parameters_does_not_lower_the_top(eps: float) -> None:
     """Before a normalisation the gradient of zeroed padding is 1 / eps times as large."""
 
     def padded(x: torch.Tensor) -> torch.Tensor:

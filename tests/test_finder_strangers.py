@@ -46,7 +46,7 @@ class TestOwnBatch:
         monkeypatch.setattr(SummedLoss, "train_batch", train_batch)
 
     @pytest.mark.parametrize("prepare", [popped, normalised])
-    def test_finding_and_score_are_those_of_a_trial_that_leaves_its_batch_alone(
+    def test_trial_that_changes_its_batch_in_place_has_the_same_finding_and_score(
         self, prepare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def work(small: SmallTrial, context: Context, batches: Sequence[Rehearsal]) -> Any:

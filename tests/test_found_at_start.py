@@ -78,7 +78,7 @@ def _logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("trial", [Draws, DrawsConverted])
-def test_run_is_that_with_the_written_scale_to_the_bit(
+def test_run_that_finds_its_scale_equals_one_with_that_init_scale_to_the_bit(
     trial: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searched = run(trial)
@@ -105,7 +105,7 @@ def test_resume_keeps_the_saved_scale(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("init_scale", [65536.0, "find"])
-def test_resume_without_a_saved_scale_says_so_or_finds_it(
+def test_resume_without_a_saved_scale_warns_or_finds_one(
     init_scale: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = fit_as_it_is(Converted, {"precision": "fp32"}, batches=2)
@@ -140,12 +140,12 @@ def test_min_scale_that_overflows_is_refused() -> None:
         run(Converted, min_scale=2.0**24)
 
 
-def test_scale_is_not_below_min_scale_where_that_is_safe() -> None:
+def test_found_scale_is_raised_to_min_scale_where_that_is_safe() -> None:
     kept = run(Converted, min_scale=2.0**15).trial.amp.scaler.get_scale()
     assert kept == 2.0**15
 
 
-def test_training_without_an_answer_starts_with_the_default_and_says_so(
+def test_finder_without_an_answer_starts_with_the_default_scale_and_says_so(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*given: object, **named: object) -> None:
@@ -157,7 +157,7 @@ def test_training_without_an_answer_starts_with_the_default_and_says_so(
     assert said in caplog.text
 
 
-def test_a_loop_of_ones_own_refuses_it_with_the_call_to_make() -> None:
+def test_amp_loop_refuses_init_scale_find_and_says_what_to_call() -> None:
     settings = AmpSettings(Precision.AMP_FP16, init_scale=FindScale.FIND)
     words = (
         r"^the loop: init_scale: got find, .* allowed: a number, such as determined_amp\.find_loss"
@@ -167,7 +167,7 @@ def test_a_loop_of_ones_own_refuses_it_with_the_call_to_make() -> None:
     AmpLoop(AmpSettings(Precision.AMP_BF16, init_scale=FindScale.FIND, set_backends=False), "cpu")
 
 
-def test_settings_say_it_as_they_read_it() -> None:
+def test_settings_read_and_write_init_scale_find() -> None:
     settings = read_section(AmpSettings, FIND, "amp")
     assert settings.finds_scale
     assert settings.first_scale == 65536.0

@@ -208,7 +208,7 @@ class TestChanges:
         assert {"init_scale", "growth_interval", "min_scale"} <= changes.keys()
         assert set(changes.values()) == {None}
 
-    def test_changes_are_yaml_as_it_was_meant(self) -> None:
+    def test_changes_are_read_back_from_their_yaml(self) -> None:
         changes = {"init_scale": 2.0**40, "fp32_modules": ["^a[.]b$"], "precision": "amp_bf16"}
         assert yaml.safe_load(yaml_lines(changes)) == {"hyperparameters": {"amp": changes}}
         assert yaml_lines({"init_scale": None}).endswith("\n    # without init_scale")
@@ -235,7 +235,7 @@ class TestJson:
         (tmp_path / "found.json").write_text(given.json_text())
         assert FoundScale.read(tmp_path / "found.json") == given
 
-    def test_json_says_what_a_program_asks(self) -> None:
+    def test_json_holds_what_a_program_needs(self) -> None:
         written = json.loads(json.dumps(FOUND.as_json()))
         names = ("choice_log2", "low_log2", "top_log2")
         assert [written[name] for name in names] == [13, 9, 14]
@@ -264,7 +264,7 @@ class TestJson:
             ),
         ],
     )
-    def test_json_of_another_kind_is_one_sentence(
+    def test_file_without_a_finding_is_refused_in_one_sentence(
         self, content: str | None, said: str, tmp_path: Path
     ) -> None:
         path = tmp_path / "found.json"
@@ -274,11 +274,11 @@ class TestJson:
             FoundScale.read(path)
         assert said in str(caught.value)
 
-    def test_json_counts_the_samples_of_all_rehearsals(self) -> None:
+    def test_answer_counts_the_samples_of_all_rehearsals(self) -> None:
         """One in bfloat16, two in float16."""
         assert FOUND.passed_samples == 3 * 192
 
-    def test_json_has_the_scale_for_a_scaler(self) -> None:
+    def test_answer_has_the_init_scale_for_a_scaler(self) -> None:
         assert FOUND.init_scale == 8192.0
         assert HOPELESS.init_scale is None
 

@@ -124,7 +124,7 @@ def test_batches_never_wait(precision: Precision, config: str, overrides: tuple[
     assert int(run.trial.amp.applied_steps) >= 1
 
 
-def test_planted_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_synchronisation_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("determined_amp.amp.core.TrainingMetrics", ReadsTheLoss)
     with only_a_gpu_raises(RuntimeError, match="synchronizing CUDA operation"):
         train(refusing_to_wait, "mlp/amp.yaml")
@@ -379,7 +379,7 @@ def test_fp32_modules_compute_in_float32_forward_and_backward(precision: Precisi
     assert backward.dtypes == [dtype, dtype, torch.float32, torch.float32, dtype]
 
 
-def test_training_skips_its_first_step_from_above_the_found_top_on() -> None:
+def test_training_skips_its_first_step_one_bit_above_the_found_top() -> None:
     top = looked_at(
         SummedLoss,
         lambda _, context, batches: find_window(batches, context.distributed).top_log2,

@@ -163,7 +163,7 @@ class TestValues:
         operations = [source.operation for source in recorder.histograms]
         assert operations == ["ToCopyBackward0", "MulBackward0"]
 
-    def test_inputs_gradient_is_not_recorded_and_that_of_a_gradient_is(self) -> None:
+    def test_gradient_of_an_input_is_not_recorded_and_a_second_derivative_is(self) -> None:
         """Of y = w x and the loss y + dy/dx = w (x + 1): only dw, 1 + x, and the cast of it."""
         model = nn.Linear(1, 1, bias=False)
         inputs = torch.full((1, 1), 2.0**20, requires_grad=True)
@@ -181,7 +181,7 @@ class TestValues:
 
 
 class TestGraph:
-    def test_nothing_is_left_behind(self) -> None:
+    def test_recorder_leaves_no_hook_and_no_engine_behind(self) -> None:
         model = net()
         recorder = GradientRecorder([model])
         engine = torch.autograd.Variable._execution_engine

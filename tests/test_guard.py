@@ -146,7 +146,7 @@ class TestFailureBeforeAContext:
             ("POST", "/api/v1/trials/7/runner/metadata"): {"state": "amp.precison: unknown key"},
         }
 
-    def test_failure_is_the_one_that_is_raised_if_the_master_fails(
+    def test_failure_is_raised_as_it_is_if_the_master_fails(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(notes, "train_context_of_task", lambda info: 1 / 0)
@@ -177,7 +177,7 @@ class TestMetadata:
         assert master.metadata["amp"].pop("failure").startswith("validation_loss is nan")
         assert master.metadata == {"mine": 1, "amp": noted}
 
-    def test_metadata_is_the_chiefs(self) -> None:
+    def test_only_the_chief_writes_metadata(self) -> None:
         watched: Any = guard()
         master = Master(None)
         watched._context._core = SimpleNamespace(train=master)
@@ -185,7 +185,7 @@ class TestMetadata:
         watched.on_training_start()
         assert master.metadata is None
 
-    def test_metadata_that_the_master_refuses_costs_nothing(
+    def test_metadata_that_the_master_refuses_is_one_line_in_the_log(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         class Refusing(Master):
@@ -225,7 +225,7 @@ TROUBLE: dict[str, tuple[list[Judged], str | None]] = {
 
 
 @pytest.mark.parametrize("name", TROUBLE)
-def test_skips_and_floor_are_trouble_from_their_limits_on(name: str) -> None:
+def test_guard_ends_a_run_that_skips_beyond_the_limits_or_is_at_the_floor(name: str) -> None:
     reports, words = TROUBLE[name]
     watched = guard(searcher=None)
     *before, last = [it if isinstance(it, tuple) else (it, 1.0, 2.0**16) for it in reports]
@@ -249,7 +249,7 @@ def test_skips_and_floor_are_trouble_from_their_limits_on(name: str) -> None:
         (3, 0, [(4, 9)], None),  # it had not settled yet
     ],
 )
-def test_share_of_skips_counts_from_the_checkpoint_that_the_run_goes_on_from(
+def test_share_of_skips_counts_from_the_resumed_checkpoint_on(
     attempted: int, applied: int, passing: list[tuple[int, int]], ending: tuple[int, int] | None
 ) -> None:
     watched = guard(optimizers=1)
@@ -268,7 +268,7 @@ class TestTrouble:
     @pytest.mark.parametrize(
         "start", ["s" * 12, "s" * 7 + "aas", "sa" * 9, "s" * 40 + "asas", "s" * 84]
     )
-    def test_start_that_is_settling_is_never_ended(self, start: str) -> None:
+    def test_guard_never_ends_a_run_whose_loss_scale_still_settles(self, start: str) -> None:
         """Whatever the reports are: s is a skipped step, a an applied one."""
         steps = start + "a" * 60
         for period in range(1, 60):
@@ -279,7 +279,9 @@ class TestTrouble:
                 in_a_row = len(done) - len(done.rstrip("s"))
                 judge(watched, counted(done.count("a"), done.count("s"), in_a_row))
 
-    def test_skips_at_the_start_are_one_line(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_skips_at_the_start_are_one_line_in_the_log(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         watched = guard(dataclasses.replace(FP16, max_consecutive_skips=100))
         watched._guard._scale_at_start = 2.0**100
         judge(watched, counted(0, 60, 60), loss_scale=2.0**40)
@@ -326,7 +328,7 @@ class TestTrouble:
             judge(watched, loss=loss)
         assert caplog.text.count("at the start: this run does not train") == said
 
-    def test_loss_that_is_not_finite_is_trouble_where_nothing_is_skipped(self) -> None:
+    def test_loss_that_is_not_finite_ends_a_run_that_can_skip_no_step(self) -> None:
         """Nothing was skipped, so the weights are not worth a checkpoint."""
         with pytest.raises(GuardError, match="the training loss is nan") as ended:
             judge(guard(AmpSettings(Precision.FP32)), loss=math.nan)
@@ -341,7 +343,7 @@ class TestTrouble:
         watched._guard._metrics.latest = TrainingReport(1.0, 1.0, (SOUND,))
         watched.on_training_workload_end({"loss": math.inf}, {})
 
-    def test_run_that_is_not_watched_has_no_trouble(self) -> None:
+    def test_disabled_guard_ends_nothing(self) -> None:
         watched = guard()
         watched._guard.enabled = False
         judge(watched, counted(0, 100, 100), loss=math.nan)
@@ -358,7 +360,7 @@ class TestTrouble:
         assert first.endswith("max_consecutive_skips 3. The newest batch alone is finite")
         assert second.endswith("max_consecutive_skips 3. Its cause is not looked for again")
 
-    def test_parameter_that_is_not_finite_is_trouble_where_no_loss_is_reported(self) -> None:
+    def test_parameter_that_is_not_finite_ends_a_run_that_reports_no_loss(self) -> None:
         model = nn.Linear(1, 2)
         for models in ([], [nn.Linear(1, 1), model]):
             watched = guard(AmpSettings(Precision.AMP_BF16), models=models)
@@ -368,7 +370,7 @@ class TestTrouble:
         with pytest.raises(GuardError, match="a parameter is not finite in amp_bf16"):
             watched.on_training_workload_end({}, {})
 
-    def test_trouble_before_the_first_report_is_none(self) -> None:
+    def test_guard_judges_nothing_before_the_first_report(self) -> None:
         guard().on_training_workload_end({"loss": math.nan}, {})
 
     def test_trouble_fails_a_searchs_trial_and_not_the_search(
@@ -400,7 +402,7 @@ class TestCause:
             (0.0, 6.0, "look at the inputs"),
         ],
     )
-    def test_cause_is_the_growth_of_the_weights_since_the_start(
+    def test_cause_names_the_growth_of_the_weights_since_the_start(
         self, start: float, now: float, words: str
     ) -> None:
         model = nn.Linear(1, 1, bias=False)

@@ -29,7 +29,7 @@ def wide_values() -> torch.Tensor:
 
 class TestAgainstTorch:
     @pytest.mark.parametrize("scale_log2", [-40, -8, 0, 3, 16, 24, 40])
-    def test_flush_and_overflow_are_what_a_cast_does(self, scale_log2: int) -> None:
+    def test_flushed_and_overflowing_shares_are_those_of_torchs_cast(self, scale_log2: int) -> None:
         values = wide_values()
         there = values[values != 0].double()
         cast = (there * 2.0**scale_log2).to(torch.float16)
@@ -38,7 +38,7 @@ class TestAgainstTorch:
         assert counted.flushed_share(scale_log2) == pytest.approx(flushed.item(), rel=1e-12)
         assert counted.overflow_share(scale_log2) == cast.isinf().double().mean().item()
 
-    def test_the_flush_bound_itself_goes_to_zero_and_the_next_value_does_not(self) -> None:
+    def test_flush_bound_itself_is_flushed_and_the_next_value_is_not(self) -> None:
         at, above = histogram(torch.tensor([2.0**-25])), histogram(torch.tensor([2.0**-25 * 1.01]))
         assert (at.flushed_share(0), above.flushed_share(0)) == (1.0, 0.0)
         assert (at.flushed_share(1), at.flushed_share(-1)) == (0.0, 1.0)
@@ -50,7 +50,7 @@ class TestAgainstTorch:
         assert counted.counts.sum() == values.numel()
         assert sum(powers_in(counted).values()) == counted.nonzero
 
-    def test_smallest_value_there_is_and_a_tensor_of_two_dimensions_are_counted(self) -> None:
+    def test_smallest_bfloat16_and_a_strided_matrix_are_counted(self) -> None:
         tiny = 2.0**-133
         counted = histogram(torch.tensor([[tiny, 4.0], [3.0, 3.0]]).t())
         assert powers_in(counted) == {-133: 1, 1: 2, 2: 1}

@@ -165,7 +165,7 @@ class TestInputs:
         assert nested["pair"].a is nested["pair"].b[0] is nested["output"].x is x
 
     @DTYPES
-    def test_inputs_are_what_a_module_writes_into_them(self, dtype: torch.dtype) -> None:
+    def test_writes_of_an_island_reach_the_tensors_of_its_caller(self, dtype: torch.dtype) -> None:
         """As without an island, and with the gradients of that."""
         numbers = []
         for patterns in ([], ["^0$"]):
@@ -187,7 +187,7 @@ class TestInputs:
         for island, without in zip(*numbers, strict=True):
             torch.testing.assert_close(island, without, rtol=2.0**-7, atol=0)
 
-    def test_inputs_of_other_kinds_are_handed_on_themselves(self, keeps: Keeps) -> None:
+    def test_inputs_that_need_no_cast_are_handed_on_as_the_same_objects(self, keeps: Keeps) -> None:
         """Also a container without 16-bit tensors: an attention writes to its cache."""
         cache: dict[str, object] = {"step": 1, "mask": torch.ones(2).bool(), "x": torch.ones(2)}
         given: tuple[object, ...]

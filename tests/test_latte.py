@@ -107,6 +107,6 @@ class TestSettings:
         with pytest.raises(ConfigError, match=r"patch_size: got 3, which does not divide .* 8"):
             Denoiser(config.hparams.model, config.data, gradient_checkpointing=False)
 
-    def test_late_clip_needs_a_clip(self) -> None:
+    def test_clip_start_step_without_a_clip_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="clip_start_step: got 2, but nothing is clipped"):
             parsed("hyperparameters.max_grad_norm=null")

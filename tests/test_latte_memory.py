@@ -20,7 +20,7 @@ def test_largest_batch_is_predicted_from_two_peaks() -> None:
     assert [latte_memory.predicted(peaks, memory) for memory in (22, 24, 25, 307)] == [5, 5, 6, 100]
 
 
-def test_latte_in_the_gpu_benchmark_has_the_same_rows() -> None:
+def test_gpu_benchmark_measures_latte_in_the_same_rows() -> None:
     box = Box(CPU, tiny=True, ends=time.monotonic() + 60)
     rows = [Row(**row) for row in latte.measure(box)]
     assert {row.precision for row in rows} == {"fp32", "amp_bf16"}

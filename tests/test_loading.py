@@ -75,7 +75,7 @@ def test_resumed_sequence_is_the_tail_of_the_uninterrupted_one(
     assert sequence(8, skip=skip, num_replicas=num_replicas, rank=rank) == whole[skip:]
 
 
-def test_ranks_deal_the_batches_of_one_rank_among_them() -> None:
+def test_ranks_share_out_the_batches_of_a_single_rank() -> None:
     whole = sequence(2 * _EPOCH)
     shards = [sequence(2 * _EPOCH // 3, num_replicas=3, rank=rank) for rank in range(3)]
     assert [batch for batches in zip(*shards, strict=True) for batch in batches] == whole
@@ -137,7 +137,7 @@ def test_only_colour_images_become_channels_last(channels: int, channels_last: b
     assert moved[0].is_contiguous() is not channels_last
 
 
-def test_bytes_become_numbers_to_the_bit() -> None:
+def test_images_of_bytes_become_the_same_floats_to_the_bit() -> None:
     """For every byte: a run continues with the numbers that it began with."""
     images = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
     (moved,) = to_device((images,), torch.device("cpu"))

@@ -43,7 +43,7 @@ class TestMeans:
         report = one.cross_slot_reduce([one.per_slot_reduce(), other.per_slot_reduce()])
         assert report == {"error": 2}
 
-    def test_start_anew_after_a_reset(self) -> None:
+    def test_means_start_anew_after_a_reset(self) -> None:
         mean = metrics()
         mean.add({"error": torch.tensor(3.0)}, 1)
         mean.reset()
@@ -57,7 +57,7 @@ class TestMeans:
             mean.add({"error": torch.tensor(value)}, 1)
         assert mean.cross_slot_reduce([mean.per_slot_reduce()]) == {"error": (2**24 + 1) / 2}
 
-    def test_means_are_asked_in_validation_only(self) -> None:
+    def test_means_are_reduced_in_validation_only(self) -> None:
         context: Any = Context()
         mean = MeanMetrics(context)
         assert context.registered == [(mean, {"for_training": False})]

@@ -127,7 +127,7 @@ class TestTrainingMetrics:
         assert missing.isdisjoint(third)
         assert (third["watch_applied_steps"], third["skipped_steps"]) == (3, 1)
 
-    def test_steps_of_the_first_optimizer_can_be_asked_for_before_it_is_there(self) -> None:
+    def test_counts_of_the_first_optimizer_can_be_read_before_it_exists(self) -> None:
         context: Any = Context()
         metrics = MixedPrecision(context, AmpSettings(Precision.AMP_FP16)).metrics
         before = metrics.first.counts
@@ -139,7 +139,9 @@ class TestTrainingMetrics:
         assert [gradients.counts for gradients in metrics.all()] == [first, second]
 
     @pytest.mark.parametrize(("now", "log2"), [(2.0, 1.0), (0.0, -math.inf)])
-    def test_scales_are_those_of_now_and_of_the_newest_step(self, now: float, log2: float) -> None:
+    def test_report_has_the_scale_of_now_and_the_guard_that_of_the_newest_step(
+        self, now: float, log2: float
+    ) -> None:
         scales = (torch.tensor(now), torch.tensor(4.0))
         metrics = TrainingMetrics(Context.device, [], 1, lambda: scales, scaled=True)
         assert report_of(metrics)["loss_scale_log2"] == log2
@@ -274,7 +276,7 @@ class TestTrainingMetrics:
         gradients_of(metrics).measure(parameters[1:])
         assert "watch_headroom_bits" not in report_of(metrics)
 
-    def test_training_metrics_are_asked_in_training_only(self) -> None:
+    def test_training_metrics_are_reduced_in_training_only(self) -> None:
         context: Any = Context()
         metrics = MixedPrecision(context, AmpSettings(Precision.FP32, audit=False)).metrics
         metrics.add(torch.tensor(1.0), 8)
@@ -322,7 +324,7 @@ class TestTimedLoader:
         assert (list(plain), waits) == ([0, 1, 2], [])
 
 
-def test_peak_memory_is_that_of_the_process_or_of_torch_on_a_gpu_where_it_can_be_forgotten(
+def test_peak_memory_is_of_the_process_on_a_cpu_and_of_torchs_counters_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -351,7 +353,7 @@ def test_stopwatch_runs_from_start_to_stop(clock: Clock) -> None:
     assert (stopwatch.running, stopwatch.seconds()) == (False, 0)
 
 
-def test_stopwatch_of_a_gpu_asks_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopwatch_of_a_gpu_reads_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """They know when the device was there, once the later one has been waited for."""
     times = iter([2.0, 5.0])
 
@@ -411,7 +413,7 @@ class TestDeviceSum:
                 total.add(torch.tensor(value))
             assert (total.total().item() == 3) is finite_only
 
-    def test_device_sum_forgets_what_waits_and_what_is_summed(self) -> None:
+    def test_device_sum_forgets_everything_at_a_reset(self) -> None:
         total = DeviceSum(torch.device("cpu"))
         total.add(torch.tensor(1.0))
         total.total()

@@ -116,7 +116,7 @@ def test_bf16_on_a_gpu_that_emulates_it_is_an_error_and_changes_nothing(
         ((9, 0), "6.0", False, True),  # AMD counts its capabilities otherwise, and has no TF32
     ],
 )
-def test_support_follows_the_capability(
+def test_supported_precisions_follow_the_capability_of_the_gpu(
     capability: tuple[int, int],
     hip: str | None,
     tf32: bool,

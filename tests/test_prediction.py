@@ -124,23 +124,23 @@ REFUSED: dict[str, Callable[[nn.Linear], torch.Tensor]] = {
 
 class TestRefused:
     @pytest.mark.parametrize("words", REFUSED)
-    def test_training_whose_loss_scale_cannot_be_found(self, words: str) -> None:
+    def test_training_whose_loss_scale_cannot_be_found_is_refused(self, words: str) -> None:
         model = nn.Linear(1, 1)
         with pytest.raises(LossScaleError, match=words):
             predict_float16(of(model, loss=lambda: REFUSED[words](model)), ONE)
 
     @pytest.mark.parametrize("factors", [(math.inf, 1.0), (1.0, math.inf)])
-    def test_loss_that_is_not_finite(self, factors: tuple[float, float]) -> None:
+    def test_loss_that_is_not_finite_is_refused(self, factors: tuple[float, float]) -> None:
         with pytest.raises(LossScaleError, match="the loss is not finite, although bfloat16"):
             predict_float16(scaled(*factors), ONE)
 
     @pytest.mark.parametrize("cast", [torch.bfloat16, None])
-    def test_forward_without_float16_autocast(self, cast: torch.dtype | None) -> None:
+    def test_forward_without_float16_autocast_is_refused(self, cast: torch.dtype | None) -> None:
         with pytest.raises(LossScaleError, match=r"no forward runs under float16 autocast: write"):
             predict_float16(scaled(1.0, cast=cast), ONE)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    def test_parameters_in_16_bits_that_are_trained(self, dtype: torch.dtype) -> None:
+    def test_trained_parameters_in_16_bits_are_refused(self, dtype: torch.dtype) -> None:
         (plain,) = scaled(1.0)
         half = nn.Linear(1, 1).to(dtype).requires_grad_(requires_grad=False)
         plain.models = [*plain.models, half]
@@ -149,7 +149,7 @@ class TestRefused:
         with pytest.raises(LossScaleError, match=r"parameters are b?float16, as after"):
             predict_float16([plain], ONE)
 
-    def test_error_of_float16_too_is_the_trials_own(self) -> None:
+    def test_error_that_float16_raises_too_is_the_trials_own(self) -> None:
         def loss() -> torch.Tensor:
             raise KeyError("its own")
 

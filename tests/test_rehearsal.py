@@ -49,7 +49,7 @@ def state(trial: Any) -> str:
 class TestNothingMoves:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, None])
     @pytest.mark.parametrize("trial", [BatchNormCNN, PreNormTransformer])
-    def test_nothing_moves_in_a_users_trial(
+    def test_rehearsal_moves_nothing_in_a_trial(
         self, trial: type[SmallTrial], dtype: torch.dtype | None
     ) -> None:
         def work(small: SmallTrial, context: Context, batches: Batches) -> None:
@@ -132,7 +132,7 @@ class TestOutcome:
         _, batch = weight_and_rehearsal(train)
         assert not batch.run(1.0).is_sound
 
-    def test_loss_that_is_nan_is_not_finite_and_no_gradient_is_none(self) -> None:
+    def test_outcome_knows_a_loss_that_is_nan_and_a_backward_without_gradients(self) -> None:
         def train(weight: nn.Parameter, scale: float) -> None:
             torch.autograd.backward(torch.tensor(math.nan, requires_grad=True) * 1.0)
 
@@ -149,7 +149,7 @@ class TestOutcome:
 class TestLargestWorking:
     @pytest.mark.parametrize("guess", [-40, -3, 0, 5, 40])
     @pytest.mark.parametrize("answer", [-31, -30, -7, 0, 1, 29, 30])
-    def test_largest_is_found_from_any_guess(self, guess: int, answer: int) -> None:
+    def test_largest_working_number_is_found_from_any_guess(self, guess: int, answer: int) -> None:
         tried: list[int] = []
 
         def fails(number: int) -> bool:
@@ -220,7 +220,7 @@ class TestInTraining:
 
         self.looked_at(work)
 
-    def test_what_the_work_returns_or_raises_comes_out(self) -> None:
+    def test_in_training_returns_or_raises_what_its_work_does(self) -> None:
         assert self.looked_at(lambda trial, batches: len(batches)) == 2
         error = det.InvalidHP("no scale")
 

@@ -130,7 +130,7 @@ def test_change_that_begins_late_warns(caplog: pytest.LogCaptureFixture) -> None
 
 @pytest.mark.parametrize("change", [nothing, multiplied, *CLIPS])
 @pytest.mark.parametrize("precision", ["amp_fp16", "amp_bf16", "fp32"])
-def test_change_of_true_gradients_is_no_matter(
+def test_change_of_unscaled_gradients_is_allowed(
     change: Change, precision: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop_with(change, precision, 1, unscales=True)
@@ -140,7 +140,7 @@ def test_change_of_true_gradients_is_no_matter(
         assert WARNING not in caplog.text
 
 
-def test_clip_of_a_model_beside_the_training_is_no_matter() -> None:
+def test_clip_of_another_model_is_allowed() -> None:
     other = nn.Linear(2, 2)
 
     def clip_the_other(model: nn.Module) -> None:

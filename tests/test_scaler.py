@@ -67,7 +67,7 @@ class Stepped:
 
 
 class TestSettings:
-    def test_settings_left_out_are_torchs(self) -> None:
+    def test_default_settings_of_the_scaler_are_torchs(self) -> None:
         ours = LossScaler(AmpSettings(Precision.AMP_FP16), "cpu")
         theirs = torch.amp.GradScaler("cpu")
         assert ours.state_dict() == theirs.state_dict() != {}
@@ -100,7 +100,7 @@ class TestStep:
         assert made.step(math.inf) == 0.75
         assert made.scaler.outcomes == {made.optimizer: 1}
 
-    def test_step_is_under_way_only_meanwhile_and_not_noted_where_it_fails(self) -> None:
+    def test_step_that_raises_has_ended_and_is_not_noted(self) -> None:
         made = Stepped()
         seen = []
 
@@ -181,7 +181,7 @@ CALLS: dict[str, Callable[[Stepped], object]] = {
 class TestStages:
     @pytest.mark.parametrize("precision", [Precision.AMP_FP16, Precision.FP32])
     @pytest.mark.parametrize(("stage", "call"), TRANSITIONS)
-    def test_table_of_stages_is_what_happens(
+    def test_call_in_a_stage_does_what_the_table_of_stages_says(
         self, precision: Precision, stage: Stage, call: str
     ) -> None:
         made = Stepped()
@@ -223,13 +223,13 @@ class TestStages:
         assert made.scaler.finish() == {}
         made.step(1.0)
 
-    def test_each_mistake_of_the_table_has_words_and_most_a_remedy(self) -> None:
+    def test_each_mistake_has_words_and_all_but_one_a_remedy(self) -> None:
         assert set(IN_A_LOOP) == set(IN_A_TRIAL) == {*Mistake} - {Mistake.UPDATES_NOTHING}
         assert "amp.update" in Mistake.UPDATES_NOTHING.value
 
 
 class TestUpdate:
-    def test_update_of_the_training_itself_is_not_made_twice(self) -> None:
+    def test_update_that_the_training_calls_is_not_made_twice(self) -> None:
         """Growth after every step: 4, and 8 after one update."""
         made = Stepped(growth_interval=1)
         made.step(1.0)
@@ -256,7 +256,7 @@ class TestUpdate:
             )
         assert used == [(4, 8), (8, 4), (4, 8)]
 
-    def test_update_counts_an_overflow_that_no_optimizer_has(self) -> None:
+    def test_update_counts_an_overflow_that_was_noted_without_an_optimizer(self) -> None:
         made = Stepped()
         made.scaler.scale(torch.ones(()))
         made.scaler.note(made, torch.ones(()))
@@ -264,9 +264,7 @@ class TestUpdate:
         assert made.scaler.get_scale() == 2
 
     @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, Fused])
-    def test_update_leaves_each_of_several_optimizers_what_it_found(
-        self, optimizer_class: Any
-    ) -> None:
+    def test_update_leaves_each_optimizer_what_it_found(self, optimizer_class: Any) -> None:
         """That of torch adds up what all of them found, in the tensor of the first."""
         made = Stepped(optimizer_class)
         other = made.another(optimizer_class)
@@ -276,7 +274,7 @@ class TestUpdate:
         assert made.scaler.outcomes == {made.optimizer: 0, other: 1}
 
 
-def test_without_a_scale_everything_passes_through() -> None:
+def test_scaler_without_a_loss_scale_passes_everything_through() -> None:
     made = Stepped()
     made.scaler = scaler = LossScaler(AmpSettings(Precision.AMP_BF16), "cpu")
     one = torch.ones(())
@@ -321,7 +319,7 @@ def counted(skips: list[bool], *, on_host: bool | None, ask_every: int) -> StepC
         ([*[True] * 64, *[False] * 64], 64, 0),
     ],
 )
-def test_counts_are_the_same_whoever_knows_and_whenever_asked(
+def test_counts_are_the_same_on_host_and_device_whenever_they_are_read(
     skips: list[bool], applied: int, in_a_row: int, ask_every: int, *, on_host: bool | None
 ) -> None:
     counts = counted(skips, on_host=on_host, ask_every=ask_every)
@@ -333,7 +331,7 @@ def test_counts_are_the_same_whoever_knows_and_whenever_asked(
 
 
 @pytest.mark.parametrize("on_host", [False, True])
-def test_counts_go_on_after_a_checkpoint(*, on_host: bool) -> None:
+def test_counts_of_steps_go_on_after_a_checkpoint(*, on_host: bool) -> None:
     saved = counted([False, True, True], on_host=on_host, ask_every=NEVER).state_dict()
     assert saved == {"attempted": 3, "applied": 1, "last_applied": 1}
     counts = StepCounts(CPU, can_skip=True)
@@ -346,7 +344,7 @@ def test_counts_go_on_after_a_checkpoint(*, on_host: bool) -> None:
     assert (int(counts.applied), int(counts.consecutive_skips())) == (2, 0)
 
 
-def test_counting_waits_for_nothing() -> None:
+def test_counting_steps_never_waits_for_the_device() -> None:
     steps = 130
     with Syncs("cpu") as syncs, syncs.during("counts"):
         counts = counted([], on_host=False, ask_every=1)
@@ -360,7 +358,7 @@ def test_counting_waits_for_nothing() -> None:
     assert syncs.waits["control"] == {"read": 2}
 
 
-def test_counting_keeps_a_bounded_number_of_tensors() -> None:
+def test_counting_steps_keeps_a_bounded_number_of_tensors() -> None:
     counts = StepCounts(CPU, can_skip=True)
     found = [torch.zeros(()) for _ in range(1000)]
     references = [weakref.ref(value) for value in found]
@@ -370,7 +368,7 @@ def test_counting_keeps_a_bounded_number_of_tensors() -> None:
 
 
 @pytest.mark.parametrize("can_skip", [False, True])
-def test_before_the_first_step_it_counts_as_applied_where_none_can_be_skipped(
+def test_last_step_counts_as_applied_before_the_first_where_none_can_be_skipped(
     *, can_skip: bool
 ) -> None:
     counts = StepCounts(CPU, can_skip=can_skip)

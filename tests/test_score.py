@@ -70,7 +70,7 @@ class TestTerms:
         nothing: Any = None
         return score_batches(nothing, nothing, scale_log2, **scaler)
 
-    def test_every_term_is_known(self, float16: Float16) -> None:
+    def test_score_has_every_term(self, float16: Float16) -> None:
         headroom = math.log2(65520 / 2**9)
         assert self.of(4) == Score(4, 0.0, 0.0, headroom - 4, 0.0, 0.0)
         assert self.of(9) == Score(9, 2.0, 3.0, headroom - 9, 0.0, 1.0)
@@ -105,7 +105,7 @@ class TestTerms:
             (10, FLUSHED_LIMIT, 2000, 4.0),
         ],
     )
-    def test_lost_share_counts_above_the_windows_limit(
+    def test_flushed_share_costs_steps_above_its_limit(
         self, float16: Float16, start: float, share: float, interval: int, steps: float
     ) -> None:
         float16.share = share
@@ -114,7 +114,7 @@ class TestTerms:
         assert found.loss_scale_score == pytest.approx(math.log2(1 + steps))
         assert found.flushed_share == share
 
-    def test_overflow_at_every_scale_has_no_terms(self, float16: Float16) -> None:
+    def test_overflow_at_every_scale_is_refused_with_its_cause(self, float16: Float16) -> None:
         float16.top = -math.inf
         with pytest.raises(NoScaleError, match=r"^no loss scale helps: the cause at 2\^0$"):
             self.of(16)
@@ -199,7 +199,7 @@ def test_equal_scores_are_ordered_by_their_distance_from_the_default(
     assert bits_from_default(scale) == bits
 
 
-def test_scaler_of_the_trial_says_what_a_skip_and_a_flushed_share_cost() -> None:
+def test_score_uses_backoff_factor_and_growth_interval_of_the_trials_scaler() -> None:
     def scored(trial: Trial, scale: int) -> tuple[float, float]:
         with open_trial(
             experiment_in(config(trial, init_scale=2.0**scale), trial.__name__)
@@ -215,7 +215,9 @@ def test_scaler_of_the_trial_says_what_a_skip_and_a_flushed_share_cost() -> None
 
 
 @pytest.mark.parametrize(("floor", "invalid"), [(2.0**18, False), (2.0**21, True)])
-def test_floor_of_the_settings_is_the_end_of_the_scales(floor: float, invalid: bool) -> None:
+def test_score_of_a_scale_that_overflows_at_min_scale_is_an_invalid_trial(
+    floor: float, invalid: bool
+) -> None:
     """Of the MLP, whose gradients overflow above 2^18 or 2^19."""
     scales = [f"hyperparameters.amp.{key}={floor}" for key in ("init_scale", "min_scale")]
     mlp = with_overrides(
@@ -251,7 +253,7 @@ def trials(*steps: float | None) -> list[tuple[float, float | None]]:
         ([*trials(0), (math.nan, 0.0)], None),
     ],
 )
-def test_worth_of_the_best_trial_is_a_true_sentence(
+def test_search_says_what_its_best_score_is_worth(
     found: list[tuple[float, float | None]], sentence: str | None
 ) -> None:
     assert worth_of_best("loss_scale_score", found) == sentence

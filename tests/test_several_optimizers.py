@@ -61,7 +61,7 @@ def test_update_after_each_of_several_steps_counts_the_batch_once(precision: str
 
 
 class TestOneOverflows:
-    def test_skips_its_own_step_alone_and_is_counted_alone(self) -> None:
+    def test_optimizer_that_overflows_skips_its_own_step_alone(self) -> None:
         made = weigh_two(ONE_BAD, AMP)
         assert made.trial.weights() == [1.0 - 2 * 0.5, 1.0 - 3 * 0.5]
         assert counts(made.report) == (2, 3)
@@ -70,7 +70,9 @@ class TestOneOverflows:
         assert "watch_applied_steps" not in made.report
 
     @fused_or_not
-    def test_second_one_leaves_the_first_its_counts_and_its_rate(self, *, fused: bool) -> None:
+    def test_overflow_of_the_second_optimizer_leaves_the_first_its_counts_and_rate(
+        self, *, fused: bool
+    ) -> None:
         """The `update` of torch adds what all optimizers found into the tensor of the first."""
 
         class Scheduled(TwoWeights):
@@ -87,7 +89,7 @@ class TestOneOverflows:
         rates = [float(it.param_groups[0]["lr"]) for it in made.trial.optimizers]
         assert rates == [0.5**4, 0.5**3]
 
-    def test_norms_are_those_of_each(self) -> None:
+    def test_gradient_norms_are_reported_of_each_optimizer(self) -> None:
         report = weigh_two([(1.0, 3.0)], AMP).report
         assert counts(report, "watch_grad_norm") == (1.0, 3.0)
         headroom = counts(report, "watch_headroom_bits")

@@ -50,7 +50,7 @@ class TestClip:
             assert parameter.grad.tolist() == pytest.approx(values, rel=1e-6)
 
     @pytest.mark.parametrize("max_norm", [2.0, math.inf])
-    def test_clip_measures_the_gradients_that_there_are(self, max_norm: float) -> None:
+    def test_clip_leaves_out_parameters_without_a_gradient(self, max_norm: float) -> None:
         steps = OptimizerSteps(CPU, scaled=True)
         without, (has_one,) = nn.Parameter(torch.ones(1)), having(torch.tensor([4.0]))
         steps.clip([without], max_norm, lambda: torch.ones(()))
@@ -91,7 +91,7 @@ class TestMeasure:
 
 
 class TestReport:
-    def test_report_has_five_numbers_until_the_next_one_begins(self) -> None:
+    def test_numbers_of_a_report_start_anew_in_the_next_one(self) -> None:
         steps = OptimizerSteps(CPU, scaled=True)
         steps.add_norm(torch.tensor(3.0))
         steps.measure(having(torch.tensor([7.0])))
@@ -116,7 +116,7 @@ class TestBegin:
         steps.begin(optimizer)
         assert momenta(optimizer) == [[0, 0], [0]]
 
-    def test_begin_places_the_rate_of_the_first_step_alone(self) -> None:
+    def test_first_step_alone_takes_the_rate_from_the_schedule(self) -> None:
         steps, optimizer = OptimizerSteps(CPU, scaled=False), fused_sgd()
         steps.schedule = schedule_of(lr_scheduler.StepLR(optimizer, 1, 0.5), CPU, skips=False)
         assert steps.is_scheduled
@@ -126,7 +126,7 @@ class TestBegin:
             assert optimizer.param_groups[0]["lr"] == group
 
 
-def test_everything_is_kept_on_the_device_and_the_host_does_not_ask_for_what_it_knows() -> None:
+def test_numbers_stay_on_the_device_and_a_known_outcome_reads_none() -> None:
     device, optimizer = torch.device("meta"), fused_sgd(fused=False)
     each = StepsOfEach(device, [optimizer, fused_sgd()], scaled=True)
     for steps in each.all():
@@ -142,7 +142,7 @@ def test_everything_is_kept_on_the_device_and_the_host_does_not_ask_for_what_it_
 
 
 class TestFillMomentum:
-    def test_momentum_is_filled_for_fused_ones_alone(self) -> None:
+    def test_momentum_is_filled_for_fused_sgd_alone(self) -> None:
         for settings, filled in (({}, [0, 0]), ({"fused": False}, None), ({"momentum": 0.0}, None)):
             optimizer = fused_sgd(**settings)
             fill_momentum(optimizer, can_skip=True)
@@ -182,7 +182,7 @@ class Wrapper(torch.optim.Optimizer):
         return "stepped"
 
 
-def test_function_is_called_before_each_step_of_a_wrapper_without_hooks() -> None:
+def test_step_hook_runs_before_each_step_of_a_wrapper_without_hooks() -> None:
     wrapper, other = Wrapper(), Wrapper()
     seen: list[Any] = []
     hook = StepHook(wrapper, lambda *call: seen.append((*call, len(wrapper.stepped))))
@@ -197,7 +197,7 @@ def test_function_is_called_before_each_step_of_a_wrapper_without_hooks() -> Non
     assert len(seen) == 1
 
 
-def test_optimizer_that_comes_after_its_state_begins_a_report() -> None:
+def test_optimizer_that_comes_after_its_state_starts_from_it() -> None:
     known: list[torch.optim.Optimizer] = []
     steps = StepsOfEach(CPU, known, scaled=True)
     steps.load_state_dict({"optimizers": [{"attempted": 3, "applied": 2, "last_applied": 2}]})

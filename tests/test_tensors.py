@@ -43,7 +43,7 @@ def sparse(*values: float) -> torch.Tensor:
         (nested([1.0], [INF]), INF, False, False, False),
     ],
 )
-def test_numbers_of_a_tensor_of_any_kind_are_known(
+def test_largest_number_and_finiteness_are_known_of_any_kind_of_tensor(
     made: torch.Tensor, largest: float, has_nan: bool, is_finite: bool, is_plain: bool
 ) -> None:
     assert tensors.largest_of(made) == pytest.approx(largest, nan_ok=True)
@@ -64,7 +64,7 @@ def test_tensors_are_those_of_all_containers_in_order() -> None:
     assert [*tensors.tensors_of("text")] == []
 
 
-def test_stand_in_is_a_tensor_that_another_class_computes_for() -> None:
+def test_fake_tensor_is_a_stand_in_and_a_real_one_is_none() -> None:
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(torch.ones(2))
     assert tensors.is_stand_in(fake)
@@ -110,7 +110,7 @@ class Wrapped(DistributedDataParallel):
         self.module = module
 
 
-def test_parameters_of_several_models_have_names_of_their_own_and_come_once() -> None:
+def test_parameters_of_several_models_are_named_by_model_and_come_once() -> None:
     one, two = nn.Linear(1, 1, bias=False), nn.Linear(2, 2, bias=False)
     apart = nn.Parameter(torch.ones(1))
     models = [Wrapped(one), two]
