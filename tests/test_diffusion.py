@@ -58,6 +58,7 @@ class TestTrainingNoise:
             (DiffusionSettings(class_dropout=0.25), 0.25),
             (DiffusionSettings(conditioning=Conditioning.NONE, class_dropout=0.0), 1.0),
         ],
+        ids=["class_dropout", "conditioning none"],
     )
     def test_labels_are_withheld_as_often_as_asked(
         self, settings: DiffusionSettings, share: float

@@ -118,6 +118,7 @@ class TestErrors:
             (lambda net, batch: net(**batch)["logits"], r"a tensor of shape \(8, 4\)"),
             (lambda net, batch: net(**batch)["loss"].detach(), "without a gradient"),
         ],
+        ids=["a dict", "logits", "no gradient"],
     )
     def test_loss_function_that_returns_no_loss_is_refused(self, returned: Any, said: str) -> None:
         net = model()

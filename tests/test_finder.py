@@ -69,7 +69,7 @@ class TestWindow:
 
     @pytest.mark.parametrize("trial", ALL)
     def test_two_rehearsals_in_float16_confirm_the_predicted_top(self, trial: Trial) -> None:
-        """So two rehearsals in float16 are enough."""
+        """One at the top, and one a bit above it."""
         assert len(found_in_four(trial).measured) == 2
 
     def test_first_overflow_of_fifty_convolutions_is_exact(self) -> None:
@@ -86,7 +86,7 @@ class TestWindow:
             in_training(found.trial, found.context, 1, work)
 
 
-class TestRule:
+class TestChoice:
     @pytest.mark.parametrize("trial", ALL)
     def test_choice_trains_twenty_steps_without_a_skip(self, trial: Trial) -> None:
         found = found_in_four(trial)
@@ -94,7 +94,7 @@ class TestRule:
         assert skipped_steps(trial, 20, init_scale=2.0**found.choice_log2) == 0
 
     def test_scale_two_bits_above_the_window_skips_steps(self) -> None:
-        """The control."""
+        """The control of the choice."""
         found = found_in_four(SummedLoss)
         assert skipped_steps(SummedLoss, 20, init_scale=2.0 ** (found.top_log2 + 2)) >= 2
 

@@ -111,6 +111,7 @@ VIDEO = (
         ("resnet50", IMAGES),
         ("latte", VIDEO),
     ],
+    ids=["mlp", "mlp, a window of 2", "mlp, workers", "resnet50", "latte"],
 )
 def test_batches_never_wait(precision: Precision, config: str, overrides: tuple[str, ...]) -> None:
     skip_if_emulated(precision)

@@ -34,7 +34,6 @@ from tests.report_master import answering
 from tests.trials import Weights
 
 FP16 = AmpSettings(Precision.AMP_FP16, min_scale=2.0, max_consecutive_skips=3, max_skip_ratio=0.5)
-WARNS = dataclasses.replace(FP16, on_overflow=OnOverflow.WARN)
 SOUND = StepReport("", 100, 0, 0, new_applied=100, new_attempted=100)
 
 
@@ -100,6 +99,7 @@ Judged = StepReport | tuple[StepReport, float, float]
         ("the training loss is nan in amp_bf16. The newest batch alone is finite", "training loss"),
         ("experiment: hyperparameters.amp.precison: unknown key", "amp.precison: unknown key"),
     ],
+    ids=["at the floor", "a loss that is NaN", "a wrong key"],
 )
 def test_status_begins_with_the_cause(reason: str, status: str) -> None:
     """A card of the WebUI shows twenty characters."""
@@ -352,7 +352,8 @@ class TestTrouble:
     def test_cause_of_a_warning_is_looked_for_once(self, caplog: pytest.LogCaptureFixture) -> None:
         """A rehearsal changes what the trial keeps, such as a queue."""
         rehearsed: list[float | None] = []
-        watched = guard(WARNS, newest=lambda: Rehearsal(rehearsed.append, []))
+        warns = dataclasses.replace(FP16, on_overflow=OnOverflow.WARN)
+        watched = guard(warns, newest=lambda: Rehearsal(rehearsed.append, []))
         for _ in range(2):
             judge(watched, counted(100, 9, 9))
         first, second = caplog.messages
@@ -388,6 +389,7 @@ class TestCause:
             (None, "No batch was given"),
             (Rehearsal(lambda scale: None, []), "The newest batch alone is fin"),
         ],
+        ids=["no batch", "a finite batch"],
     )
     def test_cause_that_is_not_found_is_said(self, newest: Any, words: str) -> None:
         watched = guard(newest=lambda: newest)
@@ -419,25 +421,25 @@ class TestCause:
 
 
 @pytest.mark.parametrize(
-    ("settings", "searcher", "error"),
+    ("on_overflow", "searcher", "error"),
     [
-        (FP16, "single", GuardError),
-        (FP16, "adaptive_asha", det.InvalidHP),
+        (OnOverflow.ABORT, "single", GuardError),
+        (OnOverflow.ABORT, "adaptive_asha", det.InvalidHP),
         # Determined 0.38.1's master ends the whole search on it.
-        (WARNS, "adaptive_asha", det.InvalidHP),
-        (WARNS, "async_halving", det.InvalidHP),
-        (WARNS, "random", None),
+        (OnOverflow.WARN, "adaptive_asha", det.InvalidHP),
+        (OnOverflow.WARN, "async_halving", det.InvalidHP),
+        (OnOverflow.WARN, "random", None),
     ],
 )
 @pytest.mark.parametrize("value", [math.nan, -math.inf, 1.0, "a histogram"])
 def test_validation_metric_that_is_not_finite_ends_the_run_and_never_reaches_asha(
-    settings: AmpSettings,
+    on_overflow: OnOverflow,
     searcher: str,
     error: Any,
     value: Any,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    watched = guard(settings, searcher)
+    watched = guard(dataclasses.replace(FP16, on_overflow=on_overflow), searcher)
     is_bad = isinstance(value, float) and not math.isfinite(value)
     if is_bad and error is not None:
         with pytest.raises(error, match=f"validation_loss is {value}"):

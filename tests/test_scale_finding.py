@@ -75,38 +75,41 @@ class TestFind:
     ONE, LOUD = {"a": {3: 1}}, {"a": {-7: 1}}
 
     @pytest.mark.parametrize(
-        ("modules", "works", "expected"),
+        ("modules", "works", "low", "choice", "verdict"),
         [
-            (ONE, 12, (-27, 6, Verdict.SCALE)),  # six bits below
+            (ONE, 12, -27, 6, Verdict.SCALE),  # six bits below
             # No other is safe.
-            ({**ONE, "faint": {-36: 1}}, 12, (12, 12, Verdict.SCALE)),
+            ({**ONE, "faint": {-36: 1}}, 12, 12, 12, Verdict.SCALE),
             # What would overflow is masked on its way to the parameters.
-            (ONE, 13, (-27, 7, Verdict.SCALE)),
-            (ONE, 17, (-27, 11, Verdict.DEFAULT)),
-            (ONE, 126, (-27, 16, Verdict.DEFAULT)),
-            (ONE, 127, (-27, 16, Verdict.DEFAULT)),
+            (ONE, 13, -27, 7, Verdict.SCALE),
+            (ONE, 17, -27, 11, Verdict.DEFAULT),
+            (ONE, 126, -27, 16, Verdict.DEFAULT),
+            (ONE, 127, -27, 16, Verdict.DEFAULT),
             # A kernel that adds up in float16 may overflow below the prediction.
-            (LOUD, 22, (-17, 16, Verdict.DEFAULT)),
-            (LOUD, 15, (-17, 9, Verdict.SCALE)),
+            (LOUD, 22, -17, 16, Verdict.DEFAULT),
+            (LOUD, 15, -17, 9, Verdict.SCALE),
             # Nearer to the low end of a small window; the default is in the second one.
-            ({"a": {0: 1}, "faint": {-34: 1}}, 15, (10, 12, Verdict.SCALE)),
-            ({"a": {-1: 1}, "faint": {-40: 1}}, 16, (16, 16, Verdict.DEFAULT)),
-            ({"a": {-5: 1}, "faint": {-41: 1}}, 20, (17, 18, Verdict.SCALE)),
-            (ONE, 12 - 24, (-27, -18, Verdict.SCALE)),
+            ({"a": {0: 1}, "faint": {-34: 1}}, 15, 10, 12, Verdict.SCALE),
+            ({"a": {-1: 1}, "faint": {-40: 1}}, 16, 16, 16, Verdict.DEFAULT),
+            ({"a": {-5: 1}, "faint": {-41: 1}}, 20, 17, 18, Verdict.SCALE),
+            (ONE, 12 - 24, -27, -18, Verdict.SCALE),
             # After 24 bits it gives up.
-            (ONE, 12 - 25, (-27, None, Verdict.FORWARD_OVERFLOW)),
+            (ONE, 12 - 25, -27, None, Verdict.FORWARD_OVERFLOW),
         ],
     )
     def test_window_and_choice_are_those_that_float16_shows(
         self,
         modules: dict[str, dict[int, int]],
         works: int,
-        expected: tuple[int, int | None, Verdict],
+        low: int,
+        choice: int | None,
+        verdict: Verdict,
+        *,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         finding = found(monkeypatch, prediction_of(modules), lambda scale: scale > works)
-        low, choice, _ = expected
-        assert (finding.low_log2, finding.choice_log2, finding.verdict) == expected
+        assert (finding.low_log2, finding.choice_log2) == (low, choice)
+        assert finding.verdict is verdict
         scales = [one.scale_log2 for one in finding.measured]
         assert max(scales) <= 127
         assert len(scales) == len({*scales}) <= (2 if works == 12 else 14)

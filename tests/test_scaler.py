@@ -318,6 +318,7 @@ def counted(skips: list[bool], *, on_host: bool | None, ask_every: int) -> StepC
         ([*[True] * 100, False, *[True] * 30], 1, 30),
         ([*[True] * 64, *[False] * 64], 64, 0),
     ],
+    ids=["one skip", "no applied step", "200 skips", "30 skips at the end", "no skip at the end"],
 )
 def test_counts_are_the_same_on_host_and_device_whenever_they_are_read(
     skips: list[bool], applied: int, in_a_row: int, ask_every: int, *, on_host: bool | None

@@ -10,20 +10,13 @@ import determined as det
 import pytest
 from determined import pytorch
 
-from benchmarks.small_trials import (
-    PreNormTransformer,
-    SmallTrial,
-    SummedLoss,
-    TinyLoss,
-)
+from benchmarks.small_trials import PreNormTransformer, SmallTrial, SummedLoss, TinyLoss
 from determined_amp.amp.patched import patched
 from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.experiment.experiment import experiment_in, read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder import scoring
-from determined_amp.finder.prediction import (
-    Prediction,
-)
+from determined_amp.finder.prediction import Prediction
 from determined_amp.finder.scale_finding import find_window
 from determined_amp.finder.scale_score import FLUSHED_LIMIT, Score, bits_from_default, worth_of_best
 from determined_amp.finder.scoring import NoScaleError, score_batches
@@ -252,6 +245,7 @@ def trials(*steps: float | None) -> list[tuple[float, float | None]]:
         (trials(0, None), None),
         ([*trials(0), (math.nan, 0.0)], None),
     ],
+    ids=["some lose none", "all lose some", "no trial", "one trial", "no score", "no scale"],
 )
 def test_search_says_what_its_best_score_is_worth(
     found: list[tuple[float, float | None]], sentence: str | None

@@ -42,6 +42,10 @@ def sparse(*values: float) -> torch.Tensor:
         (nested([1.0], [-4.0, 2.0]), 4.0, False, True, False),
         (nested([1.0], [INF]), INF, False, False, False),
     ],
+    ids=[
+        *("dense", "infinite", "NaN", "one number", "empty", "sparse", "sparse with NaN"),
+        *("nested", "nested and infinite"),
+    ],
 )
 def test_largest_number_and_finiteness_are_known_of_any_kind_of_tensor(
     made: torch.Tensor, largest: float, has_nan: bool, is_finite: bool, is_plain: bool
@@ -75,18 +79,18 @@ def test_fake_tensor_is_a_stand_in_and_a_real_one_is_none() -> None:
 @pytest.mark.parametrize(
     ("args", "kwargs", "has"),
     [
-        (("self",), {}, False),
-        (("self", None), {}, False),
-        (("self", print), {}, True),
-        (("self",), {"closure": print}, True),
-        (("self",), {"closure": None, "other": print}, False),
+        ((), {}, False),
+        ((None,), {}, False),
+        ((print,), {}, True),
         ((), {"closure": print}, True),
+        ((), {"closure": None, "other": print}, False),
     ],
+    ids=["none", "None", "by position", "by name", "another name"],
 )
 def test_closure_of_a_step_is_seen_however_it_is_passed(
     args: tuple[Any, ...], kwargs: dict[str, Any], has: bool
 ) -> None:
-    assert (tensors.closure_of(args[1:], kwargs) is not None) is has
+    assert (tensors.closure_of(args, kwargs) is not None) is has
 
 
 def test_optimizer_has_a_gradient_if_any_group_has_one() -> None:
