@@ -190,11 +190,7 @@ class Cluster:
         said = self.det("experiment", "create", str(config), str(context), *options)
         found = re.search(r"Created experiment (\d+)", said)
         assert found, said
-        return self.adopt(int(found[1]))
-
-    def adopt(self, number: int) -> Run:
-        """An experiment that was made otherwise; removed with the others."""
-        self.runs.append(Run(self, number))
+        self.runs.append(Run(self, int(found[1])))
         return self.runs[-1]
 
     def table(self) -> str:

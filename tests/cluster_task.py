@@ -93,7 +93,6 @@ def start_task(
     hparams: Config,
     *,
     seed: int = 1,
-    slots: int = 1,
 ) -> TaskMaster:
     """Let this process be the task of a trial.
 
@@ -103,7 +102,6 @@ def start_task(
         config: The experiment configuration.
         hparams: The hyperparameters that were sampled for the trial.
         seed: The trial's seed, which the platform drew.
-        slots: Number of its slots, all on one machine.
     """
     trial = SimpleNamespace(
         _config=config, _steps_completed=0, _debug=False, hparams=hparams, trial_seed=seed
@@ -112,7 +110,7 @@ def start_task(
         task_type="TRIAL",
         latest_checkpoint=None,
         trial=trial,
-        slot_ids=[*range(slots)],
+        slot_ids=[0],
         container_addrs=["localhost"],
     )
     master = TaskMaster(folder)

@@ -1,4 +1,4 @@
-"""Small searches and findings for the tests of `reports`."""
+"""Small searches and findings for the tests of `report`."""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from determined_amp.experiment.experiment import read_yaml
+from determined_amp.experiment.overrides import with_overrides
 from tests import training
 from tests.precisions import write_run
 from tests.training import ROOT
@@ -37,6 +39,20 @@ for arguments in json.load(sys.stdin):
     ended[" ".join(arguments)] = status, printed.getvalue(), early
 json.dump(ended, open("ended.json", "w"))
 """
+
+WRONG = (
+    "hyperparameters.amp.precission=amp_fp16",
+    "hyperparameters.global_batch_size=63",
+    "resources.slots_per_trial=2",
+)
+# Of each file with mistakes: the sound one that it comes from, and what makes it wrong.
+CHANGES = {
+    "wrong.yaml": (MLP, (*WRONG, "hyperparameters.training.max_length={batch: 3}", "searchr={}")),
+    "search.yaml": (
+        ROOT / "hp_search" / "loss_scale_grid.yaml",
+        (*WRONG, "entrypoint=python3 train.py", "searcher.max_trials=3"),
+    ),
+}
 
 # What a YAML with four mistakes is told, in one go.
 WRONG_KEYS = (
@@ -67,28 +83,17 @@ SOUND = f"audit {MLP} --config data.classes=1"
 
 
 def write_files(folder: Path) -> None:
-    config = yaml.safe_load(MLP.read_text())
-    config["hyperparameters"]["amp"]["precission"] = "amp_fp16"
-    config["hyperparameters"]["global_batch_size"] = 63
-    config["hyperparameters"]["training"]["max_length"] = {"batch": 3}
-    config["resources"]["slots_per_trial"] = 2
-    config["searchr"] = {}
     plain = {
         "name": "plain",
         "entrypoint": "trials.mlp:MLPTrial",
         "hyperparameters": {},
         "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": 3}},
     }
-    (folder / "wrong.yaml").write_text(yaml.safe_dump(config))
     (folder / "plain.yaml").write_text(yaml.safe_dump(plain))
-    search = yaml.safe_load((ROOT / "hp_search" / "loss_scale_grid.yaml").read_text())
-    del search["reproducibility"]  # which no command needs
-    search["entrypoint"] = "python3 train.py"
-    search["hyperparameters"] |= {"global_batch_size": 63}
-    search["hyperparameters"]["amp"]["precission"] = "amp_fp16"
-    search["searcher"]["max_trials"] = 3
-    search["resources"]["slots_per_trial"] = 2
-    (folder / "search.yaml").write_text(yaml.safe_dump(search))
+    for name, (sound, mistakes) in CHANGES.items():
+        config = with_overrides(read_yaml(str(sound)), mistakes)
+        config.pop("reproducibility")  # which no command needs
+        (folder / name).write_text(yaml.safe_dump(config))
     for name in ("fp32", "amp_fp16"):
         write_run(folder / name, name, 1)
 
@@ -106,17 +111,19 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 @pytest.mark.parametrize("command", MISTAKES)
-def test_mistake_is_named_with_nothing_imported(command: str, ended: Ended) -> None:
+def test_command_names_every_mistake_before_it_imports_torch_or_the_trial(
+    command: str, ended: Ended
+) -> None:
     status, printed, early = ended[command]
     assert (status, early) == (2, None), printed
     assert all(text in printed for text in MISTAKES[command]), printed
 
 
-def test_report_needs_no_torch_at_all(ended: Ended) -> None:
+def test_report_on_precisions_imports_no_torch(ended: Ended) -> None:
     status, printed, early = ended[REPORT]
     assert (status, early) == (0, None), printed
 
 
-def test_imports_are_seen(ended: Ended) -> None:
-    """Negative control: a sound YAML imports the trial."""
+def test_command_on_a_sound_yaml_imports_torch(ended: Ended) -> None:
+    """Negative control: what is imported is seen."""
     assert ended[SOUND][2] == "torch"

@@ -91,7 +91,9 @@ def loud(_workers_import_once: None, tmp_path_factory: pytest.TempPathFactory) -
 
 
 class TestAnswer:
-    def test_answer_is_on_the_page(self, images: Path) -> None:
+    def test_comparison_trains_every_precision_with_both_seeds_and_writes_its_page(
+        self, images: Path
+    ) -> None:
         result = json.loads((images / "precision.json").read_text())
         trained = {run["precision"] for run in result["runs"]}
         # On a CPU tf32 is fp32. A slow precision is left out, and said to be.
@@ -104,7 +106,7 @@ class TestAnswer:
         assert (images / "precision.md").is_file()
         assert not list(images.glob("pilots/*/checkpoints/batch-*"))
 
-    def test_answer_ends_what_is_printed(self, images: Path) -> None:
+    def test_answer_and_its_yaml_are_printed_last(self, images: Path) -> None:
         """In this order, without the tables of the page."""
         result = json.loads((images / "precision.json").read_text())
         printed = (images / "printed").read_text()
@@ -129,7 +131,7 @@ class TestAnswer:
         assert math.isfinite(result["precisions"][1]["mean"])
 
 
-def test_answer_counts_the_missing_runs_without_a_list() -> None:
+def test_answer_counts_missing_runs_and_does_not_list_them() -> None:
     ended, stopped = run("fp32"), run("fp32", 2, last_batch=60)
     source = Search("", (dataclasses.replace(ended, number=3), stopped))
     answer = comparison._of_answer(source, 6, "within 3 min")
@@ -154,7 +156,7 @@ def test_comparison_says_why_it_ended_early(
     assert optimize.run_comparison(tmp_path, 600.0, bool) == why
 
 
-def test_runs_that_take_longer_than_estimated_have_all_the_minutes_allowed() -> None:
+def test_time_limit_is_what_the_user_allows_or_1_3_times_a_longer_estimate() -> None:
     short = comparison.ComparisonPlan(batches=200, reporting_period=25, seconds=8.0, allowed=180.0)
     long = comparison.ComparisonPlan(batches=20, reporting_period=2, seconds=400.0, allowed=180.0)
     assert (short.time_limit, long.time_limit) == (180.0, 520.0)
@@ -277,21 +279,20 @@ def test_paused_task_stops_at_a_report_and_goes_on_with_its_finished_runs(
 @pytest.mark.parametrize(
     ("window", "length", "batches"),
     [
-        (1, Length(batches=40), 40),
-        (1, Length(epochs=3), 48),
+        (1, {"batches": 40}, 40),
+        (1, {"epochs": 3}, 48),
         (1, None, 2200),
-        (32, Length(batches=24), 32),  # one whole window at least
-        (1, Length(batches=5), BATCHES),  # long enough to have a speed
+        (32, {"batches": 24}, 32),  # one whole window at least
+        (1, {"batches": 5}, BATCHES),  # long enough to have a speed
     ],
 )
-def test_plan_is_no_longer_than_the_experiment(
-    window: int, length: Length | None, batches: int
-) -> None:
+def test_plan_is_no_longer_than_the_experiment(window: int, length: Any, batches: int) -> None:
     """Three minutes over 1.3, less six starts of 1 s, are 2207 batches of six runs at 10 ms."""
     precisions = (Precision.FP32, Precision.AMP_BF16)
     results = PilotResults({p: Pilot(p, 0.01, overhead=1.0, epoch_batches=16) for p in precisions})
     experiment: Any = SimpleNamespace(
-        aggregation_frequency=window, training=SimpleNamespace(max_length=length)
+        aggregation_frequency=window,
+        training=SimpleNamespace(max_length=length and Length(**length)),
     )
     options: Any = SimpleNamespace(seeds=3, batches=None, minutes=3)
     plan = comparison.make_plan(results, experiment, options)
@@ -408,18 +409,20 @@ class TestPilot:
 
         return pilot
 
-    def test_start_is_no_time_of_a_batch(self, train: Callable[..., Pilot]) -> None:
+    def test_seconds_per_batch_exclude_the_start_of_the_run(
+        self, train: Callable[..., Pilot]
+    ) -> None:
         """The command ends at 106 s, of which 6 batches take half a second each."""
         pilot = train(*reports(2, 4, 6), *DONE)
         assert pilot == Pilot(Precision.TF32, 0.5, 0.5, overhead=103.0, epoch_batches=16)
 
-    def test_steady_speed_is_the_time_of_a_batch(self, train: Callable[..., Pilot]) -> None:
+    def test_reported_speed_gives_the_seconds_per_batch(self, train: Callable[..., Pilot]) -> None:
         """Of batches of 16 samples, also where gradients accumulate up to the only report."""
         spoken = reports(32, samples_per_second=64.0)
         pilot = train(*spoken, *DONE)
         assert (pilot.seconds_per_batch, pilot.shortest) == (0.25, 0.25)
 
-    def test_much_slower_precision_is_stopped_after_two_times_between_reports(
+    def test_much_slower_precision_is_stopped_after_two_intervals_between_reports(
         self, train: Callable[..., Pilot]
     ) -> None:
         stopped = Ended(RunState.PRUNED)
@@ -430,7 +433,7 @@ class TestPilot:
         )
         assert Staged.made[0].connection.answers == [True, True, False]
 
-    def test_one_short_time_between_reports_keeps_a_precision(
+    def test_precision_with_one_short_interval_between_reports_is_kept(
         self, train: Callable[..., Pilot]
     ) -> None:
         pilot = train(*reports(2, 4, 6, 8), *DONE, base=0.11)

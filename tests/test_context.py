@@ -99,7 +99,7 @@ def test_the_context_holds_all_code_and_nothing_else(files: dict[str, bytes]) ->
     assert code <= files.keys()
 
 
-def test_code_that_is_sent_imports_none_that_is_not(files: dict[str, bytes]) -> None:
+def test_code_that_is_sent_imports_no_code_that_is_not_sent(files: dict[str, bytes]) -> None:
     imported = {
         parts[0] for path in files if path.endswith(".py") for _, parts in imports(ROOT / path)
     }
@@ -108,7 +108,7 @@ def test_code_that_is_sent_imports_none_that_is_not(files: dict[str, bytes]) -> 
 
 
 @pytest.mark.parametrize("reader", [sent, copied_into_a_checkpoint])
-def test_nothing_planted_leaves_the_machine(
+def test_secrets_data_and_caches_of_a_clone_are_not_sent(
     reader: Callable[[Path], dict[str, bytes]], files: dict[str, bytes], clone: Path
 ) -> None:
     assert reader(clone) == files

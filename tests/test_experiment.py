@@ -1,4 +1,4 @@
-"""`config.experiment`: one YAML, parsed once, every mistake named; and the overrides of it.
+"""`experiment.experiment`: one YAML, parsed once, every mistake named; and the overrides of it.
 
 The configuration of every test is the repository's own `mlp/amp.yaml` with single keys changed.
 """
@@ -59,7 +59,7 @@ def test_key_without_effect_is_an_error_unless_it_is_the_masters_default(
     assert problems_of({path: default}) == []
 
 
-def test_initial_validation_and_averaging_belong_to_both_forms() -> None:
+def test_initial_validation_and_averaging_are_read_in_this_librarys_form() -> None:
     values = {
         "perform_initial_validation": True,
         "optimizations.average_aggregated_gradients": False,
@@ -143,7 +143,7 @@ def test_mistakes_of_all_sections_are_reported_together(wrong: dict[str, object]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "amp_bf16"])
-def test_settings_of_the_scaler_are_inert_in_a_precision_without_one(precision: str) -> None:
+def test_scaler_settings_have_no_effect_in_a_precision_without_a_scaler(precision: str) -> None:
     """So one override switches the precision, here and on a cluster, which merges it."""
     values = {"hp.amp.precision": precision, "hp.amp.init_scale": 2.0, "hp.amp.min_scale": 4.0}
     parsed = experiment.parse(changed(values), "test")
@@ -165,7 +165,7 @@ def test_precision_of_the_command_line_may_be_in_quotes_as_in_the_yaml() -> None
         in_precision({"hyperparameters": {"amp": "own"}}, "fp32")
 
 
-def test_entrypoint_with_half_a_quotation_names_no_trial() -> None:
+def test_entrypoint_with_an_unclosed_quotation_names_no_trial() -> None:
     assert trial_in("python3 -m determined_amp train --trial 'a") is None
 
 
@@ -177,7 +177,7 @@ def test_length_as_a_text_replaces_the_unit(text: str, length: Length) -> None:
     assert result.training.max_length == length
 
 
-def test_experiment_of_dets_option_test_trains_one_batch() -> None:
+def test_experiment_in_determineds_test_mode_trains_one_batch() -> None:
     made = _make_test_experiment_config(changed({}))
     result = experiment.parse(made, "test")
     batch = Length(batches=1)
@@ -214,7 +214,7 @@ def test_hyperparameters_of_the_searcher_replace_those_of_the_yaml() -> None:
         ({"epochs": 2}, 2, 11),
     ],
 )
-def test_steps_are_whole_windows_of_the_run(
+def test_steps_are_the_whole_accumulation_windows_of_the_run(
     length: dict[str, int], aggregation_frequency: int, steps: int
 ) -> None:
     """An epoch is 11 batches; Determined steps after whole windows, which may span epochs."""
@@ -224,7 +224,7 @@ def test_steps_are_whole_windows_of_the_run(
     assert hparams.steps(batches_per_epoch=11) == steps
 
 
-def test_epochs_that_end_within_a_window_are_refused() -> None:
+def test_epochs_that_end_within_an_accumulation_window_are_refused() -> None:
     """Two epochs of 11 batches are five windows of four and two batches that would be lost."""
     lengths = {f"hp.training.{name}": {"epochs": 2} for name in _LENGTHS}
     hparams = experiment.parse(changed({**lengths, "hp.aggregation_frequency": 4}), "test").hparams
@@ -277,6 +277,6 @@ def test_malformed_override_is_a_config_error(override: str, problem: str) -> No
 @pytest.mark.parametrize(
     "path", ["labels", "environment", "searcher.max_trials", "searcher.time_metric"]
 )
-def test_key_that_is_only_determineds_is_its_own_business(path: str) -> None:
+def test_key_that_only_determined_reads_is_accepted(path: str) -> None:
     config = with_overrides(yaml.safe_load(_YAML.read_text()), [f"{path}=1"])
     assert experiment.parse(config, "test").config

@@ -74,7 +74,7 @@ def legacy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Legacy:
     return run
 
 
-def test_first_batch_is_audited_and_all_of_them_are_trained(legacy: Legacy) -> None:
+def test_first_batch_is_audited_and_every_batch_is_trained(legacy: Legacy) -> None:
     reports = legacy(Weights, FP16)
     assert reports.training[0]["watch_audit_share"] == 1
     assert "watch_audit_share" not in reports.training[1]
@@ -98,7 +98,7 @@ def test_guard_ends_the_run_with_one_sentence(legacy: Legacy) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_unmodified_trial_trains_by_one_key(legacy: Legacy) -> None:
+def test_trial_as_it_is_trains_an_unmodified_trial(legacy: Legacy) -> None:
     reports = legacy(TrialAsItIs, {"precision": "amp_bf16"}, 8, trial="tests.trials:Plain")
     assert reports.training[0]["watch_audit_share"] == 1
     assert reports.training[-1]["watch_applied_steps"] == 8

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return training.run_small("mlp/bf16.yaml", tmp_path_factory.mktemp("local"))
 
 
-def test_warnings_of_determined_that_no_user_can_act_on_are_only_written(tmp_path: Path) -> None:
+def test_warning_that_no_user_can_act_on_is_in_the_log_file_alone(tmp_path: Path) -> None:
     shown = Console(file=io.StringIO())
     with logging_to(tmp_path / "log.txt", shown):
         logging.getLogger("determined.tensorboard").warning("TensorFlow writer not found")

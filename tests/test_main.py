@@ -77,10 +77,10 @@ def test_mistake_of_the_user_is_one_sentence_and_status_2(
         ("| true", "audit", 0),
     ],
 )
-def test_standard_output_that_is_lost(
+def test_lost_standard_output_fails_a_command_that_only_prints(
     redirected: str, command: str, status: int, tmp_path: Path
 ) -> None:
-    """The result of a training is in its folder, so it goes on."""
+    """A training goes on: its result is in its folder."""
     (tmp_path / "x.py").write_text(
         "import sys\nfrom types import SimpleNamespace\n"
         "from determined_amp import __main__ as door\n"
@@ -122,7 +122,7 @@ def test_help_of_a_command_lists_its_arguments(
         (None, "\x1b]0;title\x07 of\nme", "error: \ufffd]0;title\ufffd of\nme\n"),
     ],
 )
-def test_error_of_a_user_is_one_message_and_status_2(
+def test_user_error_is_one_message_and_status_2(
     task: str | None,
     text: str,
     message: str,
@@ -140,31 +140,26 @@ def test_error_of_a_user_is_one_message_and_status_2(
     assert capsys.readouterr().err == message
 
 
-class TestRanks:
-    LAUNCHER = (sys.executable, "-m", "determined.launch.torch_distributed", sys.executable)
+LAUNCHER = (sys.executable, "-m", "determined.launch.torch_distributed", sys.executable)
 
-    @pytest.fixture
-    def started(self, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-        """The programs that have replaced this one."""
-        programs: list[list[str]] = []
-        monkeypatch.setattr(os, "execv", lambda program, words: programs.append(words))
-        monkeypatch.delenv("RANK", raising=False)
-        return programs
 
-    @pytest.mark.parametrize(("slots", "nodes"), [(2, 1), (0, 2), (1, 1)])
-    def test_commands_of_several_slots_are_started_by_the_launcher(
-        self, slots: int, nodes: int, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        task: Any = SimpleNamespace(slot_ids=[*range(slots)], container_addrs=["a", "b"][:nodes])
-        cluster.start_ranks(task, "train", "--trial", "model:Trial")
-        words = [*self.LAUNCHER, "-m", "determined_amp", "train", "--trial", "model:Trial"]
-        assert started == ([] if slots < 2 and nodes < 2 else [words])
+@pytest.mark.parametrize(("slots", "nodes"), [(2, 1), (0, 2), (1, 1)])
+def test_commands_of_several_slots_are_started_by_the_launcher(
+    slots: int, nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
+    monkeypatch.delenv("RANK", raising=False)
+    task: Any = SimpleNamespace(slot_ids=[*range(slots)], container_addrs=["a", "b"][:nodes])
+    cluster.start_ranks(task, "train", "--trial", "model:Trial")
+    words = [*LAUNCHER, "-m", "determined_amp", "train", "--trial", "model:Trial"]
+    assert started == ([] if slots < 2 and nodes < 2 else [words])
 
-        # Ranks do not start others.
-        monkeypatch.setenv("RANK", "0")
-        started.clear()
-        cluster.start_ranks(task, "train")
-        assert not started
+    # Ranks do not start others.
+    monkeypatch.setenv("RANK", "0")
+    started.clear()
+    cluster.start_ranks(task, "train")
+    assert not started
 
 
 def test_package_that_is_missing_is_named_with_the_remedy(
@@ -197,7 +192,7 @@ def test_image_without_a_package_is_one_line_without_a_retry_and_noted_on_the_ma
     assert master.metadata["failure"].startswith(reason)
 
 
-def test_ctrl_c_is_a_word_and_no_traceback(
+def test_ctrl_c_prints_interrupted_and_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(arguments: Sequence[str]) -> None:

@@ -155,8 +155,8 @@ def careless(arguments: Sequence[str]) -> int:
     return door.main([*arguments, "--config", "hyperparameters.learning_rate=0.5"])
 
 
-def test_setting_that_is_not_the_one_asked_for_is_seen() -> None:
-    """Negative control."""
+def test_training_with_another_learning_rate_than_the_yaml_asks_for_is_noticed() -> None:
+    """Negative control: the judge of the tests above fails what a careless command trains."""
     mistake = Mistake("value", "hyperparameters.learning_rate", "0.25")
     judge(TRAIN, TINY, mistake)
     with pytest.raises(AssertionError):

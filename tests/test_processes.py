@@ -52,10 +52,10 @@ def test_overflow_on_one_rank_skips_the_step_on_both(folder: Path) -> None:
     assert (report["watch_applied_steps"], report["skipped_steps"]) == (2, 1)
 
 
-def test_two_ranks_of_a_loop_of_ones_own_train_and_end_as_those_of_a_trial(folder: Path) -> None:
-    """The same rows as above; then rank 0 alone overflows twice, and both end with its cause.
+def test_two_ranks_of_an_amp_loop_train_and_end_as_those_of_a_trial(folder: Path) -> None:
+    """The rows of the trial above; then rank 0 alone overflows twice, and both end with its cause.
 
-    Twice: with the processes of Determined, and with those of torch, which a loop finds itself.
+    Once with the processes of Determined, and once with those of torch, which a loop finds itself.
     """
     ranks = lines_of(folder, "own loop")
     assert len(ranks) == 4
@@ -67,12 +67,12 @@ def test_two_ranks_of_a_loop_of_ones_own_train_and_end_as_those_of_a_trial(folde
         assert rank["weight afterwards"] == -0.5
 
 
-def test_ranks_of_a_loop_that_gives_its_batch_on_one_of_them_end_together(folder: Path) -> None:
+def test_ranks_end_together_where_one_of_them_gives_no_loss_function(folder: Path) -> None:
     for rank in lines_of(folder, "tells one"):
         assert "Its cause was not looked for: give the newest batch" in rank["ended"]
 
 
-def test_a_window_exchanges_gradients_once(folder: Path) -> None:
+def test_accumulation_window_exchanges_gradients_once(folder: Path) -> None:
     """Gradients of window one: rank 0 mean(1, 1), rank 1 mean(1, 3): w moves by -0.5 * 1.5.
 
     In the second, rank 0 sees inf before the exchange: it is in the sum, and both ranks skip. The
@@ -130,7 +130,7 @@ def test_two_ranks_resume_shuffled_batches_as_if_undisturbed(folder: Path) -> No
     assert sorted(epochs[0] + epochs[1]) == sorted(4 * list(range(strangers.SAMPLES)))
 
 
-def test_window_that_overflows_on_one_rank_is_skipped_on_both(folder: Path) -> None:
+def test_accumulation_window_that_overflows_on_one_rank_is_skipped_on_both(folder: Path) -> None:
     """The trial clamps what overflowed before the ranks exchange it."""
     first, second = lines_of(folder, "unmodified")
     assert first["loud"] == second["loud"]
@@ -161,7 +161,7 @@ def test_two_ranks_train_compiled_as_they_do_without(folder: Path) -> None:
     )
 
 
-def test_batch_that_does_not_divide_is_refused(folder: Path) -> None:
+def test_global_batch_size_that_the_ranks_do_not_divide_is_refused(folder: Path) -> None:
     """The YAML asks for one slot and torchrun started two: Determined would shrink the batch."""
     assert "got 33, which does not divide among 2 slots" in (folder / "output").read_text()
     assert training.end(folder / "odd")[0] == "failed"
@@ -193,13 +193,16 @@ class TestStop:
             signal.raise_signal(signal.SIGTERM)
         assert capfd.readouterr().err.count("stopping at the next report") == 1
 
-    @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+    @pytest.mark.parametrize(
+        "first", [signal.SIGTERM, signal.SIGINT], ids=["after SIGTERM", "after Ctrl-C"]
+    )
     @pytest.mark.parametrize(
         ("second", "at_once"),
         # On one Ctrl-C torchrun terminates what the terminal has interrupted.
         [(signal.SIGINT, True), (signal.SIGTERM, False)],
+        ids=["Ctrl-C", "SIGTERM"],
     )
-    def test_second_ctrl_c_stops_at_once(
+    def test_second_signal_stops_at_once_if_it_is_ctrl_c(
         self, first: signal.Signals, second: signal.Signals, *, at_once: bool
     ) -> None:
         before, interrupted = signal.getsignal(signal.SIGTERM), False
@@ -216,14 +219,16 @@ class TestStop:
 
 
 @pytest.mark.parametrize("size", ["2", "abc", "0"])
-def test_stray_world_size_is_one_sentence(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_world_size_without_a_rank_is_one_sentence(
+    size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", size)
     lines_of = f"WORLD_SIZE: got '{size}' .*without RANK, .*; allowed: .*unset WORLD_SIZE"
     with pytest.raises(UserError, match=lines_of), process_group():
         pass
 
 
-def test_process_that_nobody_started_with_others_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_without_a_world_size_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with process_group() as processes:
         assert isinstance(processes, core.DummyDistributedContext)

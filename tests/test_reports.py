@@ -45,7 +45,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_report_of_a_local_search_predicts_on_its_own(
+def test_report_on_a_local_search_runs_the_finder_itself(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert loss_scale.main(["loss-scale", "study"]) == 0
@@ -67,7 +67,7 @@ def test_report_of_a_local_search_predicts_on_its_own(
     assert record["finding"]["choice_log2"] == choice
 
 
-def test_finding_replaces_the_run_of_the_finder(
+def test_report_takes_a_finding_in_place_of_running_the_finder(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (workplace / "finding.json").write_text(json.dumps(finding()))
@@ -92,8 +92,6 @@ def test_finding_replaces_the_run_of_the_finder(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["nowhere"], "there is no such folder"),
-        (["7"], "DET_MASTER is not set"),
         (["study", "--finding", "none.json"], "none.json: cannot be read: No such file"),
         (
             ["study", "--margin", "1"],
@@ -105,16 +103,14 @@ def test_finding_replaces_the_run_of_the_finder(
 def test_bad_input_is_one_sentence(
     workplace: Path,
     refusal: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
     arguments: Sequence[str],
     sentence: str,
 ) -> None:
-    monkeypatch.delenv("DET_MASTER", raising=False)
     assert sentence in refusal("report", "loss-scale", *arguments)
     assert not list(workplace.rglob("loss_scale.*"))
 
 
-def test_report_replaces_no_finding(workplace: Path, refusal: Callable[..., str]) -> None:
+def test_report_does_not_overwrite_a_finding(workplace: Path, refusal: Callable[..., str]) -> None:
     """The file of a finding has the name of the report's own JSON."""
     kept = workplace / "study" / "loss_scale.json"
     text, other = json.dumps(finding()), workplace / "finding.json"
@@ -160,7 +156,7 @@ def test_answer_that_cannot_be_written_is_a_sentence(
     assert not list(workplace.glob("*a.json*"))
 
 
-def test_tags_in_what_others_wrote_stay_text_in_markdown(tmp_path: Path) -> None:
+def test_page_shows_tags_and_bars_as_text(tmp_path: Path) -> None:
     parts: Any = {"figure": Figure(), "caption": "", "table": [[("a", "x | y\nz")]], "record": {}}
     parts |= {"answer": "<script>a</script>, 1 < 2", "yaml": "", "sentences": [], "origin": ""}
     page.write_page(tmp_path, "x", **parts)
@@ -240,7 +236,7 @@ def test_search_over_more_than_the_scale_ranks_no_scales() -> None:
     assert "differ in learning_rate, too" in shown
 
 
-def test_without_the_trial_only_the_observation_is_drawn(
+def test_report_on_a_trial_that_is_not_here_draws_the_observation_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

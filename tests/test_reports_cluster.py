@@ -1,4 +1,4 @@
-"""`reports.master_runs` reads an experiment by Determined's SDK, here from a small HTTP server."""
+"""`report.master_runs` reads an experiment by Determined's SDK, here from a small HTTP server."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_numbers_are_those_of_the_last_reports_of_each_trial(master: Master) -> 
         ({"batches": 100}, 0, RunState.COMPLETED),
     ],
 )
-def test_trial_that_a_search_over_the_scale_ended_early_is_no_completed_one(
+def test_trial_that_a_search_ended_early_is_pruned_though_the_master_says_completed(
     master: Master, length: Any, batches: int, state: RunState
 ) -> None:
     """The master calls both completed. One that has trained no batch is scored, not trained."""
@@ -99,7 +99,7 @@ def test_finding_is_read_from_the_checkpoint(master: Master, tmp_path: Path) -> 
     assert read_finding(7) == FoundScale.from_json(finding(), "")
 
 
-def test_checkpoint_of_something_else_is_not_even_downloaded(
+def test_checkpoint_without_a_finding_is_not_downloaded(
     master: Master, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     master.checkpoints = [checkpoint(tmp_path, "state_dict.pth", "many GiB")]
@@ -161,7 +161,7 @@ class TestComparison:
         ("_experiment", lambda: {"": {"experiment": {}}}, "gave no experiment 7"),
     ],
 )
-def test_answer_that_is_of_no_use_is_a_sentence(
+def test_useless_answer_of_a_master_is_a_sentence(
     master: Master, monkeypatch: pytest.MonkeyPatch, name: str, value: Any, words: str
 ) -> None:
     monkeypatch.setattr(master, name, value)
@@ -195,7 +195,7 @@ def test_address_without_a_master_is_a_sentence_that_repeats_no_password(
         (403, "the login was refused"),
     ],
 )
-def test_address_that_refuses_is_no_other_program(
+def test_refusal_by_a_master_is_named_as_such(
     status: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with answering(lambda method, path, sent: (status, "{}")) as address:
@@ -266,7 +266,7 @@ CHECK = "python3 -m determined_amp check --trial model_def:MyTrial"
         (TRAIN, "random", {"rate": {"type": "log"}}, ["precision", "loss-scale"]),
     ],
 )
-def test_source_decides_on_its_report_and_another_is_refused_with_the_command(
+def test_entrypoint_and_ranges_decide_on_the_report_and_another_is_refused(
     entrypoint: str | None, searcher: str | None, space: Any, fits: list[str]
 ) -> None:
     config = {"entrypoint": entrypoint, "searcher": {"name": searcher}, "hyperparameters": space}
@@ -283,7 +283,7 @@ def test_source_decides_on_its_report_and_another_is_refused_with_the_command(
     ("entrypoint", "words"),
     [(FIND, "is the finder's answer"), (CHECK, "is the check of a trial's")],
 )
-def test_command_asks_what_a_source_is_about(
+def test_report_on_the_answer_of_a_finder_or_a_check_is_refused(
     master: Master, entrypoint: str, words: str, command: list[str]
 ) -> None:
     """Also where its settings cannot be read, as those of a trial with AMP of its own."""

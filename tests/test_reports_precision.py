@@ -155,7 +155,7 @@ def master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Master]:
         yield made
 
 
-def test_all_trials_are_runs(master: Master) -> None:
+def test_every_trial_of_an_experiment_is_a_run(master: Master) -> None:
     runs = read_experiment(7).runs
     assert [run.precision.value for run in runs] == ["fp32", "fp32", "amp_bf16", "amp_bf16"]
     assert {run.state for run in runs} == {RunState.COMPLETED}
@@ -242,7 +242,9 @@ def test_experiment_of_another_entrypoint_is_a_sentence(master: Master) -> None:
         read_experiment(7)
 
 
-def test_run_folder_has_the_same_names_as_a_master(master: Master, trained: Path) -> None:
+def test_settings_of_a_run_folder_have_the_names_of_those_on_a_master(
+    master: Master, trained: Path
+) -> None:
     """Otherwise runs of both could not be compared."""
     folder = read_run(trained / "fp32")
     assert read_experiment(7).runs[0].settings.keys() == folder.settings.keys()

@@ -57,7 +57,7 @@ def compared(*runs: Run, **options: Any) -> Comparison:
     return comparison
 
 
-def test_interval_of_pairs_is_students() -> None:
+def test_interval_of_pairs_is_students_t_interval() -> None:
     """By hand: mean 2, deviation 1, t of 2 degrees of freedom 4.3026527."""
     interval = interval_of([1.0, 2.0, 3.0])
     assert (interval.mean, interval.std, interval.pairs) == (2.0, 1.0, 3)
@@ -142,12 +142,12 @@ def test_verdict_depends_on_interval_and_margin(
         ),
     ],
 )
-def test_report_says(amp: Sequence[Run], words: str) -> None:
+def test_report_says_what_the_runs_show(amp: Sequence[Run], words: str) -> None:
     """Of three seeds in fp32 at 1000 samples/s, and these runs."""
     assert words in text_of(comparison_of(*BASE, *amp))
 
 
-def test_report_says_nothing_of_what_is_not_there() -> None:
+def test_report_on_equal_runs_mentions_no_fault() -> None:
     said = text_of(comparison_of(*BASE, *seeds("amp_fp16", ALIKE)))
     for words in (
         "--seeds",
@@ -169,7 +169,7 @@ def test_runs_without_a_partner_of_equal_seed_are_not_compared() -> None:
     assert comparison.times_as_fast == pytest.approx(2.0)
 
 
-def test_margin_is_the_users() -> None:
+def test_margin_of_the_user_decides_the_verdict() -> None:
     runs = (*BASE, *seeds("amp_fp16", DOUBTFUL))
     verdicts = [compared(*runs, margin=margin).verdict for margin in (None, 0.1)]
     assert verdicts == [Equivalence.UNKNOWN, Equivalence.EQUAL]
@@ -208,7 +208,7 @@ def test_direction_is_that_of_the_searcher_or_of_the_name(
 
 
 @pytest.mark.parametrize(("shift", "may_be_worse"), [(-0.002, False), (-0.02, True), (0.02, False)])
-def test_mean_of_an_unknown_verdict_may_be_worse_by_more_than_the_margin(
+def test_faster_precision_is_not_advised_where_its_mean_is_worse_by_more_than_the_margin(
     shift: float, may_be_worse: bool
 ) -> None:
     faster = run("amp_fp16", accuracy=0.9 + shift, speed=2000.0)
@@ -235,7 +235,7 @@ def test_ratio_is_over_pairs_of_runs(
     assert (speed.median, speed.low, speed.high, speed.pairs) == pytest.approx(ratio)
 
 
-def test_small_effect_is_none_however_certain() -> None:
+def test_effect_below_5_percent_is_none_however_certain() -> None:
     assert Ratio(0.98, 0.97, 0.99, 3, 0.97, 0.99).effect is Effect.NOT_LARGER
 
 
@@ -375,6 +375,7 @@ def test_runs_that_cannot_be_compared_are_an_error_that_says_why(
         [run("fp32", last_batch=50), FP16],
         [run("fp32", last_batch=50, end=LOST), FP16],
     ],
+    ids=["names", "scaler settings", "killed and trained again", "failed and trained again"],
 )
 def test_runs_may_differ_in_names_and_scaler_settings_and_be_trained_again(
     runs: Sequence[Run],
@@ -478,7 +479,7 @@ def test_run_that_changed_its_precision_at_a_resume_counts_for_neither() -> None
     assert f"{name} changed at a resume: fp32 from batch 0, amp_bf16 from batch 80" in left_out
 
 
-def test_trials_of_a_search_are_runs(tmp_path: Path) -> None:
+def test_trials_of_a_local_search_are_compared(tmp_path: Path) -> None:
     folder = write_study(tmp_path / "search", [])
     for number, precision in enumerate(("fp32", "amp_fp16", "fp32", "amp_fp16")):
         write_run(folder / "trials" / f"{number:04d}", precision, seed=number // 2)

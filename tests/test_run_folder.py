@@ -266,7 +266,7 @@ class TestFilesTogether:
 
 
 class TestErrorOfAFile:
-    """It is the machine's in the run folder, and the trial's elsewhere."""
+    """An error of a file is the machine's in the run folder, and the trial's elsewhere."""
 
     def test_error_of_a_file_is_known_by_its_path(self, tmp_path: Path) -> None:
         for file, of_the_machine in (("run/a", True), ("other", False), ("runs", False)):

@@ -132,7 +132,7 @@ def test_trial_that_cannot_train_ends_its_log_with_the_reason(
 def test_trial_that_leaves_has_failed_and_says_so(
     task: Task, masters: list[TaskMaster], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Status 0 of the task would be a trial that has completed."""
+    """With status 0 of its task the platform would call it completed."""
     leave = training.before_each_batch(lambda batch: sys.exit(0))
     with leave, pytest.raises(AssertionError):
         task("loss_scale_asha.yaml", *searching.SHORT_ASHA)
@@ -155,7 +155,7 @@ def test_trial_ends_after_the_validation_at_which_its_search_stops_it(task: Task
         (ConnectionError("the master is away"), False),
     ],
 )
-def test_master_that_marks_a_trial_stops_it(
+def test_trial_stops_where_the_master_has_marked_it(
     answer: Any, stops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def get_trial(session: object, *, trialId: int) -> Any:  # noqa: N803

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
@@ -16,7 +14,6 @@ import pytest
 import yaml
 from optuna.trial import TrialState
 
-from determined_amp.amp.errors import UserError
 from determined_amp.cli import search as command
 from determined_amp.cli import train
 from determined_amp.runs.run import Run, RunState
@@ -160,33 +157,26 @@ def test_comparison_side_by_side_has_no_speeds_and_a_precision_that_fails_is_its
         assert ("overflow" in run.reason) is in_float16
 
 
-def folder_with_a_result(directory: Path) -> Path:
-    """Wait for one."""
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline:
-        time.sleep(0.05)
-        for folder in directory.glob("runs/*/*"):
-            with suppress(UserError):
-                if read_search(folder).ranked():
-                    return folder
-    raise AssertionError("no trial has ended")
-
-
 def test_killed_search_continues_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process of its own, so that it can be killed with all it has in memory."""
+    """Killed when its first trial has ended, in a process of its own: all in its memory is lost."""
+
+    def kill(run: Run, metric: str) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
     many = ("hyperparameters.amp.init_scale.count=4", searching.TWO_SCALES[1])
     path = searching.write(tmp_path, "loss_scale_grid.yaml", *many)
-    with monkeypatch.context() as planted:  # it shares our server, and is not its parent
-        for server in (forkserver, forkserver._forkserver):
+    with monkeypatch.context() as planted:
+        planted.setattr(optimize, "line_of_a_trial", kill)
+        for server in (forkserver, forkserver._forkserver):  # it shares ours, and is not its parent
             planted.setattr(server, "ensure_running", lambda: None)
         work = partial(command.main, [path.name, "--workers", "2"])
         search = training.fork(work, tmp_path / "printed")
-    folder = folder_with_a_result(tmp_path)
-    os.kill(search, signal.SIGKILL)
-    assert training.wait(search) == -signal.SIGKILL
+        assert training.wait(search) == -signal.SIGKILL
+    folder = searching.only_folder(tmp_path)
     before = read_search(folder)
+    assert before.ranked()
     assert len(before.ranked()) < 4
     assert_goes_on(folder, before, 4)
 
@@ -205,7 +195,7 @@ def assert_goes_on(folder: Path, before: Search, points: int) -> None:
         assert (again.hparams, again.metrics, again.date) == (run.hparams, run.metrics, run.date)
 
 
-def test_second_process_is_refused(tmp_path: Path, refusal: Callable[..., str]) -> None:
+def test_second_process_on_a_search_is_refused(tmp_path: Path, refusal: Callable[..., str]) -> None:
     folder = write_study(tmp_path / "study", [])
     with training.locked_by_another_process(folder):
         assert "is running this search" in refusal("search", "--resume", str(folder))

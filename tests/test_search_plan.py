@@ -44,7 +44,7 @@ def read(searcher: Any) -> AshaSearcher:
         ({"max_time": 2}, 2),
     ],
 )
-def test_first_rung(changes: Any, expected: int) -> None:
+def test_asha_first_compares_after_its_lowest_rung(changes: Any, expected: int) -> None:
     assert read({**ASHA, **changes}).first_rung() == expected
 
 
@@ -105,7 +105,7 @@ class TestLengths:
             ("epochs", {}, "max_length"),
         ],
     )
-    def test_lengths_are_those_of_the_searcher(
+    def test_length_that_does_not_fit_the_searcher_is_named(
         self, unit: str, changes: Any, key: str | None
     ) -> None:
         wrong = [] if key is None else [f"hyperparameters.training.{key}"]

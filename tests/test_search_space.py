@@ -98,7 +98,7 @@ class TestNesting:
         assert [result.nested(point)["x"] for point in result.grid()] == [True, 1]
         assert result.nested(result.grid()[0])["x"] is True
 
-    def test_probes_show_every_end_and_choice(self) -> None:
+    def test_probes_have_both_ends_of_a_range_and_every_choice(self) -> None:
         result = space(
             {
                 "a": {"type": "categorical", "vals": ["x", "y", "z"]},

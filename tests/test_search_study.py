@@ -183,9 +183,7 @@ class TestTrials:
         self.run(tmp_path, *[COMPLETED] * 3, values=(0.5, 0.25, 0.75))
         assert [trial.value for trial in self.trials(tmp_path)] == [0.25] * 3
 
-    def test_every_trial_has_a_process_and_those_of_one_time_have_slots(
-        self, tmp_path: Path
-    ) -> None:
+    def test_every_trial_has_a_process_and_one_of_the_slots(self, tmp_path: Path) -> None:
         self.run(tmp_path, *[COMPLETED] * 3, workers=2)
         assert len(Staged.made) == 3
         assert {trial.slot for trial in Staged.made} <= {0, 1}
@@ -229,7 +227,7 @@ class TestTrials:
         assert trial.process.kill.called is (ending == "kill")
         assert TrialState.FAIL not in self.states(tmp_path)
 
-    def test_signal_starts_no_further_trial(
+    def test_no_trial_starts_after_a_signal(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def line(run: object, metric: str) -> str:

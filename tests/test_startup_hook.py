@@ -140,7 +140,7 @@ def trained(run: subprocess.CompletedProcess[str]) -> bool:
     return run.returncode == 0 and run.stdout.splitlines()[-1:] == ["TRAINING"]
 
 
-def test_it_leaves_the_shell_and_a_short_trace_under_stricter_options_too(image: Image) -> None:
+def test_hook_leaves_the_shell_as_it_was_under_stricter_options_too(image: Image) -> None:
     image.lose("rich")
     plain = image.start()
     assert plain.stderr.splitlines() == [
@@ -240,7 +240,7 @@ def test_broken_image_is_warned_about_and_trains_and_no_secret_is_printed(
     assert "hunter2-9f3c" not in run.stdout + run.stderr
 
 
-def test_it_adds_what_the_project_declares() -> None:
+def test_hook_adds_what_the_project_declares() -> None:
     of_the_image = {"determined", "torch", "numpy", "ruamel.yaml"}  # the last two of determined
     assert declared("dependencies") == set(NEEDED.values()) | of_the_image
     assert declared("examples") == set(NEEDED_BY_TRIALS.values()) | {"torchvision", "diffusers"}
@@ -254,7 +254,7 @@ def declared(group: str) -> set[str]:
     return set(re.findall(r'^  "([\w.-]+)', found[1], re.M))
 
 
-def test_it_names_the_versions_of_this_machine(image: Image) -> None:
+def test_hook_prints_the_versions_of_this_machine(image: Image) -> None:
     image.set_python(f"'{sys.executable}'")
     run = image.start(PYTHONPATH="")
     assert trained(run)

@@ -67,7 +67,7 @@ def write(folder: Path, *overrides: str, without: tuple[str, ...] = ()) -> Path:
 
 
 class TestDeterminedsForm:
-    def test_means_what_it_means_there(self) -> None:
+    def test_experiment_in_determineds_form_means_what_it_means_there(self) -> None:
         found = parse("optimizations={aggregation_frequency: 3}", "perform_initial_validation=true")
         assert (found.trial, found.factory) == (TRIAL, strangers.Stranger)
         assert found.settings["hyperparameters.trial"] == TRIAL
@@ -137,12 +137,12 @@ class TestDeterminedsForm:
         "override", ["searcher.max_length.batches=40", "searcher.max_length={batches: 40}"]
     )
     def test_length_is_replaced_by_one_in_another_unit(self, length: str, override: str) -> None:
-        """The first is what the message proposes where there is none."""
+        """The first override is what the message proposes where there is no length."""
         assert parse(f"searcher.max_length={length}", override).max_length == Length(batches=40)
 
 
 class TestOurForm:
-    def test_needs_a_length_and_nothing_else(self) -> None:
+    def test_experiment_in_this_librarys_form_needs_a_length_alone(self) -> None:
         config = {"hyperparameters": {"trial": TRIAL, "training": {"max_length": {"epochs": 2}}}}
         found = experiment.parse(config, "test")
         assert found.max_length == Length(epochs=2)
@@ -166,13 +166,13 @@ class TestConstructors:
     def test_second_required_argument_is_the_hyperparameters(self) -> None:
         assert made("WithHparams").given == {"lr": 0.1}
 
-    def test_trial_may_eat_its_hyperparameters_but_not_the_experiments(self) -> None:
+    def test_trial_that_pops_its_hyperparameters_leaves_those_of_the_experiment(self) -> None:
         with open_trial(experiment_in(LEGACY, "test", trial="tests.strangers:Greedy")) as found:
             assert found.context.get_hparams() == {}
             assert found.experiment.hyperparameters == {"lr": 0.1}
         assert LEGACY["hyperparameters"] == {"lr": 0.1}
 
-    def test_attributes_that_are_no_settings_classes_mean_nothing(self) -> None:
+    def test_hparams_of_a_trial_that_are_no_settings_class_are_left_alone(self) -> None:
         assert parse(trial="tests.strangers:WithMarkers").hparams is None
 
     @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ class TestConstructors:
             ("SAMPLES", "is not a PyTorchTrial"),
         ],
     )
-    def test_what_cannot_be_made_is_said_before_anything_starts(
+    def test_trial_that_cannot_be_made_is_refused_before_anything_starts(
         self, name: str, words: str
     ) -> None:
         (problem,) = problems_of(LEGACY, trial=f"tests.strangers:{name}")
@@ -213,7 +213,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestTraining:
-    def test_reports_what_the_trial_reports(self, folder: Path) -> None:
+    def test_reports_are_those_of_the_trial(self, folder: Path) -> None:
         lines = list(read_metrics(folder / "metrics.jsonl"))
         validations = [line for line in lines if line["group"] == "validation"]
         assert [line["batches"] for line in validations] == [6, 12]
@@ -223,7 +223,7 @@ class TestTraining:
         assert [line["batches"] for line in trained] == [2, 4, 6, 8, 10, 12]
 
     @pytest.mark.parametrize("batches", [8, 7])
-    def test_longer_resumed_run_is_the_undisturbed_to_the_bit(
+    def test_run_that_a_resume_makes_longer_is_the_undisturbed_one_to_the_bit(
         self, folder: Path, tmp_path: Path, batches: int
     ) -> None:
         """Its scheduler halves the rate every second batch, and dropout draws from the state.
@@ -267,7 +267,7 @@ class TestTraining:
             assert parsed.trial == again.trial == "tests.strangers:make"
 
     def test_aggregation_is_averaged_or_not_as_the_configuration_says(self, tmp_path: Path) -> None:
-        """Without dropout in the difference: one SGD step of two equal forms, the rate twice."""
+        """A step of SGD by the mean of two gradients, at twice the rate, is one by their sum."""
         weights = []
         for average, rate in (("true", 0.2), ("false", 0.1)):
             config = write(
@@ -289,7 +289,7 @@ class TestTraining:
             ("none", "f1", "the trial does not report"),
         ],
     )
-    def test_searcher_metric_there_is_not_costs_no_batch(
+    def test_missing_searcher_metric_loses_no_trained_batch(
         self,
         policy: str,
         metric: str,
@@ -315,26 +315,18 @@ class TestTraining:
         assert training.end(found) == ("completed", "", 12)
 
     def test_trial_of_a_finished_search_can_be_trained_again(self, tmp_path: Path) -> None:
-        """It has the searcher of its search, and a value for everything."""
+        """Its YAML has the searcher of its search, and a value for every hyperparameter."""
         run(tmp_path / "run", str(write(tmp_path, "searcher.name=grid")))
 
 
-class TestVerbs:
-    def test_audit_prints_the_table_and_judges_nothing(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        path = str(write(tmp_path, without=("entrypoint", "searcher")))
-        assert audit_batch.main([path, "--trial", "tests.test_strangers:InBFloat16"]) == 0
-        printed = capsys.readouterr().out
-        assert " bfloat16 " in printed
-        assert "not judged: the trial has no MixedPrecision" in printed
-
-    def test_find_says_that_there_is_no_scale(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        path = str(write(tmp_path, without=("searcher",)))
-        assert door.main(["find", path, "--trial", "tests.strangers:WithHparams"]) == 2
-        assert "scales no loss" in capsys.readouterr().err
+def test_audit_of_a_trial_without_mixed_precision_judges_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(write(tmp_path, without=("entrypoint", "searcher")))
+    assert audit_batch.main([path, "--trial", "tests.test_strangers:InBFloat16"]) == 0
+    printed = capsys.readouterr().out
+    assert " bfloat16 " in printed
+    assert "not judged: the trial has no MixedPrecision" in printed
 
 
 # Trials whose batches are drawn at random, and what their YAML says of it.
@@ -361,7 +353,7 @@ def shuffled(
 
 
 class TestShuffledBatches:
-    def test_resumed_is_the_undisturbed_to_the_bit(
+    def test_resumed_run_on_shuffled_batches_is_the_undisturbed_one_to_the_bit(
         self, shuffled: tuple[Any, Path, Path], tmp_path: Path
     ) -> None:
         """An epoch is 5 or 6 batches, a checkpoint every 4th."""
@@ -386,7 +378,7 @@ class TestOrderOfTheTrialsOwn:
             ("workers", "its loader's workers draw nothing at random"),
         ],
     )
-    def test_is_said_in_one_line_at_the_start(
+    def test_condition_for_an_equal_resume_is_one_line_of_the_log(
         self, tmp_path: Path, order: str, condition: str
     ) -> None:
         overrides = (f"hyperparameters.order={order}", "searcher.max_length.batches=1")
@@ -395,7 +387,9 @@ class TestOrderOfTheTrialsOwn:
         assert f"{SAID}{condition}" in log
         assert log.count(SAID) == 1
 
-    def test_is_not_said_of_shuffled_batches(self, shuffled: tuple[Any, Path, Path]) -> None:
+    def test_shuffled_batches_need_no_condition_for_an_equal_resume(
+        self, shuffled: tuple[Any, Path, Path]
+    ) -> None:
         *_, whole = shuffled
         assert SAID not in (whole / "log.txt").read_text()
 
@@ -418,7 +412,7 @@ def fitted(config: Config, monkeypatch: pytest.MonkeyPatch, **options: Any) -> V
 
 
 class TestFit:
-    def test_takes_what_the_configuration_says_and_what_the_caller_does(
+    def test_fit_takes_what_the_configuration_and_the_caller_say(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         config = changed("checkpoint_policy=all", "perform_initial_validation=true")
@@ -438,7 +432,7 @@ class TestFit:
         given = fitted(config, monkeypatch, **own)
         assert given.items() >= expected.items()
 
-    def test_sets_cudnn_benchmark_only_if_it_is_given(
+    def test_fit_sets_cudnn_benchmark_only_if_it_is_given(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
@@ -450,7 +444,7 @@ class TestFit:
         fitted(ours, monkeypatch)
         assert not torch.backends.cudnn.benchmark
 
-    def test_refuses_a_context_that_was_made_with_another_frequency(self) -> None:
+    def test_fit_refuses_a_context_with_another_aggregation_frequency(self) -> None:
         words = (
             r"^experiment configuration: aggregation_frequency: got \d, .* made with 7; allowed: "
         )
@@ -477,7 +471,7 @@ class TestTrialsThatCannotTrain:
             ("find", "WithoutParameters", "no parameter of this trial"),
         ],
     )
-    def test_say_what_is_missing(
+    def test_trial_without_data_or_parameters_is_told_what_is_missing(
         self,
         command: str,
         trial: str,
@@ -524,32 +518,31 @@ def island(operation: Callable[[torch.Tensor], Any]) -> Any:
         return operation(hidden)
 
 
-# Code that runs in float32, by what it fails of in 16 bits: one for each wording of torch.
-IN_FLOAT32_ALONE: dict[str, list[Callable[[], Any]]] = {
-    "a number is beyond float16": [
-        lambda: torch.full_like(layer(points), -1e30),
-    ],
-    "this device cannot compute an operation in 16 bits": [
-        lambda: torch.logdet(layer(points[:4])),
-    ],
-    "an operation gets a 16-bit tensor": [
-        lambda: torch.zeros(6, 4).index_put((rows,), layer(points[rows])),
-        lambda: torch.zeros(6, 4).index_add(0, rows, layer(points[rows])),
-        lambda: torch.lerp(points, layer(points), 0.5),
-        lambda: torch.dot(layer(points)[0], points[0]),
-        lambda: island(layer),
-        lambda: island(lambda hidden: torch.bmm(hidden[None], points.T[None])),
+BEYOND, MISSING, MIXED = (
+    "a number is beyond float16",
+    "this device cannot compute an operation in 16 bits",
+    "an operation gets a 16-bit tensor",
+)
+# Code that runs in float32, and what it fails of in 16 bits: one for each wording of torch.
+IN_FLOAT32_ALONE: dict[str, tuple[str, Callable[[], Any]]] = {
+    "full_like": (BEYOND, lambda: torch.full_like(layer(points), -1e30)),
+    "logdet": (MISSING, lambda: torch.logdet(layer(points[:4]))),
+    "index_put": (MIXED, lambda: torch.zeros(6, 4).index_put((rows,), layer(points[rows]))),
+    "index_add": (MIXED, lambda: torch.zeros(6, 4).index_add(0, rows, layer(points[rows]))),
+    "lerp": (MIXED, lambda: torch.lerp(points, layer(points), 0.5)),
+    "dot": (MIXED, lambda: torch.dot(layer(points)[0], points[0])),
+    "linear": (MIXED, lambda: island(layer)),
+    "bmm": (MIXED, lambda: island(lambda hidden: torch.bmm(hidden[None], points.T[None]))),
+    "conv2d": (
+        MIXED,
         lambda: island(lambda hidden: nn.Conv2d(4, 4, 1)(hidden.T.reshape(1, 4, 6, 1))),
-    ],
+    ),
 }
 
 
-@pytest.mark.parametrize(
-    ("fault", "code"), [(fault, code) for fault, all_ in IN_FLOAT32_ALONE.items() for code in all_]
-)
-def test_error_of_autocast_has_a_remedy_and_one_of_float32_has_none(
-    fault: str, code: Callable[[], Any]
-) -> None:
+@pytest.mark.parametrize("operation", IN_FLOAT32_ALONE)
+def test_error_in_16_bits_alone_is_explained_with_its_line(operation: str) -> None:
+    fault, code = IN_FLOAT32_ALONE[operation]
     code()
     with torch.autocast("cpu", torch.float16), pytest.raises(Exception) as error:  # noqa: PT011
         code()
@@ -567,6 +560,7 @@ def test_error_of_autocast_has_a_remedy_and_one_of_float32_has_none(
         lambda: nn.CrossEntropyLoss()(points, torch.full((6,), 9)),
         lambda: points.long().mean(),
     ],
+    ids=["shape", "double", "class", "mean of integers"],
 )
 def test_error_that_float32_has_too_is_left_to_its_traceback(code: Callable[[], Any]) -> None:
     with pytest.raises(Exception) as error:  # noqa: PT011

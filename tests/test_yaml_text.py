@@ -1,4 +1,4 @@
-"""`config.yaml_text` against the platform's own loader: what `det experiment create` would send."""
+"""`experiment.yaml_text` against the loader of the platform, by which `det` sends a YAML."""
 
 from __future__ import annotations
 
@@ -85,7 +85,10 @@ def test_lines_to_paste_are_read_as_the_changes() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("a: 1\na: 2", 'is not YAML: found duplicate key "a" with value "2"'),
+        (
+            "a: 1\na: 2",
+            'is not YAML: found duplicate key "a" with value "2" (original value: "1"): merge the ',
+        ),
         ("a: [1", "is not YAML: expected ',' or ']', but got '<stream end>' (line 1, column 6)"),
         (
             "a: {b: [1, 2020-01-01]}",
@@ -94,9 +97,12 @@ def test_lines_to_paste_are_read_as_the_changes() -> None:
         ("a: &x\n  b: *x", "is not YAML of a configuration: Circular reference detected"),
         ("a: !!python/object:os.system x", "is not YAML: could not determine a constructor"),
         ("x: !!binary aGk=", "is not YAML of a configuration: got the bytes b'hi'"),
+        # What the reader's constructors raise, none of it a YAMLError.
+        ("2001-99-99", "is not YAML of a configuration: month must be in 1..12"),
+        ("[" * 1000, "is not YAML of a configuration: "),
     ],
 )
-def test_anything_else_is_one_sentence(text: str, problem: str) -> None:
+def test_text_that_is_no_configuration_is_one_sentence(text: str, problem: str) -> None:
     with pytest.raises(ConfigError) as raised:
         load_yaml(text, "a.yaml")
     assert str(raised.value).startswith(f"a.yaml: {problem}")

@@ -131,6 +131,6 @@ def test_every_way_on_the_page_trains_and_is_audited(
 def test_trial_that_forgets_the_scaler_does_not_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control."""
+    """Negative control: the program on the page does not train whatever it is given."""
     with pytest.raises(ConfigError, match=r"scaler=amp\.scaler"):
         train("faulty", tmp_path, monkeypatch)

@@ -16,6 +16,7 @@ import random
 import sys
 from contextlib import closing
 from functools import partial
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -104,20 +105,10 @@ def say(seen: Values) -> None:
     sys.stdout.flush()
 
 
-class Warnings(logging.Handler):
-    """Keeps what the guard says."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def two_weights() -> Values:
     """Two optimizers, one of which overflows on one rank."""
-    heard = Warnings()
+    heard = BufferingHandler(100)
+    heard.setLevel(logging.WARNING)
     guard.logger.addHandler(heard)
     # It starts at its floor, where the guard warns of any skip.
     amp = {"precision": "amp_fp16", "init_scale": 4.0, "min_scale": 4.0, "on_overflow": "warn"}
@@ -128,7 +119,7 @@ def two_weights() -> Values:
         "weights": made.trial.weights(),
         "applied": [int(made.trial.amp.steps(o).applied) for o in made.trial.optimizers],
         "diagnosed": made.trial.diagnosed,
-        "warning": heard.lines[0],
+        "warning": heard.buffer[0].getMessage(),
     }
 
 
