@@ -65,7 +65,7 @@ AFTERWARDS = {
     "local": ("hostile", "main", "processes", "finder"),
     "report": ("compare",),
     "runs": ("local", "reports_precision"),
-    "search": ("search_optimize", "search_command", "search_strangers"),
+    "search": ("compare", "search_command", "search_optimize", "search_strangers"),
     "trial": ("processes", "strangers"),
 }
 

@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 
+from determined_amp.amp.plain_data import Values
+from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.experiment import parse
+from determined_amp.experiment.overrides import with_overrides
 from determined_amp.search.search_plan import (
     AshaSearcher,
     SearchPlan,
     read_searcher,
     unequal_lengths,
 )
+from determined_amp.search.task import Topic
 from tests import searching
 
 ASHA = {
@@ -110,3 +114,29 @@ class TestLengths:
     ) -> None:
         wrong = [] if key is None else [f"hyperparameters.training.{key}"]
         assert self.mistakes(unit, **changes)[:1] == wrong
+
+
+@pytest.mark.parametrize(
+    ("command", "searched", "topic"),
+    [
+        ("find", {"learning_rate": True}, Topic.FINDING),
+        ("check", {}, Topic.CHECK),
+        ("compare", {}, Topic.COMPARISON),
+        ("train", {}, Topic.SINGLE_RUN),
+        ("train", {"learning_rate": True}, Topic.OTHER_SEARCH),
+        ("train", {"amp": {"init_scale": True}}, Topic.LOSS_SCALES),
+        ("train", {"amp": {"init_scale": True, "precision": True}}, Topic.PRECISIONS),
+        ("score", {"learning_rate": True}, Topic.LOSS_SCALES),
+    ],
+)
+def test_topic_of_a_configuration_is_what_its_command_measures_or_its_search_varies(
+    command: str, searched: Values, topic: Topic
+) -> None:
+    values = {name: {"type": "double", "minval": 1, "maxval": 2} for name in flat(searched)}
+    config = {
+        "entrypoint": f"python3 -m determined_amp {command}",
+        "hyperparameters": with_overrides({}, [f"{key}={value}" for key, value in values.items()]),
+        "searcher": {"name": "grid" if searched else "single"},
+    }
+    assert Topic.of(config) is topic
+    assert Topic.of({}) is Topic.SINGLE_RUN

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import threading
 from collections.abc import Sequence
@@ -12,12 +13,13 @@ from typing import Any
 
 import optuna
 import pytest
+import torch
 from optuna.trial import FrozenTrial, TrialState
 
 from determined_amp.amp.errors import ConfigError
 from determined_amp.runs.folder import RunFolder, trial_folder
 from determined_amp.runs.run import RunState
-from determined_amp.search import optimize
+from determined_amp.search import optimize, trial_process
 from determined_amp.search.optimize import Objective, SearchError
 from determined_amp.search.search_display import closing_lines, minutes
 from determined_amp.search.search_folder import STUDY_FILE, read_config, read_search, write_config
@@ -48,6 +50,18 @@ def test_trials_of_several_workers_share_the_device(tmp_path: Path, workers: int
         "searcher": {**SEARCH["searcher"], "max_concurrent_trials": workers},
     }
     assert [run.shares_device for run in search.runs] == [workers > 1]
+
+
+def test_workers_of_a_search_share_its_threads_and_its_visible_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken = []
+    for slot in range(3):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5")
+        torch.set_num_threads(6)
+        trial_process._share_machine(slot, workers=3)
+        taken.append((os.environ["CUDA_VISIBLE_DEVICES"], torch.get_num_threads()))
+    assert taken == [("3", 2), ("GPU-5", 2), ("3", 2)]
 
 
 @pytest.mark.parametrize("stopped", [False, True])
