@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
@@ -64,14 +62,6 @@ def write_study(
         report = {"group": "validation", **metrics, "batches": 4}
         write_record(trial_folder(folder, number), record, [report])
     return folder
-
-
-def write_experiment(directory: Path) -> Path:
-    """An experiment that the finder looks at in a second; `SEARCH` searches over it."""
-    config = with_overrides(read_yaml(str(ROOT / "experiment_configs/mlp/amp.yaml")), SMALL)
-    path = directory / "experiment.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
 
 
 def observed(rows: Rows, metric: str = "validation_loss", **hparams: Sequence[Any]) -> Search:

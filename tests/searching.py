@@ -11,15 +11,15 @@ from typing import Any, ClassVar, NamedTuple
 from unittest.mock import Mock
 
 import pytest
-import yaml
 
+from determined_amp.amp.plain_data import Values
 from determined_amp.cli import search as command
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.runs.run import RunState
 from determined_amp.search.search_folder import Search, read_search
 from determined_amp.search.trial_process import TrialProcess
-from tests.training import ROOT
+from tests.training import ROOT, write_yaml
 
 SMALL_MODEL = (
     "data.image_size=8",
@@ -40,19 +40,15 @@ SHORT = (
 SHORT_ASHA = ("searcher.max_trials=4", "searcher.max_time=8", *SHORT)
 
 
-def write(directory: Path, search: str, *overrides: str) -> Path:
-    """A search YAML of the repository, changed, over a small model."""
-    config = with_overrides(read_yaml(str(ROOT / "hp_search" / search)), (*SMALL_MODEL, *overrides))
-    path = directory / "search.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+def load(search: str, *overrides: str) -> Values:
+    """A search of the repository, changed, over a small model."""
+    config = read_yaml(str(ROOT / "hp_search" / search))
+    return with_overrides(config, (*SMALL_MODEL, *overrides))
 
 
-def load(directory: Path, search: str, *overrides: str) -> dict[str, Any]:
-    """The configuration that `write` writes."""
-    content = yaml.safe_load(write(directory, search, *overrides).read_text())
-    assert isinstance(content, dict)
-    return content
+def write(directory: Path, search: str, *overrides: str) -> str:
+    """The path of its YAML in a folder."""
+    return write_yaml(directory, load(search, *overrides))
 
 
 def only_folder(directory: Path) -> Path:
@@ -64,7 +60,7 @@ def only_folder(directory: Path) -> Path:
 def run(directory: Path, search: str, *overrides: str, workers: int = 1, status: int = 0) -> Search:
     """Search in this process and its workers; the current directory has to be `directory`."""
     path = write(directory, search, *overrides)
-    assert command.main([path.name, "--workers", str(workers)]) == status
+    assert command.main([path, "--workers", str(workers)]) == status
     return read_search(only_folder(directory))
 
 

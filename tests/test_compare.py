@@ -17,7 +17,6 @@ from unittest.mock import Mock
 
 import determined as det
 import pytest
-import yaml
 from determined import core
 
 from determined_amp import __main__ as door
@@ -43,6 +42,7 @@ from tests.cluster_task import TaskMaster, start_task
 from tests.precisions import run
 from tests.reporting import found_scale
 from tests.searching import DEAD, Ended, Staged
+from tests.training import write_yaml
 
 DONE = ({"group": "start", "batches": 0, "epoch_batches": 16}, Ended())
 
@@ -63,12 +63,12 @@ def experiment(trial: str) -> Values:
 def compare(trial: str, tmp: Path, *options: str, status: int = 0) -> Path:
     """Run the command in a folder that has the trial and a YAML; the folder of the comparison."""
     shutil.copy(shapes.__file__, tmp / "shapes.py")
-    (tmp / "plain.yaml").write_text(yaml.safe_dump(experiment(trial)))
+    path = write_yaml(tmp, experiment(trial))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pilots, "TOO_SLOW", math.inf)
         patch.chdir(tmp)
         patch.syspath_prepend(str(tmp))
-        assert door.main(["compare", "plain.yaml", *options]) == status
+        assert door.main(["compare", path, *options]) == status
     (made,) = (tmp / "runs" / "compare-shape").iterdir()
     return made
 
@@ -152,7 +152,7 @@ def test_comparison_says_why_it_ended_early(
 ) -> None:
     ended = {"time_is_up": False, "stopping": False, **end}
     monkeypatch.setattr(optimize, "_optimize", Mock(return_value=SimpleNamespace(**ended)))
-    write_config(tmp_path, searching.load(tmp_path, "compare_precisions.yaml"), workers=1)
+    write_config(tmp_path, searching.load("compare_precisions.yaml"), workers=1)
     assert optimize.run_comparison(tmp_path, 600.0, bool) == why
 
 

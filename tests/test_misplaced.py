@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from determined import pytorch
 
 from determined_amp import AmpSettings, Precision
@@ -19,6 +19,7 @@ from determined_amp.search.search_plan import SearchPlan
 from determined_amp.trial.fitting import fit
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.strangers import Stranger
+from tests.training import write_yaml
 from tests.trials import Weights
 
 PLAIN: Values = {
@@ -182,12 +183,10 @@ def test_range_of_a_search_that_holds_a_misplaced_precision_is_refused() -> None
 
 @pytest.mark.parametrize("command", ["train", "check", "audit", "find", "score", "compare"])
 def test_every_command_refuses_a_misplaced_section(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
-    path = tmp_path / "plain.yaml"
-    path.write_text(yaml.safe_dump({**PLAIN, "amp": {"precision": "amp_fp16"}}))
-    assert door.main([command, str(path)]) == 2
-    assert "amp: got a section of keys and values, which nothing reads" in capsys.readouterr().err
+    said = refusal(command, write_yaml(tmp_path, {**PLAIN, "amp": {"precision": "amp_fp16"}}))
+    assert "amp: got a section of keys and values, which nothing reads" in said
 
 
 def test_script_of_the_users_own_is_told_of_a_misplaced_precision() -> None:
@@ -209,9 +208,9 @@ def test_script_of_the_users_own_is_told_of_a_misplaced_precision() -> None:
 def test_log_begins_with_the_precision_and_the_closing_line_names_it(
     section: Values, first: str, last: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, run = tmp_path / "plain.yaml", tmp_path / "run"
-    path.write_text(yaml.safe_dump({**PLAIN, "hyperparameters": {"lr": 0.1, **section}}))
-    assert door.main(["train", str(path), "--run-folder", str(run)]) == 0
+    path = write_yaml(tmp_path, {**PLAIN, "hyperparameters": {"lr": 0.1, **section}})
+    run = tmp_path / "run"
+    assert door.main(["train", path, "--run-folder", str(run)]) == 0
     assert (run / "log.txt").read_text().splitlines()[0].endswith(f": {first}")
     assert f"\nplain: completed; {last}" in capsys.readouterr().out
 
@@ -219,11 +218,11 @@ def test_log_begins_with_the_precision_and_the_closing_line_names_it(
 def test_precision_of_settings_in_the_trials_code_is_named_where_there_is_no_section(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, run = tmp_path / "own.yaml", tmp_path / "run"
+    run = tmp_path / "run"
     own = {**PLAIN, "entrypoint": "tests.test_misplaced:SettingsInCode"}
     own["searcher"] = {**PLAIN["searcher"], "metric": "validation_loss"}
-    path.write_text(yaml.safe_dump(own))
-    assert door.main(["train", str(path), "--run-folder", str(run)]) == 0
+    path = write_yaml(tmp_path, own)
+    assert door.main(["train", path, "--run-folder", str(run)]) == 0
     words = "amp_bf16 (by AmpSettings in the trial; no amp section)"
     log = (run / "log.txt").read_text()
     assert f": precision: {words}\n" in log

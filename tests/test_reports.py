@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from determined_amp import __main__ as door
 from determined_amp.cli import report as loss_scale
+from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.found_scale import FoundScale
 from determined_amp.report import page
@@ -28,7 +29,6 @@ from tests.reporting import (
     found_scale,
     observed,
     scored,
-    write_experiment,
     write_study,
 )
 
@@ -38,9 +38,10 @@ TRIALS = [(2.0**scale, scored(scale)) for scale in (8, 16, 17, 18, 19, 24)]
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a small experiment and a search over it."""
+    """A directory with an experiment that the finder looks at in a second, and its search."""
     monkeypatch.chdir(tmp_path)
-    write_experiment(tmp_path)
+    config = read_yaml(str(training.ROOT / "experiment_configs/mlp/amp.yaml"))
+    training.write_yaml(tmp_path, with_overrides(config, training.SMALL))
     write_study(tmp_path / "study", TRIALS)
     return tmp_path
 

@@ -38,7 +38,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masters: list[TaskMast
     monkeypatch.chdir(tmp_path)
 
     def run(search: str, *overrides: str, seed: int = 1, stops: Sequence[bool] = ()) -> TaskMaster:
-        config = searching.load(tmp_path, search, *overrides, "checkpoint_policy=none")
+        config = searching.load(search, *overrides, "checkpoint_policy=none")
         sampled = config["hyperparameters"]
         if config["searcher"]["name"] != "single":
             space = read_space(sampled, [])

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from determined_amp.cli import search as command
-from tests import searching
+from tests import searching, training
 
 GRID, COMPARISON = "loss_scale_grid.yaml", "compare_precisions.yaml"
 
@@ -49,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("_in_tmp_path")
 def test_mistake_in_a_search_is_one_message_and_no_trial(
     search: str, override: str, words: str, tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
-    assert words in refusal("search", searching.write(tmp_path, search, override).name)
+    assert words in refusal("search", searching.write(tmp_path, search, override))
     assert not (tmp_path / "runs").exists()
 
 
@@ -84,14 +82,7 @@ def test_ctrl_c_does_not_reach_the_server_while_it_imports(tmp_path: Path) -> No
         "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
     )
     (tmp_path / "takes_long.py").write_text("import time; time.sleep(1)")
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = training.outcome("-c", program, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     (ignored,) = (line for line in done.stdout.splitlines() if line.startswith("SigIgn:"))
     assert int(ignored.split()[1], 16) & 1 << signal.SIGINT - 1

@@ -74,7 +74,7 @@ def test_grid_that_a_signal_stopped_goes_on_and_finds_the_best(
 def test_invalid_trial_has_its_reason_and_is_not_replaced(tmp_path: Path) -> None:
     path = searching.write(tmp_path, "loss_scale_grid.yaml", *searching.TWO_SCALES, OVERFLOWING)
     with pytest.raises(SearchError, match="no trial of 2 has a result; trial 0: no loss scale"):
-        command.main([path.name, "--workers", "2"])
+        command.main([path, "--workers", "2"])
     runs = read_search(searching.only_folder(tmp_path)).runs
     assert [run.state for run in runs] == [RunState.INVALID] * 2
     assert all("no loss scale helps" in run.reason for run in runs)
@@ -85,7 +85,7 @@ def test_full_disk_stops_the_search_and_a_resume_goes_on_with_its_half_trained_t
 ) -> None:
     full = "hyperparameters.trial=tests.mortal:FullDiskTrial"
     path = searching.write(tmp_path, "loss_scale_asha.yaml", *searching.SHORT_ASHA, full)
-    message = refusal("search", path.name)
+    message = refusal("search", path)
     assert "No space left on device: " in message
     assert "; the search stopped, and its open trials continue" in message
     folder = searching.only_folder(tmp_path)
@@ -171,7 +171,7 @@ def test_killed_search_continues_where_it_was(
         planted.setattr(optimize, "line_of_a_trial", kill)
         for server in (forkserver, forkserver._forkserver):  # it shares ours, and is not its parent
             planted.setattr(server, "ensure_running", lambda: None)
-        work = partial(command.main, [path.name, "--workers", "2"])
+        work = partial(command.main, [path, "--workers", "2"])
         search = training.fork(work, tmp_path / "printed")
         assert training.wait(search) == -signal.SIGKILL
     folder = searching.only_folder(tmp_path)

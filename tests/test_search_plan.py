@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,20 +51,20 @@ def test_asha_first_compares_after_its_lowest_rung(changes: Any, expected: int) 
     assert read({**ASHA, **changes}).first_rung() == expected
 
 
-def test_random_points_depend_on_the_seed_of_the_search_alone(tmp_path: Path) -> None:
+def test_random_points_depend_on_the_seed_of_the_search_alone() -> None:
     def drawn(seed: int) -> list[dict[str, Any]]:
         changes = ("searcher.max_trials=3", f"reproducibility.experiment_seed={seed}")
-        return SearchPlan(searching.load(tmp_path, "loss_scale_random.yaml", *changes)).points
+        return SearchPlan(searching.load("loss_scale_random.yaml", *changes)).points
 
     one, again, other = drawn(1), drawn(1), drawn(2)
     assert one == again != other
     assert len({point["amp.init_scale"] for point in one}) == 3
 
 
-def test_precisions_of_a_comparison_take_turns_seed_by_seed(tmp_path: Path) -> None:
+def test_precisions_of_a_comparison_take_turns_seed_by_seed() -> None:
     ranges = ("amp.precision.vals=[fp32, amp_fp16]", "trial_seed.vals=[1, 2, 3]")
     changes = [f"hyperparameters.{values}" for values in ranges]
-    points = SearchPlan(searching.load(tmp_path, "compare_precisions.yaml", *changes)).points
+    points = SearchPlan(searching.load("compare_precisions.yaml", *changes)).points
     values = [(json.loads(p["trial_seed"]), json.loads(p["amp.precision"])) for p in points]
     assert values == [
         *((3, "amp_fp16"), (3, "fp32"), (2, "fp32")),

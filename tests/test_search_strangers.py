@@ -15,6 +15,7 @@ from determined_amp.runs.run import RunState
 from determined_amp.search.search_folder import read_search
 from determined_amp.search.search_plan import SearchPlan
 from tests import searching
+from tests.training import write_yaml
 
 STRANGER: Values = {
     "entrypoint": "tests.strangers:WithHparams",
@@ -88,8 +89,7 @@ def test_comparison_trains_a_stranger_with_each_seed() -> None:
     loading = {"entrypoint": "tests.strangers:WithLoaderProcesses", "optimizations": {}}
     overrides = ("searcher.name=grid", SEEDS)
     config = with_overrides({**STRANGER, **loading}, overrides)
-    Path("search.yaml").write_text(yaml.safe_dump(config))
-    assert command.main(["search.yaml"]) == 0
+    assert command.main([write_yaml(Path(), config)]) == 0
     runs = read_search(searching.only_folder(Path.cwd())).runs
     assert [run.state for run in runs] == [RunState.COMPLETED, RunState.COMPLETED]
     assert [[batches for batches, _ in run.curve("val_loss")] for run in runs] == [[4, 8]] * 2

@@ -31,7 +31,7 @@ from tests.searching import COMPLETED, DEAD, Ended, Staged
 
 
 def study_in(folder: Path) -> tuple[optuna.Study, int]:
-    config = searching.load(folder, "loss_scale_grid.yaml", *searching.THREE_SCALES)
+    config = searching.load("loss_scale_grid.yaml", *searching.THREE_SCALES)
     return open_study(folder, SearchPlan(config))
 
 
@@ -112,7 +112,7 @@ def test_database_on_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
 
 def test_trial_worse_than_another_stops_where_they_are_first_compared(tmp_path: Path) -> None:
     largest = "searcher.smaller_is_better=false"
-    config = searching.load(tmp_path, "loss_scale_asha.yaml", *searching.SHORT_ASHA, largest)
+    config = searching.load("loss_scale_asha.yaml", *searching.SHORT_ASHA, largest)
     plan = SearchPlan(config)
     study, _ = open_study(tmp_path, plan)
     assert study.direction.name == "MAXIMIZE"
@@ -148,7 +148,7 @@ class TestTrials:
         time_limit: float | None = None,
     ) -> Any:
         """The objective of a search whose processes send these messages, in their order."""
-        config = searching.load(folder, "loss_scale_grid.yaml", *searching.THREE_SCALES)
+        config = searching.load("loss_scale_grid.yaml", *searching.THREE_SCALES)
         for number in range(3):
             run_folder = RunFolder(trial_folder(folder, number))
             for batches, value in enumerate(values, 2):

@@ -59,11 +59,9 @@ def problems_of(config: Config, **options: Any) -> tuple[str, ...]:
     return caught.value.problems
 
 
-def write(folder: Path, *overrides: str, without: tuple[str, ...] = ()) -> Path:
+def write(folder: Path, *overrides: str, without: tuple[str, ...] = ()) -> str:
     config = {key: value for key, value in changed(*overrides).items() if key not in without}
-    path = folder / "stranger.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+    return training.write_yaml(folder, config)
 
 
 class TestDeterminedsForm:
@@ -209,7 +207,7 @@ def run(folder: Path, *arguments: str) -> Path:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("stranger")
-    return run(directory / "run", str(write(directory)))
+    return run(directory / "run", write(directory))
 
 
 class TestTraining:
@@ -230,7 +228,7 @@ class TestTraining:
 
         The end of the run of 7 was one more validation, which draws, too.
         """
-        short = str(write(tmp_path, f"searcher.max_length.batches={batches}"))
+        short = write(tmp_path, f"searcher.max_length.batches={batches}")
         again = run(tmp_path / "again", short)
         longer = ["--resume", str(again), "--config", "searcher.max_length.batches=12"]
         assert train.main(longer) == 0
@@ -239,7 +237,7 @@ class TestTraining:
         assert schedule["last_epoch"] == 12
 
     def test_trial_and_seed_are_recorded_for_a_resume(self, tmp_path: Path) -> None:
-        config = str(write(tmp_path, without=("entrypoint",)))
+        config = write(tmp_path, without=("entrypoint",))
         found = run(tmp_path / "run", config, "--trial", "tests.strangers:make")
         recorded = yaml.safe_load((found / "config.yaml").read_text())
         assert recorded["entrypoint"] == "tests.strangers:make"
@@ -277,7 +275,7 @@ class TestTraining:
                 "optimizations.aggregation_frequency=2",
                 f"optimizations.average_aggregated_gradients={average}",
             )
-            found = run(tmp_path / average, str(config))
+            found = run(tmp_path / average, config)
             weights.append(training.checkpoint(found, 2)["models_state_dict"][0])
         for name, weight in weights[0].items():
             assert torch.allclose(weight, weights[1][name], rtol=0, atol=1e-7)
@@ -295,13 +293,13 @@ class TestTraining:
         metric: str,
         fault: str,
         tmp_path: Path,
-        capsys: pytest.CaptureFixture[str],
+        refusal: Callable[..., str],
     ) -> None:
         path = write(tmp_path, f"searcher.metric={metric}", f"checkpoint_policy={policy}")
         folder = tmp_path / "run"
-        assert door.main(["train", str(path), "--run-folder", str(folder)]) == 2
-        said = f"searcher.metric: got {metric}, which {fault}; allowed: batches, epochs, "
-        assert said + "val_loss" in capsys.readouterr().err
+        said = refusal("train", path, "--run-folder", str(folder))
+        words = f"searcher.metric: got {metric}, which {fault}; allowed: batches, epochs, val_loss"
+        assert words in said
         (saved,) = complete_checkpoints(folder / "checkpoints")
         reports = read_metrics(folder / "metrics.jsonl")
         first = next(line["batches"] for line in reports if line["group"] == "validation")
@@ -311,18 +309,18 @@ class TestTraining:
 
     def test_searcher_without_a_metric_is_enough_to_train(self, tmp_path: Path) -> None:
         config = write(tmp_path, "searcher={name: single, max_length: {batches: 12}}")
-        found = run(tmp_path / "run", str(config))
+        found = run(tmp_path / "run", config)
         assert training.end(found) == ("completed", "", 12)
 
     def test_trial_of_a_finished_search_can_be_trained_again(self, tmp_path: Path) -> None:
         """Its YAML has the searcher of its search, and a value for every hyperparameter."""
-        run(tmp_path / "run", str(write(tmp_path, "searcher.name=grid")))
+        run(tmp_path / "run", write(tmp_path, "searcher.name=grid"))
 
 
 def test_audit_of_a_trial_without_mixed_precision_judges_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = str(write(tmp_path, without=("entrypoint", "searcher")))
+    path = write(tmp_path, without=("entrypoint", "searcher"))
     assert audit_batch.main([path, "--trial", "tests.test_strangers:InBFloat16"]) == 0
     printed = capsys.readouterr().out
     assert " bfloat16 " in printed
@@ -344,22 +342,22 @@ SHUFFLED = {
 @pytest.fixture(scope="module", params=SHUFFLED)
 def shuffled(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Any, Path, Path]:
+) -> tuple[Any, str, Path]:
     """The class of such a trial, its YAML, and the folder of an undisturbed run."""
     name, *overrides = SHUFFLED[request.param]
     directory = tmp_path_factory.mktemp(request.param)
     config = write(directory, f"entrypoint=tests.strangers:{name}", *overrides)
-    return getattr(strangers, name), config, run(directory / "run", str(config))
+    return getattr(strangers, name), config, run(directory / "run", config)
 
 
 class TestShuffledBatches:
     def test_resumed_run_on_shuffled_batches_is_the_undisturbed_one_to_the_bit(
-        self, shuffled: tuple[Any, Path, Path], tmp_path: Path
+        self, shuffled: tuple[Any, str, Path], tmp_path: Path
     ) -> None:
         """An epoch is 5 or 6 batches, a checkpoint every 4th."""
         trial, config, whole = shuffled
         with training.killed_in_batch(10, trial):
-            run(tmp_path, str(config))
+            run(tmp_path, config)
         training.resume(tmp_path)
         assert training.same_numbers(tmp_path) == training.same_numbers(whole)
         assert same_bits(*(training.checkpoint(path, 12) for path in (tmp_path, whole)))
@@ -383,12 +381,12 @@ class TestOrderOfTheTrialsOwn:
     ) -> None:
         overrides = (f"hyperparameters.order={order}", "searcher.max_length.batches=1")
         config = write(tmp_path, "entrypoint=tests.strangers:OwnOrder", *overrides)
-        log = (run(tmp_path / "run", str(config)) / "log.txt").read_text()
+        log = (run(tmp_path / "run", config) / "log.txt").read_text()
         assert f"{SAID}{condition}" in log
         assert log.count(SAID) == 1
 
     def test_shuffled_batches_need_no_condition_for_an_equal_resume(
-        self, shuffled: tuple[Any, Path, Path]
+        self, shuffled: tuple[Any, str, Path]
     ) -> None:
         *_, whole = shuffled
         assert SAID not in (whole / "log.txt").read_text()
@@ -476,19 +474,17 @@ class TestTrialsThatCannotTrain:
         command: str,
         trial: str,
         said: str,
-        capsys: pytest.CaptureFixture[str],
+        refusal: Callable[..., str],
     ) -> None:
         names = ["--trial", f"tests.strangers:{trial}", "--precision", "amp_fp16"]
-        assert door.main([command, "config.yaml", *names]) == 2
-        assert said in capsys.readouterr().err
+        assert said in refusal(command, "config.yaml", *names)
 
     @pytest.mark.parametrize("command", ["train", "find", "audit"])
     def test_code_that_runs_in_float32_alone_is_named_with_its_line(
-        self, command: str, capsys: pytest.CaptureFixture[str]
+        self, command: str, refusal: Callable[..., str]
     ) -> None:
         names = ["--trial", "tests.strangers:WithMask", "--precision", "amp_fp16"]
-        assert door.main([command, "config.yaml", *names]) == 2
-        lines = capsys.readouterr().err.splitlines()
+        lines = refusal(command, "config.yaml", *names).splitlines()
         (line,) = [line for line in lines if "a number is beyond float16" in line]
         source = Path(strangers.__file__).read_text().splitlines()
         at = re.search(r"strangers\.py, line (\d+)\); allowed: ", line)
@@ -499,13 +495,13 @@ class TestTrialsThatCannotTrain:
         assert door.main(["audit", "config.yaml", *names]) == 0
 
     def test_module_with_a_syntax_error_is_named_with_its_line(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str]
     ) -> None:
         (tmp_path / "half_written.py").write_text("import torch\ndef f(:\n")
         monkeypatch.syspath_prepend(tmp_path)
         for command in ("train", "find", "audit"):
-            assert door.main([command, "config.yaml", "--trial", "half_written:Trial"]) == 2
-            assert "(half_written.py, line 2)" in capsys.readouterr().err
+            said = refusal(command, "config.yaml", "--trial", "half_written:Trial")
+            assert "(half_written.py, line 2)" in said
 
 
 layer, points, rows = nn.Linear(4, 4), torch.ones(6, 4), torch.tensor([0, 2])

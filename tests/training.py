@@ -19,10 +19,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torchvision.models.resnet import Bottleneck, ResNet
 
 from determined_amp.amp.patched import patched
-from determined_amp.amp.plain_data import Metrics, StateDict, Values
+from determined_amp.amp.plain_data import Config, Metrics, StateDict, Values
 from determined_amp.cli import train
 from determined_amp.runs.folder import read_record
 from trials.mlp import MLPTrial
@@ -43,6 +44,13 @@ def arguments(config: str, *overrides: str) -> list[str]:
     """What `python -m determined_amp train` is given to train the small MLP."""
     changes = [word for override in (*SMALL, *overrides) for word in ("--config", override)]
     return [str(ROOT / "experiment_configs" / config), *changes]
+
+
+def write_yaml(folder: Path, config: Config) -> str:
+    """The path of an experiment's YAML in a folder."""
+    path = folder / "experiment.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return str(path)
 
 
 def run_small(config: str, folder: Path, *overrides: str) -> Path:
@@ -113,18 +121,6 @@ def no_file_larger_than(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def start(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
-    """Start a Python program of the repository as a user would."""
-    return subprocess.Popen(
-        [sys.executable, *command],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
 
 
 def fork(work: Callable[[], int | None], log: Path) -> int:
