@@ -27,7 +27,7 @@ from determined_amp.finder.scale_finding import ScaleFinding, Verdict, choice_of
 from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.loss_scale import in_training
 from tests.loss_scale import ALL, Context, Trial, looked_at, skipped_steps
-from tests.training import ROOT, SMALL, run_small, thin_resnet
+from tests.training import ROOT, arguments, run_small, thin_resnet
 
 Batches = Sequence[Rehearsal]
 
@@ -138,16 +138,11 @@ class TestVerdict:
 
 
 class TestCommand:
-    @pytest.fixture(autouse=True)
-    def _in_the_repository(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(ROOT)
-
     def test_find_prints_window_verdict_and_lines_and_writes_json(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         data = tmp_path / "finding.json"
-        arguments = ["experiment_configs/mlp/amp.yaml", *small(), "--json", str(data)]
-        assert finder.main(arguments) == 0
+        assert finder.main([*arguments("mlp/amp.yaml"), "--json", str(data)]) == 0
         printed = capsys.readouterr().out
         assert "verdict: default is fine" in printed
         lines = yaml.safe_load(printed[printed.index("hyperparameters:") :])
@@ -162,11 +157,6 @@ class TestCommand:
         findings = []
         for options in ([], ["--checkpoint", str(run)]):
             target = tmp_path / f"{len(options)}.json"
-            arguments = ["experiment_configs/mlp/amp.yaml", *small(), "--json", str(target)]
-            assert finder.main([*arguments, *options]) == 0
+            assert finder.main([*arguments("mlp/amp.yaml"), "--json", str(target), *options]) == 0
             findings.append(json.loads(target.read_text())["predicted"])
         assert findings[0] != findings[1]
-
-
-def small() -> list[str]:
-    return [word for override in SMALL for word in ("--config", override)]
