@@ -8,7 +8,7 @@ from trials.data.clips import ClipSettings, MovingDigits, load
 from trials.data.loading import Sample
 
 SETTINGS = ClipSettings()
-SIDE, FRAMES = SETTINGS.image_size, SETTINGS.frames
+SIDE = SETTINGS.image_size
 FIRST = [Sample(0, index) for index in range(8)]
 
 

@@ -93,11 +93,6 @@ class TestChoice:
         assert found.choice_log2 is not None
         assert skipped_steps(trial, 20, init_scale=2.0**found.choice_log2) == 0
 
-    def test_scale_two_bits_above_the_window_skips_steps(self) -> None:
-        """The control of the choice."""
-        found = found_in_four(SummedLoss)
-        assert skipped_steps(SummedLoss, 20, init_scale=2.0 ** (found.top_log2 + 2)) >= 2
-
     def test_expected_skips_are_those_of_a_training(self) -> None:
         found = found_in_four(SummedLoss)
         assert found.expected_skips(16) == skipped_steps(SummedLoss, 20, init_scale=2.0**16) > 0

@@ -1,4 +1,4 @@
-"""Schedulers that hold schedulers are resumed; other objects in a state are said at the start."""
+"""Schedulers that hold schedulers are resumed; other objects in a state are a warning."""
 
 from __future__ import annotations
 
@@ -104,7 +104,6 @@ class RemembersConverted(WarmsConverted, Remembers):
         (Remembers, None, None, ["Warmup"]),
         (RemembersConverted, {"precision": "amp_bf16"}, None, ["Warmup", "callback mine"]),
         (RemembersConverted, {"precision": "amp_bf16"}, DETERMINEDS, ["Warmup", "callback mine"]),
-        (WarmsConverted, {"precision": "amp_bf16"}, DETERMINEDS, []),
     ],
 )
 def test_state_that_cannot_be_restored_is_said_once_in_every_loop(

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 
-from determined_amp.trial.timed_loader import timed
 from trials.data.loading import (
     Batch,
     DataError,
@@ -143,20 +140,3 @@ def test_images_of_bytes_become_the_same_floats_to_the_bit() -> None:
     (moved,) = to_device((images,), torch.device("cpu"))
     assert torch.equal(moved, images.float().div(127.5).sub(1.0))
     assert images.flatten().tolist() == list(range(256))
-
-
-def test_timed_loader_starts_before_its_first_batch_is_asked_for() -> None:
-    """Its workers can load while a checkpoint is restored, as with a loader that is not timed."""
-    started: list[str] = []
-
-    class Batches:
-        def __iter__(self) -> Iterator[int]:
-            started.append("started")
-            return iter([1, 2])
-
-    waits: list[float] = []
-    loader: Any = SimpleNamespace(get_data_loader=lambda repeat: Batches())
-    batches = iter(timed(loader, waits.append).get_data_loader(repeat=True))
-    assert started == ["started"]
-    assert list(batches) == [1, 2]
-    assert len(waits) == 2

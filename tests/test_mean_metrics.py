@@ -64,7 +64,7 @@ class TestMeans:
 
 
 class TestClassification:
-    def test_means_are_over_samples_of_all_slots(self) -> None:
+    def test_loss_and_accuracy_are_means_over_samples_of_all_slots(self) -> None:
         """Logits (0, ln 3): p = 1/4, 3/4. Losses ln 4, ln 4/3 twice; two of three are right."""
         one, other = (classifier(AmpSettings(Precision.FP32)) for _ in range(2))
         logits = torch.tensor([[0.0, math.log(3.0)]])

@@ -308,11 +308,12 @@ class TestTimedLoader:
         waits: list[float] = []
         loader = SimpleNamespace(get_data_loader=lambda **options: Slow())
         slow = timed(loader, waits.append).get_data_loader(repeat=True)
-        batches = iter(slow)
-        assert clock.now == 100
-        for _ in batches:
-            clock.now += 50.0  # the batch is trained
-        assert waits == [1, 2]
+        batches, trained = iter(slow), []
+        assert clock.now == 100  # the workers load while Determined restores a checkpoint
+        for batch in batches:
+            trained.append(batch)
+            clock.now += 50.0
+        assert waits == trained == [1, 2]
         assert (len(slow), slow.batch_size) == (2, 7)
 
     def test_loader_of_a_validation_or_of_somebody_else_is_not_timed(self) -> None:
