@@ -5,10 +5,8 @@ They differ in what they do with gradients, optimizers, hooks and graphs.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -96,23 +94,16 @@ class LoudAtFirst(ClampsData):
 
 
 class ClipsOutside(Habit):
+    """Clips before the step, not in it."""
+
     def step(self) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
         self.context.step_optimizer(self.optimizer)
 
 
-class StepsIfSmall(Habit):
-    """Leaves out batches with a large gradient."""
-
-    def step(self) -> None:
-        norm = float(torch.stack([gradient.norm() for gradient in self.gradients()]).norm())
-        if norm < 10:
-            self.context.step_optimizer(self.optimizer)
-        else:
-            self.optimizer.zero_grad()
-
-
 class StepsItself(Habit):
+    """Goes past the context, with a closure of None."""
+
     def step(self) -> None:
         self.optimizer.step(None)
         self.optimizer.zero_grad()
@@ -374,11 +365,15 @@ class Hooked(Habit):
 
 
 class ActivationHook(Hooked):
+    """Clamps the gradient of what the model returns."""
+
     def register(self, logits: torch.Tensor) -> None:
         logits.register_hook(clamp)  # type: ignore[no-untyped-call]
 
 
 class NodeHook(Hooked):
+    """Has its hook at a node of the graph, not at a tensor."""
+
     def register(self, logits: torch.Tensor) -> None:
         assert logits.grad_fn is not None
         logits.grad_fn.register_prehook(lambda gradients: None)
@@ -414,16 +409,6 @@ class ParameterHook(Habit):
         hook = partial(functional.hardtanh, min_val=-0.003, max_val=0.003)
         model[0].weight.register_hook(hook)
         return model
-
-
-class AccumulatedHook(Habit):
-    def net(self) -> Any:
-        model = super().net()
-        model[0].bias.register_post_accumulate_grad_hook(self.drop)
-        return model
-
-    def drop(self, parameter: torch.Tensor) -> None:
-        parameter.grad = None
 
 
 class LoneModuleHook(Habit):
@@ -490,7 +475,7 @@ class LooksForAnomalies(Habit):
             return super().train_batch(batch, epoch_idx, batch_idx)
 
 
-# What their models hand out, and how.
+# What their models hand out, and what their weights are.
 
 
 class Features(Habit):
@@ -513,23 +498,9 @@ class Features(Habit):
         return loss + 1e-8 * (self.seen * self.seen).sum()
 
 
-class Boxed(Net):
-    """Returns its logits in what nobody knows how to cast."""
-
-    def forward(self, inputs: torch.Tensor) -> Any:
-        return SimpleNamespace(logits=super().forward(inputs))
-
-
-class ReturnsBox(Habit):
-    def net(self) -> Any:
-        return Boxed()
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        # torch 2.3 has no cross-entropy of float16 on a CPU
-        return self.model(inputs).logits.square().mean()
-
-
 class HalfWeights(Habit):
+    """Trains in bfloat16 without autocast."""
+
     def net(self) -> Any:
         return super().net().bfloat16()
 
@@ -553,52 +524,6 @@ class SparseEmbedding(Habit):
 
     def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
         return functional.cross_entropy(self.model(inputs).flatten(0, 1), classes.flatten())
-
-
-class Language(SparseEmbedding):
-    """A small transformer over words, and one pass over the whole validation set."""
-
-    def net(self) -> Any:
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-        return nn.Sequential(
-            nn.Embedding(16, 16), nn.TransformerEncoder(layer, 1), nn.Linear(16, 16)
-        )
-
-    evaluate_batch = pytorch.PyTorchTrial.evaluate_batch  # none
-
-    def evaluate_full_dataset(self, data_loader: Any) -> Metrics:
-        losses = [self.loss(*batch) for batch in data_loader]
-        return {"validation_loss": float(torch.stack(losses).mean())}
-
-
-class MeanTeacher(Habit):
-    """An average of the weights, after the step, is part of the loss."""
-
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        super().__init__(context)
-        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        with torch.no_grad():
-            taught = self.teacher(inputs)
-        logits = self.model(inputs)
-        return functional.cross_entropy(logits, classes) + functional.mse_loss(logits, taught)
-
-    def step(self) -> None:
-        self.context.step_optimizer(self.optimizer)
-        with torch.no_grad():
-            for old, new in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
-                old.lerp_(new, 0.5)
-
-
-class PseudoLabels(Habit):
-    """A forward without gradients comes before the one that trains."""
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        with torch.no_grad():
-            labels = self.model(inputs).softmax(1)
-        logits = self.model(inputs + 0.1)
-        return functional.cross_entropy(logits, classes) + functional.cross_entropy(logits, labels)
 
 
 class Coder(nn.Module):
@@ -676,16 +601,16 @@ REFUSED_IN_FP16: dict[type[Habit], str] = {
     **dict.fromkeys((StepsItself, SecondOptimizer), _OWN_STEP),
     Sam: _MOVES,
     **dict.fromkeys((ActivationHook, NodeHook, GradientsHook, OldModuleHook), _HOOK),
-    **dict.fromkeys((RetainedGradient, ParameterHook, AccumulatedHook), _HOOK),
+    **dict.fromkeys((RetainedGradient, ParameterHook), _HOOK),
     LoneModuleHook: _HOOK,
     **dict.fromkeys((Penalty, FunctionalPenalty), _GRAD),
 }
 # One is the base of others, and one overflows.
 NO_HABITS = {Hooked, LoudAtFirst}
-REFUSED_IN_16_BITS = {ReturnsBox, LineSearch, HalfWeights}
+REFUSED_IN_16_BITS = {LineSearch, HalfWeights}
 # Do something with the gradients of a window that overflows.
 USE_GRADIENTS = (
-    *(Habit, ClampsData, ClipsOutside, StepsIfSmall, StepsByHand),
+    *(Habit, ClampsData, ClipsOutside, StepsByHand),
     *(ProjectsGradients, StepsByHandInPlace, SharedParameters, LooksAhead),
     *(LooksForAnomalies, SparseEmbedding, Complex),
 )

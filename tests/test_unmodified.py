@@ -1,7 +1,8 @@
-"""Float32 trials trained in mixed precision as they are: equal to converted ones, bit for bit.
+"""Trials of plain float32, trained in mixed precision without a changed line.
 
-Each pair is one trial as a stranger writes it, and the same with the lines of docs/your_trial.md.
-What cannot be trained as it is, is in `test_mistakes.py`.
+`Plain` must train as `Converted`, the same trial with the lines of docs/your_trial.md, to the bit.
+The trials of `habits.py` must train as in float32, or be refused. `test_mistakes.py` has what is
+refused in every precision.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def numbers(made: Fitted) -> list[Values]:
 
 
 @every_precision
-@pytest.mark.parametrize("aggregation_frequency", [1, 2])
+@pytest.mark.parametrize("aggregation_frequency", [1, 2], ids=["1 batch", "2 batches"])
 def test_unmodified_trial_trains_as_the_converted_one_bit_for_bit(
     precision: str, aggregation_frequency: int
 ) -> None:
@@ -118,10 +119,11 @@ class TestForward:
         assert set(seen[::2]) == {(True, torch.bfloat16), (False, validated)}
         assert {dtype for _, dtype in seen[1::2]} == {torch.float32}
 
-    @pytest.mark.parametrize("reentrant", [False, True])
-    def test_wrapped_model_in_another_one_is_one_region_under_a_checkpoint_too(
+    @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+    def test_wrapped_model_inside_another_one_stays_in_16_bits_also_under_a_checkpoint(
         self, reentrant: bool
     ) -> None:
+        """Only what the outer one returns is cast to float32."""
         dtypes: list[torch.dtype] = []
 
         class Outer(nn.Module):
@@ -156,7 +158,7 @@ class TestForward:
         assert {*dtypes} == {torch.bfloat16}
         assert not autocast_is_on("cpu")
 
-    def test_fp32_modules_apply(self) -> None:
+    def test_fp32_modules_of_the_settings_compute_in_float32(self) -> None:
         amp = {**BFLOAT16, "fp32_modules": ["^3$"]}
         ours, theirs = (fit_as_it_is(trial, amp) for trial in (Plain, Converted))
         assert same_state(ours, theirs)
@@ -173,7 +175,7 @@ class TestForward:
         assert torch.equal(again(inputs), model(inputs))
 
 
-def test_nothing_stays_patched() -> None:
+def test_training_leaves_classes_of_torch_as_they_were() -> None:
     owners = (torch.Tensor, torch.autograd.Variable, torch.autograd.Function, nn.Module)
     copy.copy(torch.ones(1))  # Python notes on the class what a copy has to copy
     before = [dict(vars(owner)) for owner in owners]
@@ -197,12 +199,10 @@ def _fused_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "amp_fp16"])
 @pytest.mark.parametrize(
     ("trial", "is_fused"),
-    [
-        (habits.Habit, True),
-        (habits.SparseEmbedding, False),
-    ],
+    [(habits.Habit, True), (habits.SparseEmbedding, False)],
+    ids=["dense gradients", "sparse gradients"],
 )
-def test_making_an_optimizer_fused_changes_nothing_but_its_speed(
+def test_optimizer_is_made_fused_where_it_can_be_and_trains_as_before(
     request: pytest.FixtureRequest, precision: str, trial: type[habits.Habit], *, is_fused: bool
 ) -> None:
     """Up to the rounding of 8 steps; one that does not clip moves by fifty times as much."""
@@ -239,8 +239,11 @@ class TestFused:
             partial(torch.optim.Adam, lr=0.1, amsgrad=True),
             partial(torch.optim.AdamW, lr=0.1),
         ],
+        ids=["SGD", "Adam", "AdamW"],
     )
-    def test_steps_as_one_that_was_made_fused(self, make: Callable[..., Any]) -> None:
+    def test_optimizer_that_is_fused_later_steps_as_one_that_was_made_fused(
+        self, make: Callable[..., Any]
+    ) -> None:
         weights = []
         for fused in (True, None):
             weight = nn.Parameter(torch.linspace(-1, 1, 5))
@@ -267,30 +270,29 @@ class TestFused:
             partial(torch.optim.AdamW, differentiable=True),
             has_a_step_of_its_own,
         ],
+        ids=["no fused kernel", "dampening", "foreach", "differentiable", "a step of its own"],
     )
-    def test_others_stay_as_they_are(self, optimizer: Callable[..., Any]) -> None:
+    def test_optimizer_that_cannot_be_fused_keeps_its_settings(
+        self, optimizer: Callable[..., Any]
+    ) -> None:
         made = optimizer([nn.Parameter(torch.ones(1))])
         before = copy.deepcopy(made.defaults)
         assert not fuse(made)
         assert made.defaults == before
 
 
-ALL = [
+OTHERS = habits.NO_HABITS | habits.REFUSED_IN_16_BITS
+HABITS = [
     each
     for each in vars(habits).values()
-    if isinstance(each, type) and issubclass(each, habits.Habit) and each not in habits.NO_HABITS
+    if isinstance(each, type) and issubclass(each, habits.Habit) and each not in OTHERS
 ]
-HABITS = [habit for habit in ALL if habit not in habits.REFUSED_IN_16_BITS]
 IN_16_BITS = [
     (habit, precision)
     for precision in ("amp_bf16", "amp_fp16")
     for habit in HABITS
     if precision == "amp_bf16" or habit not in habits.REFUSED_IN_FP16
 ]
-
-
-def name_of(value: Any) -> str:
-    return getattr(value, "__name__", str(value))
 
 
 SCALE: dict[str, dict[str, float]] = {"amp_bf16": {}, "amp_fp16": {"init_scale": 1024.0}}
@@ -362,10 +364,8 @@ def in_16_bits(habit: Any, precision: str) -> Way:
     return way(habit, {"precision": precision, **SCALE[precision]})
 
 
-@pytest.mark.parametrize("habit", ALL, ids=name_of)
+@pytest.mark.parametrize("habit", [*HABITS, habits.LineSearch])
 def test_unmodified_trial_in_fp32_is_plain_determined_to_the_bit(habit: Any) -> None:
-    if habit is habits.HalfWeights:
-        pytest.skip("autocast needs weights in float32, and its section asks for one")
     ours = way(habit, {"precision": "fp32"})
     assert torch.equal(ours.end, plain(habit).end)
     assert not torch.equal(ours.start, ours.end)
@@ -373,7 +373,7 @@ def test_unmodified_trial_in_fp32_is_plain_determined_to_the_bit(habit: Any) -> 
     assert ours.made.reports.validation[-1] == validation[-1]
 
 
-@pytest.mark.parametrize(("habit", "precision"), IN_16_BITS, ids=name_of)
+@pytest.mark.parametrize(("habit", "precision"), IN_16_BITS)
 def test_unmodified_trial_in_16_bits_trains_as_in_float32(habit: Any, precision: str) -> None:
     """How far 16 bits may take the weights from where float32 takes them, as a share of the way."""
     rounding = {"amp_bf16": 0.015, "amp_fp16": 0.002}[precision]
@@ -386,7 +386,7 @@ def test_unmodified_trial_in_16_bits_trains_as_in_float32(habit: Any, precision:
     )
 
 
-@pytest.mark.parametrize(("habit", "words"), habits.REFUSED_IN_FP16.items(), ids=name_of)
+@pytest.mark.parametrize(("habit", "words"), habits.REFUSED_IN_FP16.items())
 def test_unmodified_trial_that_needs_a_precision_without_a_scale_is_refused_in_fp16(
     habit: Any, words: str
 ) -> None:
@@ -399,10 +399,9 @@ def test_unmodified_trial_that_needs_a_precision_without_a_scale_is_refused_in_f
 @pytest.mark.parametrize(
     ("habit", "precision"),
     [
-        *((habit, "amp_fp16") for habit in (*habits.USE_GRADIENTS, habits.Language)),
+        *((habit, "amp_fp16") for habit in habits.USE_GRADIENTS),
         *((habit, "amp_bf16") for habit in (habits.GradientsHook, habits.Penalty)),
     ],
-    ids=name_of,
 )
 def test_resumed_unmodified_trial_ends_as_if_undisturbed_to_the_bit(
     habit: Any, precision: str
@@ -418,9 +417,9 @@ LOUD = {"precision": "amp_fp16", "init_scale": 2.0**24, "audit": False}
 LESS_LOUD = {**LOUD, "init_scale": 1024.0}
 
 
-@pytest.mark.parametrize("habit", habits.USE_GRADIENTS, ids=lambda habit: habit.__name__)
+@pytest.mark.parametrize("habit", habits.USE_GRADIENTS)
 def test_window_that_overflows_changes_nothing(habit: Any) -> None:
-    """The others train as in float32 without it."""
+    """The batches after it train as in float32 without it."""
     ours = way(habit, {**LOUD, "growth_interval": 1000}, batches=16)
     assert 2 < len(ours.still) < 10
     plain = way(habit, None, batches=16, without=ours.still)
@@ -437,7 +436,9 @@ def test_overflow_of_one_batch_costs_the_step_of_its_window() -> None:
 
 
 @pytest.mark.parametrize("habit", [habits.Adversarial, habits.ProjectsGradients, habits.Complex])
-def test_first_scale_that_skips_a_step_is_found(habit: Any, tmp_path: Path) -> None:
+def test_scale_that_the_finder_names_is_the_largest_that_skips_no_step(
+    habit: Any, tmp_path: Path
+) -> None:
     amp = {"precision": "amp_fp16", "init_scale": 1.0}
     with core_context_of(tmp_path) as core_context:
         torch.manual_seed(0)
@@ -501,8 +502,7 @@ def test_step_by_hand_moves_the_scale_once_a_batch(habit: Any) -> None:
     assert ours.made.report["loss_scale_log2"] == 11
 
 
-def test_every_step_of_a_batch_is_counted() -> None:
-    """That of an optimizer inside another one, and several steps."""
+def test_steps_of_one_batch_and_of_an_optimizer_inside_another_are_all_counted() -> None:
     (inside,), several = (
         [count for name, count in it.made.report.items() if name.startswith("watch_applied_steps")]
         for it in (in_16_bits(habits.Sam, "amp_bf16"), in_16_bits(habits.Wgan, "amp_fp16"))
@@ -517,10 +517,10 @@ def test_every_step_of_a_batch_is_counted() -> None:
         (module.register_module_forward_hook, "amp_bf16"),
     ],
 )
-def test_hooks_of_all_modules_are_met_however_they_were_registered(
+def test_hook_for_all_modules_is_refused_in_a_backward_and_sees_float32_in_a_forward(
     register: Any, precision: str
 ) -> None:
-    """By a function that was imported by its name, and before the training."""
+    """Whenever and however it was registered: here before the training, by torch's function."""
     seen = []
     handle = register(lambda module, *tensors: seen.append(tensors[-1].dtype))
     try:
@@ -574,7 +574,9 @@ class Sharper(habits.Habit):
         return functional.cross_entropy(self.Clip.apply(self.model(inputs)), classes)
 
 
-def test_function_of_the_trials_own_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_names_an_autograd_function_of_the_trials_own_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     words = "gets gradients times the loss scale"
     way(Sharper, BFLOAT16)
     assert words not in caplog.text
