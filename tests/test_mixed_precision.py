@@ -32,7 +32,7 @@ def report_of(trial: type[Weights], amp: Any = FP16) -> Metrics:
 
 
 @pytest.mark.usefixtures("_switches_restored")
-@pytest.mark.parametrize("set_backends", [False, True])
+@pytest.mark.parametrize("set_backends", [False, True], ids=["not asked for", "asked for"])
 def test_torchs_switches_are_set_only_if_that_is_asked_for(set_backends: bool) -> None:
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
@@ -76,7 +76,7 @@ class CountsItsOwnSamples(Weights):
 @pytest.mark.parametrize(
     ("trial", "loss"),
     [
-        (Weights, (1 + 2.25) / 2),  # the mean over samples of w x: 1 * 1 and 3/4 * 3
+        (Weights, (1 + 2.25) / 2),  # the mean of w x over samples: 1 * 1 and 3/4 * 3
         (ReportsItsOwnLoss, 7),
         (ReturnsTheLoss, 7),
         (UpdatesWithoutALoss, None),
@@ -136,7 +136,7 @@ class TrainsAgainWithoutSteps(Weights):
 
 
 def test_nothing_moves_without_steps_and_everything_works_again_afterwards() -> None:
-    """As of a trial that trains nothing twice, with the same report."""
+    """Weights and report are those of a trial that trains each batch once."""
     made, plain = (
         fit(trial, FP16, batches=2, reporting_period=2)
         for trial in (TrainsAgainWithoutSteps, Weights)
@@ -198,7 +198,7 @@ def test_newest_batch_is_copied_once_a_training_has_changed_one() -> None:
 
 
 class TestPlainScript:
-    def test_error_of_any_other_kind_is_left_to_the_hook_before(
+    def test_only_errors_of_the_user_are_printed_in_place_of_a_traceback(
         self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:
         seen: list[Any] = []

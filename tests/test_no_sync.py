@@ -165,7 +165,7 @@ class Unmodified(habits.ClipsOutside):
 
 @needs_fake_cuda
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.AMP_FP16])
-def test_unmodified_trial_never_waits(precision: Precision) -> None:
+def test_batches_of_an_unmodified_trial_wait_for_their_copy_alone(precision: Precision) -> None:
     with fake_cuda() as syncs:
         run = train(
             syncs.during,
@@ -217,7 +217,7 @@ PLANTED: dict[str, tuple[str, object, Counter[str]]] = {
 
 @needs_fake_cuda
 @pytest.mark.parametrize("name", PLANTED)
-def test_planted_sync_is_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_wait_is_counted_in_each_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a constant rate: the schedule of an optimizer that is not fused reads too."""
     place, planted, per_batch = PLANTED[name]
     monkeypatch.setattr(place, planted)
@@ -247,7 +247,7 @@ WAITING: dict[str, tuple[str, Callable[[torch.Tensor], object]]] = {
 
 @needs_fake_cuda
 @pytest.mark.parametrize("name", WAITING)
-def test_what_waits_is_counted_once(name: str) -> None:
+def test_call_that_waits_for_the_device_is_counted_once(name: str) -> None:
     kind, call = WAITING[name]
     with fake_cuda() as syncs:
         tensor = torch.ones(3, device="cuda")
@@ -268,7 +268,9 @@ def test_what_waits_is_counted_once(name: str) -> None:
     ],
     ids=["pinned copy", "index", "masked_fill_", "clip"],
 )
-def test_what_does_not_wait_is_not_counted(call: Callable[[torch.Tensor], object]) -> None:
+def test_call_that_does_not_wait_for_the_device_is_not_counted(
+    call: Callable[[torch.Tensor], object],
+) -> None:
     with fake_cuda() as syncs:
         tensor = torch.ones(3, device="cuda")
         with syncs.during("call"):
@@ -278,7 +280,7 @@ def test_what_does_not_wait_is_not_counted(call: Callable[[torch.Tensor], object
 
 
 @needs_fake_cuda
-def test_backward_of_the_fake_device_is_autograds() -> None:
+def test_backward_of_the_fake_device_has_the_gradients_of_autograd() -> None:
     """The same sums in the same order, broadcast and branches included: equal to the last bit."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 5))
     images, labels = torch.randn(4, 3, 8, 8), torch.arange(4)

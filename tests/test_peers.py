@@ -32,7 +32,7 @@ class Unmeasured:
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 @pytest.mark.parametrize("precision", ["fp32", "amp_fp16"])
-def test_all_loops_train_the_same_weights(precision: str, schedule: str) -> None:
+def test_all_loops_that_are_compared_train_the_same_weights(precision: str, schedule: str) -> None:
     """Exactly; PyTorch's cosine multiplies one rate into the next, which rounds otherwise."""
     tolerance = 0.0 if schedule == "constant" else 1e-6
     case = loops.Case(precision, schedule, FEW + 1)
@@ -49,7 +49,7 @@ def test_all_loops_train_the_same_weights(precision: str, schedule: str) -> None
     assert not torch.equal(case.model().state_dict()["1.weight"], reference["1.weight"])
 
 
-def test_summary_takes_ratios_within_a_round() -> None:
+def test_ratio_of_two_loops_is_taken_within_each_round() -> None:
     """The second round is twice as slow for all."""
     rows = peers.summary({peers.REFERENCE: [100.0, 200.0], "loop": [110.0, 240.0]})
     loop = rows["loop"]
@@ -60,7 +60,7 @@ def test_summary_takes_ratios_within_a_round() -> None:
     assert peers.summary({peers.REFERENCE: [100.0]})[peers.REFERENCE]["ratio_high"] == 1
 
 
-def test_committed_table_is_that_of_the_committed_numbers_and_is_quoted() -> None:
+def test_pages_quote_the_table_of_the_committed_numbers() -> None:
     result = json.loads((RESULTS / "peers_cpu.json").read_text())
     table = peers.markdown(result)
     assert (RESULTS / "peers_cpu.md").read_text() == table
@@ -78,7 +78,7 @@ def test_committed_table_is_that_of_the_committed_numbers_and_is_quoted() -> Non
     ("name", "least", "most"),
     [(peers.REFERENCE, 0, 1), (peers.AMP_LOOP, 20, 58), (peers.TEN_LINES, 20, 76)],
 )
-def test_a_batch_makes_few_python_calls_of_ours(name: str, least: int, most: int) -> None:
+def test_batch_makes_few_calls_of_the_librarys_functions(name: str, least: int, most: int) -> None:
     gc.collect()  # trainings of other tests, which ended within a window
     calls = peers.calls_of(Precision.AMP_FP16.value, name).total() / 100
     assert least <= calls <= most
