@@ -1,4 +1,7 @@
-"""One training, written as a loop and as a trial: what both have in common is a `Case`."""
+"""One training, written as a loop and as a trial: what both have in common is a `Case`.
+
+A `SmallLoop` is for tests of a loop alone.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from determined_amp import AmpSettings, MixedPrecision, Precision
+from determined_amp import AmpLoop, AmpSettings, MixedPrecision, Precision
 from determined_amp.amp.tensors import parameters_of
 from tests.harness import Fitted, fit
 
@@ -160,6 +163,30 @@ def by_hand(case: Case, window: int = 1) -> list[list[torch.Tensor]]:
     made = Training(case, TorchAmp(case.settings, window), window)
     made.run()
     return made.bits
+
+
+class SmallLoop:
+    """One model in an `AmpLoop`, trained on one batch again and again."""
+
+    def __init__(self, precision: str) -> None:
+        self.amp = AmpLoop(AmpSettings(Precision(precision), init_scale=64.0), "cpu")
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+        self.model = self.amp.prepare(net)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        self.inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
+
+    def loss(self) -> torch.Tensor:
+        with self.amp.autocast():
+            return functional.cross_entropy(self.model(self.inputs), self.inputs[:, :4].argmax(1))
+
+    def step(self) -> float:
+        loss = self.loss()
+        torch.autograd.backward(self.amp.scaler.scale(loss))
+        self.amp.scaler.step(self.optimizer)
+        self.optimizer.zero_grad()
+        self.amp.update(loss)
+        return loss.item()
 
 
 class Trial(pytorch.PyTorchTrial):

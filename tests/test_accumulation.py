@@ -64,17 +64,16 @@ class TestAverage:
         assert not syncs.calls["average"]
 
 
-class TestExchange:
-    def test_gradients_are_exchanged_after_the_last_batch_of_a_window_alone(self) -> None:
-        model, batches = Exchanging(), iter(range(4))
-        context: Any = SimpleNamespace(
-            models=[nn.Linear(1, 1), model], current_train_batch=lambda: next(batches)
-        )
-        (handle,) = share_gradients_once(context, lambda batch: batch % 2 == 1)
-        for _ in range(4):
-            model()
-        with torch.no_grad():
-            model()  # as in a validation, which asks for no fifth batch
-        assert model.noted == [False, True, False, True, True]
-        handle.remove()
-        model()  # nor does anything afterwards
+def test_gradients_are_exchanged_after_the_last_batch_of_a_window_alone() -> None:
+    model, batches = Exchanging(), iter(range(4))
+    context: Any = SimpleNamespace(
+        models=[nn.Linear(1, 1), model], current_train_batch=lambda: next(batches)
+    )
+    (handle,) = share_gradients_once(context, lambda batch: batch % 2 == 1)
+    for _ in range(4):
+        model()
+    with torch.no_grad():
+        model()  # as in a validation, which asks for no fifth batch
+    assert model.noted == [False, True, False, True, True]
+    handle.remove()
+    model()  # nor does anything afterwards

@@ -21,15 +21,12 @@ from tests.trials import AMP, BF16, FP32, INF, ONE, ByHand, OneWeight, Recipe, w
 without_a_scale = pytest.mark.parametrize("amp", [FP32, BF16], ids=lambda amp: amp.precision.value)
 
 
-class TestOtherPrecisions:
-    @without_a_scale
-    def test_checkpoint_of_a_precision_without_a_loss_scale_holds_no_scaler(
-        self, amp: AmpSettings
-    ) -> None:
-        """A disabled scaler would be saved as {} and crash a later resume in amp_fp16."""
-        made = weigh([ONE, ONE], amp)
-        assert "scaler_state_dict" not in made.checkpoint
-        assert not {"loss_scale_log2", "skipped_steps"} & made.report.keys()
+@without_a_scale
+def test_checkpoint_of_a_precision_without_a_loss_scale_holds_no_scaler(amp: AmpSettings) -> None:
+    """A disabled scaler would be saved as {} and crash a later resume in amp_fp16."""
+    made = weigh([ONE, ONE], amp)
+    assert "scaler_state_dict" not in made.checkpoint
+    assert not {"loss_scale_log2", "skipped_steps"} & made.report.keys()
 
 
 class ClipsScaledGradients(OneWeight):

@@ -8,50 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
 
-from determined_amp import AmpLoop, AmpSettings, Precision
 from determined_amp.amp.rehearsal import undisturbed
 from tests.harness import fit, same_bits
+from tests.loops import SmallLoop
 from tests.trials import Converted
 
 SIXTEEN_BITS = pytest.mark.parametrize("precision", ["amp_fp16", "amp_bf16"])
 STEPS = 6
 
 
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
-
-
-class Loop:
-    """A small training in one `AmpLoop`."""
-
-    def __init__(self, precision: str) -> None:
-        self.amp = AmpLoop(AmpSettings(Precision(precision), init_scale=64.0), "cpu")
-        self.model = self.amp.prepare(net())
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
-        self.inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
-
-    def loss(self) -> torch.Tensor:
-        with self.amp.autocast():
-            return functional.cross_entropy(self.model(self.inputs), self.inputs[:, :4].argmax(1))
-
-    def step(self) -> float:
-        loss = self.loss()
-        torch.autograd.backward(self.amp.scaler.scale(loss))
-        self.amp.scaler.step(self.optimizer)
-        self.optimizer.zero_grad()
-        self.amp.update(loss)
-        return loss.item()
-
-
-def several_steps(loop: Loop) -> list[float]:
+def several_steps(loop: SmallLoop) -> list[float]:
     return [loop.step() for _ in range(STEPS)]
 
 
-def a_step_with_a_closure(loop: Loop) -> list[float]:
+def a_step_with_a_closure(loop: SmallLoop) -> list[float]:
     optimizer = torch.optim.LBFGS(loop.model.parameters(), lr=0.5)
     losses: list[float] = []
 
@@ -67,13 +38,13 @@ def a_step_with_a_closure(loop: Loop) -> list[float]:
     return losses
 
 
-def a_loaded_state(loop: Loop) -> list[float]:
+def a_loaded_state(loop: SmallLoop) -> list[float]:
     before = loop.loss().item()
     loop.model.load_state_dict({k: 2 * v for k, v in loop.model.state_dict().items()})
     return [before, loop.loss().item()]
 
 
-def a_rehearsal_that_moves_weights(loop: Loop) -> list[float]:
+def a_rehearsal_that_moves_weights(loop: SmallLoop) -> list[float]:
     with undisturbed(loop.model, optimizers=[loop.optimizer]):
         for parameter in loop.model.parameters():
             parameter.data.mul_(2.0)
@@ -92,15 +63,15 @@ def a_rehearsal_that_moves_weights(loop: Loop) -> list[float]:
     ],
 )
 def test_region_around_changing_weights_computes_with_the_new_ones(
-    train: Callable[[Loop], list[float]], precision: str, monkeypatch: pytest.MonkeyPatch
+    train: Callable[[SmallLoop], list[float]], precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_regions_of_their_own = train(Loop(precision))
-    loop = Loop(precision)
+    with_regions_of_their_own = train(SmallLoop(precision))
+    loop = SmallLoop(precision)
     with loop.amp.autocast():
         assert train(loop) == with_regions_of_their_own
     # The control: casts that are kept are those of old weights.
     monkeypatch.setattr(torch, "clear_autocast_cache", lambda: None)
-    loop = Loop(precision)
+    loop = SmallLoop(precision)
     with loop.amp.autocast():
         assert train(loop) != with_regions_of_their_own
 

@@ -73,21 +73,20 @@ def saved_numbers(model: Denoiser) -> int:
     return sum(saved.values())
 
 
-class TestModel:
-    @pytest.mark.parametrize("what", ["timestep", "label", "frame"])
-    def test_denoiser_depends_on_everything_it_is_given(self, what: str) -> None:
-        model = make()
-        before = model(CLIP, TIMESTEP, LABEL)
-        clip, timestep, label = CLIP.clone(), TIMESTEP.clone(), LABEL.clone()
-        if what == "timestep":
-            timestep[0] += 1
-        elif what == "label":
-            label[0] = 1
-        else:
-            clip[0, :, 2] += 1.0
-        after = model(clip, timestep, label)
-        assert not torch.allclose(after[0, :, 0], before[0, :, 0], rtol=0, atol=1.0e-6)
-        torch.testing.assert_close(after[1], before[1])
+@pytest.mark.parametrize("what", ["timestep", "label", "frame"])
+def test_denoiser_depends_on_everything_it_is_given(what: str) -> None:
+    model = make()
+    before = model(CLIP, TIMESTEP, LABEL)
+    clip, timestep, label = CLIP.clone(), TIMESTEP.clone(), LABEL.clone()
+    if what == "timestep":
+        timestep[0] += 1
+    elif what == "label":
+        label[0] = 1
+    else:
+        clip[0, :, 2] += 1.0
+    after = model(clip, timestep, label)
+    assert not torch.allclose(after[0, :, 0], before[0, :, 0], rtol=0, atol=1.0e-6)
+    torch.testing.assert_close(after[1], before[1])
 
 
 def unusable(name: str) -> Any:

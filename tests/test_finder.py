@@ -108,28 +108,27 @@ def found_in_four(trial: Trial) -> ScaleFinding:
     return looked_at(trial, work, batches=4)
 
 
-class TestVerdict:
-    @pytest.mark.parametrize(
-        ("trial", "verdict"),
-        [
-            (BatchNormCNN, Verdict.DEFAULT),
-            (PreNormTransformer, Verdict.DEFAULT),
-            (SummedLoss, Verdict.SCALE),
-            (Float16Loss, Verdict.SCALE),
-            (DeepPlain, Verdict.BF16),
-        ],
-    )
-    def test_verdict_of_the_small_trials(self, trial: Trial, verdict: Verdict) -> None:
-        """Each of the forty layers of `DeepPlain` shrinks the gradient: it has no window.
+@pytest.mark.parametrize(
+    ("trial", "verdict"),
+    [
+        (BatchNormCNN, Verdict.DEFAULT),
+        (PreNormTransformer, Verdict.DEFAULT),
+        (SummedLoss, Verdict.SCALE),
+        (Float16Loss, Verdict.SCALE),
+        (DeepPlain, Verdict.BF16),
+    ],
+)
+def test_verdict_of_the_small_trials(trial: Trial, verdict: Verdict) -> None:
+    """Each of the forty layers of `DeepPlain` shrinks the gradient: it has no window.
 
-        The first ones train on what the last ones overflow at.
-        """
-        found = found_in_four(trial)
-        assert found.verdict is verdict
-        assert (found.window_bits < 0) == (verdict is Verdict.BF16)
-        default = verdict is Verdict.DEFAULT
-        assert found.choice_log2 == choice_of(found.low_log2, found.top_log2)
-        assert (found.low_log2 <= 16 <= found.top_log2) == default
+    The first ones train on what the last ones overflow at.
+    """
+    found = found_in_four(trial)
+    assert found.verdict is verdict
+    assert (found.window_bits < 0) == (verdict is Verdict.BF16)
+    default = verdict is Verdict.DEFAULT
+    assert found.choice_log2 == choice_of(found.low_log2, found.top_log2)
+    assert (found.low_log2 <= 16 <= found.top_log2) == default
 
 
 class TestCommand:

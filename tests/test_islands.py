@@ -274,19 +274,18 @@ def trained(model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 @DTYPES
-class TestCheckpointing:
-    @pytest.mark.parametrize("island", ["^inner.1$", "^inner.1.inner$"])
-    @pytest.mark.parametrize("again", [[""], ["inner.1"], ["", "inner.1"]])
-    def test_checkpointed_island_trains_the_same_bit_for_bit(
-        self, island: str, again: list[str], dtype: torch.dtype
-    ) -> None:
-        """Around the island, in it, and both: recomputing changes neither dtypes nor numbers."""
-        kept, recomputed = nested([]), nested(again)
-        for model in (kept, recomputed):
-            keep_in_float32(model, [island], "cpu")
-        expected, found = trained(kept, dtype), trained(recomputed, dtype)
-        assert len(found) == 3 * 2 * 8
-        assert all(map(torch.equal, expected, found))
+@pytest.mark.parametrize("island", ["^inner.1$", "^inner.1.inner$"])
+@pytest.mark.parametrize("again", [[""], ["inner.1"], ["", "inner.1"]])
+def test_checkpointed_island_trains_the_same_bit_for_bit(
+    island: str, again: list[str], dtype: torch.dtype
+) -> None:
+    """Around the island, in it, and both: recomputing changes neither dtypes nor numbers."""
+    kept, recomputed = nested([]), nested(again)
+    for model in (kept, recomputed):
+        keep_in_float32(model, [island], "cpu")
+    expected, found = trained(kept, dtype), trained(recomputed, dtype)
+    assert len(found) == 3 * 2 * 8
+    assert all(map(torch.equal, expected, found))
 
 
 class TestCopies:

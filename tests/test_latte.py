@@ -87,12 +87,12 @@ def test_clip_starts_at_the_step_that_was_asked_for(tmp_path: Path) -> None:
     assert moments[0] * 1.0e6 < moments[4]
 
 
-class TestSettings:
-    def test_patches_must_fit_the_frame(self) -> None:
-        config = parsed("hyperparameters.model.patch_size=3")
-        with pytest.raises(ConfigError, match=r"patch_size: got 3, which does not divide .* 8"):
-            Denoiser(config.hparams.model, config.data, gradient_checkpointing=False)
+def test_patches_must_fit_the_frame() -> None:
+    config = parsed("hyperparameters.model.patch_size=3")
+    with pytest.raises(ConfigError, match=r"patch_size: got 3, which does not divide .* 8"):
+        Denoiser(config.hparams.model, config.data, gradient_checkpointing=False)
 
-    def test_clip_start_step_without_a_clip_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="clip_start_step: got 2, but nothing is clipped"):
-            parsed("hyperparameters.max_grad_norm=null")
+
+def test_clip_start_step_without_a_clip_is_refused() -> None:
+    with pytest.raises(ConfigError, match="clip_start_step: got 2, but nothing is clipped"):
+        parsed("hyperparameters.max_grad_norm=null")

@@ -146,39 +146,37 @@ class TestOutcome:
             assert batch.run(1.0, dtype).uses_float16
 
 
-class TestLargestWorking:
-    @pytest.mark.parametrize("guess", [-40, -3, 0, 5, 40])
-    @pytest.mark.parametrize("answer", [-31, -30, -7, 0, 1, 29, 30])
-    def test_largest_working_number_is_found_from_any_guess(self, guess: int, answer: int) -> None:
-        tried: list[int] = []
+@pytest.mark.parametrize("guess", [-40, -3, 0, 5, 40])
+@pytest.mark.parametrize("answer", [-31, -30, -7, 0, 1, 29, 30])
+def test_largest_working_number_is_found_from_any_guess(guess: int, answer: int) -> None:
+    tried: list[int] = []
 
-        def fails(number: int) -> bool:
-            tried.append(number)
-            return number > answer
+    def fails(number: int) -> bool:
+        tried.append(number)
+        return number > answer
 
-        assert largest_working(fails, guess, -30, 30) == answer
-        assert len(tried) == len({*tried}) <= 12
-        assert -30 <= min(tried) <= max(tried) <= 30
+    assert largest_working(fails, guess, -30, 30) == answer
+    assert len(tried) == len({*tried}) <= 12
+    assert -30 <= min(tried) <= max(tried) <= 30
 
 
-class TestInTrial:
-    def test_batches_are_those_of_the_training_in_order(self) -> None:
-        seen: list[torch.Tensor] = []
+def test_batches_are_those_of_the_training_in_order() -> None:
+    seen: list[torch.Tensor] = []
 
-        class Seeing(SummedLoss):
-            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
-                seen.append(batch[1])
-                return super().train_batch(batch, epoch_idx, batch_idx)
+    class Seeing(SummedLoss):
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
+            seen.append(batch[1])
+            return super().train_batch(batch, epoch_idx, batch_idx)
 
-        with open_trial(experiment_in(config(SummedLoss), "test")) as found:
-            trial = Seeing(_another_context(found.context))
-            train(trial, 3)
+    with open_trial(experiment_in(config(SummedLoss), "test")) as found:
+        trial = Seeing(_another_context(found.context))
+        train(trial, 3)
 
-        def labels(small: SmallTrial, context: Context, batches: Batches) -> list[torch.Tensor]:
-            return [rehearsal.batch[1] for rehearsal in batches]
+    def labels(small: SmallTrial, context: Context, batches: Batches) -> list[torch.Tensor]:
+        return [rehearsal.batch[1] for rehearsal in batches]
 
-        taken = looked_at(SummedLoss, labels, batches=3)
-        assert all(torch.equal(a, b) for a, b in zip(seen, taken, strict=True))
+    taken = looked_at(SummedLoss, labels, batches=3)
+    assert all(torch.equal(a, b) for a, b in zip(seen, taken, strict=True))
 
 
 class TestInTraining:
@@ -244,32 +242,30 @@ class TestInTraining:
         assert given["reporting_period"].value == given["max_length"].value > 10**12
 
 
-class TestFloat16As:
-    def test_regions_of_float16_compute_in_the_other_dtype_and_only_meanwhile(self) -> None:
-        layer, inputs = nn.Linear(2, 2), torch.ones(1, 2)
-        region = torch.autocast("cpu", torch.float16)  # made before, used again after
-        other = torch.autocast("cpu", torch.bfloat16)
-        off = torch.autocast("cpu", torch.float16, enabled=False)
+def test_regions_of_float16_compute_in_the_other_dtype_and_only_meanwhile() -> None:
+    layer, inputs = nn.Linear(2, 2), torch.ones(1, 2)
+    region = torch.autocast("cpu", torch.float16)  # made before, used again after
+    other = torch.autocast("cpu", torch.bfloat16)
+    off = torch.autocast("cpu", torch.float16, enabled=False)
 
-        def computed(region: torch.autocast) -> torch.dtype:
-            with region:
-                return layer(inputs).dtype  # type: ignore[no-any-return]
+    def computed(region: torch.autocast) -> torch.dtype:
+        with region:
+            return layer(inputs).dtype  # type: ignore[no-any-return]
 
-        for dtype, brain in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)):
-            with float16_as(dtype) as entered:
-                assert computed(region) == dtype
-                assert (computed(other), computed(off)) == (brain, torch.float32)
-            assert entered == {torch.float16, torch.bfloat16}
-        assert computed(region) == torch.float16
+    for dtype, brain in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)):
+        with float16_as(dtype) as entered:
+            assert computed(region) == dtype
+            assert (computed(other), computed(off)) == (brain, torch.float32)
+        assert entered == {torch.float16, torch.bfloat16}
+    assert computed(region) == torch.float16
 
 
-class TestErrors:
-    @pytest.mark.parametrize("precision", [Precision.FP32, Precision.AMP_BF16])
-    def test_trial_without_an_enabled_scaler_is_refused(self, precision: Precision) -> None:
-        context: Any = harness.Context()
-        with pytest.raises(LossScaleError, match="it has no enabled GradScaler"):
-            wrapped_scaler(context)
-        MixedPrecision(context, AmpSettings(precision))
-        words = "for float16, set hyperparameters.amp.precision to amp_fp16"
-        with pytest.raises(LossScaleError, match=words):
-            wrapped_scaler(context)
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.AMP_BF16])
+def test_trial_without_an_enabled_scaler_is_refused(precision: Precision) -> None:
+    context: Any = harness.Context()
+    with pytest.raises(LossScaleError, match="it has no enabled GradScaler"):
+        wrapped_scaler(context)
+    MixedPrecision(context, AmpSettings(precision))
+    words = "for float16, set hyperparameters.amp.precision to amp_fp16"
+    with pytest.raises(LossScaleError, match=words):
+        wrapped_scaler(context)

@@ -43,86 +43,84 @@ def found(
     return find_window(REHEARSALS, SLOTS)
 
 
-class TestFind:
-    @pytest.mark.parametrize(
-        ("top", "first", "last", "step"), [(12, -31, 20, 3), (126, -31, 130, 7)]
-    )
-    def test_shown_scales_reach_from_below_the_window_to_above_it(
-        self, top: int, first: int, last: int, step: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """From four powers of two below the window to four above it, in 24 rows and a few more."""
-        prediction = prediction_of({"a": {3: 1}})
-        finding = found(monkeypatch, prediction, lambda scale: scale > top)
-        tried = {one.scale_log2 for one in finding.measured}
-        rows = {16, -27, top, *tried, *range(first, last + 1, step)}
-        assert finding.shown_scales() == sorted(rows)
-        predicted = [shares.scale_log2 for shares in finding.predicted]
-        assert (predicted[0], predicted[-1]) == (first, max(48, last))
-        assert predicted == [*range(predicted[0], predicted[-1] + 1)]
-        assert finding.at(-1000) is finding.predicted[0]
-        assert finding.at(1000) is finding.predicted[-1]
+@pytest.mark.parametrize(("top", "first", "last", "step"), [(12, -31, 20, 3), (126, -31, 130, 7)])
+def test_shown_scales_reach_from_below_the_window_to_above_it(
+    top: int, first: int, last: int, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From four powers of two below the window to four above it, in 24 rows and a few more."""
+    prediction = prediction_of({"a": {3: 1}})
+    finding = found(monkeypatch, prediction, lambda scale: scale > top)
+    tried = {one.scale_log2 for one in finding.measured}
+    rows = {16, -27, top, *tried, *range(first, last + 1, step)}
+    assert finding.shown_scales() == sorted(rows)
+    predicted = [shares.scale_log2 for shares in finding.predicted]
+    assert (predicted[0], predicted[-1]) == (first, max(48, last))
+    assert predicted == [*range(predicted[0], predicted[-1] + 1)]
+    assert finding.at(-1000) is finding.predicted[0]
+    assert finding.at(1000) is finding.predicted[-1]
 
-    def test_finder_advises_bfloat16_where_no_scale_is_safe(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        prediction = prediction_of({"loud": {10: 1}, **{name: {-31: 1} for name in "abc"}})
-        finding = found(monkeypatch, prediction, lambda scale: scale > 5)
-        assert finding.verdict is Verdict.BF16
-        assert (finding.low_log2, finding.top_log2, finding.choice_log2) == (7, 5, 4)
-        assert finding.answer_log2 is None
 
-    # Powers of two of the gradients, the largest scale that works, and what is found there.
-    ONE, LOUD = {"a": {3: 1}}, {"a": {-7: 1}}
+def test_finder_advises_bfloat16_where_no_scale_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
+    prediction = prediction_of({"loud": {10: 1}, **{name: {-31: 1} for name in "abc"}})
+    finding = found(monkeypatch, prediction, lambda scale: scale > 5)
+    assert finding.verdict is Verdict.BF16
+    assert (finding.low_log2, finding.top_log2, finding.choice_log2) == (7, 5, 4)
+    assert finding.answer_log2 is None
 
-    @pytest.mark.parametrize(
-        ("modules", "works", "low", "choice", "verdict"),
-        [
-            (ONE, 12, -27, 6, Verdict.SCALE),  # six bits below
-            # No other is safe.
-            ({**ONE, "faint": {-36: 1}}, 12, 12, 12, Verdict.SCALE),
-            # What would overflow is masked on its way to the parameters.
-            (ONE, 13, -27, 7, Verdict.SCALE),
-            (ONE, 17, -27, 11, Verdict.DEFAULT),
-            (ONE, 126, -27, 16, Verdict.DEFAULT),
-            (ONE, 127, -27, 16, Verdict.DEFAULT),
-            # A kernel that adds up in float16 may overflow below the prediction.
-            (LOUD, 22, -17, 16, Verdict.DEFAULT),
-            (LOUD, 15, -17, 9, Verdict.SCALE),
-            # Nearer to the low end of a small window; the default is in the second one.
-            ({"a": {0: 1}, "faint": {-34: 1}}, 15, 10, 12, Verdict.SCALE),
-            ({"a": {-1: 1}, "faint": {-40: 1}}, 16, 16, 16, Verdict.DEFAULT),
-            ({"a": {-5: 1}, "faint": {-41: 1}}, 20, 17, 18, Verdict.SCALE),
-            (ONE, 12 - 24, -27, -18, Verdict.SCALE),
-            # After 24 bits it gives up.
-            (ONE, 12 - 25, -27, None, Verdict.FORWARD_OVERFLOW),
-        ],
-    )
-    def test_window_and_choice_are_those_that_float16_shows(
-        self,
-        modules: dict[str, dict[int, int]],
-        works: int,
-        low: int,
-        choice: int | None,
-        verdict: Verdict,
-        *,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        finding = found(monkeypatch, prediction_of(modules), lambda scale: scale > works)
-        assert (finding.low_log2, finding.choice_log2) == (low, choice)
-        assert finding.verdict is verdict
-        scales = [one.scale_log2 for one in finding.measured]
-        assert max(scales) <= 127
-        assert len(scales) == len({*scales}) <= (2 if works == 12 else 14)
-        if choice is None:
-            assert (finding.answer_log2, finding.cause) == (None, "the cause")
-        else:
-            assert (finding.top_log2, finding.window_bits) == (works, works - low)
-            assert (finding.answer_log2, finding.cause) == (choice, "")
 
-    def test_shares_are_those_of_the_prediction(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        finding = found(monkeypatch, prediction_of(self.ONE), lambda scale: scale > 12)
-        assert [finding.at(scale).overflow_share for scale in (12, 13)] == [0, 1]
-        assert [finding.at(scale).flushed_share for scale in (-28, -27)] == [1, 0]
+# Powers of two of the gradients, the largest scale that works, and what is found there.
+ONE, LOUD = {"a": {3: 1}}, {"a": {-7: 1}}
+
+
+@pytest.mark.parametrize(
+    ("modules", "works", "low", "choice", "verdict"),
+    [
+        (ONE, 12, -27, 6, Verdict.SCALE),  # six bits below
+        # No other is safe.
+        ({**ONE, "faint": {-36: 1}}, 12, 12, 12, Verdict.SCALE),
+        # What would overflow is masked on its way to the parameters.
+        (ONE, 13, -27, 7, Verdict.SCALE),
+        (ONE, 17, -27, 11, Verdict.DEFAULT),
+        (ONE, 126, -27, 16, Verdict.DEFAULT),
+        (ONE, 127, -27, 16, Verdict.DEFAULT),
+        # A kernel that adds up in float16 may overflow below the prediction.
+        (LOUD, 22, -17, 16, Verdict.DEFAULT),
+        (LOUD, 15, -17, 9, Verdict.SCALE),
+        # Nearer to the low end of a small window; the default is in the second one.
+        ({"a": {0: 1}, "faint": {-34: 1}}, 15, 10, 12, Verdict.SCALE),
+        ({"a": {-1: 1}, "faint": {-40: 1}}, 16, 16, 16, Verdict.DEFAULT),
+        ({"a": {-5: 1}, "faint": {-41: 1}}, 20, 17, 18, Verdict.SCALE),
+        (ONE, 12 - 24, -27, -18, Verdict.SCALE),
+        # After 24 bits it gives up.
+        (ONE, 12 - 25, -27, None, Verdict.FORWARD_OVERFLOW),
+    ],
+)
+def test_window_and_choice_are_those_that_float16_shows(
+    modules: dict[str, dict[int, int]],
+    works: int,
+    low: int,
+    choice: int | None,
+    verdict: Verdict,
+    *,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    finding = found(monkeypatch, prediction_of(modules), lambda scale: scale > works)
+    assert (finding.low_log2, finding.choice_log2) == (low, choice)
+    assert finding.verdict is verdict
+    scales = [one.scale_log2 for one in finding.measured]
+    assert max(scales) <= 127
+    assert len(scales) == len({*scales}) <= (2 if works == 12 else 14)
+    if choice is None:
+        assert (finding.answer_log2, finding.cause) == (None, "the cause")
+    else:
+        assert (finding.top_log2, finding.window_bits) == (works, works - low)
+        assert (finding.answer_log2, finding.cause) == (choice, "")
+
+
+def test_shares_are_those_of_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = found(monkeypatch, prediction_of(ONE), lambda scale: scale > 12)
+    assert [finding.at(scale).overflow_share for scale in (12, 13)] == [0, 1]
+    assert [finding.at(scale).flushed_share for scale in (-28, -27)] == [1, 0]
 
 
 @pytest.mark.parametrize(("init", "skips"), [(9, 0), (10, 0), (10.5, 1), (11, 1), (16, 6)])

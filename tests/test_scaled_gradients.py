@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
 
 from determined_amp import AmpLoop, AmpSettings, ConfigError, Precision
 from determined_amp.amp import torch_private
 from tests.harness import fit
+from tests.loops import SmallLoop
 from tests.trials import Converted
 
 Change = Callable[[nn.Module], object]
@@ -65,27 +65,21 @@ def of_one_bias(model: Any) -> None:
     model[2].bias.grad.clamp_(-1, 1)
 
 
-def loop_with(
+def train(
     change: Change, precision: str, window: int, *, unscales: bool = False, steps: int = 6
-) -> AmpLoop:
+) -> None:
     """Steps of a small net, whose gradients are changed before each of them."""
-    amp = AmpLoop(AmpSettings(Precision(precision), init_scale=64.0), "cpu")
-    torch.manual_seed(0)
-    model = amp.prepare(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    inputs = torch.randn(16, 8)
+    loop = SmallLoop(precision)
     for batch in range(steps * window):
-        with amp.autocast():
-            loss = functional.cross_entropy(model(inputs), inputs[:, :4].argmax(1)) / window
-        torch.autograd.backward(amp.scaler.scale(loss))
+        loss = loop.loss() / window
+        torch.autograd.backward(loop.amp.scaler.scale(loss))
         if batch % window == window - 1:
             if unscales:
-                amp.scaler.unscale_(optimizer)
-            change(model)
-            amp.scaler.step(optimizer)
-            optimizer.zero_grad()
-        amp.update(loss)
-    return amp
+                loop.amp.scaler.unscale_(loop.optimizer)
+            change(loop.model)
+            loop.amp.scaler.step(loop.optimizer)
+            loop.optimizer.zero_grad()
+        loop.amp.update(loss)
 
 
 WINDOWS = pytest.mark.parametrize("window", [1, 2])
@@ -96,7 +90,7 @@ WINDOWS = pytest.mark.parametrize("window", [1, 2])
 def test_clip_of_scaled_gradients_is_refused_where_it_is_called(clip: Change, window: int) -> None:
     words = r"^the loop: it clips gradients that are still scaled; allowed: amp\.clip_gradients"
     with pytest.raises(ConfigError, match=words) as refused:
-        loop_with(clip, "amp_fp16", window)
+        train(clip, "amp_fp16", window)
     assert any(entry.name == clip.__name__ for entry in refused.traceback)
 
 
@@ -106,7 +100,7 @@ def test_clip_of_scaled_gradients_is_refused_where_it_is_called(clip: Change, wi
 def test_other_change_of_scaled_gradients_warns_once_with_the_line_of_the_step(
     change: Change, window: int, steps: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop_with(change, "amp_fp16", window, steps=steps)
+    train(change, "amp_fp16", window, steps=steps)
     (line,) = (line for line in caplog.messages if WARNING in line)
     source, number, _ = line.split(":", 2)
     assert source == __file__
@@ -121,10 +115,10 @@ def test_change_that_begins_late_warns(caplog: pytest.LogCaptureFixture) -> None
         if len(calls) > 15:
             multiplied(model)
 
-    loop_with(late, "amp_fp16", 2, steps=15)
+    train(late, "amp_fp16", 2, steps=15)
     assert WARNING not in caplog.text
     calls.clear()
-    loop_with(late, "amp_fp16", 2, steps=25)
+    train(late, "amp_fp16", 2, steps=25)
     assert caplog.text.count(WARNING) == 1
 
 
@@ -133,10 +127,10 @@ def test_change_that_begins_late_warns(caplog: pytest.LogCaptureFixture) -> None
 def test_change_of_unscaled_gradients_is_allowed(
     change: Change, precision: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop_with(change, precision, 1, unscales=True)
+    train(change, precision, 1, unscales=True)
     assert WARNING not in caplog.text
     if precision != "amp_fp16":
-        loop_with(change, precision, 1)
+        train(change, precision, 1)
         assert WARNING not in caplog.text
 
 
@@ -147,12 +141,12 @@ def test_clip_of_another_model_is_allowed() -> None:
         other(torch.ones(1, 2)).sum().backward()
         clip_grad_norm_(other.parameters(), 1.0)
 
-    loop_with(clip_the_other, "amp_fp16", 1)
+    train(clip_the_other, "amp_fp16", 1)
 
 
 def test_torch_is_left_as_it_was_after_each_step() -> None:
     gc.collect()  # loops of other tests that stopped between a backward and its step
-    loop_with(nothing, "amp_fp16", 1)
+    train(nothing, "amp_fp16", 1)
     now = vars(clip_grad)["_group_tensors_by_device_and_dtype"]
     assert now is torch_private.sort_gradients
 
@@ -197,13 +191,13 @@ class LeavesAlone(Clips):
 def test_trial_may_not_clip_scaled_gradients_and_is_told_of_other_changes(
     window: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def train(trial: type[Clips]) -> None:
+    def train_trial(trial: type[Clips]) -> None:
         fp16 = {"precision": "amp_fp16", "init_scale": 64.0}
         fit(trial, fp16, batches=3 * window, aggregation_frequency=window)
 
     with pytest.raises(ConfigError, match="it clips gradients that are still scaled; allowed: cl"):
-        train(Clips)
-    train(LeavesAlone)  # the division by the window is the library's
+        train_trial(Clips)
+    train_trial(LeavesAlone)  # the division by the window is the library's
     assert WARNING not in caplog.text
-    train(Halves)
+    train_trial(Halves)
     assert caplog.text.count(WARNING) == 1

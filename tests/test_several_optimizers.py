@@ -60,40 +60,41 @@ def test_update_after_each_of_several_steps_counts_the_batch_once(precision: str
     assert counts(report) == (6, 2)
 
 
-class TestOneOverflows:
-    def test_optimizer_that_overflows_skips_its_own_step_alone(self) -> None:
-        made = weigh_two(ONE_BAD, AMP)
-        assert made.trial.weights() == [1.0 - 2 * 0.5, 1.0 - 3 * 0.5]
-        assert counts(made.report) == (2, 3)
-        assert counts(made.report, "skipped_steps") == (1, 0)
-        assert made.report["loss_scale_log2"] == 1  # 4, halved once for both: there is one scale
-        assert "watch_applied_steps" not in made.report
+def test_optimizer_that_overflows_skips_its_own_step_alone() -> None:
+    made = weigh_two(ONE_BAD, AMP)
+    assert made.trial.weights() == [1.0 - 2 * 0.5, 1.0 - 3 * 0.5]
+    assert counts(made.report) == (2, 3)
+    assert counts(made.report, "skipped_steps") == (1, 0)
+    assert made.report["loss_scale_log2"] == 1  # 4, halved once for both: there is one scale
+    assert "watch_applied_steps" not in made.report
 
-    @fused_or_not
-    def test_overflow_of_the_second_optimizer_leaves_the_first_its_counts_and_rate(
-        self, *, fused: bool
-    ) -> None:
-        """The `update` of torch adds what all optimizers found into the tensor of the first."""
 
-        class Scheduled(TwoWeights):
-            def __init__(self, context: Any, rows: Any) -> None:
-                super().__init__(context, rows)
-                for optimizer in self.optimizers:
-                    halving = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-                    self.amp.wrap_lr_scheduler(halving)
+@fused_or_not
+def test_overflow_of_the_second_optimizer_leaves_the_first_its_counts_and_rate(
+    *, fused: bool
+) -> None:
+    """The `update` of torch adds what all optimizers found into the tensor of the first."""
 
-        Scheduled.fused = fused
-        made = weigh_two([GOOD, (1.0, INF), GOOD], AMP, Scheduled)
-        assert counts(made.report) == (3, 2)
-        assert counts(made.report, "skipped_steps") == (0, 1)
-        rates = [float(it.param_groups[0]["lr"]) for it in made.trial.optimizers]
-        assert rates == [0.5**4, 0.5**3]
+    class Scheduled(TwoWeights):
+        def __init__(self, context: Any, rows: Any) -> None:
+            super().__init__(context, rows)
+            for optimizer in self.optimizers:
+                halving = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+                self.amp.wrap_lr_scheduler(halving)
 
-    def test_gradient_norms_are_reported_of_each_optimizer(self) -> None:
-        report = weigh_two([(1.0, 3.0)], AMP).report
-        assert counts(report, "watch_grad_norm") == (1.0, 3.0)
-        headroom = counts(report, "watch_headroom_bits")
-        assert headroom[0] - headroom[1] == pytest.approx(math.log2(3), abs=1e-6)
+    Scheduled.fused = fused
+    made = weigh_two([GOOD, (1.0, INF), GOOD], AMP, Scheduled)
+    assert counts(made.report) == (3, 2)
+    assert counts(made.report, "skipped_steps") == (0, 1)
+    rates = [float(it.param_groups[0]["lr"]) for it in made.trial.optimizers]
+    assert rates == [0.5**4, 0.5**3]
+
+
+def test_gradient_norms_are_reported_of_each_optimizer() -> None:
+    report = weigh_two([(1.0, 3.0)], AMP).report
+    assert counts(report, "watch_grad_norm") == (1.0, 3.0)
+    headroom = counts(report, "watch_headroom_bits")
+    assert headroom[0] - headroom[1] == pytest.approx(math.log2(3), abs=1e-6)
 
 
 class StepsTheSecondThen(TwoWeights):
