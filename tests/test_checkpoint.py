@@ -16,9 +16,7 @@ import torch
 from determined import pytorch
 
 from determined_amp import ConfigError
-from determined_amp.local.checkpoint_storage import (
-    LocalCheckpoints,
-)
+from determined_amp.local.checkpoint_storage import LocalCheckpoints
 from determined_amp.trial.checkpoint import (
     CheckpointError,
     PortableCheckpoint,
@@ -58,10 +56,10 @@ class TestOwnScript:
             PortableCheckpoint([], rank).on_checkpoint_load_start(checkpoint)
             assert checkpoint == {"rng_state": state}
 
-    def test_training_off_a_cluster_goes_on_with_the_batches_of_an_undisturbed_run(
+    def test_resume_without_a_cluster_trains_the_batches_of_an_undisturbed_run(
         self, folder: Path
     ) -> None:
-        """There it tells the loop of no earlier batches, and seeds nothing: the script does."""
+        """Determined tells the loop of no earlier batches there, and the script sets the seed."""
         seen: list[float] = []
 
         class Shuffles(Weights):
@@ -95,7 +93,9 @@ class TestOwnScript:
         train(8, train(4, None))
         assert seen == undisturbed
 
-    def test_determineds_own_loop_is_no_resume_without_a_cluster(self, first: Fitted) -> None:
+    def test_resume_in_determineds_own_loop_without_a_cluster_is_refused(
+        self, first: Fitted
+    ) -> None:
         words = r"latest_checkpoint: without a cluster .* determined_amp\.fit\(trial, context"
         with pytest.raises(ConfigError, match=words):
             fit(
@@ -124,7 +124,7 @@ class TestOwnScript:
     not hasattr(torch.serialization, "add_safe_globals"),
     reason="this torch has no allowlist: there such a checkpoint is refused",
 )
-def test_array_of_a_foreign_trial_is_allowed(tmp_path: Path) -> None:
+def test_checkpoint_with_an_array_of_numpy_can_be_loaded(tmp_path: Path) -> None:
     allow_numpy_random_state()
     state = cast("tuple[Any, ...]", np.random.get_state())
     torch.save({"np_rng_state": state}, tmp_path / "foreign.pth")
@@ -161,7 +161,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class TestDisk:
-    def test_disk_has_all_of_a_checkpoint_before_the_rename_says_so(
+    def test_checkpoint_is_on_the_disk_before_it_gets_its_name(
         self, tmp_path: Path, done: list[str]
     ) -> None:
         save(storage_in(tmp_path), 4)
@@ -190,7 +190,9 @@ class TestDisk:
         with zipfile.ZipFile(tmp_path / "batch-00000004" / "state_dict.pth") as weights:
             assert weights.read("content") == b"new"
 
-    def test_checkpoint_is_dropped_by_its_name_first(self, tmp_path: Path, done: list[str]) -> None:
+    def test_checkpoint_loses_its_name_before_it_is_removed(
+        self, tmp_path: Path, done: list[str]
+    ) -> None:
         """Half of a removed one must not look like a whole one."""
         checkpoints = storage_in(tmp_path)
         save(checkpoints, 4)
@@ -220,7 +222,11 @@ class TestDisk:
             raise error
         assert [path.name for path in tmp_path.iterdir()] == ["batch-00000004"]
 
-    @pytest.mark.parametrize("error", [RuntimeError("of the trial"), KeyboardInterrupt()])
+    @pytest.mark.parametrize(
+        "error",
+        [RuntimeError("of the trial"), KeyboardInterrupt()],
+        ids=["of the trial", "of the user"],
+    )
     def test_disk_is_not_blamed_for_any_other_error(
         self, tmp_path: Path, error: BaseException
     ) -> None:

@@ -91,7 +91,7 @@ def test_imports_point_one_way_and_stay_within_the_library() -> None:
         ("report/a.py", "from trials.data import images", 1),
     ],
 )
-def test_an_import_against_the_direction_is_found(
+def test_planted_import_against_the_direction_is_found(
     tmp_path: Path, file: str, code: str, line: int
 ) -> None:
     (tmp_path / file).parent.mkdir(exist_ok=True)
@@ -103,23 +103,23 @@ def test_an_import_against_the_direction_is_found(
 BOTH, NOTHING = {"torch", "determined"}, set[str]()
 
 
-@pytest.mark.parametrize(
-    ("program", "loads", "lacks"),
-    [
-        ("the package alone", NOTHING, BOTH),
-        ("the finder's package", NOTHING, BOTH),
-        ("mixed precision", BOTH, EXTRAS),
-        ("the train command", BOTH, EXTRAS),
-        ("the verbs of a cluster", BOTH, EXTRAS),
-        ("a report of a local search", BOTH, {"optuna"}),
-        ("a search", {"optuna"}, NOTHING),  # the test would see it
-    ],
-)
-def test_program_loads_no_more_than_it_needs(
-    program: str, loads: set[str], lacks: set[str], loaded: dict[str, set[str]]
-) -> None:
-    assert loads <= loaded[program]
-    assert loaded[program] & lacks == set()
+# What each of these programs loads, and what it does not need.
+NEEDS = {
+    "the package alone": (NOTHING, BOTH),
+    "the finder's package": (NOTHING, BOTH),
+    "mixed precision": (BOTH, EXTRAS),
+    "the train command": (BOTH, EXTRAS),
+    "the verbs of a cluster": (BOTH, EXTRAS),
+    "a report of a local search": (BOTH, {"optuna"}),
+    "a search": ({"optuna"}, NOTHING),  # the test would see it
+}
+
+
+@pytest.mark.parametrize("program", NEEDS)
+def test_program_loads_no_more_than_it_needs(program: str, loaded: dict[str, set[str]]) -> None:
+    needed, not_needed = NEEDS[program]
+    assert needed <= loaded[program]
+    assert loaded[program] & not_needed == set()
 
 
 def test_heart_needs_torch_alone(loaded: dict[str, set[str]]) -> None:
@@ -137,7 +137,7 @@ def test_every_public_name_is_there(name: str) -> None:
     assert name in dir(determined_amp)
 
 
-def test_the_public_names_are_a_dozen_and_what_a_type_checker_sees() -> None:
+def test_public_names_are_few_and_those_that_a_type_checker_sees() -> None:
     checked = ast.parse((LIBRARY / "__init__.py").read_text())
     (block,) = (node for node in checked.body if isinstance(node, ast.If))
     seen = {alias.name for node in ast.walk(block) for alias in getattr(node, "names", ())}
@@ -146,7 +146,7 @@ def test_the_public_names_are_a_dozen_and_what_a_type_checker_sees() -> None:
     assert len({*determined_amp.__all__} - {"__version__"}) <= 14
 
 
-def test_a_name_that_is_none_is_an_attribute_error() -> None:
+def test_unknown_name_of_the_package_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'MixedPrecison'"):
         determined_amp.MixedPrecison  # noqa: B018
 

@@ -1,7 +1,7 @@
 """The commands of the README that need no cluster, as a new user types them.
 
 `make test-readme` clones the repository, installs it as the README says, and runs every command in
-another folder. `make test` runs a sample with this environment.
+another folder. `make test` runs one of them with this environment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ OURS = "python -m determined_amp "
 SET_UP = ("git clone ", "cd ", "python3 -m venv ", ". .venv", "pip install ")
 # What only the folder of the clone has: its examples, and the runs of them.
 OF_THE_CLONE = ("experiment_configs/", "hp_search/", "runs/")
-SAMPLE = ("python -m determined_amp find ",)
 
 
 def commands() -> list[str]:
@@ -66,11 +65,8 @@ def test_every_command_of_the_readme_is_known() -> None:
     assert len([command for command in commands() if command.startswith(OURS)]) > 5
 
 
-@pytest.mark.parametrize("start", SAMPLE)
-def test_sample_of_the_readmes_commands_runs_in_another_folder(
-    start: str, own_folder: Path
-) -> None:
-    (command,) = [command for command in commands() if command.startswith(start)]
+def test_find_command_of_the_readme_runs_in_another_folder(own_folder: Path) -> None:
+    (command,) = [command for command in commands() if command.startswith(f"{OURS}find ")]
     run(command, Path(sys.executable), ROOT, own_folder)
 
 
