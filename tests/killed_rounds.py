@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m tests.killed_rounds FOLDER [SEED]
 
-A fresh process spends seconds on imports. So this one imports everything, computes nothing, and
-forks a child per round, which is a fresh process in all that a run could notice.
+A fresh process spends seconds on imports. So the process of the rounds imports everything and then
+forks a child per round, which is a fresh process in all that a run could notice. The test in
+`test_hostile.py` makes it a fork of its own process.
 
 After every round each visible checkpoint must load whole, and the newest may not be older than it
 was. At the end the weights, the optimizer, the scaler, the counts and the random state must be
@@ -28,13 +29,10 @@ from tests import training
 from tests.training import fork, wait
 
 # What a run imports only when it needs it; a child would import it again in every round.
-for module in (
-    "sklearn.datasets",
-    "sklearn.model_selection",
-    "torch.utils.tensorboard",
+IMPORTED_LATE = (
+    *("sklearn.datasets", "sklearn.model_selection", "torch.utils.tensorboard"),
     "trials.mlp",
-):
-    importlib.import_module(module)
+)
 
 # In an empty working directory: the loop copies all code that is there into every checkpoint.
 MINE = "from trials.mlp import MLPTrial\n\n\nclass MyTrial(MLPTrial):\n    pass\n"
@@ -166,6 +164,8 @@ def kill_all_rounds(folder: Path, log: Path, seed: int, startup: float, rest: fl
 
 def main(root: Path, seed: int) -> None:
     """Measure, kill 12 times, finish, compare."""
+    for module in IMPORTED_LATE:
+        importlib.import_module(module)
     threads = len(os.listdir("/proc/self/task"))
     assert threads == threading.active_count() == 1, f"{threads} threads: a fork could hang"
     log, folder, undisturbed = root / "log.txt", root / "killed", root / "undisturbed"

@@ -27,7 +27,7 @@ from determined_amp.experiment import experiment
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.checkpoint_storage import complete_checkpoints
 from determined_amp.search.search_plan import SearchPlan
-from tests import training
+from tests import killed_rounds, training
 from tests.harness import same_bits
 from trials.data.images import FolderImages
 from trials.data.loading import EpochSampler, Sample
@@ -329,7 +329,9 @@ class TestFullDisk:
 
 def test_twelve_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
     """See `tests.killed_rounds`."""
-    done = training.outcome("-m", "tests.killed_rounds", str(tmp_path), timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("\nround ") == 12
-    assert "the end is the same" in done.stdout
+    printed = tmp_path / "printed"
+    status = training.wait(training.fork(lambda: killed_rounds.main(tmp_path, 0), printed))
+    said = printed.read_text()
+    assert status == 0, said
+    assert said.count("\nround ") == 12
+    assert "the end is the same" in said
