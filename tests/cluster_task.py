@@ -54,9 +54,6 @@ class TaskMaster(core.TrainContext):
     ) -> None:
         self.reports.setdefault(group, []).append((steps_completed, dict(metrics)))
 
-    def report_validation_metrics(self, steps_completed: int, metrics: Metrics) -> None:
-        self._report_trial_metrics("validation", steps_completed, metrics)
-
     def get_metadata(self) -> Values:
         return self._metadata
 

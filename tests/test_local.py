@@ -136,17 +136,6 @@ def lose_the_weights(trial: MLPTrial) -> None:
 class TestRecordOfTheEnd:
     """The state in `run.json`, by real runs of 12 batches."""
 
-    def planted(self, monkeypatch: pytest.MonkeyPatch, do: Callable[[MLPTrial], object]) -> None:
-        """Do that in the fifth batch."""
-        original = MLPTrial.train_batch
-
-        def train_batch(trial: Any, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
-            if batch_idx == 4:
-                do(trial)
-            return original(trial, batch, epoch_idx, batch_idx)
-
-        monkeypatch.setattr(MLPTrial, "train_batch", train_batch)
-
     def test_signal_is_recorded_as_a_stop_until_the_resume(
         self,
         tmp_path: Path,
@@ -155,8 +144,7 @@ class TestRecordOfTheEnd:
     ) -> None:
         """The batch of the signal is trained, and so is the next, which is followed by a report."""
         arguments = training.arguments("mlp/fp32.yaml")
-        with monkeypatch.context() as patch:
-            self.planted(patch, lambda trial: signal.raise_signal(signal.SIGTERM))
+        with training.before_batch(4, lambda trial: signal.raise_signal(signal.SIGTERM)):
             assert train.main([*arguments, "--run-folder", str(tmp_path)]) == 130
         assert f"go on: python -m determined_amp train --resume {tmp_path}\n" in (
             capsys.readouterr().out
@@ -169,9 +157,9 @@ class TestRecordOfTheEnd:
                 training.resume(tmp_path)
         assert training.end(tmp_path) == stopped  # it has trained nothing
         seen: list[str] = []
-        with training.before_each_batch(lambda batch: seen.append(training.end(tmp_path)[0])):
+        with training.before_batch(6, lambda trial: seen.append(training.end(tmp_path)[0])):
             training.resume(tmp_path)
-        assert seen[0] == "running"
+        assert {*seen} == {"running"}  # an audit rehearses the batch
         assert training.end(tmp_path) == ("completed", "", 12)
 
     def test_run_whose_terminal_is_gone_is_recorded_as_completed(
@@ -210,7 +198,6 @@ class TestRecordOfTheEnd:
     def test_error_in_a_batch_is_recorded_and_its_traceback_logged(
         self,
         tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
         *,
         do: Callable[[MLPTrial], None],
@@ -218,8 +205,7 @@ class TestRecordOfTheEnd:
         state: str,
         reason: str,
     ) -> None:
-        self.planted(monkeypatch, do)
-        with pytest.raises(error):
+        with training.before_batch(4, do), pytest.raises(error):
             training.run_small("mlp/fp32.yaml", tmp_path)
         recorded, why, batches = training.end(tmp_path)
         assert (recorded, batches) == (state, 4)
@@ -230,33 +216,29 @@ class TestRecordOfTheEnd:
         assert f"in {do.__name__}" in log
         assert ("go on: " in capsys.readouterr().out) is (do is interrupt_twice)
 
-    def test_stop_that_the_trial_asks_for_is_recorded(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        self.planted(monkeypatch, lambda trial: trial.context.set_stop_requested(True))
-        training.run_small("mlp/fp32.yaml", tmp_path)
+    def test_stop_that_the_trial_asks_for_is_recorded(self, tmp_path: Path) -> None:
+        with training.before_batch(4, lambda trial: trial.context.set_stop_requested(True)):
+            training.run_small("mlp/fp32.yaml", tmp_path)
         assert training.end(tmp_path)[:2] == ("stopped", "the trial asked to stop")
 
     def test_record_that_is_lost_on_a_full_disk_hides_no_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        self.planted(monkeypatch, raising(RuntimeError("first")))
         monkeypatch.setattr(RunFolder, "end", Mock(side_effect=OSError("no space left")))
-        with pytest.raises(RuntimeError, match="first"):
+        fails = training.before_batch(4, raising(RuntimeError("first")))
+        with fails, pytest.raises(RuntimeError, match="first"):
             training.run_small("mlp/fp32.yaml", tmp_path)
         assert training.end(tmp_path)[0] == "running"
 
-    def test_weights_that_are_lost_displace_no_good_checkpoint(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_weights_that_are_lost_displace_no_good_checkpoint(self, tmp_path: Path) -> None:
         """They are lost in batch 5 of 12; the guard looks after 12, a checkpoint comes every 4."""
-        self.planted(monkeypatch, lose_the_weights)
         period = "hyperparameters.training.{}_period.batches=12".format
         goes_on = "hyperparameters.amp.on_overflow=warn"
         rare = training.arguments(
             "mlp/fp32.yaml", period("reporting"), period("validation"), goes_on
         )
-        assert door.main(["train", *rare, "--run-folder", str(tmp_path)]) == 0
+        with training.before_batch(4, lose_the_weights):
+            assert door.main(["train", *rare, "--run-folder", str(tmp_path)]) == 0
         kept = [path.name for path in complete_checkpoints(tmp_path / "checkpoints")]
         assert kept == ["batch-00000004", "batch-00000012"]
         assert Resume.latest(tmp_path) == Resume("batch-00000004", 4)

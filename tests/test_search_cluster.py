@@ -133,7 +133,7 @@ def test_trial_that_leaves_has_failed_and_says_so(
     task: Task, masters: list[TaskMaster], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With status 0 of its task the platform would call it completed."""
-    leave = training.before_each_batch(lambda batch: sys.exit(0))
+    leave = training.before_batch(0, lambda trial: sys.exit(0))
     with leave, pytest.raises(AssertionError):
         task("loss_scale_asha.yaml", *searching.SHORT_ASHA)
     said = "the trial called sys.exit(0); allowed: an exception if it failed"

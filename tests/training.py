@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -84,12 +85,13 @@ class KilledError(Exception):
 
 
 @contextmanager
-def before_each_batch(do: Callable[[int], object], trial: Any = MLPTrial) -> Iterator[None]:
-    """Meanwhile trials of that class do this, with the batch's number, before they train it."""
+def before_batch(number: int, do: Callable[[Any], object], trial: Any = MLPTrial) -> Iterator[None]:
+    """Meanwhile a trial of that class does this with itself when it comes to that batch, from 0."""
     original = trial.train_batch
 
     def train_batch(self: Any, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
-        do(batch_idx)
+        if batch_idx == number:
+            do(self)
         reported: dict[str, float] = original(self, batch, epoch_idx, batch_idx)
         return reported
 
@@ -100,12 +102,8 @@ def before_each_batch(do: Callable[[int], object], trial: Any = MLPTrial) -> Ite
 @contextmanager
 def killed_in_batch(number: int, trial: Any = MLPTrial) -> Iterator[None]:
     """Meanwhile a run is lost when it comes to that batch, from 0; and one must be."""
-
-    def kill(batch_idx: int) -> None:
-        if batch_idx == number:
-            raise KilledError("the machine burns")
-
-    with before_each_batch(kill, trial), pytest.raises(KilledError):
+    kill = Mock(side_effect=KilledError("the machine burns"))
+    with before_batch(number, kill, trial), pytest.raises(KilledError):
         yield
 
 
