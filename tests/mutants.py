@@ -69,6 +69,12 @@ AFTERWARDS = {
     "trial": ("processes", "strangers"),
 }
 
+# Tests of the first list that start other programs themselves.
+NOT_FOLLOWED = (
+    "tests/test_check.py::TestCommand",
+    "tests/test_check.py::test_scales_that_ranks_do_not_share_are_found",
+)
+
 _SETTINGS = """\
 [mutmut]
 source_paths = determined_amp
@@ -84,8 +90,7 @@ pytest_add_cli_args =
     -x
     -p
     no:cacheprovider
-    --deselect=tests/test_check.py::test_scales_that_ranks_do_not_share_are_found
-    --deselect=tests/test_mistyped.py::test_mistyped_search_is_refused_or_runs
+{deselected}
 also_copy =
 {copied}
 use_git_change_detection = 0
@@ -119,7 +124,13 @@ def _plant(folder: Path, module: str, tests: Sequence[str]) -> int:
     folders = sorted(path.name for path in folder.iterdir() if path.is_dir())
     others = [name for name in folders if name not in ("determined_amp", "tests")]
     modules = [module] if module.endswith(".py") else _modules(module)
-    lists = {"modules": modules, "tests": tests, "copied": [*others, ".detignore"]}
+    deselected = [f"--deselect={test}" for test in NOT_FOLLOWED]
+    lists = {
+        "deselected": deselected,
+        "modules": modules,
+        "tests": tests,
+        "copied": [*others, ".detignore"],
+    }
     indented = {name: "\n".join(f"    {item}" for item in items) for name, items in lists.items()}
     (folder / "setup.cfg").write_text(_SETTINGS.format(**indented))
     planted = _planted(folder)

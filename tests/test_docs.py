@@ -31,7 +31,7 @@ from determined_amp.report.precision_comparison import MIN_EFFECT
 from determined_amp.report.precision_report import WAITS_FOR_DATA
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.trial.mixed_precision import MixedPrecision
-from tests.mutants import AFTERWARDS, ROOMS
+from tests.mutants import AFTERWARDS, NOT_FOLLOWED, ROOMS
 from tests.trials import OneWeight
 from trials import latte, mlp, resnet50
 
@@ -276,3 +276,9 @@ def test_room_of_planted_faults_names_tests_that_exist(room: str) -> None:
     assert (ROOT / "determined_amp" / room).is_dir() or room == "determined_amp"
     tests = [*ROOMS[room], *AFTERWARDS.get(room, ())]
     assert [name for name in tests if not (ROOT / f"tests/test_{name}.py").is_file()] == []
+
+
+@pytest.mark.parametrize("test", NOT_FOLLOWED)
+def test_what_planted_faults_leave_out_is_there(test: str) -> None:
+    file, _, name = test.partition("::")
+    assert re.search(rf"^(class|def) {name}\b", (ROOT / file).read_text(), re.MULTILINE)
