@@ -157,7 +157,15 @@ class ProjectsGradients(Habit):
 
 
 class OffAutocast(Habit):
-    """Has AMP that is switched off, around several steps."""
+    """Has AMP that is switched off, around several steps and a forward without gradients.
+
+    In torch 2.3 autocast would keep the casts of that forward, which have no gradients.
+    """
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        with torch.no_grad():
+            self.model(inputs)
+        return super().loss(inputs, classes)
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         with torch.autocast("cpu", enabled=False):

@@ -129,7 +129,7 @@ class Right(pytorch.PyTorchTrial):
             return {"validation_loss": self.forward(batch)}
 
     def build_training_data_loader(self) -> pytorch.DataLoader:
-        points = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
+        points = torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
         return pytorch.DataLoader(TensorDataset(points, points[:, :3].argmax(1)), batch_size=4)
 
     build_validation_data_loader = build_training_data_loader
@@ -954,7 +954,7 @@ class Trainer:
         self.scheduler = lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
         self.scaler = torch.amp.GradScaler("cuda")
 
-    batches = 48
+    batches = 32
 
     def train(self, file: Path) -> None:
         points = torch.randn(4 * self.batches, 6)
@@ -1297,14 +1297,14 @@ def test_fault_of_a_trainer_is_found_and_a_right_trainer_has_none(
 
 
 @pytest.mark.parametrize(
-    ("trainer", "seen"), [(SurvivesFailedStep, "23 steps, 2"), (LeavesOutOverflows, "22 steps, 0")]
+    ("trainer", "seen"), [(SurvivesFailedStep, "15 steps, 2"), (LeavesOutOverflows, "14 steps, 0")]
 )
 def test_steps_are_counted_after_one_that_raised_or_was_left_out(
     trainer: type[Trainer], seen: str, tmp_path: Path
 ) -> None:
     with watching() as findings:
         trainer().train(tmp_path / "checkpoint.pt")
-    assert findings.seen.startswith(f"48 batches, {seen} skipped")
+    assert findings.seen.startswith(f"32 batches, {seen} skipped")
 
 
 @pytest.mark.parametrize(
