@@ -38,9 +38,6 @@ from tests.harness import same_bits
 from tests.loops import by_hand
 from tests.training import ROOT
 
-# Of torch 2.3, in its own SequentialLR.
-pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter")
-
 BATCH = pytorch.LRScheduler.StepMode.STEP_EVERY_BATCH
 step_lr: Any = lr_scheduler.StepLR
 MANUAL = pytorch.LRScheduler.StepMode.MANUAL_STEP

@@ -791,7 +791,7 @@ class TestScript:
         self, folder: Path, capsys: Shown, script: str, status: int, end: str
     ) -> None:
         (folder / "train.py").write_text(script)
-        assert main(["check", "--minutes", "0.05", "train.py"]) == status
+        assert main(["check", "--minutes", "0.01", "train.py"]) == status
         shown = capsys.readouterr()
         assert shown.out.startswith("0 faults: nothing was trained, so nothing was examined")
         assert (f"\nnote: {TOO_SHORT}\n" in shown.out) is (status == 0)

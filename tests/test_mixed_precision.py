@@ -154,22 +154,21 @@ def test_nothing_moves_without_steps_and_everything_works_again_afterwards() -> 
     assert trial.model.weight.grad is None
 
 
-class TestPatched:
-    def test_patched_class_attribute_comes_back_as_it_was(self) -> None:
-        class Owner:
-            @staticmethod
-            def own() -> str:
-                return "own"
+def test_patched_class_attribute_comes_back_as_it_was() -> None:
+    class Owner:
+        @staticmethod
+        def own() -> str:
+            return "own"
 
-        class Heir(Owner):
-            pass
+    class Heir(Owner):
+        pass
 
-        for owner in (Owner, Heir):
-            had = dict(vars(owner))
-            with patched(owner, "own", lambda: "replaced"):
-                assert owner.own() == "replaced"
-            assert (owner.own(), owner().own()) == ("own", "own")
-            assert dict(vars(owner)) == had
+    for owner in (Owner, Heir):
+        had = dict(vars(owner))
+        with patched(owner, "own", lambda: "replaced"):
+            assert owner.own() == "replaced"
+        assert (owner.own(), owner().own()) == ("own", "own")
+        assert dict(vars(owner)) == had
 
 
 def test_newest_batch_is_copied_once_a_training_has_changed_one() -> None:
@@ -197,24 +196,23 @@ def test_newest_batch_is_copied_once_a_training_has_changed_one() -> None:
     assert shared == [False, True, True, False]
 
 
-class TestPlainScript:
-    def test_only_errors_of_the_user_are_printed_in_place_of_a_traceback(
-        self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        seen: list[Any] = []
-        monkeypatch.setattr(sys, "excepthook", lambda *caught: seen.append(caught))
-        context: Any = Context()
-        with pytest.raises(ValueError, match="of torch"), ending_the_program():
-            raise ValueError("of torch")
+def test_only_errors_of_the_user_are_printed_in_place_of_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *caught: seen.append(caught))
+    context: Any = Context()
+    with pytest.raises(ValueError, match="of torch"), ending_the_program():
+        raise ValueError("of torch")
+    MixedPrecision(context, AmpSettings(Precision.FP32))
+    assert not sys.excepthook.__module__.startswith("determined_amp")
+    with pytest.raises(ConfigError, match="has one already"):
         MixedPrecision(context, AmpSettings(Precision.FP32))
-        assert not sys.excepthook.__module__.startswith("determined_amp")
-        with pytest.raises(ConfigError, match="has one already"):
-            MixedPrecision(context, AmpSettings(Precision.FP32))
-        assert sys.excepthook.__module__.startswith("determined_amp")
-        error = ValueError("of torch")
-        sys.excepthook(ValueError, error, None)
-        assert seen == [(ValueError, error, None)]
-        assert capfd.readouterr().err == ""
-        with pytest.raises(SystemExit, match="2"):
-            sys.excepthook(ConfigError, ConfigError("the trial", ["a mistake"]), None)
-        assert capfd.readouterr().err == "error: the trial: a mistake\n"
+    assert sys.excepthook.__module__.startswith("determined_amp")
+    error = ValueError("of torch")
+    sys.excepthook(ValueError, error, None)
+    assert seen == [(ValueError, error, None)]
+    assert capfd.readouterr().err == ""
+    with pytest.raises(SystemExit, match="2"):
+        sys.excepthook(ConfigError, ConfigError("the trial", ["a mistake"]), None)
+    assert capfd.readouterr().err == "error: the trial: a mistake\n"

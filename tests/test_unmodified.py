@@ -46,11 +46,8 @@ from tests.harness import (
 )
 from tests.trials import CLASSES, FEATURES, Converted, Plain
 
-pytestmark = [
-    # A scheduler that Determined moves is moved by a skipped first step, too.
-    pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step"),
-    pytest.mark.filterwarnings("ignore:Using a non-full backward hook"),  # torch 2.3
-]
+# A scheduler that Determined moves is moved by a skipped first step, too.
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
 
 
 # The first step overflows: 2^24 times a gradient of about 0.1. Two good ones double the scale.
