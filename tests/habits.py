@@ -314,7 +314,8 @@ class Wgan(Habit):
         self.model = context.wrap_model(nn.Sequential(nn.Linear(4, 16), nn.Linear(16, FEATURES)))
         self.critic = context.wrap_model(nn.Sequential(nn.Linear(FEATURES, 16), nn.Linear(16, 1)))
         self.optimizers = [
-            context.wrap_optimizer(torch.optim.RMSprop(model.parameters(), lr=0.01))
+            # By default a gradient of nearly 0 becomes a whole step, whatever its rounding is.
+            context.wrap_optimizer(torch.optim.RMSprop(model.parameters(), lr=0.01, eps=0.01))
             for model in (self.model, self.critic)
         ]
 

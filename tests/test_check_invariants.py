@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import sys
 import traceback
 from collections import defaultdict
@@ -30,7 +29,6 @@ from determined_amp.check.finding import CheckFindings, Level
 from determined_amp.check.scale_moves import Moves, ScaleMoves
 from determined_amp.check.script import TOO_SHORT
 from tests.test_check import Right, examined
-from tests.training import ROOT, outcome
 
 
 def net(outputs: int = 4) -> Any:
@@ -724,20 +722,18 @@ def data():
     points = torch.randn(4000, 16)
     return torch.utils.data.TensorDataset(points, points[:, :4].argmax(1))
 """
-# As on a machine that has neither Determined nor what its experiments need.
-WITHOUT_DETERMINED = (
-    "import sys\n"
-    "for name in ('determined', 'yaml', 'optuna'): sys.modules[name] = None\n"
-    "from determined_amp.__main__ import main\n"
-    "sys.exit(main(sys.argv[1:]))"
-)
+
+
+def write_script(folder: Path) -> None:
+    """`train.py`, which trains rightly, or wrongly with `--fault clip`."""
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "helper.py").write_text(HELPER)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a script is that the user starts."""
-    (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "helper.py").write_text(HELPER)
+    write_script(tmp_path)
     (tmp_path / "checkpoint.pt").write_text("the user's")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "helper", raising=False)
@@ -748,14 +744,13 @@ Shown = pytest.CaptureFixture[str]
 
 
 class TestScript:
-    def test_fault_of_a_script_is_found_with_its_line_without_determined(
-        self, folder: Path
-    ) -> None:
-        words = ["check", "--json", "train.py", "--fault", "clip"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = outcome("-c", WITHOUT_DETERMINED, *words, cwd=folder, env=environment)
-        assert done.returncode == 1, done.stderr
-        (fault,) = [f for f in json.loads(done.stdout)["findings"] if f["level"] == "fault"]
+    """Without Determined it is in `test_torch_alone.py`."""
+
+    @pytest.mark.usefixtures("folder")
+    def test_fault_of_a_script_is_found_with_its_line(self, capsys: Shown) -> None:
+        assert main(["check", "--json", "train.py", "--fault", "clip"]) == 1
+        findings = json.loads(capsys.readouterr().out)["findings"]
+        (fault,) = (finding for finding in findings if finding["level"] == "fault")
         assert fault["key"] == "clip_scaled"
         (line,) = [n for n, text in enumerate(SCRIPT.splitlines(), 1) if "# CLIP" in text]
         assert fault["where"] == [{"file": "train.py", "line": line}]
@@ -791,7 +786,7 @@ class TestScript:
         self, folder: Path, capsys: Shown, script: str, status: int, end: str
     ) -> None:
         (folder / "train.py").write_text(script)
-        assert main(["check", "--minutes", "0.01", "train.py"]) == status
+        assert main(["check", "--minutes", "0.02", "train.py"]) == status
         shown = capsys.readouterr()
         assert shown.out.startswith("0 faults: nothing was trained, so nothing was examined")
         assert (f"\nnote: {TOO_SHORT}\n" in shown.out) is (status == 0)

@@ -13,15 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.test_check_invariants import write_script
 from tests.training import ROOT, outcome
 
-# What a user of torch alone does: `AmpLoop`, the finder, the audit, the doctor.
+# What a user of torch alone does: `AmpLoop`, the finder, the audit, the doctor and its command.
 PROGRAM = """
 from importlib.util import find_spec
 
 import torch
 import determined_amp
 from determined_amp import AmpLoop, AmpSettings, Precision, check, find_loss_scale
+from determined_amp.__main__ import main
 from determined_amp.audit import audit_loss
 
 for package in ("determined", "rich", "yaml", "ruamel", "optuna", "scipy", "matplotlib"):
@@ -50,6 +52,8 @@ with check.watching() as findings:
     print(amp.report(batch, loss_fn)["loss"])
 print(findings)
 assert not findings.faults
+assert main(["check", "train.py"]) == 0
+assert main(["check", "train.py", "--fault", "clip"]) == 1
 """
 
 
@@ -86,6 +90,7 @@ def plain(name: str) -> str:
 def test_loop_finder_audit_and_doctor_need_torch_and_numpy_alone(tmp_path: Path) -> None:
     link_modules(tmp_path, "torch", "numpy")
     (tmp_path / "determined_amp").symlink_to(ROOT / "determined_amp")
+    write_script(tmp_path)
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     # Without `site` there are no installed packages.
     ran = outcome("-S", "-W", "ignore", "-c", PROGRAM, cwd=tmp_path, env=env)
@@ -94,6 +99,7 @@ def test_loop_finder_audit_and_doctor_need_torch_and_numpy_alone(tmp_path: Path)
 
 @pytest.mark.readme
 def test_package_without_its_dependencies_is_enough_beside_torch_and_numpy(tmp_path: Path) -> None:
+    write_script(tmp_path)
     folder = tmp_path / "venv"
     venv.create(folder, with_pip=True)
     python = str(folder / "bin" / "python")
