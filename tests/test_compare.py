@@ -60,6 +60,9 @@ def experiment(trial: str) -> Values:
     }
 
 
+IMAGES = {**experiment("Images"), "entrypoint": "tests.shapes:Images"}
+
+
 def compare(trial: str, tmp: Path, *options: str, status: int = 0) -> Path:
     """Run the command in a folder that has the trial and a YAML; the folder of the comparison."""
     shutil.copy(shapes.__file__, tmp / "shapes.py")
@@ -232,8 +235,7 @@ def test_task_that_can_train_only_fp32_leaves_that_answer_as_its_page(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(comparison, "run_pilots", pilots_of_one)
-    config = {**experiment("Images"), "entrypoint": "tests.shapes:Images"}
-    master = start_task(monkeypatch, tmp_path, config, config["hyperparameters"])
+    master = start_task(monkeypatch, tmp_path, IMAGES, IMAGES["hyperparameters"])
     compare_on_cluster(Namespace(trial=None, seeds=1))
     (page,) = tmp_path.glob("checkpoints/*/precision.md")
     assert page.read_text() == f"# {comparison.ONLY_FP32}\n\n* amp_bf16: it is emulated here\n"
@@ -247,8 +249,7 @@ def test_paused_task_stops_at_a_report_and_goes_on_with_its_finished_runs(
     """Paused in the second of its two runs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(comparison, "run_pilots", pilots_of_two)
-    config = {**experiment("Images"), "entrypoint": "tests.shapes:Images"}
-    master = start_task(monkeypatch, tmp_path, config, config["hyperparameters"])
+    master = start_task(monkeypatch, tmp_path, IMAGES, IMAGES["hyperparameters"])
     paused = Mock(side_effect=lambda *_: any(tmp_path.glob("runs/*/*/trials/0001")))
     monkeypatch.setattr(core.DummyPreemptContext, "should_preempt", paused)
     info: Any = det.get_cluster_info()
@@ -302,8 +303,7 @@ def test_plan_is_no_longer_than_the_experiment(window: int, length: Any, batches
 
 
 def test_runs_of_a_comparison_differ_in_precision_and_seed_alone() -> None:
-    config = {**experiment("Images"), "entrypoint": "tests.shapes:Images"}
-    config |= {"reproducibility": {"experiment_seed": 5}}
+    config = {**IMAGES, "reproducibility": {"experiment_seed": 5}}
     config |= {"optimizations": {"aggregation_frequency": 3}}
     trials = comparison._Trials(parse(in_precision(config, "fp32"), "x"), config, 2)
     plan = comparison.ComparisonPlan(batches=42, reporting_period=6, seconds=1.0, allowed=1.0)

@@ -134,6 +134,7 @@ def test_mistake_is_the_one_problem_reported(
         # Those that only the trial's own classes know.
         {"hp.warmup_steps": -1, "data.classes": 1},
     ],
+    ids=["of the library", "of the trial"],
 )
 def test_mistakes_of_all_sections_are_reported_together(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -300,31 +300,29 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return training.run_small("mlp/fp32.yaml", tmp_path_factory.mktemp("wide"), WIDE)
 
 
-class TestFullDisk:
-    """torch's writer, in C++, raises a RuntimeError that says nothing of a disk."""
+@pytest.mark.parametrize("missing", [10_000, 1], ids=["weights", "last byte"])
+def test_full_disk_during_a_checkpoint_is_one_clear_error_and_leaves_the_one_before(
+    missing: int, wide: Path, tmp_path: Path, refusal: Callable[..., str]
+) -> None:
+    """Torch's writer, in C++, raises a RuntimeError that says nothing of a disk.
 
-    @pytest.mark.parametrize("missing", [10_000, 1], ids=["weights", "last byte"])
-    def test_full_disk_during_a_checkpoint_is_one_clear_error_and_leaves_the_one_before(
-        self, missing: int, wide: Path, tmp_path: Path, refusal: Callable[..., str]
-    ) -> None:
-        """The end of the file is in a buffer that the writer flushes, without a look, as it closes.
-
-        What is cut off is the table of contents: such a file cannot be loaded.
-        """
-        folder = shutil.copytree(wide, tmp_path / "run")
-        checkpoints, before = folder / "checkpoints", training.checkpoint(folder, 12)
-        size = (checkpoints / "batch-00000012" / "state_dict.pth").stat().st_size
-        longer = ["--config", "hyperparameters.training.max_length.batches=16"]
-        with training.no_file_larger_than(size - missing):
-            message = refusal("train", "--resume", str(folder), *longer)
-        assert "batch-00000016: could not be saved" in message
-        assert "intact" in message
-        assert training.end(folder)[0] == "stopped"  # so a search leaves the trial open
-        assert newest(folder) == "batch-00000012"
-        assert not list(checkpoints.glob(".*"))
-        assert same_bits(training.checkpoint(folder, 12), before)
-        training.resume(folder)
-        assert newest(folder) == "batch-00000016"
+    It flushes the end of a file, without a look, as it closes. What is cut off is the table of
+    contents: such a file cannot be loaded.
+    """
+    folder = shutil.copytree(wide, tmp_path / "run")
+    checkpoints, before = folder / "checkpoints", training.checkpoint(folder, 12)
+    size = (checkpoints / "batch-00000012" / "state_dict.pth").stat().st_size
+    longer = ["--config", "hyperparameters.training.max_length.batches=16"]
+    with training.no_file_larger_than(size - missing):
+        message = refusal("train", "--resume", str(folder), *longer)
+    assert "batch-00000016: could not be saved" in message
+    assert "intact" in message
+    assert training.end(folder)[0] == "stopped"  # so a search leaves the trial open
+    assert newest(folder) == "batch-00000012"
+    assert not list(checkpoints.glob(".*"))
+    assert same_bits(training.checkpoint(folder, 12), before)
+    training.resume(folder)
+    assert newest(folder) == "batch-00000016"
 
 
 def test_twelve_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:

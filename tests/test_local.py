@@ -56,57 +56,57 @@ def test_log_on_a_full_disk_ends_without_a_word(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == ""
 
 
-class TestRunFolder:
-    def test_run_folder_holds_what_the_documentation_lists(self, folder: Path) -> None:
-        assert {path.name for path in folder.iterdir()} == {
-            "config.yaml",
-            "resolved.yaml",
-            "metrics.jsonl",
-            "tensorboard",
-            "checkpoints",
-            "log.txt",
-            "run.json",
-            ".lock",
-        }
+def test_run_folder_holds_what_the_documentation_lists(folder: Path) -> None:
+    assert {path.name for path in folder.iterdir()} == {
+        "config.yaml",
+        "resolved.yaml",
+        "metrics.jsonl",
+        "tensorboard",
+        "checkpoints",
+        "log.txt",
+        "run.json",
+        ".lock",
+    }
 
-    def test_run_folder_is_not_used_for_another_run(
-        self, folder: Path, refusal: Callable[..., str]
-    ) -> None:
-        before = training.checkpoint(folder, 12)
-        arguments = training.arguments("mlp/bf16.yaml", "hyperparameters.learning_rate=1.0")
-        said = refusal("train", *arguments, "--run-folder", str(folder))
-        assert "holds batch-00000012; allowed: a new folder" in said
-        assert same_bits(training.checkpoint(folder, 12), before)
 
-    def test_resolved_config_has_the_defaults_and_the_recorded_one_trains_the_same_again(
-        self, folder: Path, tmp_path: Path
-    ) -> None:
-        """`bf16.yaml` has no loss scale, which has no effect in it."""
-        resolved = yaml.safe_load((folder / "resolved.yaml").read_text())
-        assert resolved["hyperparameters"]["amp"]["init_scale"] == 65536.0
-        again = tmp_path / "again"
-        assert train.main([str(folder / "config.yaml"), "--run-folder", str(again)]) == 0
-        assert training.same_numbers(again) == training.same_numbers(folder)
-        assert same_bits(*(training.checkpoint(path, 12) for path in (folder, again)))
-        assert (again / "resolved.yaml").read_text() == (folder / "resolved.yaml").read_text()
+def test_run_folder_is_not_used_for_another_run(folder: Path, refusal: Callable[..., str]) -> None:
+    before = training.checkpoint(folder, 12)
+    arguments = training.arguments("mlp/bf16.yaml", "hyperparameters.learning_rate=1.0")
+    said = refusal("train", *arguments, "--run-folder", str(folder))
+    assert "holds batch-00000012; allowed: a new folder" in said
+    assert same_bits(training.checkpoint(folder, 12), before)
 
-    def test_record_names_versions_device_and_settings(self, folder: Path) -> None:
-        run = read_run(folder)
-        (part,) = run.parts
-        assert run.machine.versions["determined"] == "0.38.1"
-        assert run.machine.versions.keys() == {
-            *("torchvision", "determined", "numpy", "python", "platform", "commit")
-        }
-        assert (run.machine.torch, run.machine.slots) == (torch.__version__, 1)
-        assert run.machine.device.startswith("cpu (")
-        assert part.date is not None
-        assert part.settings["hyperparameters.amp.precision"] == "amp_bf16"
-        assert part.settings["hyperparameters.training.max_length.batches"] == 12
-        assert training.end(folder) == ("completed", "", 12)
-        lines = training.metrics(folder)
-        assert [line["batches"] for line in lines if line["group"] == "validation"] == [6, 12]
-        assert "1 x cpu; torch " in (folder / "log.txt").read_text()
-        assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+
+def test_resolved_config_has_the_defaults_and_the_recorded_one_trains_the_same_again(
+    folder: Path, tmp_path: Path
+) -> None:
+    """`bf16.yaml` has no loss scale, which has no effect in it."""
+    resolved = yaml.safe_load((folder / "resolved.yaml").read_text())
+    assert resolved["hyperparameters"]["amp"]["init_scale"] == 65536.0
+    again = tmp_path / "again"
+    assert train.main([str(folder / "config.yaml"), "--run-folder", str(again)]) == 0
+    assert training.same_numbers(again) == training.same_numbers(folder)
+    assert same_bits(*(training.checkpoint(path, 12) for path in (folder, again)))
+    assert (again / "resolved.yaml").read_text() == (folder / "resolved.yaml").read_text()
+
+
+def test_record_names_versions_device_and_settings(folder: Path) -> None:
+    run = read_run(folder)
+    (part,) = run.parts
+    assert run.machine.versions["determined"] == "0.38.1"
+    assert run.machine.versions.keys() == {
+        *("torchvision", "determined", "numpy", "python", "platform", "commit")
+    }
+    assert (run.machine.torch, run.machine.slots) == (torch.__version__, 1)
+    assert run.machine.device.startswith("cpu (")
+    assert part.date is not None
+    assert part.settings["hyperparameters.amp.precision"] == "amp_bf16"
+    assert part.settings["hyperparameters.training.max_length.batches"] == 12
+    assert training.end(folder) == ("completed", "", 12)
+    lines = training.metrics(folder)
+    assert [line["batches"] for line in lines if line["group"] == "validation"] == [6, 12]
+    assert "1 x cpu; torch " in (folder / "log.txt").read_text()
+    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
 
 
 def interrupt_twice(trial: MLPTrial) -> None:
@@ -254,45 +254,45 @@ class TestRecordOfTheEnd:
         assert reason in said
 
 
-class TestRunInsideTheRepository:
-    def test_run_inside_a_repository_leaves_nothing_but_its_folder(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Determined alone leaves `./runs` of its own, and copies the directory into itself."""
-        (tmp_path / "venv").mkdir()
-        (tmp_path / "venv" / "big").write_bytes(b"0" * 1000)
-        monkeypatch.chdir(tmp_path)
-        assert train.main(training.arguments("mlp/bf16.yaml")) == 0
-        assert {path.name for path in tmp_path.iterdir()} == {"venv", "runs"}
-        assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mlp-bf16"]
-        assert not list(tmp_path.rglob("checkpoints/**/big"))
+def test_run_inside_a_repository_leaves_nothing_but_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Determined alone leaves `./runs` of its own, and copies the directory into itself."""
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "big").write_bytes(b"0" * 1000)
+    monkeypatch.chdir(tmp_path)
+    assert train.main(training.arguments("mlp/bf16.yaml")) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"venv", "runs"}
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mlp-bf16"]
+    assert not list(tmp_path.rglob("checkpoints/**/big"))
 
-    def test_run_stays_in_its_folder_when_the_trial_changes_the_directory(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        """The code of a checkpoint is that of the directory where the run began, too.
 
-        A finder writes where it was called.
-        """
-        made, elsewhere = MLPTrial.__init__, tmp_path / "elsewhere"
+def test_run_stays_in_its_folder_when_the_trial_changes_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The code of a checkpoint is that of the directory where the run began, too.
 
-        def make(trial: Any, context: Any) -> None:
-            made(trial, context)
-            os.chdir(elsewhere)
+    A finder writes where it was called.
+    """
+    made, elsewhere = MLPTrial.__init__, tmp_path / "elsewhere"
 
-        (elsewhere / "trials").mkdir(parents=True)
-        (elsewhere / "trials" / "other.py").touch()
-        (tmp_path / "here").mkdir()
-        monkeypatch.chdir(tmp_path / "here")
-        monkeypatch.setattr(MLPTrial, "__init__", make)
-        assert train.main([*training.arguments("mlp/bf16.yaml"), "--run-folder", "run"]) == 0
-        assert training.end(tmp_path / "here" / "run")[0] == "completed"
-        assert "run folder: run\n" in capsys.readouterr().out
-        assert [path.name for path in elsewhere.iterdir()] == ["trials"]
-        assert not list(tmp_path.rglob("other.py"))[1:]
-        arguments = training.arguments("mlp/amp.yaml")
-        assert find.main([*arguments, "--batches", "2", "--json", "scale.json"]) == 0
-        assert (tmp_path / "here" / "scale.json").is_file()
+    def make(trial: Any, context: Any) -> None:
+        made(trial, context)
+        os.chdir(elsewhere)
+
+    (elsewhere / "trials").mkdir(parents=True)
+    (elsewhere / "trials" / "other.py").touch()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(MLPTrial, "__init__", make)
+    assert train.main([*training.arguments("mlp/bf16.yaml"), "--run-folder", "run"]) == 0
+    assert training.end(tmp_path / "here" / "run")[0] == "completed"
+    assert "run folder: run\n" in capsys.readouterr().out
+    assert [path.name for path in elsewhere.iterdir()] == ["trials"]
+    assert not list(tmp_path.rglob("other.py"))[1:]
+    arguments = training.arguments("mlp/amp.yaml")
+    assert find.main([*arguments, "--batches", "2", "--json", "scale.json"]) == 0
+    assert (tmp_path / "here" / "scale.json").is_file()
 
 
 def test_closed_pipe_ends_the_output_and_not_the_run(

@@ -281,14 +281,13 @@ class TestErrorOfAFile:
         assert not is_of_the_machine(BrokenPipeError(errno.EPIPE, "no reader"), tmp_path)
 
 
-class TestLock:
-    def test_second_process_is_told_which_one_writes(self, tmp_path: Path) -> None:
-        with training.locked_by_another_process(tmp_path) as number:
-            refused = pytest.raises(FolderInUseError, match=f"process {number} is running this")
-            with refused, RunFolder(tmp_path).locked():
-                pass
-        with RunFolder(tmp_path).locked():  # it ends with the process
+def test_second_process_is_told_which_one_writes(tmp_path: Path) -> None:
+    with training.locked_by_another_process(tmp_path) as number:
+        refused = pytest.raises(FolderInUseError, match=f"process {number} is running this")
+        with refused, RunFolder(tmp_path).locked():
             pass
+    with RunFolder(tmp_path).locked():  # it ends with the process
+        pass
 
 
 def test_part_whose_batches_are_trained_again_is_forgotten(tmp_path: Path) -> None:

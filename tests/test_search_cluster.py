@@ -154,6 +154,7 @@ def test_trial_ends_after_the_validation_at_which_its_search_stops_it(task: Task
         (bindings.trialv1State.RUNNING, False),
         (ConnectionError("the master is away"), False),
     ],
+    ids=["stopped", "running", "no answer"],
 )
 def test_trial_stops_where_the_master_has_marked_it(
     answer: Any, stops: bool, monkeypatch: pytest.MonkeyPatch

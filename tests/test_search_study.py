@@ -180,6 +180,7 @@ class TestTrials:
             ("pruned", "loss_scale_score", ("pruned", "2 batches: why"), TrialState.PRUNED),
             ("invalid", "loss_scale_score", ("invalid", f"why{AFTER}"), TrialState.FAIL),
         ],
+        ids=["completed", "completed without its metric", "pruned", "invalid"],
     )
     def test_end_of_a_trial_is_recorded(
         self, tmp_path: Path, state: str, metric: str, ends: tuple[str, str], kept: TrialState

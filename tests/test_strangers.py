@@ -139,15 +139,14 @@ class TestDeterminedsForm:
         assert parse(f"searcher.max_length={length}", override).max_length == Length(batches=40)
 
 
-class TestOurForm:
-    def test_experiment_in_this_librarys_form_needs_a_length_alone(self) -> None:
-        config = {"hyperparameters": {"trial": TRIAL, "training": {"max_length": {"epochs": 2}}}}
-        found = experiment.parse(config, "test")
-        assert found.max_length == Length(epochs=2)
-        assert found.training.validation_period is None
-        assert found.training.checkpoint_period is None
-        assert found.training.reporting_period == Length(batches=100)
-        assert found.platform.searcher.metric is None
+def test_experiment_in_this_librarys_form_needs_a_length_alone() -> None:
+    config = {"hyperparameters": {"trial": TRIAL, "training": {"max_length": {"epochs": 2}}}}
+    found = experiment.parse(config, "test")
+    assert found.max_length == Length(epochs=2)
+    assert found.training.validation_period is None
+    assert found.training.checkpoint_period is None
+    assert found.training.reporting_period == Length(batches=100)
+    assert found.platform.searcher.metric is None
 
 
 def made(name: str) -> Any:
@@ -253,6 +252,7 @@ class TestTraining:
             "python3 -m determined_amp train --trial tests.strangers:make",
             ["python3", "-m", "determined_amp", "find", "--trial=tests.strangers:make"],
         ],
+        ids=["text", "list"],
     )
     def test_trial_is_the_one_that_the_command_of_the_entrypoint_names(
         self, entrypoint: object
@@ -350,17 +350,16 @@ def shuffled(
     return getattr(strangers, name), config, run(directory / "run", config)
 
 
-class TestShuffledBatches:
-    def test_resumed_run_on_shuffled_batches_is_the_undisturbed_one_to_the_bit(
-        self, shuffled: tuple[Any, str, Path], tmp_path: Path
-    ) -> None:
-        """An epoch is 5 or 6 batches, a checkpoint every 4th."""
-        trial, config, whole = shuffled
-        with training.killed_in_batch(10, trial):
-            run(tmp_path, config)
-        training.resume(tmp_path)
-        assert training.same_numbers(tmp_path) == training.same_numbers(whole)
-        assert same_bits(*(training.checkpoint(path, 12) for path in (tmp_path, whole)))
+def test_resumed_run_on_shuffled_batches_is_the_undisturbed_one_to_the_bit(
+    shuffled: tuple[Any, str, Path], tmp_path: Path
+) -> None:
+    """An epoch is 5 or 6 batches, a checkpoint every 4th."""
+    trial, config, whole = shuffled
+    with training.killed_in_batch(10, trial):
+        run(tmp_path, config)
+    training.resume(tmp_path)
+    assert training.same_numbers(tmp_path) == training.same_numbers(whole)
+    assert same_bits(*(training.checkpoint(path, 12) for path in (tmp_path, whole)))
 
 
 SAID = "a resumed run sees the batches of an undisturbed one if "

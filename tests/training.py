@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -102,7 +101,10 @@ def before_batch(number: int, do: Callable[[Any], object], trial: Any = MLPTrial
 @contextmanager
 def killed_in_batch(number: int, trial: Any = MLPTrial) -> Iterator[None]:
     """Meanwhile a run is lost when it comes to that batch, from 0; and one must be."""
-    kill = Mock(side_effect=KilledError("the machine burns"))
+
+    def kill(trial: Any) -> None:
+        raise KilledError("the machine burns")
+
     with before_batch(number, kill, trial), pytest.raises(KilledError):
         yield
 

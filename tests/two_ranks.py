@@ -195,7 +195,7 @@ def found() -> Values:
     return {"found": processes.rank, "scale": mixed.scaler.get_scale(), "weights": weights}
 
 
-def own_loop(*, torch_alone: bool, key: str = "own loop") -> Values:
+def own_loop(key: str = "own loop", *, torch_alone: bool = False) -> Values:
     """The rows of the trial in a loop of one's own, and then two overflows on rank 0."""
     with process_group() as processes, closing(processes):
         settings = AmpSettings(Precision.AMP_FP16, init_scale=4.0, max_consecutive_skips=1)
@@ -313,14 +313,10 @@ def main(rank: int, folder: Path) -> None:
         "exchanges of Determined alone": always.exchanges,
     }
     say(seen)
-    say(two_weights())
-    say(unmodified())
-    say(audited())
-    say(found())
-    say(own_loop(torch_alone=False))
-    say(own_loop(torch_alone=True))
-    say(own_loop(torch_alone=True, key="tells one"))
-    say(shuffled())
+    for part in (two_weights, unmodified, audited, found, shuffled, own_loop):
+        say(part())
+    for key in ("own loop", "tells one"):
+        say(own_loop(key, torch_alone=True))
     training.run_small("mlp/fp32.yaml", folder / "two")
     compiler: Any = partial(torch.compile, backend="aot_eager")  # captures graphs, as Inductor does
     with patched(torch, "compile", lambda forward, mode: compiler(forward)):
