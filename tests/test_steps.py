@@ -90,19 +90,6 @@ class TestMeasure:
         assert steps.largest.item() == largest
 
 
-def test_numbers_of_a_report_start_anew_in_the_next_one() -> None:
-    steps = OptimizerSteps(CPU, scaled=True)
-    steps.add_norm(torch.tensor(3.0))
-    steps.measure(having(torch.tensor([7.0])))
-    for skipped in (False, False, True):
-        steps.finish(skipped)
-    assert [number.item() for number in steps.on_device()] == [3, 7, 2, 0, 1]
-    assert steps.attempted_before == 0
-    steps.reset()
-    assert [number.item() for number in steps.on_device()] == [0, 0, 2, 2, 1]
-    assert (steps.attempted_before, steps.has_norm) == (3, True)
-
-
 class TestBegin:
     def test_momentum_is_filled_in_groups_that_came_later_too(self) -> None:
         steps, optimizer = OptimizerSteps(CPU, scaled=True), fused_sgd()
