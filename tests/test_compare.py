@@ -110,7 +110,7 @@ class TestAnswer:
         assert not list(images.glob("pilots/*/checkpoints/batch-*"))
 
     def test_answer_and_its_yaml_are_printed_last(self, images: Path) -> None:
-        """In this order, without the tables of the page."""
+        """The answer comes first. The tables of the page are not printed."""
         result = json.loads((images / "precision.json").read_text())
         printed = (images / "printed").read_text()
         _, answer, rest = printed.partition(f"\n\n{result['answer']}\n\n")
@@ -335,7 +335,7 @@ def test_pilots_are_of_every_precision_that_the_device_has(
     *,
     has_tf32: bool,
 ) -> None:
-    """The log says which one of how many it trains."""
+    """The log says which pilot of how many is trained."""
     results = stage_pilots(tmp_path, monkeypatch, {}, has_tf32=has_tf32)
     assert list(results.pilots) == [p for p in Precision if has_tf32 or p is not Precision.TF32]
     assert results.scale == FoundScale.read(tmp_path / "loss_scale.json") == found_scale()
@@ -381,7 +381,7 @@ def reports(*batches: int, **metrics: float) -> list[Metrics]:
 
 
 class TestPilot:
-    """Without a process and without a clock: the first report comes after 100 s, others sooner."""
+    """Process and clock are staged: reports come after 100, 101, 103 and 106 s, and so on."""
 
     @pytest.fixture(autouse=True)
     def _staged(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,7 +417,7 @@ class TestPilot:
         assert pilot == Pilot(Precision.TF32, 0.5, 0.5, overhead=103.0, epoch_batches=16)
 
     def test_reported_speed_gives_the_seconds_per_batch(self, train: Callable[..., Pilot]) -> None:
-        """Of batches of 16 samples, also where gradients accumulate up to the only report."""
+        """64 samples/s are 0.25 s for a batch of 16, also where there is only one report."""
         spoken = reports(32, samples_per_second=64.0)
         pilot = train(*spoken, *DONE)
         assert (pilot.seconds_per_batch, pilot.shortest) == (0.25, 0.25)

@@ -145,7 +145,7 @@ def test_mistakes_of_all_sections_are_reported_together(wrong: dict[str, object]
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "amp_bf16"])
 def test_scaler_settings_have_no_effect_in_a_precision_without_a_scaler(precision: str) -> None:
-    """So one override switches the precision, here and on a cluster, which merges it."""
+    """One override switches the precision, here and on a cluster, which merges the override."""
     values = {"hp.amp.precision": precision, "hp.amp.init_scale": 2.0, "hp.amp.min_scale": 4.0}
     parsed = experiment.parse(changed(values), "test")
     assert parsed.amp is not None
@@ -191,7 +191,7 @@ def test_experiment_in_determineds_test_mode_trains_one_batch() -> None:
 
 
 def test_hyperparameters_of_the_searcher_replace_those_of_the_yaml() -> None:
-    """In Go's JSON 65536.0 has become 65536; the search space in the YAML is then no mistake."""
+    """The master's JSON has 65536 for 65536.0. The ranges in the YAML are no mistake then."""
     sampled = changed({"hp.learning_rate": 1.0})["hyperparameters"]
     chosen = json.loads(json.dumps(sampled).replace(".0,", ",").replace(".0}", "}"))
     assert (type(chosen["learning_rate"]), type(chosen["amp"]["growth_factor"])) == (int, int)

@@ -124,7 +124,7 @@ class TestParser:
 
     @pytest.mark.parametrize("path", PLACES)
     def test_value_that_is_never_right_is_one_problem_of_its_key(self, path: str) -> None:
-        """Of every key that is ours; Determined's own are its own business, save those we read."""
+        """No key of ours has a list with null in it. Determined judges its own."""
         theirs = ("description", "entrypoint", "max_restarts", "log_policies")
         named = [p for p in problems_of(put(path, [None])) if p.startswith(f"{path}: ")]
         assert len(named) == (path not in theirs)
@@ -255,9 +255,9 @@ class TestDataThatBreaks:
     def test_killed_worker_ends_the_run_and_keeps_its_checkpoints(
         self, tmp_path: Path, photos: Path, undisturbed: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """As by the kernel, short of memory: when 8 batches are saved and the tenth is fetched.
+        """The kernel kills so when memory is short: here with 8 batches saved, at the tenth.
 
-        torch raises in whatever the loop does then. A second later it waits for the tenth batch.
+        Torch raises in whatever the loop does then. A second later it waits for the tenth batch.
         """
         run = tmp_path / "run"
         # torch looks for dead workers, and waits for the others, that many seconds; 5 by default.
@@ -282,7 +282,7 @@ class TestDataThatBreaks:
     def test_photo_that_cannot_be_decoded_is_named(
         self, tmp_path: Path, photos: Path, refusal: Callable[..., str]
     ) -> None:
-        """By a worker, whose error has its whole traceback in its text."""
+        """A worker of the loader raises: the text of its error has the whole traceback."""
         damaged = photo_of_the_tenth_batch(shutil.copytree(photos, tmp_path / "photos"))
         damaged.write_bytes(damaged.read_bytes()[:20])
         place = (f"data.directory={tmp_path / 'photos'}", "data.workers=1")

@@ -126,7 +126,7 @@ class FourRows(Weights):
 
 
 def test_run_resumes_to_the_bits_of_an_undisturbed_one(legacy: Legacy, folder: Path) -> None:
-    """Torch 2.6 and later load weights only, and Determined itself saves an array of numpy's."""
+    """Torch 2.6 and later load weights alone by default; Determined saves an array of NumPy."""
 
     def last() -> Path:
         return max(folder.glob("checkpoints/*"), key=lambda path: path.stat().st_mtime_ns)

@@ -231,7 +231,7 @@ class TestRecordOfTheEnd:
         assert training.end(tmp_path)[0] == "running"
 
     def test_weights_that_are_lost_displace_no_good_checkpoint(self, tmp_path: Path) -> None:
-        """They are lost in batch 5 of 12; the guard looks after 12, a checkpoint comes every 4."""
+        """Lost in batch 5 of 12: the guard looks after 12, a checkpoint is saved after every 4."""
         period = "hyperparameters.training.{}_period.batches=12".format
         goes_on = "hyperparameters.amp.on_overflow=warn"
         rare = training.arguments(

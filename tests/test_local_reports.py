@@ -28,7 +28,7 @@ EXPERIMENT = parse(with_overrides(read_yaml(PATH), training.SMALL), PATH)
 def test_search_is_asked_at_the_start_and_after_every_report_and_can_stop_the_run(
     stops_at: int, end: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run that it stops keeps a checkpoint."""
+    """A run that the search stops keeps a checkpoint."""
     asked: list[tuple[str, int]] = []
 
     def goes_on(line: Config) -> bool:

@@ -135,7 +135,7 @@ def test_report_that_cannot_be_written_is_a_sentence_and_leaves_nothing(
 def test_score_of_a_trial_that_no_scale_helps_is_one_sentence(
     workplace: Path, refusal: Callable[..., str]
 ) -> None:
-    """Determined's context leaves the process with status 0 then, without a word."""
+    """Determined's context would leave the process with status 0, without a word."""
     words = ("--batches", "1", "--config", "hyperparameters.trial=tests.mortal:OverflowingTrial")
     assert refusal("score", "experiment.yaml", *words).startswith("error: no loss scale helps: ")
 
@@ -210,7 +210,7 @@ def searched(*trials: tuple[float, RunState, Sequence[float]], smaller_is_better
 def test_best_trial_is_the_platforms_which_has_the_best_of_all_validations(
     best: int, *, smaller_is_better: bool
 ) -> None:
-    """Not that with the best last validation, as one of ASHA that was stopped early."""
+    """A trial that ASHA stopped early may have the best validation and a worse last one."""
     search = searched(
         (16.0, RunState.PRUNED, [0.5, 0.1, 0.6]),
         (17.0, RunState.COMPLETED, [0.5, 0.4, 0.3]),

@@ -74,7 +74,7 @@ def test_numbers_are_those_of_the_last_reports_of_each_trial(master: Master) -> 
 def test_trial_that_a_search_ended_early_is_pruned_though_the_master_says_completed(
     master: Master, length: Any, batches: int, state: RunState
 ) -> None:
-    """The master calls both completed. One that has trained no batch is scored, not trained."""
+    """To the master a pruned trial is completed, too. One without a trained batch was scored."""
     master.trials[0]["hparams"]["training"] = {"max_length": length}
     numbers = {"loss_scale_score": 1.0}
     master.reports["validation"] = [report(11, batches or 4, "validation", numbers)]
@@ -276,7 +276,7 @@ def test_command_and_ranges_decide_on_the_report_and_another_is_refused(
 def test_report_on_the_answer_of_a_finder_or_a_check_is_refused(
     master: Master, entrypoint: str, words: str, command: list[str]
 ) -> None:
-    """Also where its settings cannot be read, as those of a trial with AMP of its own."""
+    """Its settings are not read: those of a trial with AMP of its own could not be."""
     master.config = {**master.config, "entrypoint": entrypoint}
     with pytest.raises(ReportError, match=words):
         any_report.main(command)

@@ -143,7 +143,7 @@ def test_verdict_depends_on_interval_and_margin(
     ],
 )
 def test_report_says_what_the_runs_show(amp: Sequence[Run], words: str) -> None:
-    """Of three seeds in fp32 at 1000 samples/s, and these runs."""
+    """The report is on three seeds in fp32 at 1000 samples/s, and on these runs."""
     assert words in text_of(comparison_of(*BASE, *amp))
 
 
@@ -323,7 +323,7 @@ def test_odd_speed_or_memory_counts_for_nothing(number: float) -> None:
 def test_fastest_precision_that_is_not_worse_is_advised(
     amp: Sequence[Run], advised: str | None, why: str
 ) -> None:
-    """On three seeds in fp32 at 1000 samples/s, and others; None: it cannot be told yet."""
+    """The report is on three seeds in fp32 at 1000 samples/s, and these; None: no advice yet."""
     recommended = recommend(comparison_of(*BASE, *amp))
     certain = f"use {advised} here: {recommended.why}"
     unknown = f"cannot tell yet: {recommended.why}; use fp32 until then"

@@ -157,7 +157,7 @@ class TestDamagedCheckpoint:
     def test_damaged_checkpoint_displaces_no_good_one_after_a_resume_passed_over_it(
         self, run: Path
     ) -> None:
-        """It says that it is the newest, and finite."""
+        """The damaged checkpoint says that it is the newest, and that its weights are finite."""
         good = complete_checkpoints(run / "checkpoints")[-1]
         damaged = good.with_name("batch-00000099")
         shutil.copytree(good, damaged)
@@ -274,7 +274,7 @@ class TestErrorOfAFile:
             assert is_of_the_machine(error, tmp_path / "run") is of_the_machine
 
     def test_error_without_a_path_is_known_by_its_number(self, tmp_path: Path) -> None:
-        """A file that is open has no name in its error."""
+        """The error of a write to an open file has no name in it."""
         with pytest.raises(OSError, match="No space left") as full, open("/dev/full", "w") as file:
             file.write("x" * 100_000)
         assert is_of_the_machine(full.value, tmp_path)
@@ -318,7 +318,7 @@ def test_name_is_one_folder_inside_the_root(tmp_path: Path, name: str, folder: s
 
 
 def test_link_to_nowhere_above_a_new_run_is_a_sentence(tmp_path: Path) -> None:
-    """A folder of another run of this second has the same error, and the next name is tried."""
+    """A folder that another run has made gives the same error, and the next name is tried."""
     (tmp_path / "runs").symlink_to("nowhere")
     with pytest.raises(FolderError, match=r"cannot make the folder .*: File exists"):
         fresh_folder(tmp_path / "runs", "a")

@@ -47,7 +47,7 @@ class TestGrid:
         )
 
     def test_grid_is_every_combination_and_starts_from_the_end(self) -> None:
-        """Names sorted level by level, the last one fastest."""
+        """Names are sorted level by level, and the last one changes fastest."""
         result = space(
             {
                 "z": {"type": "int", "minval": 0, "maxval": 1, "count": 2},

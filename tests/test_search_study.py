@@ -132,7 +132,7 @@ AFTER = "; it ended after 2 batches"
 
 
 class TestTrials:
-    """Of a search with three points, whose processes only send messages."""
+    """The search has three points, and its processes only send messages."""
 
     @pytest.fixture(autouse=True)
     def _staged(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +215,7 @@ class TestTrials:
         assert self.states(tmp_path) == [TrialState.COMPLETE, TrialState.FAIL, TrialState.COMPLETE]
 
     def test_trial_whose_folder_has_its_end_is_not_run_again(self, tmp_path: Path) -> None:
-        """The search was killed before its study had it."""
+        """The search was killed before its study had that end."""
         RunFolder(trial_folder(tmp_path, 1)).end(RunState.COMPLETED)
         self.run(tmp_path, COMPLETED, COMPLETED)
         assert [job.folder.path.name for job in Staged.jobs] == ["0000", "0002"]

@@ -94,7 +94,7 @@ class TestDeterminedsForm:
         assert found.max_length == found.training.validation_period == read
 
     def test_unit_is_beside_a_number_and_a_period_of_0_is_never(self) -> None:
-        """The master fills in the second."""
+        """The master fills in such periods."""
         periods = ("min_validation_period={batches: 0}", "min_checkpoint_period={epochs: 0}")
         assert parse("searcher.max_length=7").max_length == Length(batches=7)
         found = parse("searcher.max_length=7", "searcher.unit=epochs", *periods)
@@ -223,9 +223,9 @@ class TestTraining:
     def test_run_that_a_resume_makes_longer_is_the_undisturbed_one_to_the_bit(
         self, folder: Path, tmp_path: Path, batches: int
     ) -> None:
-        """Its scheduler halves the rate every second batch, and dropout draws from the state.
+        """The scheduler halves the rate every second batch; dropout draws from the random state.
 
-        The end of the run of 7 was one more validation, which draws, too.
+        The run of 7 batches ended with one more validation, which draws, too.
         """
         short = write(tmp_path, f"searcher.max_length.batches={batches}")
         again = run(tmp_path / "again", short)
@@ -257,7 +257,7 @@ class TestTraining:
     def test_trial_is_the_one_that_the_command_of_the_entrypoint_names(
         self, entrypoint: object
     ) -> None:
-        """As on a cluster, where the command gets its option, also beside another trial."""
+        """It counts on a cluster, too, and where the hyperparameters name another trial."""
         for hyperparameters in ({"lr": 0.1}, {"lr": 0.1, "trial": "tests.strangers:Greedy"}):
             config = {**LEGACY, "entrypoint": entrypoint, "hyperparameters": hyperparameters}
             parsed = experiment.parse(config, "test")
@@ -452,7 +452,7 @@ class TestFit:
 
 
 class TestTrialsThatCannotTrain:
-    """Each is one sentence of every command that needs what is missing."""
+    """Every command that needs what is missing says so in one sentence."""
 
     @pytest.fixture(autouse=True)
     def _there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

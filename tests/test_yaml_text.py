@@ -15,11 +15,8 @@ from hypothesis import strategies as st
 from determined_amp import ConfigError
 from determined_amp.amp.settings import yaml_lines
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.experiment.yaml_text import (
-    dump_yaml,
-    load_yaml,
-    read_text,
-)
+from determined_amp.experiment.yaml_text import dump_yaml, load_yaml, read_text
+from tests.test_hostile import BOUNDED
 
 SCALARS = st.one_of(
     st.none(),
@@ -43,7 +40,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(BOUNDED, max_examples=300)
 @given(VALUES)
 def test_what_is_written_is_read_as_the_same_value(value: Any) -> None:
     text = dump_yaml({"value": value})
@@ -51,7 +48,7 @@ def test_what_is_written_is_read_as_the_same_value(value: Any) -> None:
     assert util.safe_load_yaml_with_exceptions(text) == {"value": value}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(BOUNDED, max_examples=300)
 @given(st.text("ab: -1e.4_0o7x'\"[]{}#,&*!|>%@\n~", max_size=30))
 def test_text_is_read_as_the_platform_reads_it_or_refused(text: str) -> None:
     try:
