@@ -157,7 +157,7 @@ def weights_after(gradients: list[float], **options: Any) -> list[float]:
 @needs_fused
 @pytest.mark.usefixtures("_deterministic")
 class TestMomentumOfFusedSGD:
-    """Its first step writes the momentum, into memory that holds anything before."""
+    """The first step of a fused SGD writes the momentum, into memory that held anything."""
 
     @pytest.mark.parametrize("gradients", [[1.0, 1.0], [math.inf, 1.0, math.inf, 1.0]])
     @pytest.mark.parametrize("nesterov", [False, True])

@@ -96,7 +96,7 @@ def unusable(name: str) -> Any:
 def test_broken_diffusers_package_is_one_sentence_with_its_cause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Here one that is too new for torch."""
+    """As diffusers does that is too new for torch."""
     module = type(sys)("diffusers")
     module.__getattr__ = unusable  # type: ignore[method-assign]  # as its lazy module does
     monkeypatch.setitem(sys.modules, "diffusers", module)

@@ -145,7 +145,7 @@ class TestValues:
         ]
 
     def test_factor_of_a_derivative_is_not_recorded(self) -> None:
-        """That of x^3 at 2^30 is 3 * 2^60."""
+        """The derivative of x^3 at 2^30 is 3 * 2^60."""
         model = nn.ParameterList([torch.full((3,), 2.0**30)])
         recorder = GradientRecorder([model])
         with recorder.watching():

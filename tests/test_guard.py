@@ -269,7 +269,7 @@ class TestTrouble:
         "start", ["s" * 12, "s" * 7 + "aas", "sa" * 9, "s" * 40 + "asas", "s" * 84]
     )
     def test_guard_never_ends_a_run_whose_loss_scale_still_settles(self, start: str) -> None:
-        """Whatever the reports are: s is a skipped step, a an applied one."""
+        """Whichever steps a report ends after: s is a skipped step, a an applied one."""
         steps = start + "a" * 60
         for period in range(1, 60):
             watched = guard(dataclasses.replace(FP16, max_consecutive_skips=50))

@@ -166,7 +166,7 @@ class TestInputs:
 
     @DTYPES
     def test_writes_of_an_island_reach_the_tensors_of_its_caller(self, dtype: torch.dtype) -> None:
-        """As without an island, and with the gradients of that."""
+        """As without an island, gradients included."""
         numbers = []
         for patterns in ([], ["^0$"]):
             model = nn.Sequential(Writes(), nn.Linear(1, 1))
@@ -331,7 +331,7 @@ class TestPatterns:
         ],
     )
     def test_patterns_name_modules(self, patterns: list[str], names: list[str]) -> None:
-        """These are islands, and nothing else is."""
+        """The named modules are islands, and nothing else is."""
         model = Classifier()
         assert keep_in_float32(model, patterns, "cpu") == names
         islands = {module for module in model.modules() if "forward" in vars(module)}

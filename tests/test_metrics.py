@@ -34,7 +34,7 @@ from tests.harness import Context
 def training_metrics(
     slots: int = 1, optimizers: int = 1, precision: Precision = Precision.AMP_FP16
 ) -> TrainingMetrics:
-    """Those of a trial."""
+    """The metrics of a trial."""
     context: Any = Context(slots)
     for _ in range(optimizers):
         context.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
@@ -42,7 +42,7 @@ def training_metrics(
 
 
 def gradients_of(metrics: TrainingMetrics) -> OptimizerSteps:
-    """Those of the one optimizer."""
+    """The steps of the one optimizer."""
     (gradients,) = metrics.all()
     return gradients
 
@@ -62,7 +62,7 @@ def having(*gradients: torch.Tensor) -> list[nn.Parameter]:
 
 
 class Clock:
-    """Stands where one puts it; seconds."""
+    """A clock that stands where a test puts it; in seconds."""
 
     now = 0.0
 
@@ -72,7 +72,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """What the metrics take the time by."""
+    """The clock of the metrics."""
     made = Clock()
     monkeypatch.setattr("determined_amp.amp.throughput.time", made)
     monkeypatch.setattr("determined_amp.trial.timed_loader.time", made)
@@ -208,7 +208,7 @@ class TestTrainingMetrics:
         loss: float | None,
         of_first_batch: float | None,
     ) -> None:
-        """Where there is none, nothing was measured."""
+        """Without any loss, none is reported."""
         made = [training_metrics(len(slots)) for _ in slots]
         for metrics, batches in zip(made, slots, strict=True):
             for value, samples in batches:
@@ -268,7 +268,7 @@ class TestTrainingMetrics:
     def test_headroom_of_zeros_or_without_a_loss_scale_is_not_reported(
         self, precision: Precision, gradient: float
     ) -> None:
-        """Nor is that of parameters without a dense gradient."""
+        """Parameters without a dense gradient have no headroom either."""
         metrics = training_metrics(precision=precision)
         sparse = torch.ones(2, 2).to_sparse()
         parameters = having(torch.tensor([gradient]), sparse)
@@ -355,7 +355,7 @@ def test_stopwatch_runs_from_start_to_stop(clock: Clock) -> None:
 
 
 def test_stopwatch_of_a_gpu_reads_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They know when the device was there, once the later one has been waited for."""
+    """The events know when the device was there, once the later one has been waited for."""
     times = iter([2.0, 5.0])
 
     class Event:

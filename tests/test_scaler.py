@@ -265,7 +265,7 @@ class TestUpdate:
 
     @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, Fused])
     def test_update_leaves_each_optimizer_what_it_found(self, optimizer_class: Any) -> None:
-        """That of torch adds up what all of them found, in the tensor of the first."""
+        """Torch's `update` adds up what all optimizers found, in the tensor of the first."""
         made = Stepped(optimizer_class)
         other = made.another(optimizer_class)
         made.step(1.0)

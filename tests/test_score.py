@@ -107,21 +107,18 @@ class TestTerms:
         assert found.loss_scale_score == pytest.approx(math.log2(1 + steps))
         assert found.flushed_share == share
 
-    def test_overflow_at_every_scale_is_refused_with_its_cause(self, float16: Float16) -> None:
-        float16.top = -math.inf
-        with pytest.raises(NoScaleError, match=r"^no loss scale helps: the cause at 2\^0$"):
-            self.of(16)
-
-    @pytest.mark.parametrize(("top", "steps"), [(0, 9), (0.5, 8), (1.5, 7), (-0.5, None)])
-    def test_scale_stays_above_its_floor(
-        self, float16: Float16, top: float, steps: int | None
+    @pytest.mark.parametrize(("top", "floor"), [(-math.inf, {}), (-0.5, {"min_scale": 1.0})])
+    def test_overflow_at_every_scale_is_refused_with_its_cause(
+        self, float16: Float16, top: float, floor: dict[str, float]
     ) -> None:
         float16.top = top
-        if steps is not None:
-            assert self.of(8.5, min_scale=1.0).steps_lost == steps
-        else:
-            with pytest.raises(NoScaleError, match=r"^no loss scale helps: the cause at 2\^0$"):
-                self.of(8.5, min_scale=1.0)
+        with pytest.raises(NoScaleError, match=r"^no loss scale helps: the cause at 2\^0$"):
+            self.of(8.5, **floor)
+
+    @pytest.mark.parametrize(("top", "steps"), [(0, 9), (0.5, 8), (1.5, 7)])
+    def test_scale_stays_above_its_floor(self, float16: Float16, top: float, steps: int) -> None:
+        float16.top = top
+        assert self.of(8.5, min_scale=1.0).steps_lost == steps
         assert min(float16.measured) >= 0
 
 
@@ -208,7 +205,7 @@ def test_score_uses_backoff_factor_and_growth_interval_of_the_trials_scaler() ->
 def test_score_of_a_scale_that_overflows_at_min_scale_is_an_invalid_trial(
     floor: float, invalid: bool
 ) -> None:
-    """Of the MLP, whose gradients overflow above 2^18 or 2^19."""
+    """The gradients of the MLP overflow above 2^18 or 2^19."""
     scales = [f"hyperparameters.amp.{key}={floor}" for key in ("init_scale", "min_scale")]
     mlp = with_overrides(
         read_yaml(str(ROOT / "experiment_configs/mlp/amp.yaml")), [*SMALL, *scales]
