@@ -154,7 +154,7 @@ def commands_with_a_yaml() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("command", commands_with_a_yaml())
+@pytest.mark.parametrize("command", commands_with_a_yaml(), ids=lambda command: command[:90])
 def test_command_of_a_page_overrides_only_keys_that_its_yaml_has(command: str) -> None:
     words = shlex.split(command)
     (config,) = (word for word in words if word.endswith(".yaml") and "=" not in word)
