@@ -105,11 +105,6 @@ def weight_and_rehearsal(
     return weight, Rehearsal(train_at, [], [optimizer])
 
 
-def enter(region: torch.dtype) -> None:
-    with torch.autocast("cpu", region):
-        pass
-
-
 class TestOutcome:
     def test_outcome_is_that_of_the_backward_whatever_the_trial_does_after_it(self) -> None:
         def train(weight: nn.Parameter, scale: float) -> None:
@@ -139,11 +134,6 @@ class TestOutcome:
         _, batch = weight_and_rehearsal(train)
         outcome = batch.run(1.0)
         assert (outcome.loss_is_finite, outcome.lost, outcome.has_gradients) == (False, (), False)
-
-    def test_float16_autocast_is_noticed_in_whatever_dtype_it_runs(self) -> None:
-        for region, dtype in ((torch.float16, None), (torch.float16, torch.float32)):
-            _, batch = weight_and_rehearsal(lambda *_, region=region: enter(region))
-            assert batch.run(1.0, dtype).uses_float16
 
 
 @pytest.mark.parametrize("guess", [-40, -3, 0, 5, 40])
