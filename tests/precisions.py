@@ -11,7 +11,6 @@ from typing import Any
 from determined_amp.experiment.dotted import flat, put
 from determined_amp.experiment.machine import Machine
 from determined_amp.report.compared_runs import ComparedRuns, compare_runs
-from determined_amp.runs.folder import read_run
 from determined_amp.runs.run import Part, Report, Reports, Run, RunState, judged
 from determined_amp.search.search_folder import Search
 
@@ -66,7 +65,6 @@ def record_of(
     settings: Mapping[str, Any] = {},
     machine: Mapping[str, Any] = {},
     versions: Mapping[str, Any] = {},
-    date: str = "2026-01-02T03:04:05+00:00",
     trained: Mapping[str, Any] = {},
     audit_share: float | None = 1.0,
     end: Mapping[str, Any] | None = None,
@@ -85,7 +83,6 @@ def record_of(
         settings: Changes of `RESOLVED`, by dotted name.
         machine: Changes of what it ran on.
         versions: Changes of the versions that it ran with.
-        date: When it began.
         trained: Changes of the last training report.
         audit_share: Of the first report.
         end: What the run wrote down when it ended; None if it did not.
@@ -96,7 +93,7 @@ def record_of(
         "first_batch": 0,
         "settings": flat(changed(RESOLVED, {**changes, **settings})),
         "machine": {**made, **machine, "versions": {**made["versions"], **versions}},
-        "date": date,
+        "date": "2026-01-02T03:04:05+00:00",
         "command": [],
     }
     ended = {"state": "running", "reason": ""} if end is None else end
@@ -152,10 +149,9 @@ def seeds(precision: str, values: Sequence[float], **others: Any) -> list[Run]:
     return [run(precision, seed, accuracy=x, **others) for seed, x in enumerate(values, 1)]
 
 
-def comparison_of(*runs: Run | Path, **options: Any) -> ComparedRuns:
-    """The comparison of some runs, or of what is in some run folders."""
-    read = (run if isinstance(run, Run) else read_run(run) for run in runs)
-    return compare_runs([Search("", tuple(read))], **options)
+def comparison_of(*runs: Run, **options: Any) -> ComparedRuns:
+    """The comparison of some runs."""
+    return compare_runs([Search("", runs)], **options)
 
 
 def made_on(device: str) -> dict[str, Any]:

@@ -89,15 +89,14 @@ def observed(rows: Rows, metric: str = "validation_loss", **hparams: Sequence[An
     return Search("here", tuple(runs), {**SEARCH, "searcher": searcher})
 
 
-def finding(choice: int | None = 17, low: int = -6, top: int = 18) -> Values:
+def finding(low: int = -6, top: int = 18) -> Values:
     """What the finder's JSON holds, for a model whose gradients are two powers of two."""
     run = {
         **{"name": "small", "device": "cpu", "torch": "2.6", "date": "2026-01-01"},
         **{"batches": 4, "samples": 128, "init_scale": 65536.0, "growth_interval": 2000},
         **{"is_ours": True, "min_scale": 1.0},
     }
-    window: Values = {"choice_log2": choice, "low_log2": low, "top_log2": top}
-    has_none = choice is None
+    window = {"choice_log2": 17, "low_log2": low, "top_log2": top}
     predicted = [
         {
             "scale_log2": scale,
@@ -112,13 +111,12 @@ def finding(choice: int | None = 17, low: int = -6, top: int = 18) -> Values:
         for name, largest, lowest in (("head", -3, -6), ("body <1>", -5, -20))
     ]
     return {
-        **{"run": run, "verdict": "no scale helps" if has_none else "use 2^k", **window},
-        "cause": "forward overflow in module <head>" if has_none else "",
+        **{"run": run, "verdict": "use 2^k", **window, "cause": ""},
         **{"predicted": predicted, "measured": [measured], "modules": modules},
         "hidden_modules": ["hidden"],
     }
 
 
-def found_scale(choice: int | None = 17, low: int = -6, top: int = 18) -> FoundScale:
+def found_scale(low: int = -6, top: int = 18) -> FoundScale:
     """The finding that this JSON holds."""
-    return FoundScale.from_json(finding(choice, low, top), "test")
+    return FoundScale.from_json(finding(low, top), "test")

@@ -105,7 +105,7 @@ def difference(one: Values, other: Values) -> frozenset[str]:
     return frozenset(key for key in a.keys() | b.keys() if a.get(key) != b.get(key))
 
 
-def test_no_file_is_missing_in_the_tables_above() -> None:
+def test_every_yaml_is_declared_and_every_declared_one_exists() -> None:
     assert {*CONFIGS.rglob("*.yaml")} == {CONFIGS / name for name in BASES}
     assert {path.stem for path in SEARCHES.glob("*")} == {*SEARCHES_DIFFER}
 
@@ -183,7 +183,7 @@ class TestEverySearch:
         base = load(CONFIGS / "mlp" / "amp.yaml")
         assert difference(load(SEARCHES / f"{name}.yaml"), base) == NAMES | SEARCHES_DIFFER[name]
 
-    def test_experiment_parses_and_its_entrypoint_is_a_command(self, name: str) -> None:
+    def test_search_parses_and_its_entrypoint_is_a_command(self, name: str) -> None:
         config = load(SEARCHES / f"{name}.yaml")
         task = Task.of(config)
         assert task is not None

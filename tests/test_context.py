@@ -85,11 +85,11 @@ def clone(files: dict[str, bytes], tmp_path: Path) -> Path:
     return root
 
 
-def test_the_context_is_small() -> None:
+def test_context_is_smaller_than_1_mib() -> None:
     assert 0 < sum(map(v1file_utils.v1File_size, entries(ROOT))) < MIB
 
 
-def test_the_context_holds_all_code_and_nothing_else(files: dict[str, bytes]) -> None:
+def test_context_holds_all_code_and_nothing_else(files: dict[str, bytes]) -> None:
     there = {name for name in SENT if (ROOT / name).exists()}
     assert {Path(entry.path).parts[0] for entry in entries(ROOT)} == there
     code = {

@@ -173,7 +173,7 @@ def test_entrypoint_with_an_unclosed_quotation_names_no_trial() -> None:
 @pytest.mark.parametrize(
     ("text", "length"), [("2 epochs", Length(epochs=2)), ("1 batches", Length(batches=1))]
 )
-def test_length_as_a_text_replaces_the_unit(text: str, length: Length) -> None:
+def test_length_as_a_text_is_read_with_its_unit(text: str, length: Length) -> None:
     result = experiment.parse(changed({"hp.training.max_length": text}), "test")
     assert result.training.max_length == length
 

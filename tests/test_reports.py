@@ -101,7 +101,7 @@ def test_report_takes_a_finding_in_place_of_running_the_finder(
         (["study", "study"], "report loss-scale: got 2 sources; allowed: one search"),
     ],
 )
-def test_bad_input_is_one_sentence(
+def test_mistake_in_the_command_of_a_report_is_one_sentence(
     workplace: Path,
     refusal: Callable[..., str],
     arguments: Sequence[str],

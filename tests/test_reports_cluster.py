@@ -49,7 +49,7 @@ def master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Master]:
         yield made
 
 
-def test_numbers_are_those_of_the_last_reports_of_each_trial(master: Master) -> None:
+def test_run_of_a_trial_has_the_numbers_of_its_last_reports(master: Master) -> None:
     search = read_experiment(7)
     assert [run.scale_log2 for run in search.runs] == [16.0, 20.0]
     assert [run.overflow for run in search.runs] == [False, True]
@@ -232,7 +232,7 @@ def test_odd_number_of_a_master_is_a_report_or_a_sentence(
         ('"hyperparameters": {', '"hyperparameters": 5, "x": {', ""),
     ],
 )
-def test_answer_of_another_form_is_a_sentence(
+def test_answer_of_another_version_of_a_master_is_a_sentence(
     master: Master, monkeypatch: pytest.MonkeyPatch, pattern: str, by: str, of: str
 ) -> None:
     rewritten(master, monkeypatch, pattern, by, of)

@@ -244,7 +244,7 @@ def test_settings_of_a_run_folder_have_the_names_of_those_on_a_master(
     assert read_experiment(7).runs[0].settings.keys() == folder.settings.keys()
 
 
-def test_report_of_a_master_goes_into_runs(
+def test_report_on_an_experiment_of_a_master_is_written_into_runs(
     master: Master,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -17,7 +17,7 @@ from determined_amp.search.search_folder import read_search
 from tests.reporting import SEARCH, scored, write_study
 
 
-def test_rows_are_the_trials_with_the_scale_they_used(tmp_path: Path) -> None:
+def test_runs_of_a_search_have_the_scales_that_they_used(tmp_path: Path) -> None:
     # 70000 was sampled, 2^16 used; the second trial says nothing about it.
     second = {"loss_scale_score": 0.5}
     search = read_search(write_study(tmp_path, [(70000.0, scored(16)), (2.0**10, second)]))

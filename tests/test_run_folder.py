@@ -310,7 +310,9 @@ def test_part_whose_batches_are_trained_again_is_forgotten(tmp_path: Path) -> No
         ("größe 1.5", "größe 1.5"),
     ],
 )
-def test_name_is_one_folder_inside_the_root(tmp_path: Path, name: str, folder: str) -> None:
+def test_name_of_a_run_is_one_folder_inside_the_root(
+    tmp_path: Path, name: str, folder: str
+) -> None:
     made = fresh_folder(tmp_path, name)
     assert made.parent.parent == tmp_path
     assert made.parent.name == folder

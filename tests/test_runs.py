@@ -78,22 +78,22 @@ class TestReports:
         shown = {name: str(value) for name, value in read.items()}
         assert shown == {"a": "nan", "b": "-inf", "c": "inf", "e": "3.0"}
 
-    def test_other_groups_count_for_nothing(self) -> None:
+    def test_reports_of_other_groups_count_for_nothing(self) -> None:
         reports = Reports([("loss_scale", Report(4, {"overflow_share": 1.0}))])
         assert reports.training is None
         assert reports.validations == []
 
 
 class TestChanged:
-    def test_setting_is_named_with_both_values(self) -> None:
+    def test_changed_setting_is_named_with_both_values(self) -> None:
         run = resumed({}, {"reproducibility.experiment_seed": 2})
         assert run.changed == {"reproducibility.experiment_seed": [(0, 1), (20, 1), (40, 2)]}
 
-    def test_setting_that_one_part_alone_has_is_named(self) -> None:
+    def test_setting_that_one_part_alone_has_is_a_change(self) -> None:
         run = resumed({"hyperparameters.dropout": 0.5}, {})
         assert run.changed == {"hyperparameters.dropout": [(0, None), (20, 0.5), (40, None)]}
 
-    def test_number_of_slots_is_named(self) -> None:
+    def test_changed_number_of_slots_is_named(self) -> None:
         assert resumed({}, slots=2).changed == {"slots": [(0, 1), (20, 2)]}
 
     def test_length_name_and_search_method_change_no_batch(self) -> None:

@@ -192,9 +192,10 @@ class TestConstructors:
         with pytest.raises(ConfigError, match="make_nothing: made NoneType"):
             made("make_nothing")
 
-    def test_nested_class_is_found(self) -> None:
-        assert load_factory("tests.strangers:Stranger").__name__ == "Stranger"
-        with pytest.raises(ValueError, match="has no attribute 'Nope'"):
+    def test_name_with_a_dot_is_looked_up_in_the_class(self) -> None:
+        with pytest.raises(ValueError, match="which is not a PyTorchTrial"):
+            load_factory("tests.strangers:WithMarkers.Hparams")
+        with pytest.raises(ValueError, match="'Stranger' has no attribute 'Nope'"):
             load_factory("tests.strangers:Stranger.Nope")
 
 
