@@ -40,6 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
     Otherwise tests of the CPU would train on them, since a run takes the device that is there. A
     process that has started CUDA cannot hide them any more, so it is all or nothing.
     """
+    # The loader of a run that an error ended is collected at a random later moment, and waits so
+    # many seconds for each of its workers: 5 by default.
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2
     # A shell has its background jobs ignore SIGINT, which the processes of tests would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("markexpr") != "gpu":

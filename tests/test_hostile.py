@@ -260,8 +260,6 @@ class TestDataThatBreaks:
         Torch raises in whatever the loop does then. A second later it waits for the tenth batch.
         """
         run = tmp_path / "run"
-        # torch looks for dead workers, and waits for the others, that many seconds; 5 by default.
-        monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
 
         def die() -> None:
             assert get_worker_info() is not None
