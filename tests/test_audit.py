@@ -245,6 +245,8 @@ class Keeps(Converted):
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         self.calls += 1
+        forwards = vars(self.model)
+        forwards["calls"] = forwards.get("calls", 0) + 1
         self.meter.count += 1
         self.queue.append(float(batch[0].sum()))
         with torch.no_grad():
@@ -257,7 +259,7 @@ class Keeps(Converted):
 
     def kept(self) -> list[Any]:
         teacher = self.teacher.state_dict()
-        return [self.calls, self.meter.count, list(self.queue), teacher]
+        return [self.calls, vars(self.model)["calls"], self.meter.count, list(self.queue), teacher]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "amp_fp16", "amp_bf16"])
@@ -270,6 +272,22 @@ def test_rehearsal_of_the_audit_leaves_alone_what_a_trial_keeps(precision: str) 
     assert audited_run.trial.calls == 3
     assert same_bits(audited_run.trial.kept(), unwatched.trial.kept())
     assert same_bits(audited_run.checkpoint, unwatched.checkpoint)
+
+
+class KeepsGenerator(Converted):
+    """Keeps an iterator, which cannot be copied."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.numbers = (number for number in range(9))
+        self.lock = threading.Lock()
+
+
+def test_warning_names_what_moves_on_with_the_batch_that_the_audit_trains(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fit(KeepsGenerator, {"precision": "fp32"}, batches=1)
+    assert "it cannot copy numbers, which the training finds as that batch has left" in caplog.text
 
 
 def test_audit_is_logged_once_and_reported_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -115,11 +115,13 @@ class Statistics(OutlierInStatistics):
 
 
 class CausalMask(Loop):
-    """A buffer that is not finite from the start."""
+    """A buffer, and a parameter that is not trained, are not finite from the start."""
 
     def net(self) -> Any:
         model = net()
-        model.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+        mask = torch.full((4, 4), -torch.inf).triu(1)
+        model.register_buffer("mask", mask)
+        model.register_parameter("frozen", nn.Parameter(mask, requires_grad=False))
         return model
 
 

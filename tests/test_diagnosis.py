@@ -54,6 +54,11 @@ class Net(nn.Module):
         return head
 
 
+def with_frozen_mask(model: nn.Module) -> nn.Module:
+    model.mask = nn.Parameter(torch.tensor(-torch.inf), requires_grad=False)
+    return model
+
+
 class Masked(nn.Module):
     """Attention with a mask of -inf, and a logarithm of 0 that is not used: all as it should be."""
 
@@ -195,6 +200,11 @@ CAUSES: dict[str, tuple[nn.Module, torch.Tensor, dict[str, float], str | None]] 
     "sample that has made the parameters NaN": (
         *(Net(math.nan, 1), torch.tensor([[1.0], [math.nan]]), {}),
         "input 0 of the batch is not finite in samples [1]; fix or remove these samples",
+    ),
+    "derivative beside a parameter that is infinite by intent": (
+        *(with_frozen_mask(Net(1e-3, 1e-3, torch.reciprocal)), torch.ones(1, 1), {}),
+        "gradient overflow at module the model at every loss scale. Settings that help: "
+        "precision: amp_bf16",
     ),
     "parameter that is lost already": (
         *(Net(math.nan, 1), ONES, {}),

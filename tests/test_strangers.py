@@ -313,6 +313,12 @@ class TestTraining:
         found = run(tmp_path / "run", config)
         assert training.end(found) == ("completed", "", 12)
 
+    def test_run_whose_model_has_an_infinite_mask_is_resumed(self, tmp_path: Path) -> None:
+        masked = "entrypoint=tests.test_strangers:Masked"
+        found = run(tmp_path / "run", write(tmp_path, masked, "searcher.max_length.batches=4"))
+        training.resume(found, "--config", "searcher.max_length.batches=6")
+        assert training.end(found) == ("completed", "", 6)
+
     def test_trial_of_a_finished_search_can_be_trained_again(self, tmp_path: Path) -> None:
         """Its YAML has the searcher of its search, and a value for every hyperparameter."""
         run(tmp_path / "run", write(tmp_path, "searcher.name=grid"))
@@ -390,6 +396,14 @@ class TestOrderOfTheTrialsOwn:
     ) -> None:
         *_, whole = shuffled
         assert SAID not in (whole / "log.txt").read_text()
+
+
+class Masked(strangers.Stranger):
+    """Its model has a mask that is infinite from the start, as that of causal attention is."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.model.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
 
 
 class InBFloat16(strangers.Stranger):

@@ -311,7 +311,8 @@ def _bad_input(batch: Any) -> str | None:
 
 def _bad_parameter(models: Sequence[nn.Module]) -> str | None:
     for name, parameter in named_parameters(models):
-        if not is_finite(parameter):
+        # What is not trained may be infinite from the start, as a mask is.
+        if parameter.requires_grad and not is_finite(parameter):
             return (
                 f"parameter {name} is already not finite; resume from an earlier "
                 "checkpoint with a lower learning rate or a clip"

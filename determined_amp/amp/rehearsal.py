@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import random
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
@@ -35,11 +37,16 @@ from determined_amp.amp.tensors import (
 )
 from determined_amp.amp.torch_private import backwards_through, version_of
 
+logger = logging.getLogger(__name__)
+
 # Trains the batch at a loss scale, None for the current one: forward, loss and backward as in
 # training, without a step.
 Train = Callable[["float | None"], object]
 
 _NEVER_COPIED = (Dataset, DataLoader, types.MethodType)
+
+# They are what they are, and cannot be changed in place.
+_PLAIN = (bool, int, float, str, type(None))
 
 # torch's own method, which may be replaced while an unmodified trial trains.
 _register_hook = torch.Tensor.register_hook
@@ -312,6 +319,8 @@ def undisturbed(*models: nn.Module, optimizers: Sequence[Optimizer] = ()) -> Ite
                 stack.callback(_put_back, buffer, buffer.clone())
         for module in modules:
             stack.callback(setattr, module, "training", module.training)
+            if not isinstance(module, LazyModuleMixin):  # which learns its sizes
+                stack.callback(_put_back_plain_values, module, _plain_values(module))
             if not isinstance(module, torch.jit.ScriptModule):  # which keeps its own buffers
                 stack.callback(_put_back_buffers, module, _own_buffers(module), dir(module))
         _keep_weights(stack, parameters)
@@ -366,6 +375,17 @@ def _put_back_buffers(
         setattr(module, name, own.get(name))
 
 
+def _put_back_plain_values(module: nn.Module, before: Mapping[str, Any]) -> None:
+    for name in _plain_values(module).keys() - before.keys():
+        del vars(module)[name]
+    vars(module).update(before)
+
+
+def _plain_values(module: nn.Module) -> dict[str, Any]:
+    """The numbers and words that a module keeps, such as a count of its forwards."""
+    return {name: each for name, each in vars(module).items() if isinstance(each, _PLAIN)}
+
+
 def _own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict(module.named_buffers(recurse=False, remove_duplicate=False))
 
@@ -384,10 +404,20 @@ def attributes_apart(owner: object, shared: Iterable[object]) -> Iterator[None]:
     attributes = vars(owner)
     own = dict(attributes)
     memo = {id(each): each for each in (owner, *shared)}
+    moves_on: list[str] = []
     for name, value in own.items():
         if not isinstance(value, _NEVER_COPIED):
-            with suppress(Exception):  # copying runs code of the attribute's own
+            try:
                 attributes[name] = copy.deepcopy(value, memo)
+            except Exception:  # copying runs code of the attribute's own
+                moves_on += [name] if isinstance(value, (Iterator, torch.Generator)) else []
+    if moves_on:
+        logger.warning(
+            "the audit trains the first batch once more, on copies of what the trial keeps; it "
+            "cannot copy %s, which the training finds as that batch has left it; amp.audit: false "
+            "trains without an audit",
+            ", ".join(moves_on),
+        )
     try:
         yield
     finally:

@@ -160,7 +160,8 @@ class Recorder:
 
     def _look_at_the_end(self) -> None:
         """Note which weights and buffers are not finite."""
-        weights = {id(weight): weight for each in self._gradients for weight in each.weights}
+        given = (weight for each in self._gradients for weight in each.weights)
+        weights = {id(weight): weight for weight in given if weight.requires_grad}
         bad = sum(not is_finite(weight) for weight in weights.values() if weight.numel())
         if bad:
             self.record.not_finite.append(f"{bad} of {len(weights)} weights")

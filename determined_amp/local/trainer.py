@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -17,11 +17,12 @@ import torch
 from determined import core, util
 from rich.console import Console
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import Config, Values
-from determined_amp.amp.tensors import values_of
+from determined_amp.amp.tensors import is_finite, numbered, values_of
 from determined_amp.experiment.experiment import CheckpointPolicy, Experiment
 from determined_amp.experiment.failures import faults_of_the_trial
 from determined_amp.experiment.files import directory_kept
@@ -181,6 +182,8 @@ class LocalController(SafeController):
         self._experiment = experiment
         self._local_run = run
         self._directory = directory
+        # A mask may be infinite by intent.
+        self._never_finite = _not_finite(self.context.models)
 
     def set_data_loaders(self) -> None:
         super().set_data_loaders()
@@ -207,7 +210,7 @@ class LocalController(SafeController):
     def save(self, path: Path) -> None:
         storage = self.core_context.checkpoint
         assert isinstance(storage, LocalCheckpoints)
-        storage.finite = _are_finite(self.context.models)
+        storage.finite = _are_finite(self.context.models, self._never_finite)
         with patched(util, "write_user_code", partial(_copy_user_code, self._directory)):
             super().save(path)
 
@@ -288,13 +291,25 @@ def _fit(
             raise type(error)("; ".join([*ours, str(error)])) from error
 
 
-def _are_finite(models: Sequence[nn.Module]) -> bool:
-    """Whether all parameters and buffers are finite; waits for the device once."""
+def _not_finite(models: Sequence[nn.Module]) -> set[str]:
+    """The names of the parameters and buffers that are not finite; waits for the device."""
+    return {name for name, tensor in _weights_of(models) if not is_finite(tensor)}
+
+
+def _are_finite(models: Sequence[nn.Module], but: Collection[str]) -> bool:
+    """Whether all parameters and buffers `but` some are finite; waits for the device once."""
     finite = torch.tensor(True)
-    for model in models:
-        for tensor in chain(model.parameters(), model.buffers()):
+    for name, tensor in _weights_of(models):
+        if name not in but:
             finite = finite & torch.isfinite(values_of(tensor)).all()
     return bool(finite)
+
+
+def _weights_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, model in numbered(models):
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            if not is_lazy(tensor):
+                yield prefix + name, tensor
 
 
 def _copy_user_code(here: Path, path: Path, on_cluster: bool) -> None:
