@@ -74,6 +74,7 @@ def test_interval_of_pairs_is_students_t_interval() -> None:
         ((-0.002, 0.0, 0.002), Equivalence.UNKNOWN),  # not significant, which is not equal
         ((1.0, 1.0, 1.0), Equivalence.UNKNOWN),  # without a spread
         ((0.0,), Equivalence.UNKNOWN),
+        ((math.inf, 0.0), Equivalence.UNKNOWN),  # beyond float64
     ],
 )
 def test_verdict_depends_on_interval_and_margin(
@@ -292,7 +293,8 @@ def test_odd_speed_or_memory_counts_for_nothing(number: float) -> None:
         (
             [run("amp_bf16", speed=2000.0)],
             "amp_bf16",
-            "is the same cannot be told with 1 seed: train more before you rely on it",
+            "it is 2.00 times as fast as fp32 in one pair of runs, but whether its validation_"
+            "accuracy is the same cannot be told with 1 seed: train more before you rely on it",
         ),
         ([run("amp_bf16", speed=0.0)], "fp32", "amp_bf16 has no measured speed"),
         (seeds("amp_bf16", BETTER, speed=2000.0), "amp_bf16", "with better validation_accuracy"),

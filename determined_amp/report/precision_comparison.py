@@ -83,7 +83,7 @@ def interval_of(differences: Sequence[float]) -> Interval:
     """The mean of some differences, and its interval by Student's t-test."""
     middle = mean(differences)
     pairs = len(differences)
-    if pairs < 2:
+    if pairs < 2 or not math.isfinite(middle):
         return Interval(middle, pairs, None, math.nan, math.nan)
     std = stdev(differences)
     quantile = float(stats.t.ppf((1 + _CONFIDENCE) / 2, pairs - 1))
