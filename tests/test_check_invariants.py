@@ -380,6 +380,44 @@ class UpdatesSmallStepsAlone(Loop):
         self.optimizer.zero_grad()
 
 
+class UpdatesEveryTenthStep(Loop):
+    """Each step has gradients of its own."""
+
+    steps = 0
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizer)
+        if self.steps % 10 == 0:
+            self.scaler.update()
+        self.steps += 1
+        self.optimizer.zero_grad()
+
+
+class SetsGradientsAndNeverUpdates(Loop):
+    """No backward leaves them."""
+
+    def train(self) -> None:
+        weights = [*self.model.parameters()]
+        for inputs, labels in self.batches():
+            with torch.autocast("cuda", dtype=self.dtype):
+                loss = self.loss(inputs, labels)
+            gradients = torch.autograd.grad(self.scaler.scale(loss), weights)
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight.grad = gradient
+            self.scaler.step(self.optimizer)
+
+
+class StepsTwiceInThirdBatch(Loop):
+    steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+        for _ in range(2 if self.steps == 3 else 1):
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+
 class MakesScalersAnew(SumsMillions):
     def before_backward(self, number: int) -> None:
         self.scaler = torch.amp.GradScaler("cuda")
@@ -448,6 +486,30 @@ class OptimizesCopyInBfloat16(OptimizesCopy):
     dtype = torch.bfloat16
 
 
+class SparseGradients(Loop):
+    """All that its optimizer has are sparse."""
+
+    def net(self) -> Any:
+        torch.manual_seed(0)
+        return nn.EmbeddingBag(16, 4, sparse=True)
+
+    def optimizer_of(self, model: nn.Module) -> Any:
+        return torch.optim.SparseAdam(model.parameters(), lr=0.1)
+
+    def loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().loss(inputs.topk(3).indices, labels)
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+
+class ZeroesInPlace(NeverZeroes):
+    def before_backward(self, number: int) -> None:
+        self.optimizer.zero_grad(set_to_none=False)
+
+
 class Averages(Loop):
     """An average moves in each batch, on skipped steps, too."""
 
@@ -481,6 +543,9 @@ FAULTY: dict[type[Loop], str] = {
     ZeroesBeforeStepInPlace: "zero_grad_in_window",
     ZeroesBeforeStepInBfloat16: "zero_grad_in_window",
     UpdatesSmallStepsAlone: "update_missing",
+    UpdatesEveryTenthStep: "update_missing",
+    SetsGradientsAndNeverUpdates: "update_missing",
+    StepsTwiceInThirdBatch: "step_twice",
     NeverSteps: "step_missing",
     MakesScalersAnew: "scaler_made_anew",
     UnscalesByHand: "unscaled_twice",
@@ -489,7 +554,7 @@ FAULTY: dict[type[Loop], str] = {
 RIGHT = [
     *(Loop, SumsMillions, Statistics, CausalMask, Accumulates, TwoScalers),
     *(CachesGradients, Wrapped, Paired, SchedulesByHook, Averages, Checkpoints),
-    ForgetsToZeroOnce,
+    *(ForgetsToZeroOnce, SparseGradients, ZeroesInPlace),
 ]
 
 
@@ -557,10 +622,16 @@ def test_casts_that_a_loop_does_not_keep_are_not_called_stale(loop: Any) -> None
     assert "stale_casts" not in {finding.key for finding in watched(loop)}
 
 
-@pytest.mark.parametrize("loop", [Loop, Wrapped, Paired])
+@pytest.mark.parametrize("loop", [Loop, Wrapped, Paired, TwoScalers])
 def test_two_steps_of_each_optimizer_are_made_to_overflow(loop: Any) -> None:
-    optimizers = 2 if loop is Paired else 1
+    optimizers = 2 if loop in (Paired, TwoScalers) else 1
     assert f", {2 * optimizers} skipped" in watched(loop).seen
+
+
+@pytest.mark.parametrize("loop", [Loop, ZeroesInPlace])
+def test_note_numbers_the_steps_that_were_made_to_overflow(loop: Any) -> None:
+    note = "the doctor made an overflow in these steps of an optimizer: 6, 9"
+    assert note in watched(loop).notes
 
 
 def test_overflow_in_a_forward_is_told_with_its_module_and_what_helps() -> None:

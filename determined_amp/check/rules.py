@@ -85,13 +85,13 @@ def _cause(record: Record, key: str) -> str:
     """The cause of an error of GradScaler that can have several."""
     if record.of("closure"):  # what raises depends on how it is passed
         return "closure"
-    losses, updates = record.of("backward"), record.of("update")
-    kinds = ("backward", "unscale", "update")
+    losses = record.of("backward")
+    kinds = ("backward", "unscale", "step", "update")
     last = [event.kind for event in record.events if event.kind in kinds][-1:]
     causes = {
         "no_gradients": _cause_of_no_gradients(record, losses),
         "unscaled_twice": "update_missing" if last == ["backward"] else key,
-        "update_missing": "step_twice" if updates else key,
+        "update_missing": "step_twice" if losses and last == ["step"] else key,
         "update_in_window": key if record.scales else "no_loss_scale",
     }
     return causes.get(key, key)

@@ -77,8 +77,9 @@ class StepGradients:
             # Those that no backward has left were set by the training, as `p.grad = g`.
             if self._used and self.versions() != self._used and self.dense():
                 self.measure()
-                self.pending, self.factor = self.norm > 0, math.nan
-                self._open_window()
+                if self.norm:  # zeroing in place sets them, too
+                    self.pending, self.factor = True, math.nan
+                    self._open_window()
             return
         before = self.norm
         self.measure()
@@ -142,8 +143,8 @@ class StepGradients:
         self.window.backwards.append(backward)
         if backward.loss.has_gradient and not scale:
             self.factor = math.nan  # that of the gradient it was given
-        elif scale or not self.pending:
-            self.factor = scale or 1.0
+        elif scale:
+            self.factor = scale
         before = self.norm if self.pending else 0.0
         self.pending, self._emptied, self.scale = True, False, scale
         self.measure()
@@ -154,7 +155,8 @@ class StepGradients:
         """Make them overflow."""
         for weight in self.weights:
             if weight.grad is not None:
-                weight.grad.data.mul_(math.inf)  # no version: it is no change of the user
+                # Through `data`, which is a copy of a sparse one: it is no change of the user's.
+                weight.grad.data = weight.grad.data.mul_(math.inf)
         self._to_force -= 1
         self._overflown += not self.window.forced
         self.window.forced = True
