@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import multiprocessing
+import signal
 import sys
 import warnings
 from concurrent.futures import ProcessPoolExecutor
@@ -27,8 +28,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from determined_amp import AmpLoop, AmpSettings, Precision
 from determined_amp import __main__ as door
+from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Metrics, StateDict, Values
-from determined_amp.check import doctor, watching
+from determined_amp.check import doctor, fresh_process, watching
 from determined_amp.check import probe as probes
 from determined_amp.check.finding import CheckFindings, Level
 from determined_amp.check.remedies import REMEDIES
@@ -1421,6 +1423,19 @@ def test_watching_leaves_torch_as_it_was_and_a_training_undisturbed() -> None:
 def test_every_finding_has_a_row_in_check_md() -> None:
     page = (ROOT / "docs" / "check.md").read_text()
     assert [key for key in REMEDIES if f"`{key}`" not in page] == []
+
+
+def test_error_of_a_run_in_its_own_process_is_told_by_its_last_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(probe: object) -> None:
+        raise KeyError("weights")
+
+    monkeypatch.setattr(probes, "run", fail)
+    monkeypatch.setattr(signal, "alarm", lambda seconds: None)
+    probe: Any = None
+    with pytest.raises(UserError, match="a run of the trial failed: KeyError: 'weights'"):
+        fresh_process._run(probe)
 
 
 class TestCommand:
