@@ -28,7 +28,7 @@ from determined_amp.local.checkpoint_storage import (
     is_of_the_machine,
     read_metadata,
 )
-from determined_amp.local.trainer import _are_finite, _not_finite
+from determined_amp.local.trainer import _not_finite
 from determined_amp.runs.folder import FolderError, FolderInUseError, RunFolder, fresh_folder
 from determined_amp.trial.checkpoint import CheckpointError
 from tests import training
@@ -326,14 +326,13 @@ def test_link_to_nowhere_above_a_new_run_is_a_sentence(tmp_path: Path) -> None:
         fresh_folder(tmp_path / "runs", "a")
 
 
-def test_weights_that_are_not_finite_are_found_but_for_those_that_never_were() -> None:
+def test_parameters_and_buffers_that_are_not_finite_are_named() -> None:
     model = torch.nn.BatchNorm1d(2)
-    model.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
-    first = _not_finite([model])
-    assert first == {"mask"}
-    assert _are_finite([model], first)
+    assert _not_finite([model, torch.nn.LazyLinear(1)]) == set()
     assert model.running_mean is not None
     model.running_mean[1] = float("nan")
-    assert not _are_finite([model], first)
-    assert not _are_finite([torch.nn.Linear(1, 1), model], ())
-    assert _are_finite([torch.nn.Flatten()], ())
+    model.weight.data[0] = -torch.inf
+    assert _not_finite([model]) == {"running_mean", "weight"}
+    assert _not_finite([torch.nn.Linear(1, 1), model]) == {
+        *("model 1: running_mean", "model 1: weight")
+    }

@@ -6,14 +6,13 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from determined import core, util
 from rich.console import Console
 from torch import nn
@@ -22,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import Config, Values
-from determined_amp.amp.tensors import is_finite, numbered, values_of
+from determined_amp.amp.tensors import is_finite, numbered
 from determined_amp.experiment.experiment import CheckpointPolicy, Experiment
 from determined_amp.experiment.failures import faults_of_the_trial
 from determined_amp.experiment.files import directory_kept
@@ -210,7 +209,7 @@ class LocalController(SafeController):
     def save(self, path: Path) -> None:
         storage = self.core_context.checkpoint
         assert isinstance(storage, LocalCheckpoints)
-        storage.finite = _are_finite(self.context.models, self._never_finite)
+        storage.finite = _not_finite(self.context.models) <= self._never_finite
         with patched(util, "write_user_code", partial(_copy_user_code, self._directory)):
             super().save(path)
 
@@ -293,23 +292,12 @@ def _fit(
 
 def _not_finite(models: Sequence[nn.Module]) -> set[str]:
     """The names of the parameters and buffers that are not finite; waits for the device."""
-    return {name for name, tensor in _weights_of(models) if not is_finite(tensor)}
-
-
-def _are_finite(models: Sequence[nn.Module], but: Collection[str]) -> bool:
-    """Whether all parameters and buffers `but` some are finite; waits for the device once."""
-    finite = torch.tensor(True)
-    for name, tensor in _weights_of(models):
-        if name not in but:
-            finite = finite & torch.isfinite(values_of(tensor)).all()
-    return bool(finite)
-
-
-def _weights_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    names = set()
     for prefix, model in numbered(models):
         for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-            if not is_lazy(tensor):
-                yield prefix + name, tensor
+            if not is_lazy(tensor) and not is_finite(tensor):
+                names.add(prefix + name)
+    return names
 
 
 def _copy_user_code(here: Path, path: Path, on_cluster: bool) -> None:
