@@ -510,6 +510,86 @@ class ZeroesInPlace(NeverZeroes):
         self.optimizer.zero_grad(set_to_none=False)
 
 
+class HoldsHeadForLater(Loop):
+    """The head has not run yet, and no layer of the model was left out."""
+
+    def optimizer_of(self, model: nn.Module) -> Any:
+        self.later = net()
+        return sgd(nn.Sequential(model, self.later))
+
+
+class SkipsLast(nn.Sequential):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = inputs
+        for layer in [*self][:-1]:
+            outputs = layer(outputs)
+        return outputs
+
+
+class TrainsPartOfModel(Loop):
+    """No layer was replaced: the optimizer lacks the first, and its last does not run."""
+
+    def net(self) -> Any:
+        return SkipsLast(*net(), nn.Linear(4, 4))
+
+    def optimizer_of(self, model: Any) -> Any:
+        return torch.optim.SGD([*model[2].parameters(), *model[3].parameters()], lr=0.1)
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.model.zero_grad()
+
+
+class ReplacesLastLayer(TrainsPartOfModel):
+    net = Loop.net
+
+    def optimizer_of(self, model: Any) -> Any:
+        optimizer = sgd(model)
+        model[2] = nn.Linear(32, 4)
+        return optimizer
+
+
+class LearnsTemperature(TrainsPartOfModel):
+    """It is of no module, and has a gradient."""
+
+    def optimizer_of(self, model: Any) -> Any:
+        self.temperature = nn.Parameter(torch.ones(()))
+        return torch.optim.SGD([*model[2].parameters(), self.temperature], lr=0.1)
+
+    def loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.model(inputs) * self.temperature, labels)
+
+    def step(self) -> None:
+        super().step()
+        self.optimizer.zero_grad()
+
+
+class KeepsEarlierOptimizer(LearnsTemperature):
+    """That of a training which is over."""
+
+    def optimizer_of(self, model: nn.Module) -> Any:
+        self.earlier = sgd(net())
+        return super().optimizer_of(model)
+
+
+class StepsCopies(Loop):
+    """Gradients are copied to weights of no module, as where those of the model have 16 bits."""
+
+    def optimizer_of(self, model: nn.Module) -> Any:
+        self.copies = [nn.Parameter(weight.detach().clone()) for weight in model.parameters()]
+        return torch.optim.SGD(self.copies, lr=0.1)
+
+    def step(self) -> None:
+        pairs = [*zip(self.copies, self.model.parameters(), strict=True)]
+        for copied, weight in pairs:
+            copied.grad, weight.grad = weight.grad, None
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        for copied, weight in pairs:
+            weight.data.copy_(copied.data)
+
+
 class Averages(Loop):
     """An average moves in each batch, on skipped steps, too."""
 
@@ -554,7 +634,8 @@ FAULTY: dict[type[Loop], str] = {
 RIGHT = [
     *(Loop, SumsMillions, Statistics, CausalMask, Accumulates, TwoScalers),
     *(CachesGradients, Wrapped, Paired, SchedulesByHook, Averages, Checkpoints),
-    *(ForgetsToZeroOnce, SparseGradients, ZeroesInPlace),
+    *(ForgetsToZeroOnce, SparseGradients, ZeroesInPlace, HoldsHeadForLater, TrainsPartOfModel),
+    *(LearnsTemperature, KeepsEarlierOptimizer, StepsCopies),
 ]
 
 
@@ -587,6 +668,12 @@ def test_right_loop_has_no_finding_but_costs(loop: Any) -> None:
 def test_float16_weights_without_amp_are_suspected() -> None:
     found = [(each.key, each.level) for each in watched(HalfAlone)]
     assert found == [("half_weights", Level.SUSPICION)]
+
+
+def test_optimizer_that_holds_a_replaced_layer_is_suspected() -> None:
+    (finding,) = watched(ReplacesLastLayer)
+    assert (finding.key, finding.level) == ("other_parameters", Level.SUSPICION)
+    assert finding.effect.startswith("2 of its weights are of no module that runs")
 
 
 def test_backward_in_a_region_of_a_library_is_suspected() -> None:

@@ -24,16 +24,16 @@ class Forwards:
 
     Attributes:
         looks: Whether to look for the first output that is not finite, which takes time.
+        met: The modules that have run, each with its buffers that were finite when it was met.
     """
 
     def __init__(self, record: Record) -> None:
         self.looks = False
+        self.met: dict[nn.Module, list[str]] = {}
         self._record = record
         self._running: list[nn.Module] = []
         # Versions of weights at their first use since autocast has dropped its casts.
         self._cast: dict[int, int] = {}
-        # By module, its buffers that were finite when it was met.
-        self._finite: dict[nn.Module, list[str]] = {}
 
     def enter_autocast(self) -> None:
         """The module of this forward may enter it itself."""
@@ -43,8 +43,8 @@ class Forwards:
     def before(self, module: nn.Module, inputs: Any) -> None:
         """A hook of all modules."""
         self._running.append(module)
-        if module not in self._finite:
-            self._finite[module] = [name for name, each in _buffers(module) if is_finite(each)]
+        if module not in self.met:
+            self.met[module] = [name for name, each in _buffers(module) if is_finite(each)]
         weights = [p for p in module.parameters(recurse=False) if p.requires_grad and p.is_leaf]
         if not weights:
             return
@@ -73,7 +73,7 @@ class Forwards:
 
     def buffers_not_finite(self) -> Iterator[str]:
         """Those that were finite when they were met."""
-        for module, names in self._finite.items():
+        for module, names in self.met.items():
             buffers = dict(_buffers(module))
             for name in names:
                 if name in buffers and not is_finite(buffers[name]):
@@ -81,7 +81,7 @@ class Forwards:
 
     def _name_of(self, module: nn.Module) -> str:
         """Its name in the model whose forward runs, or that of its class."""
-        for root in [*self._running[:1], *self._finite]:
+        for root in [*self._running[:1], *self.met]:
             for name, each in root.named_modules():
                 if each is module and name:
                     return f"{name} ({type(module).__name__})"

@@ -73,6 +73,9 @@ def _gradients_are_stepped_with(record: Record) -> Found:
         key = "other_parameters" if losses[-1].loss.trains else "loss_cut_off"
         effect = f"0 of {len(losses)} backwards reached what the optimizer steps"
         yield found(key, steps, effect)
+    if record.replaced:
+        effect = "of its weights are of no module that runs, and no backward reaches them"
+        yield found("other_parameters", steps, f"{record.replaced} {effect}", SUSPICION)
     zeroed = [event for window in record.windows for event in window.zeroed]
     if record.scales and len(zeroed) > _SETTLED // 2 and not (steps or record.error):
         effect = f"gradients were zeroed {len(zeroed)} times, and 0 steps were made with them"

@@ -133,6 +133,8 @@ class Record:
     # Validation metrics of the same weights: as they are, and in float32.
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     not_finite: list[str] = field(default_factory=list)  # weights and buffers, at the end
+    # Weights of no module, without a gradient: optimizers hold them, and lack those of a module.
+    replaced: int = 0
     first_overflow: str = ""  # what a forward has first that is not finite, and what helps
     error: str = ""  # what was raised: its type and its text
     raised: Where | None = None  # by which line

@@ -31,7 +31,13 @@ from torch.overrides import TorchFunctionMode
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import autocast_is_on
-from determined_amp.amp.tensors import closure_of, is_finite, parameters_of, tensors_of
+from determined_amp.amp.tensors import (
+    closure_of,
+    is_finite,
+    parameters_in,
+    parameters_of,
+    tensors_of,
+)
 from determined_amp.amp.torch_private import backwards_through, states_of_steps
 from determined_amp.check.forwards import Forwards
 from determined_amp.check.lines import (
@@ -94,6 +100,7 @@ class Recorder:
         self._running: dict[str, Any] = {}  # see `_outermost`
         self._scaler_that_steps: torch.amp.GradScaler | None = None
         self._steps = 0  # of optimizers, nested in each other
+        self._stepped: set[torch.Tensor] = set()  # weights that had a gradient at a step
         self._products = torch.get_float32_matmul_precision()
         self._ended = False
 
@@ -159,13 +166,17 @@ class Recorder:
         self.record.disturbed = self._disturbed
 
     def _look_at_the_end(self) -> None:
-        """Note which weights and buffers are not finite."""
-        given = (weight for each in self._gradients for weight in each.weights)
-        weights = {id(weight): weight for weight in given if weight.requires_grad}
-        bad = sum(not is_finite(weight) for weight in weights.values() if weight.numel())
+        """Note which weights and buffers are not finite, and which weights were replaced."""
+        reached = [each for each in self._gradients if each.window.place]
+        given = (weight for each in reached for weight in each.weights)
+        weights = {weight for weight in given if weight.requires_grad}
+        bad = sum(not is_finite(weight) for weight in weights)
         if bad:
             self.record.not_finite.append(f"{bad} of {len(weights)} weights")
         self.record.not_finite += self._forwards.buffers_not_finite()
+        used = {weight for weight in parameters_in(self._forwards.met) if weight.requires_grad}
+        if used - weights:
+            self.record.replaced = len(weights - used - self._stepped)
 
     # What is watched, and by what.
 
@@ -226,9 +237,9 @@ class Recorder:
     def _parts_of(self, optimizer: Any) -> list[StepGradients]:
         """The gradients that an optimizer steps with: those of all that it holds, if it wraps."""
         if optimizer not in self._parts:
-            weights = set(map(id, parameters_of(optimizer)))
-            inside = [g for g in self._gradients if weights.issuperset(map(id, g.weights))]
-            if weights != {id(weight) for each in inside for weight in each.weights}:
+            weights = set(parameters_of(optimizer))
+            inside = [g for g in self._gradients if weights.issuperset(g.weights)]
+            if weights != {weight for each in inside for weight in each.weights}:
                 inside = [StepGradients(optimizer, self.record, self._overflows)]
                 self._gradients += inside
             self._parts[optimizer] = inside
@@ -344,24 +355,24 @@ class Recorder:
     def _disturb(self, forced: StepGradients) -> None:
         """Gradients were made to overflow: those of all who train any of the same weights."""
         self._disturbed = True
-        theirs = set(map(id, forced.weights))
+        theirs = set(forced.weights)
         for gradients in self._gradients:
-            if not theirs.isdisjoint(map(id, gradients.weights)):
+            if not theirs.isdisjoint(gradients.weights):
                 gradients.window.forced = True
 
     def _unscale(self, run: Run, scaler: Any, optimizer: Any) -> None:
         parts = self._seen_parts_of(optimizer)
         run()
-        if scaler.is_enabled() and any(gradients.pending for gradients in parts):
-            for gradients in parts:
+        for gradients in parts:
+            if scaler.is_enabled() and gradients.pending:
                 gradients.unscale(float(scaler.get_scale()))
 
     def _clip(self, run: Run, lists: Any, *args: Any, **kwargs: Any) -> Any:
         """Before a clip: it gets lists of gradients, and its limit stands in one of its frames."""
         known = _locals_of_clip()
-        given = {id(gradient) for gradients in lists for gradient in gradients}
+        given = {gradient for gradients in lists for gradient in gradients}
         pending = [each for each in self._gradients if each.pending]
-        clipped = [each for each in pending if not given.isdisjoint(map(id, each.dense()))]
+        clipped = [each for each in pending if not given.isdisjoint(each.dense())]
         for of in {"max_norm", "clip_value"} & known.keys() if clipped else ():
             for gradients in clipped:
                 gradients.look()
@@ -400,6 +411,7 @@ class Recorder:
             self._step(gradients, self._scaler_that_steps, skipped=skipped, divisor=divisor)
 
     def _step(self, gradients: StepGradients, scaler: Any, *, skipped: bool, **how: Any) -> None:
+        self._stepped.update(weight for weight in gradients.weights if weight.grad is not None)
         scaled = scaler is not None and scaler.is_enabled()
         gradients.step(
             skipped=skipped,
