@@ -410,7 +410,8 @@ def attributes_apart(owner: object, shared: Iterable[object]) -> Iterator[None]:
             try:
                 attributes[name] = copy.deepcopy(value, memo)
             except Exception:  # copying runs code of the attribute's own
-                moves_on += [name] if isinstance(value, (Iterator, torch.Generator)) else []
+                if isinstance(value, (Iterator, torch.Generator)):
+                    moves_on.append(name)
     if moves_on:
         logger.warning(
             "the audit trains the first batch once more, on copies of what the trial keeps; it "

@@ -128,7 +128,7 @@ def _doubt(comparison: Comparison, metric: str) -> str:
 
 def _advantage(comparison: Comparison, metric: str) -> str:
     why = f"it is {comparison.times_as_fast:.2f} times as fast as {comparison.against.value}"
-    if comparison.speed is not None and comparison.speed.pairs == 1:
+    if comparison.speed and comparison.speed.pairs == 1:
         why = f"{why} in one pair of runs"
     if comparison.verdict is Equivalence.UNKNOWN:
         return (
