@@ -66,7 +66,7 @@ AFTERWARDS = {
     "report": ("compare",),
     "runs": ("local", "reports_precision"),
     "search": ("compare", "search_command", "search_optimize", "search_strangers"),
-    "trial": ("processes", "strangers"),
+    "trial": ("processes", "search_cluster", "strangers", "words"),
 }
 
 # Tests of the first list that start other programs themselves.

@@ -148,7 +148,7 @@ MISTAKES: dict[Any, str] = {
     AsksBeforeTheUpdate: "last_step_applied: asked between a step and amp.update(...)",
     StepsTheSchedule: "leave StepLR.step() to amp",
     has_both_schedules: "its optimizer has a schedule already",
-    has_schedules_of_both_kinds: "allowed: one of them",
+    has_schedules_of_both_kinds: "the trial: wrap_lr_scheduler: ",
     StepsOneOptimizerTwice: "it steps an optimizer again without amp.update",
     ForgetsTheScaler: "allowed: context.step_optimizer(optimizer, scaler=amp.scaler)",
     ForgetsToScale: "allowed: context.backward(amp.scaler.scale(loss))",
@@ -301,7 +301,9 @@ def test_trial_that_cannot_be_trained_as_it_is_gets_one_sentence(
     """In the first batch at the latest."""
     amp = {"precision": precision}
     _, words = REFUSED[trial]
-    assert words in refusal(as_it_is(trial, amp), amp)
+    said = refusal(as_it_is(trial, amp), amp)
+    assert said.startswith("the trial: ")
+    assert words in said
 
 
 class SwitchesItsScalerOff(Plain):

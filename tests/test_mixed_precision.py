@@ -42,6 +42,14 @@ def test_torchs_switches_are_set_only_if_that_is_asked_for(set_backends: bool) -
     assert torch.backends.cudnn.allow_tf32 is not set_backends
 
 
+def test_settings_of_a_scale_that_a_precision_has_not_are_named_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    fit(Weights, {"precision": "fp32", "init_scale": 8.0}, batches=1)
+    assert "fp32 has no loss scale: ignoring init_scale" in caplog.text
+
+
 class ReportsItsOwnLoss(Weights):
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         return {**super().train_batch(batch, epoch_idx, batch_idx), "loss": 7.0}

@@ -328,7 +328,7 @@ def test_link_to_nowhere_above_a_new_run_is_a_sentence(tmp_path: Path) -> None:
 
 def test_parameters_and_buffers_that_are_not_finite_are_named() -> None:
     model = torch.nn.BatchNorm1d(2)
-    assert _not_finite([model, torch.nn.LazyLinear(1)]) == set()
+    assert _not_finite([model]) == set()
     assert model.running_mean is not None
     model.running_mean[1] = float("nan")
     model.weight.data[0] = -torch.inf

@@ -87,4 +87,4 @@ def test_find_of_a_trial_without_a_scale_names_the_option(
 ) -> None:
     said = refusal("find", write_yaml(tmp_path, PLAIN))
     assert "this trial scales no loss: " in said
-    assert "--precision amp_fp16, it trains in float16 as it is" in said
+    assert "hyperparameters.amp.precision: amp_fp16, or --precision amp_fp16, it trains" in said
