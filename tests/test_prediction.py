@@ -131,7 +131,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("factors", [(math.inf, 1.0), (1.0, math.inf)])
     def test_loss_that_is_not_finite_is_refused(self, factors: tuple[float, float]) -> None:
-        with pytest.raises(LossScaleError, match="the loss is not finite, although bfloat16"):
+        with pytest.raises(LossScaleError, match=r"^the loss is not finite, although bfloat16"):
             predict_float16(scaled(*factors), ONE)
 
     @pytest.mark.parametrize("cast", [torch.bfloat16, None])
@@ -146,7 +146,7 @@ class TestRefused:
         plain.models = [*plain.models, half]
         assert predict_float16([plain], ONE).total.largest == 1
         half.requires_grad_(requires_grad=True)
-        with pytest.raises(LossScaleError, match=r"parameters are b?float16, as after"):
+        with pytest.raises(LossScaleError, match=r"are b?float16, .*write torch\.autocast\(device"):
             predict_float16([plain], ONE)
 
     def test_error_that_float16_raises_too_is_the_trials_own(self) -> None:
