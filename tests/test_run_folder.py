@@ -336,3 +336,13 @@ def test_parameters_and_buffers_that_are_not_finite_are_named() -> None:
     assert _not_finite([torch.nn.Linear(1, 1), model]) == {
         *("model 1: running_mean", "model 1: weight")
     }
+
+
+def test_reports_after_a_checkpoint_are_forgotten_and_that_of_its_batch_is_kept(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path)
+    for batches in (2, 4, 6):
+        folder.append_metrics({"group": "training", "batches": batches})
+    folder.forget_metrics_after(4)
+    assert [line["batches"] for line in training.metrics(tmp_path)] == [2, 4]
