@@ -107,8 +107,7 @@ def _run(command: str, words: Sequence[str]) -> int:
             f"{command} needs {package}, which is not {_how_to_add(package)}"
         ) from error
     lost = output.error
-    keeps = words[0] in _KEEP_THEIR_RESULT
-    if status or lost is None or lost.errno == errno.EPIPE or keeps:
+    if status or lost is None or lost.errno == errno.EPIPE or words[0] in _KEEP_THEIR_RESULT:
         return status
     raise UserError(f"{command}: standard output cannot be written: {lost.strerror}")
 

@@ -47,6 +47,8 @@ _NEVER_COPIED = (Dataset, DataLoader, types.MethodType)
 
 # They are what they are, and cannot be changed in place.
 _PLAIN = (bool, int, float, str, type(None))
+# What torch keeps of a module: it goes with hooks, which stay.
+_OF_TORCH = frozenset(vars(nn.Module()))
 
 # torch's own method, which may be replaced while an unmodified trial trains.
 _register_hook = torch.Tensor.register_hook
@@ -383,7 +385,11 @@ def _put_back_plain_values(module: nn.Module, before: Mapping[str, Any]) -> None
 
 def _plain_values(module: nn.Module) -> dict[str, Any]:
     """The numbers and words that a module keeps, such as a count of its forwards."""
-    return {name: each for name, each in vars(module).items() if isinstance(each, _PLAIN)}
+    return {
+        name: each
+        for name, each in vars(module).items()
+        if isinstance(each, _PLAIN) and name not in _OF_TORCH
+    }
 
 
 def _own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -404,7 +410,7 @@ def attributes_apart(owner: object, shared: Iterable[object]) -> Iterator[None]:
     attributes = vars(owner)
     own = dict(attributes)
     memo = {id(each): each for each in (owner, *shared)}
-    moves_on: list[str] = []
+    moves_on = []
     for name, value in own.items():
         if not isinstance(value, _NEVER_COPIED):
             try:

@@ -129,7 +129,7 @@ def _doubt(comparison: Comparison, metric: str) -> str:
 def _advantage(comparison: Comparison, metric: str) -> str:
     why = f"it is {comparison.times_as_fast:.2f} times as fast as {comparison.against.value}"
     if comparison.speed and comparison.speed.pairs == 1:
-        why = f"{why} in one pair of runs"
+        why += " in one pair of runs"
     if comparison.verdict is Equivalence.UNKNOWN:
         return (
             f"{why}, but whether its {metric} is the same cannot be told with "

@@ -50,12 +50,11 @@ def train_context_of_task(info: det.ClusterInfo) -> core.TrainContext:
     """The same for a task without a context; it takes metadata, and no metrics."""
     certificate = certs.default_load(info.master_url)
     session = authentication.login_from_task(info.master_url, certificate)
-    metrics: Any = None
     return core.TrainContext(
         session,
         info.trial.trial_id,
         info.trial.experiment_id,
-        metrics,
+        None,  # type: ignore[arg-type]  # the metrics
         core.DummyDistributedContext(),
         core.TensorboardMode.MANUAL,
         None,
