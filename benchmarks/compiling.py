@@ -2,9 +2,9 @@
 
     python -m benchmarks.compiling [--rounds 8]
 
-Each trial is trained with `compile: false` and with `compile: default`, in one process and by
-turns, so that other load on the machine affects both alike. The first turns, in which code is
-compiled, are left out.
+Each trial is trained with `compile: false` and with `compile: default`, in one process
+and by turns, so that other load on the machine affects both alike. The first turns, in
+which code is compiled, are left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from typing import Any
 from rich.progress import track
 
 from benchmarks.loops import ENDLESS, train_in_turns
-from benchmarks.measured import DEVICE, ROOT, machine, markdown_table, parser_of, spread, write
+from benchmarks.measured import (
+    DEVICE,
+    ROOT,
+    machine,
+    markdown_table,
+    parser_of,
+    spread,
+    write,
+)
 from benchmarks.turns import Turns, by_turns
 from determined_amp.experiment.experiment import parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
@@ -26,7 +34,10 @@ from determined_amp.trial.determined_private import SafeController, controlled_b
 BATCHES_PER_TURN = 10
 SETTINGS = ("false", "default")
 
-_WIDE = ("hyperparameters.hidden_features=4096", "hyperparameters.global_batch_size=512")
+_WIDE = (
+    "hyperparameters.hidden_features=4096",
+    "hyperparameters.global_batch_size=512",
+)
 _BATCH_OF_16 = ("hyperparameters.global_batch_size=16",)
 # By name: the experiment, and the settings changed in it.
 TRIALS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -47,7 +58,9 @@ def loop(config: str, overrides: Sequence[str], setting: str, turns: Turns) -> N
 
 
 def measure(config: str, overrides: Sequence[str], rounds: int) -> dict[str, Any]:
-    """Seconds per batch of both settings in every round but the first, and their ratios."""
+    """Seconds per batch of both settings in every round but the first, and their
+    ratios.
+    """
     loops: dict[str, Callable[[Turns], object]] = {
         setting: partial(loop, config, overrides, setting) for setting in SETTINGS
     }
@@ -65,14 +78,22 @@ def table(result: dict[str, Any]) -> str:
     """The rows in Markdown."""
     rows = []
     for name, found in result["trials"].items():
-        off, on = (1000 * statistics.median(found["seconds_per_batch"][s]) for s in SETTINGS)
-        rows.append([name, f"{off:.1f}", f"{on:.1f}", spread(found["speed"], ".2f", "x")])
-    return markdown_table(["trial", "ms per batch, without", "with", "speed, median (range)"], rows)
+        off, on = (
+            1000 * statistics.median(found["seconds_per_batch"][s]) for s in SETTINGS
+        )
+        rows.append(
+            [name, f"{off:.1f}", f"{on:.1f}", spread(found["speed"], ".2f", "x")]
+        )
+    return markdown_table(
+        ["trial", "ms per batch, without", "with", "speed, median (range)"], rows
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_of("compiling", "Measure what torch.compile gains.", rounds=8)
-    parser.add_argument("--trials", nargs="+", choices=list(TRIALS), default=list(TRIALS))
+    parser.add_argument(
+        "--trials", nargs="+", choices=list(TRIALS), default=list(TRIALS)
+    )
     options = parser.parse_args(arguments)
     result: dict[str, Any] = {**machine(), "trials": {}}
     for name in track(options.trials, "measuring"):

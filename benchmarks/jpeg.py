@@ -2,9 +2,9 @@
 
     python -m benchmarks.jpeg
 
-It compares Pillow, which `image_folder` uses, with torchvision's decoder; both are libjpeg-turbo.
-It writes `jpeg_cpu.json` into `--folder`. Times are processor times of one thread,
-and the decoders take turns.
+It compares Pillow, which `image_folder` uses, with torchvision's decoder; both are
+libjpeg-turbo. It writes `jpeg_cpu.json` into `--folder`. Times are processor times of
+one thread, and the decoders take turns.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ def measure(photos: list[bytes], folder: Path, rounds: int) -> dict[str, list[fl
     images, _ = load(settings, seed=0)
     samples = [Sample(0, index) for index in range(len(images))]
     augment = v2.Compose(
-        [v2.RandomResizedCrop(SIDE, antialias=True), v2.RandomHorizontalFlip(), v2.ToImage()]
+        [
+            v2.RandomResizedCrop(SIDE, antialias=True),
+            v2.RandomHorizontalFlip(),
+            v2.ToImage(),
+        ]
     )
     cropped = [with_pillow(content).resize((SIDE, SIDE)) for content in photos]
     ways: dict[str, Callable[[], object]] = {
@@ -47,8 +51,12 @@ def measure(photos: list[bytes], folder: Path, rounds: int) -> dict[str, list[fl
         "Pillow: decode": lambda: list(map(with_pillow, photos)),
         "torchvision: decode": lambda: list(map(with_torchvision, photos)),
         "Pillow: decode and augment": lambda: [augment(with_pillow(p)) for p in photos],
-        "torchvision: decode and augment": lambda: [augment(with_torchvision(p)) for p in photos],
-        "Pillow: flip": lambda: [p.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for p in cropped],
+        "torchvision: decode and augment": lambda: [
+            augment(with_torchvision(p)) for p in photos
+        ],
+        "Pillow: flip": lambda: [
+            p.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for p in cropped
+        ],
     }
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
@@ -76,7 +84,9 @@ def markdown(result: Mapping[str, Any]) -> str:
         low, high = row["ms_range"]
         times = f"{row['ms']:.2f} ({low:.2f} to {high:.2f})"
         rows.append([name, times, f"{row['images_per_second']:,}"])
-    return markdown_table(["one core", "ms per photo, median (range)", "photos/s"], rows)
+    return markdown_table(
+        ["one core", "ms per photo, median (range)", "photos/s"], rows
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,9 +1,10 @@
-"""Trains Latte in FP32 and BF16 with several seeds, and compares the losses with baselines.
+"""Trains Latte in FP32 and BF16 with several seeds, and compares the losses with
+baselines.
 
     python -m benchmarks.latte_learning [--batches 500] [--seeds 3] [--runs FOLDER]
 
-It does not repeat runs that are already in FOLDER. It prints a table and writes the numbers to
-`latte_learning.json` in `--folder`.
+It does not repeat runs that are already in FOLDER. It prints a table and writes the
+numbers to `latte_learning.json` in `--folder`.
 """
 
 from __future__ import annotations
@@ -26,16 +27,18 @@ from trials.data.loading import Sample
 from trials.latte import LatteHparams
 
 CONFIGS = ROOT / "experiment_configs" / "latte"
-# The baselines are fitted on this many passes over the training set, with new motion in each.
+# The baselines are fitted on this many passes over the training set, with new motion in
+# each.
 PASSES = 6
 
 
 def baselines(config: experiment.Experiment) -> dict[str, float]:
     """The validation losses, over all timesteps, of noise predictors without a network.
 
-    Let x_t = sqrt(a) x + sqrt(1 - a) e. In a direction in which the clips have variance v, the best
-    linear prediction of e leaves a v / (a v + 1 - a) of its variance (Wiener). The directions are
-    single pixels, or the principal components of whole clips, which give the best linear predictor.
+    Let x_t = sqrt(a) x + sqrt(1 - a) e. In a direction in which the clips have variance
+    v, the best linear prediction of e leaves a v / (a v + 1 - a) of its variance
+    (Wiener). The directions are single pixels, or the principal components of whole
+    clips, which give the best linear predictor.
 
     Returns:
         The losses `zero`, `linear_per_pixel` and `linear`.
@@ -72,9 +75,19 @@ def trained(config: str, seed: int, batches: int, runs: Path) -> float:
             "hyperparameters.training.checkpoint_period": f"{{batches: {batches}}}",
         }
         subprocess.run(
-            [sys.executable, "-m", "determined_amp", "train", str(CONFIGS / f"{config}.yaml")]
+            [
+                sys.executable,
+                "-m",
+                "determined_amp",
+                "train",
+                str(CONFIGS / f"{config}.yaml"),
+            ]
             + ["--run-folder", str(folder)]
-            + [word for key, value in changes.items() for word in ("--config", f"{key}={value}")],
+            + [
+                word
+                for key, value in changes.items()
+                for word in ("--config", f"{key}={value}")
+            ],
             cwd=ROOT,
             check=True,
             stdout=subprocess.DEVNULL,
@@ -101,13 +114,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = experiment.parse(experiment.read_yaml(path), path)
     assert isinstance(config.hparams, LatteHparams)
     without_network = baselines(config)
-    jobs = [(name, seed) for name in ("fp32", "bf16") for seed in range(1, options.seeds + 1)]
+    jobs = [
+        (name, seed)
+        for name in ("fp32", "bf16")
+        for seed in range(1, options.seeds + 1)
+    ]
     losses: dict[str, list[float]] = {"fp32": [], "bf16": []}
     for name, seed in track(jobs, "training"):
         losses[name].append(trained(name, seed, options.batches, options.runs))
-    result = {"batches": options.batches, "baselines": without_network, "losses": losses}
+    result = {
+        "batches": options.batches,
+        "baselines": without_network,
+        "losses": losses,
+    }
     write(options.folder / "latte_learning", {**machine(), **result})
-    rows = [[name.replace("_", " "), f"{loss:.4f}"] for name, loss in without_network.items()]
+    rows = [
+        [name.replace("_", " "), f"{loss:.4f}"]
+        for name, loss in without_network.items()
+    ]
     for name, found in losses.items():
         seeds = f"{name}, seeds 1 to {options.seeds}"
         rows.append([seeds, ", ".join(f"{loss:.4f}" for loss in found)])

@@ -2,16 +2,18 @@
 
     python -m benchmarks.latte_memory
 
-It measures with and without checkpointing. After each row it writes `latte_memory_cpu.json` into
-`--folder`, on a GPU `latte_memory_cuda.json`. At the end it writes a table and a picture beside it.
+It measures with and without checkpointing. After each row it writes
+`latte_memory_cpu.json` into `--folder`, on a GPU `latte_memory_cuda.json`. At the end
+it writes a table and a picture beside it.
 
-The bytes are counted on fake tensors, which have shapes but no values, so the paper's sizes need no
-memory. A real step of the small model keeps the same number of bytes, in BF16 within 0.02 %. On a
-CPU the times are those of the small model. Peak memory and largest batch need a GPU.
+The bytes are counted on fake tensors, which have shapes but no values, so the paper's
+sizes need no memory. A real step of the small model keeps the same number of bytes, in
+BF16 within 0.02 %. On a CPU the times are those of the small model. Peak memory and
+largest batch need a GPU.
 
-Weights, clips and targets of a timed step are random. Latte's own initial weights would not do: its
-gates begin at 0, so all but one product of the first backward have a factor of zeros, which
-hardware multiplies faster.
+Weights, clips and targets of a timed step are random. Latte's own initial weights would
+not do: its gates begin at 0, so all but one product of the first backward have a factor
+of zeros, which hardware multiplies faster.
 """
 
 from __future__ import annotations
@@ -57,10 +59,12 @@ class Row:
         checkpointing: Whether the backward computes its blocks again.
         batch: Number of clips.
         saved_bytes: Bytes kept between forward and backward, without parameters.
-        step_seconds: Time of forward, backward and AdamW, the minimum of a few steps. On a CPU it
-            is processor time of one thread, which other processes disturb least.
+        step_seconds: Time of forward, backward and AdamW, the minimum of a few steps.
+            On a CPU it is processor time of one thread, which other processes disturb
+            least.
         peak_bytes: Largest allocation during a step, on a GPU.
-        predicted_batch: Largest batch that should fit on this GPU, from the peaks of two batches.
+        predicted_batch: Largest batch that should fit on this GPU, from the peaks of
+            two batches.
     """
 
     model: str
@@ -107,14 +111,20 @@ class Step:
         clips = torch.randn((batch, *self._data.clip_shape), device=self._device)
         timesteps = torch.randint(1000, (batch,), device=self._device)
         labels = torch.zeros_like(timesteps)
-        with torch.autocast(self._device.type, self._dtype, enabled=self._dtype is not None):
+        with torch.autocast(
+            self._device.type, self._dtype, enabled=self._dtype is not None
+        ):
             noise = self.model(clips, timesteps, labels)
             return functional.mse_loss(noise, torch.randn_like(clips))
 
     def saved_bytes(self, batch: int) -> int:
-        """Bytes of the storages that autograd keeps after the forward, without parameters."""
+        """Bytes of the storages that autograd keeps after the forward, without
+        parameters.
+        """
         parameters = {p.untyped_storage()._cdata for p in self.model.parameters()}
-        held: dict[int, torch.UntypedStorage] = {}  # kept, so that no address is used twice
+        held: dict[
+            int, torch.UntypedStorage
+        ] = {}  # kept, so that no address is used twice
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
@@ -169,11 +179,21 @@ def timed(
             if peak is not None:
                 peaks[batch] = peak
             largest = predicted(peaks, _memory(device)) if len(peaks) > 1 else None
-            yield Row(name, precision.value, checkpointing, batch, saved, seconds, peak, largest)
+            yield Row(
+                name,
+                precision.value,
+                checkpointing,
+                batch,
+                saved,
+                seconds,
+                peak,
+                largest,
+            )
 
 
 def predicted(peaks: dict[int, int], memory: int) -> int:
-    """The largest batch whose peak is at most `memory`: every clip adds the same to the peak.
+    """The largest batch whose peak is at most `memory`: every clip adds the same to the
+    peak.
 
     Args:
         peaks: Bytes by batch, of two batches or more.
@@ -211,7 +231,9 @@ def measure(step: Step, batch: int, device: torch.device) -> tuple[float, int | 
     return min(times), torch.cuda.max_memory_allocated(device)
 
 
-def variants(precisions: Sequence[Precision] = PRECISIONS) -> list[tuple[Precision, bool]]:
+def variants(
+    precisions: Sequence[Precision] = PRECISIONS,
+) -> list[tuple[Precision, bool]]:
     return [(precision, on) for precision in precisions for on in (False, True)]
 
 
@@ -229,11 +251,17 @@ def table(rows: Sequence[Row]) -> str:
         "batch": lambda row: str(row.batch),
         "kept for the backward, MiB": lambda row: f"{row.saved_bytes / 2**20:,.1f}",
         "step, s": lambda row: f"{row.step_seconds:.3f}" if row.step_seconds else "",
-        "peak, MiB": lambda row: f"{row.peak_bytes / 2**20:,.0f}" if row.peak_bytes else "",
+        "peak, MiB": lambda row: (
+            f"{row.peak_bytes / 2**20:,.0f}" if row.peak_bytes else ""
+        ),
         "largest batch, predicted": lambda row: str(row.predicted_batch or ""),
     }
-    shown = {name: cell for name, cell in columns.items() if any(cell(row) for row in rows)}
-    return markdown_table(list(shown), [[cell(row) for cell in shown.values()] for row in rows])
+    shown = {
+        name: cell for name, cell in columns.items() if any(cell(row) for row in rows)
+    }
+    return markdown_table(
+        list(shown), [[cell(row) for cell in shown.values()] for row in rows]
+    )
 
 
 def draw(rows: Sequence[Row], device: str, path: Path) -> None:
@@ -253,20 +281,33 @@ def draw(rows: Sequence[Row], device: str, path: Path) -> None:
             for row in rows
             if (row.precision, row.checkpointing) == (precision.value, checkpointing)
         ]
-        large = [row for row in mine if row.model == "latte_xl" and not row.step_seconds]
-        left.plot([r.batch for r in large], [r.saved_bytes / 2**30 for r in large], **look)
+        large = [
+            row for row in mine if row.model == "latte_xl" and not row.step_seconds
+        ]
+        left.plot(
+            [r.batch for r in large], [r.saved_bytes / 2**30 for r in large], **look
+        )
         slow = [row for row in mine if row.step_seconds]
         right.plot([r.batch for r in slow], [r.step_seconds for r in slow], **look)
-    left.set(xlabel="clips per slot", ylabel="GiB", title="Latte-XL/2: kept for the backward")
+    left.set(
+        xlabel="clips per slot", ylabel="GiB", title="Latte-XL/2: kept for the backward"
+    )
     left.legend(fontsize="small")
     model = next(row.model for row in rows if row.step_seconds)
-    right.set(xlabel="clips", ylabel="s", yscale="log", title=f"{model}.yaml: a step ({device})")
+    right.set(
+        xlabel="clips",
+        ylabel="s",
+        yscale="log",
+        title=f"{model}.yaml: a step ({device})",
+    )
     figure.savefig(path, dpi=110)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status, 0."""
-    options = parser_of("latte_memory", "Memory and speed of Latte.").parse_args(arguments)
+    options = parser_of("latte_memory", "Memory and speed of Latte.").parse_args(
+        arguments
+    )
     name, batches = TIMED[DEVICE.type]
     torch.set_num_threads(1)
     where = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "one CPU thread"
@@ -283,7 +324,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in itertools.chain(*sources):
             rows.append(row)
             bar.advance(task)
-            result = {"torch": torch.__version__, "device": where, "rows": [*map(vars, rows)]}
+            result = {
+                "torch": torch.__version__,
+                "device": where,
+                "rows": [*map(vars, rows)],
+            }
             write(stem, result, table(rows))
     draw(rows, where, stem.with_suffix(".png"))
     print(table(rows))

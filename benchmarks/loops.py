@@ -29,7 +29,8 @@ BASE = str(ROOT / "experiment_configs/mlp/fp32.yaml")
 
 
 class Case:
-    """The training that all loops of one comparison repeat: a 64-64-10 MLP in batches of 8.
+    """The training that all loops of one comparison repeat: a 64-64-10 MLP in batches
+    of 8.
 
     Args:
         precision: `amp.precision`.
@@ -75,7 +76,9 @@ class Case:
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer of `MLPTrial`."""
         fused = self.device.type == "cuda"
-        return torch.optim.Adam(model.parameters(), lr=self.hparams.learning_rate, fused=fused)
+        return torch.optim.Adam(
+            model.parameters(), lr=self.hparams.learning_rate, fused=fused
+        )
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
         """PyTorch's scheduler, or None for a constant rate."""
@@ -95,7 +98,9 @@ class Case:
 
 
 class NoReports(core.DummyTrainContext):
-    """Drops reports: Determined's own formats a debug line with every metric of every batch."""
+    """Drops reports: Determined's own formats a debug line with every metric of every
+    batch.
+    """
 
     def _report_trial_metrics(self, *arguments: Any, **named: Any) -> None:
         return
@@ -118,7 +123,9 @@ def batches_of(case: Case, turns: Turns) -> Iterator[loading.Batch]:
 
 
 def bare(case: Case, turns: Turns) -> nn.Module:
-    """PyTorch's own recipe (https://docs.pytorch.org/docs/stable/notes/amp_examples.html)."""
+    """PyTorch's own recipe
+    (https://docs.pytorch.org/docs/stable/notes/amp_examples.html).
+    """
     torch.manual_seed(case.experiment.seed)
     model = case.model().to(case.device)
     optimizer, scaler = case.optimizer(model), case.scaler()
@@ -160,7 +167,9 @@ def amp_loop(case: Case, turns: Turns) -> nn.Module:
 
 
 class StockTrial(pytorch.PyTorchTrial):
-    """Native AMP as in Determined's own examples, which report the loss of every batch."""
+    """Native AMP as in Determined's own examples, which report the loss of every
+    batch.
+    """
 
     def __init__(self, context: pytorch.PyTorchTrialContext, case: Case) -> None:
         self.context = context
@@ -193,7 +202,9 @@ class StockTrial(pytorch.PyTorchTrial):
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(parameters, self.case.max_grad_norm)
 
-    def evaluate_batch(self, batch: pytorch.TorchData, batch_idx: int) -> dict[str, float]:
+    def evaluate_batch(
+        self, batch: pytorch.TorchData, batch_idx: int
+    ) -> dict[str, float]:
         return {}
 
     def build_training_data_loader(self) -> pytorch.DataLoader:
@@ -251,7 +262,9 @@ ENDLESS = tuple(
 
 
 def train_in_turns(experiment: Experiment, turns: Turns) -> pytorch.PyTorchTrial:
-    """Train the trial of an experiment in Determined's loop, in turns; return the trial."""
+    """Train the trial of an experiment in Determined's loop, in turns; return the
+    trial.
+    """
     with context_of(experiment) as context:
         trial = trial_of(experiment, context)
         take_turns(trial, turns)

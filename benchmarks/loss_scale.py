@@ -1,11 +1,12 @@
 """When does the initial loss scale matter? Eight tasks, seven ways, ten paired seeds.
 
-    python -m benchmarks.loss_scale               # within an hour on two CPU cores; resumes
-    python -m benchmarks.loss_scale --publish     # then replaces table and picture of the docs
+    python -m benchmarks.loss_scale               # within an hour on two CPU cores;
+    resumes python -m benchmarks.loss_scale --publish     # then replaces table and
+    picture of the docs
 
-Every training is 200 steps on a CPU, in float16 autocast but for the reference. Its row is written
-as soon as it is measured. A row that the present code has made is not measured again. Nothing but
-`--publish` changes a file of the repository.
+Every training is 200 steps on a CPU, in float16 autocast but for the reference. Its row
+is written as soon as it is measured. A row that the present code has made is not
+measured again. Nothing but `--publish` changes a file of the repository.
 """
 
 from __future__ import annotations
@@ -58,7 +59,14 @@ _T_95 = 2.262
 _FAINT = "#fae3d3"
 
 _HEADS = (
-    *("task", "way", "skipped, mean (range)", "first applied step", "gradient flushed", "metric"),
+    *(
+        "task",
+        "way",
+        "skipped, mean (range)",
+        "first applied step",
+        "gradient flushed",
+        "metric",
+    ),
     *("less float32's, 95 %", "samples to choose", "edge, bits off"),
 )
 
@@ -100,12 +108,16 @@ class Cell:
 
     @property
     def difference(self) -> tuple[float, float]:
-        """Mean of the metric less float32's, paired by seed, and half of its 95 % interval."""
+        """Mean of the metric less float32's, paired by seed, and half of its 95 %
+        interval.
+        """
         pairs = zip(self.rows, self.reference, strict=True)
         differences = [_metric(row) - _metric(reference) for row, reference in pairs]
         if not all(map(math.isfinite, differences)):
             return math.inf, math.inf
-        return mean(differences), _T_95 * stdev(differences) / math.sqrt(len(differences))
+        return mean(differences), _T_95 * stdev(differences) / math.sqrt(
+            len(differences)
+        )
 
     @property
     def is_worse(self) -> bool:
@@ -155,10 +167,19 @@ def goals(cells: Cells) -> list[tuple[str, list[str], int]]:
     exact = [name for name in names if max(map(edge_error, of(name, FINDER).rows)) <= 1]
     lost = [name for name in names if of(name, DEFAULT).skipped >= _LOST * STEPS]
     return [
-        (f"the finder skips none of the first {STEPS} steps, at any seed", quiet, len(names)),
-        ("its predicted edge is the true one or its neighbour, at every seed", exact, len(names)),
         (
-            "its metric is within the seeds' standard deviation of the best of all ways",
+            f"the finder skips none of the first {STEPS} steps, at any seed",
+            quiet,
+            len(names),
+        ),
+        (
+            "its predicted edge is the true one or its neighbour, at every seed",
+            exact,
+            len(names),
+        ),
+        (
+            "its metric is within the seeds' standard deviation of the best of all "
+            "ways",
             [name for name in names if near_best(name)],
             len(names),
         ),
@@ -167,7 +188,9 @@ def goals(cells: Cells) -> list[tuple[str, list[str], int]]:
 
 
 def edge_error(row: Row) -> float:
-    """Bits from the true overflow edge to the predicted one; 0 if both say that there is none."""
+    """Bits from the true overflow edge to the predicted one; 0 if both say that there
+    is none.
+    """
     if row.predicted_log2 is None or row.edge_log2 is None:
         return 0.0 if row.predicted_log2 == row.edge_log2 else math.inf
     return abs(row.predicted_log2 - row.edge_log2)
@@ -179,30 +202,41 @@ def said(cells: Cells) -> Iterator[str]:
     matters = [cell for cell in compared if cell.worse_by > 1]
     slight = [cell for cell in compared if cell.worse_by <= 1 and cell.is_worse]
     yield (
-        f"In {len(compared) - len(matters)} of {len(compared)} rows the initial loss scale makes "
-        "no difference that is larger than that of another seed. Worse than float32 by more than "
-        f"that: {_by_way(matters)}. By less, though the paired 95 % interval tells it from 0: "
-        f"{_by_way(slight)}."
+        f"In {len(compared) - len(matters)} of {len(compared)} rows the initial loss "
+        "scale makes no difference that is larger than that of another seed. Worse "
+        f"than float32 by more than that: {_by_way(matters)}. By less, though the "
+        f"paired 95 % interval tells it from 0: {_by_way(slight)}."
     )
     yield ""
     for goal, met, needed in goals(cells):
         missed = [task.name for task in TASKS if task.name not in met]
         state = "met" if len(met) >= needed else "**not met**"
-        of = f"on {len(met)} of {len(TASKS)}" + (f", at least {needed}" * (needed < len(TASKS)))
+        of = f"on {len(met)} of {len(TASKS)}" + (
+            f", at least {needed}" * (needed < len(TASKS))
+        )
         which = missed if needed == len(TASKS) else met
         yield f"* {state}: {goal}: {of}{_listed(which, needed)}"
-    grown = {t.name: max(r.growth_bits or 0 for r in cells[t.name, FLOAT32].rows) for t in TASKS}
+    grown = {
+        t.name: max(r.growth_bits or 0 for r in cells[t.name, FLOAT32].rows)
+        for t in TASKS
+    }
     most = ", ".join(f"{name} {bits:.1f}" for name, bits in grown.items() if bits >= 1)
     yield ""
     yield (
-        "Bits by which the largest 16-bit gradient of the training exceeded that of the finder's "
-        f"batches, most of {len(SEEDS)} seeds: {most or 'none'}; less than 1 elsewhere."
+        "Bits by which the largest 16-bit gradient of the training exceeded that of "
+        f"the finder's batches, most of {len(SEEDS)} seeds: {most or 'none'}; less "
+        "than 1 elsewhere."
     )
 
 
 def _by_way(cells: Sequence[Cell]) -> str:
-    ways = {way.name: [cell.task.name for cell in cells if cell.way is way] for way in WAYS}
-    return "; ".join(f"{way} ({', '.join(of)})" for way, of in ways.items() if of) or "none"
+    ways = {
+        way.name: [cell.task.name for cell in cells if cell.way is way] for way in WAYS
+    }
+    return (
+        "; ".join(f"{way} ({', '.join(of)})" for way, of in ways.items() if of)
+        or "none"
+    )
 
 
 def _listed(names: Sequence[str], needed: int) -> str:
@@ -213,17 +247,22 @@ def _listed(names: Sequence[str], needed: int) -> str:
 
 def markdown(result: Mapping[str, Any]) -> str:
     """The answer, the goals, and a row for every way on every task."""
-    cells, where = cells_of([Row(**row) for row in result["rows"]]), result["environment"]
+    cells, where = (
+        cells_of([Row(**row) for row in result["rows"]]),
+        result["environment"],
+    )
     lines = [
         *said(cells),
         "",
         markdown_table(_HEADS, map(_row, cells.values())),
-        f"{len(SEEDS)} seeds, {STEPS} steps; {where['device']}, torch {where['torch']}, "
-        f"{where['date']}, commit {where['commit']}. `python -m benchmarks.loss_scale`",
+        f"{len(SEEDS)} seeds, {STEPS} steps; {where['device']}, torch "
+        f"{where['torch']}, {where['date']}, commit {where['commit']}. `python -m "
+        "benchmarks.loss_scale`",
         "",
-        "Metric: validation loss, of a policy the cost of an episode, in float32 at the end. Its "
-        "difference is paired by seed. Flushed: share of the norm of float32's gradient that is 0 "
-        "in float16, in the tensor that loses most, mean of every 20th step.",
+        "Metric: validation loss, of a policy the cost of an episode, in float32 at "
+        "the end. Its difference is paired by seed. Flushed: share of the norm of "
+        "float32's gradient that is 0 in float16, in the tensor that loses most, mean "
+        "of every 20th step.",
         "",
         *(f"* {task.name}: {task.what}" for task in TASKS),
         *(f"* {way.name}: {way.what}" for way in WAYS),
@@ -233,10 +272,15 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 def _row(cell: Cell) -> list[str]:
     rows = cell.rows
-    skips, firsts = [row.skipped for row in rows], [row.first_applied or STEPS for row in rows]
+    skips, firsts = (
+        [row.skipped for row in rows],
+        [row.first_applied or STEPS for row in rows],
+    )
     flushed = [row.flushed for row in rows if row.flushed is not None]
     difference, half = cell.difference
-    applied = f"{mean(firsts):.3g}" if any(row.first_applied for row in rows) else "none"
+    applied = (
+        f"{mean(firsts):.3g}" if any(row.first_applied for row in rows) else "none"
+    )
     compared = "" if cell.way.name == FLOAT32 else f"{difference:+.2g} ± {half:.1g}"
     off = f"{max(map(edge_error, rows)):g}" if cell.way.name == FINDER else ""
     return [
@@ -255,8 +299,16 @@ def _row(cell: Cell) -> list[str]:
 def draw(cells: Cells) -> Figure:
     """Draw a table of steps skipped; what ends worse than float32 is red."""
     ways = [way for way in WAYS if way.name != FLOAT32]
-    worse = [[min(max(cells[t.name, w.name].worse_by, 0), 4) for w in ways] for t in TASKS]
-    at = [(0.0, PAPER), (0.249, PAPER), (0.25, _FAINT), (1.0, VERMILION)]  # of 4; white up to 1
+    worse = [
+        [min(max(cells[t.name, w.name].worse_by, 0), 4) for w in ways] for t in TASKS
+    ]
+    # of 4; white up to 1
+    at = [
+        (0.0, PAPER),
+        (0.249, PAPER),
+        (0.25, _FAINT),
+        (1.0, VERMILION),
+    ]
     reds = LinearSegmentedColormap.from_list("worse", at)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8.0, 4.2), layout="constrained")
@@ -269,7 +321,9 @@ def draw(cells: Cells) -> Figure:
         axes.set_xticks(range(len(ways)), [way.name for way in ways])
         axes.set_yticks(range(len(TASKS)), [task.name for task in TASKS])
         axes.tick_params(length=0, top=False)
-        axes.set_title(f"Optimizer steps skipped of {STEPS}, mean of {len(SEEDS)} seeds")
+        axes.set_title(
+            f"Optimizer steps skipped of {STEPS}, mean of {len(SEEDS)} seeds"
+        )
         bar = figure.colorbar(image, ax=axes, ticks=[0, 1, 2, 3, 4])
         bar.ax.set_yticklabels(["0", "1", "2", "3", "4 or more"])
         bar.set_label("ends worse than float32 by ... seed sd")
@@ -280,7 +334,11 @@ def read(file: Path) -> list[Row]:
     """The rows that the present code has made; the newest of each training."""
     lines = file.read_text().splitlines() if file.exists() else []
     rows = [Row(**json.loads(line)) for line in lines]
-    known = {(row.task, row.way, row.seed): row for row in rows if row.code == code_of(row.way)}
+    known = {
+        (row.task, row.way, row.seed): row
+        for row in rows
+        if row.code == code_of(row.way)
+    }
     return list(known.values())
 
 
@@ -293,7 +351,9 @@ def publish(rows: Sequence[Row]) -> None:
         "commit": Machine.of_this_process().versions["commit"],
     }
     lines = ",\n".join(f"  {json.dumps(asdict(row))}" for row in rows)
-    PUBLISHED.write_text(f'{{"environment": {json.dumps(where)},\n "rows": [\n{lines}\n]}}\n')
+    PUBLISHED.write_text(
+        f'{{"environment": {json.dumps(where)},\n "rows": [\n{lines}\n]}}\n'
+    )
     result = json.loads(PUBLISHED.read_text())
     PUBLISHED.with_suffix(".md").write_text(markdown(result))
     PICTURE.write_bytes(as_png(draw(cells_of(rows))))
@@ -303,8 +363,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the missing rows and print the results; returns the exit status, 0."""
     parser = parser_of("loss_scale", "When does the initial loss scale matter?")
     names = [way.name for way in WAYS]
-    parser.add_argument("--ways", nargs="+", choices=names, default=names, help="only these")
-    parser.add_argument("--publish", action="store_true", help="replace the results in the docs")
+    parser.add_argument(
+        "--ways", nargs="+", choices=names, default=names, help="only these"
+    )
+    parser.add_argument(
+        "--publish", action="store_true", help="replace the results in the docs"
+    )
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")  # torch warns once per training
@@ -314,7 +378,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = {(row.task, row.way, row.seed) for row in read(file)}
     missing = [
         (task, way, seed)
-        for task, way, seed in wanted(ways=[way for way in WAYS if way.name in options.ways])
+        for task, way, seed in wanted(
+            ways=[way for way in WAYS if way.name in options.ways]
+        )
         if (task.name, way.name, seed) not in known
     ]
     with Progress() as progress, file.open("a") as written:

@@ -1,12 +1,13 @@
-"""Where training skips its first step, predicted and measured, for models from their libraries.
+"""Where training skips its first step, predicted and measured, for models from their
+libraries.
 
     python -m pip install transformers
     python -m benchmarks.loss_scale_models
 
-The models are small, with the operations of the large ones. Prediction: `find_loss_scale` on a
-batch. Measurement: one step of a real training on that batch with a `GradScaler` at 2^k, for every
-k that halves the interval in which the first skipped step lies. Both at the parameters at the start
-and after some steps.
+The models are small, with the operations of the large ones. Prediction:
+`find_loss_scale` on a batch. Measurement: one step of a real training on that batch
+with a `GradScaler` at 2^k, for every k that halves the interval in which the first
+skipped step lies. Both at the parameters at the start and after some steps.
 """
 
 from __future__ import annotations
@@ -57,16 +58,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
             train(case, steps, 2.0**8)
             predicted, low = prediction(case)
             window = f"2^{low} to 2^{predicted - 1}"
-            row = [case.name, str(steps), f"2^{predicted}", f"2^{first_skip(case)}", window]
+            row = [
+                case.name,
+                str(steps),
+                f"2^{predicted}",
+                f"2^{first_skip(case)}",
+                window,
+            ]
             rows.append(row)
     heads = ["model", "steps", "predicted first skip", "measured", "window"]
     print(markdown_table(heads, rows))
-    print(f"\n{platform.machine()} CPU, torch {torch.__version__}, one batch, one seed.")
+    print(
+        f"\n{platform.machine()} CPU, torch {torch.__version__}, one batch, one seed."
+    )
 
 
 def hugging_face_models() -> list[Case]:
     """GPT-2, Llama and a UNet at their initial parameters."""
-    # The first takes seconds to import, the second is not among this repository's packages.
+    # The first takes seconds to import, the second is not among this repository's
+    # packages.
     from diffusers import UNet2DModel  # noqa: PLC0415
     from transformers import (  # noqa: PLC0415
         GPT2Config,
@@ -96,7 +106,11 @@ def hugging_face_models() -> list[Case]:
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
         norm_num_groups=8,
     )
-    noisy = (torch.randn(4, 3, 16, 16), torch.tensor([1, 200, 500, 900]), torch.randn(4, 3, 16, 16))
+    noisy = (
+        torch.randn(4, 3, 16, 16),
+        torch.tensor([1, 200, 500, 900]),
+        torch.randn(4, 3, 16, 16),
+    )
     return [
         Case("GPT-2 (transformers)", GPT2LMHeadModel(gpt2), tokens, language),
         Case("Llama (transformers)", LlamaForCausalLM(llama), tokens, language),
@@ -146,12 +160,16 @@ def heat(model: nn.Module, points: torch.Tensor) -> torch.Tensor:
     (slope,) = torch.autograd.grad(u.sum(), points, create_graph=True)
     (bend,) = torch.autograd.grad(slope[:, 0].sum(), points, create_graph=True)
     start = (u.squeeze(1) - torch.sin(3 * points[:, 0])) * (points[:, 1] < 0.2)
-    residual: torch.Tensor = (slope[:, 1] - bend[:, 0]).square().mean() + start.square().mean()
+    residual: torch.Tensor = (
+        slope[:, 1] - bend[:, 0]
+    ).square().mean() + start.square().mean()
     return residual
 
 
 def prediction(case: Case) -> tuple[int, int]:
-    """log2 of the first power of two that is predicted to overflow, and of the lowest safe one."""
+    """log2 of the first power of two that is predicted to overflow, and of the lowest
+    safe one.
+    """
     device = torch.device("cpu")
     rehearsal = rehearsal_of(
         case.model, lambda batch: case.loss(case.model, batch), case.batch, device

@@ -1,7 +1,9 @@
-"""The ways to a loss scale that `benchmarks.loss_scale` compares, and the row of one training.
+"""The ways to a loss scale that `benchmarks.loss_scale` compares, and the row of one
+training.
 
-Each way chooses the first scale, or how the scale moves, or both. All of them train with the same
-recipe: float16 autocast, torch's `GradScaler`, and no step where a gradient is not finite.
+Each way chooses the first scale, or how the scale moves, or both. All of them train
+with the same recipe: float16 autocast, torch's `GradScaler`, and no step where a
+gradient is not finite.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ SEEDS = tuple(range(1, 11))
 # How often the share of the gradient is measured that was flushed to 0.
 _PROBE_EVERY = 20
 
-# How often the size of the gradients is looked at in float32. The first 20 steps are all looked at.
+# How often the size of the gradients is looked at in float32. The first 20 steps are
+# all looked at.
 _LOOK_EVERY = 4
 
 # The scales of hp_search/loss_scale_random.yaml.
@@ -52,7 +55,8 @@ _EDGE_LOG2 = (-64, 127)
 
 _CPU = torch.device("cpu")
 
-# Gets the scale and the largest magnitude of an unscaled gradient; returns the next scale.
+# Gets the scale and the largest magnitude of an unscaled gradient; returns the next
+# scale.
 Rule = Callable[[float, float], float]
 
 
@@ -67,8 +71,8 @@ class Choice:
         samples: Samples passed forward to choose.
         fp32_modules: Names of modules to keep in float32.
         verdict: What the way said, if it says anything.
-        predicted_log2: log2 of the first power of two that is predicted to overflow; None if
-            nothing is predicted, or no scale is said to help.
+        predicted_log2: log2 of the first power of two that is predicted to overflow;
+            None if nothing is predicted, or no scale is said to help.
     """
 
     init_log2: float | None
@@ -103,20 +107,24 @@ class Row:
         task: Name of the task.
         way: Name of the way.
         seed: Seed of parameters and batches.
-        trained_in: `float16`, `bfloat16` or `float32`; plus the modules that were kept in float32.
+        trained_in: `float16`, `bfloat16` or `float32`; plus the modules that were kept
+            in float32.
         init_log2: log2 of the first loss scale; None without one.
         skipped: Optimizer steps skipped.
-        first_applied: Steps until the first applied one, which is counted; None if there is none.
-        flushed: Share of the norm of float32's gradient that is 0 instead, in the tensor that
-            loses most; mean over every 20th step, None if all of these were skipped.
+        first_applied: Steps until the first applied one, which is counted; None if
+            there is none.
+        flushed: Share of the norm of float32's gradient that is 0 instead, in the
+            tensor that loses most; mean over every 20th step, None if all of these were
+            skipped.
         metric: What the task is judged by; None if it is not finite.
         chosen_with: Samples passed forward to choose.
         verdict: What the way said.
         predicted_log2: See `Choice`.
-        edge_log2: log2 of the smallest power of two at which float16 overflows on the finder's
-            batches; None if it does so at every scale. Only measured for the finder.
-        growth_bits: Bits by which the largest 16-bit gradient of the training exceeds that of its
-            first batches. Only measured in float32.
+        edge_log2: log2 of the smallest power of two at which float16 overflows on the
+            finder's batches; None if it does so at every scale. Only measured for the
+            finder.
+        growth_bits: Bits by which the largest 16-bit gradient of the training exceeds
+            that of its first batches. Only measured in float32.
         seconds: Duration, with the choice.
         code: Which code made the row.
     """
@@ -144,7 +152,9 @@ def measure(task: Task, way: Way, seed: int) -> Row:
     begun = time.perf_counter()
     choice = way.choose(task, seed)
     training = task.start(seed)
-    islands = [m for name, m in training.model.named_modules() if name in choice.fp32_modules]
+    islands = [
+        m for name, m in training.model.named_modules() if name in choice.fp32_modules
+    ]
     growth = _Growth(task.start(seed)) if choice.dtype is None else None
     kept = meanwhile_in_float32(islands, "cpu") if islands else nullcontext()
     with kept:
@@ -182,7 +192,9 @@ def _train(training: Training, choice: Choice, growth: _Growth | None) -> _Outco
     """200 steps; the recipe of PyTorch's manual."""
     outcome, optimizer = _Outcome(), training.optimizer
     scaler = torch.amp.GradScaler(
-        "cpu", init_scale=2.0 ** (choice.init_log2 or 0.0), enabled=choice.init_log2 is not None
+        "cpu",
+        init_scale=2.0 ** (choice.init_log2 or 0.0),
+        enabled=choice.init_log2 is not None,
     )
     for step, batch in enumerate(itertools.islice(training.batches, STEPS)):
         if growth is not None and (step < _PROBE_EVERY or step % _LOOK_EVERY == 0):
@@ -216,7 +228,9 @@ def _largest(training: Training) -> float:
 
 
 def _flushed(training: Training, batch: Any) -> float:
-    """The largest share of any tensor's float32 norm whose values are 0 in its `.grad`."""
+    """The largest share of any tensor's float32 norm whose values are 0 in its
+    `.grad`.
+    """
     parameters = [p for p in training.model.parameters() if p.grad is not None]
     exact = torch.autograd.grad(training.loss(batch), parameters)
     shares = [0.0]
@@ -229,7 +243,8 @@ def _flushed(training: Training, batch: Any) -> float:
 
 
 class _Growth:
-    """How much larger the 16-bit gradients of a training become than those of its first batches.
+    """How much larger the 16-bit gradients of a training become than those of its first
+    batches.
 
     Args:
         fresh: The same training at its start, whose first batches are used up.
@@ -237,7 +252,9 @@ class _Growth:
 
     def __init__(self, fresh: Training) -> None:
         batches = list(itertools.islice(fresh.batches, _BATCHES))
-        self._room = min(filter(math.isfinite, (_room(fresh, batch) for batch in batches)))
+        self._room = min(
+            filter(math.isfinite, (_room(fresh, batch) for batch in batches))
+        )
         self.bits = -math.inf
 
     def see(self, training: Training, batch: Any) -> None:
@@ -245,7 +262,9 @@ class _Growth:
 
 
 def _room(training: Training, batch: Any) -> float:
-    """log2 of the largest scale at which nothing overflows, as predicted in bfloat16."""
+    """log2 of the largest scale at which nothing overflows, as predicted in
+    bfloat16.
+    """
     try:
         rehearsal = rehearsal_of(training.model, training.loss, batch, _CPU)
         return predict_float16([rehearsal], OneSlot()).headroom_log2
@@ -254,7 +273,9 @@ def _room(training: Training, batch: Any) -> float:
 
 
 def true_edge(task: Task, seed: int) -> int | None:
-    """log2 of the smallest power of two at which a float16 backward of a first batch overflows."""
+    """log2 of the smallest power of two at which a float16 backward of a first batch
+    overflows.
+    """
     training = task.start(seed)
     batches = list(itertools.islice(training.batches, _BATCHES))
 
@@ -289,7 +310,9 @@ def _fixed(
 
 
 def _hysteresis() -> Rule:
-    """Megatron's and DeepSpeed's: of the first two overflows, one leaves the scale as it is."""
+    """Megatron's and DeepSpeed's: of the first two overflows, one leaves the scale as
+    it is.
+    """
     left = 2
 
     def rule(scale: float, largest: float) -> float:
@@ -336,7 +359,10 @@ class _Counted:
 def _found(task: Task, seed: int) -> Choice:
     """The finder's verdict on the first batches, followed as a user would."""
     training = task.start(seed)
-    loss, batches = _Counted(training), list(itertools.islice(training.batches, _BATCHES))
+    loss, batches = (
+        _Counted(training),
+        list(itertools.islice(training.batches, _BATCHES)),
+    )
     finding = find_loss_scale(training.model, loss, batches).finding
     verdict = finding.verdict
     without = verdict in (Verdict.BF16, Verdict.FORWARD_OVERFLOW)
@@ -345,12 +371,16 @@ def _found(task: Task, seed: int) -> Choice:
         dtype=torch.bfloat16 if without else torch.float16,
         samples=loss.samples,
         verdict=verdict.value,
-        predicted_log2=None if verdict is Verdict.FORWARD_OVERFLOW else finding.top_log2 + 1,
+        predicted_log2=None
+        if verdict is Verdict.FORWARD_OVERFLOW
+        else finding.top_log2 + 1,
     )
 
 
 def _searched(task: Task, seed: int) -> Choice:
-    """Scales at random, each scored on a batch, until that has cost as much as the finder."""
+    """Scales at random, each scored on a batch, until that has cost as much as the
+    finder.
+    """
     training, chance = task.start(seed), random.Random(seed)  # noqa: S311
     loss, budget = _Counted(training), _found(task, seed).samples
     rehearsal = rehearsal_of(training.model, loss, next(training.batches), _CPU)
@@ -364,7 +394,10 @@ def _searched(task: Task, seed: int) -> Choice:
         scored.append((score, bits_from_default(at), at))
     if not scored:
         return Choice(
-            None, torch.bfloat16, samples=loss.samples, verdict=Verdict.FORWARD_OVERFLOW.value
+            None,
+            torch.bfloat16,
+            samples=loss.samples,
+            verdict=Verdict.FORWARD_OVERFLOW.value,
         )
     return Choice(min(scored)[-1], samples=loss.samples)
 
@@ -375,11 +408,17 @@ WAYS = (
     Way(FLOAT32, "no autocast, no scale", lambda task, seed: Choice(None, None)),
     Way(DEFAULT, "PyTorch's default", _fixed(DEFAULT_LOG2)),
     Way(
-        "2^32", "the default of Megatron and DeepSpeed, with hysteresis 2", _fixed(32, _hysteresis)
+        "2^32",
+        "the default of Megatron and DeepSpeed, with hysteresis 2",
+        _fixed(32, _hysteresis),
     ),
     Way("LogMax", "OpenSeq2Seq's rule, from 1", _fixed(0, _log_max)),
     Way("static 1024", "never moves", _fixed(10, _static)),
-    Way(SEARCH, "this repository's search, scales at random, at the cost of the finder", _searched),
+    Way(
+        SEARCH,
+        "this repository's search, scales at random, at the cost of the finder",
+        _searched,
+    ),
     Way(FINDER, "this repository's finder, on the first 4 batches", _found),
 )
 
@@ -393,7 +432,9 @@ def wanted(
 
 @functools.cache
 def code_of(way: str) -> str:
-    """A digest of the code that makes a way's rows; comments, docstrings, layout do not count."""
+    """A digest of the code that makes a way's rows; comments, docstrings, layout do not
+    count.
+    """
     here = Path(loss_scale_tasks.__file__).parent
     files = [here / "loss_scale_tasks.py", here / "loss_scale_rows.py"]
     if way in (SEARCH, FINDER):
@@ -406,8 +447,8 @@ def _statements(file: Path) -> str:
     """The code of a file without its docstrings."""
     tree = ast.parse(file.read_text())
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
-            node
-        ):
+        if isinstance(
+            node, (ast.Module, ast.ClassDef, ast.FunctionDef)
+        ) and ast.get_docstring(node):
             del node.body[0]
     return ast.dump(tree)

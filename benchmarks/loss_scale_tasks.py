@@ -1,8 +1,9 @@
-"""Eight small trainings for `benchmarks.loss_scale`, with gradients of very different size.
+"""Eight small trainings for `benchmarks.loss_scale`, with gradients of very different
+size.
 
-They are written as plain PyTorch. Seven learn from scikit-learn's handwritten digits or from the
-text of this repository's licence. The eighth acts in a small world of its own. B = samples of a
-batch.
+They are written as plain PyTorch. Seven learn from scikit-learn's handwritten digits or
+from the text of this repository's licence. The eighth acts in a small world of its own.
+B = samples of a batch.
 """
 
 from __future__ import annotations
@@ -80,18 +81,29 @@ def classifier(seed: int) -> Training:
         ),
         *(nn.Flatten(), nn.Linear(8 * 4 * 4, 10)),
     )
-    return _on_digits(model, SGD(model.parameters(), lr=0.05, momentum=0.9), seed, _cross_entropy)
+    return _on_digits(
+        model, SGD(model.parameters(), lr=0.05, momentum=0.9), seed, _cross_entropy
+    )
 
 
 def segmentation(seed: int) -> Training:
-    """Ink or paper, for each pixel of a noisy image; the loss is a sum over pixels and samples."""
+    """Ink or paper, for each pixel of a noisy image; the loss is a sum over pixels and
+    samples.
+    """
     torch.manual_seed(seed)
     model = nn.Sequential(
-        *(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()),
+        *(
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(4, 4, 3, padding=1),
+            nn.ReLU(),
+        ),
         nn.Conv2d(4, 1, 1),
     )
 
-    def summed(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def summed(
+        model: nn.Module, images: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
         ink = (images > 0.5).float()
         noise = torch.randn(
             images.shape, generator=torch.Generator().manual_seed(int(labels.sum()))
@@ -107,11 +119,15 @@ def segmentation(seed: int) -> Training:
 
 
 def tiny_regression(seed: int) -> Training:
-    """Regression in units so large that the loss is near 1e-8; Adam's epsilon is small enough."""
+    """Regression in units so large that the loss is near 1e-8; Adam's epsilon is small
+    enough.
+    """
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
 
-    def tiny(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def tiny(
+        model: nn.Module, images: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
         predicted = model(images).float().squeeze(1) * 1e-4
         return functional.mse_loss(predicted, labels.float() * 1e-5)
 
@@ -122,7 +138,9 @@ def deep_plain(seed: int) -> Training:
     """Twenty layers without normalisation."""
     torch.manual_seed(seed)
     hidden = [layer for _ in range(20) for layer in (nn.Linear(32, 32), nn.ReLU())]
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), *hidden, nn.Linear(32, 10))
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), *hidden, nn.Linear(32, 10)
+    )
     for module in model:
         if isinstance(module, nn.Linear):
             nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
@@ -136,7 +154,9 @@ def language_model(seed: int) -> Training:
 
 
 def resumed(seed: int) -> Training:
-    """The same with a loss summed over tokens, from a checkpoint that has no loss scale."""
+    """The same with a loss summed over tokens, from a checkpoint that has no loss
+    scale.
+    """
     model, optimizer = _checkpoint(seed)
     training = _language(seed, "sum")
     training.model.load_state_dict(model)
@@ -147,7 +167,9 @@ def resumed(seed: int) -> Training:
 
 
 def overflowing_forward(seed: int) -> Training:
-    """Gated feed-forward layers with the large gains of a trained T5: activations exceed 65504."""
+    """Gated feed-forward layers with the large gains of a trained T5: activations
+    exceed 65504.
+    """
     torch.manual_seed(seed)
     model = nn.Sequential(
         *(
@@ -178,26 +200,47 @@ def policy_gradient(seed: int) -> Training:
 
     def loss(batch: Any) -> torch.Tensor:
         states, actions, advantages = batch
-        chosen = functional.log_softmax(model(states).float(), -1).gather(-1, actions[..., None])
+        chosen = functional.log_softmax(model(states).float(), -1).gather(
+            -1, actions[..., None]
+        )
         gained: torch.Tensor = (chosen.squeeze(-1) * advantages).sum(0).mean()
         return -gained
 
     def metric() -> float:
-        return -float(_episodes(model, 256, torch.Generator().manual_seed(0))[2].sum(0).mean())
+        return -float(
+            _episodes(model, 256, torch.Generator().manual_seed(0))[2].sum(0).mean()
+        )
 
-    return Training(model, Adam(model.parameters(), lr=3e-3), batches(), episodes, loss, metric)
+    return Training(
+        model, Adam(model.parameters(), lr=3e-3), batches(), episodes, loss, metric
+    )
 
 
 TASKS = (
-    Task("classifier", "2 convolutions, cross-entropy, SGD", "validation loss", classifier),
+    Task(
+        "classifier",
+        "2 convolutions, cross-entropy, SGD",
+        "validation loss",
+        classifier,
+    ),
     Task(
         "segmentation",
         "3 convolutions, loss summed over pixels, AdamW",
         "validation loss per pixel",
         segmentation,
     ),
-    Task("tiny regression", "2 layers, loss near 1e-8, Adam", "validation loss", tiny_regression),
-    Task("deep plain net", "22 layers without normalisation, AdamW", "validation loss", deep_plain),
+    Task(
+        "tiny regression",
+        "2 layers, loss near 1e-8, Adam",
+        "validation loss",
+        tiny_regression,
+    ),
+    Task(
+        "deep plain net",
+        "22 layers without normalisation, AdamW",
+        "validation loss",
+        deep_plain,
+    ),
     Task(
         "language model",
         "transformer of 2 layers, mean loss, AdamW",
@@ -253,7 +296,9 @@ class _GatedBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         normed = self.norm(x)
-        update: torch.Tensor = self.down(functional.gelu(self.gate(normed)) * self.up(normed))
+        update: torch.Tensor = self.down(
+            functional.gelu(self.gate(normed)) * self.up(normed)
+        )
         return x + update
 
 
@@ -262,7 +307,10 @@ class _Characters(nn.Module):
 
     def __init__(self, vocabulary: int, length: int) -> None:
         super().__init__()
-        self.token, self.position = nn.Embedding(vocabulary, 32), nn.Embedding(length, 32)
+        self.token, self.position = (
+            nn.Embedding(vocabulary, 32),
+            nn.Embedding(length, 32),
+        )
         layer = nn.TransformerEncoderLayer(
             32, 4, 64, dropout=0.0, batch_first=True, norm_first=True
         )
@@ -286,7 +334,9 @@ def _language(seed: int, reduction: str) -> Training:
     places = torch.Generator().manual_seed(seed)
 
     def cut(starts: torch.Tensor) -> torch.Tensor:
-        return torch.stack([tokens[start : start + length + 1] for start in starts.tolist()])
+        return torch.stack(
+            [tokens[start : start + length + 1] for start in starts.tolist()]
+        )
 
     def batches() -> Iterator[torch.Tensor]:
         while True:
@@ -300,14 +350,20 @@ def _language(seed: int, reduction: str) -> Training:
 
     def metric() -> float:
         with torch.no_grad():
-            return loss(cut(torch.arange(end, len(tokens) - length - 1, length)), "mean").item()
+            return loss(
+                cut(torch.arange(end, len(tokens) - length - 1, length)), "mean"
+            ).item()
 
-    return Training(model, AdamW(model.parameters(), lr=3e-3), batches(), samples, loss, metric)
+    return Training(
+        model, AdamW(model.parameters(), lr=3e-3), batches(), samples, loss, metric
+    )
 
 
 @functools.cache
 def _checkpoint(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Model and optimizer after the first steps of `_language`, in float16 with torch's scaler."""
+    """Model and optimizer after the first steps of `_language`, in float16 with torch's
+    scaler.
+    """
     training = _language(seed, "sum")
     scaler = torch.amp.GradScaler("cpu")
     for _ in range(RESUMED_AT):
@@ -323,15 +379,21 @@ def _checkpoint(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
 def _episodes(
     model: nn.Module, episodes: int, chance: torch.Generator, length: int = 24
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Act in float32: states (length, episodes, 4), actions and rewards (length, episodes)."""
-    pushes = torch.tensor([[0.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
+    """Act in float32: states (length, episodes, 4), actions and rewards (length,
+    episodes).
+    """
+    pushes = torch.tensor(
+        [[0.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]]
+    )
     place, speed = torch.randn(episodes, 2, generator=chance), torch.zeros(episodes, 2)
     states, actions, rewards = [], [], []
     with torch.no_grad():
         for _ in range(length):
             states.append(torch.cat([place, speed], 1))
             actions.append(
-                torch.multinomial(model(states[-1]).softmax(-1), 1, generator=chance).squeeze(1)
+                torch.multinomial(
+                    model(states[-1]).softmax(-1), 1, generator=chance
+                ).squeeze(1)
             )
             speed = 0.9 * speed + 0.2 * pushes[actions[-1]]
             place = place + speed
@@ -359,26 +421,34 @@ def _on_digits(
 
     def metric() -> float:
         with torch.no_grad():
-            return loss(model, images[_TRAINING_SAMPLES:], labels[_TRAINING_SAMPLES:]).item()
+            return loss(
+                model, images[_TRAINING_SAMPLES:], labels[_TRAINING_SAMPLES:]
+            ).item()
 
-    return Training(model, optimizer, batches(), samples, lambda batch: loss(model, *batch), metric)
+    return Training(
+        model, optimizer, batches(), samples, lambda batch: loss(model, *batch), metric
+    )
 
 
-def _cross_entropy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def _cross_entropy(
+    model: nn.Module, images: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
     return functional.cross_entropy(model(images).float(), labels)
 
 
 @functools.cache
 def _digits() -> tuple[torch.Tensor, torch.Tensor]:
     digits = load_digits()
-    return torch.tensor(digits.images[:, None], dtype=torch.float32) / 16.0, torch.tensor(
-        digits.target
-    )
+    return torch.tensor(
+        digits.images[:, None], dtype=torch.float32
+    ) / 16.0, torch.tensor(digits.target)
 
 
 @functools.cache
 def _text() -> tuple[torch.Tensor, int]:
-    """The characters of the text as numbers, (N,) int64, and how many different ones there are."""
+    """The characters of the text as numbers, (N,) int64, and how many different ones
+    there are.
+    """
     text = TEXT.read_text()
     known = {character: number for number, character in enumerate(sorted(set(text)))}
     return torch.tensor([known[character] for character in text]), len(known)

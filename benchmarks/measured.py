@@ -1,4 +1,6 @@
-"""What every benchmark needs: its options, the machine, and the files that it writes."""
+"""What every benchmark needs: its options, the machine, and the files that it
+writes.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,24 @@ RESULTS = ROOT / "benchmarks" / "results"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def parser_of(name: str, description: str, *, rounds: int = 0) -> argparse.ArgumentParser:
-    """A parser with the option `--folder`. By default no file of the repository changes.
+def parser_of(
+    name: str, description: str, *, rounds: int = 0
+) -> argparse.ArgumentParser:
+    """A parser with the option `--folder`. By default no file of the repository
+    changes.
 
     Args:
         name: Name of the benchmark.
         description: What it does, for `--help`.
         rounds: Default of the option `--rounds`; 0 for a benchmark that has none.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}", description=description
+    )
     if rounds:
-        parser.add_argument("--rounds", type=at_least(1), default=rounds, help=f"({rounds})")
+        parser.add_argument(
+            "--rounds", type=at_least(1), default=rounds, help=f"({rounds})"
+        )
     parser.add_argument(
         "--folder",
         type=Path,
@@ -49,7 +58,11 @@ def cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    names = [
+        line.partition(":")[2].strip()
+        for line in lines
+        if line.startswith("model name")
+    ]
     return names[0] if names else platform.processor()
 
 
@@ -84,6 +97,7 @@ def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def spread(values: Sequence[float], form: str, unit: str = "") -> str:
     """The median and the range of some values."""
     middle, low, high = (
-        format(value, form) for value in (statistics.median(values), min(values), max(values))
+        format(value, form)
+        for value in (statistics.median(values), min(values), max(values))
     )
     return f"{middle}{unit} ({low} to {high})"

@@ -1,7 +1,8 @@
-"""What people would pick instead of our loops, on the batches of a case; see `benchmarks.peers`.
+"""What people would pick instead of our loops, on the batches of a case; see
+`benchmarks.peers`.
 
-On a CPU none of them computes in float16 when asked to: Lightning takes bfloat16 instead,
-Accelerate and Hugging Face's Trainer take float32.
+On a CPU none of them computes in float16 when asked to: Lightning takes bfloat16
+instead, Accelerate and Hugging Face's Trainer take float32.
 """
 
 from __future__ import annotations
@@ -143,7 +144,9 @@ class InTurns(transformers.Trainer):  # type: ignore[misc]  # it has no types he
 
 
 def hugging_face(case: Case, turns: Turns) -> None:
-    """Hugging Face's Trainer, without checkpoints, with a log line every 100 batches."""
+    """Hugging Face's Trainer, without checkpoints, with a log line every 100
+    batches.
+    """
     net = Net(case)
     with tempfile.TemporaryDirectory() as folder:
         options = transformers.TrainingArguments(

@@ -3,9 +3,10 @@
     pip install '.[all]' --group peers
     python -m benchmarks.peers [--rounds 12] [--calls]
 
-All loops train the same model on the same batches, with the same clip and rate, in one process and
-in turn, so that other load on the machine affects all of them alike. A round is 100 batches of
-each, with one report. The step is tiny on purpose: it shows what the host does around the kernels.
+All loops train the same model on the same batches, with the same clip and rate, in one
+process and in turn, so that other load on the machine affects all of them alike. A
+round is 100 batches of each, with one report. The step is tiny on purpose: it shows
+what the host does around the kernels.
 """
 
 from __future__ import annotations
@@ -49,21 +50,29 @@ LOOPS: dict[str, Callable[[loops.Case, Turns], nn.Module]] = {
 }
 
 # How the line of the README and the table of docs/amp.md begin.
-SENTENCE_BEGINS = "CPU time of a tiny batch in bfloat16, with a bare PyTorch loop as 1: "
+SENTENCE_BEGINS = (
+    "CPU time of a tiny batch in bfloat16, with a bare PyTorch loop as 1: "
+)
 TABLE_BEGINS = "| loop | "
 
 
 def measure(precision: str, rounds: int) -> dict[str, list[float]]:
-    """CPU time per batch, in microseconds, of every loop and round; the first round is left out."""
+    """CPU time per batch, in microseconds, of every loop and round; the first round is
+    left out.
+    """
     measured: dict[str, Callable[[loops.Case, Turns], object]] = dict(LOOPS)
     if DEVICE.type == "cuda" or precision != Precision.AMP_FP16.value:
         from benchmarks.peer_loops import PEERS  # noqa: PLC0415  # optional packages
 
         measured |= PEERS
     turns_each = (rounds + 1) * TURNS_PER_ROUND
-    case = loops.Case(precision, LRSchedule.CONSTANT.value, turns_each * BATCHES_PER_TURN + 1)
+    case = loops.Case(
+        precision, LRSchedule.CONSTANT.value, turns_each * BATCHES_PER_TURN + 1
+    )
     with controlled_by(SafeController):
-        turns = by_turns({name: partial(loop, case) for name, loop in measured.items()}, turns_each)
+        turns = by_turns(
+            {name: partial(loop, case) for name, loop in measured.items()}, turns_each
+        )
     return {name: _rounds(each)[1:] for name, each in turns.items()}
 
 
@@ -74,13 +83,17 @@ def _rounds(turns: Turns) -> list[float]:
 
 
 def summary(found: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
-    """The median of the CPU time of each loop, and of its ratio to the bare loop of its round."""
+    """The median of the CPU time of each loop, and of its ratio to the bare loop of its
+    round.
+    """
     bare = found[REFERENCE]
     rows = {}
     for name, times in found.items():
         ratios = [time / reference for time, reference in zip(times, bare, strict=True)]
         few = len(ratios) == 1
-        low, middle, high = ratios * 3 if few else statistics.quantiles(ratios, method="inclusive")
+        low, middle, high = (
+            ratios * 3 if few else statistics.quantiles(ratios, method="inclusive")
+        )
         rows[name] = {
             "cpu_us": statistics.median(times),
             "ratio": middle,
@@ -91,7 +104,8 @@ def summary(found: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]
 
 
 class CallsOfABatch(Turns):
-    """Turns that nobody waits for: they count the Python calls of our files in 100 batches.
+    """Turns that nobody waits for: they count the Python calls of our files in 100
+    batches.
 
     Attributes:
         calls: The calls of each function, by file and name.
@@ -128,9 +142,15 @@ def calls_of(precision: str, name: str) -> Counter[str]:
 def markdown(result: Mapping[str, Any]) -> str:
     """The table that `docs/amp.md` quotes."""
     precisions = result["precisions"]
-    heads = ["loop", *(f"`{name}`: CPU us, times a bare loop (quartiles)" for name in precisions)]
+    heads = [
+        "loop",
+        *(f"`{name}`: CPU us, times a bare loop (quartiles)" for name in precisions),
+    ]
     names = next(iter(precisions.values()))
-    rows = [[name, *(_cell(rows.get(name)) for rows in precisions.values())] for name in names]
+    rows = [
+        [name, *(_cell(rows.get(name)) for rows in precisions.values())]
+        for name in names
+    ]
     return markdown_table(heads, rows)
 
 
@@ -144,14 +164,20 @@ def _cell(row: Mapping[str, float] | None) -> str:
 def sentence(result: Mapping[str, Any]) -> str:
     """The line that the README quotes, in bfloat16."""
     rows = next(iter(result["precisions"].values()))
-    costs = [f"{name} {row['ratio']:.2f}" for name, row in rows.items() if name != REFERENCE]
+    costs = [
+        f"{name} {row['ratio']:.2f}" for name, row in rows.items() if name != REFERENCE
+    ]
     return f"{SENTENCE_BEGINS}{'; '.join(costs)}."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of("peers", "Measure what a batch costs beside other libraries.", rounds=12)
+    parser = parser_of(
+        "peers", "Measure what a batch costs beside other libraries.", rounds=12
+    )
     parser.add_argument(
-        "--calls", action="store_true", help="count the calls of our functions in 100 batches"
+        "--calls",
+        action="store_true",
+        help="count the calls of our functions in 100 batches",
     )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -163,7 +189,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         **{package: version(package) for package in PACKAGES},
         "rounds": options.rounds,
         "batches_per_round": BATCHES_PER_ROUND,
-        "precisions": {each: summary(measure(each, options.rounds)) for each in PRECISIONS},
+        "precisions": {
+            each: summary(measure(each, options.rounds)) for each in PRECISIONS
+        },
     }
     write(options.folder / f"peers_{DEVICE.type}", result, markdown(result))
     print(markdown(result))
@@ -174,7 +202,10 @@ def print_calls() -> None:
     for precision in PRECISIONS:
         for name in (AMP_LOOP, TEN_LINES):
             calls = calls_of(precision, name)
-            print(f"{name}, {precision}: {calls.total() / BATCHES_PER_ROUND:.1f} calls a batch")
+            print(
+                f"{name}, {precision}: {calls.total() / BATCHES_PER_ROUND:.1f} calls a "
+                "batch"
+            )
             for function, count in calls.most_common():
                 print(f"  {count:5} {function}")
 

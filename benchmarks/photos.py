@@ -1,4 +1,6 @@
-"""Makes stand-ins for ImageNet's photos: noise at all scales, in files of the same size."""
+"""Makes stand-ins for ImageNet's photos: noise at all scales, in files of the same
+size.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from PIL import Image
 
 # The mean of ImageNet's training set is about 500 x 375 pixels and 110 kB.
 WIDTH, HEIGHT, QUALITY = 500, 375, 95
-# Distance between random values, in pixels, and their standard deviation: larger where coarser.
+# Distance between random values, in pixels, and their standard deviation: larger where
+# coarser.
 OCTAVES = ((125, 60.0), (32, 35.0), (8, 20.0), (2, 8.0), (1, 6.0))
 
 
@@ -19,12 +22,18 @@ def photo(seed: int) -> bytes:
     generator = np.random.default_rng(seed)
     pixels = np.full((HEIGHT, WIDTH, 3), 128.0, dtype=np.float32)
     for step, deviation in OCTAVES:
-        coarse = generator.normal(scale=deviation, size=(3, HEIGHT // step + 2, WIDTH // step + 2))
+        coarse = generator.normal(
+            scale=deviation, size=(3, HEIGHT // step + 2, WIDTH // step + 2)
+        )
         for channel, values in enumerate(coarse.astype(np.float32)):
-            enlarged = Image.fromarray(values).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)
+            enlarged = Image.fromarray(values).resize(
+                (WIDTH, HEIGHT), Image.Resampling.BICUBIC
+            )
             pixels[:, :, channel] += np.asarray(enlarged)
     file = io.BytesIO()
-    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=QUALITY)
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(
+        file, "JPEG", quality=QUALITY
+    )
     return file.getvalue()
 
 

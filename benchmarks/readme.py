@@ -1,9 +1,10 @@
-"""Draws the README's picture, and writes its tables and those of docs/amp.md, from the results.
+"""Draws the README's picture, and writes its tables and those of docs/amp.md, from the
+results.
 
     python -m benchmarks.readme
 
-If there is a `gpu.json` of `python -m benchmarks.gpu`, its table replaces the sentence that no GPU
-has been measured.
+If there is a `gpu.json` of `python -m benchmarks.gpu`, its table replaces the sentence
+that no GPU has been measured.
 """
 
 from __future__ import annotations
@@ -46,17 +47,20 @@ GPU = RESULTS / "gpu.json"
 NO_GPU = "No GPU has been measured yet."
 
 _HEADS = (
-    "| model | precision | validation accuracy, mean and sd | samples/s, median (range) | speed | "
-    "skipped steps |"
+    "| model | precision | validation accuracy, mean and sd | samples/s, median "
+    "(range) | speed | skipped steps |"
 )
-# Not tf32, which is fp32 on a CPU; docs/precision.md uses it to show the drift of the machine.
+# Not tf32, which is fp32 on a CPU; docs/precision.md uses it to show the drift of the
+# machine.
 _SHOWN = ("fp32", "amp_bf16", "amp_fp16")
 _WAYS = (DEFAULT, FINDER)
 _MOST_SKIPS = 12  # a longer bar is cut off, and has its number
 _COLOURS = {"amp_bf16": BLUE, "amp_fp16": VERMILION}
 
 
-def draw(precisions: Mapping[str, Mapping[str, Any]], scales: Mapping[str, Any]) -> Figure:
+def draw(
+    precisions: Mapping[str, Mapping[str, Any]], scales: Mapping[str, Any]
+) -> Figure:
     """Draw three answers side by side: speed, accuracy and initial loss scale.
 
     Args:
@@ -92,7 +96,9 @@ def _draw_speed(ax: Axes, compared: Mapping[str, Mapping[str, Any]]) -> None:
     _label_rows(ax, list(compared))
 
 
-def _draw_accuracy(ax: Axes, compared: Mapping[str, Mapping[str, Any]], margin: float) -> None:
+def _draw_accuracy(
+    ax: Axes, compared: Mapping[str, Mapping[str, Any]], margin: float
+) -> None:
     ax.set_title("Is it as accurate?")
     ax.axvspan(-100 * margin, 100 * margin, color=GREEN, alpha=0.1, linewidth=0)
     ax.axvline(0, color=INK, linewidth=1)
@@ -101,7 +107,11 @@ def _draw_accuracy(ax: Axes, compared: Mapping[str, Mapping[str, Any]], margin: 
         ends = [100 * found["low"], 100 * found["high"]]
         ax.plot(ends, [row, row], color=colour, linewidth=2)
         ax.plot(100 * found["mean"], row, "o", color=colour)
-    far = [abs(100 * c["difference"][end]) for c in compared.values() for end in ("low", "high")]
+    far = [
+        abs(100 * c["difference"][end])
+        for c in compared.values()
+        for end in ("low", "high")
+    ]
     reach = max(150 * margin, 1.1 * max(far))
     ax.set_xlim(-reach, reach)
     ax.set_xlabel(f"points, fp32 is 0; green: equal ±{100 * margin:g}")
@@ -112,12 +122,22 @@ def _draw_scales(ax: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     ax.set_title("Which initial loss scale?")
     tasks = [task.name for task in TASKS]
     for y, task in enumerate(tasks):
-        of = {w: [r["skipped"] for r in rows if (r["task"], r["way"]) == (task, w)] for w in _WAYS}
+        of = {
+            w: [r["skipped"] for r in rows if (r["task"], r["way"]) == (task, w)]
+            for w in _WAYS
+        }
         default, found = (mean(skipped) for skipped in of.values())
         ax.barh(y, min(default, _MOST_SKIPS), height=0.5, color=VERMILION, alpha=0.4)
         ax.plot(found, y, "o", color=GREEN)
         if default > _MOST_SKIPS:
-            ax.text(_MOST_SKIPS - 0.3, y, f"{default:.0f}", ha="right", va="center", color=INK)
+            ax.text(
+                _MOST_SKIPS - 0.3,
+                y,
+                f"{default:.0f}",
+                ha="right",
+                va="center",
+                color=INK,
+            )
     ax.set_xlim(-0.6, _MOST_SKIPS)
     ax.set_xlabel(f"steps skipped of {STEPS}; bar: 2^{DEFAULT_LOG2}, dot: finder")
     _label_rows(ax, tasks)
@@ -144,11 +164,18 @@ def _rows(model: str, found: Mapping[str, Any]) -> Iterator[str]:
             continue
         speed, ratio = row["samples_per_second"], ratios.get(name)
         # None without a loss scale, which alone skips steps.
-        skipped = [run["skipped_steps"] or 0 for run in found["runs"] if run["precision"] == name]
+        skipped = [
+            run["skipped_steps"] or 0
+            for run in found["runs"]
+            if run["precision"] == name
+        ]
         times = f"{ratio['median']:.2f}x" if ratio else "1"
         accuracy = f"{row['mean']:.3f}, {row['std']:.3f}"
         speeds = spread_text(Spread(**speed))
-        yield f"| {model} | `{name}` | {accuracy} | {speeds} | {times} | {max(skipped):.0f} |"
+        yield (
+            f"| {model} | `{name}` | {accuracy} | {speeds} | {times} |"
+            f" {max(skipped):.0f} |"
+        )
 
 
 def with_table(readme: str, rows: str) -> str:
@@ -159,7 +186,9 @@ def with_table(readme: str, rows: str) -> str:
 
 
 def with_costs(page: str, result: Mapping[str, Any]) -> str:
-    """The text of a page with what a batch costs: the README has a line, docs/amp.md the table."""
+    """The text of a page with what a batch costs: the README has a line, docs/amp.md
+    the table.
+    """
     line = rf"{re.escape(SENTENCE_BEGINS)}[^\n]*"
     page = re.sub(line, lambda _: sentence_of_costs(result), page)
     rows = rf"{re.escape(TABLE_BEGINS)}[^\n]*\n(\|[^\n]*\n)+"
@@ -174,7 +203,10 @@ def with_gpu(readme: str, result: Mapping[str, Any]) -> str:
         result: The JSON of `benchmarks.gpu`.
     """
     on = result["machine"]
-    said = f"On one {on['device']}, torch {on['torch']}, {on['date']}, images on the device:"
+    said = (
+        f"On one {on['device']}, torch {on['torch']}, {on['date']}, images on the"
+        " device:"
+    )
     table_there = rf"On one [^\n]*:\n\n{re.escape(gpu_report.HEADS)}(?:\n\|.*)+"
     new = f"{said}\n\n{gpu_report.table(result)}".rstrip()
     return re.sub(f"{re.escape(NO_GPU)}|{table_there}", lambda _: new, readme, count=1)
@@ -186,16 +218,20 @@ def read_precisions() -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    described = "Draw the README's picture and write its tables, from benchmarks/results."
-    argparse.ArgumentParser(prog="python -m benchmarks.readme", description=described).parse_args(
-        arguments
+    described = (
+        "Draw the README's picture and write its tables, from benchmarks/results."
     )
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.readme", description=described
+    ).parse_args(arguments)
     precisions = read_precisions()
     PICTURE.write_bytes(as_png(draw(precisions, json.loads(SCALES.read_text()))))
     costs = json.loads(COSTS.read_text())
     readme = with_costs(with_table(README.read_text(), table(precisions)), costs)
     AMP_PAGE.write_text(with_costs(AMP_PAGE.read_text(), costs))
-    README.write_text(with_gpu(readme, json.loads(GPU.read_text())) if GPU.exists() else readme)
+    README.write_text(
+        with_gpu(readme, json.loads(GPU.read_text())) if GPU.exists() else readme
+    )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
-"""Six small trials with different gradients for the finder, written as a user would write them.
+"""Six small trials with different gradients for the finder, written as a user would
+write them.
 
-They do not import this package: they use Determined's `PyTorchTrial`, PyTorch's `GradScaler` and
-`autocast`, and hyperparameters of their own. All learn from scikit-learn's handwritten digits, 8 x
-8 pixels. B = samples of a batch.
+They do not import this package: they use Determined's `PyTorchTrial`, PyTorch's
+`GradScaler` and `autocast`, and hyperparameters of their own. All learn from
+scikit-learn's handwritten digits, 8 x 8 pixels. B = samples of a batch.
 
-| trial | what is special |
-|---|---|
-| `BatchNormCNN` | running statistics |
-| `PreNormTransformer` | LayerNorm and attention; parameters whose gradients are never 16-bit |
-| `SummedLoss` | the loss is a sum: gradients overflow at PyTorch's default of 2^16 |
-| `TinyLoss` | targets near 1e-4: gradients are flushed to 0 at 2^16 |
-| `DeepPlain` | forty layers without normalisation: no scale fits them all |
-| `Float16Loss` | the loss is computed in float16, so 2^16 itself is infinite |
+| trial | what is special | |---|---| | `BatchNormCNN` | running statistics | |
+`PreNormTransformer` | LayerNorm and attention; parameters whose gradients are never
+16-bit | | `SummedLoss` | the loss is a sum: gradients overflow at PyTorch's default of
+2^16 | | `TinyLoss` | targets near 1e-4: gradients are flushed to 0 at 2^16 | |
+`DeepPlain` | forty layers without normalisation: no scale fits them all | |
+`Float16Loss` | the loss is computed in float16, so 2^16 itself is infinite |
 """
 
 from __future__ import annotations
@@ -47,11 +46,14 @@ class SmallTrial(pytorch.PyTorchTrial):
         hparams = context.get_hparams()
         self.scaler = context.wrap_scaler(
             torch.amp.GradScaler(
-                context.device.type, init_scale=float(hparams.get("init_scale", 65536.0))
+                context.device.type,
+                init_scale=float(hparams.get("init_scale", 65536.0)),
             )
         )
         self.model = context.wrap_model(self.make_model())
-        self.optimizer = context.wrap_optimizer(self.make_optimizer(hparams["learning_rate"]))
+        self.optimizer = context.wrap_optimizer(
+            self.make_optimizer(hparams["learning_rate"])
+        )
         self.skipped_steps = 0
 
     def make_model(self) -> nn.Module:
@@ -61,7 +63,9 @@ class SmallTrial(pytorch.PyTorchTrial):
         return torch.optim.AdamW(self.model.parameters(), lr=learning_rate)
 
     def loss(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The loss of a batch: images (B, 1, 8, 8) float32 in [0, 1], labels (B,) int64."""
+        """The loss of a batch: images (B, 1, 8, 8) float32 in [0, 1], labels (B,)
+        int64.
+        """
         return functional.cross_entropy(self.model(images), labels)
 
     def train_batch(
@@ -77,7 +81,9 @@ class SmallTrial(pytorch.PyTorchTrial):
         self.skipped_steps += self.scaler.get_scale() < before
         return {"loss": loss.item(), "skipped_steps": self.skipped_steps}
 
-    def evaluate_batch(self, batch: pytorch.TorchData, batch_idx: int) -> dict[str, float]:
+    def evaluate_batch(
+        self, batch: pytorch.TorchData, batch_idx: int
+    ) -> dict[str, float]:
         images, labels = cast("Batch", batch)
         return {"validation_loss": self.loss(images, labels).item()}
 
@@ -105,8 +111,16 @@ class BatchNormCNN(SmallTrial):
 
     def make_model(self) -> nn.Module:
         return nn.Sequential(
-            *(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
-            *(nn.Conv2d(16, 32, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()),
+            *(
+                nn.Conv2d(1, 16, 3, padding=1, bias=False),
+                nn.BatchNorm2d(16),
+                nn.ReLU(),
+            ),
+            *(
+                nn.Conv2d(16, 32, 3, stride=2, padding=1, bias=False),
+                nn.BatchNorm2d(32),
+                nn.ReLU(),
+            ),
             *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)),
         )
 
@@ -119,7 +133,12 @@ class PreNormTransformer(SmallTrial):
 
     def make_model(self) -> nn.Module:
         layer = nn.TransformerEncoderLayer(
-            d_model=32, nhead=4, dim_feedforward=64, dropout=0.1, batch_first=True, norm_first=True
+            d_model=32,
+            nhead=4,
+            dim_feedforward=64,
+            dropout=0.1,
+            batch_first=True,
+            norm_first=True,
         )
         return nn.Sequential(
             *(nn.Flatten(1, 2), nn.Linear(8, 32)),  # (B, 8 tokens, 32)
@@ -132,7 +151,13 @@ class SummedLoss(SmallTrial):
     """An autoencoder whose loss is summed over pixels and samples."""
 
     def make_model(self) -> nn.Module:
-        layers = (nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8), nn.Linear(8, 64))
+        layers = (
+            nn.Flatten(),
+            nn.Linear(64, 64),
+            nn.ReLU(),
+            nn.Linear(64, 8),
+            nn.Linear(8, 64),
+        )
         return nn.Sequential(*layers)
 
     def loss(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -143,10 +168,14 @@ class SummedLoss(SmallTrial):
 
 
 class TinyLoss(SmallTrial):
-    """Regression in units so large that the loss is near 1e-8; Adam's epsilon is small enough."""
+    """Regression in units so large that the loss is near 1e-8; Adam's epsilon is small
+    enough.
+    """
 
     def make_model(self) -> nn.Module:
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
+        )
 
     def make_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.model.parameters(), lr=learning_rate, eps=1e-15)
@@ -161,14 +190,20 @@ class DeepPlain(SmallTrial):
 
     def make_model(self) -> nn.Module:
         hidden = [layer for _ in range(40) for layer in (nn.Linear(32, 32), nn.Tanh())]
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), *hidden, nn.Linear(32, 10))
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 32), *hidden, nn.Linear(32, 10)
+        )
 
 
 class Float16Loss(SmallTrial):
-    """The mean absolute error of float16 tensors is float16, so the scale becomes float16, too."""
+    """The mean absolute error of float16 tensors is float16, so the scale becomes
+    float16, too.
+    """
 
     def make_model(self) -> nn.Module:
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)
+        )
 
     def loss(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         prediction: torch.Tensor = self.model(images)
@@ -185,7 +220,9 @@ LEARNING_RATES: dict[type[SmallTrial], float] = {
 }
 
 
-def config(trial: type[SmallTrial], seed: int = 0, **hyperparameters: float) -> dict[str, Any]:
+def config(
+    trial: type[SmallTrial], seed: int = 0, **hyperparameters: float
+) -> dict[str, Any]:
     """An experiment configuration for one of these trials."""
     return {
         "name": trial.__name__,
@@ -195,6 +232,10 @@ def config(trial: type[SmallTrial], seed: int = 0, **hyperparameters: float) -> 
             "learning_rate": LEARNING_RATES[trial],
             **hyperparameters,
         },
-        "searcher": {"name": "single", "metric": "validation_loss", "smaller_is_better": True},
+        "searcher": {
+            "name": "single",
+            "metric": "validation_loss",
+            "smaller_is_better": True,
+        },
         "reproducibility": {"experiment_seed": seed},
     }

@@ -1,7 +1,9 @@
-"""Runs several training loops in one process in turn, so that noise affects all of them alike.
+"""Runs several training loops in one process in turn, so that noise affects all of them
+alike.
 
-On a busy machine the speed of a core changes from second to second. Loops that run one after the
-other are measured at different speeds. These loops alternate every few batches.
+On a busy machine the speed of a core changes from second to second. Loops that run one
+after the other are measured at different speeds. These loops alternate every few
+batches.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class Turns:
         batches: Length of a turn.
 
     Attributes:
-        times: Wall and CPU seconds of each turn; a turn ends when the GPU has done its work.
+        times: Wall and CPU seconds of each turn; a turn ends when the GPU has done its
+            work.
         over: Whether the loop must end; the loop checks it after `batch_begins`.
     """
 
@@ -38,11 +41,15 @@ class Turns:
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
 
     def batch_begins(self) -> None:
-        """Called by the loop at every batch: ends a turn, and waits for the next one."""
+        """Called by the loop at every batch: ends a turn, and waits for the next
+        one.
+        """
         if self._batch % self._batches == 0:
             if self._batch:
-                cpu = time.thread_time()  # before `synchronize`, which may be a busy wait
-                if torch.cuda.is_available():  # else this work would run in the next loop's turn
+                # before `synchronize`, which may be a busy wait
+                cpu = time.thread_time()
+                # else this work would run in the next loop's turn
+                if torch.cuda.is_available():
                     torch.cuda.synchronize()
                 wall = time.perf_counter()
                 self.times.append((wall - self._started[0], cpu - self._started[1]))
@@ -77,16 +84,21 @@ class Turns:
     def _run(self, loop: Callable[[Turns], object]) -> None:
         try:
             loop(self)
-        except BaseException as error:  # raised again by the thread that waits for the turn
+        except BaseException as error:
+            # raised again by the thread that waits for the turn
             self._error = error
         finally:
             self._done.release()
 
 
 def by_turns(
-    loops: dict[str, Callable[[Turns], object]], rounds: int, batches: int = BATCHES_PER_TURN
+    loops: dict[str, Callable[[Turns], object]],
+    rounds: int,
+    batches: int = BATCHES_PER_TURN,
 ) -> dict[str, Turns]:
-    """Give each loop `rounds` turns of `batches` each; every round reverses the order."""
+    """Give each loop `rounds` turns of `batches` each; every round reverses the
+    order.
+    """
     turns = {name: Turns(batches) for name in loops}
     with ExitStack() as running:
         for name, loop in loops.items():

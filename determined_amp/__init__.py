@@ -1,7 +1,8 @@
-"""Native mixed precision for any `PyTorchTrial` of Determined, and for any loop of PyTorch.
+"""Native mixed precision for any `PyTorchTrial` of Determined, and for any loop of
+PyTorch.
 
-The names below are the public ones. Each is imported on first use, so `import determined_amp`
-costs nothing and a trial loads only what it uses.
+The names below are the public ones. Each is imported on first use, so `import
+determined_amp` costs nothing and a trial loads only what it uses.
 """
 
 from __future__ import annotations

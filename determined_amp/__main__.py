@@ -1,4 +1,6 @@
-"""The command line: `python -m determined_amp COMMAND`, installed as `det-amp COMMAND`."""
+"""The command line: `python -m determined_amp COMMAND`, installed as `det-amp
+COMMAND`.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from determined_amp import __version__
 from determined_amp.amp.errors import UserError
 from determined_amp.experiment.failures import is_task, print_failure
 
-# By command: the module of its `main(arguments)`, and its help text. `main` returns the exit
-# status, and raises a `UserError` for an error that a user can fix.
+# By command: the module of its `main(arguments)`, and its help text. `main` returns the
+# exit status, and raises a `UserError` for an error that a user can fix.
 _COMMANDS = {
     "train": ("train", "train an experiment, here or as a task of a cluster"),
     "audit": ("audit_batch", "show what one training batch is computed in"),
@@ -33,7 +35,8 @@ _COMMANDS = {
 # Commands that write their result into a folder. The others print it.
 _KEEP_THEIR_RESULT = ("train", "compare", "search", "report")
 
-# Packages of ours that an installation or an image may lack: their module, and their name for pip.
+# Packages of ours that an installation or an image may lack: their module, and their
+# name for pip.
 _PACKAGES = {
     "rich": "rich",
     "tensorboard": "tensorboard",
@@ -51,7 +54,9 @@ _PACKAGES = {
 def usage() -> str:
     """The text of `--help`."""
     width = max(map(len, _COMMANDS))
-    commands = [f"  {command:{width}}  {text}" for command, (_, text) in _COMMANDS.items()]
+    commands = [
+        f"  {command:{width}}  {text}" for command, (_, text) in _COMMANDS.items()
+    ]
     lines = "\n".join(commands)
     return (
         f"usage: python -m determined_amp COMMAND [ARGUMENTS]\n\n{lines}\n\n"
@@ -61,7 +66,9 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit status, 2 for an unknown command or a `UserError`."""
+    """Run a command; returns its exit status, 2 for an unknown command or a
+    `UserError`.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] in (["--help"], ["-h"]):
         print(usage())
@@ -72,7 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = " ".join(words[: 2 if " ".join(words[:2]) in _COMMANDS else 1])
     if command not in _COMMANDS:
         problem = f"got {command!r}" if words else "no command given"
-        print(f"{problem}; allowed: {', '.join(_COMMANDS)}\n\n{usage()}", file=sys.stderr)
+        print(
+            f"{problem}; allowed: {', '.join(_COMMANDS)}\n\n{usage()}", file=sys.stderr
+        )
         return 2
     try:
         return _run(command, words)
@@ -93,7 +102,8 @@ def _run(command: str, words: Sequence[str]) -> int:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        # Imports take seconds, and a package may be missing: here both end in a sentence.
+        # Imports take seconds, and a package may be missing: here both end in a
+        # sentence.
         from determined_amp.local.logs import surviving_closed_output  # noqa: PLC0415
 
         module = importlib.import_module(f"determined_amp.cli.{_COMMANDS[command][0]}")
@@ -107,7 +117,12 @@ def _run(command: str, words: Sequence[str]) -> int:
             f"{command} needs {package}, which is not {_how_to_add(package)}"
         ) from error
     lost = output.error
-    if status or lost is None or lost.errno == errno.EPIPE or words[0] in _KEEP_THEIR_RESULT:
+    if (
+        status
+        or lost is None
+        or lost.errno == errno.EPIPE
+        or words[0] in _KEEP_THEIR_RESULT
+    ):
         return status
     raise UserError(f"{command}: standard output cannot be written: {lost.strerror}")
 
@@ -115,8 +130,9 @@ def _run(command: str, words: Sequence[str]) -> int:
 def _how_to_add(package: str) -> str:
     if is_task():
         return (
-            f"in the image; allowed: an image with it, or python3 -m pip install {package} in "
-            "startup-hook.sh, with a package index that the task can reach"
+            "in the image; allowed: an image with it, or python3 -m pip install "
+            f"{package} in startup-hook.sh, with a package index that the task can "
+            "reach"
         )
     return "installed; pip install '.[all]' in a checkout of determined_amp adds it"
 
@@ -135,9 +151,13 @@ def _note(error: UserError) -> None:
 
 
 def _refuse_empty(words: Sequence[str]) -> None:
-    """Raise for an empty argument, which is often a variable of the shell that is not set."""
+    """Raise for an empty argument, which is often a variable of the shell that is not
+    set.
+    """
     if any(not word or re.fullmatch(r"--[\w-]+=", word) for word in words):
-        raise UserError(f"got an empty argument in {shlex.join(words)}; allowed: a value")
+        raise UserError(
+            f"got an empty argument in {shlex.join(words)}; allowed: a value"
+        )
 
 
 if __name__ == "__main__":

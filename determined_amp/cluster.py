@@ -1,11 +1,16 @@
-"""The commands `train`, `score`, `find` and `check` as the task of a trial on a Determined cluster.
+"""The commands `train`, `score`, `find` and `check` as the task of a trial on a
+Determined cluster.
 
-The platform has sampled the hyperparameters of the trial; `info.trial.hparams` has them.
+The platform has sampled the hyperparameters of the trial; `info.trial.hparams` has
+them.
 
-score    Measures on a few frozen batches how many optimizer steps the trial's loss scale loses;
-         nothing is trained. All trials use the seed of the experiment, so they have the same
-         parameters and batches. Of several that lose none, the platform may name any as the best.
-find     Finds the loss scale in one pass over a few batches. The log ends with tables and verdict.
+score    Measures on a few frozen batches how many optimizer steps the trial's loss
+scale loses;
+         nothing is trained. All trials use the seed of the experiment, so they have the
+         same parameters and batches. Of several that lose none, the platform may name
+         any as the best.
+find     Finds the loss scale in one pass over a few batches. The log ends with tables
+and verdict.
          The checkpoint holds everything in `loss_scale.json`, which
          `python -m determined_amp report loss-scale SEARCH --finding ID` reads.
 check    Says what is wrong with the trial's own AMP. The findings end the log.
@@ -26,7 +31,12 @@ from determined import core, pytorch
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.check.doctor import examine
-from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, constants, parse
+from determined_amp.experiment.experiment import (
+    TRIAL_SEED,
+    Experiment,
+    constants,
+    parse,
+)
 from determined_amp.experiment.failures import faults_of_the_trial
 from determined_amp.experiment.score_check import check_score
 from determined_amp.finder.found_scale import FILE_NAME, FoundScale
@@ -64,11 +74,15 @@ def score_task(trial: str | None, batches: int) -> None:
     with _opened(info, experiment) as opened:
         report = train_context(opened.context)
         metrics = opened.score(batches)
-        leave_answer(report, f"{metrics['steps_lost']:.3g} steps lost", batches, metrics)
+        leave_answer(
+            report, f"{metrics['steps_lost']:.3g} steps lost", batches, metrics
+        )
 
 
 def find_task(trial: str | None, batches: int, arguments: Sequence[str]) -> None:
-    """Find the loss scale of the trial of this task; `arguments` are those of the command."""
+    """Find the loss scale of the trial of this task; `arguments` are those of the
+    command.
+    """
     info = task_info()
     experiment = _experiment(info, trial)
     start_ranks(info, "find", *arguments)
@@ -80,7 +94,9 @@ def find_task(trial: str | None, batches: int, arguments: Sequence[str]) -> None
 
 
 def check_task(trial: str | None, *, as_json: bool) -> None:
-    """Examine the trial of this task; the findings end the log, and their number is a metric."""
+    """Examine the trial of this task; the findings end the log, and their number is a
+    metric.
+    """
     with task_without_trial() as (config, core_context):
         findings = examine(config, "experiment", trial, print)
         faults = len(findings.faults)
@@ -91,7 +107,8 @@ def check_task(trial: str | None, *, as_json: bool) -> None:
 
 @contextmanager
 def task_without_trial() -> Iterator[tuple[Values, core.Context]]:
-    """Configuration and context of a task that makes its trial in processes of their own.
+    """Configuration and context of a task that makes its trial in processes of their
+    own.
 
     The reason of a `UserError` goes to the overview and the metadata of the run.
 
@@ -101,10 +118,13 @@ def task_without_trial() -> Iterator[tuple[Values, core.Context]]:
     info = task_info()
     if _has_several_slots(info):
         raise UserError(
-            "resources.slots_per_trial: got more than one slot; allowed: 1 for compare and check, "
-            "whose runs are single processes"
+            "resources.slots_per_trial: got more than one slot; allowed: 1 for compare "
+            "and check, whose runs are single processes"
         )
-    config = {**task_configuration(info), "hyperparameters": constants(info.trial.hparams)}
+    config = {
+        **task_configuration(info),
+        "hyperparameters": constants(info.trial.hparams),
+    }
     # It warns that it writes by torch, as it does in every task without TensorFlow.
     logging.getLogger("determined.tensorboard").setLevel(logging.ERROR)
     with core.init(distributed=core.DummyDistributedContext()) as core_context:
@@ -126,10 +146,12 @@ def _has_several_slots(info: det.ClusterInfo) -> bool:
 
 
 def start_ranks(info: det.ClusterInfo, *command: str) -> None:
-    """In a task of several slots, replace this process by Determined's launcher of a command.
+    """In a task of several slots, replace this process by Determined's launcher of a
+    command.
 
-    Call it after the configuration was checked, so that mistakes are reported once and without the
-    launcher's traceback. In a process that the launcher has started, it returns.
+    Call it after the configuration was checked, so that mistakes are reported once and
+    without the launcher's traceback. In a process that the launcher has started, it
+    returns.
     """
     if not _has_several_slots(info) or "RANK" in os.environ:
         return
@@ -146,17 +168,21 @@ def task_info() -> det.ClusterInfo:
 
 
 def _experiment(info: det.ClusterInfo, trial: str | None) -> Experiment:
-    """The experiment of a trial on a cluster, with the hyperparameters that were sampled for it."""
+    """The experiment of a trial on a cluster, with the hyperparameters that were
+    sampled for it.
+    """
     hparams = info.trial.hparams
-    return parse(task_configuration(info), "experiment", trial=trial, hyperparameters=hparams)
+    return parse(
+        task_configuration(info), "experiment", trial=trial, hyperparameters=hparams
+    )
 
 
 @contextmanager
 def _context(experiment: Experiment) -> Iterator[pytorch.PyTorchTrialContext]:
     """Determined's context of a task.
 
-    Determined drops the reason of an `InvalidHP`. It goes to the overview and the metadata of the
-    run, and is the last line of its log.
+    Determined drops the reason of an `InvalidHP`. It goes to the overview and the
+    metadata of the run, and is the last line of its log.
     """
     logging.basicConfig(level=logging.INFO, format=det.LOG_FORMAT)
     hparams = dict(experiment.hyperparameters)
@@ -174,7 +200,8 @@ def _context(experiment: Experiment) -> Iterator[pytorch.PyTorchTrialContext]:
                 raise
     except SystemExit as left:
         if isinstance(left.__context__, det.InvalidHP):
-            # To stderr, like Determined's own lines: otherwise they may follow it in the log.
+            # To stderr, like Determined's own lines: otherwise they may follow it in
+            # the log.
             print(f"invalid trial: {left.__context__}", file=sys.stderr, flush=True)
         raise
 
@@ -192,7 +219,9 @@ def _opened(info: det.ClusterInfo, experiment: Experiment) -> Iterator[OpenTrial
         yield OpenTrial(trial_of_run(experiment, context), context, experiment)
 
 
-def _leave_finding(context: pytorch.PyTorchTrialContext, answer: FoundScale, batches: int) -> None:
+def _leave_finding(
+    context: pytorch.PyTorchTrialContext, answer: FoundScale, batches: int
+) -> None:
     """Report the finder's answer to the master, and store all of it."""
     finding = answer.finding
     scale_log2 = finding.answer_log2
@@ -203,6 +232,11 @@ def _leave_finding(context: pytorch.PyTorchTrialContext, answer: FoundScale, bat
         status = f"init_scale 2^{scale_log2}"
         init_scale = 2.0**scale_log2
         metrics["init_scale_log2"] = scale_log2
-    leave_answer(train_context(context), status, batches, metrics, init_scale=init_scale)
-    with checkpoint_context(context).store_path({"steps_completed": batches}) as (folder, _):
+    leave_answer(
+        train_context(context), status, batches, metrics, init_scale=init_scale
+    )
+    with checkpoint_context(context).store_path({"steps_completed": batches}) as (
+        folder,
+        _,
+    ):
         (folder / FILE_NAME).write_text(answer.json_text())

@@ -20,7 +20,12 @@ from determined_amp.experiment.dotted import put
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, parse
 from determined_amp.experiment.files import write_whole
 from determined_amp.experiment.overrides import in_precision
-from determined_amp.finder.found_scale import FILE_NAME, FoundScale, scale_sentences, yaml_changes
+from determined_amp.finder.found_scale import (
+    FILE_NAME,
+    FoundScale,
+    scale_sentences,
+    yaml_changes,
+)
 from determined_amp.finder.scale_finding import Verdict
 from determined_amp.pilots import (
     BATCHES,
@@ -33,7 +38,10 @@ from determined_amp.pilots import (
 )
 from determined_amp.report import ReportError
 from determined_amp.report.precision_comparison import counted
-from determined_amp.report.precision_report import PrecisionReport, write_precision_report
+from determined_amp.report.precision_report import (
+    PrecisionReport,
+    write_precision_report,
+)
 from determined_amp.runs.folder import fresh_folder, read_record
 from determined_amp.runs.run import Run, RunState
 from determined_amp.search.optimize import GRACE, INTERRUPTED, run_comparison
@@ -51,12 +59,15 @@ from determined_amp.search.search_plan import SearchPlan
 # Number of reports per run. The first report of a process has no steady speed.
 _REPORTS = 8
 
-# Time limit of the runs as a multiple of their estimate, and seconds for the report after them.
+# Time limit of the runs as a multiple of their estimate, and seconds for the report
+# after them.
 _RESERVE = 1.3
 _REPORT_SECONDS = 10.0
 
 # The answer where there is nothing to compare.
-ONLY_FP32 = f"use fp32: every other precision failed or was more than {TOO_SLOW:g}x slower"
+ONLY_FP32 = (
+    f"use fp32: every other precision failed or was more than {TOO_SLOW:g}x slower"
+)
 
 _FLOAT16_HOPELESS = (Verdict.FORWARD_OVERFLOW, Verdict.BF16)
 
@@ -102,7 +113,9 @@ def compare(
         UserError: if the trial cannot be trained in fp32.
         ComparisonPaused: if it is paused; `go_on` trains the other runs.
     """
-    experiment = parse(in_precision(config, Precision.FP32.value), source, trial=options.trial)
+    experiment = parse(
+        in_precision(config, Precision.FP32.value), source, trial=options.trial
+    )
     folder = fresh_folder(Path("runs"), f"compare-{experiment.name}")
     trials = _Trials(experiment, config, options.seeds)
     results = PilotResults()
@@ -112,7 +125,9 @@ def compare(
         print_pilots(results)
     if len(results.pilots) < 2:
         print(f"\n{ONLY_FP32} (see above)")
-        reasons = "".join(f"* {name}: {why}\n" for name, why in results.left_out.items())
+        reasons = "".join(
+            f"* {name}: {why}\n" for name, why in results.left_out.items()
+        )
         write_whole(folder / "precision.md", f"# {ONLY_FP32}\n\n{reasons}")
         return Compared(folder)
     plan = make_plan(results, experiment, options)
@@ -141,11 +156,14 @@ def planned_runs(folder: Path) -> int:
 
 def ended_runs(source: Search) -> list[Run]:
     """The runs of a comparison that have ended, or failed."""
-    return [r for r in source.runs if r.state is RunState.COMPLETED or r.state.is_failure]
+    return [
+        r for r in source.runs if r.state is RunState.COMPLETED or r.state.is_failure
+    ]
 
 
 def _report(folder: Path, cut_short: str) -> PrecisionReport:
-    """Write the report on those of the planned runs that have ended, and print its answer.
+    """Write the report on those of the planned runs that have ended, and print its
+    answer.
 
     `cut_short` is what `run_comparison` returned.
     """
@@ -164,7 +182,9 @@ def _report(folder: Path, cut_short: str) -> PrecisionReport:
         ) from error
     if len(ended.runs) < planned:
         more = "".join(f"  {step}\n" for step in steps)
-        early = f"not every run was finished {cut_short}: the answer is early. For more:"
+        early = (
+            f"not every run was finished {cut_short}: the answer is early. For more:"
+        )
         print(f"{early}\n{more}")
     print(f"\n{report.written.text}\n\nthe page with all numbers: {_page(folder)}")
     return report
@@ -173,12 +193,17 @@ def _report(folder: Path, cut_short: str) -> PrecisionReport:
 def _of_answer(source: Search, planned: int, cut_short: str) -> Search:
     """The runs that have ended, by their number, and how many have not, and why.
 
-    The folder of a run says nothing to a reader, and on a cluster it ends with its task.
+    The folder of a run says nothing to a reader, and on a cluster it ends with its
+    task.
     """
     ended = ended_runs(source)
     missing = planned - len(ended)
     were = "was" if missing == 1 else "were"
-    left_out = [f"{missing} of {planned} runs {were} not finished {cut_short}"] if missing else []
+    left_out = (
+        [f"{missing} of {planned} runs {were} not finished {cut_short}"]
+        if missing
+        else []
+    )
     return dataclasses.replace(
         source,
         runs=tuple(dataclasses.replace(run, name=f"run {run.number}") for run in ended),
@@ -229,7 +254,8 @@ class PilotResults:
 
     # The pilot of each precision that can be compared, in the order of their runs.
     pilots: dict[Precision, Pilot] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)  # why the others cannot, by precision
+    # why the others cannot, by precision
+    left_out: dict[str, str] = field(default_factory=dict)
     scale: FoundScale | None = None  # the finder's answer; None if it has none
 
     def add(self, pilot: Pilot) -> None:
@@ -254,7 +280,10 @@ class PilotResults:
         """Sentences for the report: precisions left out, and the loss scale."""
         left_out = [f"{name}: {why}" for name, why in self.left_out.items()]
         answer = [] if self.scale is None else scale_sentences(self.scale)
-        return {"left_out": left_out, "notes": [f"float16 loss scale: {text}" for text in answer]}
+        return {
+            "left_out": left_out,
+            "notes": [f"float16 loss scale: {text}" for text in answer],
+        }
 
 
 class _Trials:
@@ -262,7 +291,8 @@ class _Trials:
 
     Args:
         experiment: The experiment in fp32.
-        config: Its configuration before the change to fp32; it may have scaler settings.
+        config: Its configuration before the change to fp32; it may have scaler
+            settings.
         seeds: Number of runs of each precision.
     """
 
@@ -280,7 +310,9 @@ class _Trials:
     def pilot(self, precision: Precision, batches: int) -> Config:
         """The experiment of a pilot in a precision."""
         amp = {**self._amp, "precision": precision.value}
-        return self._config({"amp": amp}, self._rounded(batches), self._rounded(REPORTING_PERIOD))
+        return self._config(
+            {"amp": amp}, self._rounded(batches), self._rounded(REPORTING_PERIOD)
+        )
 
     def search(self, precisions: Sequence[Precision], plan: ComparisonPlan) -> Config:
         """The search over these precisions and all seeds."""
@@ -295,13 +327,18 @@ class _Trials:
         config["searcher"]["name"] = "grid"
         return config
 
-    def _config(self, hyperparameters: Config, batches: int, reporting_period: int) -> Values:
+    def _config(
+        self, hyperparameters: Config, batches: int, reporting_period: int
+    ) -> Values:
         """The experiment with changed hyperparameters and lengths.
 
         A run has one validation and one checkpoint, at its end.
         """
         config = copy.deepcopy(dict(self._experiment.config))
-        own = config["hyperparameters"] = {**config["hyperparameters"], **hyperparameters}
+        own = config["hyperparameters"] = {
+            **config["hyperparameters"],
+            **hyperparameters,
+        }
         if "trial" in own:
             config["entrypoint"] = "python3 -m determined_amp train"
         searcher = self._experiment.platform.searcher
@@ -333,7 +370,8 @@ def run_pilots(
     folder: Path,
     is_paused: IsPaused,
 ) -> None:
-    """Train briefly in every precision that the device supports, and find the loss scale.
+    """Train briefly in every precision that the device supports, and find the loss
+    scale.
 
     Raises:
         CompareError: if the trial cannot be trained in fp32.
@@ -346,8 +384,11 @@ def run_pilots(
         if precision is Precision.TF32 and not read_record(baseline).machine.has_tf32:
             print(f"{what}: left out, because it is fp32 on this device", flush=True)
             continue
-        print(f"{what}: up to {BATCHES} batches", flush=True)  # a log has no status line
-        with console.status(f"{what}: waiting for its first batches, and their audit") as shown:
+        # a log has no status line
+        print(f"{what}: up to {BATCHES} batches", flush=True)
+        with console.status(
+            f"{what}: waiting for its first batches, and their audit"
+        ) as shown:
 
             def watch(batches: int, what: str = what, shown: Status = shown) -> None:
                 shown.update(f"{what}: {batches} of {BATCHES} batches")
@@ -356,7 +397,9 @@ def run_pilots(
 
             config = trials.pilot(precision, BATCHES)
             base = results.pilots.get(Precision.FP32)
-            pilot = train_briefly(config, precision, folder / precision.value, base, watch)
+            pilot = train_briefly(
+                config, precision, folder / precision.value, base, watch
+            )
             results.add(pilot)
         if precision is Precision.AMP_FP16 and precision in results.pilots:
             print(f"measuring the loss scale of {FINDER_BATCHES} batches", flush=True)
@@ -379,7 +422,9 @@ def _find(trials: _Trials, results: PilotResults, folder: Path) -> None:
     (folder.parent / FILE_NAME).write_text(answer.json_text())
 
 
-def make_plan(results: PilotResults, experiment: Experiment, options: Namespace) -> ComparisonPlan:
+def make_plan(
+    results: PilotResults, experiment: Experiment, options: Namespace
+) -> ComparisonPlan:
     """The runs that fit into the time that the options give."""
     pilots = results.pilots.values()
     per_batch = options.seeds * sum(pilot.seconds_per_batch for pilot in pilots)
@@ -413,7 +458,7 @@ def print_plan(results: PilotResults, plan: ComparisonPlan, seeds: int) -> None:
     """Print what will be run, and the time that it takes."""
     names = ", ".join(precision.value for precision in results.pilots)
     print(
-        f"plan: {names} in turn, {counted(seeds, 'run')} of {plan.batches} batches each: "
-        f"about {minutes(plan.seconds)}, at most {minutes(plan.announced)}",
+        f"plan: {names} in turn, {counted(seeds, 'run')} of {plan.batches} batches "
+        f"each: about {minutes(plan.seconds)}, at most {minutes(plan.announced)}",
         flush=True,
     )

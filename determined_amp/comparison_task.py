@@ -30,9 +30,11 @@ _FOLDER = "comparison"
 
 
 def compare_on_cluster(options: Namespace) -> None:
-    """Run the comparison as a cluster task; log, metrics and checkpoint have the answer.
+    """Run the comparison as a cluster task; log, metrics and checkpoint have the
+    answer.
 
-    A task that is paused stops at the next report of a run, and goes on there when it is activated.
+    A task that is paused stops at the next report of a run, and goes on there when it
+    is activated.
 
     Raises:
         UserError: see `compare`.
@@ -40,7 +42,9 @@ def compare_on_cluster(options: Namespace) -> None:
     with task_without_trial() as (config, core_context):
         is_paused = core_context.preempt.should_preempt
         try:
-            folder = _left_by_a_pause(core_context.checkpoint, f"compare-{config.get('name')}")
+            folder = _left_by_a_pause(
+                core_context.checkpoint, f"compare-{config.get('name')}"
+            )
             if folder is None:
                 compared = compare(config, "experiment", options, is_paused)
             else:
@@ -53,12 +57,15 @@ def compare_on_cluster(options: Namespace) -> None:
 
 
 def _left_by_a_pause(checkpoints: core.CheckpointContext, name: str) -> Path | None:
-    """The comparison that an earlier process of this task kept; None for the first process."""
+    """The comparison that an earlier process of this task kept; None for the first
+    process.
+    """
     saved = task_info().latest_checkpoint
     if saved is None:
         return None
     with checkpoints.restore_path(saved) as stored:
-        if not (stored / _FOLDER).is_dir():  # the answer of a process that failed after it
+        # the answer of a process that failed after it
+        if not (stored / _FOLDER).is_dir():
             return None
         folder = fresh_folder(Path("runs"), name)
         shutil.copytree(stored / _FOLDER, folder, dirs_exist_ok=True)
@@ -67,12 +74,17 @@ def _left_by_a_pause(checkpoints: core.CheckpointContext, name: str) -> Path | N
 
 
 def _keep(core_context: core.Context, folder: Path) -> None:
-    """Store a paused comparison; of the runs that have ended only their numbers are needed."""
+    """Store a paused comparison; of the runs that have ended only their numbers are
+    needed.
+    """
     runs = read_search(folder)
     for run in ended_runs(runs):
         shutil.rmtree(Path(run.name) / "checkpoints", ignore_errors=True)
     trained = sum(run.trained_batches for run in runs.runs)
-    with core_context.checkpoint.store_path({"steps_completed": trained}) as (stored, _):
+    with core_context.checkpoint.store_path({"steps_completed": trained}) as (
+        stored,
+        _,
+    ):
         shutil.copytree(folder, stored / _FOLDER)
     paused = f"paused: {_so_far(folder)}"
     print(f"{paused}; an activation goes on with the others", flush=True)
@@ -80,7 +92,10 @@ def _keep(core_context: core.Context, folder: Path) -> None:
 
 
 def _so_far(folder: Path) -> str:
-    return f"{len(ended_runs(read_search(folder)))} of {planned_runs(folder)} runs are finished"
+    return (
+        f"{len(ended_runs(read_search(folder)))} of {planned_runs(folder)} runs are"
+        " finished"
+    )
 
 
 def _leave(core_context: core.Context, compared: Compared) -> None:
@@ -100,8 +115,15 @@ def _leave(core_context: core.Context, compared: Compared) -> None:
             speed = round(comparison.speed.median, 3)
     times = "" if speed == 1.0 else f": {speed:.1f}x"
     status = f"use {noted['precision']}{times}"
-    leave_answer(core_context.train, status, batches, {"speed": speed}, **noted, speed=speed)
-    files = [path for path in compared.folder.iterdir() if path.is_file() and path.suffix]
-    with core_context.checkpoint.store_path({"steps_completed": batches}) as (stored, _):
+    leave_answer(
+        core_context.train, status, batches, {"speed": speed}, **noted, speed=speed
+    )
+    files = [
+        path for path in compared.folder.iterdir() if path.is_file() and path.suffix
+    ]
+    with core_context.checkpoint.store_path({"steps_completed": batches}) as (
+        stored,
+        _,
+    ):
         for path in files:
             shutil.copy(path, stored / path.name)

@@ -1,4 +1,6 @@
-"""Short pilots of a trial, each in its own process, for the batch time and the loss scale."""
+"""Short pilots of a trial, each in its own process, for the batch time and the loss
+scale.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,16 @@ from determined_amp.runs.run import Run, RunState
 from determined_amp.search.task import Task, Verb
 from determined_amp.search.trial_process import Job, TrialProcess
 
-# Length and reporting period in batches. The first ten batches of a process are not timed.
+# Length and reporting period in batches. The first ten batches of a process are not
+# timed.
 BATCHES = 20
 REPORTING_PERIOD = 2
 
 # How many batches the finder uses.
 FINDER_BATCHES = 4
 
-# A precision is left out if its batches take more than this many times as long as in fp32.
+# A precision is left out if its batches take more than this many times as long as in
+# fp32.
 TOO_SLOW = 5.0
 
 # How many times between reports are needed to stop a slow pilot: one may be a hiccup.
@@ -40,11 +44,13 @@ class Pilot:
     """A short training in one precision."""
 
     precision: Precision
-    seconds_per_batch: float = 0.0  # time of a batch, excluding the first batches of the process
+    seconds_per_batch: float = (
+        0.0  # time of a batch, excluding the first batches of the process
+    )
     # The same between those two reports where it was shortest, the reports included.
     shortest: float = 0.0
-    # Seconds for everything else: the start of the process, the data, the audit, one validation,
-    # one checkpoint.
+    # Seconds for everything else: the start of the process, the data, the audit, one
+    # validation, one checkpoint.
     overhead: float = 0.0
     epoch_batches: int | None = None  # batches of an epoch; None if it is not known
     # Why it cannot be trained; the times then mean nothing. None if it can.
@@ -52,10 +58,11 @@ class Pilot:
 
 
 class _Progress:
-    """Times the batches of a pilot by its reports, and stops one that is much slower than fp32.
+    """Times the batches of a pilot by its reports, and stops one that is much slower
+    than fp32.
 
-    What the first report took is left out: data, compilation, the audit. A precision is judged by
-    its shortest time, so that a busy machine excludes none.
+    What the first report took is left out: data, compilation, the audit. A precision is
+    judged by its shortest time, so that a busy machine excludes none.
 
     Args:
         base: The pilot in fp32; None for that one.
@@ -116,22 +123,26 @@ def train_briefly(
     """Train `BATCHES` batches, or a few if they take much longer than in fp32.
 
     Args:
-        config: The experiment in this precision, with this length and `REPORTING_PERIOD`.
+        config: The experiment in this precision, with this length and
+            `REPORTING_PERIOD`.
         precision: The precision.
         folder: The run folder to make.
         base: The pilot in fp32; None for that one.
         watch: Called at each report.
     """
     began = time.monotonic()
-    progress = _Progress(base, int(config["hyperparameters"]["global_batch_size"]), watch)
+    progress = _Progress(
+        base, int(config["hyperparameters"]["global_batch_size"]), watch
+    )
     ended = _run(Job(Task(Verb.TRAIN), config, RunFolder(folder)), progress.goes_on)
     wall = time.monotonic() - began
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a pilot is never continued
+    # a pilot is never continued
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     if progress.times_of_fp32 > TOO_SLOW:
         failure = (
-            f"for time: a batch takes {progress.times_of_fp32:.0f} times as long as in fp32 "
-            f"(`python -m determined_amp train YAML --precision {precision.value}` trains in it "
-            "all the same)"
+            f"for time: a batch takes {progress.times_of_fp32:.0f} times as long as in "
+            "fp32 (`python -m determined_amp train YAML --precision "
+            f"{precision.value}` trains in it all the same)"
         )
         return Pilot(precision, failure=failure)
     if ended.state is not RunState.COMPLETED:
@@ -140,7 +151,9 @@ def train_briefly(
     if not seconds:
         return Pilot(precision, failure="its reports tell no speed")
     overhead = max(wall - progress.batches * seconds, 0.0)
-    return Pilot(precision, seconds, progress.shortest, overhead, progress.epoch_batches)
+    return Pilot(
+        precision, seconds, progress.shortest, overhead, progress.epoch_batches
+    )
 
 
 def find_the_scale(config: Config, folder: Path) -> FoundScale | str:

@@ -1,1 +1,3 @@
-"""Tests; `tests.harness` trains, `tests.trials` and `tests.training` are what is trained."""
+"""Tests; `tests.harness` trains, `tests.trials` and `tests.training` are what is
+trained.
+"""

@@ -1,4 +1,6 @@
-"""A Determined cluster for the tests: experiments made as users make them, waited for, read."""
+"""A Determined cluster for the tests: experiments made as users make them, waited for,
+read.
+"""
 
 from __future__ import annotations
 
@@ -57,12 +59,16 @@ class Run:
         return self.state()
 
     def wait_for_report(self, after: int = 0) -> None:
-        """Wait until it has reported more batches; the log explains why one ended before that."""
+        """Wait until it has reported more batches; the log explains why one ended
+        before that.
+        """
         what = f"experiment {self.id} to train {after} batches and more"
         self._wait_until(lambda: self.batches() > after, what)
 
     def wait_for_log(self, text: str) -> None:
-        """Wait until its log has this; the end of the log explains why one ended without it."""
+        """Wait until its log has this; the end of the log explains why one ended
+        without it.
+        """
         what = f"{text!r} in the log of experiment {self.id}"
         self._wait_until(lambda: text in self.log(), what)
 
@@ -73,12 +79,16 @@ class Run:
 
     def _wait_for_slots(self) -> None:
         waits = client.ExperimentState.QUEUED
-        wait_until(lambda: self.state() is not waits, f"slots for experiment {self.id}", 3600)
+        wait_until(
+            lambda: self.state() is not waits, f"slots for experiment {self.id}", 3600
+        )
 
     def completed(self) -> Run:
         """Wait for it; the end of its log explains anything but success."""
         state = self.wait()
-        assert state is client.ExperimentState.COMPLETED, f"{state}: {self.log()[-3000:]}"
+        assert state is client.ExperimentState.COMPLETED, (
+            f"{state}: {self.log()[-3000:]}"
+        )
         return self
 
     @property
@@ -92,18 +102,26 @@ class Run:
 
     def restarts(self) -> int:
         """How often the cluster started the trial again by itself."""
-        return bindings.get_GetTrial(self.cluster.session, trialId=self.trial.id).trial.restarts
+        return bindings.get_GetTrial(
+            self.cluster.session, trialId=self.trial.id
+        ).trial.restarts
 
     def metadata(self, trial: client.Trial | None = None) -> Values:
-        """What is noted of AMP in the metadata of a trial, by default of its only one."""
+        """What is noted of AMP in the metadata of a trial, by default of its only
+        one.
+        """
         number = (trial or self.trial).id
         noted = bindings.get_GetRunMetadata(self.cluster.session, runId=number).metadata
         return dict((noted or {})["amp"])
 
     def status(self, trial: client.Trial | None = None) -> str | None:
-        """The "Last Runner State" in the overview of a trial, by default of its only one."""
+        """The "Last Runner State" in the overview of a trial, by default of its only
+        one.
+        """
         number = (trial or self.trial).id
-        return bindings.get_GetTrial(self.cluster.session, trialId=number).trial.runnerState
+        return bindings.get_GetTrial(
+            self.cluster.session, trialId=number
+        ).trial.runnerState
 
     def log(self) -> str:
         return "".join(line for trial in self.trials for line in trial.iter_logs())
@@ -114,12 +132,17 @@ class Run:
 
     def batches(self) -> int:
         """How far its only trial has reported."""
-        return max((m["batches"] for t in self.trials for m in metrics(t, "training")), default=0)
+        return max(
+            (m["batches"] for t in self.trials for m in metrics(t, "training")),
+            default=0,
+        )
 
     def newest_checkpoint_batches(self) -> int:
         """Batches trained before its newest checkpoint, 0 without one."""
         saved = [c for trial in self.trials for c in trial.list_checkpoints()]
-        return max((int((c.metadata or {})["steps_completed"]) for c in saved), default=0)
+        return max(
+            (int((c.metadata or {})["steps_completed"]) for c in saved), default=0
+        )
 
     def newest_checkpoint(self) -> client.Checkpoint:
         """Of its only trial."""
@@ -127,7 +150,9 @@ class Run:
         return self.trial.list_checkpoints(by_batches, client.OrderBy.DESCENDING)[0]
 
     def digest(self, folder: Path) -> str:
-        """One hash of its newest checkpoint: weights, optimizer, scaler, counts, random state."""
+        """One hash of its newest checkpoint: weights, optimizer, scaler, counts, random
+        state.
+        """
         path = self.newest_checkpoint().download(str(folder / str(self.id)))
         return digest(torch.load(Path(path) / "state_dict.pth", weights_only=True))
 
@@ -159,12 +184,17 @@ class Cluster:
     def det(self, *arguments: str) -> str:
         """What the command line says, as a user types it in the root of the repository.
 
-        Called in this process: an import of the command line takes longer than what it does.
+        Called in this process: an import of the command line takes longer than what it
+        does.
         """
         said, before = io.StringIO(), Path.cwd()
         os.chdir(ROOT)
         try:
-            with warnings.catch_warnings(), redirect_stdout(said), redirect_stderr(said):
+            with (
+                warnings.catch_warnings(),
+                redirect_stdout(said),
+                redirect_stderr(said),
+            ):
                 warnings.simplefilter("ignore")
                 det.main(["--master", self.address, *arguments])
         except SystemExit as left:
@@ -177,11 +207,16 @@ class Cluster:
     def create(self, config: str | Path, *overrides: str, context: Path = ROOT) -> Run:
         """`det experiment create CONFIG CONTEXT --config KEY=VALUE ...`.
 
-        In one thread: those of trials that share the cores of a small cluster wait for each other,
-        which made a batch of Latte take 6 s instead of 0.1 s.
+        In one thread: those of trials that share the cores of a small cluster wait for
+        each other, which made a batch of Latte take 6 s instead of 0.1 s.
         """
-        ours = (f"labels=[{self.label}]", "environment.environment_variables=[OMP_NUM_THREADS=1]")
-        options = [word for override in (*overrides, *ours) for word in ("--config", override)]
+        ours = (
+            f"labels=[{self.label}]",
+            "environment.environment_variables=[OMP_NUM_THREADS=1]",
+        )
+        options = [
+            word for override in (*overrides, *ours) for word in ("--config", override)
+        ]
         said = self.det("experiment", "create", str(config), str(context), *options)
         found = re.search(r"Created experiment (\d+)", said)
         assert found, said
@@ -211,12 +246,16 @@ class Cluster:
 
 def metrics(trial: client.Trial, group: str) -> list[Metrics]:
     """The reports of a trial, in order."""
-    reports = sorted(trial.iter_metrics(group), key=lambda report: report.steps_completed)
+    reports = sorted(
+        trial.iter_metrics(group), key=lambda report: report.steps_completed
+    )
     return [{"batches": report.steps_completed, **report.metrics} for report in reports]
 
 
 def last_line(trial: client.Trial) -> str:
-    """The last line that a trial wrote into its log; the platform's own name no container."""
+    """The last line that a trial wrote into its log; the platform's own name no
+    container.
+    """
     own = re.compile(r"^\[[^]]*\] [0-9a-f]{8} \|\| (.*)")
     found = [match[1] for line in trial.iter_logs() if (match := own.search(line))]
     return found[-1]
@@ -240,12 +279,18 @@ def docker(*arguments: str) -> str | None:
     command = shutil.which("docker")
     if command is None:
         return None
-    done = subprocess.run([command, *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [command, *arguments], capture_output=True, text=True, check=False
+    )
     return done.stdout if done.returncode == 0 else None
 
 
 def container_of(trial: client.Trial) -> str | None:
-    """The container in which this machine's Docker runs a trial; None if it does not."""
+    """The container in which this machine's Docker runs a trial; None if it does
+    not.
+    """
     label = '{{.ID}} {{.Label "ai.determined.container.description"}}'
     lines = (docker("ps", "--format", label) or "").splitlines()
-    return next((line.split()[0] for line in lines if f"-trial-{trial.id}-" in line), None)
+    return next(
+        (line.split()[0] for line in lines if f"-trial-{trial.id}-" in line), None
+    )

@@ -1,4 +1,6 @@
-"""The task of a trial on a cluster, in this process; a stub takes the place of its master."""
+"""The task of a trial on a cluster, in this process; a stub takes the place of its
+master.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,11 @@ def start_task(
         seed: The trial's seed, which the platform drew.
     """
     trial = SimpleNamespace(
-        _config=config, _steps_completed=0, _debug=False, hparams=hparams, trial_seed=seed
+        _config=config,
+        _steps_completed=0,
+        _debug=False,
+        hparams=hparams,
+        trial_seed=seed,
     )
     info: Any = SimpleNamespace(
         task_type="TRIAL",
@@ -115,7 +121,9 @@ def start_task(
     @contextmanager
     def connected(distributed: object = None) -> Iterator[core.Context]:
         if len(info.slot_ids) > 1 and distributed is None:  # as `core.init` does
-            raise ValueError("you must provide a valid DistributedContext for a multi-slot task")
+            raise ValueError(
+                "you must provide a valid DistributedContext for a multi-slot task"
+            )
         with throwaway_core_context() as core_context:
             core_context.train = master
             core_context.checkpoint = core.DummyCheckpointContext(

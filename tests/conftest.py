@@ -1,4 +1,6 @@
-"""What every test runs with: a fixed seed, one thread, and a skip where there is no CUDA device."""
+"""What every test runs with: a fixed seed, one thread, and a skip where there is no
+CUDA device.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ import joblib  # type: ignore[import-untyped]  # scikit-learn brings it
 import numpy as np
 import pytest
 
-# Before torch is imported: it is inherited by the processes that tests start. They find the
-# repository wherever they start; a server of workers that does not would import nothing ahead.
+# Before torch is imported: it is inherited by the processes that tests start. They find
+# the repository wherever they start; a server of workers that does not would import
+# nothing ahead.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -35,34 +38,46 @@ gc.disable()  # until all tests are imported
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs from a run of anything but the GPU tests, and from the processes that it starts.
+    """Hide GPUs from a run of anything but the GPU tests, and from the processes that
+    it starts.
 
-    Otherwise tests of the CPU would train on them, since a run takes the device that is there. A
-    process that has started CUDA cannot hide them any more, so it is all or nothing.
+    Otherwise tests of the CPU would train on them, since a run takes the device that is
+    there. A process that has started CUDA cannot hide them any more, so it is all or
+    nothing.
     """
-    # The loader of a run that an error ended is collected at a random later moment, and waits so
-    # many seconds for each of its workers: 5 by default.
+    # The loader of a run that an error ended is collected at a random later moment, and
+    # waits so many seconds for each of its workers: 5 by default.
     torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2
-    # A shell has its background jobs ignore SIGINT, which the processes of tests would inherit.
+    # A shell has its background jobs ignore SIGINT, which the processes of tests would
+    # inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("markexpr") != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        for device in ("cuda", "xpu", "mtia"):  # a seed for later has the call stack with it
+        # a seed for later has the call stack with it
+        for device in (
+            "cuda",
+            "xpu",
+            "mtia",
+        ):
             if hasattr(torch, device):  # torch 2.3 has no mtia
                 getattr(torch, device).manual_seed_all = lambda seed: None
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than the cores this container has, since some tests wait; each imports torch."""
+    """One more than the cores this container has, since some tests wait; each imports
+    torch.
+    """
     return min(8, int(joblib.cpu_count()) + 1)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """An empty working directory: the loop copies all code that is in it into every checkpoint.
+    """An empty working directory: the loop copies all code that is in it into every
+    checkpoint.
 
-    TensorBoard's thread may write after a test has gone back to it, so its folder is absolute.
+    TensorBoard's thread may write after a test has gone back to it, so its folder is
+    absolute.
     """
     empty = tmp_path_factory.mktemp("empty")
     with pytest.MonkeyPatch.context() as patch:
@@ -77,16 +92,21 @@ def _elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """The same random numbers whichever tests ran before; one thread sums in one order."""
+    """The same random numbers whichever tests ran before; one thread sums in one
+    order.
+    """
     random.seed(0)
     np.random.seed(0)
-    torch.default_generator.manual_seed(0)  # torch.manual_seed also writes down the call stack
+    # torch.manual_seed also writes down the call stack
+    torch.default_generator.manual_seed(0)
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def _levels_restored() -> Iterator[None]:
-    """Determined's harness and the task of a comparison change what is logged, for good."""
+    """Determined's harness and the task of a comparison change what is logged, for
+    good.
+    """
     loggers = [logging.getLogger(), logging.getLogger("determined.tensorboard")]
     levels = [logger.level for logger in loggers]
     yield
@@ -96,7 +116,9 @@ def _levels_restored() -> Iterator[None]:
 
 @pytest.fixture
 def _deterministic() -> Iterator[None]:
-    """Kernels that give the same numbers every time, and NaN in memory that nothing has written."""
+    """Kernels that give the same numbers every time, and NaN in memory that nothing has
+    written.
+    """
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -105,7 +127,10 @@ def _deterministic() -> Iterator[None]:
 @pytest.fixture
 def _switches_restored() -> Iterator[None]:
     """Torch's switches of TF32 are afterwards what they were."""
-    matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    matmul, cudnn = (
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+    )
     yield
     torch.set_float32_matmul_precision(matmul)
     torch.backends.cudnn.allow_tf32 = cudnn
@@ -113,7 +138,9 @@ def _switches_restored() -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty checkpoint folder; the loop copies the working directory into every checkpoint."""
+    """An empty checkpoint folder; the loop copies the working directory into every
+    checkpoint.
+    """
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     (tmp_path / "checkpoints").mkdir()
@@ -152,11 +179,26 @@ def _workers_import_once() -> None:
 
 # Files that take longest, started first: workers that end together leave no core idle.
 LONGEST = (
-    *("test_search_optimize.py", "test_check.py", "test_check_invariants.py", "test_compiled.py"),
+    *(
+        "test_search_optimize.py",
+        "test_check.py",
+        "test_check_invariants.py",
+        "test_compiled.py",
+    ),
     *("test_score.py", "test_processes.py", "test_compare.py", "test_at_once.py"),
     *("test_package.py", "test_strangers.py", "test_local.py", "test_hostile.py"),
-    *("test_search_study.py", "test_torch_alone.py", "test_imports.py", "test_finder.py"),
-    *("test_any_loop.py", "test_benchmarks_gpu.py", "test_mixed_precision.py", "test_contract.py"),
+    *(
+        "test_search_study.py",
+        "test_torch_alone.py",
+        "test_imports.py",
+        "test_finder.py",
+    ),
+    *(
+        "test_any_loop.py",
+        "test_benchmarks_gpu.py",
+        "test_mixed_precision.py",
+        "test_contract.py",
+    ),
     *("test_no_sync.py", "test_flush.py", "test_unmodified.py", "test_schedule.py"),
     *("test_reports.py", "test_main.py", "test_finder_edges.py", "test_words.py"),
 )
@@ -167,16 +209,20 @@ LONGEST_ID = 60
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from looking at what was imported, millions of objects, again."""
+    """Keep the garbage collector from looking at what was imported, millions of
+    objects, again.
+    """
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """Plain values with their name, `steps=9`, and words for what pytest would call `dtype0`.
+    """Plain values with their name, `steps=9`, and words for what pytest would call
+    `dtype0`.
 
-    Workers of pytest-xdist compare these, so nothing has an address or an order of its own in it.
+    Workers of pytest-xdist compare these, so nothing has an address or an order of its
+    own in it.
     """
     if isinstance(val, enum.Enum):
         return str(val.value)
@@ -199,9 +245,12 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
-    if torch.cuda.is_available() or "GPU_TESTS_ON_CPU" in os.environ:  # see tests/gpu.py
+    # see tests/gpu.py
+    if torch.cuda.is_available() or "GPU_TESTS_ON_CPU" in os.environ:
         return
-    reason = "needs a CUDA device, and `-m gpu`, without which it is hidden: make test-gpu"
+    reason = (
+        "needs a CUDA device, and `-m gpu`, without which it is hidden: make test-gpu"
+    )
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason=reason))

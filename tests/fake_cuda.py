@@ -1,8 +1,9 @@
 """A CUDA device without a GPU, and a count of what makes the host wait for it.
 
-The tensors of `fake_cuda` have shape, dtype and device, and no values: torch's own `FakeTensorMode`
-takes the place of every kernel, so autocast, `GradScaler`, fused optimizers and pinned loaders go
-the way they go on a GPU. Above it `Syncs` sees every call and counts those that would wait.
+The tensors of `fake_cuda` have shape, dtype and device, and no values: torch's own
+`FakeTensorMode` takes the place of every kernel, so autocast, `GradScaler`, fused
+optimizers and pinned loaders go the way they go on a GPU. Above it `Syncs` sees every
+call and counts those that would wait.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ from determined_amp.amp.plain_data import Config, Values
 
 aten = torch.ops.aten
 
-# Autograd asks CUDA for a stream for every tensor it records. Without a driver that call aborts the
-# process, unless torch can put a device guard that does nothing in place of CUDA's.
+# Autograd asks CUDA for a stream for every tensor it records. Without a driver that
+# call aborts the process, unless torch can put a device guard that does nothing in
+# place of CUDA's.
 LACKING = (
     None
     if hasattr(torch._C, "_ensureCUDADeviceGuardSet")
-    else "fake CUDA tensors of this torch need a driver: it has no _ensureCUDADeviceGuardSet"
+    else (
+        "fake CUDA tensors of this torch need a driver: it has no"
+        " _ensureCUDADeviceGuardSet"
+    )
 )
 
 needs_fake_cuda = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
@@ -48,10 +53,9 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Values) -> Any:
 class Syncs(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
     """Counts what makes the host wait for a device, by phase and kind.
 
-    Kinds:
-        read: The host asks for values: `item`, `bool`, `cpu`, `nonzero`, a mask as index.
-        copy: To the device, without `non_blocking` or from memory that is not pinned.
-        wait: `synchronize`.
+    Kinds: read: The host asks for values: `item`, `bool`, `cpu`, `nonzero`, a mask as
+        index. copy: To the device, without `non_blocking` or from memory that is not
+        pinned. wait: `synchronize`.
 
     Args:
         device_type: Whose syncs count.
@@ -115,14 +119,24 @@ class Syncs(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         return None if given.get("non_blocking") and _is_pinned(source) else "copy"
 
     def _holds(self, value: object) -> bool:
-        return isinstance(value, torch.Tensor) and value.device.type == self._device_type
+        return (
+            isinstance(value, torch.Tensor) and value.device.type == self._device_type
+        )
 
 
 def _asks_for_values(func: Any, given: Config) -> bool:
-    """Whether the result or its shape depends on values: torch tags these operators itself."""
-    if func is aten.index.Tensor:  # numbers are looked up on the device, a mask must be counted
-        return any(index.dtype is torch.bool for index in given["indices"] if index is not None)
-    return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
+    """Whether the result or its shape depends on values: torch tags these operators
+    itself.
+    """
+    # numbers are looked up on the device, a mask must be counted
+    if func is aten.index.Tensor:
+        return any(
+            index.dtype is torch.bool for index in given["indices"] if index is not None
+        )
+    return bool(
+        {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+        & set(func.tags)
+    )
 
 
 @contextmanager
@@ -137,17 +151,21 @@ def fake_cuda() -> Iterator[Syncs]:
         patch.setattr(torch.cuda, "Event", partial(_Event, syncs))
         patch.setattr(torch.cuda, "synchronize", lambda device=None: syncs.add("wait"))
         patch.setattr(torch.Tensor, "backward", backward)
-        # Outside of autograd's engine, checkpointing recomputes a block for each of its tensors.
+        # Outside of autograd's engine, checkpointing recomputes a block for each of its
+        # tensors.
         patch.setattr(torch._C, "_current_graph_task_id", lambda: _backwards)
         patch.setattr(nn.Module, "to", _to)
-        # Otherwise torch concludes from `is_available` that it may initialise the device.
+        # Otherwise torch concludes from `is_available` that it may initialise the
+        # device.
         patch.setattr(fake_tensor.FakeTensorMode, "avoid_device_init", True)
         patch.setattr(fake_tensor, "init_gpu_context", lambda device: None)
         patch.setattr(fake_tensor.FakeTensor, "tolist", _tolist)
         patch.setattr(fake_tensor.FakeTensor, "numpy", _numpy, raising=False)
         for module in (_foreach_utils, optimizer):
             patch.setattr(
-                module, "_foreach_supported_types", [torch.Tensor, fake_tensor.FakeTensor]
+                module,
+                "_foreach_supported_types",
+                [torch.Tensor, fake_tensor.FakeTensor],
             )
         with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True), syncs:
             yield syncs
@@ -168,7 +186,8 @@ _CUDA: dict[str, Callable[..., Any]] = {
     "reset_peak_memory_stats": lambda device=None: None,
     "get_rng_state": lambda device=None: torch.random.get_rng_state(),
 }
-# Loaders pin memory for it, and optimizers ask whether its stream is being captured in a graph.
+# Loaders pin memory for it, and optimizers ask whether its stream is being captured in
+# a graph.
 _ACCELERATOR: dict[str, Callable[..., Any]] = {
     "is_available": lambda: True,
     "current_accelerator": lambda check_available=False: torch.device("cuda"),
@@ -203,7 +222,9 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
 
 
 def _tolist(tensor: torch.Tensor) -> list[float]:
-    """One copy to the host, as of a real tensor; that of a fake one reads the values in turn."""
+    """One copy to the host, as of a real tensor; that of a fake one reads the values in
+    turn.
+    """
     return [1.0] * tensor.cpu().numel()
 
 
@@ -227,13 +248,20 @@ class _Event:
 
 
 def _to(
-    module: nn.Module, device: Any = None, *, memory_format: torch.memory_format | None = None
+    module: nn.Module,
+    device: Any = None,
+    *,
+    memory_format: torch.memory_format | None = None,
 ) -> nn.Module:
-    """`nn.Module.to` with new parameters: its own swap refuses fake ones, which are weakly held."""
+    """`nn.Module.to` with new parameters: its own swap refuses fake ones, which are
+    weakly held.
+    """
     for child in module.modules():
         for name, parameter in child._parameters.items():
             if parameter is not None:
-                child._parameters[name] = nn.Parameter(_moved(parameter, device, memory_format))
+                child._parameters[name] = nn.Parameter(
+                    _moved(parameter, device, memory_format)
+                )
         for name, buffer in child._buffers.items():
             if buffer is not None:
                 child._buffers[name] = _moved(buffer, device, memory_format)
@@ -252,8 +280,11 @@ def _moved(
 _backwards = 0
 
 
-def backward(loss: torch.Tensor, gradient: torch.Tensor | None = None, **_: object) -> None:
-    """`Tensor.backward` on this thread: autograd's own, one per device, ask CUDA for streams.
+def backward(
+    loss: torch.Tensor, gradient: torch.Tensor | None = None, **_: object
+) -> None:
+    """`Tensor.backward` on this thread: autograd's own, one per device, ask CUDA for
+    streams.
 
     The nodes are autograd's; only the order in which they are called is found here.
     """
@@ -293,8 +324,11 @@ def _apply(node: Any, received: Mapping[int, torch.Tensor]) -> list[tuple[Any, A
     inputs = []
     for index, metadata in enumerate(node._input_metadata):
         gradient = received.get(index)
-        # What was broadcast in the forward is summed: the engine leaves that to the edges.
-        inputs.append(None if gradient is None else gradient.sum_to_size(metadata.shape))
+        # What was broadcast in the forward is summed: the engine leaves that to the
+        # edges.
+        inputs.append(
+            None if gradient is None else gradient.sum_to_size(metadata.shape)
+        )
     outputs = node(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     edges = zip(node.next_functions, outputs, strict=False)

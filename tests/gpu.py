@@ -1,8 +1,10 @@
-"""The device of `test_gpu.py`: a GPU, or in a dry run the CPU with stand-ins for CUDA's own calls.
+"""The device of `test_gpu.py`: a GPU, or in a dry run the CPU with stand-ins for CUDA's
+own calls.
 
-A dry run (`GPU_TESTS_ON_CPU=1 make test-gpu`) executes every line of those tests, so that no
-mistake in them waits for a machine that has a GPU. What a stand-in cannot show is marked where it
-is asserted: `only_a_gpu_shows`, `only_a_gpu_raises`; and `sized` makes it small.
+A dry run (`GPU_TESTS_ON_CPU=1 make test-gpu`) executes every line of those tests, so
+that no mistake in them waits for a machine that has a GPU. What a stand-in cannot show
+is marked where it is asserted: `only_a_gpu_shows`, `only_a_gpu_raises`; and `sized`
+makes it small.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def only_a_gpu_shows(fact: object) -> bool:
     return DRY_RUN or bool(fact)
 
 
-def only_a_gpu_raises(error: type[Exception], match: str) -> AbstractContextManager[object]:
+def only_a_gpu_raises(
+    error: type[Exception], match: str
+) -> AbstractContextManager[object]:
     """`pytest.raises`; in a dry run the block just runs."""
     return nullcontext() if DRY_RUN else pytest.raises(error, match=match)
 
@@ -47,7 +51,9 @@ def sized(on_a_gpu: T, in_a_dry_run: T) -> T:
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """In a dry run, let what only CUDA has be answered by the host inside this block."""
+    """In a dry run, let what only CUDA has be answered by the host inside this
+    block.
+    """
     if not DRY_RUN:
         yield
         return
@@ -55,7 +61,8 @@ def stand_ins() -> Iterator[None]:
         for name, answer in _CUDA.items():
             patch.setattr(torch.cuda, name, answer)
         patch.setattr(MixedPrecision, "__init__", _as_if_fused(MixedPrecision.__init__))
-        # A convolution's backward in float16 takes a CPU a hundred times as long as in float32.
+        # A convolution's backward in float16 takes a CPU a hundred times as long as in
+        # float32.
         patch.setattr("trials.resnet50.resnet50", training.thin_resnet(1, 1, 1, 1))
         # The compiler makes kernels for a minute; graphs are captured all the same.
         patch.setattr(torch, "compile", partial(_without_kernels, torch.compile))
@@ -100,5 +107,7 @@ def _as_if_fused(make: Callable[..., None]) -> Callable[..., None]:
     return make_fused
 
 
-def _without_kernels(compiler: Callable[..., Any], model: Any, mode: object = None) -> Any:
+def _without_kernels(
+    compiler: Callable[..., Any], model: Any, mode: object = None
+) -> Any:
     return compiler(model, backend="aot_eager")

@@ -1,4 +1,5 @@
-"""Float32 trials with habits of their own, as people write them; none knows of mixed precision.
+"""Float32 trials with habits of their own, as people write them; none knows of mixed
+precision.
 
 They differ in what they do with gradients, optimizers, hooks and graphs.
 """
@@ -32,7 +33,9 @@ class Habit(pytorch.PyTorchTrial):
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         self.context = context
         self.model: Any = context.wrap_model(self.net())
-        self.optimizer = context.wrap_optimizer(self.optimizer_of(list(self.model.parameters())))
+        self.optimizer = context.wrap_optimizer(
+            self.optimizer_of(list(self.model.parameters()))
+        )
 
     def net(self) -> Any:
         return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, CLASSES))
@@ -82,7 +85,9 @@ class ClampsData(Habit):
 
 
 class LoudAtFirst(ClampsData):
-    """The first loss is beyond float16 on the first rank; clamped, its gradients look harmless."""
+    """The first loss is beyond float16 on the first rank; clamped, its gradients look
+    harmless.
+    """
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         self.is_loud = batch_idx == self.context.distributed.get_rank() == 0
@@ -140,7 +145,9 @@ class OwnAccumulation(Habit):
 
 
 class ProjectsGradients(Habit):
-    """Two tasks: takes the gradients of each, drops them, and sets what it makes of both."""
+    """Two tasks: takes the gradients of each, drops them, and sets what it makes of
+    both.
+    """
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         logits, parameters = self.model(batch[0]), list(self.model.parameters())
@@ -150,14 +157,17 @@ class ProjectsGradients(Habit):
             self.context.backward(task, retain_graph=True)
             taken.append([gradient.clone() for gradient in self.gradients()])
         for parameter, first, second in zip(parameters, *taken, strict=True):
-            shared = (first * second).sum().clamp(max=0) / (second.square().sum() + 1e-12)
+            shared = (first * second).sum().clamp(max=0) / (
+                second.square().sum() + 1e-12
+            )
             parameter.grad = first + second - shared * second
         self.step()
         return {"loss": loss}
 
 
 class OffAutocast(Habit):
-    """Has AMP that is switched off, around several steps and a forward without gradients.
+    """Has AMP that is switched off, around several steps and a forward without
+    gradients.
 
     In torch 2.3 autocast would keep the casts of that forward, which have no gradients.
     """
@@ -185,7 +195,9 @@ class SecondOptimizer(Habit):
         self.own = torch.optim.SGD([self.temperature], lr=0.3)
 
     def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        return functional.cross_entropy(self.model(inputs) * self.temperature.exp(), classes)
+        return functional.cross_entropy(
+            self.model(inputs) * self.temperature.exp(), classes
+        )
 
     def step(self) -> None:
         self.context.step_optimizer(self.optimizer)
@@ -198,7 +210,9 @@ class SharedParameters(Habit):
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         super().__init__(context)
-        self.second = context.wrap_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+        self.second = context.wrap_optimizer(
+            torch.optim.SGD(self.model.parameters(), lr=0.1)
+        )
 
     def step(self) -> None:
         self.context.step_optimizer(self.optimizer, auto_zero_grads=False)
@@ -210,7 +224,9 @@ class AlternatingHeads(Habit):
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         self.context = context
-        self.heads = [context.wrap_model(nn.Linear(FEATURES, CLASSES)) for _ in range(2)]
+        self.heads = [
+            context.wrap_model(nn.Linear(FEATURES, CLASSES)) for _ in range(2)
+        ]
         self.optimizers = [
             context.wrap_optimizer(self.optimizer_of(list(head.parameters())))
             for head in self.heads
@@ -233,7 +249,9 @@ class AlternatingHeads(Habit):
 
 
 class Lookahead(torch.optim.Optimizer):
-    """A wrapper that never calls `Optimizer.__init__`; its state holds that of another."""
+    """A wrapper that never calls `Optimizer.__init__`; its state holds that of
+    another.
+    """
 
     def __init__(self, fast: torch.optim.Optimizer) -> None:
         self.fast, self.steps = fast, 0
@@ -311,18 +329,28 @@ class Wgan(Habit):
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         self.context = context
-        self.model = context.wrap_model(nn.Sequential(nn.Linear(4, 16), nn.Linear(16, FEATURES)))
-        self.critic = context.wrap_model(nn.Sequential(nn.Linear(FEATURES, 16), nn.Linear(16, 1)))
+        self.model = context.wrap_model(
+            nn.Sequential(nn.Linear(4, 16), nn.Linear(16, FEATURES))
+        )
+        self.critic = context.wrap_model(
+            nn.Sequential(nn.Linear(FEATURES, 16), nn.Linear(16, 1))
+        )
         self.optimizers = [
-            # By default a gradient of nearly 0 becomes a whole step, whatever its rounding is.
-            context.wrap_optimizer(torch.optim.RMSprop(model.parameters(), lr=0.01, eps=0.01))
+            # By default a gradient of nearly 0 becomes a whole step, whatever its
+            # rounding is.
+            context.wrap_optimizer(
+                torch.optim.RMSprop(model.parameters(), lr=0.01, eps=0.01)
+            )
             for model in (self.model, self.critic)
         ]
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         real, noise = batch[0], random(len(batch[0]), 4)
         for _ in range(3):
-            loss = self.critic(self.model(noise).detach()).mean() - self.critic(real).mean()
+            loss = (
+                self.critic(self.model(noise).detach()).mean()
+                - self.critic(real).mean()
+            )
             self.context.backward(loss)
             self.context.step_optimizer(self.optimizers[1])
             for parameter in self.critic.parameters():
@@ -393,7 +421,9 @@ class GradientsHook(Hooked):
 
     def register(self, logits: torch.Tensor) -> None:
         parameters = list(self.model.parameters())
-        torch.autograd.graph.register_multi_grad_hook(parameters, lambda gradients: None)
+        torch.autograd.graph.register_multi_grad_hook(
+            parameters, lambda gradients: None
+        )
 
 
 class RetainedGradient(Hooked):
@@ -426,7 +456,9 @@ class LoneModuleHook(Habit):
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         super().__init__(context)
         self.last = nn.Tanh()
-        self.last.register_full_backward_hook(lambda module, into, out: tuple(map(clamp, into)))
+        self.last.register_full_backward_hook(
+            lambda module, into, out: tuple(map(clamp, into))
+        )
 
     def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
         return functional.cross_entropy(self.last(self.model(inputs)), classes)
@@ -452,8 +484,12 @@ class Penalty(Habit):
     def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
         inputs = inputs.clone().requires_grad_()
         logits = self.model(inputs)
-        (gradient,) = torch.autograd.grad((logits * 1e-6).sum(), inputs, create_graph=True)
-        return functional.cross_entropy(logits, classes) + (gradient * 1e6).pow(2).mean()
+        (gradient,) = torch.autograd.grad(
+            (logits * 1e-6).sum(), inputs, create_graph=True
+        )
+        return (
+            functional.cross_entropy(logits, classes) + (gradient * 1e6).pow(2).mean()
+        )
 
 
 class FunctionalPenalty(Habit):
@@ -532,16 +568,22 @@ class SparseEmbedding(Habit):
         return TensorDataset(words[:, :-1], words[:, 1:])
 
     def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        return functional.cross_entropy(self.model(inputs).flatten(0, 1), classes.flatten())
+        return functional.cross_entropy(
+            self.model(inputs).flatten(0, 1), classes.flatten()
+        )
 
 
 class Coder(nn.Module):
-    """A model without a forward, as of a VAE or a flow: its methods call its members."""
+    """A model without a forward, as of a VAE or a flow: its methods call its
+    members.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.parts = nn.ModuleList([nn.Linear(FEATURES, 16), nn.Tanh()])
-        self.decoder = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+        self.decoder = nn.Sequential(
+            nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES)
+        )
 
     def encode(self, inputs: torch.Tensor) -> torch.Tensor:
         for part in self.parts:
@@ -556,7 +598,9 @@ class Methods(Habit):
         return Coder()
 
     def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        return functional.cross_entropy(self.model.decoder(self.model.encode(inputs)), classes)
+        return functional.cross_entropy(
+            self.model.decoder(self.model.encode(inputs)), classes
+        )
 
 
 class Traced(Habit):
@@ -599,9 +643,12 @@ class Complex(Habit):
         return Spectral()
 
 
-# What an unmodified trial of each class meets. `REFUSED_IN_FP16` trains as in float32 in all other
-# precisions; the words are a part of the sentence that refuses it.
-_HOOK, _GRAD = "it has a hook in the backward", "it calls torch.autograd.grad or torch.func"
+# What an unmodified trial of each class meets. `REFUSED_IN_FP16` trains as in float32
+# in all other precisions; the words are a part of the sentence that refuses it.
+_HOOK, _GRAD = (
+    "it has a hook in the backward",
+    "it calls torch.autograd.grad or torch.func",
+)
 _OWN_STEP, _MOVES = (
     "itself, which no overflow could skip",
     "moves the weights between two backwards",

@@ -1,7 +1,9 @@
-"""Determined's own loop for a small trial, and what a test asks of the run that it left.
+"""Determined's own loop for a small trial, and what a test asks of the run that it
+left.
 
-A typical test is three lines: `made = fit(Trial, FP16, batches=4)`, what `made` shows, and the
-control. A run needs no folder: it saves where nobody looks, and `Fitted` knows what was saved.
+A typical test is three lines: `made = fit(Trial, FP16, batches=4)`, what `made` shows,
+and the control. A run needs no folder: it saves where nobody looks, and `Fitted` knows
+what was saved.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class Reports(core.DummyTrainContext):
     def _report_trial_metrics(
         self, group: str, steps_completed: int, metrics: Metrics, *others: Any
     ) -> None:
-        (self.training if group == "training" else self.validation).append(dict(metrics))
+        (self.training if group == "training" else self.validation).append(
+            dict(metrics)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +102,9 @@ def content(saved: Path) -> Values:
 
 
 class _Loop(SafeController):
-    """A loop that goes on after `first_batch`, as on a cluster; `Trainer` starts at 0 without."""
+    """A loop that goes on after `first_batch`, as on a cluster; `Trainer` starts at 0
+    without.
+    """
 
     def __init__(self, first_batch: int, is_another_trial: bool, **given: Any) -> None:
         super().__init__(**{**given, "steps_completed": first_batch})
@@ -169,7 +175,8 @@ def fit(
         amp: The section `hyperparameters.amp`; None leaves it out.
         batches: Length of the whole run.
         resume: The run to go on from.
-        warm_start: Whether this is another trial, which takes weights alone from that run.
+        warm_start: Whether this is another trial, which takes weights alone from that
+            run.
         folder: Where checkpoints go, if a test looks there.
         processes: The ranks, which take the batches in turn; by default there is one.
         reporting_period: Batches.
@@ -192,11 +199,15 @@ def fit(
         section = {} if amp is None else {"amp": dict(amp)}
         everything = {"global_batch_size": size, **section, **(hparams or {})}
         torch.manual_seed(0)
-        context = context_of(core_context, everything, first_batch=first_batch, **of_the_context)
+        context = context_of(
+            core_context, everything, first_batch=first_batch, **of_the_context
+        )
         trial = make_trial(context)
         every = {"checkpoint": checkpoint_period, "validation": validation_period}
         periods: Values = {
-            f"{name}_period": pytorch.Batch(period) for name, period in every.items() if period
+            f"{name}_period": pytorch.Batch(period)
+            for name, period in every.items()
+            if period
         }
         pytorch.Trainer(trial, context).fit(
             max_length=pytorch.Batch(batches),
@@ -210,17 +221,23 @@ def fit(
 
 
 def as_it_is(trial: Callable[..., Any], amp: Section) -> MakeTrial:
-    """Makes a trial with mixed precision from outside; one that has its own is left alone."""
+    """Makes a trial with mixed precision from outside; one that has its own is left
+    alone.
+    """
     settings = read_section(AmpSettings, amp, "amp")
     return lambda context: make_with_amp(trial, context, settings)
 
 
 def fit_as_it_is(trial: Callable[..., Any], amp: Section, **options: Any) -> Fitted:
-    """Train a trial whose code knows nothing of mixed precision, by default on 8 batches."""
+    """Train a trial whose code knows nothing of mixed precision, by default on 8
+    batches.
+    """
     return fit(as_it_is(trial, amp), amp, **{"batches": 8, **options})
 
 
-def refusal(make_trial: MakeTrial, amp: Section | None, *, batches: int = 2, **options: Any) -> str:
+def refusal(
+    make_trial: MakeTrial, amp: Section | None, *, batches: int = 2, **options: Any
+) -> str:
     """What the run of a trial is refused with."""
     with pytest.raises(ConfigError) as raised:
         fit(make_trial, amp, batches=batches, **options)
@@ -228,12 +245,16 @@ def refusal(make_trial: MakeTrial, amp: Section | None, *, batches: int = 2, **o
 
 
 def same_bits(*states: Any) -> bool:
-    """Whether these are equal to the last bit: tensors, and containers and plain values of them."""
+    """Whether these are equal to the last bit: tensors, and containers and plain values
+    of them.
+    """
     return len({digest(state) for state in states}) == 1
 
 
 def loader(rows: Sequence[Sequence[float]]) -> pytorch.DataLoader:
-    """Batches in order: each row is one, its numbers are its samples, (B, 1) float32."""
+    """Batches in order: each row is one, its numbers are its samples, (B, 1)
+    float32.
+    """
     (size,) = {len(row) for row in rows}
     samples = torch.tensor(rows, dtype=torch.float32).reshape(-1, 1)
     return pytorch.DataLoader(TensorDataset(samples), batch_size=size)
@@ -249,7 +270,9 @@ class _Processes:
 
 
 class Context:
-    """As much of a trial's context as metrics and mixed precision use, without a loop."""
+    """As much of a trial's context as metrics and mixed precision use, without a
+    loop.
+    """
 
     device = torch.device("cpu")
     _aggregation_frequency = 1

@@ -1,14 +1,16 @@
-"""Kill one run 12 times at random moments, resume it each time, and see that nothing is lost.
+"""Kill one run 12 times at random moments, resume it each time, and see that nothing is
+lost.
 
     OMP_NUM_THREADS=1 python -m tests.killed_rounds FOLDER [SEED]
 
-A fresh process spends seconds on imports. So the process of the rounds imports everything and then
-forks a child per round, which is a fresh process in all that a run could notice. The test in
-`test_hostile.py` makes it a fork of its own process.
+A fresh process spends seconds on imports. So the process of the rounds imports
+everything and then forks a child per round, which is a fresh process in all that a run
+could notice. The test in `test_hostile.py` makes it a fork of its own process.
 
-After every round each visible checkpoint must load whole, and the newest may not be older than it
-was. At the end the weights, the optimizer, the scaler, the counts and the random state must be
-those of a run that nobody disturbed, and every report must be there once.
+After every round each visible checkpoint must load whole, and the newest may not be
+older than it was. At the end the weights, the optimizer, the scaler, the counts and the
+random state must be those of a run that nobody disturbed, and every report must be
+there once.
 """
 
 from __future__ import annotations
@@ -28,13 +30,15 @@ from determined_amp.local.checkpoint_storage import complete_checkpoints, read_m
 from tests import training
 from tests.training import fork, wait
 
-# What a run imports only when it needs it; a child would import it again in every round.
+# What a run imports only when it needs it; a child would import it again in every
+# round.
 IMPORTED_LATE = (
     *("sklearn.datasets", "sklearn.model_selection", "torch.utils.tensorboard"),
     "trials.mlp",
 )
 
-# In an empty working directory: the loop copies all code that is there into every checkpoint.
+# In an empty working directory: the loop copies all code that is there into every
+# checkpoint.
 MINE = "from trials.mlp import MLPTrial\n\n\nclass MyTrial(MLPTrial):\n    pass\n"
 
 ROUNDS = 12
@@ -45,7 +49,8 @@ LONG = (
     "hyperparameters.warmup_steps=2",
     "hyperparameters.aggregation_frequency=5",
     "hyperparameters.amp.growth_interval=3",
-    "hyperparameters.amp.max_skip_ratio=1",  # a report is of one step, and some overflow
+    # a report is of one step, and some overflow
+    "hyperparameters.amp.max_skip_ratio=1",
     f"hyperparameters.training.max_length.batches={BATCHES}",
     "hyperparameters.training.validation_period.batches=60",
     "hyperparameters.training.checkpoint_period.batches=5",
@@ -54,10 +59,14 @@ LONG = (
 
 
 def start_or_resume(folder: Path) -> int:
-    """What a user would do after a kill: resume, or start anew if nothing was saved yet."""
+    """What a user would do after a kill: resume, or start anew if nothing was saved
+    yet.
+    """
     if complete_checkpoints(folder / "checkpoints"):
         return train.main(["--resume", str(folder)])
-    return train.main([*training.arguments("mlp/amp.yaml", *LONG), "--run-folder", str(folder)])
+    return train.main(
+        [*training.arguments("mlp/amp.yaml", *LONG), "--run-folder", str(folder)]
+    )
 
 
 def newest_batch(folder: Path) -> int:
@@ -73,7 +82,9 @@ def load_every_checkpoint(folder: Path) -> None:
         assert read_metadata(path)["steps_completed"] == batches
         content = training.checkpoint(folder, batches)
         assert (
-            content["callbacks"]["determined_amp.mixed_precision"]["optimizers"][0]["attempted"]
+            content["callbacks"]["determined_amp.mixed_precision"]["optimizers"][0][
+                "attempted"
+            ]
             == batches // 5
         )
         assert (path / "code" / "mine.py").read_text() == MINE
@@ -91,7 +102,9 @@ def compare(folder: Path, undisturbed: Path) -> None:
 
 
 def check(work: Callable[[], int | None], log: Path) -> None:
-    """Run a check in a child: a parent that computes has threads, and a fork of it could hang."""
+    """Run a check in a child: a parent that computes has threads, and a fork of it
+    could hang.
+    """
     if wait(fork(work, log)):
         raise SystemExit(f"failed, see the end of it:\n{log.read_text()[-4000:]}")
 
@@ -110,7 +123,9 @@ def wait_for_checkpoint(folder: Path, child: int) -> None:
 
 
 def measure(folder: Path, log: Path) -> tuple[float, float]:
-    """Run undisturbed; seconds until the first checkpoint, and from there to the end."""
+    """Run undisturbed; seconds until the first checkpoint, and from there to the
+    end.
+    """
     begin = time.monotonic()
     child = fork(lambda: start_or_resume(folder), log)
     wait_for_checkpoint(folder, child)
@@ -120,22 +135,30 @@ def measure(folder: Path, log: Path) -> tuple[float, float]:
     return first - begin, time.monotonic() - first
 
 
-def kill_round(folder: Path, log: Path, delay: float, number: signal.Signals, early: bool) -> int:
-    """Resume, and kill `delay` seconds after the start or the first checkpoint; exit status."""
+def kill_round(
+    folder: Path, log: Path, delay: float, number: signal.Signals, early: bool
+) -> int:
+    """Resume, and kill `delay` seconds after the start or the first checkpoint; exit
+    status.
+    """
     child = fork(lambda: start_or_resume(folder), log)
     if not early:
         wait_for_checkpoint(folder, child)
     time.sleep(delay)
-    os.kill(child, number)  # one that has ended is still there: nobody has waited for it
+    # one that has ended is still there: nobody has waited for it
+    os.kill(child, number)
     return wait(child)
 
 
-def kill_all_rounds(folder: Path, log: Path, seed: int, startup: float, rest: float) -> int:
+def kill_all_rounds(
+    folder: Path, log: Path, seed: int, startup: float, rest: float
+) -> int:
     """12 kills spread over the run; how many of them met it training.
 
-    Every fifth comes at a random moment of the start. The other 10 come after a checkpoint and a
-    delay uniform in [0, rest / 10]. A run makes 36 checkpoints, so that is 2 more on average, and
-    SIGTERM lets it make another: in all 10 * 3 + 5 of the 36.
+    Every fifth comes at a random moment of the start. The other 10 come after a
+    checkpoint and a delay uniform in [0, rest / 10]. A run makes 36 checkpoints, so
+    that is 2 more on average, and SIGTERM lets it make another: in all 10 * 3 + 5 of
+    the 36.
     """
     draw = random.Random(seed)
     before, met = 0, 0
@@ -167,7 +190,9 @@ def main(root: Path, seed: int) -> None:
     for module in IMPORTED_LATE:
         importlib.import_module(module)
     threads = len(os.listdir("/proc/self/task"))
-    assert threads == threading.active_count() == 1, f"{threads} threads: a fork could hang"
+    assert threads == threading.active_count() == 1, (
+        f"{threads} threads: a fork could hang"
+    )
     log, folder, undisturbed = root / "log.txt", root / "killed", root / "undisturbed"
     work = root / "work"
     work.mkdir()
@@ -175,7 +200,9 @@ def main(root: Path, seed: int) -> None:
     sys.path.insert(0, str(work))
     os.chdir(work)
     startup, rest = measure(undisturbed, log)
-    print(f"undisturbed: first checkpoint after {startup:.2f} s, end {rest:.2f} s later")
+    print(
+        f"undisturbed: first checkpoint after {startup:.2f} s, end {rest:.2f} s later"
+    )
     met = kill_all_rounds(folder, log, seed, startup, rest)
     check(lambda: start_or_resume(folder), log)
     check(lambda: compare(folder, undisturbed), log)

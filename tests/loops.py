@@ -21,7 +21,9 @@ from determined_amp.amp.tensors import parameters_of
 from tests.harness import Fitted, fit
 
 # So large that the first steps overflow; and it grows soon enough to overflow again.
-FP16 = AmpSettings(Precision.AMP_FP16, init_scale=2.0**22, growth_interval=3, audit=False)
+FP16 = AmpSettings(
+    Precision.AMP_FP16, init_scale=2.0**22, growth_interval=3, audit=False
+)
 BATCHES, RATE = 24, 0.05
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -34,12 +36,17 @@ def make_model() -> nn.Module:
 def make_batches() -> list[Batch]:
     generator = torch.Generator().manual_seed(2)
     return [
-        (torch.randn(4, 6, generator=generator), torch.randint(3, (4,), generator=generator))
+        (
+            torch.randn(4, 6, generator=generator),
+            torch.randint(3, (4,), generator=generator),
+        )
         for _ in range(BATCHES)
     ]
 
 
-def cross_entropy(amp: Any, models: list[Any], images: Any, labels: Any) -> list[torch.Tensor]:
+def cross_entropy(
+    amp: Any, models: list[Any], images: Any, labels: Any
+) -> list[torch.Tensor]:
     with amp.autocast():
         return [functional.cross_entropy(model(images), labels) for model in models]
 
@@ -49,8 +56,10 @@ class Case:
     """What a training does.
 
     Args:
-        losses: Of its models on images and labels; the first argument has autocast and the scaler.
-        max_norms: A clip for the optimizer of each model; without one nothing is to be unscaled.
+        losses: Of its models on images and labels; the first argument has autocast and
+            the scaler.
+        max_norms: A clip for the optimizer of each model; without one nothing is to be
+            unscaled.
         settings: The precision, and all else.
         fused: Whether the optimizers are.
         schedule: Makes a scheduler of an optimizer; None for a constant rate.
@@ -117,7 +126,9 @@ class Training:
     def __init__(self, case: Case, amp: Any, window: int = 1) -> None:
         self.case, self.amp, self.window = case, amp, window
         self.models = [amp.prepare(make_model()) for _ in case.max_norms]
-        self.optimizers = [amp.wrap_optimizer(case.optimizer(model)) for model in self.models]
+        self.optimizers = [
+            amp.wrap_optimizer(case.optimizer(model)) for model in self.models
+        ]
         if case.schedule is not None:
             for optimizer in self.optimizers:
                 amp.wrap_lr_scheduler(case.schedule(optimizer))
@@ -138,9 +149,13 @@ class Training:
                 self.end_window()
 
     def step(self) -> None:
-        for optimizer, max_norm in zip(self.optimizers, self.case.max_norms, strict=True):
+        for optimizer, max_norm in zip(
+            self.optimizers, self.case.max_norms, strict=True
+        ):
             if self.window > 1:
-                gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+                gradients = [
+                    p.grad for p in parameters_of(optimizer) if p.grad is not None
+                ]
                 torch._foreach_div_(gradients, float(self.window))
             if max_norm is not None:
                 self.amp.clip_gradients(optimizer, max_norm)
@@ -154,7 +169,10 @@ class Training:
 def bits_of(made: Any) -> list[torch.Tensor]:
     """The weights, the rates and the loss scale of a loop or a trial."""
     weights = [p.detach().clone() for model in made.models for p in model.parameters()]
-    rates = [torch.as_tensor(o.param_groups[0]["lr"]).double().clone() for o in made.optimizers]
+    rates = [
+        torch.as_tensor(o.param_groups[0]["lr"]).double().clone()
+        for o in made.optimizers
+    ]
     return [*weights, *rates, torch.as_tensor(made.amp.loss_scale()).clone()]
 
 
@@ -178,7 +196,9 @@ class SmallLoop:
 
     def loss(self) -> torch.Tensor:
         with self.amp.autocast():
-            return functional.cross_entropy(self.model(self.inputs), self.inputs[:, :4].argmax(1))
+            return functional.cross_entropy(
+                self.model(self.inputs), self.inputs[:, :4].argmax(1)
+            )
 
     def step(self) -> float:
         loss = self.loss()
@@ -192,24 +212,36 @@ class SmallLoop:
 class Trial(pytorch.PyTorchTrial):
     """A case as a trial; `bits` as of a `Training`."""
 
-    def __init__(self, context: pytorch.PyTorchTrialContext, case: Case, window: int = 1) -> None:
+    def __init__(
+        self, context: pytorch.PyTorchTrialContext, case: Case, window: int = 1
+    ) -> None:
         self.context, self.case, self.window = context, case, window
         self.amp = MixedPrecision(context, case.settings)
-        self.models = [context.wrap_model(self.amp.prepare(make_model())) for _ in case.max_norms]
-        self.optimizers = [context.wrap_optimizer(case.optimizer(model)) for model in self.models]
+        self.models = [
+            context.wrap_model(self.amp.prepare(make_model())) for _ in case.max_norms
+        ]
+        self.optimizers = [
+            context.wrap_optimizer(case.optimizer(model)) for model in self.models
+        ]
         if case.schedule is not None:
             for optimizer in self.optimizers:
                 self.amp.wrap_lr_scheduler(case.schedule(optimizer))
         self.bits: list[list[torch.Tensor]] = []
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
+    def train_batch(
+        self, batch: Any, epoch_idx: int, batch_idx: int
+    ) -> dict[str, float]:
         losses = self.case.losses(self.amp, self.models, *batch)
         for loss in losses:
             scaled = self.amp.scaler.scale(loss)
             self.context.backward(scaled, retain_graph=loss is not losses[-1])
-        for optimizer, max_norm in zip(self.optimizers, self.case.max_norms, strict=True):
+        for optimizer, max_norm in zip(
+            self.optimizers, self.case.max_norms, strict=True
+        ):
             clip = None if max_norm is None else self.amp.clip(optimizer, max_norm)
-            self.context.step_optimizer(optimizer, clip_grads=clip, scaler=self.amp.scaler)
+            self.context.step_optimizer(
+                optimizer, clip_grads=clip, scaler=self.amp.scaler
+            )
         reported = self.amp.update(losses[0], samples=len(batch[1]))
         if (batch_idx + 1) % self.window == 0:
             self.bits.append(bits_of(self))

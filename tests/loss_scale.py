@@ -44,7 +44,9 @@ def looked_at(
     **hyperparameters: float,
 ) -> T:
     """`work` on the first batches of a trial, after some real steps on them."""
-    with open_trial(experiment_in(config(trial, **hyperparameters), trial.__name__)) as found:
+    with open_trial(
+        experiment_in(config(trial, **hyperparameters), trial.__name__)
+    ) as found:
         small, context = found.trial, found.context
         assert isinstance(small, SmallTrial)
 
@@ -58,7 +60,9 @@ def looked_at(
 
 def skipped_steps(trial: Trial, steps: int, init_scale: float) -> int:
     """Of a real training from the first batch on."""
-    with open_trial(experiment_in(config(trial, init_scale=init_scale), trial.__name__)) as found:
+    with open_trial(
+        experiment_in(config(trial, init_scale=init_scale), trial.__name__)
+    ) as found:
         assert isinstance(found.trial, SmallTrial)
         train(found.trial, steps)
         return found.trial.skipped_steps
@@ -80,16 +84,22 @@ def train(trial: SmallTrial, steps: int) -> None:
 
 def prediction_of(modules: Mapping[str, Mapping[int, int]]) -> Prediction:
     """Of one tensor in each module."""
-    tensors = {Source(name, "mm", 0, (1,)): histogram(at) for name, at in modules.items()}
+    tensors = {
+        Source(name, "mm", 0, (1,)): histogram(at) for name, at in modules.items()
+    }
     return Prediction(tensors)
 
 
 def histogram(values_by_log2: Mapping[int, int], zeros: int = 0) -> Histogram:
     """So many values of each power of two."""
-    counts = {0.0: zeros, **{2.0**power: count for power, count in values_by_log2.items()}}
+    counts = {
+        0.0: zeros,
+        **{2.0**power: count for power, count in values_by_log2.items()},
+    }
     magnitudes = sorted(magnitude for magnitude, count in counts.items() if count)
     return Histogram(
-        np.array(magnitudes), np.array([counts[magnitude] for magnitude in magnitudes], dtype=int)
+        np.array(magnitudes),
+        np.array([counts[magnitude] for magnitude in magnitudes], dtype=int),
     )
 
 

@@ -13,7 +13,9 @@ from trials.mlp import MLPTrial
 class FullDiskTrial(MLPTrial):
     """Its run folder cannot be written any more, until the file `free` is there."""
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
+    def train_batch(
+        self, batch: Any, epoch_idx: int, batch_idx: int
+    ) -> dict[str, float]:
         if batch_idx == 4 and not Path("free").exists():
             file = self.context.get_tensorboard_path() / "events"
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
@@ -21,7 +23,9 @@ class FullDiskTrial(MLPTrial):
 
 
 class LeavingTrial(MLPTrial):
-    """Notes its process, a line in the file `pids` of the current directory, and leaves it."""
+    """Notes its process, a line in the file `pids` of the current directory, and leaves
+    it.
+    """
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)

@@ -1,10 +1,12 @@
-"""Plants faults in a module, one at a time, and lists those that its tests do not notice.
+"""Plants faults in a module, one at a time, and lists those that its tests do not
+notice.
 
-`make mutants MODULE=determined_amp/amp/scaler.py` starts this. mutmut makes the faults and runs the
-tests, in a copy of the checkout: the source stays as it is. A folder has thousands of faults; with
-SAMPLE=100 a hundred of them are drawn, the same ones each time. `ROOMS` has the tests of a folder,
-and `AFTERWARDS` those that are asked about the faults that the first leave. What only runs while a
-module is imported cannot be judged: it counts as not noticed.
+`make mutants MODULE=determined_amp/amp/scaler.py` starts this. mutmut makes the faults
+and runs the tests, in a copy of the checkout: the source stays as it is. A folder has
+thousands of faults; with SAMPLE=100 a hundred of them are drawn, the same ones each
+time. `ROOMS` has the tests of a folder, and `AFTERWARDS` those that are asked about the
+faults that the first leave. What only runs while a module is imported cannot be judged:
+it counts as not noticed.
 """
 
 from __future__ import annotations
@@ -22,13 +24,38 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-# The tests that ask a whole room: those written for it, without those that start other programs,
-# which mutmut cannot follow, and without test_scaled_gradients, which reads the stack of its calls.
+# The tests that ask a whole room: those written for it, without those that start other
+# programs, which mutmut cannot follow, and without test_scaled_gradients, which reads
+# the stack of its calls.
 ROOMS = {
     "amp": (
-        *("accumulation", "amp", "any_loop", "audit", "casts", "clips", "compiled", "diagnosis"),
-        *("equivalence", "guard", "held_schedulers", "islands", "loading", "mean_metrics"),
-        *("metrics", "mistakes", "precision", "rehearsal", "scaler", "schedule", "settings"),
+        *(
+            "accumulation",
+            "amp",
+            "any_loop",
+            "audit",
+            "casts",
+            "clips",
+            "compiled",
+            "diagnosis",
+        ),
+        *(
+            "equivalence",
+            "guard",
+            "held_schedulers",
+            "islands",
+            "loading",
+            "mean_metrics",
+        ),
+        *(
+            "metrics",
+            "mistakes",
+            "precision",
+            "rehearsal",
+            "scaler",
+            "schedule",
+            "settings",
+        ),
         *("several_optimizers", "steps", "tensors"),
     ),
     "check": ("check", "amp_examples"),
@@ -39,10 +66,24 @@ ROOMS = {
         "yaml_text",
     ),
     "finder": (
-        *("find_loss_scale", "finder", "finder_edges", "finder_strangers", "flush", "found_scale"),
+        *(
+            "find_loss_scale",
+            "finder",
+            "finder_edges",
+            "finder_strangers",
+            "flush",
+            "found_scale",
+        ),
         *("gradient_recorder", "histogram", "prediction", "scale_finding", "score"),
     ),
-    "local": ("local", "checkpoint", "resume", "run_folder", "local_reports", "strangers"),
+    "local": (
+        "local",
+        "checkpoint",
+        "resume",
+        "run_folder",
+        "local_reports",
+        "strangers",
+    ),
     "report": (
         *("reports", "reports_cluster", "reports_figure", "reports_precision"),
         *("reports_precision_verdict", "reports_sources"),
@@ -51,17 +92,37 @@ ROOMS = {
     "search": ("search_plan", "search_space", "search_study"),
     "trial": (
         *("accumulation", "amp", "audit", "checkpoint", "contract", "equivalence"),
-        *("found_at_start", "guard", "metrics", "misplaced", "mistakes", "mixed_precision"),
+        *(
+            "found_at_start",
+            "guard",
+            "metrics",
+            "misplaced",
+            "mistakes",
+            "mixed_precision",
+        ),
         *("private_names", "resume", "run_folder", "schedule", "score", "unmodified"),
     ),
 }
 
-# Those that take long or start other programs: mutmut does not see which faults a program reaches.
+# Those that take long or start other programs: mutmut does not see which faults a
+# program reaches.
 AFTERWARDS = {
     "check": ("check", "check_invariants"),
     "cli": ("check", "main", "search_optimize", "words"),
-    "determined_amp": ("imports", "main", "search_cluster", "search_strangers", "words"),
-    "experiment": ("at_once", "processes", "search_command", "search_strangers", "words"),
+    "determined_amp": (
+        "imports",
+        "main",
+        "search_cluster",
+        "search_strangers",
+        "words",
+    ),
+    "experiment": (
+        "at_once",
+        "processes",
+        "search_command",
+        "search_strangers",
+        "words",
+    ),
     "local": ("hostile", "main", "processes", "finder"),
     "report": ("compare",),
     "runs": ("local", "reports_precision"),
@@ -100,18 +161,25 @@ track_dependencies = 0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
-    parser.add_argument("module", help="such as determined_amp/amp/scaler.py, or a folder")
     parser.add_argument(
-        "tests", nargs="*", help="by default test_NAME.py of a file, or ROOMS of a folder"
+        "module", help="such as determined_amp/amp/scaler.py, or a folder"
+    )
+    parser.add_argument(
+        "tests",
+        nargs="*",
+        help="by default test_NAME.py of a file, or ROOMS of a folder",
     )
     options = parser.parse_args(arguments)
     name = Path(options.module).stem
-    tests = options.tests or [f"tests/test_{part}.py" for part in ROOMS.get(name, [name])]
+    tests = options.tests or [
+        f"tests/test_{part}.py" for part in ROOMS.get(name, [name])
+    ]
     for path in (options.module, *(test.partition("::")[0] for test in tests)):
         if not (ROOT / path).is_file() and not (ROOT / path).is_dir():
             print(
-                f"{path}: no such file; allowed: make mutants MODULE=determined_amp/ROOM/NAME.py, "
-                "with TESTS='tests/test_A.py tests/test_B.py' where tests/test_NAME.py is missing",
+                f"{path}: no such file; allowed: make mutants "
+                "MODULE=determined_amp/ROOM/NAME.py, with TESTS='tests/test_A.py "
+                "tests/test_B.py' where tests/test_NAME.py is missing",
                 file=sys.stderr,
             )
             return 2
@@ -131,14 +199,21 @@ def _plant(folder: Path, module: str, tests: Sequence[str]) -> int:
         "tests": tests,
         "copied": [*others, ".detignore"],
     }
-    indented = {name: "\n".join(f"    {item}" for item in items) for name, items in lists.items()}
+    indented = {
+        name: "\n".join(f"    {item}" for item in items)
+        for name, items in lists.items()
+    }
     (folder / "setup.cfg").write_text(_SETTINGS.format(**indented))
     planted = _planted(folder)
-    status = _mutmut(folder, "run", "--max-children", os.environ.get("WORKERS", "1"), *planted)
+    status = _mutmut(
+        folder, "run", "--max-children", os.environ.get("WORKERS", "1"), *planted
+    )
     if status:
         return status
     survivors = 0
-    afterwards = [f"tests/test_{part}.py" for part in AFTERWARDS.get(Path(module).stem, ())]
+    afterwards = [
+        f"tests/test_{part}.py" for part in AFTERWARDS.get(Path(module).stem, ())
+    ]
     for line in _said(folder, "results").splitlines():
         name, _, verdict = line.strip().partition(": ")
         left = name in planted and verdict in ("survived", "no tests")
@@ -155,16 +230,30 @@ def _is_noticed(folder: Path, name: str, tests: Sequence[str]) -> bool:
     """Whether one of these tests fails with this fault, in whatever process."""
     if not tests:
         return False
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *tests,
+    ]
     known = {**os.environ, "MUTANT_UNDER_TEST": name}
     where = folder / "mutants"
-    asked = subprocess.run(command, check=False, cwd=where, env=known, capture_output=True)
+    asked = subprocess.run(
+        command, check=False, cwd=where, env=known, capture_output=True
+    )
     return asked.returncode == 1
 
 
 def _planted(folder: Path) -> list[str]:
-    """The names of the faults: all of them, or as many as `SAMPLE` says, drawn at random."""
-    # mutmut makes all faults, and sees which tests reach them, before it looks for this name.
+    """The names of the faults: all of them, or as many as `SAMPLE` says, drawn at
+    random.
+    """
+    # mutmut makes all faults, and sees which tests reach them, before it looks for this
+    # name.
     command = [sys.executable, "-m", "mutmut", "run", "no such fault"]
     subprocess.run(command, check=False, cwd=folder, capture_output=True)
     names: list[str] = []
@@ -182,7 +271,9 @@ def _modules(room: str) -> list[str]:
 def _copy_checkout(folder: Path) -> None:
     """What git knows or does not ignore, as it is now."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    names = subprocess.run(
+        command, cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
     for name in filter(None, names.split("\0")):
         if (ROOT / name).is_file():  # not one that was deleted
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -191,7 +282,9 @@ def _copy_checkout(folder: Path) -> None:
 
 def _changed(difference: str) -> str:
     lines = difference.splitlines()
-    return "\n".join(x for x in lines if x[:1] in ("-", "+") and x[:3] not in ("---", "+++"))
+    return "\n".join(
+        x for x in lines if x[:1] in ("-", "+") and x[:3] not in ("---", "+++")
+    )
 
 
 def _mutmut(folder: Path, *arguments: str) -> int:
@@ -201,7 +294,9 @@ def _mutmut(folder: Path, *arguments: str) -> int:
 
 def _said(folder: Path, *arguments: str) -> str:
     command = [sys.executable, "-m", "mutmut", *arguments]
-    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        command, cwd=folder, check=True, capture_output=True, text=True
+    ).stdout
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Parts of `benchmarks.gpu` that go wrong in every way they can, and one that does not."""
+"""Parts of `benchmarks.gpu` that go wrong in every way they can, and one that does
+not.
+"""
 
 from __future__ import annotations
 

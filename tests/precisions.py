@@ -1,4 +1,6 @@
-"""Runs made by hand for the tests of comparisons, in memory or as folders: the answer is known."""
+"""Runs made by hand for the tests of comparisons, in memory or as folders: the answer
+is known.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,14 @@ from determined_amp.runs.run import Part, Report, Reports, Run, RunState, judged
 from determined_amp.search.search_folder import Search
 
 GPU, CPU = "NVIDIA H100", "cpu"
-# As `resolved.yaml` has it; `test_reports_precision` holds it against one of a real run.
+# As `resolved.yaml` has it; `test_reports_precision` holds it against one of a real
+# run.
 RESOLVED: dict[str, Any] = {
-    "searcher": {"metric": "validation_loss", "smaller_is_better": True, "name": "single"},
+    "searcher": {
+        "metric": "validation_loss",
+        "smaller_is_better": True,
+        "name": "single",
+    },
     "reproducibility": {"experiment_seed": 0},
     "name": "a-name",
     "resources": {"slots_per_trial": 1},
@@ -77,7 +84,8 @@ def record_of(
         accuracy: After the last batch; it was 0.5 half way.
         loss: The same; half of what the accuracy leaves by default.
         speed: Samples per second of every report but the first, which says 1.
-        memory: Peak MiB of every report but the first, in which cuDNN tries algorithms: four times.
+        memory: Peak MiB of every report but the first, in which cuDNN tries algorithms:
+            four times.
         device: What it ran on.
         last_batch: After which it ended; only that of batch 100 is validated.
         settings: Changes of `RESOLVED`, by dotted name.
@@ -87,7 +95,10 @@ def record_of(
         audit_share: Of the first report.
         end: What the run wrote down when it ended; None if it did not.
     """
-    changes = {"hyperparameters.amp.precision": precision, "reproducibility.experiment_seed": seed}
+    changes = {
+        "hyperparameters.amp.precision": precision,
+        "reproducibility.experiment_seed": seed,
+    }
     made = made_on(device)
     part = {
         "first_batch": 0,
@@ -107,13 +118,19 @@ def record_of(
     lines: list[dict[str, Any]] = [
         {"group": "training", **TRAINED, **trials, "samples_per_second": 1.0, **first},
         {"group": "validation", "validation_accuracy": 0.5, "validation_loss": 1.0},
-        *({"group": "training", **TRAINED, **peak, "samples_per_second": s} for s in speeds),
+        *(
+            {"group": "training", **TRAINED, **peak, "samples_per_second": s}
+            for s in speeds
+        ),
     ]
     lines[-1].update(trained)
     for i, line in enumerate(lines):
         line["batches"] = last_batch * (i + 1) // len(lines)
     if last_batch == 100:
-        final = {"validation_accuracy": accuracy, "validation_loss": loss or (1 - accuracy) / 2}
+        final = {
+            "validation_accuracy": accuracy,
+            "validation_loss": loss or (1 - accuracy) / 2,
+        }
         lines.append({"group": "validation", **final, "batches": 100})
     return record, lines
 
@@ -129,7 +146,9 @@ def write_record(
     """A run folder with this record and these reports."""
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps(record))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     return folder
 
 
@@ -137,7 +156,9 @@ def run(precision: str, seed: int = 1, name: str | None = None, **options: Any) 
     """A run as it is read from a folder, see `record_of`."""
     record, lines = record_of(precision, seed, **options)
     (part,) = record["parts"]
-    reports = Reports((line["group"], Report.read(line["batches"], line)) for line in lines)
+    reports = Reports(
+        (line["group"], Report.read(line["batches"], line)) for line in lines
+    )
     state, reason = RunState(record["state"]), record["reason"]
     state, reason = judged(state, reason, part["settings"], reports)
     parts = (Part(**{**part, "machine": Machine(**part["machine"])}),)
@@ -146,7 +167,9 @@ def run(precision: str, seed: int = 1, name: str | None = None, **options: Any) 
 
 def seeds(precision: str, values: Sequence[float], **others: Any) -> list[Run]:
     """A run per accuracy, of seeds 1, 2, 3 and so on."""
-    return [run(precision, seed, accuracy=x, **others) for seed, x in enumerate(values, 1)]
+    return [
+        run(precision, seed, accuracy=x, **others) for seed, x in enumerate(values, 1)
+    ]
 
 
 def comparison_of(*runs: Run, **options: Any) -> ComparedRuns:

@@ -1,4 +1,6 @@
-"""A Determined master over HTTP, as far as a report needs one: one experiment and its trials."""
+"""A Determined master over HTTP, as far as a report needs one: one experiment and its
+trials.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from determined_amp.amp.plain_data import Config, Metrics, StateDict, Values
 
 EXPERIMENT = {
     **{"id": 7, "archived": False, "jobId": "", "name": "small", "numTrials": 2},
-    **{"originalConfig": "", "projectId": 1, "projectOwnerId": 1, "searcherType": "grid"},
+    **{
+        "originalConfig": "",
+        "projectId": 1,
+        "projectOwnerId": 1,
+        "searcherType": "grid",
+    },
     **{"startTime": "", "state": "STATE_COMPLETED", "username": "someone"},
 }
 TRIAL = {
@@ -32,8 +39,18 @@ def report(number: int, batches: int, group: str, metrics: Metrics) -> Metrics:
     """What trial `number` reported after that many batches."""
     key = "validation_metrics" if group == "validation" else "avg_metrics"
     return {
-        **{"archived": False, "endTime": "2026-01-01T00:00:00Z", "id": 0, "group": group},
-        **{"trialId": number, "trialRunId": 1, "totalBatches": batches, "metrics": {key: metrics}},
+        **{
+            "archived": False,
+            "endTime": "2026-01-01T00:00:00Z",
+            "id": 0,
+            "group": group,
+        },
+        **{
+            "trialId": number,
+            "trialRunId": 1,
+            "totalBatches": batches,
+            "metrics": {key: metrics},
+        },
     }
 
 
@@ -126,7 +143,9 @@ def answering(answer: Callable[[str, str, bytes], tuple[int, str]]) -> Iterator[
 
 
 @contextmanager
-def serving(master: Master, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Master]:
+def serving(
+    master: Master, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> Iterator[Master]:
     """Answer meanwhile, as the master of DET_MASTER.
 
     Args:

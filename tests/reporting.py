@@ -22,7 +22,12 @@ Rows = list[tuple[float, int | None, Mapping[str, float], Mapping[str, float]]]
 
 SEARCH: Values = with_overrides(
     read_yaml(str(ROOT / "hp_search/loss_scale_grid.yaml")),
-    (*SMALL, "name=small", "reproducibility.experiment_seed=3", "searcher.max_concurrent_trials=1"),
+    (
+        *SMALL,
+        "name=small",
+        "reproducibility.experiment_seed=3",
+        "searcher.max_concurrent_trials=1",
+    ),
 )
 
 
@@ -45,7 +50,8 @@ def write_study(
     search: Config = SEARCH,
     axis: str = "amp.init_scale",
 ) -> Path:
-    """The folder of a search that has ended: per trial, what was sampled and its metrics.
+    """The folder of a search that has ended: per trial, what was sampled and its
+    metrics.
 
     Each trial was scored, and completed, with seed 3.
     """
@@ -56,7 +62,12 @@ def write_study(
     part = {"first_batch": 0, "settings": {SEED: 3}, "machine": machine, "date": date}
     for number, (sampled, metrics) in enumerate(trials):
         record = {
-            **{"state": "completed", "reason": "", "number": number, "hparams": {axis: sampled}},
+            **{
+                "state": "completed",
+                "reason": "",
+                "number": number,
+                "hparams": {axis: sampled},
+            },
             "parts": [{**part, "command": []}],
         }
         report = {"group": "validation", **metrics, "batches": 4}
@@ -64,8 +75,12 @@ def write_study(
     return folder
 
 
-def observed(rows: Rows, metric: str = "validation_loss", **hparams: Sequence[Any]) -> Search:
-    """A search of (scale_log2, seed, validation metrics, training metrics) per trial."""
+def observed(
+    rows: Rows, metric: str = "validation_loss", **hparams: Sequence[Any]
+) -> Search:
+    """A search of (scale_log2, seed, validation metrics, training metrics) per
+    trial.
+    """
     searcher = {"name": "grid", "metric": metric, "smaller_is_better": True}
     runs = (
         Run(
@@ -90,10 +105,17 @@ def observed(rows: Rows, metric: str = "validation_loss", **hparams: Sequence[An
 
 
 def finding(low: int = -6, top: int = 18) -> Values:
-    """What the finder's JSON holds, for a model whose gradients are two powers of two."""
+    """What the finder's JSON holds, for a model whose gradients are two powers of
+    two.
+    """
     run = {
         **{"name": "small", "device": "cpu", "torch": "2.6", "date": "2026-01-01"},
-        **{"batches": 4, "samples": 128, "init_scale": 65536.0, "growth_interval": 2000},
+        **{
+            "batches": 4,
+            "samples": 128,
+            "init_scale": 65536.0,
+            "growth_interval": 2000,
+        },
         **{"is_ours": True, "min_scale": 1.0},
     }
     window = {"choice_log2": 17, "low_log2": low, "top_log2": top}

@@ -27,14 +27,15 @@ SMALL_MODEL = (
     "hyperparameters.global_batch_size=32",
 )
 THREE_SCALES = (
-    "hyperparameters.amp.init_scale={type: log, base: 2.0, minval: 4, maxval: 24, count: 3}",
+    "hyperparameters.amp.init_scale={type: log, base: 2.0, minval: 4, maxval: 24, "
+    "count: 3}",
     "entrypoint=python3 -m determined_amp score --batches 2",
 )
 TWO_SCALES = (THREE_SCALES[0].replace("count: 3", "count: 2"), THREE_SCALES[1])
 # Trains 8 batches.
 SHORT = (
-    "hyperparameters.training={max_length: {batches: 8}, validation_period: {batches: 2}, "
-    "checkpoint_period: {batches: 2}, reporting_period: {batches: 2}}",
+    "hyperparameters.training={max_length: {batches: 8}, validation_period: {batches: "
+    "2}, checkpoint_period: {batches: 2}, reporting_period: {batches: 2}}",
 )
 # The 4 trials are compared after 2 batches.
 SHORT_ASHA = ("searcher.max_trials=4", "searcher.max_time=8", *SHORT)
@@ -57,8 +58,12 @@ def only_folder(directory: Path) -> Path:
     return folder
 
 
-def run(directory: Path, search: str, *overrides: str, workers: int = 1, status: int = 0) -> Search:
-    """Search in this process and its workers; the current directory has to be `directory`."""
+def run(
+    directory: Path, search: str, *overrides: str, workers: int = 1, status: int = 0
+) -> Search:
+    """Search in this process and its workers; the current directory has to be
+    `directory`.
+    """
     path = write(directory, search, *overrides)
     assert command.main([path, "--workers", str(workers)]) == status
     return read_search(only_folder(directory))
@@ -103,7 +108,8 @@ class Reports:
 
 
 class Staged(TrialProcess):
-    """A trial without a process: it makes reports, and ends, or waits until it is stopped.
+    """A trial without a process: it makes reports, and ends, or waits until it is
+    stopped.
 
     Attributes:
         made: All trials, in the order of their start.
@@ -123,7 +129,9 @@ class Staged(TrialProcess):
         self.slot = slot
         self._folder = job.folder
         script = self.scripts.pop(0) if self.scripts else self.script
-        self.connection: Any = Reports(each for each in script if not isinstance(each, Ended))
+        self.connection: Any = Reports(
+            each for each in script if not isinstance(each, Ended)
+        )
         self.process: Any = Mock(exitcode=-signal.SIGTERM)
         getattr(self.process, self.stopped_by).side_effect = self.connection.ended.set
         self.made.append(self)

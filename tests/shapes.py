@@ -1,6 +1,8 @@
-"""Float32 trials as people write them, for commands that are slow: nothing here knows of AMP.
+"""Float32 trials as people write them, for commands that are slow: nothing here knows
+of AMP.
 
-Nothing here imports the repository, and nothing of it may: the file is copied into other folders.
+Nothing here imports the repository, and nothing of it may: the file is copied into
+other folders.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ class Images(pytorch.PyTorchTrial):
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         self.context = context
         self.model = context.wrap_model(self.net())
-        self.optimizer = context.wrap_optimizer(torch.optim.AdamW(self.model.parameters(), 1e-3))
+        self.optimizer = context.wrap_optimizer(
+            torch.optim.AdamW(self.model.parameters(), 1e-3)
+        )
 
     def net(self) -> nn.Module:
         return nn.Sequential(
@@ -48,7 +52,9 @@ class Images(pytorch.PyTorchTrial):
         return {"validation_loss": self.loss(*batch)}
 
     def data(self) -> TensorDataset:
-        images = torch.randn(SAMPLES, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+        images = torch.randn(
+            SAMPLES, 3, 8, 8, generator=torch.Generator().manual_seed(1)
+        )
         return TensorDataset(images, torch.arange(SAMPLES) % CLASSES)
 
     def build_training_data_loader(self) -> pytorch.DataLoader:

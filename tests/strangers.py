@@ -1,6 +1,8 @@
-"""Trials of people who have never heard of this repository: float32, names and habits of their own.
+"""Trials of people who have never heard of this repository: float32, names and habits
+of their own.
 
-Nothing here imports it, and nothing of it may: the file is copied into folders without it.
+Nothing here imports it, and nothing of it may: the file is copied into folders without
+it.
 """
 
 from __future__ import annotations
@@ -21,13 +23,19 @@ FEATURES, CLASSES, SAMPLES = 6, 3, 24
 
 
 def samples(seed: int) -> TensorDataset:
-    """Points (N, FEATURES) float32 and the class (N,) int64 of each, by the largest of three."""
-    points = torch.randn(SAMPLES, FEATURES, generator=torch.Generator().manual_seed(seed))
+    """Points (N, FEATURES) float32 and the class (N,) int64 of each, by the largest of
+    three.
+    """
+    points = torch.randn(
+        SAMPLES, FEATURES, generator=torch.Generator().manual_seed(seed)
+    )
     return TensorDataset(points, points[:, :CLASSES].argmax(1))
 
 
 class Stranger(pytorch.PyTorchTrial):
-    """A small classifier; its own learning rate, and a scheduler that Determined steps."""
+    """A small classifier; its own learning rate, and a scheduler that Determined
+    steps.
+    """
 
     head: type[nn.Linear] = nn.Linear
 
@@ -35,12 +43,18 @@ class Stranger(pytorch.PyTorchTrial):
         self.context = context
         hparams = context.get_hparams()
         self.batch_size = hparams.get("batch_size", 4)
-        layers = nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.25), self.head(8, CLASSES))
+        layers = nn.Sequential(
+            nn.Linear(FEATURES, 8), nn.Dropout(0.25), self.head(8, CLASSES)
+        )
         self.model = context.wrap_model(layers)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=hparams.get("lr", 0.1))
         self.optimizer = context.wrap_optimizer(optimizer)
-        schedule: Any = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.5)
-        context.wrap_lr_scheduler(schedule, pytorch.LRScheduler.StepMode.STEP_EVERY_BATCH)
+        schedule: Any = torch.optim.lr_scheduler.StepLR(
+            self.optimizer, step_size=2, gamma=0.5
+        )
+        context.wrap_lr_scheduler(
+            schedule, pytorch.LRScheduler.StepMode.STEP_EVERY_BATCH
+        )
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         points, classes = batch
@@ -69,13 +83,17 @@ class Stranger(pytorch.PyTorchTrial):
 class WithHparams(Stranger):
     """As Determined's current examples."""
 
-    def __init__(self, context: pytorch.PyTorchTrialContext, hparams: dict[str, Any]) -> None:
+    def __init__(
+        self, context: pytorch.PyTorchTrialContext, hparams: dict[str, Any]
+    ) -> None:
         super().__init__(context)
         self.given = hparams
 
 
 class WithLoaderProcesses(WithHparams):
-    """Loads in a process of its own, with a function that only a fork of this process has."""
+    """Loads in a process of its own, with a function that only a fork of this process
+    has.
+    """
 
     def build_training_data_loader(self) -> pytorch.DataLoader:
         return pytorch.DataLoader(
@@ -89,7 +107,9 @@ class WithLoaderProcesses(WithHparams):
 
 
 class Jittered(TensorDataset):
-    """Each sample is disturbed anew whenever it is read: by torch, by numpy and by Python."""
+    """Each sample is disturbed anew whenever it is read: by torch, by numpy and by
+    Python.
+    """
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         points, labels = self.tensors
@@ -98,7 +118,9 @@ class Jittered(TensorDataset):
 
 
 class Shuffled(Stranger):
-    """The loader of most tutorials, noise in the loop, and a last batch that is smaller."""
+    """The loader of most tutorials, noise in the loop, and a last batch that is
+    smaller.
+    """
 
     def build_training_data_loader(self) -> pytorch.DataLoader:
         workers = self.context.get_hparams().get("workers", 0)
@@ -107,7 +129,9 @@ class Shuffled(Stranger):
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         points, classes = batch
-        points = points + 0.1 * torch.randn_like(points) * random.random() * np.random.rand()
+        points = (
+            points + 0.1 * torch.randn_like(points) * random.random() * np.random.rand()
+        )
         return super().train_batch((points, classes), epoch_idx, batch_idx)
 
 
@@ -137,7 +161,9 @@ class OwnOrder(Stranger):
         data = samples(0)
         order = list(reversed(range(SAMPLES)))
         loaders: dict[str, Any] = {
-            "generator": lambda: pytorch.DataLoader(data, 4, True, generator=torch.Generator()),
+            "generator": lambda: pytorch.DataLoader(
+                data, 4, True, generator=torch.Generator()
+            ),
             "sampler": lambda: pytorch.DataLoader(data, 4, sampler=FromEnd(order)),
             "loader": lambda: DataLoader(data, 4, shuffle=True),
             "workers": lambda: pytorch.DataLoader(data, 4, num_workers=1),
@@ -176,14 +202,18 @@ class WithDefaults(Stranger):
 class WithTokenizer(Stranger):
     """Requires what nobody but its author can make."""
 
-    def __init__(self, context: pytorch.PyTorchTrialContext, hparams: Any, tokenizer: Any) -> None:
+    def __init__(
+        self, context: pytorch.PyTorchTrialContext, hparams: Any, tokenizer: Any
+    ) -> None:
         super().__init__(context)
 
 
 class Greedy(Stranger):
     """Eats its hyperparameters."""
 
-    def __init__(self, context: pytorch.PyTorchTrialContext, hparams: dict[str, Any]) -> None:
+    def __init__(
+        self, context: pytorch.PyTorchTrialContext, hparams: dict[str, Any]
+    ) -> None:
         super().__init__(context)
         hparams.pop("lr")
 
@@ -227,7 +257,9 @@ class WithMuon(Stranger):
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         super().__init__(context)
         context.optimizers.clear()
-        self.optimizer = context.wrap_optimizer(Multiplies(self.model.parameters(), {"lr": 0.1}))
+        self.optimizer = context.wrap_optimizer(
+            Multiplies(self.model.parameters(), {"lr": 0.1})
+        )
 
 
 class Multiplies(torch.optim.Optimizer):
@@ -236,7 +268,9 @@ class Multiplies(torch.optim.Optimizer):
 
 
 class WithMask(Stranger):
-    """Masks with the constant of most hand-written attention, which is beyond float16."""
+    """Masks with the constant of most hand-written attention, which is beyond
+    float16.
+    """
 
     class head(nn.Linear):  # noqa: N801
         def forward(self, points: torch.Tensor) -> torch.Tensor:

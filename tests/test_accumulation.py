@@ -1,4 +1,6 @@
-"""`amp.accumulation`: one division and one exchange of gradients for a window of batches."""
+"""`amp.accumulation`: one division and one exchange of gradients for a window of
+batches.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tests.test_metrics import having
 
 
 class Exchanging(DistributedDataParallel):
-    """Notes in every forward whether the backward after it exchanges gradients; needs no ranks."""
+    """Notes in every forward whether the backward after it exchanges gradients; needs
+    no ranks.
+    """
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
@@ -58,7 +62,9 @@ class TestAverage:
     def test_average_of_one_batch_or_of_no_gradient_runs_no_kernel(
         self, context: Any, divisor: int
     ) -> None:
-        parameters = having(torch.ones(1)) if divisor == 1 else [nn.Parameter(torch.ones(1))]
+        parameters = (
+            having(torch.ones(1)) if divisor == 1 else [nn.Parameter(torch.ones(1))]
+        )
         with Syncs("cpu") as syncs, syncs.during("average"):
             context._average_gradients(parameters, divisor)
         assert not syncs.calls["average"]

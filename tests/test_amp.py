@@ -1,4 +1,6 @@
-"""The recipe in Determined's own loop, with numbers derived by hand; see `tests.trials`."""
+"""The recipe in Determined's own loop, with numbers derived by hand; see
+`tests.trials`.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,15 @@ from determined_amp.amp.settings import AmpSettings, EvalPrecision, Precision
 from tests.harness import Context, needs_fused
 from tests.trials import AMP, BF16, FP32, INF, ONE, ByHand, OneWeight, Recipe, weigh
 
-without_a_scale = pytest.mark.parametrize("amp", [FP32, BF16], ids=lambda amp: amp.precision.value)
+without_a_scale = pytest.mark.parametrize(
+    "amp", [FP32, BF16], ids=lambda amp: amp.precision.value
+)
 
 
 @without_a_scale
-def test_checkpoint_of_a_precision_without_a_loss_scale_holds_no_scaler(amp: AmpSettings) -> None:
+def test_checkpoint_of_a_precision_without_a_loss_scale_holds_no_scaler(
+    amp: AmpSettings,
+) -> None:
     """A disabled scaler would be saved as {} and crash a later resume in amp_fp16."""
     made = weigh([ONE, ONE], amp)
     assert "scaler_state_dict" not in made.checkpoint
@@ -38,11 +44,15 @@ class ClipsScaledGradients(OneWeight):
 
     def clip(self, optimizer: Any, max_norm: float) -> Callable[[Any], None]:
         found = self.amp.metrics.of(optimizer)
-        return lambda parameters: found.add_norm(nn.utils.clip_grad_norm_(parameters, max_norm))
+        return lambda parameters: found.add_norm(
+            nn.utils.clip_grad_norm_(parameters, max_norm)
+        )
 
 
 class StepsTwice(OneWeight):
-    """Planted: `optimizer.step()` after `scaler.step()` (pytorch/vision pull request 4874)."""
+    """Planted: `optimizer.step()` after `scaler.step()` (pytorch/vision pull request
+    4874).
+    """
 
     def train_on(self, batch: Any) -> Any:
         def clip(*given: Any) -> Callable[[Any], None]:
@@ -77,7 +87,8 @@ class UpdatesEveryBatch(OneWeight):
 
 
 def clip_sees_unscaled_gradients(trial: type[OneWeight]) -> None:
-    """The gradient is 1, clipped to 0.25: w = 1 - 0.5 * 0.25. Reported is the norm before: 1.
+    """The gradient is 1, clipped to 0.25: w = 1 - 0.5 * 0.25. Reported is the norm
+    before: 1.
 
     `clip_grad_norm_` divides by norm + 1e-6, hence the tolerance.
     """
@@ -92,7 +103,9 @@ def steps_once(trial: type[OneWeight]) -> None:
 
 
 def saves_the_scaler(trial: type[OneWeight]) -> None:
-    """Three applied steps from 4: doubled once to 8, one step on the way to the next doubling."""
+    """Three applied steps from 4: doubled once to 8, one step on the way to the next
+    doubling.
+    """
     state = weigh([ONE] * 3, trial=trial).checkpoint.get("scaler_state_dict")
     assert state is not None
     assert (state["scale"], state["_growth_tracker"]) == (8, 1)
@@ -124,17 +137,25 @@ class TestCheckpointOfAnotherPrecision:
     """A run that starts from the weights of another one, as a trial of its own."""
 
     @without_a_scale
-    def test_checkpoint_without_a_scale_starts_from_init_scale(self, amp: AmpSettings) -> None:
+    def test_checkpoint_without_a_scale_starts_from_init_scale(
+        self, amp: AmpSettings
+    ) -> None:
         trial = weigh([ONE, ONE], resume=weigh([ONE], amp), warm_start=True).trial
         assert trial.scales == [4, 8]
         assert trial.trace[0] == 0  # 1 - 0.5 in float32, then - 0.5 in float16
 
     @without_a_scale
-    def test_checkpoint_with_a_scale_that_is_not_needed_is_accepted(self, amp: AmpSettings) -> None:
-        assert weigh([ONE], amp, resume=weigh([ONE]), warm_start=True).trial.trace == [0]
+    def test_checkpoint_with_a_scale_that_is_not_needed_is_accepted(
+        self, amp: AmpSettings
+    ) -> None:
+        assert weigh([ONE], amp, resume=weigh([ONE]), warm_start=True).trial.trace == [
+            0
+        ]
 
     def test_empty_scaler_state_is_accepted(self) -> None:
-        """What a trial saves that wraps a disabled scaler; `load_state_dict({})` raises on it."""
+        """What a trial saves that wraps a disabled scaler; `load_state_dict({})` raises
+        on it.
+        """
         first = weigh([ONE], FP32)
         emptied = {**first.checkpoint, "scaler_state_dict": {}}
         torch.save(emptied, first.saved / "state_dict.pth")
@@ -157,7 +178,9 @@ def weights_after(gradients: list[float], **options: Any) -> list[float]:
 @needs_fused
 @pytest.mark.usefixtures("_deterministic")
 class TestMomentumOfFusedSGD:
-    """The first step of a fused SGD writes the momentum, into memory that held anything."""
+    """The first step of a fused SGD writes the momentum, into memory that held
+    anything.
+    """
 
     @pytest.mark.parametrize("gradients", [[1.0, 1.0], [math.inf, 1.0, math.inf, 1.0]])
     @pytest.mark.parametrize("nesterov", [False, True])
@@ -172,7 +195,9 @@ class TestMomentumOfFusedSGD:
     def test_fused_momentum_is_right_where_a_run_resumes_before_its_first_applied_step(
         self, monkeypatch: pytest.MonkeyPatch, stops_after: int
     ) -> None:
-        """The first two of four steps are skipped; the momenta of the others are 1 and 1.5."""
+        """The first two of four steps are skipped; the momenta of the others are 1 and
+        1.5.
+        """
         fused = partial(torch.optim.SGD, momentum=0.5, fused=True)
         monkeypatch.setattr(torch.optim, "SGD", fused)
         rows = [INF, INF, ONE, ONE]
@@ -190,14 +215,20 @@ class NotesTheLastStep(OneWeight):
 
 
 def test_trial_is_told_whether_the_last_step_was_applied() -> None:
-    assert weigh([ONE, INF, ONE], trial=NotesTheLastStep).trial.applied == (True, False, True)
+    assert weigh([ONE, INF, ONE], trial=NotesTheLastStep).trial.applied == (
+        True,
+        False,
+        True,
+    )
 
 
 AT_IMPORT = dict(vars(torch))
 
 
 class LooksAtTorch(OneWeight):
-    """Notes, in every forward, which names of torch are not what they were at import."""
+    """Notes, in every forward, which names of torch are not what they were at
+    import.
+    """
 
     def __init__(self, context: Any, recipe: Recipe) -> None:
         super().__init__(context, recipe)
@@ -206,7 +237,9 @@ class LooksAtTorch(OneWeight):
 
     def look(self, *call: object) -> None:
         now = vars(torch)
-        self.replaced |= {name for name, value in AT_IMPORT.items() if now[name] is not value}
+        self.replaced |= {
+            name for name, value in AT_IMPORT.items() if now[name] is not value
+        }
 
 
 def test_training_replaces_nothing_in_torch() -> None:
@@ -214,7 +247,9 @@ def test_training_replaces_nothing_in_torch() -> None:
 
 
 def test_forward_under_no_grad_leaves_the_next_one_its_gradients() -> None:
-    """Up to torch 2.6 a weight cast under no_grad stays without a gradient while it is cached."""
+    """Up to torch 2.6 a weight cast under no_grad stays without a gradient while it is
+    cached.
+    """
     context: Any = Context()
     amp = MixedPrecision(
         context, AmpSettings(Precision.AMP_BF16, eval_precision=EvalPrecision.SAME)

@@ -1,7 +1,9 @@
-"""Every case of PyTorch's page of AMP examples, in Determined's loop, against that page's own loop.
+"""Every case of PyTorch's page of AMP examples, in Determined's loop, against that
+page's own loop.
 
-https://pytorch.org/docs/stable/notes/amp_examples.html. Both start from the same weights, see the
-same batches, and must have the same weights and scale after each batch, to the bit.
+https://pytorch.org/docs/stable/notes/amp_examples.html. Both start from the same
+weights, see the same batches, and must have the same weights and scale after each
+batch, to the bit.
 """
 
 from __future__ import annotations
@@ -17,17 +19,22 @@ from tests.harness import same_bits
 from tests.loops import Case, by_hand, cross_entropy, fitted
 
 
-def with_penalty(amp: Any, models: list[Any], images: Any, labels: Any) -> list[torch.Tensor]:
+def with_penalty(
+    amp: Any, models: list[Any], images: Any, labels: Any
+) -> list[torch.Tensor]:
     (loss,) = cross_entropy(amp, models, images, labels)
     parameters = list(models[0].parameters())
     scaled = torch.autograd.grad(amp.scaler.scale(loss), parameters, create_graph=True)
-    inverse = 1.0 / amp.loss_scale()  # `scaler.get_scale()` of a trial would wait for the device
+    # `scaler.get_scale()` of a trial would wait for the device
+    inverse = 1.0 / amp.loss_scale()
     with amp.autocast():
         penalty: Any = sum((gradient * inverse).pow(2).sum() for gradient in scaled)
         return [loss + penalty.sqrt()]
 
 
-def of_two_models(amp: Any, models: list[Any], images: Any, labels: Any) -> list[torch.Tensor]:
+def of_two_models(
+    amp: Any, models: list[Any], images: Any, labels: Any
+) -> list[torch.Tensor]:
     with amp.autocast():
         one, two = (model(images) for model in models)
         sums = (2 * one + 3 * two, 3 * one - 5 * two)
@@ -36,8 +43,12 @@ def of_two_models(amp: Any, models: list[Any], images: Any, labels: Any) -> list
 
 # torch 2.3 has them for CUDA alone.
 HAS_CUSTOM = hasattr(torch.amp, "custom_fwd")
-custom_fwd: Any = getattr(torch.amp, "custom_fwd", lambda **given: lambda function: function)
-custom_bwd: Any = getattr(torch.amp, "custom_bwd", lambda **given: lambda function: function)
+custom_fwd: Any = getattr(
+    torch.amp, "custom_fwd", lambda **given: lambda function: function
+)
+custom_bwd: Any = getattr(
+    torch.amp, "custom_bwd", lambda **given: lambda function: function
+)
 
 
 class Float32Product(torch.autograd.Function):
@@ -52,13 +63,17 @@ class Float32Product(torch.autograd.Function):
 
     @staticmethod
     @custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(
+        ctx: Any, *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         (gradient,) = gradients
         left, right = ctx.saved_tensors
         return gradient @ right.T, left.T @ gradient
 
 
-def of_own_function(amp: Any, models: list[Any], images: Any, labels: Any) -> list[torch.Tensor]:
+def of_own_function(
+    amp: Any, models: list[Any], images: Any, labels: Any
+) -> list[torch.Tensor]:
     with amp.autocast():
         product: torch.Tensor = Float32Product.apply(models[0](images), torch.eye(3))
         return [functional.cross_entropy(product, labels)]
@@ -70,12 +85,18 @@ CASES = {
     "no clipping": UNCLIPPED,
     "gradient penalty": Case(with_penalty, (None,)),
     "several losses, models and optimizers": Case(of_two_models, (1.0, math.inf)),
-    **({"custom autograd function": Case(of_own_function, (None,))} if HAS_CUSTOM else {}),
+    **(
+        {"custom autograd function": Case(of_own_function, (None,))}
+        if HAS_CUSTOM
+        else {}
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_case_of_torchs_amp_examples_has_the_same_weights_and_scales_to_the_bit(case: Case) -> None:
+def test_case_of_torchs_amp_examples_has_the_same_weights_and_scales_to_the_bit(
+    case: Case,
+) -> None:
     made = fitted(case).trial
     assert same_bits(made.bits, by_hand(case))
     counts = made.amp.steps(made.optimizers[0])
@@ -83,5 +104,7 @@ def test_case_of_torchs_amp_examples_has_the_same_weights_and_scales_to_the_bit(
 
 
 def test_comparison_with_torchs_page_sees_another_clip() -> None:
-    """Negative control: the comparison sees the smallest of the differences between two cases."""
+    """Negative control: the comparison sees the smallest of the differences between two
+    cases.
+    """
     assert not same_bits(fitted(CLIPPED).trial.bits, by_hand(UNCLIPPED))

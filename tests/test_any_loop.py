@@ -1,4 +1,5 @@
-"""`AmpLoop`: the same bits as in torch's own loop and in a trial, its state, errors and page.
+"""`AmpLoop`: the same bits as in torch's own loop and in a trial, its state, errors and
+page.
 
 The trainings have two optimizers, clipping, accumulation, schedules and skipped steps.
 """
@@ -63,12 +64,17 @@ FP32 = AmpSettings(Precision.FP32, audit=False)
 CASES = {
     "fp16, fused": Case(fused=True, schedule=one_cycle),
     "fp16, two optimizers": Case(max_norms=(0.1, 0.1), schedule=one_cycle),
-    "bf16": Case(settings=AmpSettings(Precision.AMP_BF16, audit=False), schedule=one_cycle),
+    "bf16": Case(
+        settings=AmpSettings(Precision.AMP_BF16, audit=False), schedule=one_cycle
+    ),
     "fp32, two optimizers": Case(max_norms=(0.1, 0.1), settings=FP32),
 }
 every_case = pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=needs_fused if case.fused else ()) for name, case in CASES.items()],
+    [
+        pytest.param(name, marks=needs_fused if case.fused else ())
+        for name, case in CASES.items()
+    ],
 )
 
 
@@ -76,7 +82,9 @@ def computed(reports: list[Metrics]) -> list[Values]:
     """Reports without what was measured, and what Determined adds."""
     others = ("samples_per_second", "watch_data_wait_share", "watch_peak_memory_mib")
     left_out = {*others, "batches", "epochs"}
-    return [{key: report[key] for key in report.keys() - left_out} for report in reports]
+    return [
+        {key: report[key] for key in report.keys() - left_out} for report in reports
+    ]
 
 
 class Loop(Training):
@@ -91,11 +99,16 @@ class Loop(Training):
         self.reports += computed([self.amp.report()])
 
     def state(self) -> StateDict:
-        parts = [copy.deepcopy(each.state_dict()) for each in (*self.models, *self.optimizers)]
+        parts = [
+            copy.deepcopy(each.state_dict())
+            for each in (*self.models, *self.optimizers)
+        ]
         return {"parts": parts, "amp": self.amp.state_dict()}
 
 
-def looped(case: Case, first: int = 0, last: int = BATCHES, state: StateDict | None = None) -> Loop:
+def looped(
+    case: Case, first: int = 0, last: int = BATCHES, state: StateDict | None = None
+) -> Loop:
     """Train from one batch to another, maybe from a state on."""
     made = Loop(case)
     if state is not None:
@@ -108,8 +121,12 @@ def looped(case: Case, first: int = 0, last: int = BATCHES, state: StateDict | N
 
 
 @every_case
-def test_every_step_has_the_bits_of_torchs_own_loop_in_a_loop_and_in_a_trial(name: str) -> None:
-    """With a fused optimizer torch's loop has other bits: ours reads its rate on the device."""
+def test_every_step_has_the_bits_of_torchs_own_loop_in_a_loop_and_in_a_trial(
+    name: str,
+) -> None:
+    """With a fused optimizer torch's loop has other bits: ours reads its rate on the
+    device.
+    """
     case = CASES[name]
     alone, trial = looped(case), fitted(case, WINDOW, reporting_period=WINDOW)
     assert len(alone.bits) == BATCHES // WINDOW
@@ -118,7 +135,9 @@ def test_every_step_has_the_bits_of_torchs_own_loop_in_a_loop_and_in_a_trial(nam
     assert alone.reports == computed(trial.reports.training)
     skipped = [v for k, v in alone.reports[-1].items() if k.startswith("skipped_steps")]
     if case.settings.scales_the_loss:
-        assert all(0 < each < BATCHES // WINDOW for each in skipped), "steps of both kinds"
+        assert all(0 < each < BATCHES // WINDOW for each in skipped), (
+            "steps of both kinds"
+        )
         assert len({float(bits[-1]) for bits in alone.bits}) > 2  # it fell, and grew
     if case.schedule is not None:
         assert not torch.equal(alone.bits[-1][-2], alone.bits[-2][-2])
@@ -142,16 +161,21 @@ def test_training_that_was_saved_and_loaded_has_the_same_bits(
 
 
 class TestState:
-    def test_state_of_several_optimizers_that_the_loop_does_not_know_is_refused(self) -> None:
+    def test_state_of_several_optimizers_that_the_loop_does_not_know_is_refused(
+        self,
+    ) -> None:
         state = looped(CASES["fp32, two optimizers"], last=WINDOW).state()
         amp = AmpLoop(FP32, "cpu")
         words = (
-            r"^the loop: load_state_dict: the state has the steps of 2 optimizers, and 0 are known"
+            r"^the loop: load_state_dict: the state has the steps of 2 optimizers, and"
+            r" 0 are known"
         )
         with pytest.raises(ConfigError, match=words):
             amp.load_state_dict(state["amp"])
 
-    def test_state_of_a_scaler_is_refused_by_the_loop_and_loaded_by_its_scaler(self) -> None:
+    def test_state_of_a_scaler_is_refused_by_the_loop_and_loaded_by_its_scaler(
+        self,
+    ) -> None:
         amp, scaler = AmpLoop(FP16, "cpu"), torch.amp.GradScaler("cpu", init_scale=8.0)
         with pytest.raises(
             ConfigError, match=r"load_state_dict: got no state of a loop; .* amp\.sc"
@@ -160,7 +184,9 @@ class TestState:
         amp.scaler.load_state_dict(scaler.state_dict())
         assert float(amp.loss_scale()) == 8.0
 
-    def test_plateau_that_is_wrapped_after_the_state_was_loaded_is_resumed(self) -> None:
+    def test_plateau_that_is_wrapped_after_the_state_was_loaded_is_resumed(
+        self,
+    ) -> None:
         def made(amp: AmpLoop, *, patience: int) -> Any:
             optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
             amp.wrap_optimizer(optimizer)
@@ -176,13 +202,18 @@ class TestState:
         for plateau in reversed(plateaus):
             second.wrap_lr_scheduler(plateau)
         second.validated(2.0)
-        assert [plateau.optimizer.param_groups[0]["lr"] for plateau in plateaus] == [1.0, 0.1]
+        assert [plateau.optimizer.param_groups[0]["lr"] for plateau in plateaus] == [
+            1.0,
+            0.1,
+        ]
         assert [plateau.num_bad_epochs for plateau in plateaus] == [2, 0]
 
     def test_schedule_that_has_moved_further_is_refused(self) -> None:
         case = Case(settings=FP32, schedule=one_cycle)
         early = looped(case, last=WINDOW).state()
-        with pytest.raises(ConfigError, match="OneCycleLR has moved further than the state; allo"):
+        with pytest.raises(
+            ConfigError, match="OneCycleLR has moved further than the state; allo"
+        ):
             looped(case).amp.load_state_dict(early["amp"])
 
 
@@ -205,14 +236,20 @@ def test_process_group_that_is_joined_later_exchanges_through_the_gpu_of_the_loo
     slots = ProcessGroup(gpu)
     assert (slots.rank, slots.size, slots.allgather(3)) == (0, 1, [3])
     monkeypatch.setattr(torch.cuda, "device", device)
-    for name, answer in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
+    for name, answer in (
+        ("is_initialized", True),
+        ("get_rank", 1),
+        ("get_world_size", 2),
+    ):
         monkeypatch.setattr(distributed, name, lambda answer=answer: answer)
     monkeypatch.setattr(distributed, "all_gather_object", all_gather_object)
     assert (slots.rank, slots.size, slots.allgather("mine")) == (1, 2, ["mine", gpu])
 
 
 class TestSettings:
-    """In a script as in a YAML: a word stands for its enumeration, and a bound holds."""
+    """In a script as in a YAML: a word stands for its enumeration, and a bound
+    holds.
+    """
 
     def test_settings_take_the_words_of_a_yaml(self) -> None:
         words: Values = {
@@ -238,7 +275,9 @@ class TestSettings:
             "growth_factor": math.nan,
             "compile": True,
         }
-        with pytest.raises(ConfigError, match=r"^AmpSettings: precision: got 'fp17'") as error:
+        with pytest.raises(
+            ConfigError, match=r"^AmpSettings: precision: got 'fp17'"
+        ) as error:
             AmpSettings(**wrong)
         assert list(error.value.problems) == [
             "precision: got 'fp17'; allowed: fp32, tf32, amp_fp16, amp_bf16",
@@ -248,7 +287,9 @@ class TestSettings:
         ]
 
     def test_init_scale_below_min_scale_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match=r"^the loop: init_scale: got 0\.25, which is below"):
+        with pytest.raises(
+            ConfigError, match=r"^the loop: init_scale: got 0\.25, which is below"
+        ):
             AmpLoop(AmpSettings(Precision.AMP_FP16, init_scale=0.25), "cpu")
 
 
@@ -260,7 +301,9 @@ class TestLoss:
         [float, lambda loss: loss.reshape(1), lambda loss: loss.half()],
         ids=["a float", "one element", "float16"],
     )
-    def test_loss_of_one_number_of_any_type_is_reported(self, given: Callable[[Any], Any]) -> None:
+    def test_loss_of_one_number_of_any_type_is_reported(
+        self, given: Callable[[Any], Any]
+    ) -> None:
         amp = AmpLoop(FP32, "cpu")
         for number, loss in enumerate(torch.tensor([1.0, 2.0, 6.0])):
             amp.update(given(loss) if number else loss, samples=4)
@@ -306,9 +349,15 @@ class TestAudit:
         with pytest.raises(
             ConfigError, match=r"^the loop: audit_loss: no model was given; allowed"
         ):
-            audit_loss(AmpLoop(FP16, "cpu"), lambda batch: model(batch[0]).sum(), make_batches()[0])
+            audit_loss(
+                AmpLoop(FP16, "cpu"),
+                lambda batch: model(batch[0]).sum(),
+                make_batches()[0],
+            )
 
-    @pytest.mark.parametrize("returned", [1.0, None, torch.ones(2), torch.ones(())], ids=str)
+    @pytest.mark.parametrize(
+        "returned", [1.0, None, torch.ones(2), torch.ones(())], ids=str
+    )
     def test_loss_function_that_returns_no_loss_is_refused(self, returned: Any) -> None:
         amp = AmpLoop(FP16, "cpu")
         amp.prepare(make_model())
@@ -329,12 +378,18 @@ def test_batches_of_a_loop_never_wait_and_a_report_reads_once() -> None:
         amp = AmpLoop(AmpSettings(Precision.AMP_FP16), "cuda")
         amp.guard.enabled = False  # fake tensors have no values to judge
         models = [amp.prepare(make_model().to("cuda")) for _ in range(3)]
-        optimizers = [torch.optim.Adam(m.parameters(), lr=RATE, fused=amp.fused) for m in models]
+        optimizers = [
+            torch.optim.Adam(m.parameters(), lr=RATE, fused=amp.fused) for m in models
+        ]
         amp.wrap_lr_scheduler(one_cycle(optimizers[0]))
-        x, y = torch.ones(4, 6, device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
+        x, y = (
+            torch.ones(4, 6, device="cuda"),
+            torch.zeros(4, dtype=torch.int64, device="cuda"),
+        )
         with syncs.during("batches"):
             for _ in range(WINDOW):
-                # As in a GAN: some are unscaled already when the next one goes backward.
+                # As in a GAN: some are unscaled already when the next one goes
+                # backward.
                 for model, optimizer in zip(models, optimizers, strict=True):
                     with amp.autocast():
                         loss = functional.cross_entropy(model(x), y)
@@ -411,7 +466,9 @@ class TestGuard:
             made.train(batch)
         with pytest.raises(GuardError, match="2 optimizer steps in a row") as ended:
             made.amp.report(infinite(), made.loss_fn)
-        assert "Cause: input 0 of the batch is not finite in samples [0" in str(ended.value)
+        assert "Cause: input 0 of the batch is not finite in samples [0" in str(
+            ended.value
+        )
         assert ended.value.state_is_good
         weights = [each[:-1] for each in made.bits]
         assert same_bits(*weights)
@@ -421,11 +478,15 @@ class TestGuard:
         made = one_model(init_scale=2.0**10, max_consecutive_skips=1)
         for _ in range(2):
             made.train(infinite())
-        with pytest.raises(GuardError, match=r"give the newest batch .* amp\.report\(batch, loss"):
+        with pytest.raises(
+            GuardError, match=r"give the newest batch .* amp\.report\(batch, loss"
+        ):
             made.amp.report()
 
     @pytest.mark.parametrize("applied", [0, 1])
-    def test_saving_before_any_applied_step_warns_once(self, applied: int, caplog: Any) -> None:
+    def test_saving_before_any_applied_step_warns_once(
+        self, applied: int, caplog: Any
+    ) -> None:
         made = one_model()
         made.amp.state_dict()
         assert "trained nothing" not in caplog.text  # it has not begun
@@ -436,7 +497,9 @@ class TestGuard:
         assert caplog.text.count("this run has trained nothing") == 1 - applied
 
 
-def leaves_out_large_steps(made: OneModel, *, zeroes_first: bool, set_to_none: bool) -> None:
+def leaves_out_large_steps(
+    made: OneModel, *, zeroes_first: bool, set_to_none: bool
+) -> None:
     for number, batch in enumerate(make_batches()):
         if zeroes_first:
             made.optimizer.zero_grad(set_to_none)
@@ -488,7 +551,9 @@ def load_script() -> Any:
 
 
 def test_page_shows_the_whole_script_and_its_yaml() -> None:
-    shown = re.findall(r"^```(?:python|yaml)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    shown = re.findall(
+        r"^```(?:python|yaml)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE
+    )
     assert SCRIPT.read_text() in shown
     assert (SCRIPT.parent / "any_loop.yaml").read_text() in shown
 
@@ -513,7 +578,9 @@ def test_script_that_was_paused_goes_on_to_the_same_bits(folder: Path) -> None:
         context, each = core_of(folder / "paused", preempts=True)
         with context:
             paused = script.train(context, settings, latest)
-        saved = sorted((folder / "paused").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        saved = sorted(
+            (folder / "paused").iterdir(), key=lambda path: path.stat().st_mtime_ns
+        )
         latest = saved[-1].name
         reports += each.training
     assert len(saved) == 4

@@ -1,4 +1,6 @@
-"""A mistake of the user is named before torch and the trial are imported, by every command."""
+"""A mistake of the user is named before torch and the trial are imported, by every
+command.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ from tests.training import ROOT
 MLP = ROOT / "experiment_configs" / "mlp" / "amp.yaml"
 COMMANDS = ("train", "audit", "find", "compare")
 
-# Runs one command after the other in a fresh interpreter, since to start one takes seconds. There
-# torch and the trial cannot be imported, so a command that tries to import them ends by that.
+# Runs one command after the other in a fresh interpreter, since to start one takes
+# seconds. There torch and the trial cannot be imported, so a command that tries to
+# import them ends by that.
 PROGRAM = """
 import contextlib, io, json, sys
 from determined_amp.__main__ import main
@@ -47,7 +50,10 @@ WRONG = (
 )
 # Of each file with mistakes: the sound one that it comes from, and what makes it wrong.
 CHANGES = {
-    "wrong.yaml": (MLP, (*WRONG, "hyperparameters.training.max_length={batch: 3}", "searchr={}")),
+    "wrong.yaml": (
+        MLP,
+        (*WRONG, "hyperparameters.training.max_length={batch: 3}", "searchr={}"),
+    ),
     "search.yaml": (
         ROOT / "hp_search" / "loss_scale_grid.yaml",
         (*WRONG, "entrypoint=python3 train.py", "searcher.max_trials=3"),
@@ -72,7 +78,10 @@ WRONG_SEARCH = (
 
 # By command: what it says.
 MISTAKES = {
-    **{f"{name} no/such.yaml": ["no/such.yaml: cannot be read"] for name in (*COMMANDS, "search")},
+    **{
+        f"{name} no/such.yaml": ["no/such.yaml: cannot be read"]
+        for name in (*COMMANDS, "search")
+    },
     **{f"{name} wrong.yaml": WRONG_KEYS for name in COMMANDS},
     "search search.yaml": WRONG_SEARCH,
     "compare plain.yaml": ["hyperparameters.global_batch_size: missing; "],
@@ -100,10 +109,14 @@ def write_files(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """Exit status and standard error of every command, and what it has imported too early."""
+    """Exit status and standard error of every command, and what it has imported too
+    early.
+    """
     folder = tmp_path_factory.mktemp("at_once")
     write_files(folder)
-    commands = json.dumps([command.split(" ") for command in (*MISTAKES, REPORT, SOUND)])
+    commands = json.dumps(
+        [command.split(" ") for command in (*MISTAKES, REPORT, SOUND)]
+    )
     training.outcome("-c", PROGRAM, input=commands, cwd=folder, timeout=120, check=True)
     assert (folder / "fp32" / "precision.md").exists()
     results: Any = json.loads((folder / "ended.json").read_text())

@@ -1,4 +1,6 @@
-"""`audit`: what a batch was computed in, counted exactly, and the runs that it stops."""
+"""`audit`: what a batch was computed in, counted exactly, and the runs that it
+stops.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def options(config: str, *overrides: str) -> list[str]:
 def audit_of(config: str) -> Audit:
     path, *changes = options(config)
     audit, asked = audit_here(
-        experiment.experiment_in(with_overrides(experiment.read_yaml(path), changes[1::2]), path)
+        experiment.experiment_in(
+            with_overrides(experiment.read_yaml(path), changes[1::2]), path
+        )
     )
     assert asked is audit.precision
     return audit
@@ -76,15 +80,22 @@ class TestProductCount:
             ("mlp/bf16.yaml", BF16),
         ],
     )
-    def test_flops_of_an_mlp_are_those_by_hand(self, config: str, dtype: torch.dtype) -> None:
-        """Of 8 samples, 784 pixels, 512 hidden features, 10 classes; (m, k) by (k, n) is 2mkn.
+    def test_flops_of_an_mlp_are_those_by_hand(
+        self, config: str, dtype: torch.dtype
+    ) -> None:
+        """Of 8 samples, 784 pixels, 512 hidden features, 10 classes; (m, k) by (k, n)
+        is 2mkn.
 
-        Forward: 2 * 8 * 784 * 512 and 2 * 8 * 512 * 10, both with bias: addmm. Backward: each
-        weight has a gradient of as many FLOPs, and the hidden features too; the images have none.
+        Forward: 2 * 8 * 784 * 512 and 2 * 8 * 512 * 10, both with bias: addmm.
+        Backward: each weight has a gradient of as many FLOPs, and the hidden features
+        too; the images have none.
         """
         first, last = 2 * 8 * 784 * 512, 2 * 8 * 512 * 10
         audit = audit_of(config)
-        assert audit.flops == {("addmm", dtype): first + last, ("mm", dtype): first + 2 * last}
+        assert audit.flops == {
+            ("addmm", dtype): first + last,
+            ("mm", dtype): first + 2 * last,
+        }
         assert audit.total_flops == 13_090_816
         assert (audit.share, audit.passed) == (1.0, True)
 
@@ -94,11 +105,14 @@ class TestProductCount:
         assert not count.flops
 
     def test_flops_of_convolutions_are_those_by_hand(self) -> None:
-        """Each of 2 * samples * outputs * inputs * kernel * output pixels; as many per gradient.
+        """Each of 2 * samples * outputs * inputs * kernel * output pixels; as many per
+        gradient.
 
         The weights have a gradient, and the input of the second; the images have none.
         """
-        net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 5, 3, stride=2, padding=1))
+        net = nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 5, 3, stride=2, padding=1)
+        )
         first, last = 2 * 2 * 4 * 3 * 9 * 64, 2 * 2 * 5 * 4 * 9 * 16
         with ProductCount() as count:
             with torch.autocast("cpu", dtype=BF16):
@@ -114,13 +128,17 @@ class TestProductCount:
         for trial in ("Stranger", "WithMuon"):
             config = {"hyperparameters": {"global_batch_size": 4}}
             name = f"tests.strangers:{trial}"
-            audit, _ = audit_here(experiment.experiment_in(config, "config.yaml", trial=name))
+            audit, _ = audit_here(
+                experiment.experiment_in(config, "config.yaml", trial=name)
+            )
             audits.append(audit.flops)
         assert audits[0] == audits[1] != {}
 
     def test_error_in_the_audited_batch_is_raised_as_the_trials_own(self) -> None:
         config = {"hyperparameters": {"global_batch_size": 4}}
-        parsed = experiment.experiment_in(config, "config.yaml", trial=f"{__name__}:FailsOnce")
+        parsed = experiment.experiment_in(
+            config, "config.yaml", trial=f"{__name__}:FailsOnce"
+        )
         with pytest.raises(ValueError, match="not yet"):
             audit_here(parsed)
 
@@ -171,7 +189,8 @@ class TestVerdict:
         assert module._tf32() == expected
 
     @pytest.mark.skipif(
-        not hasattr(torch.backends.cudnn, "conv"), reason="torch before 2.9 has one set of names"
+        not hasattr(torch.backends.cudnn, "conv"),
+        reason="torch before 2.9 has one set of names",
     )
     def test_tf32_switched_on_by_its_new_name_is_seen(self) -> None:
         torch.set_float32_matmul_precision("highest")
@@ -203,7 +222,9 @@ class TestAudited:
     def test_audit_counts_one_batch_and_puts_train_batch_back(self) -> None:
         trial, audits = trial_of(multiply), list[Audit]()
         before = trial.train_batch
-        audited(trial, rehearsal_of(before), Precision.FP32, audits.append, has_tf32=False)
+        audited(
+            trial, rehearsal_of(before), Precision.FP32, audits.append, has_tf32=False
+        )
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
         for _ in range(3):
@@ -212,11 +233,15 @@ class TestAudited:
         assert trial.train_batch is before
 
     def test_batch_without_a_product_is_not_judged(self) -> None:
-        """Embeddings, a recurrent layer, a batch that trains nothing: no sign of a mistake."""
+        """Embeddings, a recurrent layer, a batch that trains nothing: no sign of a
+        mistake.
+        """
         audits: list[Audit] = []
         trial = trial_of(lambda: torch.ones(2) + 1)
         own = trial.train_batch
-        audited(trial, rehearsal_of(own), Precision.AMP_FP16, audits.append, has_tf32=False)
+        audited(
+            trial, rehearsal_of(own), Precision.AMP_FP16, audits.append, has_tf32=False
+        )
         trial.train_batch(batch=0)
         (audit,) = audits
         assert (audit.total_flops, audit.failure()) == (0, None)
@@ -259,7 +284,13 @@ class Keeps(Converted):
 
     def kept(self) -> list[Any]:
         teacher = self.teacher.state_dict()
-        return [self.calls, vars(self.model)["calls"], self.meter.count, list(self.queue), teacher]
+        return [
+            self.calls,
+            vars(self.model)["calls"],
+            self.meter.count,
+            list(self.queue),
+            teacher,
+        ]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "amp_fp16", "amp_bf16"])
@@ -287,19 +318,32 @@ def test_warning_names_what_moves_on_with_the_batch_that_the_audit_trains(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fit(KeepsGenerator, {"precision": "fp32"}, batches=1)
-    assert "it cannot copy numbers, which the training finds as that batch has left" in caplog.text
+    assert (
+        "it cannot copy numbers, which the training finds as that batch has left"
+        in caplog.text
+    )
 
 
-def test_audit_is_logged_once_and_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_audit_is_logged_once_and_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level("INFO")
     reports = fit(Converted, {"precision": "fp32"}, batches=4).reports.training
-    assert [report.get("watch_audit_share") for report in reports] == [1.0, None, None, None]
+    assert [report.get("watch_audit_share") for report in reports] == [
+        1.0,
+        None,
+        None,
+        None,
+    ]
     assert caplog.text.count("audit of the first batch:\n") == 1
 
 
 class TestCommand:
     def test_audit_prints_the_table_and_leaves_nothing_behind(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         monkeypatch.chdir(tmp_path)
         assert command.main(options("mlp/bf16.yaml")) == 0
@@ -308,7 +352,12 @@ class TestCommand:
         assert "amp_bf16 asks for bfloat16: 100.0% of the FLOPs" in lines
         assert not list(tmp_path.iterdir())
 
-    def test_failed_audit_exits_with_status_1(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_failed_audit_exits_with_status_1(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         trial = "hyperparameters.trial=tests.trials:LeavesAutocast"
         assert command.main(options("mlp/bf16.yaml", trial)) == 1
-        assert "audit: hyperparameters.amp.precision is amp_bf16, but" in capsys.readouterr().out
+        assert (
+            "audit: hyperparameters.amp.precision is amp_bf16, but"
+            in capsys.readouterr().out
+        )

@@ -1,4 +1,6 @@
-"""`trials.data.augment`: crops and flips equal torchvision's, and their numbers are their own."""
+"""`trials.data.augment`: crops and flips equal torchvision's, and their numbers are
+their own.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,30 @@ def cropped_and_flipped(
     side = images.shape[-1]
     made = []
     for image, (down, right, flip) in zip(images, draws, strict=True):
-        top, left = (math.floor(draw * (2 * padding + 1)) - padding for draw in (down, right))
-        crop = functional.crop(image, top, left, side, side)  # outside of the image it is 0
+        top, left = (
+            math.floor(draw * (2 * padding + 1)) - padding for draw in (down, right)
+        )
+        # outside of the image it is 0
+        crop = functional.crop(image, top, left, side, side)
         made.append(functional.hflip(crop) if flip < 0.5 else crop)
     return made
 
 
 @pytest.mark.parametrize("padding", [1, 4])
 @pytest.mark.parametrize(("channels", "dtype"), [(1, torch.uint8), (3, torch.float32)])
-def test_crop_and_flip_equals_torchvisions(padding: int, channels: int, dtype: torch.dtype) -> None:
+def test_crop_and_flip_equals_torchvisions(
+    padding: int, channels: int, dtype: torch.dtype
+) -> None:
     below_one = np.nextafter(1.0, 0.0)
-    corners = [[0, 0, 0], [below_one, 0, 0.5], [0, below_one, below_one], [below_one] * 3]
+    corners = [
+        [0, 0, 0],
+        [below_one, 0, 0.5],
+        [0, below_one, below_one],
+        [below_one] * 3,
+    ]
     draws = np.concatenate([corners, np.random.default_rng(1).random((12, 3))])
-    images = torch.randint(1, 256, (16, channels, 8, 8)).to(dtype)  # 0 is the padding's colour
+    # 0 is the padding's colour
+    images = torch.randint(1, 256, (16, channels, 8, 8)).to(dtype)
     before = images.clone()
     result = crop_and_flip(images, draws, padding)
     assert result.dtype is dtype
@@ -57,9 +70,12 @@ def test_random_numbers_depend_on_the_sample_and_not_on_its_batch() -> None:
 def test_random_numbers_are_uniform_and_uncorrelated() -> None:
     numbers = uniform_numbers(2**64 - 1, grid(10, 1000), draws=3)
     assert len(np.unique(numbers)) == numbers.size
-    assert stats.kstest(numbers.ravel(), "uniform").pvalue > 0.001  # these numbers never change
+    # these numbers never change
+    assert stats.kstest(numbers.ravel(), "uniform").pvalue > 0.001
     centred = (numbers - 0.5).reshape(10, 1000, 3)
     for axis in range(3):
-        pairs = np.delete(centred, -1, axis) * np.delete(centred, 0, axis)  # of neighbours
-        # The mean product of n independent pairs has standard deviation 1 / (12 sqrt(n)).
+        # of neighbours
+        pairs = np.delete(centred, -1, axis) * np.delete(centred, 0, axis)
+        # The mean product of n independent pairs has standard deviation 1 / (12
+        # sqrt(n)).
         assert abs(pairs.mean()) < 4 / (12 * math.sqrt(pairs.size))

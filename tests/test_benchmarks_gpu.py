@@ -1,4 +1,6 @@
-"""`benchmarks.gpu`: a rehearsal on this CPU, parts that go wrong, what the rows say of goals."""
+"""`benchmarks.gpu`: a rehearsal on this CPU, parts that go wrong, what the rows say of
+goals.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,22 @@ def notes(rows: list[Values], part: str) -> list[str]:
 
 @pytest.mark.gpu  # and in the dry run of those tests: it takes half a minute of a CPU
 @pytest.mark.usefixtures("_workers_import_once")
-def test_rehearsal_measures_every_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All but Latte, in `test_latte_memory`. No goal is judged by the numbers of a rehearsal."""
+def test_rehearsal_measures_every_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All but Latte, in `test_latte_memory`. No goal is judged by the numbers of a
+    rehearsal.
+    """
     parts = set(run.PARTS) - {"latte"}
     where = ["--folder", str(tmp_path), "--device", gpu.DEVICE.type, "--tiny"]
     assert run.main([*where, "--parts", *sorted(parts)]) == 0
     result = json.loads((tmp_path / "gpu.json").read_text())
     rows = result["rows"]
-    assert [row["note"] for row in rows if "note" in row and row.get("mode") != "amp.compile"] == []
+    assert [
+        row["note"]
+        for row in rows
+        if "note" in row and row.get("mode") != "amp.compile"
+    ] == []
     values = ("value", "images_per_second")
     measured = [row for row in rows if any(key in row for key in values)]
     assert {row["part"] for row in measured} == parts
@@ -43,10 +53,15 @@ def test_rehearsal_measures_every_part(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.usefixtures("_workers_import_once")
 def test_part_that_goes_wrong_is_noted_and_the_others_go_on(tmp_path: Path) -> None:
-    parts = {"never_ends": 1.0, **dict.fromkeys(("raises", "dies", "missing", "fine"), 600.0)}
+    parts = {
+        "never_ends": 1.0,
+        **dict.fromkeys(("raises", "dies", "missing", "fine"), 600.0),
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "LEAST", 0)
-        rows = run.measure(tmp_path, parts, "cpu", tiny=True, grace=600.0, where=PLANTED)
+        rows = run.measure(
+            tmp_path, parts, "cpu", tiny=True, grace=600.0, where=PLANTED
+        )
     assert notes(rows, "never_ends") == ["the time was over before the end"]
     assert notes(rows, "raises") == ["ArithmeticError: planted"]
     assert notes(rows, "dies") == ["its process ended with 7"]
@@ -59,18 +74,35 @@ def test_part_that_goes_wrong_is_noted_and_the_others_go_on(tmp_path: Path) -> N
 
 def of_a_gpu(**changes: float) -> list[Values]:
     """Rows of two rounds in which everything is reached."""
-    speed = {"fp32": 900.0, "tf32": 2000.0, "amp_fp16": 3200.0, "amp_bf16": 3100.0, **changes}
+    speed = {
+        "fp32": 900.0,
+        "tf32": 2000.0,
+        "amp_fp16": 3200.0,
+        "amp_bf16": 3100.0,
+        **changes,
+    }
     peak = {"fp32": 20e9, "tf32": 20e9, "amp_fp16": 11e9, "amp_bf16": 11e9}
     rows: list[Values] = []
     for number, drift in enumerate((1.0, 1.03)):
         for precision, value in speed.items():
             if precision in peak:
                 about = {"precision": precision, "batch": 256, "round": number}
-                found = {"images_per_second": value * drift, "peak_bytes": peak[precision]}
+                found = {
+                    "images_per_second": value * drift,
+                    "peak_bytes": peak[precision],
+                }
                 rows.append({"part": "resnet", **about, **found})
         for precision in ("amp_fp16", "amp_bf16"):
-            for loop, share in (("bare", 1.0), ("determined_amp", changes.get("share", 0.99))):
-                about = {"precision": precision, "batch": 256, "round": number, "loop": loop}
+            for loop, share in (
+                ("bare", 1.0),
+                ("determined_amp", changes.get("share", 0.99)),
+            ):
+                about = {
+                    "precision": precision,
+                    "batch": 256,
+                    "round": number,
+                    "loop": loop,
+                }
                 measured = speed[precision] * drift * share
                 rows.append({"part": "loops", **about, "images_per_second": measured})
     waits, planted = changes.get("waits", 0), changes.get("planted", 1)
@@ -97,7 +129,9 @@ def answers(rows: list[Values], device: str = "NVIDIA H200") -> str:
         ({"planted": 0}, "yyyyyyy?"),
     ],
 )
-def test_goals_are_judged_by_all_rounds(changes: dict[str, float], expected: str) -> None:
+def test_goals_are_judged_by_all_rounds(
+    changes: dict[str, float], expected: str
+) -> None:
     assert answers(of_a_gpu(**changes)) == expected
 
 
@@ -105,6 +139,9 @@ def test_table_and_picture_show_all_precisions() -> None:
     result = {"machine": {"device": "NVIDIA H200"}, "goals": [], "rows": of_a_gpu()}
     lines = table(result).splitlines()
     assert lines[2] == "| `fp32` | 914 (900 to 927) | 1.00x | 0.45x | 18.6 | 100% |"
-    assert lines[4] == "| `amp_fp16` | 3,248 (3,200 to 3,296) | 3.56x | 1.60x | 10.2 | 55% |"
+    assert (
+        lines[4]
+        == "| `amp_fp16` | 3,248 (3,200 to 3,296) | 3.56x | 1.60x | 10.2 | 55% |"
+    )
     assert len(lines) == 6
     assert len(picture(result).axes) == 2

@@ -63,7 +63,9 @@ def a_rehearsal_that_moves_weights(loop: SmallLoop) -> list[float]:
     ],
 )
 def test_region_around_changing_weights_computes_with_the_new_ones(
-    train: Callable[[SmallLoop], list[float]], precision: str, monkeypatch: pytest.MonkeyPatch
+    train: Callable[[SmallLoop], list[float]],
+    precision: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with_regions_of_their_own = train(SmallLoop(precision))
     loop = SmallLoop(precision)
@@ -102,7 +104,9 @@ def test_trial_with_several_steps_in_one_region_trains_as_with_a_region_for_each
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def left(trial: type[Converted]) -> Any:
-        return fit(trial, {"precision": precision}, batches=3).checkpoint["models_state_dict"]
+        return fit(trial, {"precision": precision}, batches=3).checkpoint[
+            "models_state_dict"
+        ]
 
     right = left(StepsInRegionsOfTheirOwn)
     assert same_bits(left(StepsInOneRegion), right)

@@ -1,4 +1,6 @@
-"""`check`: each fault of hand-written AMP is planted in a trial, and found with its line."""
+"""`check`: each fault of hand-written AMP is planted in a trial, and found with its
+line.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,11 @@ def experiment(**changes: Any) -> Values:
         "name": "planted",
         "hyperparameters": {"global_batch_size": 4},
         "searcher": {
-            **{"name": "single", "metric": "validation_loss", "smaller_is_better": True},
+            **{
+                "name": "single",
+                "metric": "validation_loss",
+                "smaller_is_better": True,
+            },
             "max_length": {"batches": 24},
         },
         **changes,
@@ -61,13 +67,17 @@ def experiment(**changes: Any) -> Values:
 def examined(trial: type, aggregation: int = 1) -> CheckFindings:
     """What the doctor says of a trial, with all of its runs in this process."""
     optimizations = {"aggregation_frequency": aggregation}
-    config = experiment(optimizations=optimizations) if aggregation > 1 else experiment()
+    config = (
+        experiment(optimizations=optimizations) if aggregation > 1 else experiment()
+    )
     name = f"{trial.__module__}:{trial.__qualname__}"
     return doctor.examine(config, "planted.yaml", name, lambda text: None, probes.run)
 
 
 class Right(pytorch.PyTorchTrial):
-    """AMP by hand as it should be; every other trial here differs from it in one thing."""
+    """AMP by hand as it should be; every other trial here differs from it in one
+    thing.
+    """
 
     init_scale = 65536.0
 
@@ -79,7 +89,9 @@ class Right(pytorch.PyTorchTrial):
         self.schedule()
 
     def wrap_scaler(self) -> None:
-        self.scaler = self.context.wrap_scaler(torch.cuda.amp.GradScaler(self.init_scale))
+        self.scaler = self.context.wrap_scaler(
+            torch.cuda.amp.GradScaler(self.init_scale)
+        )
 
     def net(self) -> Any:
         return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
@@ -114,7 +126,9 @@ class Right(pytorch.PyTorchTrial):
         nn.utils.clip_grad_norm_(parameters, 1.0)
 
     def step(self) -> None:
-        self.context.step_optimizer(self.optimizer, clip_grads=self.clip, scaler=self.scaler)
+        self.context.step_optimizer(
+            self.optimizer, clip_grads=self.clip, scaler=self.scaler
+        )
 
     def ends_window(self) -> bool:
         return (self.batch_idx + 1) % self.context._aggregation_frequency == 0
@@ -129,7 +143,9 @@ class Right(pytorch.PyTorchTrial):
 
     def build_training_data_loader(self) -> pytorch.DataLoader:
         points = torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
-        return pytorch.DataLoader(TensorDataset(points, points[:, :3].argmax(1)), batch_size=4)
+        return pytorch.DataLoader(
+            TensorDataset(points, points[:, :3].argmax(1)), batch_size=4
+        )
 
     build_validation_data_loader = build_training_data_loader
 
@@ -379,7 +395,8 @@ class MakesScalerInFirstBatch(Right):
 
 class DisabledScalerWrapped(Right):
     def wrap_scaler(self) -> None:
-        self.scaler = self.context.wrap_scaler(torch.amp.GradScaler("cpu", enabled=False))  # HERE
+        disabled = torch.amp.GradScaler("cpu", enabled=False)  # HERE
+        self.scaler = self.context.wrap_scaler(disabled)
 
     def autocast(self) -> Any:
         return torch.autocast("cpu", dtype=torch.bfloat16)
@@ -521,7 +538,9 @@ class Penalty(Right):
 
     def norm(self, gradients: Any) -> torch.Tensor:
         inverse = 1.0 / self.scaler.get_scale()
-        return torch.stack([(g * inverse).square().sum() for g in gradients]).sum().sqrt()
+        return (
+            torch.stack([(g * inverse).square().sum() for g in gradients]).sum().sqrt()
+        )
 
 
 class ScaledPenalty(Penalty):
@@ -552,7 +571,10 @@ class Masks(Right):
 class UnsafeLoss(Right):
     def forward(self, batch: Any) -> Any:
         inputs, labels = batch
-        chances, targets = self.model(inputs).sigmoid(), functional.one_hot(labels, 3).float()
+        chances, targets = (
+            self.model(inputs).sigmoid(),
+            functional.one_hot(labels, 3).float(),
+        )
         return functional.binary_cross_entropy(chances, targets)  # HERE
 
 
@@ -654,7 +676,9 @@ class DrawsWithoutSeed(Right):
     """Its batches are never the same."""
 
     def forward(self, batch: Any) -> Any:
-        noise = torch.randn(batch[0].shape, generator=torch.Generator().manual_seed(torch.seed()))
+        noise = torch.randn(
+            batch[0].shape, generator=torch.Generator().manual_seed(torch.seed())
+        )
         return super().forward([batch[0] + 0.1 * noise, batch[1]])
 
 
@@ -755,11 +779,21 @@ BESIDES: dict[type[Right], set[str]] = {
 }
 # A second line takes part in these.
 NAMED_WITH_TWO_LINES = {StepsTwice, MovesTwice, HidesNanOfGradients}
-CONTROLS = [Right, TwoOptimizers, Scheduled, Sequence, OwnWindow, Penalty, MasksWithTheLeast]
+CONTROLS = [
+    Right,
+    TwoOptimizers,
+    Scheduled,
+    Sequence,
+    OwnWindow,
+    Penalty,
+    MasksWithTheLeast,
+]
 
 
 def planted_line(trial: Any) -> int | None:
-    """The line that ends in HERE, of the trial or of the class that it inherits it from."""
+    """The line that ends in HERE, of the trial or of the class that it inherits it
+    from.
+    """
     for each in getattr(trial, "__mro__", [trial])[:2]:
         lines, first = inspect.getsourcelines(each)
         for number, line in enumerate(lines, first):
@@ -787,7 +821,9 @@ def test_planted_fault_is_found_with_its_line(trial: type[Right]) -> None:
     assert finding.write
 
 
-@pytest.mark.parametrize(("trial", "by"), [(Synchronises, "item"), (FormatsLoss, "format")])
+@pytest.mark.parametrize(
+    ("trial", "by"), [(Synchronises, "item"), (FormatsLoss, "format")]
+)
 def test_call_that_waits_for_the_device_is_a_cost_with_its_line_and_its_count(
     trial: type[Right], by: str
 ) -> None:
@@ -904,7 +940,9 @@ class UnscalesByHand(Right):
 
 
 class LossInFloat32OnCuda(Right):
-    """On a GPU autocast computes the square and the logarithm in float32, on a CPU it does not."""
+    """On a GPU autocast computes the square and the logarithm in float32, on a CPU it
+    does not.
+    """
 
     def forward(self, batch: Any) -> Any:
         inputs, labels = batch
@@ -914,7 +952,14 @@ class LossInFloat32OnCuda(Right):
 
 
 UNUSUAL = [
-    *(Automatic, SavedByCallback, EnabledOnCuda, EnabledByDevice, ExitsOnOverflow, SetsTf32Once),
+    *(
+        Automatic,
+        SavedByCallback,
+        EnabledOnCuda,
+        EnabledByDevice,
+        ExitsOnOverflow,
+        SetsTf32Once,
+    ),
     *(HidesNanAfterUnscale, DividesEachLoss, LimitTimesScale, UnscalesByHand),
     LossInFloat32OnCuda,
 ]
@@ -928,7 +973,9 @@ WITHOUT_AMP = [
 @pytest.mark.parametrize("trial", [*CONTROLS, *UNUSUAL, *WITHOUT_AMP])
 def test_right_trial_has_no_finding_but_costs(trial: type) -> None:
     findings = examined(trial)
-    assert [finding.text() for finding in findings if finding.level is not Level.COST] == []
+    assert [
+        finding.text() for finding in findings if finding.level is not Level.COST
+    ] == []
 
 
 @pytest.mark.parametrize("case", test_amp_examples.CASES)
@@ -940,12 +987,16 @@ def test_example_of_torchs_page_on_amp_has_no_fault(case: str) -> None:
 
 
 class Trainer:
-    """A loop in the form of well-known trainers: two micro-batches, a schedule, a checkpoint."""
+    """A loop in the form of well-known trainers: two micro-batches, a schedule, a
+    checkpoint.
+    """
 
     def __init__(self) -> None:
         self.model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.scheduler = lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+        self.scheduler = lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: 1 / (1 + step)
+        )
         self.scaler = torch.amp.GradScaler("cuda")
 
     batches = 32
@@ -978,7 +1029,10 @@ class Trainer:
         self.model.zero_grad()
 
     def state(self) -> StateDict:
-        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
 
 
 class ForgetsScaler(Trainer):
@@ -1008,7 +1062,9 @@ class CallsByKeyword(Trainer):
     """What the doctor watches is called by the names of torch's arguments."""
 
     def step(self) -> None:
-        torch.set_float32_matmul_precision(precision=torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision(
+            precision=torch.get_float32_matmul_precision()
+        )
         for parameter in self.model.parameters():
             torch.nan_to_num(input=parameter)
         super().step()
@@ -1029,7 +1085,9 @@ class ClipsInTrainer(Trainer):
 
 
 class ClippingSgd(torch.optim.SGD):
-    """Clips each parameter in its own step, as the optimizers of detection libraries do."""
+    """Clips each parameter in its own step, as the optimizers of detection libraries
+    do.
+    """
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -1042,7 +1100,9 @@ class MovesWithClippingOptimizer(Trainer):
     def __init__(self) -> None:
         super().__init__()
         self.optimizer: Any = ClippingSgd(self.model.parameters(), lr=0.1)
-        self.scheduler = lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+        self.scheduler = lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: 1 / (1 + step)
+        )
 
     def step(self) -> None:
         self.scaler.step(self.optimizer)
@@ -1142,7 +1202,9 @@ class AddsScaledLosses(Trainer):
 
     def backward(self, loss: torch.Tensor) -> None:
         by_hand = loss * self.scaler.get_scale()
-        torch.autograd.backward(self.scaler.scale(loss) + by_hand - 2 * self.scaler.scale(loss / 2))
+        torch.autograd.backward(
+            self.scaler.scale(loss) + by_hand - 2 * self.scaler.scale(loss / 2)
+        )
 
 
 class TwoScalers(Trainer):
@@ -1164,7 +1226,9 @@ class TwoScalers(Trainer):
             torch.autograd.backward(scaler.scale(each))
 
     def step(self) -> None:
-        for scaler, optimizer in zip(self.scalers, (self.optimizer, self.other), strict=True):
+        for scaler, optimizer in zip(
+            self.scalers, (self.optimizer, self.other), strict=True
+        ):
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -1212,7 +1276,9 @@ class SurvivesFailedStep(Trainer):
 
 
 class CatchesWhatTheClipRaises(Trainer):
-    """Without an update: from the first overflow on each `unscale_` raises, and nothing trains."""
+    """Without an update: from the first overflow on each `unscale_` raises, and nothing
+    trains.
+    """
 
     def step(self) -> None:
         with suppress(RuntimeError):
@@ -1274,7 +1340,14 @@ FAULTY_TRAINERS: dict[type[Trainer], str] = {
     CatchesWhatTheClipRaises: "no_steps",
 }
 RIGHT_TRAINERS = [
-    *(Trainer, SavesScaleAlone, SavesModelAlone, CallsByKeyword, WrapsOptimizer, SetsGradients),
+    *(
+        Trainer,
+        SavesScaleAlone,
+        SavesModelAlone,
+        CallsByKeyword,
+        WrapsOptimizer,
+        SetsGradients,
+    ),
     *(AddsScaledLosses, TwoScalers, BackwardFromGradient, RareSchedule, OneStepAnEpoch),
     DecoratedBefore,
 ]
@@ -1284,14 +1357,19 @@ RIGHT_TRAINERS = [
 def test_fault_of_a_trainer_is_found_and_a_right_trainer_has_none(
     trainer: type[Trainer], tmp_path: Path
 ) -> None:
-    with suppress(AssertionError), watching() as findings:  # of an update that follows no step
+    # of an update that follows no step
+    with (
+        suppress(AssertionError),
+        watching() as findings,
+    ):
         trainer().train(tmp_path / "checkpoint.pt")
     keys = {finding.key for finding in findings.faults}
     assert keys == ({FAULTY_TRAINERS[trainer]} if trainer in FAULTY_TRAINERS else set())
 
 
 @pytest.mark.parametrize(
-    ("trainer", "seen"), [(SurvivesFailedStep, "15 steps, 2"), (LeavesOutOverflows, "14 steps, 0")]
+    ("trainer", "seen"),
+    [(SurvivesFailedStep, "15 steps, 2"), (LeavesOutOverflows, "14 steps, 0")],
 )
 def test_steps_are_counted_after_one_that_raised_or_was_left_out(
     trainer: type[Trainer], seen: str, tmp_path: Path
@@ -1316,7 +1394,9 @@ def test_loop_without_a_loader_is_only_suspected_of_a_fault_within_a_window(
         for number in range(24):
             if zeroes:
                 trainer.model.zero_grad()
-            loss = functional.cross_entropy(trainer.forward(inputs), inputs[:, :3].argmax(1))
+            loss = functional.cross_entropy(
+                trainer.forward(inputs), inputs[:, :3].argmax(1)
+            )
             trainer.backward(loss)
             if number % 3 == 2:
                 trainer.step()
@@ -1329,7 +1409,9 @@ def train_with_rate_by_hand() -> None:
     scaler = torch.amp.GradScaler("cuda")
     for _ in range(16):
         with torch.autocast("cuda", dtype=torch.float16):
-            loss = functional.cross_entropy(model(torch.randn(4, 6)), torch.tensor([0, 1, 2, 0]))
+            loss = functional.cross_entropy(
+                model(torch.randn(4, 6)), torch.tensor([0, 1, 2, 0])
+            )
         torch.autograd.backward(scaler.scale(loss))
         scaler.step(optimizer)
         scaler.update()
@@ -1346,7 +1428,9 @@ def test_rate_that_is_moved_by_hand_on_skipped_steps_is_a_suspicion() -> None:
 
 
 def train_critic(weight: float) -> None:
-    """A critic whose loss is a mean of its outputs, which autocast computes in float16."""
+    """A critic whose loss is a mean of its outputs, which autocast computes in
+    float16.
+    """
     torch.manual_seed(0)
     critic = nn.Linear(6, 1)
     optimizer = torch.optim.SGD(critic.parameters(), lr=1e-4)
@@ -1389,7 +1473,9 @@ def train_on_rank(rank: int, differs: int) -> None:
 
 
 def faults_on_rank(rank: int, folder: str) -> list[list[str]]:
-    """Of a training on one of two ranks, with scales that differ and with equal ones."""
+    """Of a training on one of two ranks, with scales that differ and with equal
+    ones.
+    """
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
@@ -1405,12 +1491,19 @@ def faults_on_rank(rank: int, folder: str) -> list[list[str]]:
 @pytest.mark.usefixtures("_workers_import_once")
 def test_scales_that_ranks_do_not_share_are_found(tmp_path: Path) -> None:
     with ProcessPoolExecutor(2, multiprocessing.get_context("forkserver")) as ranks:
-        found = list(ranks.map(faults_on_rank, (0, 1), [str(tmp_path)] * 2, timeout=300))
+        found = list(
+            ranks.map(faults_on_rank, (0, 1), [str(tmp_path)] * 2, timeout=300)
+        )
     assert found == [[["scale_differs_by_rank"], []]] * 2
 
 
 def test_watching_leaves_torch_as_it_was_and_a_training_undisturbed() -> None:
-    owners: list[Any] = [torch.amp.GradScaler, torch.Tensor, torch.optim.Optimizer, nn.Module]
+    owners: list[Any] = [
+        torch.amp.GradScaler,
+        torch.Tensor,
+        torch.optim.Optimizer,
+        nn.Module,
+    ]
     before = [dict(vars(owner)) for owner in owners]
     plain = by_hand(test_amp_examples.CLIPPED)
     with watching(overflows=(), moves_scale=False):
@@ -1434,7 +1527,9 @@ def test_error_of_a_run_in_its_own_process_is_told_by_its_last_line(
     monkeypatch.setattr(probes, "run", fail)
     monkeypatch.setattr(signal, "alarm", lambda seconds: None)
     probe: Any = None
-    with pytest.raises(UserError, match="a run of the trial failed: KeyError: 'weights'"):
+    with pytest.raises(
+        UserError, match="a run of the trial failed: KeyError: 'weights'"
+    ):
         fresh_process._run(probe)
 
 
@@ -1465,7 +1560,10 @@ class TestCommand:
     def test_trial_without_a_fault_ends_with_status_0_and_is_told_in_json(
         self, config: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert door.main(["check", config.name, "--trial", "tests.habits:Habit", "--json"]) == 0
+        assert (
+            door.main(["check", config.name, "--trial", "tests.habits:Habit", "--json"])
+            == 0
+        )
         assert json.loads(capsys.readouterr().out)["faults"] == 0
 
     @pytest.mark.usefixtures("_in_this_process")
@@ -1479,13 +1577,17 @@ class TestCommand:
         ids=["no such YAML", "no trial", "no such trial"],
     )
     def test_mistake_in_the_command_ends_with_status_2(
-        self, config: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+        self,
+        config: Path,
+        arguments: list[str],
+        said: str,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         assert door.main(["check", *arguments]) == 2
         assert said in capsys.readouterr().err
 
 
-def test_right_amp_loop_has_no_fault_and_no_warning_of_the_overflow_that_the_doctor_makes(
+def test_right_amp_loop_has_no_fault_and_no_warning_of_a_forced_overflow(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     amp = AmpLoop(AmpSettings(Precision.AMP_FP16), "cpu")

@@ -40,8 +40,12 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def batches(count: int = 24, factor: float = 1.0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    points = factor * torch.randn(count * 8, 16, generator=torch.Generator().manual_seed(1))
+def batches(
+    count: int = 24, factor: float = 1.0
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    points = factor * torch.randn(
+        count * 8, 16, generator=torch.Generator().manual_seed(1)
+    )
     data = TensorDataset(points, points[:, :4].argmax(1))
     yield from DataLoader(data, batch_size=8)
 
@@ -103,7 +107,9 @@ class SumsMillions(Loop):
 
 class OutlierInStatistics(Loop):
     def net(self) -> Any:
-        return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+        return nn.Sequential(
+            nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)
+        )
 
     def batches(self) -> Iterator[Any]:
         for number, (inputs, labels) in enumerate(super().batches()):
@@ -199,7 +205,9 @@ class ZeroesInLastMicroBatch(Accumulates):
 
 
 class TwoScalers(Loop):
-    """A generator's loss leaves gradients in the discriminator, which is zeroed before its own."""
+    """A generator's loss leaves gradients in the discriminator, which is zeroed before
+    its own.
+    """
 
     zeroes = True
 
@@ -229,24 +237,32 @@ class MixesScales(TwoScalers):
 
 
 class CachesGradients(Loop):
-    """A contrastive loss whose gradient is handed on from representations to the encoder."""
+    """A contrastive loss whose gradient is handed on from representations to the
+    encoder.
+    """
 
     scales_twice = False
 
     def train(self) -> None:
         for number in range(24):
-            inputs = torch.randn(16, 16, generator=torch.Generator().manual_seed(number))
+            inputs = torch.randn(
+                16, 16, generator=torch.Generator().manual_seed(number)
+            )
             with torch.no_grad(), torch.autocast("cuda"):
                 made = torch.cat([self.model(chunk) for chunk in inputs.chunk(4)])
             made = made.float().requires_grad_()
             loss = functional.cross_entropy(made @ made.roll(1, 0).T, torch.arange(16))
             torch.autograd.backward(self.scaler.scale(loss))
             assert made.grad is not None
-            for chunk, gradient in zip(inputs.chunk(4), made.grad.chunk(4), strict=True):
+            for chunk, gradient in zip(
+                inputs.chunk(4), made.grad.chunk(4), strict=True
+            ):
                 with torch.autocast("cuda"):
                     outputs = self.model(chunk)
                 surrogate = (outputs.float() * gradient).sum()
-                scaled = self.scaler.scale(surrogate) if self.scales_twice else surrogate
+                scaled = (
+                    self.scaler.scale(surrogate) if self.scales_twice else surrogate
+                )
                 torch.autograd.backward(scaled)
             self.step()
 
@@ -257,7 +273,11 @@ class CachesScaledTwice(CachesGradients):
 
 class Lookahead(torch.optim.Optimizer):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner, self.param_groups, self.state = inner, inner.param_groups, defaultdict(dict)
+        self.inner, self.param_groups, self.state = (
+            inner,
+            inner.param_groups,
+            defaultdict(dict),
+        )
         self.steps = 0
 
     def step(self, closure: Any = None) -> Any:
@@ -464,7 +484,9 @@ class HalfAlone(HalfWithoutAutocast):
 
 
 class Checkpoints(Loop):
-    """A backward computes the forward of its middle again, in the dtypes of the first time."""
+    """A backward computes the forward of its middle again, in the dtypes of the first
+    time.
+    """
 
     def loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         first, middle, last = self.model
@@ -527,7 +549,9 @@ class SkipsLast(nn.Sequential):
 
 
 class TrainsPartOfModel(Loop):
-    """No layer was replaced: the optimizer lacks the first, and its last does not run."""
+    """No layer was replaced: the optimizer lacks the first, and its last does not
+    run.
+    """
 
     def net(self) -> Any:
         return SkipsLast(*net(), nn.Linear(4, 4))
@@ -574,10 +598,14 @@ class KeepsEarlierOptimizer(LearnsTemperature):
 
 
 class StepsCopies(Loop):
-    """Gradients are copied to weights of no module, as where those of the model have 16 bits."""
+    """Gradients are copied to weights of no module, as where those of the model have 16
+    bits.
+    """
 
     def optimizer_of(self, model: nn.Module) -> Any:
-        self.copies = [nn.Parameter(weight.detach().clone()) for weight in model.parameters()]
+        self.copies = [
+            nn.Parameter(weight.detach().clone()) for weight in model.parameters()
+        ]
         return torch.optim.SGD(self.copies, lr=0.1)
 
     def step(self) -> None:
@@ -597,7 +625,9 @@ class Averages(Loop):
         super().step()
         average = getattr(self, "average", None) or copy.deepcopy(self.model)
         with torch.no_grad():
-            for old, new in zip(average.parameters(), self.model.parameters(), strict=True):
+            for old, new in zip(
+                average.parameters(), self.model.parameters(), strict=True
+            ):
                 old.lerp_(new, 0.1)
         self.average = average
 
@@ -634,7 +664,13 @@ FAULTY: dict[type[Loop], str] = {
 RIGHT = [
     *(Loop, SumsMillions, Statistics, CausalMask, Accumulates, TwoScalers),
     *(CachesGradients, Wrapped, Paired, SchedulesByHook, Averages, Checkpoints),
-    *(ForgetsToZeroOnce, SparseGradients, ZeroesInPlace, HoldsHeadForLater, TrainsPartOfModel),
+    *(
+        ForgetsToZeroOnce,
+        SparseGradients,
+        ZeroesInPlace,
+        HoldsHeadForLater,
+        TrainsPartOfModel,
+    ),
     *(LearnsTemperature, KeepsEarlierOptimizer, StepsCopies),
 ]
 
@@ -694,7 +730,9 @@ def test_backward_in_a_region_of_a_library_is_suspected() -> None:
             torch.autograd.backward(self.loss(inputs, labels))
             self.step()
 
-    (finding,) = (each for each in watched(InRegionOfALibrary) if each.level is not Level.COST)
+    (finding,) = (
+        each for each in watched(InRegionOfALibrary) if each.level is not Level.COST
+    )
     assert (finding.key, finding.level) == ("autocast_backward", Level.SUSPICION)
 
 
@@ -737,7 +775,9 @@ def test_error_keeps_its_traceback_and_findings_are_printed_before(
         train()
     files = {frame.filename for frame in traceback.extract_tb(raised.tb)}
     assert not any("determined_amp/check" in file for file in files)
-    assert capsys.readouterr().err.startswith("0 faults, 1 suspicion: nothing was trained")
+    assert capsys.readouterr().err.startswith(
+        "0 faults, 1 suspicion: nothing was trained"
+    )
 
 
 class Counts:
@@ -791,7 +831,9 @@ def test_error_of_determined_is_a_fault_with_its_line() -> None:
 
 class TestScaleMoves:
     def windows(self, scaler: Any, count: int) -> list[float]:
-        """The scale in each window; what the training sees around `update` never decreases."""
+        """The scale in each window; what the training sees around `update` never
+        decreases.
+        """
         moves = ScaleMoves(lambda: False, Moves())
         used = []
         for _ in range(count):
@@ -809,7 +851,9 @@ class TestScaleMoves:
             assert not moves.is_moved
         return used
 
-    def test_half_of_the_windows_have_another_scale_and_none_is_left_moved(self) -> None:
+    def test_half_of_the_windows_have_another_scale_and_none_is_left_moved(
+        self,
+    ) -> None:
         scaler = torch.amp.GradScaler("cpu")
         used = self.windows(scaler, 16)
         assert sorted(used) == [256.0] * 8 + [65536.0] * 8
@@ -821,7 +865,9 @@ class TestScaleMoves:
         assert scaler.get_scale() == 4 * 65536.0
 
     def test_small_scale_is_not_moved(self) -> None:
-        assert set(self.windows(torch.amp.GradScaler("cpu", init_scale=32.0), 8)) == {32.0}
+        assert set(self.windows(torch.amp.GradScaler("cpu", init_scale=32.0), 8)) == {
+            32.0
+        }
 
 
 SCRIPT = """
@@ -912,7 +958,9 @@ class TestScript:
         findings = json.loads(capsys.readouterr().out)["findings"]
         (fault,) = (finding for finding in findings if finding["level"] == "fault")
         assert fault["key"] == "clip_scaled"
-        (line,) = [n for n, text in enumerate(SCRIPT.splitlines(), 1) if "# CLIP" in text]
+        (line,) = [
+            n for n, text in enumerate(SCRIPT.splitlines(), 1) if "# CLIP" in text
+        ]
         assert fault["where"] == [{"file": "train.py", "line": line}]
 
     def test_right_script_is_stopped_early_and_replaces_no_file(
@@ -948,7 +996,9 @@ class TestScript:
         (folder / "train.py").write_text(script)
         assert main(["check", "--minutes", "0.02", "train.py"]) == status
         shown = capsys.readouterr()
-        assert shown.out.startswith("0 faults: nothing was trained, so nothing was examined")
+        assert shown.out.startswith(
+            "0 faults: nothing was trained, so nothing was examined"
+        )
         assert (f"\nnote: {TOO_SHORT}\n" in shown.out) is (status == 0)
         assert shown.err.endswith(end)
         assert "Traceback" not in shown.err

@@ -1,4 +1,6 @@
-"""Checkpoints are whole or absent, readable by every torch, and run nothing when loaded."""
+"""Checkpoints are whole or absent, readable by every torch, and run nothing when
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -59,12 +61,16 @@ class TestOwnScript:
     def test_resume_without_a_cluster_trains_the_batches_of_an_undisturbed_run(
         self, folder: Path
     ) -> None:
-        """Determined tells the loop of no earlier batches there, and the script sets the seed."""
+        """Determined tells the loop of no earlier batches there, and the script sets
+        the seed.
+        """
         seen: list[float] = []
 
         class Shuffles(Weights):
             def build_training_data_loader(self) -> Any:
-                samples = torch.utils.data.TensorDataset(torch.arange(6.0).reshape(6, 1))
+                samples = torch.utils.data.TensorDataset(
+                    torch.arange(6.0).reshape(6, 1)
+                )
                 return pytorch.DataLoader(samples, batch_size=2, shuffle=True)
 
             def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
@@ -96,10 +102,17 @@ class TestOwnScript:
     def test_resume_in_determineds_own_loop_without_a_cluster_is_refused(
         self, first: Fitted
     ) -> None:
-        words = r"latest_checkpoint: without a cluster .* determined_amp\.fit\(trial, context"
+        words = (
+            r"latest_checkpoint: without a cluster .* determined_amp\.fit\(trial,"
+            r" context"
+        )
         with pytest.raises(ConfigError, match=words):
             fit(
-                Weights, FP16_SECTION, batches=4, resume=first, loop=pytorch._PyTorchTrialController
+                Weights,
+                FP16_SECTION,
+                batches=4,
+                resume=first,
+                loop=pytorch._PyTorchTrialController,
             )
 
     @pytest.mark.parametrize("name", ["state_dict.pth", "trial_state.pkl"])
@@ -154,7 +167,11 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(owner, name, noted)
 
-    note(os, "fsync", lambda file: f"sync {Path(f'/proc/self/fd/{file}').readlink().name}")
+    note(
+        os,
+        "fsync",
+        lambda file: f"sync {Path(f'/proc/self/fd/{file}').readlink().name}",
+    )
     note(Path, "rename", lambda path, to: f"rename {path.name} {to.name}")
     note(shutil, "rmtree", lambda path: f"remove {path.name}" if path.exists() else "")
     return events
@@ -167,7 +184,9 @@ class TestDisk:
         save(storage_in(tmp_path), 4)
         files = ["trial.py", "state_dict.pth", "metadata.json"]
         partial = ".batch-00000004.partial"
-        assert sorted(done[:5]) == sorted(f"sync {name}" for name in [*files, "code", partial])
+        assert sorted(done[:5]) == sorted(
+            f"sync {name}" for name in [*files, "code", partial]
+        )
         assert done[4:] == [
             f"sync {partial}",
             f"rename {partial} batch-00000004",
@@ -211,10 +230,15 @@ class TestDisk:
         ],
         ids=["of the system", "of torch", "of its stream"],
     )
-    def test_full_disk_is_one_clear_error(self, tmp_path: Path, error: Exception) -> None:
+    def test_full_disk_is_one_clear_error(
+        self, tmp_path: Path, error: Exception
+    ) -> None:
         checkpoints = storage_in(tmp_path)
         save(checkpoints, 4)
-        told = "batch-00000008: could not be saved: .*: the checkpoints that it has are intact"
+        told = (
+            "batch-00000008: could not be saved: .*: the checkpoints that it has are"
+            " intact"
+        )
         with (
             pytest.raises(CheckpointError, match=told),
             checkpoints.store_path({"steps_completed": 8}),
@@ -231,7 +255,10 @@ class TestDisk:
         self, tmp_path: Path, error: BaseException
     ) -> None:
         checkpoints = storage_in(tmp_path)
-        with pytest.raises(type(error)) as raised, checkpoints.store_path({"steps_completed": 8}):
+        with (
+            pytest.raises(type(error)) as raised,
+            checkpoints.store_path({"steps_completed": 8}),
+        ):
             raise error
         assert raised.value is error
         assert not list(tmp_path.iterdir())

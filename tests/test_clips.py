@@ -1,4 +1,6 @@
-"""`trials.data.clips`: what moves, how, and that it is the same wherever and whenever made."""
+"""`trials.data.clips`: what moves, how, and that it is the same wherever and whenever
+made.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,26 @@ SIDE = SETTINGS.image_size
 FIRST = [Sample(0, index) for index in range(8)]
 
 
-def clips_of(*samples: Sample, seed: int = 0, settings: ClipSettings = SETTINGS) -> torch.Tensor:
+def clips_of(
+    *samples: Sample, seed: int = 0, settings: ClipSettings = SETTINGS
+) -> torch.Tensor:
     return load(settings, seed)[0].__getitems__(samples)[0]
 
 
 def test_clip_depends_on_seed_epoch_and_scan_alone() -> None:
     alone = clips_of(Sample(1, 5))
-    torch.testing.assert_close(clips_of(Sample(0, 3), Sample(1, 5))[1:], alone, rtol=0, atol=1.0e-6)
+    torch.testing.assert_close(
+        clips_of(Sample(0, 3), Sample(1, 5))[1:], alone, rtol=0, atol=1.0e-6
+    )
     assert torch.equal(clips_of(Sample(1, 5)), alone)
     for other in (clips_of(Sample(2, 5)), clips_of(Sample(1, 5), seed=1)):
         assert not torch.allclose(other, alone, atol=0.1)
 
 
 def test_digit_moves_in_a_straight_line_and_bounces() -> None:
-    """Its centre of mass, seen from the clip, against the line it should have followed."""
+    """Its centre of mass, seen from the clip, against the line it should have
+    followed.
+    """
     room = SIDE - 8
     made = MovingDigits(
         torch.ones(64, 8, 8), torch.zeros(64).long(), SETTINGS, 0, new_each_epoch=True

@@ -1,7 +1,9 @@
-"""What this repository promises on a Determined cluster, on a real one: `make test-cluster`.
+"""What this repository promises on a Determined cluster, on a real one: `make
+test-cluster`.
 
-Needs DET_MASTER and a login (`det user login`, or DET_USER and DET_PASS); any cluster will do. The
-experiments are small, carry a label of their own, and are deleted at the end.
+Needs DET_MASTER and a login (`det user login`, or DET_USER and DET_PASS); any cluster
+will do. The experiments are small, carry a label of their own, and are deleted at the
+end.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ from determined_amp import __main__ as door
 from determined_amp.report.master_runs import read_finding
 from determined_amp.runs.master import MasterError
 from determined_amp.trial.notes import cause_first
-from tests.cluster import Cluster, Run, container_of, docker, last_line, metrics, wait_until
+from tests.cluster import (
+    Cluster,
+    Run,
+    container_of,
+    docker,
+    last_line,
+    metrics,
+    wait_until,
+)
 from tests.training import ROOT
 
 pytestmark = pytest.mark.cluster
@@ -31,7 +41,8 @@ pytestmark = pytest.mark.cluster
 CONFIGS = sorted((ROOT / "experiment_configs").rglob("*.yaml"))
 SEARCHES = sorted((ROOT / "hp_search").glob("*.yaml"))
 
-# What makes a trial small enough for a CPU. One that is not here runs with short lengths only.
+# What makes a trial small enough for a CPU. One that is not here runs with short
+# lengths only.
 SMALL = {
     "trials.mlp:MLPTrial": (
         "data.image_size=8",
@@ -44,8 +55,9 @@ SMALL = {
         "hyperparameters.warmup_steps=5",
         "hyperparameters.clip_start_step=5",
     ),
-    # Of 16 px its last stage sees 1 x 1, and the bfloat16 gradient of a strided convolution of that
-    # is uninitialised memory on a CPU with AMX (torch 2.3.0 and 2.15.0).
+    # Of 16 px its last stage sees 1 x 1, and the bfloat16 gradient of a strided
+    # convolution of that is uninitialised memory on a CPU with AMX (torch 2.3.0 and
+    # 2.15.0).
     "trials.resnet50:ResNet50Trial": (
         "data.dataset=synthetic",
         "data.image_size=32",
@@ -70,25 +82,37 @@ NO_FILES = {
         "data.workers=0",
     ),
 }
-# Of each unit that a YAML may give its lengths in. A CPU may take 10 s for a batch of ResNet-50.
+# Of each unit that a YAML may give its lengths in. A CPU may take 10 s for a batch of
+# ResNet-50.
 SHORT = {"batches": 30, "epochs": 1}
 SHORTER = {"trials.resnet50:ResNet50Trial": {"batches": 4, "epochs": 1}}
 
 # The trials of a search are those of mlp/amp.yaml.
-OF_A_SEARCH = ("hyperparameters.hidden_features=32", "hyperparameters.global_batch_size=32")
+OF_A_SEARCH = (
+    "hyperparameters.hidden_features=32",
+    "hyperparameters.global_batch_size=32",
+)
 # Three precisions, one seed each, a few batches long.
 COMPARED = (
     "hyperparameters.amp.precision.vals=[fp32, amp_fp16, amp_bf16]",
     "hyperparameters.trial_seed.vals=[7]",
     *(
         f"hyperparameters.training.{name}.batches=20"
-        for name in ("max_length", "validation_period", "checkpoint_period", "reporting_period")
+        for name in (
+            "max_length",
+            "validation_period",
+            "checkpoint_period",
+            "reporting_period",
+        )
     ),
 )
 # The command `compare` as one task, on a trial that knows nothing of AMP.
-COMPARE = "entrypoint=python3 -m determined_amp compare --seeds 2 --batches 20 --minutes 20"
-# Trials are compared after 8 and 32 batches. They run one after another, in the order in which the
-# seed of the search draws them, so that no chance decides: the second is better than the third.
+COMPARE = (
+    "entrypoint=python3 -m determined_amp compare --seeds 2 --batches 20 --minutes 20"
+)
+# Trials are compared after 8 and 32 batches. They run one after another, in the order
+# in which the seed of the search draws them, so that no chance decides: the second is
+# better than the third.
 ASHA = (
     "searcher.max_trials=4",
     "searcher.max_concurrent_trials=1",
@@ -108,7 +132,8 @@ FEW_TRIALS: dict[str, Sequence[str]] = {
     "loss_scale_random": ("searcher.max_trials=3",),
 }
 
-# Long enough to be disturbed: a report every other batch makes even a fast cluster take a while.
+# Long enough to be disturbed: a report every other batch makes even a fast cluster take
+# a while.
 LENGTH = 160
 PERIOD = 20
 DISTURBED_MLP = (
@@ -121,7 +146,8 @@ DISTURBED_MLP = (
     f"hyperparameters.training.checkpoint_period.batches={PERIOD}",
     "hyperparameters.training.reporting_period.batches=2",
 )
-# The others are a stranger's trial as it is: shuffled batches, dropout, and noise of three sources.
+# The others are a stranger's trial as it is: shuffled batches, dropout, and noise of
+# three sources.
 DISTURBED = ("mlp", "shuffled", "shuffled on 2 slots")
 
 
@@ -136,7 +162,9 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         pytest.skip(f"needs a Determined cluster: {error}")
     yield cluster
     try:
-        with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        with request.config.pluginmanager.getplugin(
+            "capturemanager"
+        ).global_and_fixture_disabled():
             print(f"\n{cluster.table()}")
     finally:
         cluster.clean_up()
@@ -144,15 +172,26 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def everything(request: pytest.FixtureRequest) -> None:
-    """All experiments that nobody has to disturb, at once, so that no slot waits for a test."""
-    for name in ("runs", "searches", "not_finite", "strangers", "aborted", "undisturbed"):
+    """All experiments that nobody has to disturb, at once, so that no slot waits for a
+    test.
+    """
+    for name in (
+        "runs",
+        "searches",
+        "not_finite",
+        "strangers",
+        "aborted",
+        "undisturbed",
+    ):
         request.getfixturevalue(name)
 
 
 @pytest.fixture(scope="module")
 def runs(cluster: Cluster) -> dict[Path, Run]:
     return {
-        path: cluster.create(path.relative_to(ROOT), *shortened(path), *fitted(path, cluster))
+        path: cluster.create(
+            path.relative_to(ROOT), *shortened(path), *fitted(path, cluster)
+        )
         for path in CONFIGS
     }
 
@@ -182,7 +221,8 @@ def shuffled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         **{key: {"batches": batches} for key, batches in lengths.items()},
         "scheduling_unit": 2,
-        "reproducibility": {"experiment_seed": 20261122},  # else each run has one of its own
+        # else each run has one of its own
+        "reproducibility": {"experiment_seed": 20261122},
         "max_restarts": 2,
     }
     (folder / "amp.yaml").write_text(yaml.safe_dump(config))
@@ -204,15 +244,24 @@ def long_run(kind: str, cluster: Cluster, shuffled: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def searches(cluster: Cluster) -> dict[Path, Run]:
-    return {path: cluster.create(path.relative_to(ROOT), *small_search(path)) for path in SEARCHES}
+    return {
+        path: cluster.create(path.relative_to(ROOT), *small_search(path))
+        for path in SEARCHES
+    }
 
 
 @pytest.fixture(scope="module")
 def not_finite(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A search with a learning rate of 1e30: the products of the weights overflow float32."""
+    """A search with a learning rate of 1e30: the products of the weights overflow
+    float32.
+    """
     search = ROOT / "hp_search" / "loss_scale_asha.yaml"
     config = yaml.safe_load(search.read_text())
-    rates = {"type": "categorical", "vals": [1.0e-3, 1.0e30]}  # in place of a range, as no --config
+    # in place of a range, as no --config
+    rates = {
+        "type": "categorical",
+        "vals": [1.0e-3, 1.0e30],
+    }
     config["hyperparameters"]["learning_rate"] = rates
     path = tmp_path_factory.mktemp("search") / "asha.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -262,11 +311,20 @@ def slots(path: Path) -> int:
 
 @pytest.mark.usefixtures("everything")
 class TestEveryExperiment:
-    @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}-{path.stem}")
-    def test_experiment_completes_and_reports(self, path: Path, runs: dict[Path, Run]) -> None:
+    @pytest.mark.parametrize(
+        "path", CONFIGS, ids=lambda path: f"{path.parent.name}-{path.stem}"
+    )
+    def test_experiment_completes_and_reports(
+        self, path: Path, runs: dict[Path, Run]
+    ) -> None:
         run = runs[path]
-        if run.wait() is client.ExperimentState.ERROR and "pip failed to add" in run.log():
-            pytest.skip("the image lacks a package, and the nodes reach no package index")
+        if (
+            run.wait() is client.ExperimentState.ERROR
+            and "pip failed to add" in run.log()
+        ):
+            pytest.skip(
+                "the image lacks a package, and the nodes reach no package index"
+            )
         run.completed()
         assert run.restarts() == 0
         training = run.metrics("training")
@@ -276,11 +334,15 @@ class TestEveryExperiment:
         assert math.isfinite(run.metrics("validation")[-1][metric])
         assert run.newest_checkpoint().metadata
 
-    def test_two_slots_train_as_one(self, cluster: Cluster, runs: dict[Path, Run]) -> None:
-        """The same samples in the same steps, each rank's gradients rounded to float16 apart.
+    def test_two_slots_train_as_one(
+        self, cluster: Cluster, runs: dict[Path, Run]
+    ) -> None:
+        """The same samples in the same steps, each rank's gradients rounded to float16
+        apart.
 
-        A product of a half batch differs from its half of the whole by 2^-11 relative; Adam turns
-        that into as much of a step of 1e-3, 30 times, and the loss of 2.3 follows within 1e-2.
+        A product of a half batch differs from its half of the whole by 2^-11 relative;
+        Adam turns that into as much of a step of 1e-3, 30 times, and the loss of 2.3
+        follows within 1e-2.
         """
         folder = ROOT / "experiment_configs" / "mlp"
         one, two = folder / "amp.yaml", folder / "amp_2slots.yaml"
@@ -304,8 +366,13 @@ class TestSearch:
         run = searches[path].completed()
         searcher = yaml.safe_load(path.read_text())["searcher"]
         assert len(run.trials) >= (1 if searcher["name"] == "single" else 3)
-        # Of these the metric is that of the trial, which is not trained, or by the command itself.
-        of_the_trial = {"compare": "speed", "find_loss_scale": "init_scale_log2", "check": "faults"}
+        # Of these the metric is that of the trial, which is not trained, or by the
+        # command itself.
+        of_the_trial = {
+            "compare": "speed",
+            "find_loss_scale": "init_scale_log2",
+            "check": "faults",
+        }
         metric = of_the_trial.get(path.stem, searcher["metric"])
         for trial in run.trials:
             scores = [report[metric] for report in metrics(trial, "validation")]
@@ -317,11 +384,17 @@ class TestSearch:
         (found,) = run.metrics("validation")
         assert read_finding(run.id).finding.choice_log2 == found["init_scale_log2"]
 
-    def test_precisions_of_one_seed_start_alike(self, searches: dict[Path, Run]) -> None:
-        """Equal weights and batches: after 20 steps the losses differ by roundings only."""
+    def test_precisions_of_one_seed_start_alike(
+        self, searches: dict[Path, Run]
+    ) -> None:
+        """Equal weights and batches: after 20 steps the losses differ by roundings
+        only.
+        """
         run = searches[ROOT / "hp_search" / "compare_precisions.yaml"].completed()
         losses = {
-            (trial.hparams or {})["amp"]["precision"]: metrics(trial, "training")[-1]["loss"]
+            (trial.hparams or {})["amp"]["precision"]: metrics(trial, "training")[-1][
+                "loss"
+            ]
             for trial in run.trials
         }
         assert losses.keys() == {"fp32", "amp_fp16", "amp_bf16"}
@@ -361,7 +434,8 @@ STRANGER = (
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A context as docs/your_trial.md says: the wheel of the library, a trial in both forms.
+    """A context as docs/your_trial.md says: the wheel of the library, a trial in both
+    forms.
 
     The trial needs a package that no image has.
     """
@@ -372,11 +446,24 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "determined_amp", source / "determined_amp")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(folder)]
+    wheel = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "-w",
+        str(folder),
+    ]
     subprocess.run([*wheel, str(source)], check=True)
     hook, trial = folder / "startup-hook.sh", folder / "model_def.py"
-    hook.write_text(f"{hook.read_text()}python3 -m pip install --quiet humanize==4.9.0\n")
-    trial.write_text(trial.read_text().replace("import torch\n", "import humanize\nimport torch\n"))
+    hook.write_text(
+        f"{hook.read_text()}python3 -m pip install --quiet humanize==4.9.0\n"
+    )
+    trial.write_text(
+        trial.read_text().replace("import torch\n", "import humanize\nimport torch\n")
+    )
     config = yaml.safe_load((folder / "amp.yaml").read_text())
     hparams = config["hyperparameters"]
     config["searcher"]["max_length"] = hparams.pop("training")["max_length"]
@@ -411,7 +498,9 @@ def strangers(cluster: Cluster, stranger: Path) -> dict[str, Run]:
 
 class TestStranger:
     @pytest.mark.parametrize("name", ["alone", "two slots", "as it is"])
-    def test_stranger_trains_in_float16(self, name: str, strangers: dict[str, Run]) -> None:
+    def test_stranger_trains_in_float16(
+        self, name: str, strangers: dict[str, Run]
+    ) -> None:
         run = strangers[name].completed()
         assert run.restarts() == 0
         training = run.metrics("training")
@@ -425,7 +514,8 @@ class TestStranger:
         assert 0 < found["init_scale_log2"] < 40
 
 
-# Its batches wait, so no precision takes more than five times as long as another, on any CPU.
+# Its batches wait, so no precision takes more than five times as long as another, on
+# any CPU.
 SLOW = """
 import time
 
@@ -447,7 +537,8 @@ class TestComparison:
         shutil.copytree(stranger, context)
         (context / "slow.py").write_text(SLOW)
         hook = context / "startup-hook.sh"
-        needed = "python3 -m pip install --quiet optuna matplotlib scipy"  # as docs/compare.md says
+        # as docs/compare.md says
+        needed = "python3 -m pip install --quiet optuna matplotlib scipy"
         hook.write_text(f"{hook.read_text()}{needed}\n")
         command = "compare --trial slow:Slow --seeds 1 --batches 100 --minutes 20"
         entrypoint = f"entrypoint=python3 -m determined_amp {command}"
@@ -470,14 +561,18 @@ class TestComparison:
 
 @pytest.fixture(scope="module")
 def own_loop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A context with the page's script for a loop of one's own, long enough, and the library."""
+    """A context with the page's script for a loop of one's own, long enough, and the
+    library.
+    """
     folder = tmp_path_factory.mktemp("own_loop") / "context"
     shutil.copytree(ROOT / "docs" / "any_loop", folder)
     shutil.copytree(ROOT / "determined_amp", folder / "determined_amp")
     script = (folder / "train.py").read_text()
     lengths = "BATCHES, REPORT_EVERY, CHECKPOINT_EVERY = "
     assert f"{lengths}200, 25, 50" in script
-    (folder / "train.py").write_text(script.replace(f"{lengths}200, 25", f"{lengths}1000, 2"))
+    (folder / "train.py").write_text(
+        script.replace(f"{lengths}200, 25", f"{lengths}1000, 2")
+    )
     return folder
 
 
@@ -486,11 +581,14 @@ class TestOwnLoop:
         self, cluster: Cluster, own_loop: Path
     ) -> None:
         alone, run = (
-            cluster.create(own_loop / "any_loop.yaml", context=own_loop) for _ in range(2)
+            cluster.create(own_loop / "any_loop.yaml", context=own_loop)
+            for _ in range(2)
         )
         run.wait_for_report()
         run.det("pause")
-        wait_until(lambda: run.newest_checkpoint_batches() > 0, "the checkpoint of the pause")
+        wait_until(
+            lambda: run.newest_checkpoint_batches() > 0, "the checkpoint of the pause"
+        )
         run.det("activate")
         ended = [each.completed().metrics("validation")[-1] for each in (run, alone)]
         assert ended[0] == ended[1]
@@ -533,14 +631,18 @@ class TestDisturbedTrial:
     @staticmethod
     def wait_for_checkpoint(run: Run) -> None:
         run.wait_for_report(2 * PERIOD)
-        assert run.batches() < LENGTH, "ended before it could be disturbed: raise LENGTH"
+        assert run.batches() < LENGTH, (
+            "ended before it could be disturbed: raise LENGTH"
+        )
 
     def test_run_that_is_paused_and_activated_ends_the_same(
         self, run: Run, alone: Run, tmp_path: Path
     ) -> None:
         run.wait_for_report()
         run.det("pause")
-        wait_until(lambda: run.newest_checkpoint_batches() > 0, "the checkpoint of the pause")
+        wait_until(
+            lambda: run.newest_checkpoint_batches() > 0, "the checkpoint of the pause"
+        )
         assert run.state() is client.ExperimentState.PAUSED
         assert run.newest_checkpoint_batches() < LENGTH
         run.det("activate")
@@ -558,7 +660,9 @@ class TestDisturbedTrial:
     def test_run_whose_container_is_killed_ends_the_same(
         self, run: Run, alone: Run, tmp_path: Path
     ) -> None:
-        """Needs the Docker of the agent; the platform starts the trial again by itself."""
+        """Needs the Docker of the agent; the platform starts the trial again by
+        itself.
+        """
         if docker("info") is None:
             pytest.skip("needs the Docker that runs the containers, on this machine")
         self.wait_for_checkpoint(run)

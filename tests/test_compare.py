@@ -1,4 +1,6 @@
-"""The command `compare`: unmodified trials of many shapes, and the answer for two of them."""
+"""The command `compare`: unmodified trials of many shapes, and the answer for two of
+them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,12 @@ from determined_amp.report.precision_report import write_precision_report
 from determined_amp.runs.folder import RunFolder
 from determined_amp.runs.run import RunState
 from determined_amp.search import optimize
-from determined_amp.search.search_folder import Search, read_search, write_config, write_remarks
+from determined_amp.search.search_folder import (
+    Search,
+    read_search,
+    write_config,
+    write_remarks,
+)
 from determined_amp.search.task import Task, Verb
 from tests import searching, shapes
 from tests.cluster_task import TaskMaster, start_task
@@ -54,7 +61,11 @@ def experiment(trial: str) -> Values:
         "entrypoint": f"shapes:{trial}",
         "hyperparameters": {"global_batch_size": 16},
         "searcher": {
-            **{"name": "single", "metric": "validation_loss", "smaller_is_better": True},
+            **{
+                "name": "single",
+                "metric": "validation_loss",
+                "smaller_is_better": True,
+            },
             "max_length": {"batches": 24},
         },
     }
@@ -64,7 +75,9 @@ IMAGES = {**experiment("Images"), "entrypoint": "tests.shapes:Images"}
 
 
 def compare(trial: str, tmp: Path, *options: str, status: int = 0) -> Path:
-    """Run the command in a folder that has the trial and a YAML; the folder of the comparison."""
+    """Run the command in a folder that has the trial and a YAML; the folder of the
+    comparison.
+    """
     shutil.copy(shapes.__file__, tmp / "shapes.py")
     path = write_yaml(tmp, experiment(trial))
     with pytest.MonkeyPatch.context() as patch:
@@ -77,11 +90,20 @@ def compare(trial: str, tmp: Path, *options: str, status: int = 0) -> Path:
 
 
 @pytest.fixture(scope="module")
-def images(_workers_import_once: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The comparison of a trial that nothing is wrong with; what it printed is in `printed`."""
+def images(
+    _workers_import_once: None, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The comparison of a trial that nothing is wrong with; what it printed is in
+    `printed`.
+    """
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         made = compare(
-            "Images", tmp_path_factory.mktemp("images"), "--seeds", "2", "--batches", "24"
+            "Images",
+            tmp_path_factory.mktemp("images"),
+            "--seeds",
+            "2",
+            "--batches",
+            "24",
         )
     (made / "printed").write_text(printed.getvalue())
     return made
@@ -90,7 +112,9 @@ def images(_workers_import_once: None, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture(scope="module")
 def loud(_workers_import_once: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The comparison of a trial that float16 cannot hold."""
-    return compare("Loud", tmp_path_factory.mktemp("loud"), "--seeds", "1", "--batches", "20")
+    return compare(
+        "Loud", tmp_path_factory.mktemp("loud"), "--seeds", "1", "--batches", "20"
+    )
 
 
 class TestAnswer:
@@ -115,7 +139,9 @@ class TestAnswer:
         printed = (images / "printed").read_text()
         _, answer, rest = printed.partition(f"\n\n{result['answer']}\n\n")
         assert answer
-        assert rest.startswith(f"hyperparameters:\n  amp:\n    precision: {result['use']}\n")
+        assert rest.startswith(
+            f"hyperparameters:\n  amp:\n    precision: {result['use']}\n"
+        )
         assert "* float16 loss scale: verdict: " in rest
         assert "|" not in rest
 
@@ -124,11 +150,16 @@ class TestAnswer:
         lengths = {run.trained_batches for run in runs}
         assert lengths == {24}
         half = len(runs) // 2  # seed by seed
-        assert [run.seed for run in runs] in ([0] * half + [1] * half, [1] * half + [0] * half)
+        assert [run.seed for run in runs] in (
+            [0] * half + [1] * half,
+            [1] * half + [0] * half,
+        )
 
     def test_answer_names_the_module_that_float16_cannot_hold(self, loud: Path) -> None:
         result = json.loads((loud / "precision.json").read_text())
-        (left_out,) = (why for why in result["left_out"] if why.startswith("amp_fp16: "))
+        (left_out,) = (
+            why for why in result["left_out"] if why.startswith("amp_fp16: ")
+        )
         assert "forward overflow in module loud" in left_out
         assert {run["precision"] for run in result["runs"]} == {"fp32", "amp_bf16"}
         assert math.isfinite(result["precisions"][1]["mean"])
@@ -154,14 +185,20 @@ def test_comparison_says_why_it_ended_early(
     end: Values, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = {"time_is_up": False, "stopping": False, **end}
-    monkeypatch.setattr(optimize, "_optimize", Mock(return_value=SimpleNamespace(**ended)))
+    monkeypatch.setattr(
+        optimize, "_optimize", Mock(return_value=SimpleNamespace(**ended))
+    )
     write_config(tmp_path, searching.load("compare_precisions.yaml"), workers=1)
     assert optimize.run_comparison(tmp_path, 600.0, bool) == why
 
 
 def test_time_limit_is_what_the_user_allows_or_1_3_times_a_longer_estimate() -> None:
-    short = comparison.ComparisonPlan(batches=200, reporting_period=25, seconds=8.0, allowed=180.0)
-    long = comparison.ComparisonPlan(batches=20, reporting_period=2, seconds=400.0, allowed=180.0)
+    short = comparison.ComparisonPlan(
+        batches=200, reporting_period=25, seconds=8.0, allowed=180.0
+    )
+    long = comparison.ComparisonPlan(
+        batches=20, reporting_period=2, seconds=400.0, allowed=180.0
+    )
     assert (short.time_limit, long.time_limit) == (180.0, 520.0)
 
 
@@ -176,12 +213,14 @@ def test_comparison_of_too_few_runs_says_how_to_go_on(
 ) -> None:
     monkeypatch.setattr(comparison, "run_pilots", pilots_of_two)
     monkeypatch.setattr(comparison, "run_comparison", lambda *call: "within 3 min")
-    monkeypatch.setattr(comparison, "read_search", lambda folder: Search(str(folder), ()))
+    monkeypatch.setattr(
+        comparison, "read_search", lambda folder: Search(str(folder), ())
+    )
     compare("Images", tmp_path, status=2)
     shown = capsys.readouterr()
     assert shown.err.startswith(
-        "error: stopped before there was anything to compare: too few runs were finished within "
-        "3 min; python -m determined_amp search --resume "
+        "error: stopped before there was anything to compare: too few runs were "
+        "finished within 3 min; python -m determined_amp search --resume "
     )
     assert "  amp_bf16       2.0 ms a batch\n" in shown.out
     assert "plan: fp32, amp_bf16 in turn, 3 runs of " in shown.out
@@ -197,7 +236,9 @@ def on_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TaskMaster:
 @pytest.mark.usefixtures("on_cluster")
 def test_task_of_several_slots_is_refused() -> None:
     det.get_cluster_info().slot_ids.append(1)  # type: ignore[union-attr]
-    with pytest.raises(UserError, match="slots_per_trial: got more than one slot; allowed: 1"):
+    with pytest.raises(
+        UserError, match="slots_per_trial: got more than one slot; allowed: 1"
+    ):
         compare_on_cluster(Namespace())
 
 
@@ -221,7 +262,12 @@ def test_task_of_a_cluster_leaves_the_answer_in_metadata_metrics_and_checkpoint(
     assert json.loads((saved / "metadata.json").read_text())["steps_completed"] == 100
     assert on_cluster.reports["validation"] == [(100, {"speed": 2.0})]
     answer = json.loads((made / "precision.json").read_text())["answer"]
-    noted = {"answer": answer, "precision": "amp_bf16", "verdict": "cannot tell yet", "speed": 2.0}
+    noted = {
+        "answer": answer,
+        "precision": "amp_bf16",
+        "verdict": "cannot tell yet",
+        "speed": 2.0,
+    }
     assert on_cluster.metadata.items() >= noted.items()
     assert on_cluster.status == "use amp_bf16: 2.0x"
 
@@ -238,7 +284,10 @@ def test_task_that_can_train_only_fp32_leaves_that_answer_as_its_page(
     master = start_task(monkeypatch, tmp_path, IMAGES, IMAGES["hyperparameters"])
     compare_on_cluster(Namespace(trial=None, seeds=1))
     (page,) = tmp_path.glob("checkpoints/*/precision.md")
-    assert page.read_text() == f"# {comparison.ONLY_FP32}\n\n* amp_bf16: it is emulated here\n"
+    assert (
+        page.read_text()
+        == f"# {comparison.ONLY_FP32}\n\n* amp_bf16: it is emulated here\n"
+    )
     assert master.status == "use fp32"
 
 
@@ -287,10 +336,16 @@ def test_paused_task_stops_at_a_report_and_goes_on_with_its_finished_runs(
         (1, {"batches": 5}, BATCHES),  # long enough to have a speed
     ],
 )
-def test_plan_is_no_longer_than_the_experiment(window: int, length: Any, batches: int) -> None:
-    """Three minutes over 1.3, less six starts of 1 s, are 2207 batches of six runs at 10 ms."""
+def test_plan_is_no_longer_than_the_experiment(
+    window: int, length: Any, batches: int
+) -> None:
+    """Three minutes over 1.3, less six starts of 1 s, are 2207 batches of six runs at
+    10 ms.
+    """
     precisions = (Precision.FP32, Precision.AMP_BF16)
-    results = PilotResults({p: Pilot(p, 0.01, overhead=1.0, epoch_batches=16) for p in precisions})
+    results = PilotResults(
+        {p: Pilot(p, 0.01, overhead=1.0, epoch_batches=16) for p in precisions}
+    )
     experiment: Any = SimpleNamespace(
         aggregation_frequency=window,
         training=SimpleNamespace(max_length=length and Length(**length)),
@@ -306,7 +361,9 @@ def test_runs_of_a_comparison_differ_in_precision_and_seed_alone() -> None:
     config = {**IMAGES, "reproducibility": {"experiment_seed": 5}}
     config |= {"optimizations": {"aggregation_frequency": 3}}
     trials = comparison._Trials(parse(in_precision(config, "fp32"), "x"), config, 2)
-    plan = comparison.ComparisonPlan(batches=42, reporting_period=6, seconds=1.0, allowed=1.0)
+    plan = comparison.ComparisonPlan(
+        batches=42, reporting_period=6, seconds=1.0, allowed=1.0
+    )
     precisions = {"type": "categorical", "vals": ["amp_bf16", "fp32"]}
     whole, searcher = {"batches": 42}, config["searcher"]
     made = trials.search([Precision.FP32, Precision.AMP_BF16], plan)
@@ -323,7 +380,11 @@ def test_runs_of_a_comparison_differ_in_precision_and_seed_alone() -> None:
     }
     pilot = trials.pilot(Precision.TF32, BATCHES)
     assert pilot["hyperparameters"]["amp"] == {"precision": "tf32"}
-    assert pilot["searcher"] == {**searcher, "max_length": {"batches": 21}}  # whole windows
+    # whole windows
+    assert pilot["searcher"] == {
+        **searcher,
+        "max_length": {"batches": 21},
+    }
     assert pilot["scheduling_unit"] == 3
 
 
@@ -337,9 +398,17 @@ def test_pilots_are_of_every_precision_that_the_device_has(
 ) -> None:
     """The log says which pilot of how many is trained."""
     results = stage_pilots(tmp_path, monkeypatch, {}, has_tf32=has_tf32)
-    assert list(results.pilots) == [p for p in Precision if has_tf32 or p is not Precision.TF32]
-    assert results.scale == FoundScale.read(tmp_path / "loss_scale.json") == found_scale()
-    said = "2 of 4, in tf32: up to 20 batches" if has_tf32 else "2 of 4, in tf32: left out, because"
+    assert list(results.pilots) == [
+        p for p in Precision if has_tf32 or p is not Precision.TF32
+    ]
+    assert (
+        results.scale == FoundScale.read(tmp_path / "loss_scale.json") == found_scale()
+    )
+    said = (
+        "2 of 4, in tf32: up to 20 batches"
+        if has_tf32
+        else "2 of 4, in tf32: left out, because"
+    )
     assert f"pilot {said}" in capsys.readouterr().out
 
 
@@ -381,15 +450,21 @@ def reports(*batches: int, **metrics: float) -> list[Metrics]:
 
 
 class TestPilot:
-    """Process and clock are staged: reports come after 100, 101, 103 and 106 s, and so on."""
+    """Process and clock are staged: reports come after 100, 101, 103 and 106 s, and so
+    on.
+    """
 
     @pytest.fixture(autouse=True)
     def _staged(self, monkeypatch: pytest.MonkeyPatch) -> None:
         searching.stage(monkeypatch, pilots)
 
     @pytest.fixture
-    def train(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pilot]:
-        """Runs a pilot in TF32 that sends messages at the seconds 100, 101, 103, 106, and so on."""
+    def train(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Callable[..., Pilot]:
+        """Runs a pilot in TF32 that sends messages at the seconds 100, 101, 103, 106,
+        and so on.
+        """
 
         def pilot(*messages: object, base: float = 1.0) -> Pilot:
             ticks = iter([0.0, *(100.0 + n * (n + 1) / 2 for n in range(20))])
@@ -402,7 +477,11 @@ class TestPilot:
                 config, Precision.TF32, tmp_path, fp32, lambda batches: None
             )
             (job,) = Staged.jobs
-            assert (job.task, job.config, job.folder.path) == (Task(Verb.TRAIN), config, tmp_path)
+            assert (job.task, job.config, job.folder.path) == (
+                Task(Verb.TRAIN),
+                config,
+                tmp_path,
+            )
             assert not (tmp_path / "checkpoints").exists()
             assert Staged.made[0].connection.closed
             return made
@@ -414,10 +493,16 @@ class TestPilot:
     ) -> None:
         """The command ends at 106 s, of which 6 batches take half a second each."""
         pilot = train(*reports(2, 4, 6), *DONE)
-        assert pilot == Pilot(Precision.TF32, 0.5, 0.5, overhead=103.0, epoch_batches=16)
+        assert pilot == Pilot(
+            Precision.TF32, 0.5, 0.5, overhead=103.0, epoch_batches=16
+        )
 
-    def test_reported_speed_gives_the_seconds_per_batch(self, train: Callable[..., Pilot]) -> None:
-        """64 samples/s are 0.25 s for a batch of 16, also where there is only one report."""
+    def test_reported_speed_gives_the_seconds_per_batch(
+        self, train: Callable[..., Pilot]
+    ) -> None:
+        """64 samples/s are 0.25 s for a batch of 16, also where there is only one
+        report.
+        """
         spoken = reports(32, samples_per_second=64.0)
         pilot = train(*spoken, *DONE)
         assert (pilot.seconds_per_batch, pilot.shortest) == (0.25, 0.25)
@@ -428,8 +513,8 @@ class TestPilot:
         stopped = Ended(RunState.PRUNED)
         pilot = train(*reports(2, 4, 6), stopped, base=0.09)
         assert str(pilot.failure).startswith(
-            "for time: a batch takes 6 times as long as in fp32 (`python -m determined_amp train "
-            "YAML --precision tf32` trains"
+            "for time: a batch takes 6 times as long as in fp32 (`python -m "
+            "determined_amp train YAML --precision tf32` trains"
         )
         assert Staged.made[0].connection.answers == [True, True, False]
 
@@ -455,7 +540,9 @@ class TestPilot:
     def test_finder_has_an_answer_or_has_failed(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        (RunFolder(tmp_path).path / "loss_scale.json").write_text(found_scale().json_text())
+        (RunFolder(tmp_path).path / "loss_scale.json").write_text(
+            found_scale().json_text()
+        )
         for message, answer in (
             (Ended(), found_scale()),
             (Ended(RunState.FAILED, "why"), "why"),

@@ -1,4 +1,6 @@
-"""`amp.compile`: compiled code trains as the model does, and whoever looks sees the model."""
+"""`amp.compile`: compiled code trains as the model does, and whoever looks sees the
+model.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ INDUCTOR = torch.compile
 
 @pytest.fixture(autouse=True)
 def _fast_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Captures graphs as Inductor does, forward and backward, and runs torch's own kernels."""
+    """Captures graphs as Inductor does, forward and backward, and runs torch's own
+    kernels.
+    """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     without_mode: Callable[..., Any] = lambda forward, mode: INDUCTOR(  # noqa: E731
@@ -79,7 +83,9 @@ class Block(nn.Module):
         return y
 
 
-def gradients(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+def gradients(
+    model: nn.Module, dtype: torch.dtype = torch.bfloat16
+) -> list[torch.Tensor]:
     """Of one batch under autocast."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     with torch.autocast("cpu", dtype=dtype):
@@ -96,8 +102,12 @@ def compiled_block(**options: bool) -> Block:
 
 
 class TestForward:
-    def test_forward_is_compiled_once_for_each_shape_and_in_training_alone(self) -> None:
-        """A validation, a batch that is counted and one that is replayed capture no graph."""
+    def test_forward_is_compiled_once_for_each_shape_and_in_training_alone(
+        self,
+    ) -> None:
+        """A validation, a batch that is counted and one that is replayed capture no
+        graph.
+        """
         model = compiled_block()
         with torch.no_grad():
             model(torch.ones(4, 8))
@@ -121,7 +131,9 @@ class TestForward:
         assert "forward" not in vars(plain)
 
     def test_compiled_copy_computes_with_its_own_weights(self) -> None:
-        """A teacher is a copy of its student; a pickled model goes to another process."""
+        """A teacher is a copy of its student; a pickled model goes to another
+        process.
+        """
         model = compiled_block()
         gradients(model)
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -132,7 +144,8 @@ class TestForward:
             assert model(torch.ones(4, 8)).any()
 
     @pytest.mark.parametrize(
-        ("checkpointed", "kept"), [(False, ("middle",)), (True, ()), (True, ("middle",))]
+        ("checkpointed", "kept"),
+        [(False, ("middle",)), (True, ()), (True, ("middle",))],
     )
     def test_compiled_model_has_the_gradients_of_the_model(
         self, checkpointed: bool, kept: tuple[str, ...]
@@ -162,7 +175,8 @@ class TestForward:
         assert graphs() > 0
 
     def test_compiled_forward_raises_the_models_own_error(self) -> None:
-        with pytest.raises(RuntimeError):  # and no `CompileError`, which is no RuntimeError
+        # and no `CompileError`, which is no RuntimeError
+        with pytest.raises(RuntimeError):
             compiled_block()(torch.ones(4, 5))
 
     def test_forward_that_cannot_be_compiled_says_what_to_write(
@@ -173,10 +187,14 @@ class TestForward:
 
         make = partial(INDUCTOR, backend=backend)
         monkeypatch.setattr(torch, "compile", lambda forward, mode: make(forward))
-        with pytest.raises(CompileError, match=r"no C\+\+ compiler here; allowed: compile: false"):
+        with pytest.raises(
+            CompileError, match=r"no C\+\+ compiler here; allowed: compile: false"
+        ):
             gradients(compiled_block())
 
-    def test_rehearsal_of_a_compiled_forward_names_the_module_that_overflows(self) -> None:
+    def test_rehearsal_of_a_compiled_forward_names_the_module_that_overflows(
+        self,
+    ) -> None:
         """Hooks that come after the compilation are not called by what was compiled."""
         model = compiled_block()
         gradients(model, torch.float16)
@@ -189,7 +207,9 @@ class TestForward:
 
 
 def test_mode_that_replays_cuda_graphs_is_refused_with_accumulation() -> None:
-    """CUDA graphs would keep the newest gradient in place of the sum, without an error."""
+    """CUDA graphs would keep the newest gradient in place of the sum, without an
+    error.
+    """
     amp = {"precision": "fp32", "compile": "reduce-overhead"}
     words = "reduce-overhead and aggregation_frequency 2"
     assert words in refusal(Weights, amp, aggregation_frequency=2)
@@ -211,7 +231,9 @@ class TestRun:
         seen = []
         for trial in (Plain, Converted):
             before = graphs()
-            seen.append(fit_as_it_is(trial, amp, batches=4).checkpoint["models_state_dict"])
+            seen.append(
+                fit_as_it_is(trial, amp, batches=4).checkpoint["models_state_dict"]
+            )
             assert graphs() > before
             torch._dynamo.reset()
         assert same_bits(*seen)

@@ -34,7 +34,8 @@ DIFFERS = {
     "amp_2slots.yaml": SCALER | {"resources.slots_per_trial"},
 }
 TRIALS = ("mlp", "resnet50", "latte")
-# Files of one trial alone: which file beside it they are held against, and what they change of it.
+# Files of one trial alone: which file beside it they are held against, and what they
+# change of it.
 SIZE = {"num_layers", "num_attention_heads", "attention_head_dim"}
 OWN = {
     "latte/amp_checkpointing.yaml": (
@@ -48,7 +49,11 @@ OWN = {
         NAMES | {f"hyperparameters.model.{key}" for key in SIZE},
     ),
 }
-BASES = {f"{trial}/{name}": ("fp32.yaml", DIFFERS[name]) for trial in TRIALS for name in DIFFERS}
+BASES = {
+    f"{trial}/{name}": ("fp32.yaml", DIFFERS[name])
+    for trial in TRIALS
+    for name in DIFFERS
+}
 # ImageNet at 224 px: the same four precisions, which differ in the same keys.
 BASES |= {
     f"resnet50/imagenet_{name}": ("imagenet_fp32.yaml", DIFFERS[name])
@@ -72,8 +77,15 @@ SEARCHES_DIFFER = {
         SEARCHER
         | {f"searcher.{key}" for key in ("max_trials", "time_metric", "max_time")}
         | {f"searcher.{key}" for key in ("divisor", "mode")}
-        | {SCALE, "hyperparameters.learning_rate", "hyperparameters.amp.growth_interval"}
-        | {f"hyperparameters.training.{p}_period.batches" for p in ("validation", "reporting")}
+        | {
+            SCALE,
+            "hyperparameters.learning_rate",
+            "hyperparameters.amp.growth_interval",
+        }
+        | {
+            f"hyperparameters.training.{p}_period.batches"
+            for p in ("validation", "reporting")
+        }
     ),
     "compare_precisions": (
         SEARCHER | {"hyperparameters.trial_seed", "hyperparameters.amp.precision"}
@@ -139,22 +151,31 @@ class TestEveryFile:
         hparams = experiment.parse(config, name).hparams
         given = config["hyperparameters"]
         assert set(given) == set(vars(hparams))
-        scaler = set() if hparams.amp.precision is Precision.AMP_FP16 else set(SCALER_KEYS)
-        # Whether to touch torch's switches is a matter of the process, not of the experiment.
+        scaler = (
+            set() if hparams.amp.precision is Precision.AMP_FP16 else set(SCALER_KEYS)
+        )
+        # Whether to touch torch's switches is a matter of the process, not of the
+        # experiment.
         of_the_process = {"set_backends"}
         assert set(given["amp"]) | scaler | of_the_process == set(vars(hparams.amp))
         assert set(given["training"]) == set(vars(hparams.training))
 
-    def test_searcher_metric_is_reported_and_has_the_right_direction(self, name: str) -> None:
+    def test_searcher_metric_is_reported_and_has_the_right_direction(
+        self, name: str
+    ) -> None:
         searcher = load(CONFIGS / name)["searcher"]
         assert searcher["metric"] == "validation_loss"
         assert searcher["smaller_is_better"] is True
 
     def test_no_number_is_read_as_text(self, name: str) -> None:
-        """`1e-4` is a string to PyYAML and a float to the platform: neither reader may differ."""
+        """`1e-4` is a string to PyYAML and a float to the platform: neither reader may
+        differ.
+        """
         for key, value in flat(load(CONFIGS / name)).items():
             if isinstance(value, str):
-                assert not NUMBER.fullmatch(value), f"{key}: {value!r} is a number read as text"
+                assert not NUMBER.fullmatch(value), (
+                    f"{key}: {value!r} is a number read as text"
+                )
 
 
 @pytest.mark.parametrize(
@@ -165,7 +186,9 @@ class TestEveryFile:
         "docs/your_trial/amp.yaml",
     ],
 )
-def test_log_policy_cancels_retries_after_errors_of_the_library_alone(path: str) -> None:
+def test_log_policy_cancels_retries_after_errors_of_the_library_alone(
+    path: str,
+) -> None:
     (policy,) = load(ROOT / path)["log_policies"]
     assert policy["action"] == "cancel_retries"
     for line, is_fatal in {
@@ -179,9 +202,14 @@ def test_log_policy_cancels_retries_after_errors_of_the_library_alone(path: str)
 
 @pytest.mark.parametrize("name", SEARCHES_DIFFER)
 class TestEverySearch:
-    def test_search_differs_from_its_sibling_in_exactly_the_declared_keys(self, name: str) -> None:
+    def test_search_differs_from_its_sibling_in_exactly_the_declared_keys(
+        self, name: str
+    ) -> None:
         base = load(CONFIGS / "mlp" / "amp.yaml")
-        assert difference(load(SEARCHES / f"{name}.yaml"), base) == NAMES | SEARCHES_DIFFER[name]
+        assert (
+            difference(load(SEARCHES / f"{name}.yaml"), base)
+            == NAMES | SEARCHES_DIFFER[name]
+        )
 
     def test_search_parses_and_its_entrypoint_is_a_command(self, name: str) -> None:
         config = load(SEARCHES / f"{name}.yaml")

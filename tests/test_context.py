@@ -26,16 +26,34 @@ PLANTED = (
     *(".venv/lib/python3.11/site-packages/torch/__init__.py", ".venv-3.10/pyvenv.cfg"),
     *("venv/pyvenv.cfg", "env/pyvenv.cfg"),
     *("runs/mlp-amp/2025-01-01/checkpoints/state_dict.pth", "data/digits.npz"),
-    *("results/resnet50/metrics.jsonl", "checkpoint.pt", "model.safetensors", "loss.png"),
+    *(
+        "results/resnet50/metrics.jsonl",
+        "checkpoint.pt",
+        "model.safetensors",
+        "loss.png",
+    ),
     *("notes.ipynb", ".ipynb_checkpoints/notes.ipynb", ".pytest_cache/README.md"),
     *(".ruff_cache/CACHEDIR.TAG", "build/lib/trials/amp.py"),
     *("determined_amp.egg-info/PKG-INFO", "tests/test_amp.py", "docs/index.md"),
     *("benchmarks/results.json", "trials/.env", "trials/.ipynb_checkpoints/amp.ipynb"),
-    *("trials/local/.cache/blob", "trials/credentials.json", "trials/client_secret.json"),
+    *(
+        "trials/local/.cache/blob",
+        "trials/credentials.json",
+        "trials/client_secret.json",
+    ),
     *("trials/best.pth", "trials/last.ckpt", "experiment_configs/mlp/.amp.yaml.swp"),
-    *("experiment_configs/resnet50/curve.png", "hp_search/id_rsa", "hp_search/server.pem"),
-    # Determined leaves these behind by itself, unless a line of the .detignore takes them back in.
-    *(".git/config", ".mypy_cache/3.10/torch.data.json", "trials/__pycache__/amp.cpython-310.pyc"),
+    *(
+        "experiment_configs/resnet50/curve.png",
+        "hp_search/id_rsa",
+        "hp_search/server.pem",
+    ),
+    # Determined leaves these behind by itself, unless a line of the .detignore takes
+    # them back in.
+    *(
+        ".git/config",
+        ".mypy_cache/3.10/torch.data.json",
+        "trials/__pycache__/amp.cpython-310.pyc",
+    ),
 )
 
 
@@ -93,15 +111,22 @@ def test_context_holds_all_code_and_nothing_else(files: dict[str, bytes]) -> Non
     there = {name for name in SENT if (ROOT / name).exists()}
     assert {Path(entry.path).parts[0] for entry in entries(ROOT)} == there
     code = {
-        path.relative_to(ROOT).as_posix() for name in CODE for path in ROOT.glob(f"{name}/**/*.py")
+        path.relative_to(ROOT).as_posix()
+        for name in CODE
+        for path in ROOT.glob(f"{name}/**/*.py")
     }
     assert {"determined_amp/cli/train.py", "startup-hook.sh"} <= files.keys()
     assert code <= files.keys()
 
 
-def test_code_that_is_sent_imports_no_code_that_is_not_sent(files: dict[str, bytes]) -> None:
+def test_code_that_is_sent_imports_no_code_that_is_not_sent(
+    files: dict[str, bytes],
+) -> None:
     imported = {
-        parts[0] for path in files if path.endswith(".py") for _, parts in imports(ROOT / path)
+        parts[0]
+        for path in files
+        if path.endswith(".py")
+        for _, parts in imports(ROOT / path)
     }
     here = {path.stem for path in ROOT.iterdir()}
     assert {"determined_amp", "trials"} <= imported & here <= CODE

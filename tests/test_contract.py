@@ -1,4 +1,5 @@
-"""What every trial of the repository must do: train in each precision, resume, never wait, stop.
+"""What every trial of the repository must do: train in each precision, resume, never
+wait, stop.
 
 The trials are small, and complete: `train` runs them from their own YAML.
 """
@@ -35,7 +36,8 @@ class Example:
         config: Its YAML in `experiment_configs`.
         trial: Its import path.
         overrides: What makes it small.
-        calls: Kernels that two batches on a CUDA device call, in the precision of the YAML.
+        calls: Kernels that two batches on a CUDA device call, in the precision of the
+            YAML.
     """
 
     config: str
@@ -48,7 +50,8 @@ TINY_LATTE = (
     "data.dataset=synthetic",
     "data.image_size=8",
     "data.frames=2",
-    "hyperparameters.model={num_layers: 1, num_attention_heads: 2, attention_head_dim: 4}",
+    "hyperparameters.model={num_layers: 1, num_attention_heads: 2, attention_head_dim: "
+    "4}",
     "hyperparameters.clip_start_step=1",
 )
 EXAMPLES = {
@@ -61,7 +64,8 @@ EXAMPLES = {
     "resnet50": Example(
         "resnet50/amp.yaml",
         "trials.resnet50:ResNet50Trial",
-        # Smaller ones end in 3 x 3 convolutions of one pixel: NaN in bfloat16 on some CPUs.
+        # Smaller ones end in 3 x 3 convolutions of one pixel: NaN in bfloat16 on some
+        # CPUs.
         ("data.image_size=32",),
         {"_fused_sgd_": 2, "convolution": 2 * 16},
     ),
@@ -69,17 +73,22 @@ EXAMPLES = {
         "latte/fp32.yaml",
         "trials.latte:LatteTrial",
         TINY_LATTE,
-        # The average moves towards the weights after each step; timesteps come from the device.
+        # The average moves towards the weights after each step; timesteps come from the
+        # device.
         {"_fused_adamw_": 2, "_foreach_sub": 2, "randint": 2},
     ),
     "latte without classes, checkpointed": Example(
         "latte/amp_checkpointing.yaml",
         "trials.latte:LatteTrial",
-        (*TINY_LATTE, "hyperparameters.diffusion={conditioning: none, class_dropout: 0.0}"),
+        (
+            *TINY_LATTE,
+            "hyperparameters.diffusion={conditioning: none, class_dropout: 0.0}",
+        ),
         {"_fused_adamw_": 2, "_foreach_sub": 2, "randint": 2},
     ),
 }
-# A schedule that moves, accumulation, growth of the scale: a resume has to restore all of it.
+# A schedule that moves, accumulation, growth of the scale: a resume has to restore all
+# of it.
 SCALING = ", init_scale: 1024.0, growth_interval: 3"
 RUN = (
     "data.dataset=synthetic",
@@ -106,7 +115,9 @@ def _thin_resnet() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The folder of an undisturbed run by trial and precision, trained when first asked for."""
+    """The folder of an undisturbed run by trial and precision, trained when first asked
+    for.
+    """
 
     @cache
     def run(name: str, precision: Precision) -> Path:
@@ -136,16 +147,23 @@ def trial_class(name: str) -> Any:
 
 @every_example
 # On a CPU tf32 is fp32; test_gpu.py trains in it.
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.AMP_FP16, Precision.AMP_BF16])
+@pytest.mark.parametrize(
+    "precision", [Precision.FP32, Precision.AMP_FP16, Precision.AMP_BF16]
+)
 def test_example_trains_and_passes_its_audit_in_every_precision(
     name: str, precision: Precision, runs: Any
 ) -> None:
     reports = training.metrics(runs(name, precision))
     assert reports[0]["watch_audit_share"] > 0.99
     last = [report for report in reports if report["group"] == "training"][-1]
-    assert (last["watch_applied_steps"], last.get("skipped_steps", 0)) == (BATCHES // 2, 0)
+    assert (last["watch_applied_steps"], last.get("skipped_steps", 0)) == (
+        BATCHES // 2,
+        0,
+    )
     assert [r["batches"] for r in reports if r["group"] == "validation"] == [4, BATCHES]
-    losses = [value for r in reports for key, value in r.items() if key.endswith("loss")]
+    losses = [
+        value for r in reports for key, value in r.items() if key.endswith("loss")
+    ]
     assert torch.tensor(losses).isfinite().all()
 
 
@@ -155,13 +173,15 @@ def test_resumed_run_ends_as_one_that_nothing_disturbed(
 ) -> None:
     """Lost in the seventh batch, resumed after the fourth: the same to the bit.
 
-    Weights, averages, optimizer, scaler, counts, schedule, random state, noise and reports.
+    Weights, averages, optimizer, scaler, counts, schedule, random state, noise and
+    reports.
     """
     killed = tmp_path / "killed"
     with training.killed_in_batch(6, trial_class(name)):
         start(name, killed, Precision.AMP_FP16)
     assert complete_checkpoints(killed / "checkpoints")[-1].name == "batch-00000004"
-    assert training.metrics(killed)[-1]["batches"] == 6  # reported before, and trained again
+    # reported before, and trained again
+    assert training.metrics(killed)[-1]["batches"] == 6
     training.resume(killed)
     whole = runs(name, Precision.AMP_FP16)
     states = [training.checkpoint(run, BATCHES) for run in (whole, killed)]
@@ -220,8 +240,8 @@ def test_guard_ends_a_run_that_no_longer_trains(
 ) -> None:
     """From one batch on a sample is NaN. The newest checkpoint is one of sound weights.
 
-    In float16, eight of ten steps are skipped, the fewest to judge, after ten at the start that are
-    not judged; in float32 none is.
+    In float16, eight of ten steps are skipped, the fewest to judge, after ten at the
+    start that are not judged; in float32 none is.
     """
     poison_batches_from(first, monkeypatch)
     every_batch = "hyperparameters.aggregation_frequency=1"

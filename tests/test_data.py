@@ -1,6 +1,8 @@
-"""`data.images`: sizes, splits and values of the datasets; augmentation of the training set alone.
+"""`data.images`: sizes, splits and values of the datasets; augmentation of the training
+set alone.
 
-Nothing is downloaded: `mnist` and `cifar10` read what stands in for torchvision's classes.
+Nothing is downloaded: `mnist` and `cifar10` read what stands in for torchvision's
+classes.
 """
 
 from __future__ import annotations
@@ -55,9 +57,13 @@ def test_digits_are_1437_and_360_images_with_values_from_minus_1_to_1() -> None:
 
 
 def test_digits_are_split_evenly_by_class_whatever_the_seed() -> None:
-    """A stratified share is the exact one, rounded; a random one has a standard deviation of 5."""
+    """A stratified share is the exact one, rounded; a random one has a standard
+    deviation of 5.
+    """
     first, second = (load(DataSettings(image_size=8), seed) for seed in (0, 1))
-    assert all(equal(everything(a), everything(b)) for a, b in zip(first, second, strict=True))
+    assert all(
+        equal(everything(a), everything(b)) for a, b in zip(first, second, strict=True)
+    )
     train, validation = (everything(images)[1].bincount() for images in first)
     assert float((validation - (train + validation) * 360 / 1797).abs().max()) < 1
 
@@ -79,10 +85,16 @@ def test_device_synthetic_images_are_made_once_and_depend_on_the_seed_alone() ->
     state = torch.get_rng_state()
     train, validation = load(settings, 3, CPU)
     assert (len(train), len(validation)) == (50, 5)
-    first, second = (train.__getitems__(samples_of(train)[at : at + 20]) for at in (0, 20))
+    first, second = (
+        train.__getitems__(samples_of(train)[at : at + 20]) for at in (0, 20)
+    )
     pixels, labels = first
     assert pixels.shape == (20, 3, 8, 8)
-    assert [float(v) for v in (pixels.min(), pixels.max(), labels.max())] == [-1.0, 1.0, 3.0]
+    assert [float(v) for v in (pixels.min(), pixels.max(), labels.max())] == [
+        -1.0,
+        1.0,
+        3.0,
+    ]
     # The same memory, and nothing is left to do to it.
     everywhere = [first, second, to_device(first, CPU)]
     assert {batch[0].data_ptr() for batch in everywhere} == {pixels.data_ptr()}
@@ -94,7 +106,9 @@ def test_device_synthetic_images_are_made_once_and_depend_on_the_seed_alone() ->
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Three images a class to train on and one to validate on: noise, but for a plain last dog."""
+    """Three images a class to train on and one to validate on: noise, but for a plain
+    last dog.
+    """
     noise = np.random.default_rng(0)
     for index, part in enumerate(("train", "train", "train", "val")):
         for name in ("cat", "dog"):
@@ -107,7 +121,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def of_folder(folder: Path, channels: int = 3, classes: int = 2) -> DataSettings:
-    return DataSettings(DatasetName.IMAGE_FOLDER, 16, channels, classes, directory=str(folder))
+    return DataSettings(
+        DatasetName.IMAGE_FOLDER, 16, channels, classes, directory=str(folder)
+    )
 
 
 def test_folder_is_decoded_to_the_size_and_channels_asked_for(folder: Path) -> None:
@@ -116,12 +132,15 @@ def test_folder_is_decoded_to_the_size_and_channels_asked_for(folder: Path) -> N
     assert pixels.shape == (6, 1, 16, 16)
     assert labels.tolist() == [0, 0, 0, 1, 1, 1]
     pixels, labels = everything(validation)
-    assert torch.equal(pixels[1], torch.full((1, 16, 16), 60.0) / 127.5 - 1.0)  # of 30, 60 and 90
+    # of 30, 60 and 90
+    assert torch.equal(pixels[1], torch.full((1, 16, 16), 60.0) / 127.5 - 1.0)
     assert labels.tolist() == [0, 1]
     assert equal(everything(validation, epoch=1), (pixels, labels))  # no augmentation
 
 
-def test_folder_augmentation_is_a_function_of_seed_epoch_and_image(folder: Path) -> None:
+def test_folder_augmentation_is_a_function_of_seed_epoch_and_image(
+    folder: Path,
+) -> None:
     train, _ = load(of_folder(folder), seed=3)
     pixels, _ = everything(train, epoch=5)
     torch.manual_seed(99)
@@ -129,7 +148,10 @@ def test_folder_augmentation_is_a_function_of_seed_epoch_and_image(folder: Path)
     for index, sample in reversed(list(enumerate(samples_of(train, epoch=5)))):
         assert torch.equal(of(train, [sample])[0][0], pixels[index])
     assert torch.equal(torch.get_rng_state(), state)
-    for other in (everything(train, epoch=6), everything(load(of_folder(folder), seed=4)[0], 5)):
+    for other in (
+        everything(train, epoch=6),
+        everything(load(of_folder(folder), seed=4)[0], 5),
+    ):
         assert not any(map(torch.equal, other[0], pixels))
 
 
@@ -152,27 +174,37 @@ def test_folder_that_does_not_fit_its_labels_is_a_data_error(
 
 
 def test_wrong_number_of_classes_is_a_data_error(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.classes: got 3, but image_folder has 2 classes"):
+    with pytest.raises(
+        DataError, match=r"data\.classes: got 3, but image_folder has 2 classes"
+    ):
         load(of_folder(folder, classes=3), seed=0)
 
 
 class Mnist:
-    """The part of torchvision's `MNIST` that is used: 4 images to train on, 3 to validate on."""
+    """The part of torchvision's `MNIST` that is used: 4 images to train on, 3 to
+    validate on.
+    """
 
     def __init__(self, root: str, *, train: bool, download: bool) -> None:
         assert (root, download) == ("somewhere", True)
         count = 4 if train else 3
         generator = torch.Generator().manual_seed(count)
-        self.data = torch.randint(0, 256, (count, 28, 28), dtype=torch.uint8, generator=generator)
+        self.data = torch.randint(
+            0, 256, (count, 28, 28), dtype=torch.uint8, generator=generator
+        )
         self.targets = torch.arange(count)
 
 
 class Cifar10:
-    """As `Mnist`; torchvision has these in numpy, channels last, and a list of labels."""
+    """As `Mnist`; torchvision has these in numpy, channels last, and a list of
+    labels.
+    """
 
     def __init__(self, root: str, *, train: bool, download: bool) -> None:
         grey = Mnist(root, train=train, download=download)
-        self.data = np.pad(grey.data, ((0, 0), (2, 2), (2, 2)))[..., None].repeat(3, axis=3)
+        self.data = np.pad(grey.data, ((0, 0), (2, 2), (2, 2)))[..., None].repeat(
+            3, axis=3
+        )
         self.targets = grey.targets.tolist()
 
 
@@ -185,23 +217,33 @@ def _no_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_no_download")
 @pytest.mark.parametrize("is_train", [True, False])
-def test_cifar10_is_augmented_for_training_alone_and_mnist_never(*, is_train: bool) -> None:
+def test_cifar10_is_augmented_for_training_alone_and_mnist_never(
+    *, is_train: bool
+) -> None:
     grey = Mnist("somewhere", train=is_train, download=True)
     settings = DataSettings(DatasetName.MNIST, 28, 1, directory="somewhere")
     images = load(settings, seed=3)[0 if is_train else 1]
-    assert equal(everything(images, epoch=5), (grey.data[:, None] / 127.5 - 1.0, grey.targets))
+    assert equal(
+        everything(images, epoch=5), (grey.data[:, None] / 127.5 - 1.0, grey.targets)
+    )
     settings = DataSettings(DatasetName.CIFAR10, 32, 3, directory="somewhere")
     images = load(settings, seed=3)[0 if is_train else 1]
     raw = Cifar10("somewhere", train=is_train, download=True)
     pixels = torch.from_numpy(raw.data).permute(0, 3, 1, 2)
     if is_train:
-        pixels = crop_and_flip(pixels, uniform_numbers(3, samples_of(images, 5), draws=3))
+        pixels = crop_and_flip(
+            pixels, uniform_numbers(3, samples_of(images, 5), draws=3)
+        )
     assert equal(everything(images, epoch=5), (pixels / 127.5 - 1.0, grey.targets))
 
 
 @pytest.mark.usefixtures("_no_download")
-def test_downloads_of_one_node_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lock belongs to an open file, so that two threads stand in for two processes."""
+def test_downloads_of_one_node_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lock belongs to an open file, so that two threads stand in for two
+    processes.
+    """
     inside: list[str] = []
 
     class Download(Mnist):
@@ -235,11 +277,15 @@ def test_contradiction_of_data_settings_is_reported_at_one_key(
 ) -> None:
     problems: list[Problem] = []
     read(DataSettings, raw, "data", problems)
-    assert [problem.partition(":")[0] for problem in problems] == ([f"data.{key}"] if key else [])
+    assert [problem.partition(":")[0] for problem in problems] == (
+        [f"data.{key}"] if key else []
+    )
 
 
 @pytest.mark.gpu
-def test_folder_augmentation_leaves_the_generator_of_the_gpu_alone(folder: Path) -> None:
+def test_folder_augmentation_leaves_the_generator_of_the_gpu_alone(
+    folder: Path,
+) -> None:
     """Dropout draws from it: seeded by each image, it would repeat its masks."""
     train, _ = load(of_folder(folder), seed=3)
     state = torch.cuda.get_rng_state()

@@ -18,12 +18,22 @@ from trials.models.denoiser import Denoiser, DenoiserSettings
 
 CLIPS = ClipSettings(image_size=8, frames=3, classes=2, channels=2)
 TINY = DenoiserSettings(
-    num_layers=2, num_attention_heads=2, attention_head_dim=8, patch_size=4, class_tokens=3
+    num_layers=2,
+    num_attention_heads=2,
+    attention_head_dim=8,
+    patch_size=4,
+    class_tokens=3,
 )
-CLIP, TIMESTEP, LABEL = torch.randn(2, 2, 3, 8, 8), torch.tensor([3, 900]), torch.tensor([0, 2])
+CLIP, TIMESTEP, LABEL = (
+    torch.randn(2, 2, 3, 8, 8),
+    torch.tensor([3, 900]),
+    torch.tensor([0, 2]),
+)
 
 
-def make(settings: DenoiserSettings = TINY, *, gradient_checkpointing: bool = False) -> Denoiser:
+def make(
+    settings: DenoiserSettings = TINY, *, gradient_checkpointing: bool = False
+) -> Denoiser:
     """With random weights everywhere: at first most gradients of a new model are 0."""
     torch.manual_seed(1)
     model = Denoiser(settings, CLIPS, gradient_checkpointing=gradient_checkpointing)
@@ -50,15 +60,20 @@ PRECISIONS = (Precision.FP32, Precision.AMP_BF16, Precision.AMP_FP16)
 
 class TestGradientCheckpointing:
     @pytest.mark.parametrize("precision", PRECISIONS)
-    def test_checkpointing_gives_the_same_gradients_to_the_bit(self, precision: Precision) -> None:
+    def test_checkpointing_gives_the_same_gradients_to_the_bit(
+        self, precision: Precision
+    ) -> None:
         settings = DenoiserSettings(**{**vars(TINY), "dropout": 0.3})
         plain, recomputed = (
-            gradients(make(settings, gradient_checkpointing=on), precision) for on in (False, True)
+            gradients(make(settings, gradient_checkpointing=on), precision)
+            for on in (False, True)
         )
         torch.testing.assert_close(recomputed, plain, rtol=0, atol=0)
 
     def test_checkpointing_keeps_less_for_the_backward(self) -> None:
-        assert saved_numbers(make(gradient_checkpointing=True)) < 0.5 * saved_numbers(make())
+        assert saved_numbers(make(gradient_checkpointing=True)) < 0.5 * saved_numbers(
+            make()
+        )
 
 
 def saved_numbers(model: Denoiser) -> int:
@@ -90,7 +105,9 @@ def test_denoiser_depends_on_everything_it_is_given(what: str) -> None:
 
 
 def unusable(name: str) -> Any:
-    raise RuntimeError("Failed to import diffusers.models:\nmodule 'torch' has no 'accelerator'")
+    raise RuntimeError(
+        "Failed to import diffusers.models:\nmodule 'torch' has no 'accelerator'"
+    )
 
 
 def test_broken_diffusers_package_is_one_sentence_with_its_cause(
@@ -100,6 +117,9 @@ def test_broken_diffusers_package_is_one_sentence_with_its_cause(
     module = type(sys)("diffusers")
     module.__getattr__ = unusable  # type: ignore[method-assign]  # as its lazy module does
     monkeypatch.setitem(sys.modules, "diffusers", module)
-    said = "Latte needs the package diffusers: pip install diffusers.* has no 'accelerator'$"
+    said = (
+        "Latte needs the package diffusers: pip install diffusers.* has no"
+        " 'accelerator'$"
+    )
     with pytest.raises(ImportError, match=said):
         runpy.run_path(denoiser.__file__)

@@ -1,4 +1,6 @@
-"""`amp.diagnosis`: the first thing in a batch that is not finite; looking for it moves nothing."""
+"""`amp.diagnosis`: the first thing in a batch that is not finite; looking for it moves
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def find_cause(
 
 
 class Net(nn.Module):
-    """Two layers by name, each multiplying by one number, and an operation between them."""
+    """Two layers by name, each multiplying by one number, and an operation between
+    them.
+    """
 
     def __init__(
         self,
@@ -60,7 +64,9 @@ def with_frozen_mask(model: nn.Module) -> nn.Module:
 
 
 class Masked(nn.Module):
-    """Attention with a mask of -inf, and a logarithm of 0 that is not used: all as it should be."""
+    """Attention with a mask of -inf, and a logarithm of 0 that is not used: all as it
+    should be.
+    """
 
     def __init__(self, weight: float) -> None:
         super().__init__()
@@ -105,7 +111,9 @@ def in_float16(loss_of: Callable[[], torch.Tensor]) -> Callable[[float], None]:
     return train
 
 
-def batch_of(model: nn.Module, x: torch.Tensor, weight: float = 1.0) -> Callable[[float], None]:
+def batch_of(
+    model: nn.Module, x: torch.Tensor, weight: float = 1.0
+) -> Callable[[float], None]:
     """Trains mean(model(x)) under float16 autocast."""
     return in_float16(lambda: model(x).float().mean() * weight)
 
@@ -126,97 +134,141 @@ def layers(*weights: float) -> nn.Sequential:
 
 
 ONES = torch.ones(4, 1)
-LOUD = Net(2.0**10, 2.0**10)  # 2^20 = 1.05e6 is beyond 65504, in the head and not in the body
+# 2^20 = 1.05e6 is beyond 65504, in the head and not in the body
+LOUD = Net(2.0**10, 2.0**10)
 SCALE = "no loss scale helps. Settings that help: precision: amp_bf16"
 LARGE = "|activation| 1.05e+06, float16 ends at 65504; "
-GROWN = "1e+05 times as large as at the start: lower learning_rate, or clip the gradients; "
+GROWN = (
+    "1e+05 times as large as at the start: lower learning_rate, or clip the gradients; "
+)
 CAUSES: dict[str, tuple[nn.Module, torch.Tensor, dict[str, float], str | None]] = {
     "none": (Net(1, 1), ONES, {}, None),
     "infinities as masks are none": (Masked(1.0), torch.ones(4, 4), {}, None),
     "weight beside such masks": (
         *(Masked(1e5), torch.ones(4, 4), {}),
-        "forward overflow in module last: largest |weight| 1e+05, float16 ends at 65504; "
+        "forward overflow in module last: largest |weight| 1e+05, float16 ends at "
+        "65504; "
         f'{SCALE}, or fp32_modules: ["^last$"]',
     ),
     "forward of a module": (
         *(LOUD, ONES, {}),
-        f'forward overflow in module head: largest {LARGE}{SCALE}, or fp32_modules: ["^head$"]',
+        (
+            f"forward overflow in module head: largest {LARGE}{SCALE}, or fp32_modules:"
+            ' ["^head$"]'
+        ),
     ),
     # Four layers hand on 2^20; float32 for three of them helps nothing.
     "forward that no three islands help": (
         *(layers(2.0**10, 2.0**10, 1.0, 1.0, 1.0), ONES, {}),
         f"forward overflow in module 1: largest {LARGE}{SCALE}",
     ),
-    # As in a VAE: e^12 = 1.6e5. The head gets infinity from outside, and is not blamed for it.
+    # As in a VAE: e^12 = 1.6e5. The head gets infinity from outside, and is not blamed
+    # for it.
     "operation between modules": (
         *(Net(12.0, 1.0, torch.exp), ONES, {}),
-        "forward overflow in exp of module the model, after module body: largest |activation| "
-        f"1.63e+05, float16 ends at 65504; {SCALE}",
+        (
+            "forward overflow in exp of module the model, after module body: largest "
+            f"|activation| 1.63e+05, float16 ends at 65504; {SCALE}"
+        ),
     ),
     "far beyond float16": (
         *(Net(2.0**15, 1), torch.full((4, 1), 2.0**15), {}),
-        "forward overflow in module body: largest |activation| 1.07e+09, float16 ends at 65504; "
-        "that far beyond it, with a loss of 1.07e+09 in float32, the precision is not the cause: "
-        "look at the inputs and the initial weights, and lower learning_rate",
+        (
+            "forward overflow in module body: largest |activation| 1.07e+09, float16"
+            " ends at 65504; that far beyond it, with a loss of 1.07e+09 in float32,"
+            " the precision is not the cause: look at the inputs and the initial"
+            " weights, and lower learning_rate"
+        ),
     ),
     "beyond float32": (
         *(Net(1e30, 1), torch.full((1, 1), 1e30), {}),
-        "the output of module body is not finite, not even in float32; look at the inputs and at "
-        "this operation there",
+        (
+            "the output of module body is not finite, not even in float32; look at the "
+            "inputs and at this operation there"
+        ),
     ),
     "weights that have grown": (
         *(LOUD, ONES, {"grown": 1e5}),
-        f"forward overflow in module head: largest {LARGE}the weights are {GROWN}no precision "
-        "helps",
+        (
+            f"forward overflow in module head: largest {LARGE}the weights are {GROWN}no"
+            " precision helps"
+        ),
     ),
     "one of three operations of a name": (
         *(Net(1.0, 1.0, lambda x: x * 2.0 + x * 2.0**20 + x * 4.0), ONES, {}),
-        f"forward overflow in mul of module the model, after module body: largest {LARGE}{SCALE}",
+        (
+            "forward overflow in mul of module the model, after module body: largest "
+            f"{LARGE}{SCALE}"
+        ),
     ),
     # 2 x 64 / 4 for each of four samples of 2^10.
     "gradient behind a checkpoint": (
         *(Checkpointed(2.0**-10, 1.0), torch.full((4, 1), 2.0**10), {"scale": 2.0**6}),
-        "gradient overflow at module body at a loss scale of 64; at 2^4 nothing overflows: lower "
-        'init_scale. Settings that help: precision: amp_bf16, or fp32_modules: ["^body$"]',
+        (
+            "gradient overflow at module body at a loss scale of 64; at 2^4 nothing "
+            "overflows: lower "
+            "init_scale. Settings that help: precision: amp_bf16, or fp32_modules: "
+            '["^body$"]'
+        ),
     ),
-    # The head gets 2^8 and hands on 2^18, which it has to cast even if it is in float32.
+    # The head gets 2^8 and hands on 2^18, which it has to cast even if it is in
+    # float32.
     "gradient of a module": (
         *(Net(2.0**-10, 2.0**10), ONES, {"scale": 2.0**10}),
-        "gradient overflow at module head at a loss scale of 1024; at 2^5 nothing overflows: "
-        "lower init_scale. Settings that help: precision: amp_bf16",
+        (
+            "gradient overflow at module head at a loss scale of 1024; at 2^5 nothing "
+            "overflows: lower init_scale. Settings that help: precision: amp_bf16"
+        ),
     ),
     # 2^18 / 4 = 2^16 > 65504 where the loss casts the head's output, and from there on.
     "gradient of the loss": (
         *(Net(1, 1), ONES, {"scale": 2.0**18}),
-        "gradient overflow at the loss, outside the model at a loss scale of 262144; at 2^15 "
-        "nothing overflows: lower init_scale. Settings that help: precision: amp_bf16",
+        (
+            "gradient overflow at the loss, outside the model at a loss scale of"
+            " 262144; at 2^15 nothing overflows: lower init_scale. Settings that help:"
+            " precision: amp_bf16"
+        ),
     ),
     # That of 1 / x at 1e-3 is -1e6, whatever the loss scale.
     "derivative that overflows at every scale": (
         *(Net(1e-3, 1e-3, torch.reciprocal), torch.ones(1, 1), {}),
-        "gradient overflow at module the model at every loss scale. Settings that help: "
-        "precision: amp_bf16",
+        (
+            "gradient overflow at module the model at every loss scale. Settings that "
+            "help: precision: amp_bf16"
+        ),
     ),
     "sample that has made the parameters NaN": (
         *(Net(math.nan, 1), torch.tensor([[1.0], [math.nan]]), {}),
-        "input 0 of the batch is not finite in samples [1]; fix or remove these samples",
+        (
+            "input 0 of the batch is not finite in samples [1]; fix or remove these "
+            "samples"
+        ),
     ),
     "derivative beside a parameter that is infinite by intent": (
         *(with_frozen_mask(Net(1e-3, 1e-3, torch.reciprocal)), torch.ones(1, 1), {}),
-        "gradient overflow at module the model at every loss scale. Settings that help: "
-        "precision: amp_bf16",
+        (
+            "gradient overflow at module the model at every loss scale. Settings that "
+            "help: precision: amp_bf16"
+        ),
     ),
     "parameter that is lost already": (
         *(Net(math.nan, 1), ONES, {}),
-        "parameter body.weight is already not finite; resume from an earlier checkpoint with a "
-        "lower learning rate or a clip",
+        (
+            "parameter body.weight is already not finite; resume from an earlier "
+            "checkpoint with a lower learning rate or a clip"
+        ),
     ),
 }
 
 
-@pytest.mark.parametrize(("model", "x", "options", "sentence"), CAUSES.values(), ids=CAUSES)
+@pytest.mark.parametrize(
+    ("model", "x", "options", "sentence"), CAUSES.values(), ids=CAUSES
+)
 def test_cause_is_named_where_it_begins(
-    model: nn.Module, x: torch.Tensor, options: Mapping[str, float], sentence: str | None
+    model: nn.Module,
+    x: torch.Tensor,
+    options: Mapping[str, float],
+    sentence: str | None,
 ) -> None:
     assert cause(model, x, **options) == sentence
 
@@ -225,13 +277,21 @@ class TestDiagnosis:
     @pytest.mark.parametrize(
         ("batch", "where"),
         [
-            (torch.tensor([[1.0, 1.0], [1.0, math.nan], [math.inf, 1.0]]), "0 {} [1, 2]"),
+            (
+                torch.tensor([[1.0, 1.0], [1.0, math.nan], [math.inf, 1.0]]),
+                "0 {} [1, 2]",
+            ),
             ((torch.ones(3, 2), torch.tensor([1.0, math.nan, 2.0])), "1 {} [1]"),
-            ({"empty": torch.empty(0, 2), "number": torch.tensor(math.inf)}, "1 {} [0]"),
+            (
+                {"empty": torch.empty(0, 2), "number": torch.tensor(math.inf)},
+                "1 {} [0]",
+            ),
         ],
         ids=["a tensor", "a tuple", "a dict"],
     )
-    def test_cause_names_the_samples_that_are_not_finite(self, batch: Any, where: str) -> None:
+    def test_cause_names_the_samples_that_are_not_finite(
+        self, batch: Any, where: str
+    ) -> None:
         place = where.format("of the batch is not finite in samples")
         model = nn.Linear(2, 1)
 
@@ -242,7 +302,8 @@ class TestDiagnosis:
         assert found == f"input {place}; fix or remove these samples"
 
     @pytest.mark.parametrize(
-        ("lost", "module"), [(["body"], "body"), (["body", "head"], "head"), ([], "the model")]
+        ("lost", "module"),
+        [(["body"], "body"), (["body", "head"], "head"), ([], "the model")],
     )
     def test_cause_names_the_module_of_a_parameter_whose_gradient_alone_overflows(
         self, lost: list[str], module: str
@@ -253,19 +314,26 @@ class TestDiagnosis:
             model.register_parameter("own", own)
 
         def train(scale: float) -> None:
-            for parameter in [model.get_parameter(f"{name}.weight") for name in lost] or [own]:
-                parameter.grad = torch.full_like(parameter, math.inf if scale > 8 else 1.0)
+            for parameter in [
+                model.get_parameter(f"{name}.weight") for name in lost
+            ] or [own]:
+                parameter.grad = torch.full_like(
+                    parameter, math.inf if scale > 8 else 1.0
+                )
 
         found = find_cause([model], (), train, scale=64.0)
         assert str(found).startswith(
-            f"gradient overflow at module {module} at a loss scale of 64; at 2^3 nothing overflows"
+            f"gradient overflow at module {module} at a loss scale of 64; at 2^3 "
+            "nothing overflows"
         )
 
     def test_advice_of_a_scale_below_1_names_min_scale_too(self) -> None:
         """Each of four samples gets 2^18 / 4."""
         model = Net(1, 1)
         found = find_cause([model], (), batch_of(model, ONES, 2.0**18), scale=1.0)
-        assert "at 2^-3 nothing overflows: lower init_scale and min_scale. Sett" in str(found)
+        assert "at 2^-3 nothing overflows: lower init_scale and min_scale. Sett" in str(
+            found
+        )
 
     def test_infinity_that_a_batch_holds_as_a_mask_is_no_cause(self) -> None:
         model = nn.Sequential(nn.Linear(1, 4), nn.Softmax(-1), nn.Linear(4, 1))
@@ -297,12 +365,15 @@ class TestDiagnosis:
 
         def loss_of() -> torch.Tensor:
             hidden = model.body(torch.ones(1, 1))
-            loss: torch.Tensor = model.head(hidden / (hidden.abs() + 1e-9)).float().sum()
+            loss: torch.Tensor = (
+                model.head(hidden / (hidden.abs() + 1e-9)).float().sum()
+            )
             return loss
 
         assert str(find_cause([model], (), in_float16(loss_of))).startswith(
-            "the output of div outside the model, after module body is not finite in float16, and "
-            "at most 0.5 in float32: what it is made of is beyond float16; no loss scale helps. "
+            "the output of div outside the model, after module body is not finite in "
+            "float16, and at most 0.5 in float32: what it is made of is beyond "
+            "float16; no loss scale helps. "
         )
 
     def test_overflow_in_a_cast_of_the_trial_itself_is_named_as_such(self) -> None:
@@ -312,9 +383,11 @@ class TestDiagnosis:
             hidden = (model.body(torch.ones(1, 1)) * 2.0**20).half()
             torch.autograd.backward(model.head(hidden.float()).sum() * scale)
 
-        assert str(find_cause([model], (), train)) == (
-            "forward overflow in _to_copy outside the model, after module body, which the trial "
-            "itself computes in float16: leave that cast out"
+        assert (
+            str(find_cause([model], (), train))
+            == "forward overflow in _to_copy outside the model, after module body,"
+            " which "
+            "the trial itself computes in float16: leave that cast out"
         )
 
     def test_parameter_that_is_in_no_model_is_watched(self) -> None:
@@ -324,11 +397,16 @@ class TestDiagnosis:
         found = find_cause([], (), train, scale=2.0**14, optimizers=[optimizer])
         assert "at 2^11 nothing overflows: lower init_scale" in str(found)
 
-    def test_diagnosis_that_runs_out_of_memory_says_that_the_cause_is_unknown(self) -> None:
+    def test_diagnosis_that_runs_out_of_memory_says_that_the_cause_is_unknown(
+        self,
+    ) -> None:
         def fail(scale: float) -> None:
             raise torch.cuda.OutOfMemoryError
 
-        assert find_cause([Net(1, 1)], (), fail) == "unknown: there was no memory to look for it"
+        assert (
+            find_cause([Net(1, 1)], (), fail)
+            == "unknown: there was no memory to look for it"
+        )
 
 
 class TestAdvice:
@@ -370,7 +448,8 @@ class TestAdvice:
 
 
 class TwoSlots:
-    """The slots of a training: what this one says is kept, what the other says is given.
+    """The slots of a training: what this one says is kept, what the other says is
+    given.
 
     Args:
         rank: That of this slot.
@@ -393,14 +472,18 @@ class TwoSlots:
 class TestSeveralSlots:
     """A forward may wait for those of other slots, so all make the same rehearsals."""
 
-    def test_sound_slot_makes_the_rehearsals_of_one_in_trouble_and_names_its_cause(self) -> None:
+    def test_sound_slot_makes_the_rehearsals_of_one_in_trouble_and_names_its_cause(
+        self,
+    ) -> None:
         causes, scales = list[str | None](), list[list[float]]()
         said: Sequence[Any] = ()
         for rank, loud in enumerate((2.0**10, 1.0)):
             model, here = Net(loud, loud), list[float]()
             train, slots = batch_of(model, ONES), TwoSlots(rank, said)
 
-            def counted(scale: float, train: Any = train, here: list[float] = here) -> None:
+            def counted(
+                scale: float, train: Any = train, here: list[float] = here
+            ) -> None:
                 here.append(scale)
                 train(scale)
 
@@ -410,11 +493,15 @@ class TestSeveralSlots:
         assert "forward overflow in module head" in str(causes[0])
         assert causes[0] == causes[1]
         assert scales[0] == scales[1]
-        assert len(scales[0]) == 5  # as it is, at a small scale, float32, bfloat16, an island
+        # as it is, at a small scale, float32, bfloat16, an island
+        assert len(scales[0]) == 5
 
     def test_error_on_one_slot_is_reported_and_keeps_no_other_waiting(self) -> None:
         slots = TwoSlots(rank=0)
         cause = find_cause([Net(1, 1)], (), lambda scale: 1 / 0, slots=slots)
-        told = "not found: training the batch again raised ZeroDivisionError: division by zero"
+        told = (
+            "not found: training the batch again raised ZeroDivisionError: division by"
+            " zero"
+        )
         assert cause == told
         assert len(slots.said) == 1

@@ -1,4 +1,6 @@
-"""`trials.models.diffusion`: which noise, how much of it, and that it is the same again."""
+"""`trials.models.diffusion`: which noise, how much of it, and that it is the same
+again.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from trials.models.diffusion import (
 )
 
 CPU = torch.device("cpu")
-CLIPS = ClipSettings(ClipDataset.SYNTHETIC, 4, channels=1, frames=2, classes=3, samples=100)
+CLIPS = ClipSettings(
+    ClipDataset.SYNTHETIC, 4, channels=1, frames=2, classes=3, samples=100
+)
 FIRST = [Sample(0, index) for index in range(8)]
 
 
@@ -26,17 +30,23 @@ def batch(count: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 
 class TestTrainingNoise:
     def test_noise_is_added_as_the_paper_defines_it(self) -> None:
-        """x_t = sqrt(a) x + sqrt(1 - a) e, a the product of 1 - beta up to t; arXiv 2006.11239."""
+        """x_t = sqrt(a) x + sqrt(1 - a) e, a the product of 1 - beta up to t; arXiv
+        2006.11239.
+        """
         clips, labels = batch()
         noised = Diffusion(DiffusionSettings(), 3, CPU).for_training(clips, labels, 7)
         betas = torch.linspace(1.0e-4, 2.0e-2, 1000, dtype=torch.float64)
         kept = (1 - betas).cumprod(0)[noised.timesteps].view(-1, 1, 1, 1, 1)
         expected = kept.sqrt() * clips + (1 - kept).sqrt() * noised.noise
-        torch.testing.assert_close(noised.clips.double(), expected, rtol=1.0e-4, atol=1.0e-5)
+        torch.testing.assert_close(
+            noised.clips.double(), expected, rtol=1.0e-4, atol=1.0e-5
+        )
 
     def test_noise_is_a_function_of_the_seed_alone(self) -> None:
         diffusion = Diffusion(DiffusionSettings(), 3, CPU)
-        first, other, again = (diffusion.for_training(*batch(), seed) for seed in (1, 2, 1))
+        first, other, again = (
+            diffusion.for_training(*batch(), seed) for seed in (1, 2, 1)
+        )
         for name in ("timesteps", "labels", "noise"):
             assert torch.equal(getattr(first, name), getattr(again, name))
         assert not torch.equal(first.noise, other.noise)
@@ -45,7 +55,9 @@ class TestTrainingNoise:
     def test_seed_differs_between_batches_and_epochs_and_trials(self) -> None:
         clips = load(CLIPS, 0)[0]
         made = {
-            TrainingClips(clips, seed).__getitems__([Sample(epoch, image), Sample(epoch, 50)])[2]
+            TrainingClips(clips, seed).__getitems__(
+                [Sample(epoch, image), Sample(epoch, 50)]
+            )[2]
             for seed in (0, 1)
             for epoch in (0, 1)
             for image in (0, 1)
@@ -72,8 +84,12 @@ class TestTrainingNoise:
 class TestValidationNoise:
     def test_validation_noise_depends_on_the_index_alone(self) -> None:
         clips = load(CLIPS, 0)[1]
-        whole = ValidationClips(clips).__getitems__([Sample(0, index) for index in range(6)])
-        part = ValidationClips(load(CLIPS, 1)[1]).__getitems__([Sample(4, 5), Sample(4, 2)])
+        whole = ValidationClips(clips).__getitems__(
+            [Sample(0, index) for index in range(6)]
+        )
+        part = ValidationClips(load(CLIPS, 1)[1]).__getitems__(
+            [Sample(4, 5), Sample(4, 2)]
+        )
         for of_whole, of_part in zip(whole, part, strict=True):
             assert torch.equal(of_whole[[5, 2]], of_part)
 

@@ -1,4 +1,6 @@
-"""README and docs tell the truth: what they name exists, what they quote is the source."""
+"""README and docs tell the truth: what they name exists, what they quote is the
+source.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
 AMP, CLUSTER, LOSS_SCALE, PRECISION = (
-    (DOCS / f"{name}.md").read_text() for name in ("amp", "cluster", "loss_scale", "precision")
+    (DOCS / f"{name}.md").read_text()
+    for name in ("amp", "cluster", "loss_scale", "precision")
 )
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -63,13 +66,19 @@ def test_every_promise_names_tests_that_exist() -> None:
 
 def named_files(text: str) -> set[str]:
     linked = set(re.findall(r"\]\(([\w./-]+)", text)) - {"https"}
-    paths = re.findall(r"(?<![\w/.-])[\w.-]+/[\w./-]*\.(?:yaml|py|sh|md|txt|png)\b", text)
+    paths = re.findall(
+        r"(?<![\w/.-])[\w.-]+/[\w./-]*\.(?:yaml|py|sh|md|txt|png)\b", text
+    )
     return linked.union(paths)
 
 
 def missing_files(text: str) -> set[str]:
     folders = (ROOT, DOCS, ROOT / "determined_amp")
-    return {name for name in named_files(text) if not any((f / name).exists() for f in folders)}
+    return {
+        name
+        for name in named_files(text)
+        if not any((f / name).exists() for f in folders)
+    }
 
 
 def named_tests(text: str) -> set[str]:
@@ -84,7 +93,9 @@ def missing_tests(text: str) -> set[str]:
 def exists(path: str, *names: str) -> bool:
     """Whether a file of tests defines a class and a test, or a test."""
     source = (ROOT / path).read_text() if (ROOT / path).exists() else ""
-    return all(re.search(rf"^ *(?:def|class) {name}\b", source, re.MULTILINE) for name in names)
+    return all(
+        re.search(rf"^ *(?:def|class) {name}\b", source, re.MULTILINE) for name in names
+    )
 
 
 def unknown_settings(text: str) -> set[str]:
@@ -95,7 +106,9 @@ def unknown_settings(text: str) -> set[str]:
 
 
 def unknown_commands(text: str) -> set[str]:
-    """Our modules after `python -m`, their verbs, and targets after `make`, if not there."""
+    """Our modules after `python -m`, their verbs, and targets after `make`, if not
+    there.
+    """
     modules = set(re.findall(r"python -m ((?:benchmarks|determined_amp)[\w.]*)", text))
     verbs = set(re.findall(r"-m determined_amp (\w+)", text))
     targets = set(re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE))
@@ -111,7 +124,9 @@ def unknown_commands(text: str) -> set[str]:
 def test_everything_that_a_page_names_exists(page: Path) -> None:
     text = page.read_text()
     assert missing_files(text) - MADE_UP == set()
-    assert {n for n in missing_tests(text) if n.partition("::")[0] not in MADE_UP} == set()
+    assert {
+        n for n in missing_tests(text) if n.partition("::")[0] not in MADE_UP
+    } == set()
     assert unknown_settings(text) == set()
     assert unknown_commands(text) == set()
 
@@ -119,26 +134,38 @@ def test_everything_that_a_page_names_exists(page: Path) -> None:
 def test_what_does_not_exist_would_be_noticed() -> None:
     """Negative control."""
     right = "tests/test_docs.py::test_what_does_not_exist_would_be_noticed"
-    in_class = "tests/test_finder.py::TestWindow::test_first_overflowing_power_of_two_is_exact"
+    in_class = (
+        "tests/test_finder.py::TestWindow::test_first_overflowing_power_of_two_is_exact"
+    )
     wrong = {
         f"{right}_not",
         f"{in_class}_not",
         "tests/test_finder.py::TestWin::test_first_overflowing_power_of_two_is_exact",
     }
     assert missing_tests(" ".join([right, in_class, *wrong])) == wrong
-    assert missing_files("docs/amp.md hp_search/none.yaml [see](none) ![](pictures/none.png)") == {
+    assert missing_files(
+        "docs/amp.md hp_search/none.yaml [see](none) ![](pictures/none.png)"
+    ) == {
         "none",
         "hp_search/none.yaml",
         "pictures/none.png",
     }
     assert unknown_settings("`amp.min_scale` and `amp.min_scales: 2`") == {"min_scales"}
-    commands = "`make tests` `make test` python -m determined_amp finds, python -m benchmarks.no"
+    commands = (
+        "`make tests` `make test` python -m determined_amp finds, python -m"
+        " benchmarks.no"
+    )
     assert unknown_commands(commands) == {"tests", "finds", "benchmarks.no"}
 
 
 @pytest.mark.parametrize(
     ("name", "lines"),
-    [("README", 120), ("docs/amp", 225), ("docs/your_trial", 230), ("docs/loss_scale", 185)],
+    [
+        ("README", 120),
+        ("docs/amp", 225),
+        ("docs/your_trial", 230),
+        ("docs/loss_scale", 185),
+    ],
 )
 def test_page_is_short(name: str, lines: int) -> None:
     assert len((ROOT / f"{name}.md").read_text().splitlines()) <= lines
@@ -146,15 +173,23 @@ def test_page_is_short(name: str, lines: int) -> None:
 
 def commands_with_a_yaml() -> list[str]:
     """Those of the README and the page on clusters."""
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```", README + CLUSTER, re.DOTALL | re.MULTILINE)
+    fenced = re.findall(
+        r"^```(\w*)\n(.*?)^```", README + CLUSTER, re.DOTALL | re.MULTILINE
+    )
     blocks = "".join(block for language, block in fenced if not language)
     lines = blocks.replace("\\\n", " ").splitlines()
-    found = [shlex.join(shlex.split(line, comments=True)) for line in lines if ".yaml" in line]
+    found = [
+        shlex.join(shlex.split(line, comments=True))
+        for line in lines
+        if ".yaml" in line
+    ]
     assert len(found) > 3
     return found
 
 
-@pytest.mark.parametrize("command", commands_with_a_yaml(), ids=lambda command: command[:90])
+@pytest.mark.parametrize(
+    "command", commands_with_a_yaml(), ids=lambda command: command[:90]
+)
 def test_command_of_a_page_overrides_only_keys_that_its_yaml_has(command: str) -> None:
     words = shlex.split(command)
     (config,) = (word for word in words if word.endswith(".yaml") and "=" not in word)
@@ -187,7 +222,7 @@ def test_loop_of_the_readme_trains() -> None:
 RECIPE = (
     "self.context.backward(self.amp.scaler.scale(loss))",
     "self.context.step_optimizer(",
-    "clip_grads=self.amp.clip(self.optimizer, ",
+    "clip_grads=self.amp.clip(",
     "scaler=self.amp.scaler,",
     "self.amp.update(loss, samples=len(",
 )
@@ -202,7 +237,9 @@ RECIPE = (
     ids=["mlp", "resnet50", "latte", "one weight"],
 )
 def test_every_trial_steps_by_the_same_recipe(train: Callable[..., Any]) -> None:
-    """Otherwise what tests show of the one-weight trial would not hold for the others."""
+    """Otherwise what tests show of the one-weight trial would not hold for the
+    others.
+    """
     places = [inspect.getsource(train).find(line) for line in RECIPE]
     assert places == sorted(places)
     assert places[0] > 0
@@ -212,12 +249,16 @@ def test_every_trial_steps_by_the_same_recipe(train: Callable[..., Any]) -> None
 def test_install_line_brings_every_extra_of_a_user(page: str) -> None:
     (extra,) = re.findall(r"pip install '\.\[(\w+)\]'", (ROOT / page).read_text())
     project = (ROOT / "pyproject.toml").read_text()
-    (listed,) = re.findall(rf'^{extra} = \["determined-amp\[(.*?)\]"\]', project, re.MULTILINE)
+    (listed,) = re.findall(
+        rf'^{extra} = \["determined-amp\[(.*?)\]"\]', project, re.MULTILINE
+    )
     assert listed.split(",") == ["search", "reports", "examples"]
 
 
 def section(title: str) -> str:
-    (found,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", AMP, re.DOTALL | re.MULTILINE)
+    (found,) = re.findall(
+        rf"^## {title}\n(.*?)(?=^## |\Z)", AMP, re.DOTALL | re.MULTILINE
+    )
     return str(found)
 
 
@@ -248,13 +289,17 @@ class TestResults:
 
     def test_every_picture_of_the_loss_scale_says_what_made_it(self) -> None:
         pictures = re.findall(
-            r"!\[[^\]]+\]\(pictures/.*?\)\n\n\*.*?\*\n`python -m ", LOSS_SCALE, re.DOTALL
+            r"!\[[^\]]+\]\(pictures/.*?\)\n\n\*.*?\*\n`python -m ",
+            LOSS_SCALE,
+            re.DOTALL,
         )
         assert len(pictures) == LOSS_SCALE.count("](pictures/")
 
     def test_page_on_the_loss_scale_quotes_what_the_last_results_say(self) -> None:
         result = json.loads(loss_scale.PUBLISHED.read_text())
-        said = loss_scale.said(loss_scale.cells_of([Row(**row) for row in result["rows"]]))
+        said = loss_scale.said(
+            loss_scale.cells_of([Row(**row) for row in result["rows"]])
+        )
         assert "\n".join(said) in LOSS_SCALE
 
     def test_limits_are_those_of_the_code(self) -> None:
@@ -269,8 +314,12 @@ class TestResults:
 
 
 def test_overrides_of_the_comparison_are_of_keys_that_it_has() -> None:
-    search = yaml.safe_load((ROOT / "hp_search" / "compare_precisions.yaml").read_text())
-    overrides = re.findall(r"--config '?(hyperparameters\.[^'`]+\.vals=[^'`]+)", PRECISION)
+    search = yaml.safe_load(
+        (ROOT / "hp_search" / "compare_precisions.yaml").read_text()
+    )
+    overrides = re.findall(
+        r"--config '?(hyperparameters\.[^'`]+\.vals=[^'`]+)", PRECISION
+    )
     assert len(overrides) == 2
     assert flat(with_overrides(search, overrides)).keys() == flat(search).keys()
 
@@ -279,7 +328,9 @@ def test_overrides_of_the_comparison_are_of_keys_that_it_has() -> None:
 def test_room_of_planted_faults_names_tests_that_exist(room: str) -> None:
     assert (ROOT / "determined_amp" / room).is_dir() or room == "determined_amp"
     tests = [*ROOMS[room], *AFTERWARDS.get(room, ())]
-    assert [name for name in tests if not (ROOT / f"tests/test_{name}.py").is_file()] == []
+    assert [
+        name for name in tests if not (ROOT / f"tests/test_{name}.py").is_file()
+    ] == []
 
 
 @pytest.mark.parametrize("test", NOT_FOLLOWED)

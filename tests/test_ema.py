@@ -1,4 +1,6 @@
-"""`trials.ema`: the average follows applied steps, on the device, and never touches the weights."""
+"""`trials.ema`: the average follows applied steps, on the device, and never touches the
+weights.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ def averaged(*models: nn.Module) -> tuple[MixedPrecision, list[Any], list[EMAWei
     context: Any = Context()
     amp = MixedPrecision(context, AMP)
     optimizers = [
-        context.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=1.0)) for model in models
+        context.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        for model in models
     ]
     # By default an average follows the first optimizer of the trial.
     others = zip(models[1:], optimizers[1:], strict=True)
@@ -88,7 +91,9 @@ class TestAverage:
         assert trial.averages == averages_of(trial.trace)
 
     def test_skipped_step_moves_neither_the_average_nor_its_warm_up(self) -> None:
-        trial: Any = weigh([[1.0], [2.0], [INF], [0.5], [INF], [INF], [1.0]], trial=Averaged).trial
+        trial: Any = weigh(
+            [[1.0], [2.0], [INF], [0.5], [INF], [INF], [1.0]], trial=Averaged
+        ).trial
         assert trial.averages[2] == trial.averages[1]
         assert trial.averages[4:6] == [trial.averages[3]] * 2
         applied = [0, 1, 3, 6]
@@ -98,7 +103,9 @@ class TestAverage:
         assert [trial.averages[batch] for batch in range(7)] != averages_of(trial.trace)
 
     def test_average_follows_the_optimizer_that_steps_its_model(self) -> None:
-        """Two optimizers, a step of the second: the average of the first's model stays."""
+        """Two optimizers, a step of the second: the average of the first's model
+        stays.
+        """
         models = [nn.Linear(1, 1), nn.Linear(1, 1)]
         amp, optimizers, averages = averaged(*models)
         before = copy.deepcopy(averages[0].state_dict())
@@ -108,7 +115,8 @@ class TestAverage:
         for average in averages:
             average.step()
         assert averages[0].state_dict()["weight"].item() == before["weight"].item()
-        assert averages[1].state_dict()["weight"].item() == 7.0  # the first step is a copy
+        # the first step is a copy
+        assert averages[1].state_dict()["weight"].item() == 7.0
 
     def test_average_survives_a_checkpoint(self) -> None:
         first = weigh([[1.0], [2.0], [0.5]], trial=Averaged)
@@ -116,8 +124,11 @@ class TestAverage:
         assert [(key, float(value)) for key, value in saved.items()] == [
             ("weight", first.trial.averages[-1])
         ]
-        # The steps that another trial applied are none of this one's: its first step is a copy.
-        second = weigh([[INF], [1.0]], trial=Averaged, resume=first, warm_start=True).trial
+        # The steps that another trial applied are none of this one's: its first step is
+        # a copy.
+        second = weigh(
+            [[INF], [1.0]], trial=Averaged, resume=first, warm_start=True
+        ).trial
         assert second.averages[0] == first.trial.averages[-1]
         assert second.averages[1] == second.trace[1]
 

@@ -1,7 +1,9 @@
-"""What mixed precision must not change: a run of the command against a plain loop, to the bit.
+"""What mixed precision must not change: a run of the command against a plain loop, to
+the bit.
 
-Everything here is on one thread of a CPU, where a sum has one order; so two loops that do the same
-arithmetic have the same bits, and no comparison of whole runs needs a tolerance.
+Everything here is on one thread of a CPU, where a sum has one order; so two loops that
+do the same arithmetic have the same bits, and no comparison of whole runs needs a
+tolerance.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from trials.data import images as data
 from trials.data.loading import EpochSampler
 from trials.schedule import LRSchedule, warmup_then
 
-# 1437 training images make 3 batches of 400 per epoch and leave 237 over: 12 batches are 4 epochs.
+# 1437 training images make 3 batches of 400 per epoch and leave 237 over: 12 batches
+# are 4 epochs.
 FOUR_EPOCHS = (
     "hyperparameters.global_batch_size=400",
     "hyperparameters.max_grad_norm=0.125",
@@ -33,7 +36,10 @@ FOUR_EPOCHS = (
     "hyperparameters.warmup_steps=2",
 )
 # The first steps overflow, and two good ones double the scale.
-LOUD = ("hyperparameters.amp.init_scale=2097152", "hyperparameters.amp.growth_interval=2")
+LOUD = (
+    "hyperparameters.amp.init_scale=2097152",
+    "hyperparameters.amp.growth_interval=2",
+)
 
 
 def trained_by_hand(config: experiment.Experiment) -> tuple[dict[str, Any], float]:
@@ -43,7 +49,9 @@ def trained_by_hand(config: experiment.Experiment) -> tuple[dict[str, Any], floa
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=config.hparams.learning_rate)
     amp = loops.TorchAmp(config.amp)
-    amp.wrap_lr_scheduler(warmup_then(optimizer, LRSchedule.COSINE, warmup_steps=2, total_steps=12))
+    amp.wrap_lr_scheduler(
+        warmup_then(optimizer, LRSchedule.COSINE, warmup_steps=2, total_steps=12)
+    )
     images, _ = data.load(config.data, config.seed)
     sampler = EpochSampler(len(images), config.seed)
     for _ in range(4):
@@ -61,7 +69,9 @@ def trained_by_hand(config: experiment.Experiment) -> tuple[dict[str, Any], floa
 
 
 @pytest.mark.parametrize(
-    ("name", "overrides"), [("fp32", ()), ("bf16", ()), ("amp", LOUD)], ids=["fp32", "bf16", "fp16"]
+    ("name", "overrides"),
+    [("fp32", ()), ("bf16", ()), ("amp", LOUD)],
+    ids=["fp32", "bf16", "fp16"],
 )
 def test_command_trains_as_torchs_own_loop(
     name: str, overrides: tuple[str, ...], tmp_path: Path
@@ -84,7 +94,9 @@ def cosine(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSched
 
 
 def stepped(optimizer_class: Any, *, fused: bool) -> ByHand:
-    """8 steps on given gradients, the third and the sixth of which overflow in one element."""
+    """8 steps on given gradients, the third and the sixth of which overflow in one
+    element.
+    """
     optimizer = functools.partial(optimizer_class, lr=0.3, fused=fused)
     made = ByHand(optimizer, weight=torch.linspace(-1, 1, 1001), make_scheduler=cosine)
     generator = torch.Generator().manual_seed(0)
@@ -98,12 +110,14 @@ def stepped(optimizer_class: Any, *, fused: bool) -> ByHand:
 @needs_fused
 @pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.SGD])
 def test_fused_optimizer_trains_as_the_unfused_one(optimizer_class: Any) -> None:
-    """Same skips, counts and scale; the weights to the rounding of another order of operations.
+    """Same skips, counts and scale; the weights to the rounding of another order of
+    operations.
 
-    A step changes a weight by at most 0.75: with SGD by rate * |g| <= 0.15, with Adam by
-    rate * |m| / sqrt(v) <= 0.3 * sqrt(6), since after t <= 6 steps the bias-corrected moments obey
-    |m| <= max |g| <= sqrt(t * v). Some ten operations make the change, another adds it to a weight
-    of at most 2; each rounds by 2^-24 of its result, and 6 steps are applied.
+    A step changes a weight by at most 0.75: with SGD by rate * |g| <= 0.15, with Adam
+    by rate * |m| / sqrt(v) <= 0.3 * sqrt(6), since after t <= 6 steps the
+    bias-corrected moments obey |m| <= max |g| <= sqrt(t * v). Some ten operations make
+    the change, another adds it to a weight of at most 2; each rounds by 2^-24 of its
+    result, and 6 steps are applied.
     """
     plain, fused = (stepped(optimizer_class, fused=fused) for fused in (False, True))
     assert int(plain.amp.applied_steps) == int(fused.amp.applied_steps) == 6

@@ -1,6 +1,8 @@
-"""`experiment.experiment`: one YAML, parsed once, every mistake named; and the overrides of it.
+"""`experiment.experiment`: one YAML, parsed once, every mistake named; and the
+overrides of it.
 
-The configuration of every test is the repository's own `mlp/amp.yaml` with single keys changed.
+The configuration of every test is the repository's own `mlp/amp.yaml` with single keys
+changed.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ WINDOWS = {
 
 
 def changed(values: Mapping[str, object]) -> Values:
-    """The YAML with each value set at its dotted key, `hp` short for hyperparameters."""
+    """The YAML with each value set at its dotted key, `hp` short for
+    hyperparameters.
+    """
     config: Values = yaml.safe_load(_YAML.read_text())
     for path, value in values.items():
         put(config, path.replace("hp", "hyperparameters", 1).split("."), value)
@@ -46,7 +50,9 @@ def problems_of(values: Mapping[str, object]) -> list[str]:
     try:
         experiment.parse(changed(values), "test")
     except ConfigError as error:
-        return [problem.replace("hyperparameters", "hp", 1) for problem in error.problems]
+        return [
+            problem.replace("hyperparameters", "hp", 1) for problem in error.problems
+        ]
     return []
 
 
@@ -55,7 +61,9 @@ def test_key_without_effect_is_an_error_unless_it_is_the_masters_default(
     path: str, default: object
 ) -> None:
     (problem,) = problems_of({path: "other"})
-    assert problem.startswith(f"{path}: got 'other', which has no effect in Determined 0.38.1; ")
+    assert problem.startswith(
+        f"{path}: got 'other', which has no effect in Determined 0.38.1; "
+    )
     assert problems_of({path: default}) == []
 
 
@@ -74,24 +82,38 @@ def test_initial_validation_and_averaging_are_read_in_this_librarys_form() -> No
     [
         (
             {"hp.global_batch_size": 63, "resources.slots_per_trial": 2},
-            "hp.global_batch_size: got 63, which does not divide among 2 slots; "
-            "allowed: a multiple of 2",
+            (
+                "hp.global_batch_size: got 63, which does not divide among 2 slots; "
+                "allowed: a multiple of 2"
+            ),
         ),
         ({"hp": None}, "hp: got None; allowed: a mapping of keys to values"),
         (
             {"reproducibility": 5, "hp.trial_seed": 7},
             "reproducibility: got 5; allowed: a mapping of keys to values",
         ),
-        ({"hp.training.max_length": {}}, "hp.training.max_length.batches: got 0 units; "),
-        ({"hp.training.max_length": f"{'9' * 5000} batches"}, "hp.training.max_length: got '999"),
-        ({"description": "[test-mode] mine", "searcher": 5}, "searcher: got 5; allowed: a mapping"),
+        (
+            {"hp.training.max_length": {}},
+            "hp.training.max_length.batches: got 0 units; ",
+        ),
+        (
+            {"hp.training.max_length": f"{'9' * 5000} batches"},
+            "hp.training.max_length: got '999",
+        ),
+        (
+            {"description": "[test-mode] mine", "searcher": 5},
+            "searcher: got 5; allowed: a mapping",
+        ),
         (
             {"hp.amp.init_scale": 2.0, "hp.amp.min_scale": 4.0},
             "hp.amp.init_scale: got 2, which is below min_scale 4",
         ),
         (
             {"hp.training.max_length": {"batches": 8, "epochs": 1}},
-            "hp.training.max_length.batches: got 2 units; allowed: one of batches and epochs",
+            (
+                "hp.training.max_length.batches: got 2 units; allowed: one of batches"
+                " and epochs"
+            ),
         ),
         *(
             ({"hp.training.max_length": text}, "hp.training.max_length")
@@ -99,11 +121,14 @@ def test_initial_validation_and_averaging_are_read_in_this_librarys_form() -> No
         ),
         # A key that is nearly one of Determined's is no other.
         ({"nae": 1}, "nae: unknown key; did you mean name?"),
-        # Without the class its keys cannot be known: `hidden_features` is not called a mistake.
+        # Without the class its keys cannot be known: `hidden_features` is not called a
+        # mistake.
         *(
             ({"hp.trial": path}, f"hp.trial: got {path!r}, which {because}")
             for path, because in {
-                "trials.nope:MLPTrial": "cannot be imported: No module named 'trials.nope'",
+                "trials.nope:MLPTrial": (
+                    "cannot be imported: No module named 'trials.nope'"
+                ),
                 "": "cannot be imported: Empty module name",
                 "trials.mlp:MLPHparams": "is not a PyTorchTrial",
             }.items()
@@ -112,7 +137,10 @@ def test_initial_validation_and_averaging_are_read_in_this_librarys_form() -> No
         *(
             (
                 {**WINDOWS, f"hp.training.{name}": {"batches": 13}},
-                f"hp.training.{name}.batches: got 13, which is not a multiple of aggregation_fre",
+                (
+                    f"hp.training.{name}.batches: got 13, which is not a multiple of "
+                    "aggregation_fre"
+                ),
             )
             for name in _LENGTHS[:3]
         ),
@@ -130,13 +158,20 @@ def test_mistake_is_the_one_problem_reported(
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"hp.amp.audit": 3, "hp.global_batch_size": 0, "scheduling_unit": 5, "searcher": 1},
+        {
+            "hp.amp.audit": 3,
+            "hp.global_batch_size": 0,
+            "scheduling_unit": 5,
+            "searcher": 1,
+        },
         # Those that only the trial's own classes know.
         {"hp.warmup_steps": -1, "data.classes": 1},
     ],
     ids=["of the library", "of the trial"],
 )
-def test_mistakes_of_all_sections_are_reported_together(wrong: dict[str, object]) -> None:
+def test_mistakes_of_all_sections_are_reported_together(
+    wrong: dict[str, object],
+) -> None:
     with pytest.raises(ConfigError) as caught:
         experiment.parse(changed(wrong), "test")
     keys = {problem.key for problem in caught.value.problems}
@@ -144,9 +179,17 @@ def test_mistakes_of_all_sections_are_reported_together(wrong: dict[str, object]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "amp_bf16"])
-def test_scaler_settings_have_no_effect_in_a_precision_without_a_scaler(precision: str) -> None:
-    """One override switches the precision, here and on a cluster, which merges the override."""
-    values = {"hp.amp.precision": precision, "hp.amp.init_scale": 2.0, "hp.amp.min_scale": 4.0}
+def test_scaler_settings_have_no_effect_in_a_precision_without_a_scaler(
+    precision: str,
+) -> None:
+    """One override switches the precision, here and on a cluster, which merges the
+    override.
+    """
+    values = {
+        "hp.amp.precision": precision,
+        "hp.amp.init_scale": 2.0,
+        "hp.amp.min_scale": 4.0,
+    }
     parsed = experiment.parse(changed(values), "test")
     assert parsed.amp is not None
     assert parsed.amp.precision.value == precision
@@ -171,7 +214,8 @@ def test_entrypoint_with_an_unclosed_quotation_names_no_trial() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "length"), [("2 epochs", Length(epochs=2)), ("1 batches", Length(batches=1))]
+    ("text", "length"),
+    [("2 epochs", Length(epochs=2)), ("1 batches", Length(batches=1))],
 )
 def test_length_as_a_text_is_read_with_its_unit(text: str, length: Length) -> None:
     result = experiment.parse(changed({"hp.training.max_length": text}), "test")
@@ -185,23 +229,32 @@ def test_experiment_in_determineds_test_mode_trains_one_batch() -> None:
     training = result.training
     assert (training.max_length, training.validation_period) == (batch, batch)
     assert result.platform.searcher.smaller_is_better
-    (problem, *others) = problems_of({"searcher.max_length": {"batches": 1}})
+    problem, *others = problems_of({"searcher.max_length": {"batches": 1}})
     assert "has no effect" in problem
     assert not others
 
 
 def test_hyperparameters_of_the_searcher_replace_those_of_the_yaml() -> None:
-    """The master's JSON has 65536 for 65536.0. The ranges in the YAML are no mistake then."""
+    """The master's JSON has 65536 for 65536.0. The ranges in the YAML are no mistake
+    then.
+    """
     sampled = changed({"hp.learning_rate": 1.0})["hyperparameters"]
     chosen = json.loads(json.dumps(sampled).replace(".0,", ",").replace(".0}", "}"))
-    assert (type(chosen["learning_rate"]), type(chosen["amp"]["growth_factor"])) == (int, int)
-    space = changed({"hp.learning_rate": {"type": "log", "minval": -4, "maxval": 0, "base": 10}})
+    assert (type(chosen["learning_rate"]), type(chosen["amp"]["growth_factor"])) == (
+        int,
+        int,
+    )
+    space = changed(
+        {"hp.learning_rate": {"type": "log", "minval": -4, "maxval": 0, "base": 10}}
+    )
     result = experiment.parse(space, "test", hyperparameters=chosen)
     floats = (result.hparams.learning_rate, result.hparams.amp.growth_factor)
     assert floats == (1.0, 2.0)
     assert {type(value) for value in floats} == {float}
     none: Values = {"amp": {"init_scale": 0}}  # which is refused, and not rounded
-    of_scales = changed({"hp.amp.init_scale": {"type": "int", "minval": 0, "maxval": 8}})
+    of_scales = changed(
+        {"hp.amp.init_scale": {"type": "int", "minval": 0, "maxval": 8}}
+    )
     assert experiment.with_power_of_two(none, of_scales) is none
     with pytest.raises(ConfigError, match="got a range to search"):
         experiment.parse(space, "test")
@@ -218,7 +271,9 @@ def test_hyperparameters_of_the_searcher_replace_those_of_the_yaml() -> None:
 def test_steps_are_the_whole_accumulation_windows_of_the_run(
     length: dict[str, int], aggregation_frequency: int, steps: int
 ) -> None:
-    """An epoch is 11 batches; Determined steps after whole windows, which may span epochs."""
+    """An epoch is 11 batches; Determined steps after whole windows, which may span
+    epochs.
+    """
     lengths = {f"hp.training.{name}": length for name in _LENGTHS}
     config = changed({**lengths, "hp.aggregation_frequency": aggregation_frequency})
     hparams = experiment.parse(config, "test").hparams
@@ -226,10 +281,16 @@ def test_steps_are_the_whole_accumulation_windows_of_the_run(
 
 
 def test_epochs_that_end_within_an_accumulation_window_are_refused() -> None:
-    """Two epochs of 11 batches are five windows of four and two batches that would be lost."""
+    """Two epochs of 11 batches are five windows of four and two batches that would be
+    lost.
+    """
     lengths = {f"hp.training.{name}": {"epochs": 2} for name in _LENGTHS}
-    hparams = experiment.parse(changed({**lengths, "hp.aggregation_frequency": 4}), "test").hparams
-    with pytest.raises(ConfigError, match="is 22 batches, which is not a multiple of") as caught:
+    hparams = experiment.parse(
+        changed({**lengths, "hp.aggregation_frequency": 4}), "test"
+    ).hparams
+    with pytest.raises(
+        ConfigError, match="is 22 batches, which is not a multiple of"
+    ) as caught:
         hparams.steps(batches_per_epoch=11)
     assert len(caught.value.problems) == 3
 
@@ -241,7 +302,9 @@ def test_epochs_that_end_within_an_accumulation_window_are_refused() -> None:
         ("- a\n", "is not an experiment configuration: its top level has no keys"),
     ],
 )
-def test_unreadable_yaml_is_a_config_error(text: str | None, problem: str, tmp_path: Path) -> None:
+def test_unreadable_yaml_is_a_config_error(
+    text: str | None, problem: str, tmp_path: Path
+) -> None:
     path = tmp_path / "a.yaml"
     if text is not None:
         path.write_text(text)
@@ -253,8 +316,14 @@ def test_unreadable_yaml_is_a_config_error(text: str | None, problem: str, tmp_p
 def test_overrides_set_nested_values_and_leave_their_input_alone() -> None:
     config = {"a": {"b": 1, "c": 2}, "d": [1]}
     before = copy.deepcopy(config)
-    made = with_overrides(config, ["a.b=2", "a.x.y=true", "d=null", "e=w=z", "a.b=[2.5e-3, x]"])
-    assert made == {"a": {"b": [0.0025, "x"], "c": 2, "x": {"y": True}}, "d": None, "e": "w=z"}
+    made = with_overrides(
+        config, ["a.b=2", "a.x.y=true", "d=null", "e=w=z", "a.b=[2.5e-3, x]"]
+    )
+    assert made == {
+        "a": {"b": [0.0025, "x"], "c": 2, "x": {"y": True}},
+        "d": None,
+        "e": "w=z",
+    }
     assert config == before
 
 

@@ -1,4 +1,6 @@
-"""`find_loss_scale`: the finder for a model, a loss and some batches, without a trial."""
+"""`find_loss_scale`: the finder for a model, a loss and some batches, without a
+trial.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,22 @@ class Classifier(nn.Module):
     def __init__(self, gain: float = 1.0) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4)
+            nn.Linear(16, 32),
+            nn.BatchNorm1d(32),
+            nn.ReLU(),
+            nn.Dropout(0.1),
+            nn.Linear(32, 4),
         )
         self.gain = gain
 
-    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(
+        self, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         logits = self.layers(inputs)
-        return {"loss": self.gain * functional.cross_entropy(logits, labels), "logits": logits}
+        return {
+            "loss": self.gain * functional.cross_entropy(logits, labels),
+            "logits": logits,
+        }
 
 
 def model(gain: float = 1.0) -> Classifier:
@@ -67,7 +78,9 @@ class TestAnswer:
         assert "starting at the scaler's 2^20 costs" in text
         assert f"torch.amp.GradScaler(..., init_scale={found.init_scale})" in text
 
-    def test_model_in_evaluation_mode_is_measured_in_training_mode_and_put_back(self) -> None:
+    def test_model_in_evaluation_mode_is_measured_in_training_mode_and_put_back(
+        self,
+    ) -> None:
         net = model().eval()
         net.layers[4].train()
         seen: list[bool] = []
@@ -89,7 +102,9 @@ def state(net: nn.Module) -> str:
 
 
 def test_find_loss_scale_moves_nothing() -> None:
-    """Parameters, gradients, buffers and random numbers; BatchNorm and dropout would move some."""
+    """Parameters, gradients, buffers and random numbers; BatchNorm and dropout would
+    move some.
+    """
     net, first = model(), batches()
 
     def loss(batch: Batch) -> torch.Tensor:
@@ -113,7 +128,9 @@ class TestErrors:
         ],
         ids=["a dict", "logits", "no gradient"],
     )
-    def test_loss_function_that_returns_no_loss_is_refused(self, returned: Any, said: str) -> None:
+    def test_loss_function_that_returns_no_loss_is_refused(
+        self, returned: Any, said: str
+    ) -> None:
         net = model()
         with pytest.raises(LossScaleError, match=said):
             find_loss_scale(net, lambda batch: returned(net, batch), batches())

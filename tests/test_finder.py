@@ -1,4 +1,6 @@
-"""`trial.loss_scale`: what it finds is what float16 does, and it says what to do about it."""
+"""`trial.loss_scale`: what it finds is what float16 does, and it says what to do about
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.cli import find as finder
 from determined_amp.experiment.experiment import experiment_in, read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.finder.scale_finding import ScaleFinding, Verdict, choice_of, find_window
+from determined_amp.finder.scale_finding import (
+    ScaleFinding,
+    Verdict,
+    choice_of,
+    find_window,
+)
 from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.loss_scale import in_training
 from tests.loss_scale import ALL, Context, Trial, looked_at, skipped_steps
@@ -34,12 +41,17 @@ Batches = Sequence[Rehearsal]
 
 RESNET = (
     "resnet50/amp.yaml",
-    ("hyperparameters.global_batch_size=4", "hyperparameters.training.max_length={batches: 1}"),
+    (
+        "hyperparameters.global_batch_size=4",
+        "hyperparameters.training.max_length={batches: 1}",
+    ),
 )
 
 
 def measured_first_overflow(batches: Batches) -> int:
-    """Not found from the prediction, but by halving an interval; overflow is monotone."""
+    """Not found from the prediction, but by halving an interval; overflow is
+    monotone.
+    """
     works, fails = -30, 100
     while fails - works > 1:
         middle = (works + fails) // 2
@@ -59,8 +71,12 @@ def _thin_resnet(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestWindow:
     @pytest.mark.parametrize("steps", [0, 10])
     @pytest.mark.parametrize("trial", ALL)
-    def test_first_overflowing_power_of_two_is_exact(self, trial: Trial, steps: int) -> None:
-        def work(small: SmallTrial, context: Context, batches: Batches) -> tuple[int, int]:
+    def test_first_overflowing_power_of_two_is_exact(
+        self, trial: Trial, steps: int
+    ) -> None:
+        def work(
+            small: SmallTrial, context: Context, batches: Batches
+        ) -> tuple[int, int]:
             found = find_window(batches, context.distributed)
             return found.top_log2 + 1, measured_first_overflow(batches)
 
@@ -68,7 +84,9 @@ class TestWindow:
         assert found == measured
 
     @pytest.mark.parametrize("trial", ALL)
-    def test_two_rehearsals_in_float16_confirm_the_predicted_top(self, trial: Trial) -> None:
+    def test_two_rehearsals_in_float16_confirm_the_predicted_top(
+        self, trial: Trial
+    ) -> None:
         """One at the top, and one a bit above it."""
         assert len(found_in_four(trial).measured) == 2
 
@@ -95,7 +113,11 @@ class TestChoice:
 
     def test_expected_skips_are_those_of_a_training(self) -> None:
         found = found_in_four(SummedLoss)
-        assert found.expected_skips(16) == skipped_steps(SummedLoss, 20, init_scale=2.0**16) > 0
+        assert (
+            found.expected_skips(16)
+            == skipped_steps(SummedLoss, 20, init_scale=2.0**16)
+            > 0
+        )
 
 
 @cache
@@ -151,6 +173,11 @@ class TestCommand:
         findings = []
         for options in ([], ["--checkpoint", str(run)]):
             target = tmp_path / f"{len(options)}.json"
-            assert finder.main([*arguments("mlp/amp.yaml"), "--json", str(target), *options]) == 0
+            assert (
+                finder.main(
+                    [*arguments("mlp/amp.yaml"), "--json", str(target), *options]
+                )
+                == 0
+            )
             findings.append(json.loads(target.read_text())["predicted"])
         assert findings[0] != findings[1]

@@ -1,8 +1,8 @@
 """What the finder predicts is what float16 does, for operations as people write them.
 
-The largest power of two that overflows is measured in float16 backwards that know nothing of the
-finder, the flush by casting the recorded gradients. Most of these operations compute a factor of
-their derivative in 16 bits, which no loss scale moves.
+The largest power of two that overflows is measured in float16 backwards that know
+nothing of the finder, the flush by casting the recorded gradients. Most of these
+operations compute a factor of their derivative in 16 bits, which no loss scale moves.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ from determined_amp.finder.scale_finding import find_window
 
 SAMPLES, WIDTH = 24, 32
 
-pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Using backward.. with create_graph:UserWarning"
+)
 
-# One training batch without its step: the model, the scaler, and what to multiply the loss by.
+# One training batch without its step: the model, the scaler, and what to multiply the
+# loss by.
 Train = Callable[[nn.Module, torch.amp.GradScaler, float], None]
 Operation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -81,7 +84,9 @@ def scattered(x: torch.Tensor) -> torch.Tensor:
 
 def sparse(x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", enabled=False):
-        mixed: torch.Tensor = torch.sparse.mm(torch.eye(len(x)).roll(1, 0).to_sparse(), x.float())
+        mixed: torch.Tensor = torch.sparse.mm(
+            torch.eye(len(x)).roll(1, 0).to_sparse(), x.float()
+        )
     return mixed.square()
 
 
@@ -100,7 +105,9 @@ OPERATIONS: dict[str, Operation] = {
     "sparse product": sparse,
     "in place": in_place,
     "checkpoint": lambda x: checkpoint(lambda y: (y**3).sin(), x, use_reentrant=False),
-    "checkpoint, reentrant": lambda x: checkpoint(lambda y: (y**3).sin(), x, use_reentrant=True),
+    "checkpoint, reentrant": lambda x: checkpoint(
+        lambda y: (y**3).sin(), x, use_reentrant=True
+    ),
     "autograd function": Swish.apply,
 }
 
@@ -120,7 +127,9 @@ class Around(nn.Module):
 def outputs(model: nn.Module, x: torch.Tensor | None = None) -> torch.Tensor:
     """Of inputs, by default random ones, in float16; handed on in float32."""
     with autocast():
-        found: torch.Tensor = model(torch.rand(SAMPLES, WIDTH) if x is None else x).float()
+        found: torch.Tensor = model(
+            torch.rand(SAMPLES, WIDTH) if x is None else x
+        ).float()
     return found
 
 
@@ -130,7 +139,9 @@ def regression(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) ->
 
 
 def physics(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
-    """A PINN: second derivatives by the coordinates, which are leaves that get a gradient, too."""
+    """A PINN: second derivatives by the coordinates, which are leaves that get a
+    gradient, too.
+    """
     x = torch.rand(SAMPLES, WIDTH, requires_grad=True)
     with autocast():
         u = model(x)
@@ -141,9 +152,13 @@ def physics(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> No
 
 
 def penalty(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
-    """A gradient penalty as PyTorch's own recipe for AMP has it: of a scaled loss, unscaled."""
+    """A gradient penalty as PyTorch's own recipe for AMP has it: of a scaled loss,
+    unscaled.
+    """
     loss = outputs(model).square().mean()
-    scaled = torch.autograd.grad(scaler.scale(loss), list(model.parameters()), create_graph=True)
+    scaled = torch.autograd.grad(
+        scaler.scale(loss), list(model.parameters()), create_graph=True
+    )
     gradients = [gradient / scaler.get_scale() for gradient in scaled]
     with autocast():
         total = sum((gradient.square().sum() for gradient in gradients), loss)
@@ -159,7 +174,8 @@ def two_losses(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) ->
 def graph_kept(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
     loss = scaler.scale(outputs(model).square().mean() * factor)
     loss.backward(create_graph=True)  # type: ignore[no-untyped-call]
-    for parameter in model.parameters():  # a graph that holds its own gradient is never freed
+    # a graph that holds its own gradient is never freed
+    for parameter in model.parameters():
         assert parameter.grad is not None
         parameter.grad = parameter.grad.detach()
 
@@ -171,7 +187,9 @@ def adversarial(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -
 
 
 def handed_on(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
-    """A gradient of a detached feature goes on, a thousand times smaller, in a second backward."""
+    """A gradient of a detached feature goes on, a thousand times smaller, in a second
+    backward.
+    """
     first, rest = model.get_submodule("first"), model.get_submodule("last")
     rest.requires_grad_(False)
     with autocast():
@@ -221,7 +239,9 @@ def rehearsed(name: str, factor: float) -> list[Rehearsal]:
 
 
 def first_overflow(name: str, factor: float) -> int:
-    """log2 of the smallest power of two at which a parameter's gradient is not finite."""
+    """log2 of the smallest power of two at which a parameter's gradient is not
+    finite.
+    """
     model, train = model_of(name), LOOPS.get(name, regression)
 
     works, fails = 0, 100
@@ -250,8 +270,12 @@ def test_first_overflow_is_exact(name: str, factor: float) -> None:
 
 
 @pytest.mark.parametrize("eps", [1e-2, 1e-4])
-def test_gradient_that_is_masked_before_the_parameters_does_not_lower_the_top(eps: float) -> None:
-    """Before a normalisation the gradient of zeroed padding is 1 / eps times as large."""
+def test_gradient_that_is_masked_before_the_parameters_does_not_lower_the_top(
+    eps: float,
+) -> None:
+    """Before a normalisation the gradient of zeroed padding is 1 / eps times as
+    large.
+    """
 
     def padded(x: torch.Tensor) -> torch.Tensor:
         kept = (torch.arange(SAMPLES) % 4 > 0)[:, None]
@@ -261,7 +285,9 @@ def test_gradient_that_is_masked_before_the_parameters_does_not_lower_the_top(ep
     model = Around(padded)
     found = find_window([rehearsal(model, regression, 1.0)], OneSlot())
     model.zero_grad()
-    skips = [scale for scale in range(8, 30) if not is_finite(model, regression, 1.0, scale)]
+    skips = [
+        scale for scale in range(8, 30) if not is_finite(model, regression, 1.0, scale)
+    ]
     assert found.top_log2 == skips[0] - 1
     predicted = predict_float16([rehearsal(model, regression, 1.0)], OneSlot())
     assert predicted.first_overflow_log2 < skips[0] - 1  # the control

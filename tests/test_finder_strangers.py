@@ -1,4 +1,6 @@
-"""The finder on trials as strangers write them: what they do otherwise is said, not crashed on."""
+"""The finder on trials as strangers write them: what they do otherwise is said, not
+crashed on.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class TestOwnBatch:
     def prepares(monkeypatch: pytest.MonkeyPatch, prepare: Callable[..., Any]) -> None:
         plain = SmallTrial.train_batch
 
-        def train_batch(trial: SummedLoss, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        def train_batch(
+            trial: SummedLoss, batch: Any, epoch_idx: int, batch_idx: int
+        ) -> Any:
             return plain(trial, prepare(batch), epoch_idx, batch_idx)
 
         monkeypatch.setattr(SummedLoss, "train_batch", train_batch)
@@ -49,11 +53,15 @@ class TestOwnBatch:
     def test_trial_that_changes_its_batch_in_place_has_the_same_finding_and_score(
         self, prepare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def work(small: SmallTrial, context: Context, batches: Sequence[Rehearsal]) -> Any:
+        def work(
+            small: SmallTrial, context: Context, batches: Sequence[Rehearsal]
+        ) -> Any:
             slots = context.distributed
             return find_window(batches, slots), score_batches(batches, slots, 2)
 
-        self.prepares(monkeypatch, lambda batch: prepare([part.clone() for part in batch]))
+        self.prepares(
+            monkeypatch, lambda batch: prepare([part.clone() for part in batch])
+        )
         expected = looked_at(SummedLoss, work)
         self.prepares(monkeypatch, prepare)
         assert looked_at(SummedLoss, work) == expected
@@ -75,12 +83,21 @@ class TestOwnBatch:
         copied = own_copy(batch)
         assert copied[0]["ids"].tolist() == [0.0, 1.0]
         for tensor in (copied[0]["ids"], copied[1]["mask"]):
-            assert tensor.untyped_storage().nbytes() == 8  # not all that it is a view of
-        for tensor in (copied[0].pop("ids"), copied[0]["more"].pop(), copied[1].pop("mask")):
+            # not all that it is a view of
+            assert tensor.untyped_storage().nbytes() == 8
+        for tensor in (
+            copied[0].pop("ids"),
+            copied[0]["more"].pop(),
+            copied[1].pop("mask"),
+        ):
             tensor.zero_()
         copied[2].rows.add_(1.0)
         assert whole.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-        assert (len(batch[0]["more"]), list(batch[1]), batch[2].rows.item()) == (1, ["mask"], 0.0)
+        assert (len(batch[0]["more"]), list(batch[1]), batch[2].rows.item()) == (
+            1,
+            ["mask"],
+            0.0,
+        )
 
     def test_copy_of_containers_shares_tensors_and_what_cannot_be_copied(self) -> None:
         batch: Any = {"ids": torch.ones(2), "more": [[torch.zeros(1)]]}

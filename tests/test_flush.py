@@ -1,4 +1,6 @@
-"""The low end of the safe window: gradients of float16 are still those of float32 there."""
+"""The low end of the safe window: gradients of float16 are still those of float32
+there.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,16 @@ WORDS, TOKENS, WIDTH = 500, 32, 64
 
 
 class Bert(nn.Module):
-    """Classifies by the first of (B, 32) tokens, initialised as BERT is: attention is uniform."""
+    """Classifies by the first of (B, 32) tokens, initialised as BERT is: attention is
+    uniform.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.norm = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH)
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, 2)
         for name, parameter in self.named_parameters():
@@ -58,7 +64,9 @@ def gradients(
     def keeping() -> Iterator[None]:
         yield
         kept.extend(
-            p.grad.double() / 2.0**scale_log2 for p in model.parameters() if p.grad is not None
+            p.grad.double() / 2.0**scale_log2
+            for p in model.parameters()
+            if p.grad is not None
         )
 
     rehearsal.run(2.0**scale_log2, dtype, watch=keeping())
@@ -77,10 +85,14 @@ def gradient_error(rehearsal: Rehearsal, scale_log2: float) -> float:
     return sum(errors) / len(exact)
 
 
-def test_gradients_of_attention_are_as_good_at_the_windows_low_end_as_at_its_top() -> None:
+def test_gradients_of_attention_are_as_good_at_the_windows_low_end_as_at_its_top() -> (
+    None
+):
     batch = bert_batch()
     found = find_window([batch], OneSlot())
     assert found.verdict is Verdict.DEFAULT
     assert found.low_log2 <= 12
-    low, top = (gradient_error(batch, scale) for scale in (found.low_log2, found.top_log2))
+    low, top = (
+        gradient_error(batch, scale) for scale in (found.low_log2, found.top_log2)
+    )
     assert low <= top + 0.001

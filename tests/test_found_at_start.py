@@ -1,4 +1,6 @@
-"""`amp.init_scale: find`: the scale is found on the first batch, and nothing else changes."""
+"""`amp.init_scale: find`: the scale is found on the first batch, and nothing else
+changes.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class Remembers(Plain):
 
 def found(log: pytest.LogCaptureFixture) -> float:
     """The scale that the one line in the log says."""
-    (line,) = re.findall(r"init_scale: find found (\S+) in .* samples forward", log.text)
+    (line,) = re.findall(
+        r"init_scale: find found (\S+) in .* samples forward", log.text
+    )
     return float(line)
 
 
@@ -109,14 +113,18 @@ def test_resume_without_a_saved_scale_warns_or_finds_one(
     init_scale: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = fit_as_it_is(Converted, {"precision": "fp32"}, batches=2)
-    second = fit_as_it_is(Converted, {**FIND, "init_scale": init_scale}, batches=4, resume=first)
+    second = fit_as_it_is(
+        Converted, {**FIND, "init_scale": init_scale}, batches=4, resume=first
+    )
     words = "the checkpoint has no loss scale; starting with 65536, which may cost"
     assert (words in caplog.text) == (init_scale != "find")
     if init_scale == "find":
         assert second.trial.amp.scaler.get_scale() == found(caplog)
 
 
-def test_saved_scale_that_a_resume_does_not_need_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_saved_scale_that_a_resume_does_not_need_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     first = fit_as_it_is(Converted, {**FIND, "init_scale": 8.0}, batches=1)
     fit_as_it_is(Converted, {"precision": "amp_bf16"}, batches=2, resume=first)
     assert "the checkpoint has a loss scale; amp_bf16 needs none" in caplog.messages
@@ -125,17 +133,24 @@ def test_saved_scale_that_a_resume_does_not_need_is_named(caplog: pytest.LogCapt
 def test_forward_that_overflows_ends_the_run_at_once() -> None:
     class Overflows(Converted):
         def net(self) -> nn.Module:
-            model = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, CLASSES))
+            model = nn.Sequential(
+                nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, CLASSES)
+            )
             nn.init.constant_(model[0].get_parameter("weight"), 60000.0)
             return model
 
-    with pytest.raises(ConfigError, match=r"init_scale: got find, and no scale helps: .*amp_bf16"):
+    with pytest.raises(
+        ConfigError, match=r"init_scale: got find, and no scale helps: .*amp_bf16"
+    ):
         run(Overflows)
     run(Overflows, on_overflow="warn", audit=False)
 
 
 def test_min_scale_that_overflows_is_refused() -> None:
-    words = r"^the trial: .* gradients overflow at min_scale 1\.67772e\+07; allowed: min_scale: "
+    words = (
+        r"^the trial: .* gradients overflow at min_scale 1\.67772e\+07; allowed:"
+        r" min_scale: "
+    )
     with pytest.raises(ConfigError, match=words):
         run(Converted, min_scale=2.0**24)
 
@@ -153,18 +168,25 @@ def test_finder_without_an_answer_starts_with_the_default_scale_and_says_so(
 
     monkeypatch.setattr(loss_scale, "find_window", refuse)
     run(Converted)
-    said = "init_scale: find found none: all 16-bit gradients are exactly 0; starting with 65536"
+    said = (
+        "init_scale: find found none: all 16-bit gradients are exactly 0; starting with"
+        " 65536"
+    )
     assert said in caplog.text
 
 
 def test_amp_loop_refuses_init_scale_find_and_says_what_to_call() -> None:
     settings = AmpSettings(Precision.AMP_FP16, init_scale=FindScale.FIND)
     words = (
-        r"^the loop: init_scale: got find, .* allowed: a number, such as determined_amp\.find_loss"
+        r"^the loop: init_scale: got find, .* allowed: a number, such as"
+        r" determined_amp\.find_loss"
     )
     with pytest.raises(ConfigError, match=words):
         AmpLoop(settings, "cpu")
-    AmpLoop(AmpSettings(Precision.AMP_BF16, init_scale=FindScale.FIND, set_backends=False), "cpu")
+    AmpLoop(
+        AmpSettings(Precision.AMP_BF16, init_scale=FindScale.FIND, set_backends=False),
+        "cpu",
+    )
 
 
 def test_settings_read_and_write_init_scale_find() -> None:
@@ -172,5 +194,7 @@ def test_settings_read_and_write_init_scale_find() -> None:
     assert settings.finds_scale
     assert settings.first_scale == 65536.0
     assert plain(settings)["init_scale"] == "find"
-    with pytest.raises(ConfigError, match=r"got 'seek'; allowed: a number > 0 and <= .*, find"):
+    with pytest.raises(
+        ConfigError, match=r"got 'seek'; allowed: a number > 0 and <= .*, find"
+    ):
         read_section(AmpSettings, {**FIND, "init_scale": "seek"}, "amp")

@@ -38,9 +38,13 @@ DEEP = ModuleGradients("blocks[0]", -20, 9)
 
 
 def shares(scale: int) -> Shares:
-    """At 2^6 a tenth of a tensor is flushed, a bit less at every bit more; 2^15 overflows."""
+    """At 2^6 a tenth of a tensor is flushed, a bit less at every bit more; 2^15
+    overflows.
+    """
     return Shares(
-        scale, 0.25 if scale >= 15 else 0.0, 0.0 if scale >= 9 else 0.1 / 2 ** (scale - 6)
+        scale,
+        0.25 if scale >= 15 else 0.0,
+        0.0 if scale >= 9 else 0.1 / 2 ** (scale - 6),
     )
 
 
@@ -80,7 +84,9 @@ def of_run(**changes: Any) -> FoundScale:
 
 
 BF16 = found(verdict=Verdict.BF16, low_log2=16, choice_log2=13)
-HOPELESS = found(verdict=Verdict.FORWARD_OVERFLOW, choice_log2=None, cause="head overflows")
+HOPELESS = found(
+    verdict=Verdict.FORWARD_OVERFLOW, choice_log2=None, cause="head overflows"
+)
 
 
 def rows(text: str, title: str) -> list[list[str]]:
@@ -116,8 +122,8 @@ def test_text_has_tables_sentences_and_the_lines_to_paste() -> None:
 
 SKIPS = "2^16 costs 2 skipped steps: negligible beyond 40 steps"
 NO_WINDOW = (
-    "no safe window: above 2^14 gradients overflow, and below 2^16 some tensor loses more than "
-    "0.1% of its norm, flushed to 0"
+    "no safe window: above 2^14 gradients overflow, and below 2^16 some tensor loses "
+    "more than 0.1% of its norm, flushed to 0"
 )
 # What is said; "..." stands for the sentences before.
 SENTENCES: dict[str, tuple[FoundScale, list[str]]] = {
@@ -133,12 +139,15 @@ SENTENCES: dict[str, tuple[FoundScale, list[str]]] = {
         of_run(init_scale=64.0),
         [
             "...",
-            "starting at the YAML's 2^6 flushes 10.0% of a gradient to 0, and takes 6000 steps to "
-            "grow into the window",
+            "starting at the YAML's 2^6 flushes 10.0% of a gradient to 0, and takes "
+            "6000 steps to grow into the window",
             f"starting at the default {SKIPS}",
         ],
     ),
-    "no section amp": (of_run(is_ours=False), ["...", f"starting at the scaler's {SKIPS}"]),
+    "no section amp": (
+        of_run(is_ours=False),
+        ["...", f"starting at the scaler's {SKIPS}"],
+    ),
     "default": (
         found(verdict=Verdict.DEFAULT, top_log2=16, choice_log2=16),
         [
@@ -150,17 +159,17 @@ SENTENCES: dict[str, tuple[FoundScale, list[str]]] = {
         found(verdict=Verdict.DEFAULT, top_log2=16, choice_log2=12),
         [
             "...",
-            "verdict: default is fine: 2^16 is safe here, 1 bit below an overflow. Gradients can "
-            "grow by 2 to 5 bits while learning begins: 2^12 may save a short training some "
-            "skipped steps",
+            "verdict: default is fine: 2^16 is safe here, 1 bit below an overflow. "
+            "Gradients can grow by 2 to 5 bits while learning begins: 2^12 may save a "
+            "short training some skipped steps",
         ],
     ),
     "bfloat16": (
         BF16,
         [
             NO_WINDOW,
-            "verdict: use amp_bf16, or fp32 where the device has no bfloat16; float16 loses "
-            "gradients at every scale, the fewest at 2^13",
+            "verdict: use amp_bf16, or fp32 where the device has no bfloat16; float16 "
+            "loses gradients at every scale, the fewest at 2^13",
             f"starting at the YAML's {SKIPS}",
         ],
     ),
@@ -169,9 +178,9 @@ SENTENCES: dict[str, tuple[FoundScale, list[str]]] = {
         found(modules=(HEAD,), hidden_modules=("dead", "other")),
         [
             "...",
-            "2 modules have gradients of exactly 0, for instance dead: an output that starts at 0 "
-            "hides them. Train ten steps and run this again from there (a trial: with "
-            "--checkpoint)",
+            "2 modules have gradients of exactly 0, for instance dead: an output that "
+            "starts at 0 hides them. Train ten steps and run this again from there (a "
+            "trial: with --checkpoint)",
         ],
     ),
 }
@@ -202,15 +211,23 @@ class TestChanges:
         assert yaml_changes(given) == changes
 
     @pytest.mark.parametrize("given", [BF16, HOPELESS], ids=["bf16", "hopeless"])
-    def test_change_to_bfloat16_removes_the_settings_of_the_scale(self, given: FoundScale) -> None:
+    def test_change_to_bfloat16_removes_the_settings_of_the_scale(
+        self, given: FoundScale
+    ) -> None:
         changes = yaml_changes(given)
         assert changes.pop("precision") == "amp_bf16"
         assert {"init_scale", "growth_interval", "min_scale"} <= changes.keys()
         assert set(changes.values()) == {None}
 
     def test_changes_are_read_back_from_their_yaml(self) -> None:
-        changes = {"init_scale": 2.0**40, "fp32_modules": ["^a[.]b$"], "precision": "amp_bf16"}
-        assert yaml.safe_load(yaml_lines(changes)) == {"hyperparameters": {"amp": changes}}
+        changes = {
+            "init_scale": 2.0**40,
+            "fp32_modules": ["^a[.]b$"],
+            "precision": "amp_bf16",
+        }
+        assert yaml.safe_load(yaml_lines(changes)) == {
+            "hyperparameters": {"amp": changes}
+        }
         assert yaml_lines({"init_scale": None}).endswith("\n    # without init_scale")
 
     @pytest.mark.parametrize(
@@ -230,8 +247,12 @@ class TestChanges:
 
 
 class TestJson:
-    @pytest.mark.parametrize("given", [FOUND, BF16, HOPELESS], ids=lambda f: f.finding.verdict)
-    def test_json_gives_the_same_finding_back(self, given: FoundScale, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        "given", [FOUND, BF16, HOPELESS], ids=lambda f: f.finding.verdict
+    )
+    def test_json_gives_the_same_finding_back(
+        self, given: FoundScale, tmp_path: Path
+    ) -> None:
         (tmp_path / "found.json").write_text(given.json_text())
         assert FoundScale.read(tmp_path / "found.json") == given
 
@@ -249,7 +270,10 @@ class TestJson:
             "overflow_share": 0.0,
             "flushed_share": 0.1,
         }
-        assert [module["name"] for module in written["modules"]] == ["head", "blocks[0]"]
+        assert [module["name"] for module in written["modules"]] == [
+            "head",
+            "blocks[0]",
+        ]
         assert written["run"]["samples"] == 192
 
     @pytest.mark.parametrize(
@@ -287,10 +311,17 @@ def test_run_of_today_names_device_and_torch() -> None:
     counts = {"batches": 3, "samples": 192}
     before = today()
     run = run_now(
-        "x", torch.device("cpu"), **counts, init_scale=2.0, growth_interval=5, is_ours=False
+        "x",
+        torch.device("cpu"),
+        **counts,
+        init_scale=2.0,
+        growth_interval=5,
+        is_ours=False,
     )
     assert run.date in (before, today())  # midnight may have passed
-    assert run == FinderRun("x", "cpu", torch.__version__, run.date, 3, 192, 2.0, 5, False)
+    assert run == FinderRun(
+        "x", "cpu", torch.__version__, run.date, 3, 192, 2.0, 5, False
+    )
 
 
 def today() -> str:
@@ -300,9 +331,19 @@ def today() -> str:
 @pytest.mark.parametrize(
     ("steps", "low", "says"),
     [
-        (100, 12, "2^13 is 1 bit above what flushes gradients to 0, which may shrink: growth_i"),
+        (
+            100,
+            12,
+            "2^13 is 1 bit above what flushes gradients to 0, which may shrink: "
+            "growth_i",
+        ),
         (1999, 11, "which may shrink: growth_interval: 199 lets it follow them"),
-        (9, 11, "in 9 steps the scale never grows with growth_interval 2000, and 2^13 is 2 bits a"),
+        (
+            9,
+            11,
+            "in 9 steps the scale never grows with growth_interval 2000, and 2^13 is 2 "
+            "bits a",
+        ),
         (9, 11, "growth_interval: 1 lets it follow them"),
         (2000, 11, None),  # then it grows
         (None, 11, None),

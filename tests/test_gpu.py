@@ -42,10 +42,14 @@ from trials.mlp import MLPTrial
 pytestmark = [
     pytest.mark.gpu,
     # torch says so whenever it is told to refuse them.
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:Synchronization debug mode is a prototype:UserWarning"
+    ),
 ]
 EVERY_PRECISION = pytest.mark.parametrize("precision", Precision)
-SIXTEEN_BITS = pytest.mark.parametrize("precision", [Precision.AMP_FP16, Precision.AMP_BF16])
+SIXTEEN_BITS = pytest.mark.parametrize(
+    "precision", [Precision.AMP_FP16, Precision.AMP_BF16]
+)
 train = partial(test_no_sync.train, gpus=gpu.GPUS)
 
 
@@ -113,7 +117,9 @@ VIDEO = (
     ],
     ids=["mlp", "mlp, a window of 2", "mlp, workers", "resnet50", "latte"],
 )
-def test_batches_never_wait(precision: Precision, config: str, overrides: tuple[str, ...]) -> None:
+def test_batches_never_wait(
+    precision: Precision, config: str, overrides: tuple[str, ...]
+) -> None:
     skip_if_emulated(precision)
     if config == "latte":
         pytest.importorskip("diffusers")
@@ -144,7 +150,9 @@ class PoisonedTrial(MLPTrial):
         self.scales: list[float] = []
         self.weights: list[torch.Tensor] = []
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
+    def train_batch(
+        self, batch: Any, epoch_idx: int, batch_idx: int
+    ) -> dict[str, float]:
         images, labels = batch
         if batch_idx == 3:
             images = torch.full_like(images, math.inf, dtype=torch.float32)
@@ -157,8 +165,9 @@ class PoisonedTrial(MLPTrial):
 def test_overflow_skips_exactly_one_step_of_fused_adam() -> None:
     """From 4, doubled after two applied steps in a row, halved by the skipped one.
 
-    good 4, good 8, good 8, inf 4 (the run of good steps begins anew), good 4, good 8, good 8. Six
-    steps are applied, so Adam's own count is 6, and the rate is that of the seventh step.
+    good 4, good 8, good 8, inf 4 (the run of good steps begins anew), good 4, good 8,
+    good 8. Six steps are applied, so Adam's own count is 6, and the rate is that of the
+    seventh step.
     """
     trial: PoisonedTrial = train(
         waiting,
@@ -174,17 +183,19 @@ def test_overflow_skips_exactly_one_step_of_fused_adam() -> None:
     assert bool(torch.isfinite(trial.weights[-1]).all())
     assert int(trial.amp.applied_steps) == 6
     assert {float(state["step"]) for state in trial.optimizer.state.values()} == {6}
-    rate = 0.001 * (1 + math.cos(math.pi * 4 / 5)) / 2  # two steps of warm-up, then five
+    # two steps of warm-up, then five
+    rate = 0.001 * (1 + math.cos(math.pi * 4 / 5)) / 2
     for group in trial.optimizer.param_groups:
         assert float(group["lr"]) == pytest.approx(rate, rel=1e-6)  # a float32
 
 
 @pytest.mark.parametrize("init_scale", [2.0**2, 2.0**10])
 def test_clip_sees_unscaled_gradients_of_fused_adam(init_scale: float) -> None:
-    """After one step Adam's first moment is 0.1 times the gradient, which was clipped to 2^-10.
+    """After one step Adam's first moment is 0.1 times the gradient, which was clipped
+    to 2^-10.
 
-    `clip_grad_norm_` divides by norm + 1e-6; the norm is far above 2^-10 at random weights, so the
-    sum of the squares of a float32 decides the tolerance.
+    `clip_grad_norm_` divides by norm + 1e-6; the norm is far above 2^-10 at random
+    weights, so the sum of the squares of a float32 decides the tolerance.
     """
     trial = train(
         refusing_to_wait,
@@ -199,7 +210,9 @@ def test_clip_sees_unscaled_gradients_of_fused_adam(init_scale: float) -> None:
 
 
 def train_resnet(precision: Precision) -> tuple[Run, float]:
-    """Three batches of 64 images of 64 pixels: the run, and what it allocated at most, in bytes."""
+    """Three batches of 64 images of 64 pixels: the run, and what it allocated at most,
+    in bytes.
+    """
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(DEVICE)
@@ -218,9 +231,11 @@ def train_resnet(precision: Precision) -> tuple[Run, float]:
 
 @SIXTEEN_BITS
 def test_autocast_saves_memory_and_keeps_float32_weights(precision: Precision) -> None:
-    """Saved activations halve; weights, gradients and momentum stay, and 16-bit weights are added.
+    """Saved activations halve; weights, gradients and momentum stay, and 16-bit weights
+    are added.
 
-    That leaves some 3/4 at this size; 0.87 is the bound of Composer's test of the same thing.
+    That leaves some 3/4 at this size; 0.87 is the bound of Composer's test of the same
+    thing.
     """
     skip_if_emulated(precision)
     full = train_resnet(Precision.FP32)[1]
@@ -233,7 +248,8 @@ def test_autocast_saves_memory_and_keeps_float32_weights(precision: Precision) -
     assert only_a_gpu_shows(mixed / full < 0.87)
 
 
-# float16 and TF32 drop the last of its powers of two, bfloat16 the last two, float32 none.
+# float16 and TF32 drop the last of its powers of two, bfloat16 the last two, float32
+# none.
 INEXACT = 1 + 2.0**-9 + 2.0**-12
 
 
@@ -274,7 +290,9 @@ ERRORS = {
 @pytest.mark.parametrize("product", [matmul, convolution, attention])
 @pytest.mark.parametrize("before", [None, "tf32", "ieee"])
 def test_error_of_a_product_is_that_of_its_precision(
-    precision: Precision, product: Callable[[], tuple[torch.Tensor, float]], before: str | None
+    precision: Precision,
+    product: Callable[[], tuple[torch.Tensor, float]],
+    before: str | None,
 ) -> None:
     """Against float64, whatever the newest of torch's switches were before."""
     skip_if_emulated(precision)
@@ -294,7 +312,8 @@ def test_error_of_a_product_is_that_of_its_precision(
     assert result.dtype is (dtype or torch.float32)
     error = float((result.double() / exact - 1).abs().max())
     least, most = ERRORS[precision]
-    # Torch's attention in float32 splits each factor in two for TF32, and so loses nothing.
+    # Torch's attention in float32 splits each factor in two for TF32, and so loses
+    # nothing.
     splits = precision is Precision.TF32 and product is attention
     assert only_a_gpu_shows(error >= least or splits)
     assert only_a_gpu_shows(error <= most)
@@ -326,9 +345,11 @@ MOVING = (
 
 @pytest.mark.usefixtures("_deterministic")
 def test_resumed_run_ends_as_one_that_nothing_disturbed(tmp_path: Path) -> None:
-    """To the bit, where torch computes deterministically; lost in the 11th of 12 batches.
+    """To the bit, where torch computes deterministically; lost in the 11th of 12
+    batches.
 
-    Weights, fused optimizer, scaler, schedule, counts, and the random state of the device.
+    Weights, fused optimizer, scaler, schedule, counts, and the random state of the
+    device.
     """
 
     def run(name: str, *overrides: str) -> Path:
@@ -361,13 +382,19 @@ def test_guard_says_the_cause_and_keeps_a_checkpoint(tmp_path: Path) -> None:
             *amp(max_consecutive_skips=1),
         )
     (saved,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
-    weights = training.checkpoint(tmp_path / "run", int(saved.name[-8:]))["models_state_dict"][0]
+    weights = training.checkpoint(tmp_path / "run", int(saved.name[-8:]))[
+        "models_state_dict"
+    ][0]
     assert all(bool(torch.isfinite(value).all()) for value in weights.values())
 
 
 @SIXTEEN_BITS
-def test_fp32_modules_compute_in_float32_forward_and_backward(precision: Precision) -> None:
-    """The backward has two products per layer; the first layer's input needs no gradient."""
+def test_fp32_modules_compute_in_float32_forward_and_backward(
+    precision: Precision,
+) -> None:
+    """The backward has two products per layer; the first layer's input needs no
+    gradient.
+    """
     skip_if_emulated(precision)
     dtype = precision.autocast_dtype
     model = three_layers().to(DEVICE)
@@ -391,8 +418,12 @@ def test_training_skips_its_first_step_one_bit_above_the_found_top() -> None:
 
 
 @pytest.mark.usefixtures("_workers_import_once")
-def test_search_compares_two_precisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In processes forked from a server: from one that has started CUDA they could not use it."""
+def test_search_compares_two_precisions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In processes forked from a server: from one that has started CUDA they could not
+    use it.
+    """
     pytest.importorskip("optuna")
     searching: Any = importlib.import_module("tests.searching")
     monkeypatch.chdir(tmp_path)
@@ -403,7 +434,10 @@ def test_search_compares_two_precisions(tmp_path: Path, monkeypatch: pytest.Monk
         "hyperparameters.trial_seed.vals=[1]",
         *searching.SHORT,
     )
-    assert {run.precision for run in search.runs} == {Precision.FP32, Precision.AMP_BF16}
+    assert {run.precision for run in search.runs} == {
+        Precision.FP32,
+        Precision.AMP_BF16,
+    }
     for run in search.runs:
         assert run.state is RunState.COMPLETED
         assert "validation_loss" in run.metrics
@@ -412,7 +446,9 @@ def test_search_compares_two_precisions(tmp_path: Path, monkeypatch: pytest.Monk
 
 def was_on_a_gpu(run: Path) -> bool:
     """Whether it reports the memory that torch holds of one."""
-    return any("watch_peak_reserved_memory_mib" in line for line in training.metrics(run))
+    return any(
+        "watch_peak_reserved_memory_mib" in line for line in training.metrics(run)
+    )
 
 
 def test_batches_of_a_compiled_model_never_wait() -> None:
@@ -430,12 +466,16 @@ def test_batches_of_a_compiled_model_never_wait() -> None:
 # All of them take a CPU too long.
 @pytest.mark.parametrize(
     "precision",
-    sized([Precision.FP32, Precision.AMP_FP16, Precision.AMP_BF16], [Precision.AMP_BF16]),
+    sized(
+        [Precision.FP32, Precision.AMP_FP16, Precision.AMP_BF16], [Precision.AMP_BF16]
+    ),
 )
 def test_compiled_training_has_the_losses_of_the_eager_one(
     precision: Precision, tmp_path: Path
 ) -> None:
-    """Inductor keeps in float32 what autocast rounds between two operations, and the reverse."""
+    """Inductor keeps in float32 what autocast rounds between two operations, and the
+    reverse.
+    """
 
     def run(mode: str) -> Path:
         given = amp(precision=precision.value, compile=mode)
@@ -445,6 +485,8 @@ def test_compiled_training_has_the_losses_of_the_eager_one(
     eager, before = run("false"), graphs["unique_graphs"]
     compiled = run("default")
     assert graphs["unique_graphs"] > before
-    for one, other in zip(training.metrics(eager), training.metrics(compiled), strict=True):
+    for one, other in zip(
+        training.metrics(eager), training.metrics(compiled), strict=True
+    ):
         for name in {"loss", "validation_loss"} & one.keys():
             assert other[name] == pytest.approx(one[name], rel=2e-2)

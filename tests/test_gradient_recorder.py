@@ -1,4 +1,6 @@
-"""`finder.gradient_recorder`: which values of a backward are recorded, and for which module."""
+"""`finder.gradient_recorder`: which values of a backward are recorded, and for which
+module.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ BF16 = torch.bfloat16
 
 
 class Net(nn.Module):
-    """Two blocks and a head; the first ReLU is a function, so it belongs to the model."""
+    """Two blocks and a head; the first ReLU is a function, so it belongs to the
+    model.
+    """
 
     def __init__(self, *, checkpointed: bool = False) -> None:
         super().__init__()
@@ -57,7 +61,9 @@ def net(*, checkpointed: bool = False) -> Net:
 
 
 class TestModules:
-    def test_every_gradient_is_recorded_with_the_module_whose_forward_it_is_of(self) -> None:
+    def test_every_gradient_is_recorded_with_the_module_whose_forward_it_is_of(
+        self,
+    ) -> None:
         found = recorded(net())
         assert list(found) == [
             OUTSIDE,
@@ -108,7 +114,9 @@ class TestValues:
         assert max(h.largest for h in recorder.histograms.values()) == 4096.0
 
     def test_two_backwards_add_up_and_keep_the_largest_of_both(self) -> None:
-        """Of y = w x, cast to bfloat16: dy is s, dw is s x. The second backward has the smaller."""
+        """Of y = w x, cast to bfloat16: dy is s, dw is s x. The second backward has the
+        smaller.
+        """
         model = nn.Linear(1, 1, bias=False)
         recorder = GradientRecorder([model])
         for scale in (8.0, 2.0):
@@ -123,14 +131,18 @@ class TestValues:
         assert not recorder.makes_float16
 
     def test_gradients_are_told_apart_by_operation_output_and_shape(self) -> None:
-        """Of w * w: two results, each 2 * 4; then w is cast, which sums them up in float32."""
+        """Of w * w: two results, each 2 * 4; then w is cast, which sums them up in
+        float32.
+        """
         model = nn.ParameterList([torch.full((3,), 2.0)])
         recorder = GradientRecorder([model])
         with recorder.watching():
             half = model[0].to(BF16)
             seed = torch.full((3,), 4.0, dtype=BF16)
             torch.autograd.backward(torch.mul(half, half.clone()), seed)
-        found = [(*source[1:], powers_in(h)) for source, h in recorder.histograms.items()]
+        found = [
+            (*source[1:], powers_in(h)) for source, h in recorder.histograms.items()
+        ]
         assert found == [
             ("MulBackward0", 0, (3,), {3: 3}),
             ("MulBackward0", 1, (3,), {3: 3}),
@@ -155,8 +167,12 @@ class TestValues:
         operations = [source.operation for source in recorder.histograms]
         assert operations == ["ToCopyBackward0", "MulBackward0"]
 
-    def test_gradient_of_an_input_is_not_recorded_and_a_second_derivative_is(self) -> None:
-        """Of y = w x and the loss y + dy/dx = w (x + 1): only dw, 1 + x, and the cast of it."""
+    def test_gradient_of_an_input_is_not_recorded_and_a_second_derivative_is(
+        self,
+    ) -> None:
+        """Of y = w x and the loss y + dy/dx = w (x + 1): only dw, 1 + x, and the cast
+        of it.
+        """
         model = nn.Linear(1, 1, bias=False)
         inputs = torch.full((1, 1), 2.0**20, requires_grad=True)
         recorder = GradientRecorder([model])
@@ -187,11 +203,15 @@ class TestGraph:
         assert not any(module._forward_hooks for module in model.modules())
 
     def test_gradients_of_a_backward_within_a_backward_are_recorded(self) -> None:
-        """A reentrant checkpoint recomputes what has no parameter, and hands its gradient on."""
+        """A reentrant checkpoint recomputes what has no parameter, and hands its
+        gradient on.
+        """
         model = nn.ParameterList([torch.full((3,), 2.0)])
         recorder = GradientRecorder([model])
         with recorder.watching():
             half = model[0].to(BF16)
-            checkpoint(lambda x: x**3 * 4.0, half, use_reentrant=True).float().sum().backward()
+            checkpoint(
+                lambda x: x**3 * 4.0, half, use_reentrant=True
+            ).float().sum().backward()
         operations = [source.operation for source in recorder.histograms]
         assert "PowBackward0" in operations

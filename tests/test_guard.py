@@ -33,7 +33,9 @@ from tests.harness import Context, fit
 from tests.report_master import answering
 from tests.trials import Weights
 
-FP16 = AmpSettings(Precision.AMP_FP16, min_scale=2.0, max_consecutive_skips=3, max_skip_ratio=0.5)
+FP16 = AmpSettings(
+    Precision.AMP_FP16, min_scale=2.0, max_consecutive_skips=3, max_skip_ratio=0.5
+)
 SOUND = StepReport("", 100, 0, 0, new_applied=100, new_attempted=100)
 
 
@@ -73,14 +75,19 @@ class Master(core.TrainContext):
 
 
 def judge(
-    watched: TrialGuard, *steps: StepReport, loss: float = 1.0, loss_scale: float = 2.0**16
+    watched: TrialGuard,
+    *steps: StepReport,
+    loss: float = 1.0,
+    loss_scale: float = 2.0**16,
 ) -> None:
     """Let the guard look at a report."""
     watched._guard._metrics.latest = TrainingReport(loss, loss_scale, steps or (SOUND,))
     watched.on_training_workload_end({"loss": loss}, {})
 
 
-def counted(applied: int, skipped: int, consecutive_skips: int = 0, name: str = "") -> StepReport:
+def counted(
+    applied: int, skipped: int, consecutive_skips: int = 0, name: str = ""
+) -> StepReport:
     return StepReport(name, applied, skipped, consecutive_skips, 0, 0)
 
 
@@ -92,12 +99,18 @@ Judged = StepReport | tuple[StepReport, float, float]
     ("reason", "status"),
     [
         (
-            "the loss scale is at its floor 1 and steps still overflow. Cause: forward overflow in "
-            "module 1: largest |activation| 7e+04",
+            "the loss scale is at its floor 1 and steps still overflow. Cause: forward "
+            "overflow in module 1: largest |activation| 7e+04",
             "overflow in module 1",
         ),
-        ("the training loss is nan in amp_bf16. The newest batch alone is finite", "training loss"),
-        ("experiment: hyperparameters.amp.precison: unknown key", "amp.precison: unknown key"),
+        (
+            "the training loss is nan in amp_bf16. The newest batch alone is finite",
+            "training loss",
+        ),
+        (
+            "experiment: hyperparameters.amp.precison: unknown key",
+            "amp.precison: unknown key",
+        ),
     ],
     ids=["at the floor", "a loss that is NaN", "a wrong key"],
 )
@@ -117,7 +130,9 @@ class TestFailureBeforeAContext:
         master, statuses = Master({"mine": 1}), list[str]()
         monkeypatch.setattr(master, "set_status", statuses.append)
         monkeypatch.setattr(
-            notes, "train_context_of_task", lambda info: master if info is self.INFO else None
+            notes,
+            "train_context_of_task",
+            lambda info: master if info is self.INFO else None,
         )
         with pytest.raises(ConfigError), notes.failure_noted(self.INFO):
             raise ConfigError("experiment", ["amp.precison: unknown key"])
@@ -125,7 +140,9 @@ class TestFailureBeforeAContext:
         assert master.metadata == {"mine": 1, "amp": {"failure": reason}}
         assert statuses == ["amp.precison: unknown key"]
 
-    def test_failure_is_sent_to_the_run_of_the_task(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_failure_is_sent_to_the_run_of_the_task(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         sent = {}
 
         def answer(method: str, path: str, body: bytes) -> tuple[int, str]:
@@ -143,7 +160,9 @@ class TestFailureBeforeAContext:
         assert sent == {
             ("GET", "/api/v1/runs/7/metadata"): {},
             ("POST", "/api/v1/runs/7/metadata"): {"metadata": noted, "runId": 7},
-            ("POST", "/api/v1/trials/7/runner/metadata"): {"state": "amp.precison: unknown key"},
+            ("POST", "/api/v1/trials/7/runner/metadata"): {
+                "state": "amp.precison: unknown key"
+            },
         }
 
     def test_failure_is_raised_as_it_is_if_the_master_fails(
@@ -155,9 +174,13 @@ class TestFailureBeforeAContext:
 
 
 class TestMetadata:
-    def test_metadata_of_a_run_on_a_cluster_has_precision_scale_and_failure(self) -> None:
+    def test_metadata_of_a_run_on_a_cluster_has_precision_scale_and_failure(
+        self,
+    ) -> None:
         watched: Any = guard(searcher="random")
-        master = Master({"mine": 1, "amp": {"failure": "of an earlier process", "note": "mine"}})
+        master = Master(
+            {"mine": 1, "amp": {"failure": "of an earlier process", "note": "mine"}}
+        )
         watched._context._core = SimpleNamespace(train=master)
         watched.on_training_start()
         assert master.metadata is not None
@@ -170,11 +193,18 @@ class TestMetadata:
             "versions": {"python": platform.python_version()},
         }
         datetime.fromisoformat(master.metadata["amp"].pop("date"))
-        noted = {"precision": "amp_fp16", "init_scale": 65536.0, "seed": 7, "note": "mine"}
+        noted = {
+            "precision": "amp_fp16",
+            "init_scale": 65536.0,
+            "seed": 7,
+            "note": "mine",
+        }
         assert master.metadata == {"mine": 1, "amp": noted}
         with pytest.raises(det.InvalidHP):
             watched.on_validation_end({"validation_loss": math.nan})
-        assert master.metadata["amp"].pop("failure").startswith("validation_loss is nan")
+        assert (
+            master.metadata["amp"].pop("failure").startswith("validation_loss is nan")
+        )
         assert master.metadata == {"mine": 1, "amp": noted}
 
     def test_only_the_chief_writes_metadata(self) -> None:
@@ -195,21 +225,34 @@ class TestMetadata:
         watched: Any = guard(AmpSettings(Precision.FP32))
         watched._context._core = SimpleNamespace(train=Refusing(None))
         watched.on_training_start()
-        assert "the master did not take the metadata of this run: no such address" in caplog.text
+        assert (
+            "the master did not take the metadata of this run: no such address"
+            in caplog.text
+        )
 
 
-# Reports that a guard judges one after the other, and what it says of the last one; None passes.
+# Reports that a guard judges one after the other, and what it says of the last one;
+# None passes.
 IN_A_ROW, FLOOR = "4 optimizer steps in a row were skipped, more than", "at its floor 2"
 TROUBLE: dict[str, tuple[list[Judged], str | None]] = {
     "sound": ([SOUND], None),
     "four in a row": ([counted(10, 0), counted(100, 0, 4)], IN_A_ROW),
-    "of one of two optimizers": ([counted(10, 0, 4, "_1")], f"^optimizer 1: {IN_A_ROW}"),
+    "of one of two optimizers": (
+        [counted(10, 0, 4, "_1")],
+        f"^optimizer 1: {IN_A_ROW}",
+    ),
     "three in a row": ([counted(100, 3, 3)], None),
-    "more than half": ([counted(10, 0), counted(59, 51, 1)], "51% of the optimizer steps"),
+    "more than half": (
+        [counted(10, 0), counted(59, 51, 1)],
+        "51% of the optimizer steps",
+    ),
     "half": ([counted(50, 50)], None),
     "too few to judge": ([counted(0, 9, 3)], None),
     "scale has found its level": ([counted(4, 6)], None),
-    "skips after that": ([counted(10, 6), counted(14, 12)], "60% of the optimizer steps"),
+    "skips after that": (
+        [counted(10, 6), counted(14, 12)],
+        "60% of the optimizer steps",
+    ),
     "more than half of those": (
         [counted(100, 0), counted(150, 50), counted(199, 101)],
         "51% of the optimizer steps",
@@ -225,10 +268,14 @@ TROUBLE: dict[str, tuple[list[Judged], str | None]] = {
 
 
 @pytest.mark.parametrize("name", TROUBLE)
-def test_guard_ends_a_run_that_skips_beyond_the_limits_or_is_at_the_floor(name: str) -> None:
+def test_guard_ends_a_run_that_skips_beyond_the_limits_or_is_at_the_floor(
+    name: str,
+) -> None:
     reports, words = TROUBLE[name]
     watched = guard(searcher=None)
-    *before, last = [it if isinstance(it, tuple) else (it, 1.0, 2.0**16) for it in reports]
+    *before, last = [
+        it if isinstance(it, tuple) else (it, 1.0, 2.0**16) for it in reports
+    ]
     for steps, loss, loss_scale in before:
         judge(watched, steps, loss=loss, loss_scale=loss_scale)
     if words is None:
@@ -243,14 +290,24 @@ def test_guard_ends_a_run_that_skips_beyond_the_limits_or_is_at_the_floor(name: 
 @pytest.mark.parametrize(
     ("attempted", "applied", "passing", "ending"),
     [
-        (64, 4, [(14, 60)], (18, 66)),  # its skips are no start, and are not counted again
-        # It has settled before, and settles again: what comes after five steps is judged.
+        # its skips are no start, and are not counted again
+        (
+            64,
+            4,
+            [(14, 60)],
+            (18, 66),
+        ),
+        # It has settled before, and settles again: what comes after five steps is
+        # judged.
         (25, 25, [(30, 0), (34, 6), (40, 6)], (44, 12)),
         (3, 0, [(4, 9)], None),  # it had not settled yet
     ],
 )
 def test_share_of_skips_counts_from_the_resumed_checkpoint_on(
-    attempted: int, applied: int, passing: list[tuple[int, int]], ending: tuple[int, int] | None
+    attempted: int,
+    applied: int,
+    passing: list[tuple[int, int]],
+    ending: tuple[int, int] | None,
 ) -> None:
     watched = guard(optimizers=1)
     (gradients,) = watched._guard._metrics.all()
@@ -268,8 +325,12 @@ class TestTrouble:
     @pytest.mark.parametrize(
         "start", ["s" * 12, "s" * 7 + "aas", "sa" * 9, "s" * 40 + "asas", "s" * 84]
     )
-    def test_guard_never_ends_a_run_whose_loss_scale_still_settles(self, start: str) -> None:
-        """Whichever steps a report ends after: s is a skipped step, a an applied one."""
+    def test_guard_never_ends_a_run_whose_loss_scale_still_settles(
+        self, start: str
+    ) -> None:
+        """Whichever steps a report ends after: s is a skipped step, a an applied
+        one.
+        """
         steps = start + "a" * 60
         for period in range(1, 60):
             watched = guard(dataclasses.replace(FP16, max_consecutive_skips=50))
@@ -288,19 +349,23 @@ class TestTrouble:
         judge(watched, counted(7, 83), loss_scale=2.0**17)
         judge(watched, counted(17, 83), loss_scale=2.0**17)
         assert caplog.messages == [
-            "83 steps were skipped at the start, while the loss scale fell from 1.26765e+30 to "
-            "131072: with that as amp.init_scale none would have been"
+            "83 steps were skipped at the start, while the loss scale fell from "
+            "1.26765e+30 to 131072: with that as amp.init_scale none would have been"
         ]
 
     @pytest.mark.parametrize(("rank", "said"), [(0, [5, 6]), (1, [])])
     def test_skips_at_the_start_are_those_of_each_optimizer_in_this_run(
         self, rank: int, said: list[int], caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Each has skipped 60 steps before; five are worth a line, once it has applied one."""
+        """Each has skipped 60 steps before; five are worth a line, once it has applied
+        one.
+        """
         watched = guard(optimizers=3)
         watched._context.distributed.rank = rank
         for gradients in watched._guard._metrics.all():
-            gradients.counts.load_state_dict({"attempted": 64, "applied": 4, "last_applied": 4})
+            gradients.counts.load_state_dict(
+                {"attempted": 64, "applied": 4, "last_applied": 4}
+            )
         watched.on_training_start()
         later = [counted(5, 65, name="_1"), counted(5, 64, name="_2")]
         judge(watched, counted(4, 66, 3, name="_0"), *later)
@@ -334,7 +399,9 @@ class TestTrouble:
             judge(guard(AmpSettings(Precision.FP32)), loss=math.nan)
         assert not ended.value.state_is_good
 
-    def test_loss_that_the_trial_reports_itself_is_judged_where_update_is_given_none(self) -> None:
+    def test_loss_that_the_trial_reports_itself_is_judged_where_update_is_given_none(
+        self,
+    ) -> None:
         watched = guard(AmpSettings(Precision.FP32))
         watched._guard._metrics.latest = TrainingReport(None, 1.0, (SOUND,))
         watched.on_training_workload_end({"loss": 1.0}, {})
@@ -349,7 +416,9 @@ class TestTrouble:
         judge(watched, counted(0, 100, 100), loss=math.nan)
         watched.on_validation_end({"validation_loss": math.nan})
 
-    def test_cause_of_a_warning_is_looked_for_once(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_cause_of_a_warning_is_looked_for_once(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         """A rehearsal changes what the trial keeps, such as a queue."""
         rehearsed: list[float | None] = []
         warns = dataclasses.replace(FP16, on_overflow=OnOverflow.WARN)
@@ -358,8 +427,12 @@ class TestTrouble:
             judge(watched, counted(100, 9, 9))
         first, second = caplog.messages
         assert rehearsed == [2.0**16]
-        assert first.endswith("max_consecutive_skips 3. The newest batch alone is finite")
-        assert second.endswith("max_consecutive_skips 3. Its cause is not looked for again")
+        assert first.endswith(
+            "max_consecutive_skips 3. The newest batch alone is finite"
+        )
+        assert second.endswith(
+            "max_consecutive_skips 3. Its cause is not looked for again"
+        )
 
     def test_parameter_that_is_not_finite_ends_a_run_that_reports_no_loss(self) -> None:
         model = nn.Linear(1, 2)
@@ -379,7 +452,8 @@ class TestTrouble:
     ) -> None:
         with pytest.raises(det.InvalidHP, match="in a row"):
             judge(guard(searcher="random"), counted(100, 9, 9))
-        assert "9 optimizer steps in a row" in caplog.text  # InvalidHP itself is not shown
+        # InvalidHP itself is not shown
+        assert "9 optimizer steps in a row" in caplog.text
 
 
 class TestCause:
@@ -400,7 +474,12 @@ class TestCause:
     @pytest.mark.parametrize(
         ("start", "now", "words"),
         [
-            (0.5, 6.0, "the weights are 12 times as large as at the start: lower learning_rate"),
+            (
+                0.5,
+                6.0,
+                "the weights are 12 times as large as at the start: lower "
+                "learning_rate",
+            ),
             (0.0, 6.0, "look at the inputs"),
         ],
     )
@@ -416,7 +495,9 @@ class TestCause:
         watched = guard(models=[model], newest=lambda: Rehearsal(train, [model]))
         watched.on_training_start()
         nn.init.constant_(weight, now)
-        with pytest.raises(GuardError, match=f"in a row .* not even in float32; {words}"):
+        with pytest.raises(
+            GuardError, match=f"in a row .* not even in float32; {words}"
+        ):
             judge(watched, counted(100, 9, 9))
 
 
@@ -447,7 +528,9 @@ def test_validation_metric_that_is_not_finite_ends_the_run_and_never_reaches_ash
     else:
         watched.on_validation_end({"validation_loss": value})
     is_only_said = is_bad and error is None
-    assert (f"validation_loss is {value}. The newest batch" in caplog.text) is is_only_said
+    assert (
+        f"validation_loss is {value}. The newest batch" in caplog.text
+    ) is is_only_said
 
 
 class TestRunningStatistics:
@@ -492,7 +575,9 @@ class TestRunningStatistics:
         model(torch.ones(4, 2))
         before = {name: value.clone() for name, value in model.state_dict().items()}
         statistics.repair()
-        assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
+        assert all(
+            torch.equal(model.state_dict()[name], before[name]) for name in before
+        )
         assert not caplog.text
 
 
@@ -508,13 +593,20 @@ class AlwaysOverflows(Weights):
 @pytest.mark.parametrize(
     ("trial", "precision", "words"),
     [
-        (AlwaysOverflows, "amp_fp16", "all of its 4 optimizer steps overflowed and were skipped"),
+        (
+            AlwaysOverflows,
+            "amp_fp16",
+            "all of its 4 optimizer steps overflowed and were skipped",
+        ),
         (NeverSteps, "fp32", "no optimizer was stepped"),
         (Weights, "amp_fp16", None),
     ],
 )
 def test_run_that_ends_without_an_applied_step_says_so(
-    trial: type[Weights], precision: str, words: str | None, caplog: pytest.LogCaptureFixture
+    trial: type[Weights],
+    precision: str,
+    words: str | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     section = {"precision": precision, "init_scale": 64.0, "audit": False}
     fit(trial, section, batches=len(trial.rows))

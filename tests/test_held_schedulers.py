@@ -1,4 +1,6 @@
-"""Schedulers that hold schedulers are resumed; other objects in a state are a warning."""
+"""Schedulers that hold schedulers are resumed; other objects in a state are a
+warning.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class Warms(Plain):
         super().__init__(context)
         self.rates: list[float] = []
         context.lr_schedulers.clear()
-        self.optimizer.param_groups[0]["lr"] = self.optimizer.param_groups[0]["initial_lr"] = 0.01
+        self.optimizer.param_groups[0]["lr"] = self.optimizer.param_groups[0][
+            "initial_lr"
+        ] = 0.01
         after = lr_scheduler.CosineAnnealingLR(self.optimizer, 8)
         scheduler: Any = Warmup(self.optimizer, after)
         self.scheduler = scheduler
@@ -73,13 +77,19 @@ DETERMINEDS = pytorch._PyTorchTrialController
 
 
 @pytest.mark.parametrize(
-    ("trial", "loop"), [(Warms, None), (WarmsConverted, None), (WarmsConverted, DETERMINEDS)]
+    ("trial", "loop"),
+    [(Warms, None), (WarmsConverted, None), (WarmsConverted, DETERMINEDS)],
 )
 def test_scheduler_that_holds_another_is_resumed(
-    trial: Any, loop: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    trial: Any,
+    loop: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Off a cluster Determined's own loop does not resume, so it is told of one."""
-    monkeypatch.setattr(det, "get_cluster_info", lambda: loop and SimpleNamespace(task_type=""))
+    monkeypatch.setattr(
+        det, "get_cluster_info", lambda: loop and SimpleNamespace(task_type="")
+    )
 
     def run(batches: int, resume: Fitted | None = None) -> Fitted:
         amp = {"precision": "amp_bf16"}
@@ -102,15 +112,29 @@ class RemembersConverted(WarmsConverted, Remembers):
     ("trial", "amp", "loop", "said"),
     [
         (Remembers, None, None, ["Warmup"]),
-        (RemembersConverted, {"precision": "amp_bf16"}, None, ["Warmup", "callback mine"]),
-        (RemembersConverted, {"precision": "amp_bf16"}, DETERMINEDS, ["Warmup", "callback mine"]),
+        (
+            RemembersConverted,
+            {"precision": "amp_bf16"},
+            None,
+            ["Warmup", "callback mine"],
+        ),
+        (
+            RemembersConverted,
+            {"precision": "amp_bf16"},
+            DETERMINEDS,
+            ["Warmup", "callback mine"],
+        ),
     ],
 )
 def test_state_that_cannot_be_restored_is_said_once_in_every_loop(
     trial: Any, amp: Any, loop: Any, said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     fit(trial, amp, batches=2, checkpoint_period=1, loop=loop)
-    lines = [line for line in caplog.messages if "no checkpoint of this run can be resumed" in line]
+    lines = [
+        line
+        for line in caplog.messages
+        if "no checkpoint of this run can be resumed" in line
+    ]
     assert len(lines) == len(said)
     for line, owner in zip(lines, said, strict=True):
         assert f"the state of {owner} is more than plain values" in line

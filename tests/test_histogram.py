@@ -16,7 +16,9 @@ def histogram(values: torch.Tensor) -> Histogram:
 
 
 def wide_values() -> torch.Tensor:
-    """(20000,), bfloat16, over eighty powers of two, with zeros and exact powers of two."""
+    """(20000,), bfloat16, over eighty powers of two, with zeros and exact powers of
+    two.
+    """
     generator = torch.Generator().manual_seed(0)
     exponents = torch.randint(-60, 20, (20000,), generator=generator)
     mantissas = 1.0 + torch.rand(20000, generator=generator)
@@ -29,17 +31,24 @@ def wide_values() -> torch.Tensor:
 
 class TestAgainstTorch:
     @pytest.mark.parametrize("scale_log2", [-40, -8, 0, 3, 16, 24, 40])
-    def test_flushed_and_overflowing_shares_are_those_of_torchs_cast(self, scale_log2: int) -> None:
+    def test_flushed_and_overflowing_shares_are_those_of_torchs_cast(
+        self, scale_log2: int
+    ) -> None:
         values = wide_values()
         there = values[values != 0].double()
         cast = (there * 2.0**scale_log2).to(torch.float16)
         counted = histogram(values)
         flushed = there.where(cast == 0, 0.0).norm() / there.norm()
-        assert counted.flushed_share(scale_log2) == pytest.approx(flushed.item(), rel=1e-12)
+        assert counted.flushed_share(scale_log2) == pytest.approx(
+            flushed.item(), rel=1e-12
+        )
         assert counted.overflow_share(scale_log2) == cast.isinf().double().mean().item()
 
     def test_flush_bound_itself_is_flushed_and_the_next_value_is_not(self) -> None:
-        at, above = histogram(torch.tensor([2.0**-25])), histogram(torch.tensor([2.0**-25 * 1.01]))
+        at, above = (
+            histogram(torch.tensor([2.0**-25])),
+            histogram(torch.tensor([2.0**-25 * 1.01])),
+        )
         assert (at.flushed_share(0), above.flushed_share(0)) == (1.0, 0.0)
         assert (at.flushed_share(1), at.flushed_share(-1)) == (0.0, 1.0)
 
@@ -68,12 +77,20 @@ class TestHistogram:
         assert (powers_in(counted), counted.largest) == ({0: 1}, 1.0)
         assert histogram(torch.tensor([value])).largest == 0.0
 
-    def test_smallest_scale_is_the_first_that_flushes_no_more_than_the_share(self) -> None:
+    def test_smallest_scale_is_the_first_that_flushes_no_more_than_the_share(
+        self,
+    ) -> None:
         counted = histogram(wide_values())
         for share in (1e-6, 1e-3, 0.1, 0.9):
             scale = counted.smallest_scale_log2(share)
-            assert counted.flushed_share(scale) <= share < counted.flushed_share(scale - 1)
+            assert (
+                counted.flushed_share(scale) <= share < counted.flushed_share(scale - 1)
+            )
 
     def test_sum_of_histograms_counts_both(self) -> None:
         both = histogram(torch.tensor([1.0, 0.0])) + histogram(torch.tensor([8.0, 1.0]))
-        assert (powers_in(both), both.counts.sum(), both.largest) == ({0: 2, 3: 1}, 4, 8.0)
+        assert (powers_in(both), both.counts.sum(), both.largest) == (
+            {0: 2, 3: 1},
+            4,
+            8.0,
+        )

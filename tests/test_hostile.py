@@ -1,4 +1,6 @@
-"""Settings made of anything, data that breaks, a full disk, and kills at random moments."""
+"""Settings made of anything, data that breaks, a full disk, and kills at random
+moments.
+"""
 
 from __future__ import annotations
 
@@ -74,20 +76,27 @@ def problems_of(config: Config) -> tuple[str, ...]:
 
 PLACES = sorted(dotted(SOUND))
 
-# Values of the YAML's own kind come up often, so that many examples get past the first check.
+# Values of the YAML's own kind come up often, so that many examples get past the first
+# check.
 SCALARS = (
     st.none()
     | st.booleans()
     | st.integers()
     | st.floats()
     | st.text(max_size=8)
-    | st.sampled_from(["fp32", "amp_fp16", "mnist", "cosine", "batches", "trials.mlp:MLPTrial"])
+    | st.sampled_from(
+        ["fp32", "amp_fp16", "mnist", "cosine", "batches", "trials.mlp:MLPTrial"]
+    )
     | st.sampled_from(["1e-4", "0x10", "nan", "2021-02-03", "type", 10**400, 1, 2, 0.5])
 )
-KEYS = st.text(max_size=8) | st.sampled_from([place.rpartition(".")[2] for place in PLACES])
+KEYS = st.text(max_size=8) | st.sampled_from(
+    [place.rpartition(".")[2] for place in PLACES]
+)
 ANYTHING = st.recursive(
     SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -105,13 +114,14 @@ class TestParser:
     ) -> None:
         """Whatever stands in the place of a value: an experiment, or a ConfigError.
 
-        Every problem begins with a key that the sound YAML has or that was put in, with one
-        exception: three datasets need `data.directory`, which the digits forbid.
+        Every problem begins with a key that the sound YAML has or that was put in, with
+        one exception: three datasets need `data.directory`, which the digits forbid.
         """
         config = put(path, value)
         known = {*PLACES, *dotted(config), "data.directory"}
         for problem in problems_of(config):
-            place = problem.partition(": ")[0].partition("[")[0]  # without the item of a list
+            # without the item of a list
+            place = problem.partition(": ")[0].partition("[")[0]
             assert place in known, problem
 
     @BOUNDED
@@ -123,21 +133,27 @@ class TestParser:
             SearchPlan(put(path, value, SEARCH))
 
     @pytest.mark.parametrize("path", PLACES)
-    def test_value_that_is_never_right_is_one_problem_of_its_key(self, path: str) -> None:
+    def test_value_that_is_never_right_is_one_problem_of_its_key(
+        self, path: str
+    ) -> None:
         """No key of ours has a list with null in it. Determined judges its own."""
         theirs = ("description", "entrypoint", "max_restarts", "log_policies")
         named = [p for p in problems_of(put(path, [None])) if p.startswith(f"{path}: ")]
         assert len(named) == (path not in theirs)
 
     def test_data_section_of_0_is_a_problem(self) -> None:
-        assert problems_of(put("data", 0)) == ("data: got 0; allowed: a mapping of keys to values",)
+        assert problems_of(put("data", 0)) == (
+            "data: got 0; allowed: a mapping of keys to values",
+        )
 
 
 @BOUNDED
 @given(
     overrides=st.lists(
         st.text(max_size=20)
-        | st.builds("{}={}".format, st.sampled_from(PLACES) | KEYS, st.text(max_size=20)),
+        | st.builds(
+            "{}={}".format, st.sampled_from(PLACES) | KEYS, st.text(max_size=20)
+        ),
         max_size=3,
     )
 )
@@ -164,7 +180,9 @@ PHOTOS = (
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random photos: 2 x 24 to train on, which are 12 batches of 4, and 2 x 4 to validate on."""
+    """Random photos: 2 x 24 to train on, which are 12 batches of 4, and 2 x 4 to
+    validate on.
+    """
     root = tmp_path_factory.mktemp("photos")
     draw = np.random.default_rng(0)
     for split, count in (("train", 24), ("val", 4)):
@@ -203,8 +221,12 @@ def final(folder: Path) -> str:
 
 
 @contextmanager
-def breaking(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> Iterator[None]:
-    """Meanwhile reading that sample of the tenth batch is `act`, in workers too: they are forks."""
+def breaking(
+    monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]
+) -> Iterator[None]:
+    """Meanwhile reading that sample of the tenth batch is `act`, in workers too: they
+    are forks.
+    """
     victim, decode = Sample(0, sample_of_the_tenth_batch()), FolderImages._decode
 
     def broken(images: FolderImages, sample: Sample) -> tuple[torch.Tensor, int]:
@@ -237,9 +259,11 @@ class TestDataThatBreaks:
         undisturbed: str,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """The error of a worker is raised when its batch is due: the run ends after 9 batches.
+        """The error of a worker is raised when its batch is due: the run ends after 9
+        batches.
 
-        The newest checkpoint is after 8; resumed, the run ends as one that nothing disturbed.
+        The newest checkpoint is after 8; resumed, the run ends as one that nothing
+        disturbed.
         """
         run = tmp_path / "run"
         with (
@@ -253,11 +277,17 @@ class TestDataThatBreaks:
         assert final(run) == undisturbed
 
     def test_killed_worker_ends_the_run_and_keeps_its_checkpoints(
-        self, tmp_path: Path, photos: Path, undisturbed: str, monkeypatch: pytest.MonkeyPatch
+        self,
+        tmp_path: Path,
+        photos: Path,
+        undisturbed: str,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """The kernel kills so when memory is short: here with 8 batches saved, at the tenth.
+        """The kernel kills so when memory is short: here with 8 batches saved, at the
+        tenth.
 
-        Torch raises in whatever the loop does then. A second later it waits for the tenth batch.
+        Torch raises in whatever the loop does then. A second later it waits for the
+        tenth batch.
         """
         run = tmp_path / "run"
 
@@ -280,7 +310,9 @@ class TestDataThatBreaks:
     def test_photo_that_cannot_be_decoded_is_named(
         self, tmp_path: Path, photos: Path, refusal: Callable[..., str]
     ) -> None:
-        """A worker of the loader raises: the text of its error has the whole traceback."""
+        """A worker of the loader raises: the text of its error has the whole
+        traceback.
+        """
         damaged = photo_of_the_tenth_batch(shutil.copytree(photos, tmp_path / "photos"))
         damaged.write_bytes(damaged.read_bytes()[:20])
         place = (f"data.directory={tmp_path / 'photos'}", "data.workers=1")
@@ -304,8 +336,8 @@ def test_full_disk_during_a_checkpoint_is_one_clear_error_and_leaves_the_one_bef
 ) -> None:
     """Torch's writer, in C++, raises a RuntimeError that says nothing of a disk.
 
-    It flushes the end of a file, without a look, as it closes. What is cut off is the table of
-    contents: such a file cannot be loaded.
+    It flushes the end of a file, without a look, as it closes. What is cut off is the
+    table of contents: such a file cannot be loaded.
     """
     folder = shutil.copytree(wide, tmp_path / "run")
     checkpoints, before = folder / "checkpoints", training.checkpoint(folder, 12)
@@ -326,7 +358,9 @@ def test_full_disk_during_a_checkpoint_is_one_clear_error_and_leaves_the_one_bef
 def test_twelve_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
     """See `tests.killed_rounds`."""
     printed = tmp_path / "printed"
-    status = training.wait(training.fork(lambda: killed_rounds.main(tmp_path, 0), printed))
+    status = training.wait(
+        training.fork(lambda: killed_rounds.main(tmp_path, 0), printed)
+    )
     said = printed.read_text()
     assert status == 0, said
     assert said.count("\nround ") == 12

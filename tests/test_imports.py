@@ -1,4 +1,6 @@
-"""What imports what: cheap to import, in one direction, and nothing of this repository besides."""
+"""What imports what: cheap to import, in one direction, and nothing of this repository
+besides.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ PROGRAMS = {
 
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, set[str]]:
-    """By program, what it and those before it have loaded: modules of the top level, and rooms."""
+    """By program, what it and those before it have loaded: modules of the top level,
+    and rooms.
+    """
     say = (
         "print(*{name.split('.')[0] for name in sys.modules}, "
         "*{'.'.join(name.split('.')[:2]) for name in sys.modules "
@@ -115,7 +119,9 @@ NEEDS = {
 
 
 @pytest.mark.parametrize("program", NEEDS)
-def test_program_loads_no_more_than_it_needs(program: str, loaded: dict[str, set[str]]) -> None:
+def test_program_loads_no_more_than_it_needs(
+    program: str, loaded: dict[str, set[str]]
+) -> None:
     needed, not_needed = NEEDS[program]
     assert needed <= loaded[program]
     assert loaded[program] & not_needed == set()
@@ -138,7 +144,9 @@ def test_every_public_name_is_there(name: str) -> None:
 def test_public_names_are_few_and_those_that_a_type_checker_sees() -> None:
     checked = ast.parse((LIBRARY / "__init__.py").read_text())
     (block,) = (node for node in checked.body if isinstance(node, ast.If))
-    seen = {alias.name for node in ast.walk(block) for alias in getattr(node, "names", ())}
+    seen = {
+        alias.name for node in ast.walk(block) for alias in getattr(node, "names", ())
+    }
     assert seen | {"__version__"} == set(determined_amp.__all__)
     assert seen == set(determined_amp._MODULES)
     assert len({*determined_amp.__all__} - {"__version__"}) <= 14
@@ -150,6 +158,8 @@ def test_unknown_name_of_the_package_is_an_attribute_error() -> None:
 
 
 def test_no_public_name_is_hidden_by_a_module() -> None:
-    """Importing a module `x` sets `determined_amp.x`, whatever `__getattr__` would say."""
+    """Importing a module `x` sets `determined_amp.x`, whatever `__getattr__` would
+    say.
+    """
     modules = {path.stem for path in LIBRARY.iterdir()}
     assert modules & set(determined_amp.__all__) == set()

@@ -37,7 +37,9 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch typ
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         if func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm"):
-            (dtype,) = {value.dtype for value in args if isinstance(value, torch.Tensor)}
+            (dtype,) = {
+                value.dtype for value in args if isinstance(value, torch.Tensor)
+            }
             self.dtypes.append(dtype)
         return func(*args, **(kwargs or {}))
 
@@ -47,7 +49,9 @@ def three_layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
 
 
-def products_of(model: nn.Module, dtype: torch.dtype, x: torch.Tensor) -> tuple[Reached, Reached]:
+def products_of(
+    model: nn.Module, dtype: torch.dtype, x: torch.Tensor
+) -> tuple[Reached, Reached]:
     """The dtypes of the products of the forward, and of those of the backward."""
     with Products() as forward, torch.autocast("cpu", dtype=dtype):
         y = model(x)
@@ -59,7 +63,9 @@ def products_of(model: nn.Module, dtype: torch.dtype, x: torch.Tensor) -> tuple[
 @DTYPES
 class TestDtypes:
     def test_products_are_float32_in_the_island_only(self, dtype: torch.dtype) -> None:
-        """The backward has two products per layer, the first layer's input needs no gradient."""
+        """The backward has two products per layer, the first layer's input needs no
+        gradient.
+        """
         for patterns, middle in (([], dtype), (["1"], torch.float32)):
             model = three_layers()
             assert keep_in_float32(model, patterns, "cpu") == patterns
@@ -67,11 +73,15 @@ class TestDtypes:
             assert forward == [dtype, middle, dtype]
             assert backward == [dtype, dtype, middle, middle, dtype]
 
-    def test_island_casts_its_input_and_hands_on_float32(self, dtype: torch.dtype) -> None:
+    def test_island_casts_its_input_and_hands_on_float32(
+        self, dtype: torch.dtype
+    ) -> None:
         """The caller hands in what autocast made, and is handed float32."""
         model = three_layers()
         seen = []
-        model[1].register_forward_hook(lambda _, xs, y: seen.append((xs[0].dtype, y.dtype)))
+        model[1].register_forward_hook(
+            lambda _, xs, y: seen.append((xs[0].dtype, y.dtype))
+        )
         keep_in_float32(model, ["^1$"], "cpu")
         with torch.autocast("cpu", dtype=dtype):
             assert model(torch.randn(3, 4)).dtype is dtype
@@ -152,9 +162,24 @@ class TestInputs:
         named = keeps.kwargs["device_type"]
         kinds = (type(up), *map(type, up.values()), type(pair))
         packed = nn.utils.rnn.PackedSequence
-        assert kinds == (dict, Pair, collections.OrderedDict, Output, packed, Attributes, Pair)
+        assert kinds == (
+            dict,
+            Pair,
+            collections.OrderedDict,
+            Output,
+            packed,
+            Attributes,
+            Pair,
+        )
         deep = up["pair"].b
-        cast = [first, up["pair"].a, deep[0], deep[1][0], up["by_name"]["x"], up["output"].x]
+        cast = [
+            first,
+            up["pair"].a,
+            deep[0],
+            deep[1][0],
+            up["by_name"]["x"],
+            up["output"].x,
+        ]
         cast += [up["packed"].data, pair.b, keeps.kwargs["forward"], named[1]]
         cast += [up["attributes"]["x"], up["attributes"].x]
         assert {value.dtype for value in cast} == {torch.float32}
@@ -165,7 +190,9 @@ class TestInputs:
         assert nested["pair"].a is nested["pair"].b[0] is nested["output"].x is x
 
     @DTYPES
-    def test_writes_of_an_island_reach_the_tensors_of_its_caller(self, dtype: torch.dtype) -> None:
+    def test_writes_of_an_island_reach_the_tensors_of_its_caller(
+        self, dtype: torch.dtype
+    ) -> None:
         """As without an island, gradients included."""
         numbers = []
         for patterns in ([], ["^0$"]):
@@ -183,15 +210,29 @@ class TestInputs:
             assert history[1] is last
             (y + store["made"] + first + history[0]).float().sum().backward()
             assert given.grad is not None
-            numbers.append([y.float(), store["made"].float(), first.float(), given.grad])
+            numbers.append(
+                [y.float(), store["made"].float(), first.float(), given.grad]
+            )
         for island, without in zip(*numbers, strict=True):
             torch.testing.assert_close(island, without, rtol=2.0**-7, atol=0)
 
-    def test_inputs_that_need_no_cast_are_handed_on_as_the_same_objects(self, keeps: Keeps) -> None:
+    def test_inputs_that_need_no_cast_are_handed_on_as_the_same_objects(
+        self, keeps: Keeps
+    ) -> None:
         """Also a container without 16-bit tensors: an attention writes to its cache."""
-        cache: dict[str, object] = {"step": 1, "mask": torch.ones(2).bool(), "x": torch.ones(2)}
+        cache: dict[str, object] = {
+            "step": 1,
+            "mask": torch.ones(2).bool(),
+            "x": torch.ones(2),
+        }
         given: tuple[object, ...]
-        given = (cache, [cache, None], Pair("a", 2), torch.ones(2).double(), torch.Size([2]))
+        given = (
+            cache,
+            [cache, None],
+            Pair("a", 2),
+            torch.ones(2).double(),
+            torch.Size([2]),
+        )
         given += (Output(torch.ones(2), torch.ones(2).bool()), Output)
         keeps(*given)
         assert all(got is value for got, value in zip(keeps.args, given, strict=True))
@@ -216,7 +257,9 @@ class TestNumbers:
     def test_numbers_of_an_island_are_those_of_float32(
         self, dtype: torch.dtype, activations: list[float], without: float, exact: float
     ) -> None:
-        """float16 ends at 65504 < 4 * 2^15; bfloat16 has 8 bits, and 257 = 2^8 + 1 needs 9."""
+        """float16 ends at 65504 < 4 * 2^15; bfloat16 has 8 bits, and 257 = 2^8 + 1
+        needs 9.
+        """
         model = two_layers(activations)
         x = torch.ones(1, 1)
         with torch.autocast("cpu", dtype=dtype):
@@ -242,7 +285,11 @@ class Recomputed(nn.Module):
         self.again = False
 
     def forward(self, x: torch.Tensor) -> Any:
-        return checkpoint(self.inner, x, use_reentrant=False) if self.again else self.inner(x)
+        return (
+            checkpoint(self.inner, x, use_reentrant=False)
+            if self.again
+            else self.inner(x)
+        )
 
 
 def nested(again: Sequence[str]) -> Recomputed:
@@ -279,7 +326,9 @@ def trained(model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
 def test_checkpointed_island_trains_the_same_bit_for_bit(
     island: str, again: list[str], dtype: torch.dtype
 ) -> None:
-    """Around the island, in it, and both: recomputing changes neither dtypes nor numbers."""
+    """Around the island, in it, and both: recomputing changes neither dtypes nor
+    numbers.
+    """
     kept, recomputed = nested([]), nested(again)
     for model in (kept, recomputed):
         keep_in_float32(model, [island], "cpu")
@@ -309,7 +358,9 @@ class TestCopies:
 
 
 class Classifier(nn.Module):
-    """A list of blocks, one head of two names, and a module whose name begins like the head's."""
+    """A list of blocks, one head of two names, and a module whose name begins like the
+    head's.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +376,10 @@ class TestPatterns:
         [
             ([], []),
             (["head", "^stem$"], ["stem", "head", "head_norm"]),
-            (["^stem$", "^blocks$", "^head$"], ["stem", "blocks.0", "blocks.1", "head"]),
+            (
+                ["^stem$", "^blocks$", "^head$"],
+                ["stem", "blocks.0", "blocks.1", "head"],
+            ),
             (["^(head|classifier)$"], ["head", "classifier"]),
             (["^blocks[.][0-9]+[.]0$"], ["blocks.1.0"]),
         ],
@@ -346,15 +400,23 @@ class TestPatterns:
                 "matches no module; the first of its 8 modules: "
                 "stem, blocks, blocks.0, blocks.1, blocks.1.0",
             ),
-            ("head)", "is not a regular expression: unbalanced parenthesis at position 4"),
+            (
+                "head)",
+                "is not a regular expression: unbalanced parenthesis at position 4",
+            ),
         ],
     )
-    def test_pattern_that_names_no_module_is_refused(self, pattern: str, sentence: str) -> None:
+    def test_pattern_that_names_no_module_is_refused(
+        self, pattern: str, sentence: str
+    ) -> None:
         model = Classifier()
         with pytest.raises(IslandError) as raised:
             keep_in_float32(model, ["^stem$", pattern], "cpu")
-        assert str(raised.value).startswith(f"amp.fp32_modules: got {pattern!r}, which {sentence}")
-        assert "forward" not in vars(model.stem)  # nothing is changed before all is known
+        assert str(raised.value).startswith(
+            f"amp.fp32_modules: got {pattern!r}, which {sentence}"
+        )
+        # nothing is changed before all is known
+        assert "forward" not in vars(model.stem)
 
     def test_patterns_that_are_wrong_are_all_named(self) -> None:
         with pytest.raises(IslandError) as raised:
@@ -366,6 +428,8 @@ class TestPatterns:
         ]
 
     @pytest.mark.parametrize("patterns", [[".*"], ["^$"], ["stem", "blocks", "head"]])
-    def test_patterns_for_the_whole_model_are_refused(self, patterns: list[str]) -> None:
+    def test_patterns_for_the_whole_model_are_refused(
+        self, patterns: list[str]
+    ) -> None:
         with pytest.raises(IslandError, match="leave no parameter outside"):
             keep_in_float32(Classifier(), patterns, "cpu")

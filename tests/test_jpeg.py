@@ -1,4 +1,6 @@
-"""`benchmarks.jpeg` and `benchmarks.photos`: photos like real ones, and what the page says."""
+"""`benchmarks.jpeg` and `benchmarks.photos`: photos like real ones, and what the page
+says.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from trials.data.images import DatasetName, DataSettings, load
 ROOT = Path(__file__).parents[1]
 
 
-def test_photos_are_as_large_as_those_of_imagenet_and_make_a_dataset(tmp_path: Path) -> None:
+def test_photos_are_as_large_as_those_of_imagenet_and_make_a_dataset(
+    tmp_path: Path,
+) -> None:
     one, other = (photos.photo(seed) for seed in (0, 1))
     assert Image.open(io.BytesIO(one)).size == (500, 375)
     assert 60_000 < len(one) < 150_000

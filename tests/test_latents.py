@@ -1,4 +1,6 @@
-"""`trials.data.latents`: precomputed latents, mapped from files, and what is wrong with a file."""
+"""`trials.data.latents`: precomputed latents, mapped from files, and what is wrong with
+a file.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def folder_with(root: Path, **files: Any) -> Path:
     return root
 
 
-def test_clips_of_both_kinds_of_file_come_with_the_label_of_their_folder(tmp_path: Path) -> None:
+def test_clips_of_both_kinds_of_file_come_with_the_label_of_their_folder(
+    tmp_path: Path,
+) -> None:
     one, several = torch.randn(SHAPE), np.random.randn(2, *SHAPE).astype(np.float16)
     folder_with(tmp_path, a__pt=one.clone().requires_grad_())
     (tmp_path / "dog").mkdir()
@@ -50,15 +54,23 @@ def test_clips_of_both_kinds_of_file_come_with_the_label_of_their_folder(tmp_pat
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({"a__npy": np.zeros((4, 3, 8, 9), np.float32)}, "a.npy: has shape (4, 3, 8, 9); allowed"),
+        (
+            {"a__npy": np.zeros((4, 3, 8, 9), np.float32)},
+            "a.npy: has shape (4, 3, 8, 9); allowed",
+        ),
         ({"a__pt": torch.zeros(4, 8, 8)}, "a.pt: has shape (4, 8, 8); allowed"),
-        ({"a__npy": np.zeros(SHAPE, np.int16)}, "a.npy: is torch.int16; allowed: a floating"),
+        (
+            {"a__npy": np.zeros(SHAPE, np.int16)},
+            "a.npy: is torch.int16; allowed: a floating",
+        ),
         ({"a__npy": np.array([{}], object)}, "a.npy: cannot be read as latents"),
         ({"a__pt": b"PK\x03\x04 and no more"}, "a.pt: cannot be read as latents"),
     ],
     ids=["frame size", "no frames", "integers", "objects", "damaged"],
 )
-def test_file_that_is_no_clip_is_named(tmp_path: Path, files: dict[str, Any], said: str) -> None:
+def test_file_that_is_no_clip_is_named(
+    tmp_path: Path, files: dict[str, Any], said: str
+) -> None:
     with pytest.raises(DataError) as error:
         LatentFolder(folder_with(tmp_path, **files), SHAPE)
     assert said in str(error.value)

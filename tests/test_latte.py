@@ -41,58 +41,81 @@ TINY = (
 
 def run_tiny(config: str, folder: Path, *overrides: str) -> Path:
     """Train in this process; the run folder."""
-    changes = [word for override in (*TINY, *overrides) for word in ("--config", override)]
+    changes = [
+        word for override in (*TINY, *overrides) for word in ("--config", override)
+    ]
     path = str(ROOT / "experiment_configs" / "latte" / config)
     assert train.main([path, *changes, "--run-folder", str(folder)]) == 0
     return folder
 
 
 def parsed(*overrides: str) -> Any:
-    raw = yaml.safe_load((ROOT / "experiment_configs" / "latte" / "fp32.yaml").read_text())
+    raw = yaml.safe_load(
+        (ROOT / "experiment_configs" / "latte" / "fp32.yaml").read_text()
+    )
     return parse(with_overrides(raw, [*TINY, *overrides]), "fp32.yaml")
 
 
 def test_validation_loss_is_that_of_the_averaged_weights(tmp_path: Path) -> None:
-    """Computed again from the checkpoint, whose weights themselves give another loss."""
+    """Computed again from the checkpoint, whose weights themselves give another
+    loss.
+    """
     run = run_tiny("fp32.yaml", tmp_path, "hyperparameters.learning_rate=2.0e-2")
     config = parsed()
     state = checkpoint(run, BATCHES)
     clips = ValidationClips(load_clips(config.data, 0)[1])
     batch = clips.__getitems__([Sample(0, index) for index in range(len(clips))])
-    diffusion = Diffusion(config.hparams.diffusion, config.data.classes, torch.device("cpu"))
+    diffusion = Diffusion(
+        config.hparams.diffusion, config.data.classes, torch.device("cpu")
+    )
     noised = diffusion.for_validation(*batch)
     losses = []
     for weights in (state["callbacks"]["ema"], state["models_state_dict"][0]):
-        model = Denoiser(config.hparams.model, config.data, gradient_checkpointing=False)
+        model = Denoiser(
+            config.hparams.model, config.data, gradient_checkpointing=False
+        )
         model.load_state_dict(weights)
         with torch.no_grad():
             noise = model(noised.clips, noised.timesteps, noised.labels)
         losses.append(float(functional.mse_loss(noise, noised.noise)))
-    reported = [r["validation_loss"] for r in metrics(run) if "validation_loss" in r][-1]
+    reported = [r["validation_loss"] for r in metrics(run) if "validation_loss" in r][
+        -1
+    ]
     assert reported == pytest.approx(losses[0], rel=1.0e-5)
     assert reported != pytest.approx(losses[1], rel=1.0e-4)
 
 
 def test_clip_starts_at_the_step_that_was_asked_for(tmp_path: Path) -> None:
-    """Seen in the second moments of Adam, which a clip to almost nothing leaves as they were."""
+    """Seen in the second moments of Adam, which a clip to almost nothing leaves as they
+    were.
+    """
     tight = "hyperparameters.max_grad_norm=1.0e-12"
     moments = {}
     for start in (0, 4):
         run = run_tiny(
-            "fp32.yaml", tmp_path / str(start), tight, f"hyperparameters.clip_start_step={start}"
+            "fp32.yaml",
+            tmp_path / str(start),
+            tight,
+            f"hyperparameters.clip_start_step={start}",
         )
         state = checkpoint(run, BATCHES)["optimizers_state_dict"][0]["state"]
-        moments[start] = max(float(entry["exp_avg_sq"].max()) for entry in state.values())
+        moments[start] = max(
+            float(entry["exp_avg_sq"].max()) for entry in state.values()
+        )
     assert moments[0] < 1.0e-20
     assert moments[0] * 1.0e6 < moments[4]
 
 
 def test_patches_must_fit_the_frame() -> None:
     config = parsed("hyperparameters.model.patch_size=3")
-    with pytest.raises(ConfigError, match=r"patch_size: got 3, which does not divide .* 8"):
+    with pytest.raises(
+        ConfigError, match=r"patch_size: got 3, which does not divide .* 8"
+    ):
         Denoiser(config.hparams.model, config.data, gradient_checkpointing=False)
 
 
 def test_clip_start_step_without_a_clip_is_refused() -> None:
-    with pytest.raises(ConfigError, match="clip_start_step: got 2, but nothing is clipped"):
+    with pytest.raises(
+        ConfigError, match="clip_start_step: got 2, but nothing is clipped"
+    ):
         parsed("hyperparameters.max_grad_norm=null")

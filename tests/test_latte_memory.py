@@ -1,4 +1,6 @@
-"""`benchmarks.latte_memory`: a limit from two peaks, and its rows in the GPU benchmark."""
+"""`benchmarks.latte_memory`: a limit from two peaks, and its rows in the GPU
+benchmark.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from benchmarks.latte_memory import Row
 def test_largest_batch_is_predicted_from_two_peaks() -> None:
     """Seven bytes of weights, three for every clip."""
     peaks = {2: 13, 5: 22}
-    assert [latte_memory.predicted(peaks, memory) for memory in (22, 24, 25, 307)] == [5, 5, 6, 100]
+    assert [latte_memory.predicted(peaks, memory) for memory in (22, 24, 25, 307)] == [
+        5,
+        5,
+        6,
+        100,
+    ]
 
 
 def test_gpu_benchmark_measures_latte_in_the_same_rows() -> None:

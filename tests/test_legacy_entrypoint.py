@@ -1,4 +1,6 @@
-"""A trial named as `module:Class` in its YAML, run by Determined's harness; a stub for a master."""
+"""A trial named as `module:Class` in its YAML, run by Determined's harness; a stub for
+a master.
+"""
 
 from __future__ import annotations
 
@@ -63,11 +65,14 @@ def legacy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Legacy:
             "profiling": {"enabled": False},
         }
         master = start_task(monkeypatch, folder, config, hparams, seed=0)
-        monkeypatch.setattr(util, "write_user_code", lambda *given: None)  # of the container
+        # of the container
+        monkeypatch.setattr(util, "write_user_code", lambda *given: None)
         info: Any = det.get_cluster_info()
         if first_batch:
             info.trial._steps_completed = first_batch
-            (info.latest_checkpoint,) = (path.name for path in folder.glob("checkpoints/*"))
+            (info.latest_checkpoint,) = (
+                path.name for path in folder.glob("checkpoints/*")
+            )
         harness._run_pytorch_trial(trial_class, info, config["entrypoint"])
         return master
 
@@ -81,8 +86,12 @@ def test_first_batch_is_audited_and_every_batch_is_trained(legacy: Legacy) -> No
     assert [report["watch_applied_steps"] for report in reports.training] == [1, 2]
 
 
-def test_batch_that_is_not_in_the_precision_ends_the_run(legacy: Legacy, folder: Path) -> None:
-    with pytest.raises(AuditError, match=r"amp_fp16, but 0\.0% of the FLOPs are in float16"):
+def test_batch_that_is_not_in_the_precision_ends_the_run(
+    legacy: Legacy, folder: Path
+) -> None:
+    with pytest.raises(
+        AuditError, match=r"amp_fp16, but 0\.0% of the FLOPs are in float16"
+    ):
         legacy(LeavesAutocast, FP16)
     assert not list(folder.glob("checkpoints/*"))
 
@@ -93,13 +102,17 @@ class Overflows(Weights):
 
 def test_guard_ends_the_run_with_one_sentence(legacy: Legacy) -> None:
     amp = {**FP16, "init_scale": 1024.0, "max_consecutive_skips": 2}
-    with pytest.raises(GuardError, match="3 optimizer steps in a row were skipped") as raised:
+    with pytest.raises(
+        GuardError, match="3 optimizer steps in a row were skipped"
+    ) as raised:
         legacy(Overflows, amp)
     assert "\n" not in str(raised.value)
 
 
 def test_trial_as_it_is_trains_an_unmodified_trial(legacy: Legacy) -> None:
-    reports = legacy(TrialAsItIs, {"precision": "amp_bf16"}, 8, trial="tests.trials:Plain")
+    reports = legacy(
+        TrialAsItIs, {"precision": "amp_bf16"}, 8, trial="tests.trials:Plain"
+    )
     assert reports.training[0]["watch_audit_share"] == 1
     assert reports.training[-1]["watch_applied_steps"] == 8
 
@@ -125,11 +138,17 @@ class FourRows(Weights):
     rows = ((1.0,),) * 4
 
 
-def test_run_resumes_to_the_bits_of_an_undisturbed_one(legacy: Legacy, folder: Path) -> None:
-    """Torch 2.6 and later load weights alone by default; Determined saves an array of NumPy."""
+def test_run_resumes_to_the_bits_of_an_undisturbed_one(
+    legacy: Legacy, folder: Path
+) -> None:
+    """Torch 2.6 and later load weights alone by default; Determined saves an array of
+    NumPy.
+    """
 
     def last() -> Path:
-        return max(folder.glob("checkpoints/*"), key=lambda path: path.stat().st_mtime_ns)
+        return max(
+            folder.glob("checkpoints/*"), key=lambda path: path.stat().st_mtime_ns
+        )
 
     legacy(FourRows, FP16)
     undisturbed = content(last())
@@ -138,5 +157,10 @@ def test_run_resumes_to_the_bits_of_an_undisturbed_one(legacy: Legacy, folder: P
     legacy(FourRows, FP16, first_batch=2)
     resumed = content(last())
     assert len(list(folder.glob("checkpoints/*"))) == 2
-    for part in ("models_state_dict", "optimizers_state_dict", "scaler_state_dict", "callbacks"):
+    for part in (
+        "models_state_dict",
+        "optimizers_state_dict",
+        "scaler_state_dict",
+        "callbacks",
+    ):
         assert same_bits(resumed[part], undisturbed[part])

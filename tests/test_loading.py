@@ -1,4 +1,6 @@
-"""`trials.data.loading`: what a rank is fed depends on (seed, epoch, rank) and on nothing else."""
+"""`trials.data.loading`: what a rank is fed depends on (seed, epoch, rank) and on
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Numbers:
 def sequence(
     count: int, *, seed: int = 7, workers: int = 0, **determined: int
 ) -> list[list[tuple[int, int]]]:
-    """The first `count` batches of a fresh loader, as Determined's controller asks for them."""
+    """The first `count` batches of a fresh loader, as Determined's controller asks for
+    them.
+    """
     loader = training_loader(Numbers(), _BATCH, seed, workers)
     batches = iter(loader.get_data_loader(repeat=True, **determined))
     return [
@@ -51,7 +55,9 @@ def sequence(
 
 
 def random_states() -> str:
-    return f"{torch.get_rng_state().tolist()} {np.random.get_state()} {random.getstate()}"
+    return (
+        f"{torch.get_rng_state().tolist()} {np.random.get_state()} {random.getstate()}"
+    )
 
 
 def test_order_is_a_function_of_seed_and_epoch() -> None:
@@ -75,7 +81,9 @@ def test_resumed_sequence_is_the_tail_of_the_uninterrupted_one(
 def test_ranks_share_out_the_batches_of_a_single_rank() -> None:
     whole = sequence(2 * _EPOCH)
     shards = [sequence(2 * _EPOCH // 3, num_replicas=3, rank=rank) for rank in range(3)]
-    assert [batch for batches in zip(*shards, strict=True) for batch in batches] == whole
+    assert [
+        batch for batches in zip(*shards, strict=True) for batch in batches
+    ] == whole
     # Hence an epoch is dealt without a repetition: 6 * 8 of the 50 images, each once.
     for epoch in (0, 1):
         seen = [sample for batch in whole for sample in batch if sample[0] == epoch]
@@ -83,7 +91,9 @@ def test_ranks_share_out_the_batches_of_a_single_rank() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_training_batches_neither_use_nor_move_the_global_random_state(workers: int) -> None:
+def test_training_batches_neither_use_nor_move_the_global_random_state(
+    workers: int,
+) -> None:
     expected = sequence(_EPOCH + 1)
     for seed in (1, 2):
         random.seed(seed)
@@ -98,7 +108,9 @@ def test_training_batches_neither_use_nor_move_the_global_random_state(workers: 
 def test_validation_keeps_the_last_partial_batch_which_training_drops() -> None:
     training = training_loader(Numbers(), _BATCH, 7, workers=0)
     assert [len(images) for _, images in training] == [8] * 6
-    validation = [images for _, images in validation_loader(Numbers(), _BATCH, 0, slots=1)]
+    validation = [
+        images for _, images in validation_loader(Numbers(), _BATCH, 0, slots=1)
+    ]
     assert torch.equal(torch.cat(validation), torch.arange(_SIZE))
     assert [len(images) for images in validation] == [8] * 6 + [2]
 
@@ -126,7 +138,9 @@ def test_training_without_a_whole_batch_is_a_data_error() -> None:
 
 
 @pytest.mark.parametrize(("channels", "channels_last"), [(3, True), (2, False)])
-def test_only_colour_images_become_channels_last(channels: int, channels_last: bool) -> None:
+def test_only_colour_images_become_channels_last(
+    channels: int, channels_last: bool
+) -> None:
     images = torch.rand(2, channels, 4, 5)
     moved, label = to_device((images, "label"), torch.device("cpu"))
     assert torch.equal(moved, images)

@@ -38,18 +38,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return training.run_small("mlp/bf16.yaml", tmp_path_factory.mktemp("local"))
 
 
-def test_warning_that_no_user_can_act_on_is_in_the_log_file_alone(tmp_path: Path) -> None:
+def test_warning_that_no_user_can_act_on_is_in_the_log_file_alone(
+    tmp_path: Path,
+) -> None:
     shown = Console(file=io.StringIO())
     with logging_to(tmp_path / "log.txt", shown):
-        logging.getLogger("determined.tensorboard").warning("TensorFlow writer not found")
+        logging.getLogger("determined.tensorboard").warning(
+            "TensorFlow writer not found"
+        )
         logging.getLogger("determined").warning("something else")
     assert "TensorFlow writer not found" in (tmp_path / "log.txt").read_text()
     printed: Any = shown.file
     assert printed.getvalue().split() == ["WARNING", "something", "else"]
 
 
-def test_log_on_a_full_disk_ends_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
-    """Python would print a traceback for each line, and raise when the log is closed."""
+def test_log_on_a_full_disk_ends_without_a_word(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Python would print a traceback for each line, and raise when the log is
+    closed.
+    """
     with logging_to(Path("/dev/full"), Console(file=io.StringIO())):
         for _ in range(3):
             logging.getLogger("determined").warning("x")
@@ -69,7 +77,9 @@ def test_run_folder_holds_what_the_documentation_lists(folder: Path) -> None:
     }
 
 
-def test_run_folder_is_not_used_for_another_run(folder: Path, refusal: Callable[..., str]) -> None:
+def test_run_folder_is_not_used_for_another_run(
+    folder: Path, refusal: Callable[..., str]
+) -> None:
     before = training.checkpoint(folder, 12)
     arguments = training.arguments("mlp/bf16.yaml", "hyperparameters.learning_rate=1.0")
     said = refusal("train", *arguments, "--run-folder", str(folder))
@@ -87,7 +97,9 @@ def test_resolved_config_has_the_defaults_and_the_recorded_one_trains_the_same_a
     assert train.main([str(folder / "config.yaml"), "--run-folder", str(again)]) == 0
     assert training.same_numbers(again) == training.same_numbers(folder)
     assert same_bits(*(training.checkpoint(path, 12) for path in (folder, again)))
-    assert (again / "resolved.yaml").read_text() == (folder / "resolved.yaml").read_text()
+    assert (again / "resolved.yaml").read_text() == (
+        folder / "resolved.yaml"
+    ).read_text()
 
 
 def test_record_names_versions_device_and_settings(folder: Path) -> None:
@@ -104,7 +116,10 @@ def test_record_names_versions_device_and_settings(folder: Path) -> None:
     assert part.settings["hyperparameters.training.max_length.batches"] == 12
     assert training.end(folder) == ("completed", "", 12)
     lines = training.metrics(folder)
-    assert [line["batches"] for line in lines if line["group"] == "validation"] == [6, 12]
+    assert [line["batches"] for line in lines if line["group"] == "validation"] == [
+        6,
+        12,
+    ]
     assert "1 x cpu; torch " in (folder / "log.txt").read_text()
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
 
@@ -142,9 +157,13 @@ class TestRecordOfTheEnd:
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        """The batch of the signal is trained, and so is the next, which is followed by a report."""
+        """The batch of the signal is trained, and so is the next, which is followed by
+        a report.
+        """
         arguments = training.arguments("mlp/fp32.yaml")
-        with training.before_batch(4, lambda trial: signal.raise_signal(signal.SIGTERM)):
+        with training.before_batch(
+            4, lambda trial: signal.raise_signal(signal.SIGTERM)
+        ):
             assert train.main([*arguments, "--run-folder", str(tmp_path)]) == 130
         assert f"go on: python -m determined_amp train --resume {tmp_path}\n" in (
             capsys.readouterr().out
@@ -157,7 +176,9 @@ class TestRecordOfTheEnd:
                 training.resume(tmp_path)
         assert training.end(tmp_path) == stopped  # it has trained nothing
         seen: list[str] = []
-        with training.before_batch(6, lambda trial: seen.append(training.end(tmp_path)[0])):
+        with training.before_batch(
+            6, lambda trial: seen.append(training.end(tmp_path)[0])
+        ):
             training.resume(tmp_path)
         assert {*seen} == {"running"}  # an audit rehearses the batch
         assert training.end(tmp_path) == ("completed", "", 12)
@@ -188,10 +209,20 @@ class TestRecordOfTheEnd:
                 "failed",
                 "PermissionError: [Errno 13] denied: '/my/data.bin'",
             ),
-            (raising(SilentError()), SilentError, "failed", "tests.test_local.SilentError: "),
+            (
+                raising(SilentError()),
+                SilentError,
+                "failed",
+                "tests.test_local.SilentError: ",
+            ),
             # Determined ends the process then, by an exception without a word.
             (raising(det.InvalidHP("too wide")), UserError, "invalid", "too wide"),
-            (raising(SystemExit(0)), UserError, "failed", "the trial called sys.exit(0)"),
+            (
+                raising(SystemExit(0)),
+                UserError,
+                "failed",
+                "the trial called sys.exit(0)",
+            ),
         ],
         ids=["interrupt", "error", "file", "no text", "invalid", "exit 0"],
     )
@@ -217,21 +248,29 @@ class TestRecordOfTheEnd:
         assert ("go on: " in capsys.readouterr().out) is (do is interrupt_twice)
 
     def test_stop_that_the_trial_asks_for_is_recorded(self, tmp_path: Path) -> None:
-        with training.before_batch(4, lambda trial: trial.context.set_stop_requested(True)):
+        with training.before_batch(
+            4, lambda trial: trial.context.set_stop_requested(True)
+        ):
             training.run_small("mlp/fp32.yaml", tmp_path)
         assert training.end(tmp_path)[:2] == ("stopped", "the trial asked to stop")
 
     def test_record_that_is_lost_on_a_full_disk_hides_no_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(RunFolder, "end", Mock(side_effect=OSError("no space left")))
+        monkeypatch.setattr(
+            RunFolder, "end", Mock(side_effect=OSError("no space left"))
+        )
         fails = training.before_batch(4, raising(RuntimeError("first")))
         with fails, pytest.raises(RuntimeError, match="first"):
             training.run_small("mlp/fp32.yaml", tmp_path)
         assert training.end(tmp_path)[0] == "running"
 
-    def test_weights_that_are_lost_displace_no_good_checkpoint(self, tmp_path: Path) -> None:
-        """Lost in batch 5 of 12: the guard looks after 12, a checkpoint is saved after every 4."""
+    def test_weights_that_are_lost_displace_no_good_checkpoint(
+        self, tmp_path: Path
+    ) -> None:
+        """Lost in batch 5 of 12: the guard looks after 12, a checkpoint is saved after
+        every 4.
+        """
         period = "hyperparameters.training.{}_period.batches=12".format
         goes_on = "hyperparameters.amp.on_overflow=warn"
         rare = training.arguments(
@@ -246,8 +285,12 @@ class TestRecordOfTheEnd:
     def test_end_by_the_guard_is_recorded_with_its_sentence(
         self, tmp_path: Path, refusal: Callable[..., str]
     ) -> None:
-        """A learning rate that makes the loss NaN; the record has the sentence the user sees."""
-        arguments = training.arguments("mlp/fp32.yaml", "hyperparameters.learning_rate=1.0e+30")
+        """A learning rate that makes the loss NaN; the record has the sentence the user
+        sees.
+        """
+        arguments = training.arguments(
+            "mlp/fp32.yaml", "hyperparameters.learning_rate=1.0e+30"
+        )
         said = refusal("train", *arguments, "--run-folder", str(tmp_path))
         state, reason, _ = training.end(tmp_path)
         assert state == "failed"
@@ -257,7 +300,9 @@ class TestRecordOfTheEnd:
 def test_run_inside_a_repository_leaves_nothing_but_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Determined alone leaves `./runs` of its own, and copies the directory into itself."""
+    """Determined alone leaves `./runs` of its own, and copies the directory into
+    itself.
+    """
     (tmp_path / "venv").mkdir()
     (tmp_path / "venv" / "big").write_bytes(b"0" * 1000)
     monkeypatch.chdir(tmp_path)
@@ -285,7 +330,9 @@ def test_run_stays_in_its_folder_when_the_trial_changes_the_directory(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(MLPTrial, "__init__", make)
-    assert train.main([*training.arguments("mlp/bf16.yaml"), "--run-folder", "run"]) == 0
+    assert (
+        train.main([*training.arguments("mlp/bf16.yaml"), "--run-folder", "run"]) == 0
+    )
     assert training.end(tmp_path / "here" / "run")[0] == "completed"
     assert "run folder: run\n" in capsys.readouterr().out
     assert [path.name for path in elsewhere.iterdir()] == ["trials"]
@@ -309,7 +356,9 @@ def test_closed_pipe_ends_the_output_and_not_the_run(
 
 
 def shown_of(reports: list[tuple[str, dict[str, float]]], total: int = 80) -> str:
-    """What a run prints that resumes after 40 batches, named and measured with markup of rich."""
+    """What a run prints that resumes after 40 batches, named and measured with markup
+    of rich.
+    """
     config = {
         "name": "x [/b] [red]",
         "entrypoint": "tests.strangers:Stranger",
@@ -327,14 +376,21 @@ def shown_of(reports: list[tuple[str, dict[str, float]]], total: int = 80) -> st
 
 
 def test_name_with_markup_is_shown_as_it_is() -> None:
-    """`[/b]` would close a tag of rich that nobody opened: an error after the whole training."""
-    shown = shown_of([("training", {"samples_per_second": 7, "f1 [/b]": 0.25, "other": 1.0})])
+    """`[/b]` would close a tag of rich that nobody opened: an error after the whole
+    training.
+    """
+    shown = shown_of(
+        [("training", {"samples_per_second": 7, "f1 [/b]": 0.25, "other": 1.0})]
+    )
     assert shown.startswith("x [/b] [red]: amp_bf16\n")
     assert "\ntrain     60  7 samples/s  f1 [/b] 0.25  other 1\n" in shown
     assert shown.endswith("x [/b] [red]: completed; amp_bf16\nrun folder: runs/[/b]\n")
 
 
 def test_run_that_has_nothing_left_to_train_says_so() -> None:
-    says = "40 batches are trained, which is all that it asks for; to go on, give it a larger "
+    says = (
+        "40 batches are trained, which is all that it asks for; to go on, give it a"
+        " larger "
+    )
     assert says not in shown_of([])  # the control
     assert f": {says}searcher.max_length\n" in shown_of([], total=40)

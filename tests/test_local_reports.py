@@ -44,7 +44,9 @@ def test_search_is_asked_at_the_start_and_after_every_report_and_can_stop_the_ru
     assert capsys.readouterr().out == ""
 
 
-def test_best_validation_has_the_best_finite_value_of_the_metric(tmp_path: Path) -> None:
+def test_best_validation_has_the_best_finite_value_of_the_metric(
+    tmp_path: Path,
+) -> None:
     told = Mock()
     reports = LocalReports(RunFolder(tmp_path), EXPERIMENT, told, 0)
     for batches, value in enumerate([np.float64(0.5), math.nan, "text", 0.25, 0.75], 1):

@@ -1,4 +1,6 @@
-"""The benchmark of initial loss scales: its ways, its goals, and the published results."""
+"""The benchmark of initial loss scales: its ways, its goals, and the published
+results.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ def row(task: str, way: str, seed: int, **others: Any) -> Row:
     values: Values = {
         **{"trained_in": "float16", "init_log2": 10, "skipped": 0, "first_applied": 1},
         **{"flushed": 0.0, "metric": 1.0 + seed / 10, "chosen_with": 0, "verdict": ""},
-        **{"predicted_log2": 17, "edge_log2": 17, "growth_bits": None, "seconds": 1.0, "code": ""},
+        **{
+            "predicted_log2": 17,
+            "edge_log2": 17,
+            "growth_bits": None,
+            "seconds": 1.0,
+            "code": "",
+        },
     }
     return Row(task, way, seed, **{**values, **others})
 
@@ -57,7 +65,9 @@ def test_goal_is_missed_by_a_fault_at_one_seed(fault: Any, expected: list[int]) 
 
 
 @pytest.mark.parametrize("task", [TASKS[2], TASKS[5]], ids=lambda task: str(task.name))
-def test_a_training_is_repeated_to_the_bit(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_is_repeated_to_the_bit(
+    task: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rows, "STEPS", 3)
     for way in (WAYS[0], WAYS[-1]):
         first, second = (rows.measure(task, way, 1) for _ in range(2))

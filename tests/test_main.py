@@ -1,4 +1,6 @@
-"""`python -m determined_amp`: the one place where a command is found and its errors are printed."""
+"""`python -m determined_amp`: the one place where a command is found and its errors are
+printed.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,12 @@ BF16, FP16 = (f"experiment_configs/mlp/{name}.yaml" for name in ("bf16", "amp"))
         ("tran --help", "got 'tran'; allowed: train, audit, "),
         ("tran", "report precision, report loss-scale"),
         ("report speed", "speed: there is no such folder; allowed: a run fol"),
-        # An empty argument is a variable that is not set; an empty value of a key is a value.
-        ("train a.yaml --run-folder ''", "got an empty argument in train a.yaml --run-folder ''"),
+        # An empty argument is a variable that is not set; an empty value of a key is a
+        # value.
+        (
+            "train a.yaml --run-folder ''",
+            "got an empty argument in train a.yaml --run-folder ''",
+        ),
         ("report a --margin nan", "--margin: got nan; allowed: a number above 0"),
         ("report a --margin 0", "--margin: got 0; allowed: a number above 0"),
         ("report a --output=", "got an empty argument in report a --output="),
@@ -46,15 +52,24 @@ BF16, FP16 = (f"experiment_configs/mlp/{name}.yaml" for name in ("bf16", "amp"))
         (f"audit {BF16} --config data.classes=11", "data.classes"),
         (f"find {BF16}", "scales no loss"),
         (f"find {FP16} --json no/where.json", "in a folder that exists"),
-        (f"find {FP16} --plot found.foo", "--plot: got found.foo; allowed: a name in .png"),
+        (
+            f"find {FP16} --plot found.foo",
+            "--plot: got found.foo; allowed: a name in .png",
+        ),
         (f"find {FP16} --json tests", "--json: got tests; allowed: a name in .json"),
         (f"find {FP16} --trial trials.mlp:No", "cannot be imported"),
         (f"find {FP16} --checkpoint tests", "neither a checkpoint"),
-        (f"find {FP16} --batches 0", "--batches: got 0; allowed: an integer >= 1 and <= 1000"),
+        (
+            f"find {FP16} --batches 0",
+            "--batches: got 0; allowed: an integer >= 1 and <= 1000",
+        ),
     ],
 )
 def test_mistake_of_the_user_is_one_sentence_and_status_2(
-    line: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    line: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(ROOT)
     status: object
@@ -84,13 +99,15 @@ def test_lost_standard_output_fails_a_command_that_only_prints(
     (tmp_path / "x.py").write_text(
         "import sys\nfrom types import SimpleNamespace\n"
         "from determined_amp import __main__ as door\n"
-        "sys.modules['command'] = SimpleNamespace(main=lambda given: print('x' * 9999) or 0)\n"
-        "sys.modules['determined_amp.cli.command'] = sys.modules['command']\n"
+        "sys.modules['command'] = SimpleNamespace(main=lambda given: print('x' * 9999) "
+        "or 0)\nsys.modules['determined_amp.cli.command'] = sys.modules['command']\n"
         f"door._COMMANDS['{command}'] = ('command', '')\n"
         f"sys.exit(door.main('{command} a'.split()))\n"
     )
     words = f"PYTHONPATH={ROOT} {sys.executable} {tmp_path / 'x.py'} {redirected}"
-    done = subprocess.run(words, shell=True, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        words, shell=True, stderr=subprocess.PIPE, text=True, check=False
+    )
     assert done.returncode == status, done.stderr
     assert ("audit: standard output cannot be written" in done.stderr) is (status == 2)
 
@@ -150,7 +167,9 @@ def test_commands_of_several_slots_are_started_by_the_launcher(
     started: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
     monkeypatch.delenv("RANK", raising=False)
-    task: Any = SimpleNamespace(slot_ids=[*range(slots)], container_addrs=["a", "b"][:nodes])
+    task: Any = SimpleNamespace(
+        slot_ids=[*range(slots)], container_addrs=["a", "b"][:nodes]
+    )
     cluster.start_ranks(task, "train", "--trial", "model:Trial")
     words = [*LAUNCHER, "-m", "determined_amp", "train", "--trial", "model:Trial"]
     assert started == ([] if slots < 2 and nodes < 2 else [words])
@@ -170,7 +189,10 @@ def test_package_that_is_missing_is_named_with_the_remedy(
 
     monkeypatch.setattr(audit_batch, "main", lacks)
     assert door.main(["audit", "optuna"]) == 2
-    assert "audit needs optuna, which is not installed; pip install" in capsys.readouterr().err
+    assert (
+        "audit needs optuna, which is not installed; pip install"
+        in capsys.readouterr().err
+    )
     with pytest.raises(ModuleNotFoundError):  # of the trial
         door.main(["audit", "model_def"])
 
@@ -187,7 +209,10 @@ def test_image_without_a_package_is_one_line_without_a_retry_and_noted_on_the_ma
     digit_scans.cache_clear()
     assert door.main(["train"]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    reason = "train needs scikit-learn, which is not in the image; allowed: an image with it, or "
+    reason = (
+        "train needs scikit-learn, which is not in the image; allowed: an image with"
+        " it, or "
+    )
     assert last.startswith(f"no retry can help: {reason}")
     assert master.metadata["failure"].startswith(reason)
 

@@ -21,7 +21,9 @@ def metrics() -> MeanMetrics:
 
 
 def classifier(settings: AmpSettings) -> MLPTrial:
-    """As much of the trial as `evaluate_batch` needs; its logits are the batch itself."""
+    """As much of the trial as `evaluate_batch` needs; its logits are the batch
+    itself.
+    """
     context: Any = Context()
     trial = MLPTrial.__new__(MLPTrial)
     trial.amp, trial.means = MixedPrecision(context, settings), MeanMetrics(context)
@@ -47,7 +49,9 @@ class TestMeans:
         mean = metrics()
         for value in (2.0**24, 1.0):
             mean.add({"error": torch.tensor(value)}, 1)
-        assert mean.cross_slot_reduce([mean.per_slot_reduce()]) == {"error": (2**24 + 1) / 2}
+        assert mean.cross_slot_reduce([mean.per_slot_reduce()]) == {
+            "error": (2**24 + 1) / 2
+        }
 
     def test_means_are_reduced_in_validation_only(self) -> None:
         context: Any = Context()
@@ -57,7 +61,9 @@ class TestMeans:
 
 class TestClassification:
     def test_loss_and_accuracy_are_means_over_samples_of_all_slots(self) -> None:
-        """Logits (0, ln 3): p = 1/4, 3/4. Losses ln 4, ln 4/3 twice; two of three are right."""
+        """Logits (0, ln 3): p = 1/4, 3/4. Losses ln 4, ln 4/3 twice; two of three are
+        right.
+        """
         one, other = (classifier(AmpSettings(Precision.FP32)) for _ in range(2))
         logits = torch.tensor([[0.0, math.log(3.0)]])
         returned = one.evaluate_batch((logits.repeat(2, 1), torch.tensor([0, 1])), 0)
@@ -65,11 +71,14 @@ class TestClassification:
         other.evaluate_batch((logits, torch.tensor([1])), 0)
         report = reported(one, other)
         loss = (math.log(4) + 2 * math.log(4 / 3)) / 3
-        assert report["validation_loss"] == pytest.approx(loss, rel=1e-6)  # float32 logits
+        # float32 logits
+        assert report["validation_loss"] == pytest.approx(loss, rel=1e-6)
         assert report["validation_accuracy"] == pytest.approx(2 / 3)
 
     def test_half_precision_logits_are_summed_in_float32(self) -> None:
-        """The cross-entropy of 4096 equal float16 rows is not rounded to float16's 3 digits."""
+        """The cross-entropy of 4096 equal float16 rows is not rounded to float16's 3
+        digits.
+        """
         settings = AmpSettings(Precision.AMP_FP16, eval_precision=EvalPrecision.SAME)
         trial = classifier(settings)
         logits = torch.zeros(4096, 10, dtype=torch.float16)

@@ -1,4 +1,6 @@
-"""What is reported is a mean over samples and a count of steps, read once per report."""
+"""What is reported is a mean over samples and a count of steps, read once per
+report.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def warmed_up() -> TrainingMetrics:
-    """After the last batch that is not timed; what was waited for these does not count."""
+    """After the last batch that is not timed; what was waited for these does not
+    count.
+    """
     metrics = training_metrics()
     for _ in range(WARMUP_BATCHES):
         metrics.waited(1e9)
@@ -98,7 +102,9 @@ class TestTrainingMetrics:
         assert not losses.total().requires_grad
 
     def test_report_is_of_its_own_batches_alone(self) -> None:
-        """A step with norm 2 and a gradient of 2^10; a skipped one and two of norm 6; then none."""
+        """A step with norm 2 and a gradient of 2^10; a skipped one and two of norm 6;
+        then none.
+        """
         metrics = training_metrics()
         gradients = gradients_of(metrics)
         gradients.measure(having(torch.full((1,), 2.0**10)))
@@ -132,8 +138,12 @@ class TestTrainingMetrics:
         metrics = MixedPrecision(context, AmpSettings(Precision.AMP_FP16)).metrics
         before = metrics.first.counts
         for _ in range(2):
-            context.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
-        second, first = (metrics.of(context.optimizers[index]).counts for index in (1, 0))
+            context.wrap_optimizer(
+                torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+            )
+        second, first = (
+            metrics.of(context.optimizers[index]).counts for index in (1, 0)
+        )
         assert first is before is metrics.first.counts
         assert second is not before
         assert [gradients.counts for gradients in metrics.all()] == [first, second]
@@ -155,24 +165,35 @@ class TestTrainingMetrics:
             metrics.waited(0.5)
             metrics.add(torch.tensor(1.0), 8)
         report = report_of(metrics)
-        assert (report["samples_per_second"], report["watch_data_wait_share"]) == (4, 0.25)
+        assert (report["samples_per_second"], report["watch_data_wait_share"]) == (
+            4,
+            0.25,
+        )
         metrics.reset()
         clock.now = 7.0
         metrics.waited(1.5)
         metrics.add(torch.tensor(1.0), 6)
         report = report_of(metrics)
-        assert (report["samples_per_second"], report["watch_data_wait_share"]) == (2, 0.5)
+        assert (report["samples_per_second"], report["watch_data_wait_share"]) == (
+            2,
+            0.5,
+        )
         metrics.waited(2.0)  # a batch was asked for before the clock started
         assert report_of(metrics)["watch_data_wait_share"] == 1
         metrics.reset()
         clock.now = 8.0
-        assert not {"samples_per_second", "watch_data_wait_share"} & report_of(metrics).keys()
+        assert (
+            not {"samples_per_second", "watch_data_wait_share"}
+            & report_of(metrics).keys()
+        )
         metrics.add(torch.tensor(1.0), 3)
         report = report_of(metrics)
         assert report["samples_per_second"] == 3
         assert "watch_data_wait_share" not in report
 
-    @pytest.mark.parametrize(("waits", "share"), [((0.25, 0.5), 0.5), ((None, 0.25), 0.25)])
+    @pytest.mark.parametrize(
+        ("waits", "share"), [((0.25, 0.5), 0.5), ((None, 0.25), 0.25)]
+    )
     def test_slots_add_up_their_speed_and_report_their_largest_wait_and_memory(
         self, waits: tuple[float | None, ...], share: float
     ) -> None:
@@ -197,7 +218,12 @@ class TestTrainingMetrics:
         ("slots", "loss", "of_first_batch"),
         [
             ([[(1.0, 3)], [(5.0, 1)]], 2.0, 3.0),
-            ([[(1.0, None), (4.0, 2)]], 3.0, 1.0),  # without a number of samples it counts as one
+            # without a number of samples it counts as one
+            (
+                [[(1.0, None), (4.0, 2)]],
+                3.0,
+                1.0,
+            ),
             ([[(None, 3)]], None, None),
             ([[]], None, None),
         ],
@@ -215,17 +241,23 @@ class TestTrainingMetrics:
                 metrics.add(None if value is None else torch.tensor(value), samples)
         first, last = made[0], made[-1]
         last.once, first.once = {"audit": 0.5}, {"audit": 1.0}
-        report = first.cross_slot_reduce([metrics.per_slot_reduce() for metrics in made])
+        report = first.cross_slot_reduce(
+            [metrics.per_slot_reduce() for metrics in made]
+        )
         assert (report.get("loss"), report["audit"]) == (loss, 1.0)
         steps = (StepReport("", 0, 0, 0, 0, 0),)
         assert first.latest == TrainingReport(loss, 65536.0, steps, of_first_batch)
 
     def test_batch_returns_a_number_only_where_determined_needs_one(self) -> None:
-        """Determined 0.38.1: an empty dict is an IndexError with several slots, free with one."""
+        """Determined 0.38.1: an empty dict is an IndexError with several slots, free
+        with one.
+        """
         loss = torch.tensor(1.0)
         assert training_metrics(slots=1).add(loss, 4) == {}
         for samples in (4, None):
-            assert training_metrics(slots=2).add(loss, samples) == {"batch_samples": samples or 1}
+            assert training_metrics(slots=2).add(loss, samples) == {
+                "batch_samples": samples or 1
+            }
 
     def test_peak_memory_is_that_of_training_batches_after_the_first_ones(
         self, monkeypatch: pytest.MonkeyPatch
@@ -263,7 +295,8 @@ class TestTrainingMetrics:
         assert train(1.0, 1) == 3.0
 
     @pytest.mark.parametrize(
-        ("precision", "gradient"), [(Precision.AMP_FP16, 0.0), (Precision.AMP_BF16, 1.0)]
+        ("precision", "gradient"),
+        [(Precision.AMP_FP16, 0.0), (Precision.AMP_BF16, 1.0)],
     )
     def test_headroom_of_zeros_or_without_a_loss_scale_is_not_reported(
         self, precision: Precision, gradient: float
@@ -278,7 +311,9 @@ class TestTrainingMetrics:
 
     def test_training_metrics_are_reduced_in_training_only(self) -> None:
         context: Any = Context()
-        metrics = MixedPrecision(context, AmpSettings(Precision.FP32, audit=False)).metrics
+        metrics = MixedPrecision(
+            context, AmpSettings(Precision.FP32, audit=False)
+        ).metrics
         metrics.add(torch.tensor(1.0), 8)
         ((reducer, when),) = context.registered
         assert when == {"for_validation": False}
@@ -289,7 +324,9 @@ class TestTrainingMetrics:
 
 
 class TestTimedLoader:
-    def test_timed_loader_tells_the_seconds_that_a_batch_took_to_come(self, clock: Clock) -> None:
+    def test_timed_loader_tells_the_seconds_that_a_batch_took_to_come(
+        self, clock: Clock
+    ) -> None:
         class Slow:
             batch_size = 7
 
@@ -309,7 +346,8 @@ class TestTimedLoader:
         loader = SimpleNamespace(get_data_loader=lambda **options: Slow())
         slow = timed(loader, waits.append).get_data_loader(repeat=True)
         batches, trained = iter(slow), []
-        assert clock.now == 100  # the workers load while Determined restores a checkpoint
+        # the workers load while Determined restores a checkpoint
+        assert clock.now == 100
         for batch in batches:
             trained.append(batch)
             clock.now += 50.0
@@ -330,7 +368,9 @@ def test_peak_memory_is_of_the_process_on_a_cpu_and_of_torchs_counters_on_a_gpu(
 ) -> None:
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
-    assert peak_memory_mib(cpu) == {"watch_peak_memory_mib": pytest.approx(resident, 0.1)}
+    assert peak_memory_mib(cpu) == {
+        "watch_peak_memory_mib": pytest.approx(resident, 0.1)
+    }
     for name, mib in (("allocated", 3), ("reserved", 5)):
         held = {gpu: mib * 2**20}
         monkeypatch.setattr(torch.cuda, f"max_memory_{name}", held.__getitem__)
@@ -355,7 +395,9 @@ def test_stopwatch_runs_from_start_to_stop(clock: Clock) -> None:
 
 
 def test_stopwatch_of_a_gpu_reads_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The events know when the device was there, once the later one has been waited for."""
+    """The events know when the device was there, once the later one has been waited
+    for.
+    """
     times = iter([2.0, 5.0])
 
     class Event:
@@ -381,8 +423,12 @@ def test_stopwatch_of_a_gpu_reads_its_events(monkeypatch: pytest.MonkeyPatch) ->
 
 class TestDeviceSum:
     @pytest.mark.parametrize("count", [1, 63, 64, 65, 200])
-    def test_device_sum_is_the_weighted_sum_however_many_there_are(self, count: int) -> None:
-        """Whole numbers: exact in float32 and in float64. The weight changes on the way."""
+    def test_device_sum_is_the_weighted_sum_however_many_there_are(
+        self, count: int
+    ) -> None:
+        """Whole numbers: exact in float32 and in float64. The weight changes on the
+        way.
+        """
         total, expected = DeviceSum(torch.device("cpu")), 0
         for value in range(1, count + 1):
             weight = 3 if value % 50 else 7
@@ -407,7 +453,9 @@ class TestDeviceSum:
         assert sum(reference() is not None for reference in references) <= 64
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
-    def test_device_sum_leaves_out_what_is_not_finite_if_told_to(self, bad: float) -> None:
+    def test_device_sum_leaves_out_what_is_not_finite_if_told_to(
+        self, bad: float
+    ) -> None:
         for finite_only in (True, False):
             total = DeviceSum(torch.device("cpu"), finite_only=finite_only)
             for value in (1.0, bad, 2.0):

@@ -46,8 +46,16 @@ MISPLACED = [
     ("amp.init_scale=1024", "amp", "write hyperparameters: {amp: "),
     ("precision=amp_bf16", "precision", "{amp: {precision: amp_bf16}}"),
     (f"optimizations.amp={SECTION}", "optimizations.amp", "{amp: "),
-    ("optimizations.mixed_precision=O1", "optimizations.mixed_precision", "{amp: {precision: "),
-    ("optimizations.mixed_precision=amp_fp16", "optimizations.mixed_precision", "amp_fp16}}"),
+    (
+        "optimizations.mixed_precision=O1",
+        "optimizations.mixed_precision",
+        "{amp: {precision: ",
+    ),
+    (
+        "optimizations.mixed_precision=amp_fp16",
+        "optimizations.mixed_precision",
+        "amp_fp16}}",
+    ),
     *(
         (f"hyperparameters.{name}", f"hyperparameters.{key}", write)
         for name, key, write in [
@@ -55,7 +63,11 @@ MISPLACED = [
             ("amp='precision: amp_fp16'", "amp", "{amp: {precision: amp_fp16}}"),
             ("amp=[{precision: amp_fp16}]", "amp", "{amp: {precision: amp_fp16}}"),
             ("amp=[precision, amp_fp16]", "amp", "{amp: {precision: amp_fp16}}"),
-            ("stages=[{amp: {precision: amp_fp16}}]", "stages", "{amp: {precision: amp_fp16}}"),
+            (
+                "stages=[{amp: {precision: amp_fp16}}]",
+                "stages",
+                "{amp: {precision: amp_fp16}}",
+            ),
             ("amp=tf32", "amp", "{amp: {precision: tf32}}"),
             ("precision=amp_bf16", "precision", "{amp: {precision: amp_bf16}}"),
             ("precision={type: const, val: Amp-BF16}", "precision", "amp_bf16}}"),
@@ -66,8 +78,16 @@ MISPLACED = [
             ("Amp={init_scale: 1024}", "Amp", "{amp: "),
             (f"optimizer.amp={SECTION}", "optimizer.amp", "{amp: "),
             ("max_length={batches: 8}", "max_length", "{training: {max_length: "),
-            ("reporting_period=2 batches", "reporting_period", "{training: {reporting_period: "),
-            ("Training={max_length: {epochs: 1}}", "Training.max_length", "{training: "),
+            (
+                "reporting_period=2 batches",
+                "reporting_period",
+                "{training: {reporting_period: ",
+            ),
+            (
+                "Training={max_length: {epochs: 1}}",
+                "Training.max_length",
+                "{training: ",
+            ),
         ]
     ),
 ]
@@ -98,10 +118,14 @@ def test_misplaced_setting_is_one_problem_that_says_where_it_belongs(
 
 @pytest.mark.parametrize("nested", ["amp={precision: amp_fp16}", "precision=amp_fp16"])
 def test_amp_section_within_another_section_is_one_problem(nested: str) -> None:
-    ours = with_overrides(PLAIN, ["hyperparameters.training={max_length: {batches: 4}}"])
+    ours = with_overrides(
+        PLAIN, ["hyperparameters.training={max_length: {batches: 4}}"]
+    )
     del ours["searcher"]["max_length"], ours["scheduling_unit"]
     parse(ours, "test")  # the control
-    (problem,) = problems_of(with_overrides(ours, [f"hyperparameters.training.{nested}"]))
+    (problem,) = problems_of(
+        with_overrides(ours, [f"hyperparameters.training.{nested}"])
+    )
     assert "; write hyperparameters: {amp: {precision: " in problem
 
 
@@ -113,7 +137,9 @@ def test_amp_section_within_another_section_is_one_problem(nested: str) -> None:
         ("global_batch_size", "allowed there: its own"),
     ],
 )
-def test_top_level_key_that_determined_has_not_is_a_problem(key: str, says: str) -> None:
+def test_top_level_key_that_determined_has_not_is_a_problem(
+    key: str, says: str
+) -> None:
     (problem,) = problems_of({**PLAIN, key: 4})
     assert problem.startswith(f"{key}: unknown key")
     assert says in problem
@@ -126,7 +152,8 @@ def test_hyperparameter_of_a_trial_with_amp_of_its_own_is_named_in_the_first_lin
     found = parse(with_overrides(PLAIN, [f"hyperparameters.{override}"]), "test")
     assert found.amp is None
     assert (
-        found.described_precision(found.precision) == f"{NO_AMP_SECTION} ({named}: the trial's own)"
+        found.described_precision(found.precision)
+        == f"{NO_AMP_SECTION} ({named}: the trial's own)"
     )
 
 
@@ -143,7 +170,9 @@ def test_hyperparameter_of_a_trial_with_amp_of_its_own_is_named_in_the_first_lin
         "searcher.metric=precision",
     ],
 )
-def test_what_only_looks_like_a_setting_is_no_problem_and_not_named(override: str) -> None:
+def test_what_only_looks_like_a_setting_is_no_problem_and_not_named(
+    override: str,
+) -> None:
     found = parse(with_overrides(PLAIN, [override]), "test")
     assert found.described_precision(found.precision) == NO_AMP_SECTION
 
@@ -164,7 +193,9 @@ def test_hyperparameter_that_is_called_type_hides_no_other() -> None:
     own = {"lr": 0.1, "type": "const"}
     settings = parse({**PLAIN, "hyperparameters": own}, "test").settings
     assert {name: settings[f"hyperparameters.{name}"] for name in own} == own
-    (problem,) = problems_of({**PLAIN, "hyperparameters": {**own, "precision": "amp_fp16"}})
+    (problem,) = problems_of(
+        {**PLAIN, "hyperparameters": {**own, "precision": "amp_fp16"}}
+    )
     assert problem.startswith("hyperparameters.precision: got 'amp_fp16'")
 
 
@@ -178,22 +209,33 @@ def test_range_of_a_search_that_holds_a_misplaced_precision_is_refused() -> None
     for key in ("amp", "precision"):
         wrong = with_overrides(searched, [f"hyperparameters.{key}={choices}"])
         with pytest.raises(ConfigError, match=f"hyperparameters.{key}: got "):
-            SearchPlan({**wrong, "searcher": {**wrong["searcher"], "max_length": 4}}, "search.yaml")
+            SearchPlan(
+                {**wrong, "searcher": {**wrong["searcher"], "max_length": 4}},
+                "search.yaml",
+            )
 
 
-@pytest.mark.parametrize("command", ["train", "check", "audit", "find", "score", "compare"])
+@pytest.mark.parametrize(
+    "command", ["train", "check", "audit", "find", "score", "compare"]
+)
 def test_every_command_refuses_a_misplaced_section(
     command: str, tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
-    said = refusal(command, write_yaml(tmp_path, {**PLAIN, "amp": {"precision": "amp_fp16"}}))
+    said = refusal(
+        command, write_yaml(tmp_path, {**PLAIN, "amp": {"precision": "amp_fp16"}})
+    )
     assert "amp: got a section of keys and values, which nothing reads" in said
 
 
 def test_script_of_the_users_own_is_told_of_a_misplaced_precision() -> None:
     with pytorch.init(hparams={"precision": "amp_fp16"}, exp_conf=PLAIN) as context:
-        with pytest.raises(ConfigError, match=r"hyperparameters\.precision: got 'amp_fp16'"):
+        with pytest.raises(
+            ConfigError, match=r"hyperparameters\.precision: got 'amp_fp16'"
+        ):
             MixedPrecision(context)
-        with pytest.raises(ConfigError, match=r"hyperparameters\.precision: got 'amp_fp16'"):
+        with pytest.raises(
+            ConfigError, match=r"hyperparameters\.precision: got 'amp_fp16'"
+        ):
             fit(Stranger(context), context)
 
 
@@ -206,7 +248,11 @@ def test_script_of_the_users_own_is_told_of_a_misplaced_precision() -> None:
     ids=["no section", "amp_bf16"],
 )
 def test_log_begins_with_the_precision_and_the_closing_line_names_it(
-    section: Values, first: str, last: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    section: Values,
+    first: str,
+    last: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = write_yaml(tmp_path, {**PLAIN, "hyperparameters": {"lr": 0.1, **section}})
     run = tmp_path / "run"

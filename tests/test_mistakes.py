@@ -1,7 +1,8 @@
 """Every mistake with mixed precision ends with one sentence and the line to write.
 
-In a trial that was written for it, in one that knows nothing of it, and in a loop of one's own; in
-every precision, so that none comes to light only when the precision is switched.
+In a trial that was written for it, in one that knows nothing of it, and in a loop of
+one's own; in every precision, so that none comes to light only when the precision is
+switched.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import lr_scheduler
 
-from determined_amp import AmpLoop, AmpSettings, AuditError, ConfigError, MixedPrecision, Precision
+from determined_amp import (
+    AmpLoop,
+    AmpSettings,
+    AuditError,
+    ConfigError,
+    MixedPrecision,
+    Precision,
+)
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.amp.settings import Compile
@@ -91,7 +99,9 @@ class ClipsBeforeUnscaling(Weights):
         def clip(parameters: Any) -> None:
             nn.utils.clip_grad_norm_(parameters, 1.0)
 
-        self.context.step_optimizer(self.optimizer, clip_grads=clip, scaler=self.amp.scaler)
+        self.context.step_optimizer(
+            self.optimizer, clip_grads=clip, scaler=self.amp.scaler
+        )
 
 
 class StepsOneOptimizerTwice(Weights):
@@ -136,13 +146,17 @@ def schedules_an_unwrapped_optimizer(context: pytorch.PyTorchTrialContext) -> We
 
 class SumsTheGradients(Weights):
     def wrapped(self, optimizer: torch.optim.Optimizer) -> Any:
-        return self.context.wrap_optimizer(optimizer, average_aggregated_gradients=False)
+        return self.context.wrap_optimizer(
+            optimizer, average_aggregated_gradients=False
+        )
 
 
 MISTAKES: dict[Any, str] = {
     made_after_wrap_model: "MixedPrecision: make it before context.wrap_model",
     made_twice: "MixedPrecision: this context has one already",
-    ForgetsTheCallbacks: "update: build_callbacks of the trial must return amp.callbacks(self)",
+    ForgetsTheCallbacks: (
+        "update: build_callbacks of the trial must return amp.callbacks(self)"
+    ),
     ForgetsTheUpdate: "it steps an optimizer, and must end with amp.update(...)",
     ClipsBeforeUnscaling: "it clips gradients that are still scaled",
     AsksBeforeTheUpdate: "last_step_applied: asked between a step and amp.update(...)",
@@ -173,11 +187,15 @@ def test_mistake_in_a_trial_is_one_sentence(trial: Any, amp: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.*GradScaler:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*GradScaler is enabled, but CUDA:UserWarning")
 def test_determineds_own_amp_beside_it_is_refused() -> None:
-    assert "leave out experimental.use_amp()" in refusal(uses_amp_of_determined, FP16_SECTION)
+    assert "leave out experimental.use_amp()" in refusal(
+        uses_amp_of_determined, FP16_SECTION
+    )
 
 
 def test_sum_of_the_gradients_of_a_window_is_refused() -> None:
-    """The batches 1 and 3 have the mean gradient 2, so w = 1 - 2 / 4. One batch has no sum."""
+    """The batches 1 and 3 have the mean gradient 2, so w = 1 - 2 / 4. One batch has no
+    sum.
+    """
     two: Values = {"batches": 2, "aggregation_frequency": 2}
     assert fit(Weights, FP16_SECTION, **two).trial.weights() == [0.5]
     words = "average_aggregated_gradients: got false, which sums the gradients of the 2"
@@ -274,8 +292,12 @@ class WrapsNoModel(Plain):
 
 
 FP16_ONLY, IN_16_BITS = ("amp_fp16",), ("amp_fp16", "amp_bf16")
-ITS_OWN_AMP = "check examines AMP of the trial's own if its YAML has no hyperparameters.amp"
-ITS_OWN_BACKWARD = "calls loss.backward() itself; write instead: self.context.backward(loss)"
+ITS_OWN_AMP = (
+    "check examines AMP of the trial's own if its YAML has no hyperparameters.amp"
+)
+ITS_OWN_BACKWARD = (
+    "calls loss.backward() itself; write instead: self.context.backward(loss)"
+)
 REFUSED: dict[Any, tuple[tuple[str, ...], str]] = {
     CallsBackwardItself: (EVERY_PRECISION, ITS_OWN_BACKWARD),
     CallsBackwardBesideTheRightOne: (FP16_ONLY, ITS_OWN_BACKWARD),
@@ -285,8 +307,14 @@ REFUSED: dict[Any, tuple[tuple[str, ...], str]] = {
     CreatesAGraph: (FP16_ONLY, "create_graph"),
     WrapsNoModel: (FP16_ONLY, "context.wrap_model(model)"),
     ReturnsUnknownContainer: (FP16_ONLY, "its loss is in float16"),
-    habits.HalfWeights: (EVERY_PRECISION, "are in bfloat16, as after .half() or .bfloat16()"),
-    habits.LineSearch: (IN_16_BITS, "LBFGS with a closure, for which no line helps in 16 bits"),
+    habits.HalfWeights: (
+        EVERY_PRECISION,
+        "are in bfloat16, as after .half() or .bfloat16()",
+    ),
+    habits.LineSearch: (
+        IN_16_BITS,
+        "LBFGS with a closure, for which no line helps in 16 bits",
+    ),
     StepsInsideTheBackward: (FP16_ONLY, "it has a hook in the backward"),
 }
 
@@ -315,7 +343,9 @@ class SwitchesItsScalerOff(Plain):
         with torch.autocast("cpu", enabled=False):
             loss = self.loss(batch)
         self.context.backward(self.scaler.scale(loss))
-        self.context.step_optimizer(self.optimizer, self.clip_unscaled, scaler=self.scaler)
+        self.context.step_optimizer(
+            self.optimizer, self.clip_unscaled, scaler=self.scaler
+        )
         self.scaler.update()
         return {"loss": loss}
 
@@ -365,7 +395,9 @@ class GoesBackwardForEach(habits.SharedParameters):
 
 
 def test_two_optimizers_of_one_parameter_may_have_a_backward_each() -> None:
-    made = fit_as_it_is(GoesBackwardForEach, {"precision": "amp_fp16", "init_scale": 16.0})
+    made = fit_as_it_is(
+        GoesBackwardForEach, {"precision": "amp_fp16", "init_scale": 16.0}
+    )
     assert made.report["watch_applied_steps_1"] == BATCHES
 
 
@@ -443,10 +475,14 @@ def schedules_twice(loop: OwnLoop) -> None:
 MISTAKES_IN_A_LOOP: dict[Callable[[OwnLoop], None], str] = {
     steps_the_optimizer: r"the loop: it steps .* amp\.scaler\.step\(optim",
     steps_an_unknown_optimizer: r"the loop: it steps .* amp\.scaler\.step\(optim",
-    forgets_the_update: r"amp\.update\(\.\.\.\) at the end of each batch, with amp\.fin",
+    forgets_the_update: (
+        r"amp\.update\(\.\.\.\) at the end of each batch, with amp\.fin"
+    ),
     steps_twice: "the loop: it steps an optimizer again without amp.update",
     scales_no_loss: r"it does not scale the loss; .*\.backward\(\)",
-    schedules_twice: "^the loop: wrap_lr_scheduler: its optimizer has a schedule already; join",
+    schedules_twice: (
+        "^the loop: wrap_lr_scheduler: its optimizer has a schedule already; join"
+    ),
 }
 
 
@@ -461,7 +497,9 @@ def test_mistake_in_a_loop_is_one_sentence(
 
 def test_step_with_a_closure_and_a_loss_scale_is_refused() -> None:
     loop = OwnLoop()
-    with pytest.raises(ConfigError, match="steps with a closure, which a loss scale does not"):
+    with pytest.raises(
+        ConfigError, match="steps with a closure, which a loss scale does not"
+    ):
         loop.amp.scaler.step(loop.optimizer, lambda: 0.0)
 
 
@@ -469,10 +507,16 @@ def test_step_with_a_closure_and_a_loss_scale_is_refused() -> None:
 def test_max_norm_that_is_no_number_above_0_is_refused(max_norm: Any) -> None:
     context: Any = Context()
     amp, loop = MixedPrecision(context, AmpSettings(Precision.FP32)), OwnLoop()
-    optimizer = context.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
-    with pytest.raises(ConfigError, match=f"got max_norm {max_norm}; allowed: a number above 0"):
+    optimizer = context.wrap_optimizer(
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    )
+    with pytest.raises(
+        ConfigError, match=f"got max_norm {max_norm}; allowed: a number above 0"
+    ):
         amp.clip(optimizer, max_norm)
-    with pytest.raises(ConfigError, match=f"^the loop: clip_gradients: got max_norm {max_norm}"):
+    with pytest.raises(
+        ConfigError, match=f"^the loop: clip_gradients: got max_norm {max_norm}"
+    ):
         loop.amp.clip_gradients(loop.optimizer, max_norm)
     amp.clip(optimizer, 1.0e-30)
 
@@ -481,8 +525,14 @@ def test_max_norm_that_is_no_number_above_0_is_refused(max_norm: Any) -> None:
     ("settings", "words"),
     [
         ({"fp32_modules": ("0", "head")}, "got 'head', which matches no module"),
-        ({"fp32_modules": ("0",)}, "^the loop: fp32_modules: given, but no model was given to amp"),
-        ({"compile": Compile.DEFAULT}, "^the loop: compile: given, but no model was given to amp"),
+        (
+            {"fp32_modules": ("0",)},
+            "^the loop: fp32_modules: given, but no model was given to amp",
+        ),
+        (
+            {"compile": Compile.DEFAULT},
+            "^the loop: compile: given, but no model was given to amp",
+        ),
     ],
     ids=["no such module", "no model for fp32_modules", "no model for compile"],
 )

@@ -1,7 +1,9 @@
-"""What a user mistypes in a YAML: a command says so in one sentence, or does what was asked.
+"""What a user mistypes in a YAML: a command says so in one sentence, or does what was
+asked.
 
-Hypothesis drops, misspells or repeats a key, indents it with a tab, or gives it another value. Each
-example runs a whole command. The last test plants a fault that the others look for.
+Hypothesis drops, misspells or repeats a key, indents it with a tab, or gives it another
+value. Each example runs a whole command. The last test plants a fault that the others
+look for.
 """
 
 from __future__ import annotations
@@ -34,17 +36,20 @@ TINY = with_overrides(
     read_yaml(str(training.ROOT / "experiment_configs/mlp/amp.yaml")),
     [
         *training.SMALL[:3],
-        "hyperparameters.training={max_length: {batches: 4}, validation_period: {batches: 2}, "
-        "checkpoint_period: {batches: 2}, reporting_period: {batches: 1}}",
+        (
+            "hyperparameters.training={max_length: {batches: 4}, validation_period:"
+            " {batches: 2}, checkpoint_period: {batches: 2}, reporting_period:"
+            " {batches: 1}}"
+        ),
     ],
 )
 # Values as YAML, wrong in most places, with two spaces between.
 VALUES = r"""
-null  true  'true'  []  {}  [null]  {a: 1}  x  ''  '5'  5  0.5  0  -1  1  2  0x10  032  0o17  1:30
-1e39  1e300  1e-300  yes  .nan  .inf  -.inf  ~  2001-01-01  2001-99-99  *a  !!int x  !!binary aGk=
-!x y  "\0"  "\ud800"  1_000  '[/b]'  '[red]'  größe  ../../up  /etc/passwd  'a/b'  '%20'  '{}'  +1
--0.0  {2001-01-01: 1}  {type: const, val: 5}  {type: double, minval: 0, maxval: 1}  {batches: 1}
-{epochs: 1}"""
+null  true  'true'  []  {}  [null]  {a: 1}  x  ''  '5'  5  0.5  0  -1  1  2  0x10  032
+0o17  1:30  1e39  1e300  1e-300  yes  .nan  .inf  -.inf  ~  2001-01-01  2001-99-99  *a
+!!int x  !!binary aGk=  !x y  "\0"  "\ud800"  1_000  '[/b]'  '[red]'  größe  ../../up
+/etc/passwd  'a/b'  '%20'  '{}'  +1  -0.0  {2001-01-01: 1}  {type: const, val: 5}
+{type: double, minval: 0, maxval: 1}  {batches: 1}  {epochs: 1}"""
 
 BOUNDED = settings(
     test_hostile.BOUNDED, phases=[Phase.generate], suppress_health_check=[*HealthCheck]
@@ -60,7 +65,9 @@ class Mistake(NamedTuple):
 
 
 def written(config: Config, mistake: Mistake, path: str = "") -> Iterator[str]:
-    """The lines of the configuration as YAML, with a mistake that no YAML library would write."""
+    """The lines of the configuration as YAML, with a mistake that no YAML library would
+    write.
+    """
     depth = path.count(".")
     for key, value in config.items():
         how = mistake.how if mistake.key == f"{path}{key}" else "keep"
@@ -80,11 +87,17 @@ def mistakes_in(config: Config) -> st.SearchStrategy[Mistake]:
     """A mistake at any key of a configuration."""
     how = st.sampled_from(["drop", "misspell", "twice", "tab", *["value"] * 12])
     values = st.sampled_from(VALUES.strip().replace("\n", "  ").split("  "))
-    return st.builds(Mistake, how, st.sampled_from([*test_hostile.dotted(config)]), values)
+    return st.builds(
+        Mistake, how, st.sampled_from([*test_hostile.dotted(config)]), values
+    )
 
 
-def judge(command: Sequence[str], config: Config, mistake: Mistake, main: Any = None) -> None:
-    """Run a command on a mistyped YAML, in a folder that is gone afterwards, and judge its end."""
+def judge(
+    command: Sequence[str], config: Config, mistake: Mistake, main: Any = None
+) -> None:
+    """Run a command on a mistyped YAML, in a folder that is gone afterwards, and judge
+    its end.
+    """
     output = io.StringIO()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -105,27 +118,40 @@ def judge(command: Sequence[str], config: Config, mistake: Mistake, main: Any = 
 
 
 def judge_refusal(mistake: Mistake, said: str) -> None:
-    """A refusal names the key in few words, and leaves nothing but the record of a failed run."""
+    """A refusal names the key in few words, and leaves nothing but the record of a
+    failed run.
+    """
     assert any(part in said for part in mistake.key.split(".")) or "YAML" in said, said
     assert len(said) < 6000
     left = {path.name for path in Path().iterdir()} - {"config.yaml"}
     if left:
         assert left == {"run"}
-        assert read_record(Path("run")).state in (RunState.FAILED, RunState.INVALID), said
+        assert read_record(Path("run")).state in (
+            RunState.FAILED,
+            RunState.INVALID,
+        ), said
 
 
 def not_as_asked() -> str:
-    """What the run trained that the YAML, as Determined's own reader reads it, did not ask for."""
+    """What the run trained that the YAML, as Determined's own reader reads it, did not
+    ask for.
+    """
     asked = flat(util.yaml_safe_load(Path("config.yaml").read_text()))
     trained: Metrics = {}
-    for name in ("config.yaml", "resolved.yaml"):  # the second has what was read, with defaults
+    # the second has what was read, with defaults
+    for name in ("config.yaml", "resolved.yaml"):
         trained |= flat(util.yaml_safe_load(Path("run", name).read_text()))
     for name, value in asked.items():
         found = trained.get(name)
-        if isinstance(value, dict) and isinstance(found, dict):  # with what is added by default
-            found = {key: found[key] for key in value.keys() & found.keys()}
+        # with what is added by default
+        if isinstance(value, dict) and isinstance(found, dict):
+            found = {key: found[key] for key in value if key in found}
         # By their text: 1 is not true, and NaN equals nothing.
-        if value not in (None, {}) and repr(value) != repr(found) and not same_number(value, found):
+        if (
+            value not in (None, {})
+            and repr(value) != repr(found)
+            and not same_number(value, found)
+        ):
             return f"{name}: asked for {value!r}, trained {found!r}"
     return ""
 
@@ -141,7 +167,9 @@ TRAIN = ("train", "config.yaml", "--run-folder", "run")
 
 @settings(BOUNDED, max_examples=50)
 @given(mistake=mistakes_in(TINY))
-def test_mistyped_experiment_is_refused_or_trained_as_it_stands(mistake: Mistake) -> None:
+def test_mistyped_experiment_is_refused_or_trained_as_it_stands(
+    mistake: Mistake,
+) -> None:
     judge(TRAIN, TINY, mistake)
 
 
@@ -155,8 +183,12 @@ def careless(arguments: Sequence[str]) -> int:
     return door.main([*arguments, "--config", "hyperparameters.learning_rate=0.5"])
 
 
-def test_training_with_another_learning_rate_than_the_yaml_asks_for_is_noticed() -> None:
-    """Negative control: the judge of the tests above fails what a careless command trains."""
+def test_training_with_another_learning_rate_than_the_yaml_asks_for_is_noticed() -> (
+    None
+):
+    """Negative control: the judge of the tests above fails what a careless command
+    trains.
+    """
     mistake = Mistake("value", "hyperparameters.learning_rate", "0.25")
     judge(TRAIN, TINY, mistake)
     with pytest.raises(AssertionError):

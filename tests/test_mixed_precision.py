@@ -1,4 +1,6 @@
-"""`MixedPrecision` in trials of a stranger's shape: what it reports, and what it leaves alone."""
+"""`MixedPrecision` in trials of a stranger's shape: what it reports, and what it leaves
+alone.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,17 @@ def report_of(trial: type[Weights], amp: Any = FP16) -> Metrics:
 
 
 @pytest.mark.usefixtures("_switches_restored")
-@pytest.mark.parametrize("set_backends", [False, True], ids=["not asked for", "asked for"])
+@pytest.mark.parametrize(
+    "set_backends", [False, True], ids=["not asked for", "asked for"]
+)
 def test_torchs_switches_are_set_only_if_that_is_asked_for(set_backends: bool) -> None:
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
     context: Any = Context()
     MixedPrecision(context, AmpSettings(Precision.FP32, set_backends=set_backends))
-    assert torch.get_float32_matmul_precision() == ("highest" if set_backends else "high")
+    assert torch.get_float32_matmul_precision() == (
+        "highest" if set_backends else "high"
+    )
     assert torch.backends.cudnn.allow_tf32 is not set_backends
 
 
@@ -110,7 +116,9 @@ def test_speed_and_wait_for_data_are_reported() -> None:
 
 
 class TrainsAgainWithoutSteps(Weights):
-    """Trains each batch once more without steps, by every call that could move something."""
+    """Trains each batch once more without steps, by every call that could move
+    something.
+    """
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         super().__init__(context)

@@ -1,7 +1,8 @@
 """No training step makes the host wait for the device, and a report waits once.
 
-The MLP runs in Determined's own loop, loader and validation included, on the fake CUDA device of
-`fake_cuda`. `test_contract.py` asks this of every trial, `test_gpu.py` on a real device.
+The MLP runs in Determined's own loop, loader and validation included, on the fake CUDA
+device of `fake_cuda`. `test_contract.py` asks this of every trial, `test_gpu.py` on a
+real device.
 """
 
 from __future__ import annotations
@@ -50,12 +51,16 @@ OVERRIDES = (
 
 @dataclass
 class Run:
-    """What one run left: the trial, and the dtypes of its model's outputs in training."""
+    """What one run left: the trial, and the dtypes of its model's outputs in
+    training.
+    """
 
     trial: Any = None
     dtypes: set[torch.dtype] = field(default_factory=set)
 
-    def note_dtype(self, model: nn.Module, inputs: object, outputs: torch.Tensor) -> None:
+    def note_dtype(
+        self, model: nn.Module, inputs: object, outputs: torch.Tensor
+    ) -> None:
         if model.training:
             self.dtypes.add(outputs.dtype)
 
@@ -63,7 +68,8 @@ class Run:
 class Loop(SafeController):
     """Determined's loop, which says what it does.
 
-    Fake tensors have no values, so there is nothing to save and nothing for the guard to judge.
+    Fake tensors have no values, so there is nothing to save and nothing for the guard
+    to judge.
     """
 
     def __init__(
@@ -140,9 +146,11 @@ def test_batches_never_wait_and_a_report_reads_once(
             f"hyperparameters.aggregation_frequency={aggregation_frequency}",
         )
     assert syncs.waits["batches"] == {}
-    # The stopwatch starts after ten batches; the last of three reports waits for its end.
+    # The stopwatch starts after ten batches; the last of three reports waits for its
+    # end.
     assert syncs.waits["report"] == {"read": 3, "wait": 1}
-    # And these batches did what they are for: cast, unscale, clip, step, move the schedule.
+    # And these batches did what they are for: cast, unscale, clip, step, move the
+    # schedule.
     assert run.dtypes == {precision.autocast_dtype or torch.float32}
     steps = BATCHES // aggregation_frequency
     scaled = steps if precision is Precision.AMP_FP16 else 0
@@ -151,7 +159,8 @@ def test_batches_never_wait_and_a_report_reads_once(
     assert calls["_foreach_mul_"] == steps
     assert calls["_fused_adam_"] == steps
     assert calls["_amp_update_scale_"] == scaled
-    assert calls["index_select"] == scaled  # the schedule; on the host where nothing is skipped
+    # the schedule; on the host where nothing is skipped
+    assert calls["index_select"] == scaled
     assert run.trial.optimizer.defaults["fused"] is True
 
 
@@ -165,7 +174,9 @@ class Unmodified(habits.ClipsOutside):
 
 @needs_fake_cuda
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.AMP_FP16])
-def test_batches_of_an_unmodified_trial_wait_for_their_copy_alone(precision: Precision) -> None:
+def test_batches_of_an_unmodified_trial_wait_for_their_copy_alone(
+    precision: Precision,
+) -> None:
     with fake_cuda() as syncs:
         run = train(
             syncs.during,
@@ -173,7 +184,8 @@ def test_batches_of_an_unmodified_trial_wait_for_their_copy_alone(precision: Pre
             f"hyperparameters.trial={__name__}:Unmodified",
             f"hyperparameters.amp.precision={precision.value}",
         )
-    # Determined's loop copies inputs and classes to the device, as it does for any trial.
+    # Determined's loop copies inputs and classes to the device, as it does for any
+    # trial.
     assert syncs.waits["batches"] == {"copy": 2 * BATCHES}
     calls = syncs.calls["batches"]
     scaled = BATCHES if precision is Precision.AMP_FP16 else 0
@@ -199,7 +211,9 @@ class UnfusedAdam(torch.optim.Adam):
         super().__init__(parameters, **{**settings, "fused": False})
 
 
-def copy_from_pageable(batch: Sequence[torch.Tensor], device: torch.device) -> loading.Batch:
+def copy_from_pageable(
+    batch: Sequence[torch.Tensor], device: torch.device
+) -> loading.Batch:
     """Planted: `non_blocking` alone is not enough."""
     images, labels = (tensor.clone() for tensor in batch)
     return images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
@@ -211,21 +225,34 @@ METRICS = "determined_amp.amp.core.TrainingMetrics"
 PLANTED: dict[str, tuple[str, object, Counter[str]]] = {
     "loss.item()": (METRICS, ReadsTheLoss, Counter(read=1)),
     "fused=False": ("torch.optim.Adam", UnfusedAdam, Counter(read=1)),
-    "pin_memory=False": ("trials.data.loading.to_device", copy_from_pageable, Counter(copy=2)),
+    "pin_memory=False": (
+        "trials.data.loading.to_device",
+        copy_from_pageable,
+        Counter(copy=2),
+    ),
 }
 
 
 @needs_fake_cuda
 @pytest.mark.parametrize("name", PLANTED)
-def test_planted_wait_is_counted_in_each_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a constant rate: the schedule of an optimizer that is not fused reads too."""
+def test_planted_wait_is_counted_in_each_batch(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a constant rate: the schedule of an optimizer that is not fused reads
+    too.
+    """
     place, planted, per_batch = PLANTED[name]
     monkeypatch.setattr(place, planted)
-    constant = ("hyperparameters.lr_schedule=constant", "hyperparameters.warmup_steps=0")
+    constant = (
+        "hyperparameters.lr_schedule=constant",
+        "hyperparameters.warmup_steps=0",
+    )
     length = "hyperparameters.training.max_length={batches: 4}"
     with fake_cuda() as syncs:
         train(syncs.during, "mlp/amp.yaml", *constant, length)
-    assert syncs.waits["batches"] == {kind: 4 * count for kind, count in per_batch.items()}
+    assert syncs.waits["batches"] == {
+        kind: 4 * count for kind, count in per_batch.items()
+    }
 
 
 def clip(tensor: torch.Tensor, **how: bool) -> None:
@@ -281,11 +308,17 @@ def test_call_that_does_not_wait_for_the_device_is_not_counted(
 
 @needs_fake_cuda
 def test_backward_of_the_fake_device_has_the_gradients_of_autograd() -> None:
-    """The same sums in the same order, broadcast and branches included: equal to the last bit."""
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 5))
+    """The same sums in the same order, broadcast and branches included: equal to the
+    last bit.
+    """
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 5)
+    )
     images, labels = torch.randn(4, 3, 8, 8), torch.arange(4)
 
-    def gradients(run_backward: Callable[[torch.Tensor], object]) -> list[torch.Tensor | None]:
+    def gradients(
+        run_backward: Callable[[torch.Tensor], object],
+    ) -> list[torch.Tensor | None]:
         twin = copy.deepcopy(model)
         for _ in range(2):  # the second accumulates
             with torch.autocast("cpu", dtype=torch.bfloat16):

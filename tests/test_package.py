@@ -1,4 +1,6 @@
-"""The library as its users get it: a wheel in an empty folder, and no checkout in sight."""
+"""The library as its users get it: a wheel in an empty folder, and no checkout in
+sight.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def ended(*command: str, cwd: Path, path: Path | str = "") -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: setuptools leaves folders behind where it builds, and reads old ones."""
+    """Built from a copy: setuptools leaves folders behind where it builds, and reads
+    old ones.
+    """
     copy = tmp_path_factory.mktemp("checkout") / "copy"
     here_only = shutil.ignore_patterns(
         ".*", "build", "dist", "*.egg-info", "__pycache__", "pictures"
@@ -41,7 +45,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     shutil.copytree(ROOT, copy, ignore=ignored)
     dist = copy.parent / "dist"
-    options = ["--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(dist)]
+    options = [
+        "--no-deps",
+        "--no-index",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(dist),
+    ]
     ended(*PIP, "wheel", *options, str(copy), cwd=copy.parent)
     (built,) = dist.iterdir()
     return built
@@ -83,13 +93,23 @@ def test_wheel_holds_the_whole_library_and_nothing_else(wheel: Path) -> None:
     assert f"{about}licenses/LICENSE" in names
 
 
-def test_the_installed_command_trains_a_stranger_in_float16_and_audits_it(trained: Path) -> None:
-    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+def test_the_installed_command_trains_a_stranger_in_float16_and_audits_it(
+    trained: Path,
+) -> None:
+    lines = [
+        json.loads(line)
+        for line in (trained / "metrics.jsonl").read_text().splitlines()
+    ]
     assert lines[-1]["batches"] == 200
-    (accuracy,) = (line["accuracy"] for line in lines[-1:] if line["group"] == "validation")
+    (accuracy,) = (
+        line["accuracy"] for line in lines[-1:] if line["group"] == "validation"
+    )
     assert accuracy > 0.9
     assert lines[0]["watch_audit_share"] == 1.0
-    assert "amp_fp16 asks for float16: 100.0% of the FLOPs" in (trained / "log.txt").read_text()
+    assert (
+        "amp_fp16 asks for float16: 100.0% of the FLOPs"
+        in (trained / "log.txt").read_text()
+    )
     # The code of the stranger, and nothing else.
     code = newest_checkpoint(trained) / "code"
     assert [path.name for path in code.iterdir()] == ["model_def.py"]
@@ -98,7 +118,9 @@ def test_the_installed_command_trains_a_stranger_in_float16_and_audits_it(traine
 def test_determined_itself_opens_the_checkpoint_with_the_wheel(
     installed: Path, trained: Path, tmp_path: Path
 ) -> None:
-    """In a process that knows neither the folder nor what `train` allows to be loaded."""
+    """In a process that knows neither the folder nor what `train` allows to be
+    loaded.
+    """
     checkpoint = newest_checkpoint(trained)
     code = (
         "import torch, determined_amp; from determined import pytorch\n"
@@ -106,11 +128,15 @@ def test_determined_itself_opens_the_checkpoint_with_the_wheel(
         "    torch_load_kwargs={'weights_only': True})\n"
         "print(type(trial).__module__, type(trial).__name__)\n"
         "print(tuple(trial.model(torch.zeros(3, 32)).shape))\n"
-        "print(float(sum(weight.double().sum() for weight in trial.model.parameters())))\n"
-        "print(determined_amp.__file__)"
+        "print(float(sum(weight.double().sum() for weight in "
+        "trial.model.parameters())))\nprint(determined_amp.__file__)"
     )
-    printed = ended("-W", "ignore", "-c", code, cwd=tmp_path, path=installed).splitlines()
+    printed = ended(
+        "-W", "ignore", "-c", code, cwd=tmp_path, path=installed
+    ).splitlines()
     saved = torch.load(checkpoint / "state_dict.pth", weights_only=True)
-    total = float(sum(weight.double().sum() for weight in saved["models_state_dict"][0].values()))
+    total = float(
+        sum(weight.double().sum() for weight in saved["models_state_dict"][0].values())
+    )
     of_the_wheel = str(installed / "determined_amp" / "__init__.py")
     assert printed[-4:] == ["model_def MyTrial", "(3, 10)", str(total), of_the_wheel]

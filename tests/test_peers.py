@@ -1,4 +1,6 @@
-"""`benchmarks.peers`: its loops do the same work, and its table says what it measured."""
+"""`benchmarks.peers`: its loops do the same work, and its table says what it
+measured.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,12 @@ class Unmeasured:
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 @pytest.mark.parametrize("precision", ["fp32", "amp_fp16"])
-def test_all_loops_that_are_compared_train_the_same_weights(precision: str, schedule: str) -> None:
-    """Exactly; PyTorch's cosine multiplies one rate into the next, which rounds otherwise."""
+def test_all_loops_that_are_compared_train_the_same_weights(
+    precision: str, schedule: str
+) -> None:
+    """Exactly; PyTorch's cosine multiplies one rate into the next, which rounds
+    otherwise.
+    """
     tolerance = 0.0 if schedule == "constant" else 1e-6
     case = loops.Case(precision, schedule, FEW + 1)
     with controlled_by(SafeController):
@@ -78,7 +84,9 @@ def test_pages_quote_the_table_of_the_committed_numbers() -> None:
     ("name", "least", "most"),
     [(peers.REFERENCE, 0, 1), (peers.AMP_LOOP, 20, 58), (peers.TEN_LINES, 20, 76)],
 )
-def test_batch_makes_few_calls_of_the_librarys_functions(name: str, least: int, most: int) -> None:
+def test_batch_makes_few_calls_of_the_librarys_functions(
+    name: str, least: int, most: int
+) -> None:
     gc.collect()  # trainings of other tests, which ended within a window
     calls = peers.calls_of(Precision.AMP_FP16.value, name).total() / 100
     assert least <= calls <= most

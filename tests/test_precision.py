@@ -73,10 +73,16 @@ def test_tf32_on_a_cpu_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert record.getMessage().startswith("amp.precision is tf32, but cpu has no TF32")
 
 
-@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="torch has no such switches")
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cudnn, "conv"), reason="torch has no such switches"
+)
 @pytest.mark.parametrize("before", ["tf32", "ieee"])
-def test_torchs_newer_switches_are_set_too(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the old ones alone, convolutions stay at what `torch.backends` was set to before."""
+def test_torchs_newer_switches_are_set_too(
+    before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the old ones alone, convolutions stay at what `torch.backends` was set to
+    before.
+    """
     backends: Any = torch.backends
     operations = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
     pretend_gpu(monkeypatch, (9, 0))
@@ -85,7 +91,9 @@ def test_torchs_newer_switches_are_set_too(before: str, monkeypatch: pytest.Monk
         for precision in Precision:
             prepare_backend(precision, _GPU, set_switches=True)
             tf32 = precision is Precision.TF32
-            assert {each.fp32_precision for each in operations} == {"tf32" if tf32 else "ieee"}
+            assert {each.fp32_precision for each in operations} == {
+                "tf32" if tf32 else "ieee"
+            }
             assert switches() == (("high", True) if tf32 else ("highest", False))
     finally:
         backends.fp32_precision = "none"
@@ -113,7 +121,13 @@ def test_bf16_on_a_gpu_that_emulates_it_is_an_error_and_changes_nothing(
         ((7, 5), None, False, False),
         ((8, 0), None, True, True),
         ((9, 0), None, True, True),
-        ((9, 0), "6.0", False, True),  # AMD counts its capabilities otherwise, and has no TF32
+        # AMD counts its capabilities otherwise, and has no TF32
+        (
+            (9, 0),
+            "6.0",
+            False,
+            True,
+        ),
     ],
 )
 def test_supported_precisions_follow_the_capability_of_the_gpu(
@@ -124,7 +138,9 @@ def test_supported_precisions_follow_the_capability_of_the_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pretend_gpu(monkeypatch, capability, hip)
-    assert DeviceSupport.of(_GPU) == DeviceSupport("Some GPU", tf32=tf32, fp16=True, bf16=bf16)
+    assert DeviceSupport.of(_GPU) == DeviceSupport(
+        "Some GPU", tf32=tf32, fp16=True, bf16=bf16
+    )
 
 
 def test_tests_of_the_cpu_and_their_processes_see_no_gpu() -> None:
@@ -133,7 +149,9 @@ def test_tests_of_the_cpu_and_their_processes_see_no_gpu() -> None:
     assert torch.cuda.device_count() == 0
 
 
-def test_device_is_described_with_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_is_described_with_what_it_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     versions = f"; torch {torch.__version__}, Python {platform.python_version()}"
     assert module.described(torch.device("cpu"), 1) == "1 x cpu" + versions
     pretend_gpu(monkeypatch, (7, 5))
@@ -150,9 +168,13 @@ def test_cpu_that_trains_in_16_bits_is_a_warning(
     messages = [record.getMessage() for record in caplog.records]
     expected = device is _CPU and precision in (Precision.AMP_FP16, Precision.AMP_BF16)
     assert len(messages) == expected
-    assert all(f"amp.precision is {precision.value} on a CPU" in text for text in messages)
+    assert all(
+        f"amp.precision is {precision.value} on a CPU" in text for text in messages
+    )
     # A CPU with instructions for them may be faster, too.
-    assert all("use fp32" not in text and "determined_amp compare" in text for text in messages)
+    assert all(
+        "use fp32" not in text and "determined_amp compare" in text for text in messages
+    )
 
 
 @pytest.mark.parametrize("is_old", [False, True])
@@ -160,8 +182,12 @@ def test_autocast_is_on_for_one_type_of_device(
     is_old: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_old:  # torch 2.3 asks for the GPU here, and takes no argument
-        monkeypatch.setattr(torch, "is_autocast_enabled", torch.is_autocast_cache_enabled)
-        monkeypatch.setattr(torch, "is_autocast_cpu_enabled", lambda: False, raising=False)
+        monkeypatch.setattr(
+            torch, "is_autocast_enabled", torch.is_autocast_cache_enabled
+        )
+        monkeypatch.setattr(
+            torch, "is_autocast_cpu_enabled", lambda: False, raising=False
+        )
         assert (autocast_is_on("cuda"), autocast_is_on("cpu")) == (True, False)
         return
     with module.autocast("cpu", torch.bfloat16):

@@ -1,4 +1,6 @@
-"""`finder.prediction`: batches and slots are counted together, and what cannot be is said."""
+"""`finder.prediction`: batches and slots are counted together, and what cannot be is
+said.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,17 @@ ONE, ONES = OneSlot(), torch.ones(1, 1)
 
 def slots(*others: Any) -> Any:
     """This slot and others, which say this."""
-    return SimpleNamespace(rank=0, size=1 + len(others), allgather=lambda mine: [mine, *others])
+    return SimpleNamespace(
+        rank=0, size=1 + len(others), allgather=lambda mine: [mine, *others]
+    )
 
 
-def scaled(*factors: float, cast: torch.dtype | None = torch.float16) -> list[Rehearsal]:
-    """A batch for each factor: the loss is the sum of `factor * w`, from w = 1 in autocast."""
+def scaled(
+    *factors: float, cast: torch.dtype | None = torch.float16
+) -> list[Rehearsal]:
+    """A batch for each factor: the loss is the sum of `factor * w`, from w = 1 in
+    autocast.
+    """
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
 
@@ -65,7 +73,9 @@ class TestSeveral:
         assert {-1: 1, 3: 1}.items() <= powers_in(prediction.total).items()
 
     @pytest.mark.parametrize("factors", [(2.0**10, 1.0), (1.0, 2.0**10)])
-    def test_batches_overflow_if_one_of_them_does(self, factors: tuple[float, float]) -> None:
+    def test_batches_overflow_if_one_of_them_does(
+        self, factors: tuple[float, float]
+    ) -> None:
         """The gradient of the weight is the factor times the scale."""
         rehearsals = scaled(*factors)
         assert predict_float16(rehearsals, ONE).first_overflow_log2 == 6
@@ -73,7 +83,9 @@ class TestSeveral:
 
     def test_slots_are_counted_together(self) -> None:
         source = Source("b", "mm", 0, (1,))
-        prediction = predict_float16(scaled(1.0), slots((None, {source: histogram({5: 1})})))
+        prediction = predict_float16(
+            scaled(1.0), slots((None, {source: histogram({5: 1})}))
+        )
         assert powers_in(prediction.tensors[source]) == {5: 1}
         assert prediction.total.largest == 32
 
@@ -95,12 +107,24 @@ class TestSeveral:
 class TestPrediction:
     def test_prediction_is_limited_by_the_tensor_that_suffers_most(self) -> None:
         prediction = prediction_of({"a": {0: 1}, "b": {-30: 1}, "c": {}})
-        assert (prediction.first_overflow_log2, prediction.smallest_scale_log2(0.001)) == (16, 6)
-        assert [prediction.flushed_share(scale) for scale in (6, 5, -24, -25)] == [0, 1, 1, 1]
+        assert (
+            prediction.first_overflow_log2,
+            prediction.smallest_scale_log2(0.001),
+        ) == (16, 6)
+        assert [prediction.flushed_share(scale) for scale in (6, 5, -24, -25)] == [
+            0,
+            1,
+            1,
+            1,
+        ]
 
-    def test_prediction_knows_its_modules_and_its_room_to_a_fraction_of_a_bit(self) -> None:
+    def test_prediction_knows_its_modules_and_its_room_to_a_fraction_of_a_bit(
+        self,
+    ) -> None:
         prediction = prediction_of({"a": {0: 1}, "b": {-30: 1}})
-        assert {name: powers_in(its.total) for name, its in prediction.modules.items()} == {
+        assert {
+            name: powers_in(its.total) for name, its in prediction.modules.items()
+        } == {
             "a": {0: 1},
             "b": {-30: 1},
         }
@@ -114,39 +138,59 @@ def in_float16_alone(output: torch.Tensor) -> torch.Tensor:
 
 REFUSED: dict[str, Callable[[nn.Linear], torch.Tensor]] = {
     "all 16-bit gradients are exactly 0": lambda model: model(ONES).float() * 0.0,
-    "the gradients are not finite in bfloat16": lambda model: (model(ONES) * 0.0).abs().sqrt(),
+    "the gradients are not finite in bfloat16": lambda model: (
+        (model(ONES) * 0.0).abs().sqrt()
+    ),
     "no backward makes a 16-bit gradient": lambda model: model.weight * 2.0,
-    "no parameter gets a gradient": lambda model: torch.ones(1, requires_grad=True) * 1.0,
+    "no parameter gets a gradient": lambda model: (
+        torch.ones(1, requires_grad=True) * 1.0
+    ),
     "float16 tensors outside autocast": lambda model: model(ONES).half() * 2.0,
-    "not in bfloat16, .*: TypeError: .* BFloat16": lambda model: in_float16_alone(model(ONES)),
+    "not in bfloat16, .*: TypeError: .* BFloat16": lambda model: in_float16_alone(
+        model(ONES)
+    ),
 }
 
 
 class TestRefused:
     @pytest.mark.parametrize("words", REFUSED)
-    def test_training_whose_loss_scale_cannot_be_found_is_refused(self, words: str) -> None:
+    def test_training_whose_loss_scale_cannot_be_found_is_refused(
+        self, words: str
+    ) -> None:
         model = nn.Linear(1, 1)
         with pytest.raises(LossScaleError, match=words):
             predict_float16(of(model, loss=lambda: REFUSED[words](model)), ONE)
 
     @pytest.mark.parametrize("factors", [(math.inf, 1.0), (1.0, math.inf)])
-    def test_loss_that_is_not_finite_is_refused(self, factors: tuple[float, float]) -> None:
-        with pytest.raises(LossScaleError, match=r"^the loss is not finite, although bfloat16"):
+    def test_loss_that_is_not_finite_is_refused(
+        self, factors: tuple[float, float]
+    ) -> None:
+        with pytest.raises(
+            LossScaleError, match=r"^the loss is not finite, although bfloat16"
+        ):
             predict_float16(scaled(*factors), ONE)
 
     @pytest.mark.parametrize("cast", [torch.bfloat16, None])
-    def test_forward_without_float16_autocast_is_refused(self, cast: torch.dtype | None) -> None:
-        with pytest.raises(LossScaleError, match=r"no forward runs under float16 autocast: write"):
+    def test_forward_without_float16_autocast_is_refused(
+        self, cast: torch.dtype | None
+    ) -> None:
+        with pytest.raises(
+            LossScaleError, match=r"no forward runs under float16 autocast: write"
+        ):
             predict_float16(scaled(1.0, cast=cast), ONE)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    def test_trained_parameters_in_16_bits_are_refused(self, dtype: torch.dtype) -> None:
+    def test_trained_parameters_in_16_bits_are_refused(
+        self, dtype: torch.dtype
+    ) -> None:
         (plain,) = scaled(1.0)
         half = nn.Linear(1, 1).to(dtype).requires_grad_(requires_grad=False)
         plain.models = [*plain.models, half]
         assert predict_float16([plain], ONE).total.largest == 1
         half.requires_grad_(requires_grad=True)
-        with pytest.raises(LossScaleError, match=r"are b?float16, .*write torch\.autocast\(device"):
+        with pytest.raises(
+            LossScaleError, match=r"are b?float16, .*write torch\.autocast\(device"
+        ):
             predict_float16([plain], ONE)
 
     def test_error_that_float16_raises_too_is_the_trials_own(self) -> None:

@@ -1,4 +1,6 @@
-"""Private names of Determined and of torch are in one file each, and are still there."""
+"""Private names of Determined and of torch are in one file each, and are still
+there.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +42,18 @@ def is_self(node: ast.expr) -> bool:
 
 
 def names_in(source: str) -> Iterator[tuple[int, str, bool]]:
-    """Every private attribute, by name, by string, or imported: line, name, and if of `self`."""
+    """Every private attribute, by name, by string, or imported: line, name, and if of
+    `self`.
+    """
     for node in ast.walk(ast.parse(source)):
         names: list[object] = []
         if isinstance(node, ast.Attribute):
             names = [node.attr]
         elif isinstance(node, ast.ImportFrom):
-            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            names = [
+                *(node.module or "").split("."),
+                *(alias.name for alias in node.names),
+            ]
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in BY_STRING:
             names = [word.value for word in node.args if isinstance(word, ast.Constant)]
         is_of_self = isinstance(node, ast.Attribute) and is_self(node.value)
@@ -80,7 +87,9 @@ def words_of_determined() -> frozenset[str]:
 
 
 def touched(path: Path) -> list[str]:
-    """The private names of Determined in a file of the library that defines none of that name."""
+    """The private names of Determined in a file of the library that defines none of
+    that name.
+    """
     source = path.read_text()
     own = set(defined_in(source))
     found = []
@@ -109,10 +118,14 @@ def test_private_names_that_are_used_are_still_those_of_determined() -> None:
 def test_private_methods_that_the_library_replaces_are_called_by_determined() -> None:
     controller: Any = pytorch._PyTorchTrialController
     contexts = (core.DummyTrainContext, core.DummyCheckpointContext)
-    calls = "".join(map(inspect.getsource, (controller, *contexts, core.CheckpointContext)))
+    calls = "".join(
+        map(inspect.getsource, (controller, *contexts, core.CheckpointContext))
+    )
     for cls in (determined_private.SafeController, determined_private.BatchCollector):
         for name in overridden(cls):
-            assert f"self.{name}(" in calls, f"Determined {det.__version__} calls no {name}"
+            assert f"self.{name}(" in calls, (
+                f"Determined {det.__version__} calls no {name}"
+            )
 
 
 # Names that Python or torch and Determined both have, in files that mean the former.
@@ -140,7 +153,9 @@ def test_no_other_class_replaces_a_private_method_of_determined(cls: type) -> No
 
 def test_planted_private_names_of_determined_are_seen(tmp_path: Path) -> None:
     planted = tmp_path / "planted.py"
-    planted.write_text("print(context._hparams, own._mine)\nfrom determined.core import _train\n")
+    planted.write_text(
+        "print(context._hparams, own._mine)\nfrom determined.core import _train\n"
+    )
     assert sorted(touched(planted)) == ["planted.py:1 _hparams", "planted.py:2 _train"]
 
     class Planted(api.Session):

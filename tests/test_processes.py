@@ -32,7 +32,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lines_of(folder: Path, key: str) -> list[dict[str, Any]]:
-    """What both ranks said in the lines that begin with this key, which is their rank."""
+    """What both ranks said in the lines that begin with this key, which is their
+    rank.
+    """
     lines = (folder / "output").read_text().splitlines()
     ranks = [json.loads(line) for line in lines if line.startswith(f'{{"{key}"')]
     assert {rank[key] for rank in ranks} == {0, 1}
@@ -42,7 +44,8 @@ def lines_of(folder: Path, key: str) -> list[dict[str, Any]]:
 def test_overflow_on_one_rank_skips_the_step_on_both(folder: Path) -> None:
     """Rank 0 sees x = inf in the second batch: the mean gradient is inf on both.
 
-    Steps: -0.5 * 1, skipped, -0.5 * mean(1, 3) = -1. Scale from 4: one good step, halved, one good.
+    Steps: -0.5 * 1, skipped, -0.5 * mean(1, 3) = -1. Scale from 4: one good step,
+    halved, one good.
     """
     ranks = lines_of(folder, "rank")
     for rank in ranks:
@@ -52,10 +55,14 @@ def test_overflow_on_one_rank_skips_the_step_on_both(folder: Path) -> None:
     assert (report["watch_applied_steps"], report["skipped_steps"]) == (2, 1)
 
 
-def test_two_ranks_of_an_amp_loop_train_and_end_as_those_of_a_trial(folder: Path) -> None:
-    """The rows of the trial above; then rank 0 alone overflows twice, and both end with its cause.
+def test_two_ranks_of_an_amp_loop_train_and_end_as_those_of_a_trial(
+    folder: Path,
+) -> None:
+    """The rows of the trial above; then rank 0 alone overflows twice, and both end with
+    its cause.
 
-    Once with the processes of Determined, and once with those of torch, which a loop finds itself.
+    Once with the processes of Determined, and once with those of torch, which a loop
+    finds itself.
     """
     ranks = lines_of(folder, "own loop")
     assert len(ranks) == 4
@@ -63,20 +70,26 @@ def test_two_ranks_of_an_amp_loop_train_and_end_as_those_of_a_trial(folder: Path
         assert rank["weights"] == [0.5, 0.5, -0.5, -0.5, -0.5]
         assert rank["scales"] == [4, 2, 2, 1, 1]
         assert rank["steps"] == [2, 1]
-        assert "Cause: input 0 of the batch is not finite in samples [0]" in rank["ended"]
+        assert (
+            "Cause: input 0 of the batch is not finite in samples [0]" in rank["ended"]
+        )
         assert rank["weight afterwards"] == -0.5
 
 
-def test_ranks_end_together_where_one_of_them_gives_no_loss_function(folder: Path) -> None:
+def test_ranks_end_together_where_one_of_them_gives_no_loss_function(
+    folder: Path,
+) -> None:
     for rank in lines_of(folder, "tells one"):
         assert "Its cause was not looked for: give the newest batch" in rank["ended"]
 
 
 def test_accumulation_window_exchanges_gradients_once(folder: Path) -> None:
-    """Gradients of window one: rank 0 mean(1, 1), rank 1 mean(1, 3): w moves by -0.5 * 1.5.
+    """Gradients of window one: rank 0 mean(1, 1), rank 1 mean(1, 3): w moves by -0.5 *
+    1.5.
 
-    In the second, rank 0 sees inf before the exchange: it is in the sum, and both ranks skip. The
-    negative control is Determined's own accumulation, which exchanges after every batch.
+    In the second, rank 0 sees inf before the exchange: it is in the sum, and both ranks
+    skip. The negative control is Determined's own accumulation, which exchanges after
+    every batch.
     """
     for rank in lines_of(folder, "window"):
         assert rank["weights"] == [1, 0.25, 0.25, 0.25]
@@ -90,27 +103,36 @@ def test_accumulation_window_exchanges_gradients_once(folder: Path) -> None:
 def test_two_ranks_skip_the_step_of_one_optimizer_together(folder: Path) -> None:
     """Rank 0 gets every first row. Its discriminator overflows in the second batch.
 
-    Steps of the discriminator: mean(1, 1), skipped, mean(1, 3); of the generator: 1, 1 and 2.
+    Steps of the discriminator: mean(1, 1), skipped, mean(1, 3); of the generator: 1, 1
+    and 2.
     """
     for rank in lines_of(folder, "optimizers"):
         assert rank["weights"] == [1.0 - 0.5 * (1 + 2), 1.0 - 0.5 * (1 + 1 + 2)]
         assert rank["applied"] == [2, 3]
-        # As trained, at a small scale and in float32; on both, though only one saw the fault.
+        # As trained, at a small scale and in float32; on both, though only one saw the
+        # fault.
         assert rank["diagnosed"] == 3
         assert "input 0 of the batch is not finite" in rank["warning"]
 
 
 def test_two_ranks_train_an_unmodified_trial_as_the_converted_one(folder: Path) -> None:
     first, second = lines_of(folder, "unmodified")
-    assert len({first["Plain"], first["Converted"], second["Plain"], second["Converted"]}) == 1
+    assert (
+        len({first["Plain"], first["Converted"], second["Plain"], second["Converted"]})
+        == 1
+    )
 
 
-def test_two_ranks_that_rehearse_a_batch_train_as_without_an_audit(folder: Path) -> None:
+def test_two_ranks_that_rehearse_a_batch_train_as_without_an_audit(
+    folder: Path,
+) -> None:
     ranks = lines_of(folder, "audited")
     assert len({weights for rank in ranks for weights in rank["weights"]}) == 1
 
 
-def test_two_ranks_find_the_same_scale_where_one_has_larger_gradients(folder: Path) -> None:
+def test_two_ranks_find_the_same_scale_where_one_has_larger_gradients(
+    folder: Path,
+) -> None:
     first, second = lines_of(folder, "found")
     assert first["scale"] == second["scale"] < 2.0**12
     assert first["weights"] == second["weights"]
@@ -119,8 +141,8 @@ def test_two_ranks_find_the_same_scale_where_one_has_larger_gradients(folder: Pa
 def test_two_ranks_resume_shuffled_batches_as_if_undisturbed(folder: Path) -> None:
     """Ten batches of each are four epochs of five.
 
-    Batches that differ in size, and a validation of the chief alone, leave each rank with a random
-    state of its own.
+    Batches that differ in size, and a validation of the chief alone, leave each rank
+    with a random state of its own.
     """
     ranks = lines_of(folder, "shuffled")
     for rank in ranks:
@@ -130,18 +152,25 @@ def test_two_ranks_resume_shuffled_batches_as_if_undisturbed(folder: Path) -> No
     assert sorted(epochs[0] + epochs[1]) == sorted(4 * list(range(strangers.SAMPLES)))
 
 
-def test_accumulation_window_that_overflows_on_one_rank_is_skipped_on_both(folder: Path) -> None:
+def test_accumulation_window_that_overflows_on_one_rank_is_skipped_on_both(
+    folder: Path,
+) -> None:
     """The trial clamps what overflowed before the ranks exchange it."""
     first, second = lines_of(folder, "unmodified")
     assert first["loud"] == second["loud"]
-    assert [(rank["skipped"], rank["applied"]) for rank in (first, second)] == [(1, 1), (1, 1)]
+    assert [(rank["skipped"], rank["applied"]) for rank in (first, second)] == [
+        (1, 1),
+        (1, 1),
+    ]
 
 
-def test_two_ranks_train_as_one_with_the_same_global_batch(folder: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_as_one_with_the_same_global_batch(
+    folder: Path, tmp_path: Path
+) -> None:
     """The same samples in the same steps; only the order of float32 sums differs.
 
-    A sum of 32 terms regrouped is off by a few 2^-24 relative; 12 Adam steps of 1e-3 keep the loss
-    within 1e-5 of 2.3.
+    A sum of 32 terms regrouped is off by a few 2^-24 relative; 12 Adam steps of 1e-3
+    keep the loss within 1e-5 of 2.3.
     """
     assert training.end(folder / "two") == ("completed", "", 12)
     one = training.run_small("mlp/fp32.yaml", tmp_path)
@@ -155,15 +184,23 @@ def test_two_ranks_train_as_one_with_the_same_global_batch(folder: Path, tmp_pat
 
 def test_two_ranks_train_compiled_as_they_do_without(folder: Path) -> None:
     assert [rank["graphs"] for rank in lines_of(folder, "compiled")] == [1, 1]
-    two, compiled = (training.checkpoint(folder / name, 12) for name in ("two", "compiled"))
+    two, compiled = (
+        training.checkpoint(folder / name, 12) for name in ("two", "compiled")
+    )
     assert training.digest(two["models_state_dict"]) == training.digest(
         compiled["models_state_dict"]
     )
 
 
-def test_global_batch_size_that_the_ranks_do_not_divide_is_refused(folder: Path) -> None:
-    """The YAML asks for one slot and torchrun started two: Determined would shrink the batch."""
-    assert "got 33, which does not divide among 2 slots" in (folder / "output").read_text()
+def test_global_batch_size_that_the_ranks_do_not_divide_is_refused(
+    folder: Path,
+) -> None:
+    """The YAML asks for one slot and torchrun started two: Determined would shrink the
+    batch.
+    """
+    assert (
+        "got 33, which does not divide among 2 slots" in (folder / "output").read_text()
+    )
     assert training.end(folder / "odd")[0] == "failed"
 
 
@@ -223,7 +260,9 @@ def test_world_size_without_a_rank_is_one_sentence(
     size: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", size)
-    lines_of = f"WORLD_SIZE: got '{size}' .*without RANK, .*; allowed: .*unset WORLD_SIZE"
+    lines_of = (
+        f"WORLD_SIZE: got '{size}' .*without RANK, .*; allowed: .*unset WORLD_SIZE"
+    )
     with pytest.raises(UserError, match=lines_of), process_group():
         pass
 
@@ -245,7 +284,8 @@ class TestGpus:
             monkeypatch.setenv(name, "1")
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             monkeypatch.setenv(name, "1")
-        monkeypatch.setenv("USE_TORCH_DISTRIBUTED", "")  # put back afterwards: it is set in there
+        # put back afterwards: it is set in there
+        monkeypatch.setenv("USE_TORCH_DISTRIBUTED", "")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "set_device", done.append)
@@ -267,7 +307,9 @@ class TestGpus:
         self, done: list[Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        refused = pytest.raises(UserError, match="got 2 processes for 1 GPUs; allowed: --nproc-per")
+        refused = pytest.raises(
+            UserError, match="got 2 processes for 1 GPUs; allowed: --nproc-per"
+        )
         with refused, process_group():
             pass
         assert done == []

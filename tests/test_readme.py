@@ -1,7 +1,7 @@
 """The commands of the README that need no cluster, as a new user types them.
 
-`make test-readme` clones the repository, installs it as the README says, and runs every command in
-another folder. `make test` runs one of them with this environment.
+`make test-readme` clones the repository, installs it as the README says, and runs every
+command in another folder. `make test` runs one of them with this environment.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def commands() -> list[str]:
 
 
 def with_names(command: str, clone: Path, runs: Path) -> list[str]:
-    """The words of a command, with the files of a user's own and the paths of the clone."""
+    """The words of a command, with the files of a user's own and the paths of the
+    clone.
+    """
     words = shlex.split(command)
     words = ["amp.yaml" if word == "YOUR_YAML" else word for word in words]
     newest = max(runs.glob("runs/mlp-amp/*"), default=Path("none"))
@@ -43,11 +45,19 @@ def with_names(command: str, clone: Path, runs: Path) -> list[str]:
 
 
 def run(
-    command: str, python: Path, clone: Path, folder: Path, env: dict[str, str] | None = None
+    command: str,
+    python: Path,
+    clone: Path,
+    folder: Path,
+    env: dict[str, str] | None = None,
 ) -> None:
     words = [str(python), *with_names(command, clone, folder)[1:]]
-    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    done = subprocess.run(
+        words, cwd=folder, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, (
+        f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    )
 
 
 @pytest.fixture
@@ -66,7 +76,9 @@ def test_every_command_of_the_readme_is_known() -> None:
 
 
 def test_find_command_of_the_readme_runs_in_another_folder(own_folder: Path) -> None:
-    (command,) = [command for command in commands() if command.startswith(f"{OURS}find ")]
+    (command,) = [
+        command for command in commands() if command.startswith(f"{OURS}find ")
+    ]
     run(command, Path(sys.executable), ROOT, own_folder)
 
 
@@ -75,7 +87,9 @@ def test_all_commands_of_the_readme_run_from_a_fresh_clone(
     tmp_path: Path, own_folder: Path
 ) -> None:
     clone, python = tmp_path / "clone", tmp_path / "venv" / "bin" / "python"
-    without_ours = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    without_ours = {
+        key: value for key, value in os.environ.items() if key != "PYTHONPATH"
+    }
 
     def call(*words: object) -> None:
         subprocess.run([str(word) for word in words], check=True, env=without_ours)
@@ -83,7 +97,14 @@ def test_all_commands_of_the_readme_run_from_a_fresh_clone(
     call("git", "clone", "--quiet", ROOT, clone)
     call(sys.executable, "-m", "venv", python.parents[1])
     call(
-        python, "-m", "pip", "install", "--quiet", "-c", clone / "constraints.txt", f"{clone}[all]"
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "-c",
+        clone / "constraints.txt",
+        f"{clone}[all]",
     )
     for command in commands():
         if command.startswith(OURS):

@@ -1,4 +1,6 @@
-"""`benchmarks.readme`: the README's table and picture are those of the committed results."""
+"""`benchmarks.readme`: the README's table and picture are those of the committed
+results.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ def test_table_of_a_gpu_is_that_of_its_results_or_not_there() -> None:
     else:
         assert NO_GPU in readme
     found, other = (
-        {"machine": {"device": device, "torch": "2.11", "date": "2026-12-01"}, "rows": of_a_gpu()}
+        {
+            "machine": {"device": device, "torch": "2.11", "date": "2026-12-01"},
+            "rows": of_a_gpu(),
+        }
         for device in ("NVIDIA H200", "NVIDIA B200")
     )
     first = with_gpu(f"Before. {NO_GPU}\n\nAfter.\n", found)

@@ -1,4 +1,6 @@
-"""`amp.rehearsal`: a batch can be trained any number of times without a step; nothing moves."""
+"""`amp.rehearsal`: a batch can be trained any number of times without a step; nothing
+moves.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ import torch
 from determined import pytorch
 from torch import nn
 
-from benchmarks.small_trials import BatchNormCNN, PreNormTransformer, SmallTrial, SummedLoss
+from benchmarks.small_trials import (
+    BatchNormCNN,
+    PreNormTransformer,
+    SmallTrial,
+    SummedLoss,
+)
 from determined_amp import AmpSettings, MixedPrecision, Precision
 from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.amp.rehearsal import Rehearsal, float16_as, largest_working
@@ -56,7 +63,8 @@ class TestNothingMoves:
             before = state(small)
             batches[0].run(2.0**10, dtype)
             assert state(small) == before
-            trial.train_batch(small, batches[0].batch, 0, 0)  # the control: a step does move it
+            # the control: a step does move it
+            trial.train_batch(small, batches[0].batch, 0, 0)
             assert state(small) != before
 
         looked_at(trial, work, steps=1)  # so that there are gradients to keep
@@ -118,7 +126,9 @@ def weight_and_rehearsal(
 
 
 class TestOutcome:
-    def test_outcome_is_that_of_the_backward_whatever_the_trial_does_after_it(self) -> None:
+    def test_outcome_is_that_of_the_backward_whatever_the_trial_does_after_it(
+        self,
+    ) -> None:
         def train(weight: nn.Parameter, scale: float) -> None:
             (weight * scale).backward()  # type: ignore[no-untyped-call]
             assert weight.grad is not None
@@ -139,18 +149,26 @@ class TestOutcome:
         _, batch = weight_and_rehearsal(train)
         assert not batch.run(1.0).is_sound
 
-    def test_outcome_knows_a_loss_that_is_nan_and_a_backward_without_gradients(self) -> None:
+    def test_outcome_knows_a_loss_that_is_nan_and_a_backward_without_gradients(
+        self,
+    ) -> None:
         def train(weight: nn.Parameter, scale: float) -> None:
             torch.autograd.backward(torch.tensor(math.nan, requires_grad=True) * 1.0)
 
         _, batch = weight_and_rehearsal(train)
         outcome = batch.run(1.0)
-        assert (outcome.loss_is_finite, outcome.lost, outcome.has_gradients) == (False, (), False)
+        assert (outcome.loss_is_finite, outcome.lost, outcome.has_gradients) == (
+            False,
+            (),
+            False,
+        )
 
 
 @pytest.mark.parametrize("guess", [-40, -3, 0, 5, 40])
 @pytest.mark.parametrize("answer", [-31, -30, -7, 0, 1, 29, 30])
-def test_largest_working_number_is_found_from_any_guess(guess: int, answer: int) -> None:
+def test_largest_working_number_is_found_from_any_guess(
+    guess: int, answer: int
+) -> None:
     tried: list[int] = []
 
     def fails(number: int) -> bool:
@@ -174,7 +192,9 @@ def test_batches_are_those_of_the_training_in_order() -> None:
         trial = Seeing(_another_context(found.context))
         train(trial, 3)
 
-    def labels(small: SmallTrial, context: Context, batches: Batches) -> list[torch.Tensor]:
+    def labels(
+        small: SmallTrial, context: Context, batches: Batches
+    ) -> list[torch.Tensor]:
         return [rehearsal.batch[1] for rehearsal in batches]
 
     taken = looked_at(SummedLoss, labels, batches=3)
@@ -201,12 +221,17 @@ class TestInTraining:
         def get_batch_length(self, batch: Any) -> int:
             return 7
 
-    def looked_at(self, work: Callable[[Any, Batches], Any], *, batches: int = 2) -> Any:
+    def looked_at(
+        self, work: Callable[[Any, Batches], Any], *, batches: int = 2
+    ) -> Any:
         with open_trial(experiment_in(config(SummedLoss), "test")) as found:
             trial = self.ThreeBackwards(_another_context(found.context))
             try:
-                return in_training(trial, trial.context, batches, lambda taken: work(trial, taken))
-            except det.InvalidHP as error:  # Determined's context would end the process on it
+                return in_training(
+                    trial, trial.context, batches, lambda taken: work(trial, taken)
+                )
+            except det.InvalidHP as error:
+                # Determined's context would end the process on it
                 return error
 
     def test_batch_is_passed_as_the_loop_gave_it_with_all_its_backwards(self) -> None:
@@ -233,11 +258,16 @@ class TestInTraining:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         given: Values = {}
-        monkeypatch.setattr(pytorch.Trainer, "fit", lambda trainer, **named: given.update(named))
+        monkeypatch.setattr(
+            pytorch.Trainer, "fit", lambda trainer, **named: given.update(named)
+        )
         with open_trial(experiment_in(config(SummedLoss), "test")) as found:
             trial = self.ThreeBackwards(_another_context(found.context))
-            with pytest.raises(SystemExit) as stopped:  # as where the platform asks for it
-                in_training(trial, trial.context, 1, len, latest_checkpoint="batch-00000004")
+            # as where the platform asks for it
+            with pytest.raises(SystemExit) as stopped:
+                in_training(
+                    trial, trial.context, 1, len, latest_checkpoint="batch-00000004"
+                )
         assert stopped.value.code == 0
         assert given["checkpoint_policy"] == "none"
         assert given["latest_checkpoint"] == "batch-00000004"
@@ -254,7 +284,10 @@ def test_regions_of_float16_compute_in_the_other_dtype_and_only_meanwhile() -> N
         with region:
             return layer(inputs).dtype  # type: ignore[no-any-return]
 
-    for dtype, brain in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)):
+    for dtype, brain in (
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float32),
+    ):
         with float16_as(dtype) as entered:
             assert computed(region) == dtype
             assert (computed(other), computed(off)) == (brain, torch.float32)

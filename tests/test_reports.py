@@ -38,7 +38,9 @@ TRIALS = [(2.0**scale, scored(scale)) for scale in (8, 16, 17, 18, 19, 24)]
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with an experiment that the finder looks at in a second, and its search."""
+    """A directory with an experiment that the finder looks at in a second, and its
+    search.
+    """
     monkeypatch.chdir(tmp_path)
     config = read_yaml(str(training.ROOT / "experiment_configs/mlp/amp.yaml"))
     training.write_yaml(tmp_path, with_overrides(config, training.SMALL))
@@ -57,14 +59,19 @@ def test_report_on_a_local_search_runs_the_finder_itself(
     assert window is not None
     choice = int(window[1]) - 6
     assert "best trial: 2^16 with loss_scale_score 0\n" in output
-    assert "no step is lost in 4 of 6 trials, at 2^8 to 2^18: a search can find nothing" in output
+    assert (
+        "no step is lost in 4 of 6 trials, at 2^8 to 2^18: a search can find nothing"
+        in output
+    )
     for line in output.splitlines()[:-1]:
         assert line in page
     assert page.startswith("# verdict: ")
     assert "(loss_scale.png)" in page
     record = json.loads((workplace / "study/loss_scale.json").read_text())
     assert record["answer"] == output.splitlines()[0]
-    assert [trial["init_scale"] for trial in record["trials"]] == [scale for scale, _ in TRIALS]
+    assert [trial["init_scale"] for trial in record["trials"]] == [
+        scale for scale, _ in TRIALS
+    ]
     assert record["finding"]["choice_log2"] == choice
 
 
@@ -78,7 +85,10 @@ def test_report_takes_a_finding_in_place_of_running_the_finder(
     assert "verdict: use 2^17" in shown
     # It may be another trial's: a search and a finding rarely have the same name.
     made = "128 samples, on cpu with torch 2.6, 2026-01-01"
-    assert f"predicted by finding.json, of small: {made}; nothing tells whether that is" in shown
+    assert (
+        f"predicted by finding.json, of small: {made}; nothing tells whether that is"
+        in shown
+    )
     table = "| trial | init_scale | state | batches | loss_scale_score | steps_lost |"
     text = (workplace / "elsewhere" / "loss_scale.md").read_text()
     assert table in text
@@ -93,7 +103,10 @@ def test_report_takes_a_finding_in_place_of_running_the_finder(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["study", "--finding", "none.json"], "none.json: cannot be read: No such file"),
+        (
+            ["study", "--finding", "none.json"],
+            "none.json: cannot be read: No such file",
+        ),
         (
             ["study", "--margin", "1"],
             "--margin: belongs to report precision; this one is report lo",
@@ -111,13 +124,17 @@ def test_mistake_in_the_command_of_a_report_is_one_sentence(
     assert not list(workplace.rglob("loss_scale.*"))
 
 
-def test_report_does_not_overwrite_a_finding(workplace: Path, refusal: Callable[..., str]) -> None:
+def test_report_does_not_overwrite_a_finding(
+    workplace: Path, refusal: Callable[..., str]
+) -> None:
     """The file of a finding has the name of the report's own JSON."""
     kept = workplace / "study" / "loss_scale.json"
     text, other = json.dumps(finding()), workplace / "finding.json"
     for path in (kept, other):
         path.write_text(text)
-    assert "another" in refusal("report", "loss-scale", "study", "--finding", str(other))
+    assert "another" in refusal(
+        "report", "loss-scale", "study", "--finding", str(other)
+    )
     assert kept.read_text() == text
 
 
@@ -128,7 +145,9 @@ def test_report_that_cannot_be_written_is_a_sentence_and_leaves_nothing(
     (workplace / "out" / "loss_scale.md").mkdir(parents=True)
     options = ["--finding", "finding.json", "--output", "out"]
     said = refusal("report", "loss-scale", "study", *options)
-    assert said.startswith("error: out: the report cannot be written: [Errno 21] Is a directory: ")
+    assert said.startswith(
+        "error: out: the report cannot be written: [Errno 21] Is a directory: "
+    )
     assert [path.name for path in (workplace / "out").iterdir()] == ["loss_scale.md"]
 
 
@@ -136,8 +155,15 @@ def test_score_of_a_trial_that_no_scale_helps_is_one_sentence(
     workplace: Path, refusal: Callable[..., str]
 ) -> None:
     """Determined's context would leave the process with status 0, without a word."""
-    words = ("--batches", "1", "--config", "hyperparameters.trial=tests.mortal:OverflowingTrial")
-    assert refusal("score", "experiment.yaml", *words).startswith("error: no loss scale helps: ")
+    words = (
+        "--batches",
+        "1",
+        "--config",
+        "hyperparameters.trial=tests.mortal:OverflowingTrial",
+    )
+    assert refusal("score", "experiment.yaml", *words).startswith(
+        "error: no loss scale helps: "
+    )
 
 
 def test_finder_replaces_an_earlier_answer(workplace: Path) -> None:
@@ -153,13 +179,26 @@ def test_answer_that_cannot_be_written_is_a_sentence(
 ) -> None:
     with training.no_file_larger_than(1000):
         said = refusal("find", "experiment.yaml", "--batches", "1", "--json", "a.json")
-    assert "the answer cannot be written: [Errno 27] File too large: '.a.json.partial'" in said
+    assert (
+        "the answer cannot be written: [Errno 27] File too large: '.a.json.partial'"
+        in said
+    )
     assert not list(workplace.glob("*a.json*"))
 
 
 def test_page_shows_tags_and_bars_as_text(tmp_path: Path) -> None:
-    parts: Any = {"figure": Figure(), "caption": "", "table": [[("a", "x | y\nz")]], "record": {}}
-    parts |= {"answer": "<script>a</script>, 1 < 2", "yaml": "", "sentences": [], "origin": ""}
+    parts: Any = {
+        "figure": Figure(),
+        "caption": "",
+        "table": [[("a", "x | y\nz")]],
+        "record": {},
+    }
+    parts |= {
+        "answer": "<script>a</script>, 1 < 2",
+        "yaml": "",
+        "sentences": [],
+        "origin": "",
+    }
     page.write_page(tmp_path, "x", **parts)
     text = (tmp_path / "x.md").read_text()
     assert text.startswith("# &lt;script>a&lt;/script>, 1 < 2\n")
@@ -167,7 +206,9 @@ def test_page_shows_tags_and_bars_as_text(tmp_path: Path) -> None:
 
 
 def lines_of(rows: Any, metric: str = "loss_scale_score", **others: Any) -> str:
-    return "\n".join(search_sentences(found_scale(top=18), observed(rows, metric, **others)))
+    return "\n".join(
+        search_sentences(found_scale(top=18), observed(rows, metric, **others))
+    )
 
 
 def of_scores(*scales: int) -> Rows:
@@ -180,20 +221,31 @@ WRONG = [*of_scores(8, 18, 19), (20.0, None, scored(20, top=20), {})]
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        (of_scores(8, 18, 19), "overflow: predicted above 2^18, and 3 of 3 trials agree\n"),
+        (
+            of_scores(8, 18, 19),
+            "overflow: predicted above 2^18, and 3 of 3 trials agree\n",
+        ),
         (WRONG, "3 of 4 trials agree; not those at 2^20"),
         # Of equal scores the one nearest to the default.
         (of_scores(19, 18, 8, 14, -8), "best trial: 2^18 with loss_scale_score 0\n"),
-        (of_scores(19, 18, 8, 14, -8), "in 3 of 5 trials, at 2^8 to 2^18: a search can find nothi"),
+        (
+            of_scores(19, 18, 8, 14, -8),
+            "in 3 of 5 trials, at 2^8 to 2^18: a search can find nothi",
+        ),
         (of_scores(21, 20, -8), "best trial: 2^20 with loss_scale_score 1.585"),
-        (of_scores(21, 20, -8), "every scale of this search loses steps, and the best one 2"),
+        (
+            of_scores(21, 20, -8),
+            "every scale of this search loses steps, and the best one 2",
+        ),
     ],
 )
 def test_scores_are_held_against_the_prediction(rows: Rows, words: str) -> None:
     assert words in lines_of(rows)
 
 
-def searched(*trials: tuple[float, RunState, Sequence[float]], smaller_is_better: bool) -> Search:
+def searched(
+    *trials: tuple[float, RunState, Sequence[float]], smaller_is_better: bool
+) -> Search:
     """A search that trained: scale_log2, state and validation losses of each trial."""
     runs = []
     for number, (scale, state, losses) in enumerate(trials):
@@ -203,14 +255,18 @@ def searched(*trials: tuple[float, RunState, Sequence[float]], smaller_is_better
         hparams = {"amp.init_scale": 2.0**scale}
         runs.append(Run("a", state, reports=reports, number=number, hparams=hparams))
     searcher = {"metric": "validation_loss", "smaller_is_better": smaller_is_better}
-    return Search("here", tuple(runs), {**SEARCH, "searcher": {**SEARCH["searcher"], **searcher}})
+    return Search(
+        "here", tuple(runs), {**SEARCH, "searcher": {**SEARCH["searcher"], **searcher}}
+    )
 
 
 @pytest.mark.parametrize(("smaller_is_better", "best"), [(True, 16), (False, 18)])
 def test_best_trial_is_the_platforms_which_has_the_best_of_all_validations(
     best: int, *, smaller_is_better: bool
 ) -> None:
-    """A trial that ASHA stopped early may have the best validation and a worse last one."""
+    """A trial that ASHA stopped early may have the best validation and a worse last
+    one.
+    """
     search = searched(
         (16.0, RunState.PRUNED, [0.5, 0.1, 0.6]),
         (17.0, RunState.COMPLETED, [0.5, 0.4, 0.3]),
@@ -248,4 +304,7 @@ def test_report_on_a_trial_that_is_not_here_draws_the_observation_alone(
     assert "no prediction: " in output
     assert "nowhere:Trial" in output
     # No YAML of this repository: that would find the scale of its own trial.
-    assert "--finding; on a cluster, the entrypoint `python3 -m determined_amp find` on" in output
+    assert (
+        "--finding; on a cluster, the entrypoint `python3 -m determined_amp find` on"
+        in output
+    )

@@ -1,4 +1,6 @@
-"""`report.master_runs` reads an experiment by Determined's SDK, here from a small HTTP server."""
+"""`report.master_runs` reads an experiment by Determined's SDK, here from a small HTTP
+server.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ from determined_amp.finder.found_scale import FoundScale
 from determined_amp.finder.prediction import LossScaleError
 from determined_amp.report import ReportError, loss_scale_figure, sources
 from determined_amp.report.loss_scale_report import over_loss_scale
-from determined_amp.report.master_runs import fetch_comparison, read_experiment, read_finding
+from determined_amp.report.master_runs import (
+    fetch_comparison,
+    read_experiment,
+    read_finding,
+)
 from determined_amp.runs.master import MasterError
 from determined_amp.runs.run import RunState
 from determined_amp.search.search_folder import Search
@@ -58,7 +64,9 @@ def test_run_of_a_trial_has_the_numbers_of_its_last_reports(master: Master) -> N
     assert "note" not in search.runs[0].metrics
     (side_by_side,) = search.notes
     assert "which trials ran side by side" in side_by_side
-    with pytest.raises(ReportError, match=r"gave no experiment 8: .*: experiment not found; al"):
+    with pytest.raises(
+        ReportError, match=r"gave no experiment 8: .*: experiment not found; al"
+    ):
         read_experiment(8)
     assert search.runs[0].hparams["training.max_length.batches"] == 4
 
@@ -74,7 +82,9 @@ def test_run_of_a_trial_has_the_numbers_of_its_last_reports(master: Master) -> N
 def test_trial_that_a_search_ended_early_is_pruned_though_the_master_says_completed(
     master: Master, length: Any, batches: int, state: RunState
 ) -> None:
-    """To the master a pruned trial is completed, too. One without a trained batch was scored."""
+    """To the master a pruned trial is completed, too. One without a trained batch was
+    scored.
+    """
     master.trials[0]["hparams"]["training"] = {"max_length": length}
     numbers = {"loss_scale_score": 1.0}
     master.reports["validation"] = [report(11, batches or 4, "validation", numbers)]
@@ -90,13 +100,19 @@ def checkpoint(storage: Path, name: str, text: str) -> StateDict:
     config = {"checkpoint_storage": {"type": "shared_fs", "host_path": str(storage)}}
     training = {"trialId": 11, "experimentId": 7, "experimentConfig": config}
     return {
-        **{"uuid": "uuid", "state": "STATE_COMPLETED", "metadata": {"steps_completed": 4}},
+        **{
+            "uuid": "uuid",
+            "state": "STATE_COMPLETED",
+            "metadata": {"steps_completed": 4},
+        },
         **{"resources": {name: str(len(text))}, "training": training},
     }
 
 
 def test_finding_is_read_from_the_checkpoint(master: Master, tmp_path: Path) -> None:
-    master.checkpoints = [checkpoint(tmp_path, "loss_scale.json", json.dumps(finding()))]
+    master.checkpoints = [
+        checkpoint(tmp_path, "loss_scale.json", json.dumps(finding()))
+    ]
     assert read_finding(7) == FoundScale.from_json(finding(), "")
 
 
@@ -109,12 +125,16 @@ def test_checkpoint_without_a_finding_is_not_downloaded(
         read_finding(7)
 
 
-def test_finding_that_cannot_be_read_is_a_sentence(master: Master, tmp_path: Path) -> None:
+def test_finding_that_cannot_be_read_is_a_sentence(
+    master: Master, tmp_path: Path
+) -> None:
     master.checkpoints = [checkpoint(tmp_path, "loss_scale.json", "{}")]
     with pytest.raises(LossScaleError, match=r"experiment 7 .* is not a finding"):
         read_finding(7)
     (tmp_path / "uuid").rename(tmp_path / "elsewhere")
-    with pytest.raises(ReportError, match=r"cannot be downloaded from here.*download uuid"):
+    with pytest.raises(
+        ReportError, match=r"cannot be downloaded from here.*download uuid"
+    ):
         read_finding(7)
 
 
@@ -123,7 +143,10 @@ class TestComparison:
 
     @pytest.fixture(autouse=True)
     def _compares(self, master: Master) -> None:
-        master.config = {**master.config, "entrypoint": "python3 -m determined_amp compare"}
+        master.config = {
+            **master.config,
+            "entrypoint": "python3 -m determined_amp compare",
+        }
 
     def test_report_of_a_comparison_is_fetched_and_shown(
         self, master: Master, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -136,17 +159,23 @@ class TestComparison:
         assert (tmp_path / "out" / "precision.md").read_text() == "use amp_bf16 here"
         assert [path.name for path in (tmp_path / "out").iterdir()] == ["precision.md"]
         for more in (["--margin", "1"], ["7"]):
-            with pytest.raises(ReportError, match="its task has written the report; allowed: no"):
+            with pytest.raises(
+                ReportError, match="its task has written the report; allowed: no"
+            ):
                 any_report.main(["7", *more, "--output", str(tmp_path)])
 
     def test_comparison_without_an_answer_is_a_sentence(
         self, master: Master, tmp_path: Path
     ) -> None:
         master.checkpoints = [checkpoint(tmp_path, "state_dict.pth", "x")]
-        with pytest.raises(ReportError, match=r"no checkpoint with precision.md: it has not com"):
+        with pytest.raises(
+            ReportError, match=r"no checkpoint with precision.md: it has not com"
+        ):
             fetch_comparison(7, tmp_path)
         master.metadata = {11: {"failure": "the trial cannot be trained in fp32"}}
-        with pytest.raises(ReportError, match=r"precision.md: the trial cannot be trained in fp"):
+        with pytest.raises(
+            ReportError, match=r"precision.md: the trial cannot be trained in fp"
+        ):
             fetch_comparison(7, tmp_path)
 
 
@@ -259,11 +288,16 @@ def test_command_and_ranges_decide_on_the_report_and_another_is_refused(
     command: str, searched: str, fits: list[str]
 ) -> None:
     hparams = with_overrides({}, [f"{searched}={{type: double}}"] if searched else [])
-    config = {"entrypoint": f"python3 -m determined_amp {command}", "hyperparameters": hparams}
+    config = {
+        "entrypoint": f"python3 -m determined_amp {command}",
+        "hyperparameters": hparams,
+    }
     search = Search("experiment 7", (), {**config, "searcher": {"name": "grid"}})
     assert sources.report_on("7", search, None) == fits[0]
     for named in ("precision", "loss-scale"):
-        other = pytest.raises(ReportError, match=rf"^experiment 7: .* report {fits[0]} 7$")
+        other = pytest.raises(
+            ReportError, match=rf"^experiment 7: .* report {fits[0]} 7$"
+        )
         with nullcontext() if named in fits else other:
             assert sources.report_on("7", search, named) == named
 

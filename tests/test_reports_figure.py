@@ -1,7 +1,7 @@
 """The figures show the numbers they are given, each where it belongs.
 
-Each picture is described in a file of tests/pictures, so that a change of it is a change of words.
-`python -m tests.test_reports_figure` describes the pictures anew.
+Each picture is described in a file of tests/pictures, so that a change of it is a
+change of words. `python -m tests.test_reports_figure` describes the pictures anew.
 """
 
 from __future__ import annotations
@@ -25,12 +25,32 @@ from determined_amp.runs.run import Run
 from tests.precisions import CPU, LOST, comparison_of, run, seeds
 from tests.reporting import Rows, found_scale, observed, scored
 
-SCORES: Rows = [(float(scale), None, scored(scale), {}) for scale in (-8, 0, 16, 18, 19, 24)]
+SCORES: Rows = [
+    (float(scale), None, scored(scale), {}) for scale in (-8, 0, 16, 18, 19, 24)
+]
 
 # What is told of a part of a picture, of each that has it.
 PROPERTIES = (
-    *("title", "xlabel", "xlim", "xticklabels", "ylabel", "ylim", "yscale", "yticklabels"),
-    *("label", "text", "color", "facecolor", "alpha", "zorder", "linestyle", "linewidth"),
+    *(
+        "title",
+        "xlabel",
+        "xlim",
+        "xticklabels",
+        "ylabel",
+        "ylim",
+        "yscale",
+        "yticklabels",
+    ),
+    *(
+        "label",
+        "text",
+        "color",
+        "facecolor",
+        "alpha",
+        "zorder",
+        "linestyle",
+        "linewidth",
+    ),
     *("marker", "markersize", "markerfacecolor", "fontsize", "position"),
     *("horizontalalignment", "verticalalignment", "xy"),
     *("width", "height", "xydata", "segments"),
@@ -40,7 +60,9 @@ PROPERTIES = (
 def panel(figure: Figure, name: str) -> Axes:
     """The panel with this label, or with a title that begins so."""
     titles = [(ax.get_ylabel(), ax.get_title(loc="left"), ax) for ax in figure.axes]
-    (result,) = [ax for label, title, ax in titles if label == name or title.startswith(name)]
+    (result,) = [
+        ax for label, title, ax in titles if label == name or title.startswith(name)
+    ]
     return result
 
 
@@ -60,7 +82,9 @@ def texts(axes: Axes) -> list[str]:
 
 class TestShares:
     def test_lines_are_predicted_and_dots_measured(self) -> None:
-        figure = draw_loss_scale(found_scale(low=-6, top=18), observed(SCORES, "loss_scale_score"))
+        figure = draw_loss_scale(
+            found_scale(low=-6, top=18), observed(SCORES, "loss_scale_score")
+        )
         axes = panel(figure, "share of gradient values")
         scales, flushed = line(axes, "flushed to 0, predicted")
         shares = dict(zip(scales, flushed, strict=True))
@@ -105,7 +129,9 @@ class TestPrecision:
         (bar,) = bars.get_segments()
         # Differences 0, -0.01 and 0: mean -0.0033, deviation 0.0058.
         middle, half = -0.01 / 3, 4.302653 * 0.0057735 / 3**0.5
-        assert sorted(bar[:, 1]) == pytest.approx([middle - half, middle + half], rel=1e-4)
+        assert sorted(bar[:, 1]) == pytest.approx(
+            [middle - half, middle + half], rel=1e-4
+        )
 
 
 @pytest.mark.parametrize(
@@ -147,7 +173,11 @@ def parts_of(figure: Figure) -> Iterator[str]:
         shown += [axes, *axes.get_children()]
     for part in shown:
         known = part.properties()
-        told = {name: plain(known[name]) for name in PROPERTIES if known.get(name) is not None}
+        told = {
+            name: plain(known[name])
+            for name in PROPERTIES
+            if known.get(name) is not None
+        }
         if not isinstance(part, (Axis, Spine)):
             yield f"{type(part).__name__}: {told}"
 

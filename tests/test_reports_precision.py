@@ -60,13 +60,19 @@ def test_real_runs_are_compared_by_the_numbers_that_they_reported(
         assert f"* {sentence}\n" in page
         assert f"* {sentence}\n" in output
     assert "(precision.png)" in page
-    assert [s["precision"] for s in record["precisions"]] == ["fp32", "amp_fp16", "amp_bf16"]
+    assert [s["precision"] for s in record["precisions"]] == [
+        "fp32",
+        "amp_fp16",
+        "amp_bf16",
+    ]
     assert {c["verdict"] for c in record["comparisons"]} == {"cannot tell yet"}
     (run,) = [run for run in record["runs"] if run["precision"] == "amp_fp16"]
     assert record["machine"] == run["machine"]
     lines = metrics(trained / "amp")
     training = [line for line in lines if line["group"] == "training"]
-    speeds = [x["samples_per_second"] for x in training[1:] if "samples_per_second" in x]
+    speeds = [
+        x["samples_per_second"] for x in training[1:] if "samples_per_second" in x
+    ]
     assert run["samples_per_second"]["median"] == pytest.approx(np.median(speeds))
     accuracies = [x["validation_accuracy"] for x in lines if x["group"] == "validation"]
     assert run["metrics"]["validation_accuracy"] == accuracies[-1]
@@ -84,7 +90,9 @@ def test_report_on_fp32_alone_is_an_answer_with_its_page_beside_the_first_source
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = [
-        write_run(tmp_path / f"{p}-{s}", p, s, device=CPU) for p in ("fp32", "tf32") for s in (1, 2)
+        write_run(tmp_path / f"{p}-{s}", p, s, device=CPU)
+        for p in ("fp32", "tf32")
+        for s in (1, 2)
     ]
     unfinished = write_run(tmp_path / "amp", "amp_bf16", 1, device=CPU, last_batch=60)
     assert door.main(["report", *map(str, (*folders, unfinished))]) == 0
@@ -126,15 +134,24 @@ def reports_of(number: int, accuracy: float, speed: float) -> list[Metrics]:
     numbers = {**TRAINED, **memory, "samples_per_second": speed}
     return [
         report(number, 100, "training", numbers),
-        report(number, 50, "training", {**numbers, "samples_per_second": 1.0, "epochs": 2}),
-        report(number, 100, "validation", {"validation_accuracy": accuracy, "validation_loss": 1}),
+        report(
+            number, 50, "training", {**numbers, "samples_per_second": 1.0, "epochs": 2}
+        ),
+        report(
+            number,
+            100,
+            "validation",
+            {"validation_accuracy": accuracy, "validation_loss": 1},
+        ),
     ]
 
 
 @pytest.fixture
 def master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Master]:
     """Two trials in fp32, two in amp_bf16, 11 to 14."""
-    trials = [trial(n, p) for n, p in enumerate(("fp32", "fp32", "amp_bf16", "amp_bf16"), 11)]
+    trials = [
+        trial(n, p) for n, p in enumerate(("fp32", "fp32", "amp_bf16", "amp_bf16"), 11)
+    ]
     made = Master(CONFIG, trials)
     for number, accuracy, speed in (
         (11, 0.90, 1000.0),
@@ -151,7 +168,12 @@ def master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Master]:
 
 def test_every_trial_of_an_experiment_is_a_run(master: Master) -> None:
     runs = read_experiment(7).runs
-    assert [run.precision.value for run in runs] == ["fp32", "fp32", "amp_bf16", "amp_bf16"]
+    assert [run.precision.value for run in runs] == [
+        "fp32",
+        "fp32",
+        "amp_bf16",
+        "amp_bf16",
+    ]
     assert {run.state for run in runs} == {RunState.COMPLETED}
     assert all(run.machine == Machine(**NOTED["machine"]) for run in runs)
     speeds = [run.speed.median for run in runs if run.speed]
@@ -163,7 +185,9 @@ def test_trial_that_failed_before_its_training_hinders_nothing(master: Master) -
     early = trial(10, "amp_fp16", state="STATE_ERROR")
     master.trials = [early, *master.trials]
     compared = compare_runs([read_experiment(7)])
-    assert [run.name[-2:] for run in compared.runs if run.state is RunState.FAILED] == ["10"]
+    assert [run.name[-2:] for run in compared.runs if run.state is RunState.FAILED] == [
+        "10"
+    ]
     assert compared.machine == Machine(**NOTED["machine"])
 
 
@@ -176,7 +200,9 @@ def test_seeds_are_those_that_the_trials_noted(master: Master) -> None:
         compare_runs([read_experiment(7)])
 
 
-def test_runs_of_several_experiments_may_share_a_machine_which_is_said_once(master: Master) -> None:
+def test_runs_of_several_experiments_may_share_a_machine_which_is_said_once(
+    master: Master,
+) -> None:
     every = read_experiment(7)
     (note,) = every.notes
     assert "ran side by side" in note
@@ -191,16 +217,40 @@ SKIPPED, NAN = "60% of the steps were skipped", "the training loss is nan in amp
     [
         ("ERROR", SKIPPED, 100, (RunState.FAILED, SKIPPED)),
         ("ERROR", None, 100, (RunState.FAILED, "its log has the reason")),
-        ("ERROR", None, 60, (RunState.FAILED, "its log has the reason; it ended after 60 of 100 ")),
-        ("CANCELED", None, 60, (RunState.STOPPED, "60 of 100 batches: it was canceled")),
+        (
+            "ERROR",
+            None,
+            60,
+            (RunState.FAILED, "its log has the reason; it ended after 60 of 100 "),
+        ),
+        (
+            "CANCELED",
+            None,
+            60,
+            (RunState.STOPPED, "60 of 100 batches: it was canceled"),
+        ),
         ("ACTIVE", None, 60, (RunState.RUNNING, "60 of 100 batches: it is running")),
-        ("COMPLETED", None, 60, (RunState.PRUNED, "60 of 100 batches: ended early by its search")),
+        (
+            "COMPLETED",
+            None,
+            60,
+            (RunState.PRUNED, "60 of 100 batches: ended early by its search"),
+        ),
         # One that the guard gave up is completed to the platform.
-        ("COMPLETED", NAN, 60, (RunState.INVALID, f"{NAN}; it ended after 60 of 100 batches")),
+        (
+            "COMPLETED",
+            NAN,
+            60,
+            (RunState.INVALID, f"{NAN}; it ended after 60 of 100 batches"),
+        ),
     ],
 )
 def test_end_of_a_trial_is_told_by_the_master_its_notes_and_its_reports(
-    master: Master, status: str, failure: str | None, batches: int, end: tuple[RunState, str]
+    master: Master,
+    status: str,
+    failure: str | None,
+    batches: int,
+    end: tuple[RunState, str],
 ) -> None:
     master.trials[2] = trial(13, "amp_bf16", state=f"STATE_{status}")
     master.metadata[13] = {} if failure is None else {"failure": failure}
@@ -216,8 +266,12 @@ def test_end_of_a_trial_is_told_by_the_master_its_notes_and_its_reports(
 
 def test_settings_of_a_trial_are_what_was_sampled(master: Master) -> None:
     """A drawn scale is rounded to a power of two, as in the trial itself."""
-    space = "hyperparameters.amp.init_scale={type: log, base: 2.0, minval: 0, maxval: 24}"
-    precisions = "hyperparameters.amp.precision={type: categorical, vals: [fp32, amp_fp16]}"
+    space = (
+        "hyperparameters.amp.init_scale={type: log, base: 2.0, minval: 0, maxval: 24}"
+    )
+    precisions = (
+        "hyperparameters.amp.precision={type: categorical, vals: [fp32, amp_fp16]}"
+    )
     master.config = with_overrides(CONFIG, (space, precisions))
     master.trials[2] = trial(13, "amp_fp16")
     master.trials[2]["hparams"]["amp"]["init_scale"] = 3000.7
@@ -231,7 +285,8 @@ def test_experiment_of_another_entrypoint_is_a_sentence(master: Master) -> None:
     master.trials = [{**TRIAL, "id": 11, "hparams": {"learning_rate": 0.1}}]
     master.reports = {"training": [], "validation": []}
     with pytest.raises(
-        ReportError, match=r"hyperparameters.trial: missing(.|\n)*of determined_amp train"
+        ReportError,
+        match=r"hyperparameters.trial: missing(.|\n)*of determined_amp train",
     ):
         read_experiment(7)
 

@@ -1,4 +1,6 @@
-"""Verdicts of `report precision` on numbers whose answer is known, and which runs get one."""
+"""Verdicts of `report precision` on numbers whose answer is known, and which runs get
+one.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ BETTER, DOUBTFUL = shifted(0.05, 0.051, 0.049), shifted(-0.01, 0.0, -0.03)
 def at_speeds(*speeds: float, accuracies: Sequence[float] = ACCURACIES) -> list[Run]:
     """Runs in amp_fp16 of seeds 1, 2 and so on; those in fp32 train 1000 samples/s."""
     pairs = zip(speeds, accuracies, strict=False)
-    return [run("amp_fp16", i, speed=s, accuracy=a) for i, (s, a) in enumerate(pairs, 1)]
+    return [
+        run("amp_fp16", i, speed=s, accuracy=a) for i, (s, a) in enumerate(pairs, 1)
+    ]
 
 
 def text_of(compared: ComparedRuns) -> str:
@@ -71,7 +75,11 @@ def test_interval_of_pairs_is_students_t_interval() -> None:
         ((-0.001, 0.0, 0.001), Equivalence.EQUAL),  # half width 0.0025
         ((0.001, 0.0011, 0.0012), Equivalence.EQUAL),  # real, and too small to matter
         ((0.01, 0.011, 0.012), Equivalence.DIFFERENT),
-        ((-0.002, 0.0, 0.002), Equivalence.UNKNOWN),  # not significant, which is not equal
+        # not significant, which is not equal
+        (
+            (-0.002, 0.0, 0.002),
+            Equivalence.UNKNOWN,
+        ),
         ((1.0, 1.0, 1.0), Equivalence.UNKNOWN),  # without a spread
         ((0.0,), Equivalence.UNKNOWN),
         ((math.inf, 0.0), Equivalence.UNKNOWN),  # beyond float64
@@ -94,33 +102,59 @@ def test_verdict_depends_on_interval_and_margin(
             "cannot tell yet with 3 seeds, without a spread between seeds",
         ),
         ([FP16], "cannot tell yet with 1 seed, without a spread between seeds"),
-        ([FP16], "where this cannot tell yet, more seeds tell: `python -m determined_amp compare "),
+        (
+            [FP16],
+            (
+                "where this cannot tell yet, more seeds tell: `python -m determined_amp"
+                " compare "
+            ),
+        ),
         # Of a busy machine.
-        (at_speeds(690, 630, 870), "slower in every pair, cannot tell yet by how much beyond ch"),
-        (at_speeds(1190, 1610), "faster in every pair, cannot tell yet by how much beyond chance;"),
+        (
+            at_speeds(690, 630, 870),
+            "slower in every pair, cannot tell yet by how much beyond ch",
+        ),
+        (
+            at_speeds(1190, 1610),
+            "faster in every pair, cannot tell yet by how much beyond chance;",
+        ),
         (at_speeds(1090, 970, 1600), "3 pairs of equal seed): cannot tell yet;"),
         (at_speeds(690, 670, 700), "slower (1.4 times the time);"),
         (at_speeds(1190, 1200), "faster;"),
         (at_speeds(1020, 1021, 1022), "not faster;"),  # by an effect that matters
         (
             [run("amp_fp16", speed=[2000.0, 2200.0], memory=500.0)],
-            "speed 2.10x (2.00 to 2.20 over the reports of one pair of runs): faster; "
-            "memory 0.50x (in one pair of runs): less; ",
+            (
+                "speed 2.10x (2.00 to 2.20 over the reports of one pair of runs):"
+                " faster; memory 0.50x (in one pair of runs): less; "
+            ),
         ),
         (
             [run("amp_fp16", speed=[1000.0], trained={"watch_data_wait_share": 0.6})],
             "waits for data more than 20% of the time (amp_fp16 60%)",
         ),
         (
-            [FP16, run("amp_fp16", 2, settings={"hyperparameters.amp.init_scale": 8.0})],
-            "differ in init_scale: 65536.0 in amp_fp16, seed 1 (amp_fp16-1); 8.0 in amp_fp16, s",
+            [
+                FP16,
+                run("amp_fp16", 2, settings={"hyperparameters.amp.init_scale": 8.0}),
+            ],
+            (
+                "differ in init_scale: 65536.0 in amp_fp16, seed 1 (amp_fp16-1); 8.0 in"
+                " amp_fp16, s"
+            ),
         ),
         (
             [FP16, run("amp_fp16", 3, versions={"python": "3.12.1"})],
-            "differ in python: 3.11.7 in fp32, seed 1 (fp32-1); 3.12.1 in amp_fp16, seed 3",
+            (
+                "differ in python: 3.11.7 in fp32, seed 1 (fp32-1); 3.12.1 in amp_fp16,"
+                " seed 3"
+            ),
         ),
         (
-            [run("amp_fp16", seed, audit_share=share) for seed, share in ((1, 0.973), (2, 0.926))],
+            [
+                run("amp_fp16", seed, audit_share=share)
+                for seed, share in ((1, 0.973), (2, 0.926))
+            ],
             "audit: amp_fp16 computed at least 92.6% of the FLOPs",
         ),
         (
@@ -164,7 +198,9 @@ def test_report_on_equal_runs_mentions_no_fault() -> None:
 
 
 def test_runs_without_a_partner_of_equal_seed_are_not_compared() -> None:
-    amp = (run("amp_fp16", seed, speed=speed) for seed, speed in ((2, 2000.0), (7, 9000.0)))
+    amp = (
+        run("amp_fp16", seed, speed=speed) for seed, speed in ((2, 2000.0), (7, 9000.0))
+    )
     comparison = compared(*BASE, *amp)
     assert comparison.difference.pairs == 1
     assert comparison.times_as_fast == pytest.approx(2.0)
@@ -204,12 +240,16 @@ def test_direction_is_that_of_the_searcher_or_of_the_name(
     metric: str, settings: Values, is_better: bool
 ) -> None:
     values = {"fp32": (0.9, 0.1), "amp_fp16": (0.95, 0.2)}
-    runs = (run(p, accuracy=a, loss=b, settings=settings) for p, (a, b) in values.items())
+    runs = (
+        run(p, accuracy=a, loss=b, settings=settings) for p, (a, b) in values.items()
+    )
     assert compared(*runs, metric=metric).is_better is is_better
 
 
-@pytest.mark.parametrize(("shift", "may_be_worse"), [(-0.002, False), (-0.02, True), (0.02, False)])
-def test_faster_precision_is_not_advised_where_its_mean_is_worse_by_more_than_the_margin(
+@pytest.mark.parametrize(
+    ("shift", "may_be_worse"), [(-0.002, False), (-0.02, True), (0.02, False)]
+)
+def test_faster_precision_is_not_advised_if_its_mean_is_worse_beyond_the_margin(
     shift: float, may_be_worse: bool
 ) -> None:
     faster = run("amp_fp16", accuracy=0.9 + shift, speed=2000.0)
@@ -223,7 +263,8 @@ def test_faster_precision_is_not_advised_where_its_mean_is_worse_by_more_than_th
         ((1000.0, 500.0, 250.0), (2000.0, 1000.0, 500.0), (2.0, 2.0, 2.0, 3)),
         # The geometric mean, so that the ratio inverts if both are swapped.
         ((1000.0, 1000.0), (2000.0, 8000.0), (4.0, 2.0, 8.0, 2)),
-        # Of one pair, the range is what its reports make of it; a zero counts for nothing.
+        # Of one pair, the range is what its reports make of it; a zero counts for
+        # nothing.
         (([100.0, 0.0, 300.0, 110.0],), (220.0,), (2.0, 220 / 300, 2.2, 1)),
     ],
 )
@@ -247,7 +288,7 @@ def test_numbers_of_several_runs_are_their_medians() -> None:
         run("amp_fp16", seed, speed=[speed], trained={"watch_data_wait_share": wait})
         for seed, (speed, wait) in enumerate(numbers, 1)
     ]
-    (_, same) = comparison_of(*BASE, *amp).precisions
+    _, same = comparison_of(*BASE, *amp).precisions
     assert same.speed is not None
     assert same.speed.median == 2200.0
     assert same.data_wait_share == pytest.approx(0.1)
@@ -273,31 +314,64 @@ def test_odd_speed_or_memory_counts_for_nothing(number: float) -> None:
             "amp_bf16",
             "it is 2.00 times as fast as fp32 with equal validation_accuracy",
         ),
-        (seeds("amp_fp16", ALIKE, speed=300.0), "fp32", "amp_fp16 is slower (0.30 times the speed"),
-        (seeds("amp_fp16", WORSE, speed=2000.0), "fp32", "amp_fp16 has a worse validation_accurac"),
-        # What is certain comes before what may be chance.
-        (seeds("amp_bf16", DOUBTFUL, speed=500.0), "fp32", "slower (0.50 times the speed)"),
-        (seeds("amp_bf16", ALIKE, speed=1010.0), "fp32", "amp_bf16 is not faster by 5% or more"),
         (
-            [*seeds("amp_fp16", ALIKE, speed=3000.0), run("amp_fp16", 4, last_batch=60, end=LOST)],
+            seeds("amp_fp16", ALIKE, speed=300.0),
+            "fp32",
+            "amp_fp16 is slower (0.30 times the speed",
+        ),
+        (
+            seeds("amp_fp16", WORSE, speed=2000.0),
+            "fp32",
+            "amp_fp16 has a worse validation_accurac",
+        ),
+        # What is certain comes before what may be chance.
+        (
+            seeds("amp_bf16", DOUBTFUL, speed=500.0),
+            "fp32",
+            "slower (0.50 times the speed)",
+        ),
+        (
+            seeds("amp_bf16", ALIKE, speed=1010.0),
+            "fp32",
+            "amp_bf16 is not faster by 5% or more",
+        ),
+        (
+            [
+                *seeds("amp_fp16", ALIKE, speed=3000.0),
+                run("amp_fp16", 4, last_batch=60, end=LOST),
+            ],
             "fp32",
             "amp_fp16 lost a run",
         ),
-        ([run("amp_fp16", last_batch=60, end=LOST)], "fp32", "amp_fp16 has no finished run"),
+        (
+            [run("amp_fp16", last_batch=60, end=LOST)],
+            "fp32",
+            "amp_fp16 has no finished run",
+        ),
         (
             [run("amp_fp16", last_batch=60)],
             None,
-            "all finished runs are in fp32, and one in another precision is missing: ask again "
-            "when there is one, or type `python -m determined_amp compare YAML`",
+            (
+                "all finished runs are in fp32, and one in another precision is"
+                " missing: ask again when there is one, or type `python -m"
+                " determined_amp compare YAML`"
+            ),
         ),
         (
             [run("amp_bf16", speed=2000.0)],
             "amp_bf16",
-            "it is 2.00 times as fast as fp32 in one pair of runs, but whether its validation_"
-            "accuracy is the same cannot be told with 1 seed: train more before you rely on it",
+            (
+                "it is 2.00 times as fast as fp32 in one pair of runs, but whether its"
+                " validation_accuracy is the same cannot be told with 1 seed: train"
+                " more before you rely on it"
+            ),
         ),
         ([run("amp_bf16", speed=0.0)], "fp32", "amp_bf16 has no measured speed"),
-        (seeds("amp_bf16", BETTER, speed=2000.0), "amp_bf16", "with better validation_accuracy"),
+        (
+            seeds("amp_bf16", BETTER, speed=2000.0),
+            "amp_bf16",
+            "with better validation_accuracy",
+        ),
         (
             at_speeds(690.0, 630.0, 870.0, accuracies=ALIKE),
             "fp32",
@@ -306,26 +380,36 @@ def test_odd_speed_or_memory_counts_for_nothing(number: float) -> None:
         (
             at_speeds(1190.0, 1610.0, accuracies=ALIKE),
             None,
-            "amp_fp16 was faster in every pair of runs, at 1.38x (1.19 to 1.61 over 2 pairs of equ",
+            (
+                "amp_fp16 was faster in every pair of runs, at 1.38x (1.19 to 1.61 over"
+                " 2 pairs of equ"
+            ),
         ),
         (
             at_speeds(1200.0, 990.0, 1300.0, accuracies=ALIKE),
             None,
-            "whether amp_fp16 is faster, at 1.20x (0.99 to 1.30 over 3 pairs of equal seed); more",
+            (
+                "whether amp_fp16 is faster, at 1.20x (0.99 to 1.30 over 3 pairs of"
+                " equal seed); more"
+            ),
         ),
         (
             seeds("amp_bf16", DOUBTFUL, speed=2000.0),
             None,
-            "amp_bf16 is 2.00 times as fast, but whether its worse mean validation_accuracy is "
-            "chance cannot be told with 3 seeds; more seeds tell: `python -m determined_amp compare"
-            " YAML --seeds 5`",
+            (
+                "amp_bf16 is 2.00 times as fast, but whether its worse mean "
+                "validation_accuracy is chance cannot be told with 3 seeds; more seeds "
+                "tell: `python -m determined_amp compare YAML --seeds 5`"
+            ),
         ),
     ],
 )
 def test_fastest_precision_that_is_not_worse_is_advised(
     amp: Sequence[Run], advised: str | None, why: str
 ) -> None:
-    """The report is on three seeds in fp32 at 1000 samples/s, and these; None: no advice yet."""
+    """The report is on three seeds in fp32 at 1000 samples/s, and these; None: no
+    advice yet.
+    """
     recommended = recommend(comparison_of(*BASE, *amp))
     certain = f"use {advised} here: {recommended.why}"
     unknown = f"cannot tell yet: {recommended.why}; use fp32 until then"
@@ -340,23 +424,47 @@ LOST_RUNS = [run(p, last_batch=50, end=LOST) for p in ("fp32", "amp_fp16")]
 @pytest.mark.parametrize(
     ("runs", "words"),
     [
-        ([FP32, run("amp_fp16", device="NVIDIA A100")], "be compared: 1 problem\n  - device: "),
-        ([FP32, run("amp_fp16", 2, machine={"slots": 2})], "be compared: 1 problem\n  - slots: "),
+        (
+            [FP32, run("amp_fp16", device="NVIDIA A100")],
+            "be compared: 1 problem\n  - device: ",
+        ),
+        (
+            [FP32, run("amp_fp16", 2, machine={"slots": 2})],
+            "be compared: 1 problem\n  - slots: ",
+        ),
         (
             [FP32, run("fp32", 2), run("amp_fp16", machine={"torch": "2.7.0"})],
-            "  - torch: 2.6.0 in fp32, seed 1 (fp32-1); 2.7.0 in amp_fp16, seed 1 (amp_fp16-1)\n"
-            "allowed: runs that differ in precision, scaler settings, seed and name only",
+            (
+                "  - torch: 2.6.0 in fp32, seed 1 (fp32-1); 2.7.0 in amp_fp16, seed 1"
+                " (amp_fp16-1)\nallowed: runs that differ in precision, scaler"
+                " settings, seed and name only"
+            ),
         ),
         (
             [FP32, run("amp_fp16", settings={"data.classes": 1, "data.dataset": "x"})],
-            "2 problems\n  - data.classes: 10 in fp32, seed 1 (fp32-1); 1 in amp_fp16, seed 1",
+            (
+                "2 problems\n  - data.classes: 10 in fp32, seed 1 (fp32-1); 1 in"
+                " amp_fp16, seed 1"
+            ),
         ),
-        ([run("fp32", name="one"), run("fp32", name="other"), FP16], "twice with seed 1: one, oth"),
-        ([FP16, run("amp_bf16")], "there is no baseline; allowed: a finished run in fp32 or tf32:"),
-        ([run("fp32", last_batch=50)], "no run has finished; fp32, seed 1 (fp32-1): 50 of 100 bat"),
+        (
+            [run("fp32", name="one"), run("fp32", name="other"), FP16],
+            "twice with seed 1: one, oth",
+        ),
+        (
+            [FP16, run("amp_bf16")],
+            "there is no baseline; allowed: a finished run in fp32 or tf32:",
+        ),
+        (
+            [run("fp32", last_batch=50)],
+            "no run has finished; fp32, seed 1 (fp32-1): 50 of 100 bat",
+        ),
         ([], "no run has finished; allowed: a finished run in fp32"),
         (LOST_RUNS, "no run has finished; 100% of the optimizer"),
-        ([FP32, run("amp_fp16", 11)], "amp_fp16 and fp32 have no seed in common; allowed: runs"),
+        (
+            [FP32, run("amp_fp16", 11)],
+            "amp_fp16 and fp32 have no seed in common; allowed: runs",
+        ),
         ([FP32, run("amp_fp16", settings={SEED: None})], "have no seed in common"),
     ],
 )
@@ -372,12 +480,22 @@ def test_runs_that_cannot_be_compared_are_an_error_that_says_why(
     "runs",
     [
         [run("amp_fp16", settings={"name": "another", "searcher.name": "grid"})],
-        [run("amp_fp16", settings={f"hyperparameters.amp.{key}": 8.0 for key in SCALER_KEYS})],
+        [
+            run(
+                "amp_fp16",
+                settings={f"hyperparameters.amp.{key}": 8.0 for key in SCALER_KEYS},
+            )
+        ],
         # One of two runs with one seed was killed, or failed.
         [run("fp32", last_batch=50), FP16],
         [run("fp32", last_batch=50, end=LOST), FP16],
     ],
-    ids=["names", "scaler settings", "killed and trained again", "failed and trained again"],
+    ids=[
+        "names",
+        "scaler settings",
+        "killed and trained again",
+        "failed and trained again",
+    ],
 )
 def test_runs_may_differ_in_names_and_scaler_settings_and_be_trained_again(
     runs: Sequence[Run],
@@ -387,7 +505,9 @@ def test_runs_may_differ_in_names_and_scaler_settings_and_be_trained_again(
 
 def reporting(one: Run, **metrics: float) -> Run:
     """The run with these metrics in its last validation."""
-    return dataclasses.replace(one, reports=Reports([("validation", Report(100, metrics))]))
+    return dataclasses.replace(
+        one, reports=Reports([("validation", Report(100, metrics))])
+    )
 
 
 @pytest.mark.parametrize(
@@ -395,11 +515,17 @@ def reporting(one: Run, **metrics: float) -> Run:
     [
         (
             "fvd",
-            "--metric: fvd is not in the last validation of every finished run; allowed: f1, v",
+            (
+                "--metric: fvd is not in the last validation of every finished run; "
+                "allowed: f1, v"
+            ),
         ),
         (
             "f1",
-            "--metric: whether a larger or a smaller f1 is better is unknown; allowed: the sear",
+            (
+                "--metric: whether a larger or a smaller f1 is better is unknown;"
+                " allowed: the sear"
+            ),
         ),
     ],
 )
@@ -425,7 +551,11 @@ def test_metric_that_no_comparison_can_use_is_refused(metric: str, words: str) -
             [("tf32", "fp32"), ("amp_fp16", "fp32"), ("amp_fp16", "tf32")],
             False,
         ),
-        ([run(p, device=CPU) for p in ("tf32", "amp_bf16")], [("amp_bf16", "tf32")], True),
+        (
+            [run(p, device=CPU) for p in ("tf32", "amp_bf16")],
+            [("amp_bf16", "tf32")],
+            True,
+        ),
     ],
 )
 def test_tf32_is_compared_where_the_device_has_it(
@@ -448,8 +578,12 @@ def test_table_shows_the_last_loss_scales_of_float16_alone() -> None:
 
 def test_metric_that_is_named_like_another_column_has_its_own() -> None:
     """A classifier may report its precision."""
-    runs = [run(p, settings={"searcher.metric": "precision"}) for p in ("fp32", "amp_fp16")]
-    rows = precision_table(comparison_of(*(reporting(one, precision=0.75) for one in runs)))
+    runs = [
+        run(p, settings={"searcher.metric": "precision"}) for p in ("fp32", "amp_fp16")
+    ]
+    rows = precision_table(
+        comparison_of(*(reporting(one, precision=0.75) for one in runs))
+    )
     for name, row in zip(("fp32", "amp_fp16"), rows, strict=True):
         assert row[:3] == [("precision", name), ("runs", "1"), ("precision", "0.75")]
 
@@ -474,11 +608,16 @@ def test_run_that_changed_its_precision_at_a_resume_counts_for_neither() -> None
     mixed = run("fp32", 2)
     (part,) = mixed.parts
     name = "hyperparameters.amp.precision"
-    later = dataclasses.replace(part, first_batch=80, settings={**part.settings, name: "amp_bf16"})
+    later = dataclasses.replace(
+        part, first_batch=80, settings={**part.settings, name: "amp_bf16"}
+    )
     found = comparison_of(FP32, FP16, dataclasses.replace(mixed, parts=(part, later)))
     assert found.runs == [FP32, FP16]
     (left_out,) = found.left_out
-    assert f"{name} changed at a resume: fp32 from batch 0, amp_bf16 from batch 80" in left_out
+    assert (
+        f"{name} changed at a resume: fp32 from batch 0, amp_bf16 from batch 80"
+        in left_out
+    )
 
 
 def test_trials_of_a_local_search_are_compared(tmp_path: Path) -> None:

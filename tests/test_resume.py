@@ -1,4 +1,6 @@
-"""Training N batches equals training k, stopping in whatever way, and training N - k more."""
+"""Training N batches equals training k, stopping in whatever way, and training N - k
+more.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ import pytest
 from determined_amp.runs.folder import read_record
 from tests import training
 
-# A schedule that moves, growth of the scale, and accumulation: all of it has to be restored.
+# A schedule that moves, growth of the scale, and accumulation: all of it has to be
+# restored.
 RICH = (
     "hyperparameters.lr_schedule=cosine",
     "hyperparameters.warmup_steps=2",
@@ -20,14 +23,19 @@ RICH = (
 
 @pytest.fixture
 def killed_run(tmp_path: Path) -> Path:
-    """A run of 12 batches that was lost in the 11th; its newest checkpoint is after the 8th."""
+    """A run of 12 batches that was lost in the 11th; its newest checkpoint is after the
+    8th.
+    """
     with training.killed_in_batch(10):
         training.run_small("mlp/amp.yaml", tmp_path / "run", *RICH)
     return tmp_path / "run"
 
 
-def test_resumed_run_keeps_the_scale_and_takes_the_new_settings(killed_run: Path) -> None:
-    """After 8 batches, 4 steps: the scale doubled once, one step on the way to the next.
+def test_resumed_run_keeps_the_scale_and_takes_the_new_settings(
+    killed_run: Path,
+) -> None:
+    """After 8 batches, 4 steps: the scale doubled once, one step on the way to the
+    next.
 
     Two more steps with growth_interval 2 and growth_factor 4: 2^17 * 4 after the first.
     """
@@ -64,7 +72,9 @@ def test_resumed_run_adds_a_part_and_keeps_the_first(killed_run: Path) -> None:
 def test_resumed_run_of_another_precision_goes_on_and_is_recorded(
     killed_run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = training.resume(killed_run, *training.arguments("mlp/fp32.yaml", *RICH[:-1]))
+    folder = training.resume(
+        killed_run, *training.arguments("mlp/fp32.yaml", *RICH[:-1])
+    )
     changed = read_record(folder).changed["hyperparameters.amp.precision"]
     assert changed == [(0, "amp_fp16"), (8, "fp32")]
     message = "after 8 batches hyperparameters.amp.precision changed from amp_fp16 to"

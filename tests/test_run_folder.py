@@ -1,4 +1,6 @@
-"""A run folder is never made worse: what is refused, damaged or taken leaves it as it was."""
+"""A run folder is never made worse: what is refused, damaged or taken leaves it as it
+was.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ from determined_amp.local.checkpoint_storage import (
     read_metadata,
 )
 from determined_amp.local.trainer import _not_finite
-from determined_amp.runs.folder import FolderError, FolderInUseError, RunFolder, fresh_folder
+from determined_amp.runs.folder import (
+    FolderError,
+    FolderInUseError,
+    RunFolder,
+    fresh_folder,
+)
 from determined_amp.trial.checkpoint import CheckpointError
 from tests import training
 
@@ -53,7 +60,9 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def storage_in(folder: Path, *best: int) -> LocalCheckpoints:
-    """The checkpoints of a run of one process; those after so many batches are the best so far."""
+    """The checkpoints of a run of one process; those after so many batches are the best
+    so far.
+    """
     reports: Any = SimpleNamespace(is_best=lambda batches: batches in best)
     return LocalCheckpoints(core.DummyDistributedContext(), folder, reports)
 
@@ -93,7 +102,11 @@ class TestRefusedResume:
     @pytest.mark.parametrize(
         ("file", "text", "words"),
         [
-            ("metadata.json", b'{"steps_completed": 13}', "does not say that it is of these"),
+            (
+                "metadata.json",
+                b'{"steps_completed": 13}',
+                "does not say that it is of these",
+            ),
             ("metadata.json", b"\xff", "metadata.json cannot be read"),
             ("metadata.json", None, "metadata.json cannot be read"),
             ("trial_state.pkl", b"", "trial_state.pkl is damaged: a byte has changed"),
@@ -105,7 +118,12 @@ class TestRefusedResume:
         ],
     )
     def test_resume_of_a_damaged_run_is_refused_and_changes_nothing(
-        self, run: Path, file: str, text: bytes | None, words: str, refusal: Callable[..., str]
+        self,
+        run: Path,
+        file: str,
+        text: bytes | None,
+        words: str,
+        refusal: Callable[..., str],
     ) -> None:
         for checkpoint in complete_checkpoints(run / "checkpoints"):
             (checkpoint / file).unlink(missing_ok=True)
@@ -120,10 +138,15 @@ class TestRefusedResume:
     ) -> None:
         """Torch loads its state; some kinds then fail in their first step."""
         sgd = torch.optim.SGD
-        monkeypatch.setattr(torch.optim, "Adam", lambda groups, **_: sgd(groups, lr=0.1))
+        monkeypatch.setattr(
+            torch.optim, "Adam", lambda groups, **_: sgd(groups, lr=0.1)
+        )
         before = content(run)
         words = refusal("train", "--resume", str(run))
-        assert "cannot be restored into this trial: its optimizer has amsgrad, betas, " in words
+        assert (
+            "cannot be restored into this trial: its optimizer has amsgrad, betas, "
+            in words
+        )
         assert "and SGD has " in words
         assert content(run) == before
 
@@ -157,20 +180,26 @@ class TestDamagedCheckpoint:
     def test_damaged_checkpoint_displaces_no_good_one_after_a_resume_passed_over_it(
         self, run: Path
     ) -> None:
-        """The damaged checkpoint says that it is the newest, and that its weights are finite."""
+        """The damaged checkpoint says that it is the newest, and that its weights are
+        finite.
+        """
         good = complete_checkpoints(run / "checkpoints")[-1]
         damaged = good.with_name("batch-00000099")
         shutil.copytree(good, damaged)
         say(damaged, steps_completed=99)
         flip_a_bit(damaged / "state_dict.pth")
         with training.killed_in_batch(18):
-            training.resume(run, "--config", "hyperparameters.training.max_length.batches=24")
+            training.resume(
+                run, "--config", "hyperparameters.training.max_length.batches=24"
+            )
         assert Resume.latest(run) == Resume("batch-00000018", 18)
 
     def test_leftovers_of_a_killed_process_are_cleaned_up_by_who_goes_on_with_the_run(
         self, tmp_path: Path
     ) -> None:
-        """Who only reads a checkpoint takes nothing away: another process may write one."""
+        """Who only reads a checkpoint takes nothing away: another process may write
+        one.
+        """
         (tmp_path / ".batch-00000002.replaced").mkdir()
         (tmp_path / ".batch-00000003.partial").mkdir()
         LocalCheckpoints(core.DummyDistributedContext(), tmp_path, None)
@@ -178,7 +207,9 @@ class TestDamagedCheckpoint:
         storage_in(tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["batch-00000002"]
 
-    def test_newest_best_and_newest_finite_weights_are_kept(self, tmp_path: Path) -> None:
+    def test_newest_best_and_newest_finite_weights_are_kept(
+        self, tmp_path: Path
+    ) -> None:
         storage = storage_in(tmp_path, 2, 4)
         kept_after = ([1], [2], [2, 3], [4], [4, 5], [4, 5, 6], [4, 5, 7])
         # A resume has passed over that after 99 batches.
@@ -188,7 +219,9 @@ class TestDamagedCheckpoint:
                 torch.save({}, folder / "state_dict.pth")
             assert names_in(tmp_path) == [f"batch-{number:08d}" for number in kept]
 
-    def test_weights_that_are_not_finite_are_passed_over_by_a_resume(self, run: Path) -> None:
+    def test_weights_that_are_not_finite_are_passed_over_by_a_resume(
+        self, run: Path
+    ) -> None:
         for checkpoint in complete_checkpoints(run / "checkpoints"):
             assert read_metadata(checkpoint)["finite"] is True
             say(checkpoint, finite=False)
@@ -249,7 +282,9 @@ class TestFilesTogether:
             write_together({tmp_path / "a": [b"x" * 10_000]})
         assert not list(tmp_path.iterdir())
 
-    def test_file_replaces_a_link_and_not_what_it_points_to(self, tmp_path: Path) -> None:
+    def test_file_replaces_a_link_and_not_what_it_points_to(
+        self, tmp_path: Path
+    ) -> None:
         (tmp_path / "theirs").write_text("theirs")
         (tmp_path / "ours").symlink_to("theirs")
         write_together({tmp_path / "ours": [b"ours"]})
@@ -266,24 +301,37 @@ class TestFilesTogether:
 
 
 class TestErrorOfAFile:
-    """An error of a file is the machine's in the run folder, and the trial's elsewhere."""
+    """An error of a file is the machine's in the run folder, and the trial's
+    elsewhere.
+    """
 
     def test_error_of_a_file_is_known_by_its_path(self, tmp_path: Path) -> None:
-        for file, of_the_machine in (("run/a", True), ("other", False), ("runs", False)):
+        for file, of_the_machine in (
+            ("run/a", True),
+            ("other", False),
+            ("runs", False),
+        ):
             error = OSError(errno.ENOSPC, "no space", str(tmp_path / file))
             assert is_of_the_machine(error, tmp_path / "run") is of_the_machine
 
     def test_error_without_a_path_is_known_by_its_number(self, tmp_path: Path) -> None:
         """The error of a write to an open file has no name in it."""
-        with pytest.raises(OSError, match="No space left") as full, open("/dev/full", "w") as file:
+        with (
+            pytest.raises(OSError, match="No space left") as full,
+            open("/dev/full", "w") as file,
+        ):
             file.write("x" * 100_000)
         assert is_of_the_machine(full.value, tmp_path)
-        assert not is_of_the_machine(BrokenPipeError(errno.EPIPE, "no reader"), tmp_path)
+        assert not is_of_the_machine(
+            BrokenPipeError(errno.EPIPE, "no reader"), tmp_path
+        )
 
 
 def test_second_process_is_told_which_one_writes(tmp_path: Path) -> None:
     with training.locked_by_another_process(tmp_path) as number:
-        refused = pytest.raises(FolderInUseError, match=f"process {number} is running this")
+        refused = pytest.raises(
+            FolderInUseError, match=f"process {number} is running this"
+        )
         with refused, RunFolder(tmp_path).locked():
             pass
     with RunFolder(tmp_path).locked():  # it ends with the process
@@ -294,7 +342,9 @@ def test_part_whose_batches_are_trained_again_is_forgotten(tmp_path: Path) -> No
     yaml_of_mlp = str(training.ROOT / "experiment_configs/mlp/amp.yaml")
     experiment = parse(read_yaml(yaml_of_mlp), yaml_of_mlp)
     for first_batch in (0, 8, 12, 8):
-        run = RunFolder(tmp_path).describe(experiment, Machine(), first_batch=first_batch)
+        run = RunFolder(tmp_path).describe(
+            experiment, Machine(), first_batch=first_batch
+        )
     assert [part.first_batch for part in run.parts] == [0, 8]
     assert read_yaml(str(tmp_path / "resolved.yaml")) == experiment.resolved()
 
@@ -320,7 +370,9 @@ def test_name_of_a_run_is_one_folder_inside_the_root(
 
 
 def test_link_to_nowhere_above_a_new_run_is_a_sentence(tmp_path: Path) -> None:
-    """A folder that another run has made gives the same error, and the next name is tried."""
+    """A folder that another run has made gives the same error, and the next name is
+    tried.
+    """
     (tmp_path / "runs").symlink_to("nowhere")
     with pytest.raises(FolderError, match=r"cannot make the folder .*: File exists"):
         fresh_folder(tmp_path / "runs", "a")

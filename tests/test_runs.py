@@ -10,7 +10,13 @@ import pytest
 
 from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.machine import Machine
-from determined_amp.runs.folder import RunError, RunFolder, read_run, read_trials, trial_folder
+from determined_amp.runs.folder import (
+    RunError,
+    RunFolder,
+    read_run,
+    read_trials,
+    trial_folder,
+)
 from determined_amp.runs.run import Part, Report, Reports, Run, RunState, Spread
 from tests.precisions import GPU, made_on, run, write_run
 
@@ -24,10 +30,13 @@ SETTINGS = {
 
 
 def resumed(*changes: Values, **machine: Any) -> Run:
-    """A run with a part for each change of its settings, the last on a changed machine."""
+    """A run with a part for each change of its settings, the last on a changed
+    machine.
+    """
     machines = [Machine()] * len(changes) + [Machine(**machine)]
     parts = [
-        Part(20 * i, {**SETTINGS, **change}, machines[i]) for i, change in enumerate(({}, *changes))
+        Part(20 * i, {**SETTINGS, **change}, machines[i])
+        for i, change in enumerate(({}, *changes))
     ]
     return Run("a", RunState.COMPLETED, parts=tuple(parts))
 
@@ -52,8 +61,14 @@ def test_scale_of_a_run_is_that_reported_or_that_sampled(
 
 def test_steps_of_several_optimizers_are_added_up() -> None:
     """As in a GAN, whose metrics have the number of the optimizer in their name."""
-    own = {"watch_applied_steps_0": 98, "watch_applied_steps_1": 90, "skipped_steps_1": 10}
-    made = Run("a", RunState.COMPLETED, reports=Reports([("training", Report(100, own))]))
+    own = {
+        "watch_applied_steps_0": 98,
+        "watch_applied_steps_1": 90,
+        "skipped_steps_1": 10,
+    }
+    made = Run(
+        "a", RunState.COMPLETED, reports=Reports([("training", Report(100, own))])
+    )
     assert (made.last("watch_applied_steps"), made.last("skipped_steps")) == (188, 10)
 
 
@@ -67,13 +82,22 @@ class TestReports:
             ]
         ):
             metrics = {"samples_per_second": speed, "watch_audit_share": share}
-            known = {name: value for name, value in metrics.items() if value is not None}
+            known = {
+                name: value for name, value in metrics.items() if value is not None
+            }
             reports.add("training", Report(batches, known))
         assert reports.speed == Spread(200.0, 0.5, 300.0)
         assert reports.audit_share == 0.5
 
     def test_numbers_are_floats_and_other_texts_are_left_out(self) -> None:
-        given = {"batches": 4, "a": "NaN", "b": "-Infinity", "c": "Infinity", "d": "x", "e": 3}
+        given = {
+            "batches": 4,
+            "a": "NaN",
+            "b": "-Infinity",
+            "c": "Infinity",
+            "d": "x",
+            "e": 3,
+        }
         read = Report.read(4, given).metrics
         shown = {name: str(value) for name, value in read.items()}
         assert shown == {"a": "nan", "b": "-inf", "c": "inf", "e": "3.0"}
@@ -87,17 +111,24 @@ class TestReports:
 class TestChanged:
     def test_changed_setting_is_named_with_both_values(self) -> None:
         run = resumed({}, {"reproducibility.experiment_seed": 2})
-        assert run.changed == {"reproducibility.experiment_seed": [(0, 1), (20, 1), (40, 2)]}
+        assert run.changed == {
+            "reproducibility.experiment_seed": [(0, 1), (20, 1), (40, 2)]
+        }
 
     def test_setting_that_one_part_alone_has_is_a_change(self) -> None:
         run = resumed({"hyperparameters.dropout": 0.5}, {})
-        assert run.changed == {"hyperparameters.dropout": [(0, None), (20, 0.5), (40, None)]}
+        assert run.changed == {
+            "hyperparameters.dropout": [(0, None), (20, 0.5), (40, None)]
+        }
 
     def test_changed_number_of_slots_is_named(self) -> None:
         assert resumed({}, slots=2).changed == {"slots": [(0, 1), (20, 2)]}
 
     def test_length_name_and_search_method_change_no_batch(self) -> None:
-        longer = {"hyperparameters.training.max_length.batches": 200, "searcher.name": "grid"}
+        longer = {
+            "hyperparameters.training.max_length.batches": 200,
+            "searcher.name": "grid",
+        }
         assert resumed(longer).changed == {}
         assert resumed().changed == {}
 
@@ -106,7 +137,9 @@ def test_trials_of_a_search_are_run_folders(tmp_path: Path) -> None:
     for number in (0, 1):
         folder = RunFolder(trial_folder(tmp_path, number))
         folder.describe_trial(number, {"amp.init_scale": 2.0**number})
-        folder.append_metrics({"group": "validation", "loss_scale_score": 0.5, "batches": 4})
+        folder.append_metrics(
+            {"group": "validation", "loss_scale_score": 0.5, "batches": 4}
+        )
         folder.end(RunState.PRUNED if number else RunState.COMPLETED, "too slow")
     first, second = read_trials(tmp_path, [])
     assert (first.number, first.state, first.scale_log2) == (0, RunState.COMPLETED, 0.0)
@@ -119,9 +152,18 @@ def test_trials_of_a_search_are_run_folders(tmp_path: Path) -> None:
     [
         ({"end": {"state": "stopped", "reason": "stopped"}}, RunState.COMPLETED, ""),
         ({}, RunState.COMPLETED, ""),  # killed after its last validation
-        ({"end": {"state": "failed", "reason": "disk full"}}, RunState.FAILED, "disk full"),
+        (
+            {"end": {"state": "failed", "reason": "disk full"}},
+            RunState.FAILED,
+            "disk full",
+        ),
         ({"loss": math.nan}, RunState.FAILED, "validation_loss is nan at the end"),
-        ({"accuracy": math.inf, "loss": 1.0}, RunState.COMPLETED, ""),  # the searcher's is finite
+        # the searcher's is finite
+        (
+            {"accuracy": math.inf, "loss": 1.0},
+            RunState.COMPLETED,
+            "",
+        ),
         (
             {
                 **{"last_batch": 60, "end": {"state": "stopped", "reason": ""}},
@@ -130,7 +172,11 @@ def test_trials_of_a_search_are_run_folders(tmp_path: Path) -> None:
             *(RunState.STOPPED, "60 of 100 batches: it was stopped"),
         ),
         *(
-            ({"last_batch": 60, "end": {"state": state.value, "reason": "why"}}, state, reason)
+            (
+                {"last_batch": 60, "end": {"state": state.value, "reason": "why"}},
+                state,
+                reason,
+            )
             for state, reason in {
                 RunState.STOPPED: "60 of 100 batches: why",
                 RunState.PRUNED: "60 of 100 batches: why",
@@ -165,7 +211,9 @@ def test_length_in_epochs_is_counted_in_epochs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}"])
-def test_folder_that_is_no_run_is_a_sentence(tmp_path: Path, content: str | None) -> None:
+def test_folder_that_is_no_run_is_a_sentence(
+    tmp_path: Path, content: str | None
+) -> None:
     folder = write_run(tmp_path / "a", "fp32", 1)
     assert read_run(folder).machine == Machine(**made_on(GPU))
     if content is None:
@@ -195,5 +243,7 @@ def test_damaged_line_of_a_report_is_a_sentence_with_its_number(
     file = write_run(tmp_path / "a", "fp32", 1) / "metrics.jsonl"
     first, *others = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join([first, damaged, b"\n", *others]))
-    with pytest.raises(RunError, match=r"metrics\.jsonl: line 2 is no report; allowed: "):
+    with pytest.raises(
+        RunError, match=r"metrics\.jsonl: line 2 is no report; allowed: "
+    ):
         read_run(file.parent)

@@ -1,4 +1,6 @@
-"""`trials.sample`: from which weights, and what DDIM makes of a denoiser that is perfect."""
+"""`trials.sample`: from which weights, and what DDIM makes of a denoiser that is
+perfect.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_tiny(
         "fp32.yaml",
         tmp_path_factory.mktemp("run"),
-        "data={dataset: moving_digits, image_size: 12, frames: 3, channels: 1, classes: 10}",
+        "data={dataset: moving_digits, image_size: 12, frames: 3, channels: 1, "
+        "classes: 10}",
         "hyperparameters.global_batch_size=180",
         "hyperparameters.training.max_length.batches=2",
     )
@@ -32,7 +35,9 @@ def sampled(source: Path, out: Path, *options: str) -> int:
     return sample.main([str(source), "--steps", "2", "--out", str(out), *options])
 
 
-def test_clips_are_sampled_from_the_averaged_weights_of_the_newest_checkpoint(run: Path) -> None:
+def test_clips_are_sampled_from_the_averaged_weights_of_the_newest_checkpoint(
+    run: Path,
+) -> None:
     (checkpoint,) = (run / "checkpoints").iterdir()
     state = torch.load(checkpoint / "state_dict.pth", weights_only=True)
     for source in (run, checkpoint):
@@ -40,16 +45,22 @@ def test_clips_are_sampled_from_the_averaged_weights_of_the_newest_checkpoint(ru
         for name, parameter in denoiser.named_parameters():
             assert torch.equal(parameter, state["callbacks"]["ema"][name])
     weights = state["models_state_dict"][0]
-    assert any(not torch.equal(p, weights[name]) for name, p in denoiser.named_parameters())
+    assert any(
+        not torch.equal(p, weights[name]) for name, p in denoiser.named_parameters()
+    )
 
 
 def test_ddim_recovers_a_clip_from_a_perfect_denoiser(run: Path) -> None:
-    """One that knows the clip predicts its noise exactly; guided or not, sampling ends there."""
+    """One that knows the clip predicts its noise exactly; guided or not, sampling ends
+    there.
+    """
     config, denoiser = sample.load(run)
     clip = torch.rand(1, *config.data.clip_shape) * 2 - 1
     kept = DDIMScheduler(**config.hparams.diffusion.scheduler_config()).alphas_cumprod
 
-    def perfect(clips: torch.Tensor, timesteps: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def perfect(
+        clips: torch.Tensor, timesteps: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
         a = kept[timesteps].view(-1, 1, 1, 1, 1)
         noise: torch.Tensor = (clips - a.sqrt() * clip) / (1 - a).sqrt()
         return noise
@@ -59,7 +70,9 @@ def test_ddim_recovers_a_clip_from_a_perfect_denoiser(run: Path) -> None:
         made = sample.sample(
             denoiser, config, torch.tensor([4, 5]), steps=10, guidance=guidance, seed=1
         )
-        torch.testing.assert_close(made, clip.expand(2, -1, -1, -1, -1), rtol=0, atol=1.0e-2)
+        torch.testing.assert_close(
+            made, clip.expand(2, -1, -1, -1, -1), rtol=0, atol=1.0e-2
+        )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +81,10 @@ def test_ddim_recovers_a_clip_from_a_perfect_denoiser(run: Path) -> None:
         (["--steps", "2000"], "--steps: got 2000; allowed: 1 to"),
         (["--guidance", "nan"], "--guidance: got nan; allowed: a finite number"),
         (["--class", "10"], "--class: got 10; allowed: 0 to 9"),
-        (["--out", "clip.mp4"], "--out: got clip.mp4; allowed: a name in .gif or in .npy"),
+        (
+            ["--out", "clip.mp4"],
+            "--out: got clip.mp4; allowed: a name in .gif or in .npy",
+        ),
     ],
 )
 def test_wrong_option_of_the_sampler_is_named(

@@ -1,7 +1,8 @@
-"""`finder.scale_finding`: what predictions and measurements mean, with both of them made by hand.
+"""`finder.scale_finding`: what predictions and measurements mean, with both of them
+made by hand.
 
-float16 flushes 2^-25 to 0 and rounds 2^16 to infinity: for gradients from 2^a to 2^b the scales
-from 2^(-24 - a) to 2^(15 - b) are safe.
+float16 flushes 2^-25 to 0 and rounds 2^16 to infinity: for gradients from 2^a to 2^b
+the scales from 2^(-24 - a) to 2^(15 - b) are safe.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ SLOTS: Any = object()
 
 
 def found(
-    monkeypatch: pytest.MonkeyPatch, prediction: Prediction, overflows: Callable[[float], bool]
+    monkeypatch: pytest.MonkeyPatch,
+    prediction: Prediction,
+    overflows: Callable[[float], bool],
 ) -> ScaleFinding:
     """The finding where float16 overflows at these scales."""
 
@@ -43,11 +46,15 @@ def found(
     return find_window(REHEARSALS, SLOTS)
 
 
-@pytest.mark.parametrize(("top", "first", "last", "step"), [(12, -31, 20, 3), (126, -31, 130, 7)])
+@pytest.mark.parametrize(
+    ("top", "first", "last", "step"), [(12, -31, 20, 3), (126, -31, 130, 7)]
+)
 def test_shown_scales_reach_from_below_the_window_to_above_it(
     top: int, first: int, last: int, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From four powers of two below the window to four above it, in 24 rows and a few more."""
+    """From four powers of two below the window to four above it, in 24 rows and a few
+    more.
+    """
     prediction = prediction_of({"a": {3: 1}})
     finding = found(monkeypatch, prediction, lambda scale: scale > top)
     tried = {one.scale_log2 for one in finding.measured}
@@ -60,7 +67,9 @@ def test_shown_scales_reach_from_below_the_window_to_above_it(
     assert finding.at(1000) is finding.predicted[-1]
 
 
-def test_finder_advises_bfloat16_where_no_scale_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finder_advises_bfloat16_where_no_scale_is_safe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     prediction = prediction_of({"loud": {10: 1}, **{name: {-31: 1} for name in "abc"}})
     finding = found(monkeypatch, prediction, lambda scale: scale > 5)
     assert finding.verdict is Verdict.BF16
@@ -123,15 +132,22 @@ def test_shares_are_those_of_the_prediction(monkeypatch: pytest.MonkeyPatch) -> 
     assert [finding.at(scale).flushed_share for scale in (-28, -27)] == [1, 0]
 
 
-@pytest.mark.parametrize(("init", "skips"), [(9, 0), (10, 0), (10.5, 1), (11, 1), (16, 6)])
+@pytest.mark.parametrize(
+    ("init", "skips"), [(9, 0), (10, 0), (10.5, 1), (11, 1), (16, 6)]
+)
 def test_every_bit_above_the_window_is_a_skipped_step(init: float, skips: int) -> None:
     finding = ScaleFinding(0, 10, 9, Verdict.SCALE, (), (), ())
     assert finding.expected_skips(init) == skips
 
 
-def test_modules_whose_gradients_are_all_zero_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_whose_gradients_are_all_zero_are_hidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tensors = prediction_of({"a": {}, "b": {0: 1}}).tensors
-    tensors = {source: its if its.nonzero else histogram({}, 3) for source, its in tensors.items()}
+    tensors = {
+        source: its if its.nonzero else histogram({}, 3)
+        for source, its in tensors.items()
+    }
     finding = found(monkeypatch, Prediction(tensors), lambda scale: scale > 15)
     assert finding.hidden_modules == ("a",)
     assert finding.modules == (ModuleGradients("b", 0, -24),)

@@ -1,4 +1,6 @@
-"""Gradients that somebody changes while they are scaled: clips are refused, others warn once."""
+"""Gradients that somebody changes while they are scaled: clips are refused, others warn
+once.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def replaced(model: nn.Module) -> None:
 
 
 def all_at_once(model: nn.Module) -> None:
-    torch._foreach_clamp_max_([p.grad for p in model.parameters() if p.grad is not None], 1.0)
+    torch._foreach_clamp_max_(
+        [p.grad for p in model.parameters() if p.grad is not None], 1.0
+    )
 
 
 def of_one_bias(model: Any) -> None:
@@ -66,7 +70,12 @@ def of_one_bias(model: Any) -> None:
 
 
 def train(
-    change: Change, precision: str, window: int, *, unscales: bool = False, steps: int = 6
+    change: Change,
+    precision: str,
+    window: int,
+    *,
+    unscales: bool = False,
+    steps: int = 6,
 ) -> None:
     """Steps of a small net, whose gradients are changed before each of them."""
     loop = SmallLoop(precision)
@@ -87,8 +96,13 @@ WINDOWS = pytest.mark.parametrize("window", [1, 2])
 
 @WINDOWS
 @pytest.mark.parametrize("clip", CLIPS)
-def test_clip_of_scaled_gradients_is_refused_where_it_is_called(clip: Change, window: int) -> None:
-    words = r"^the loop: it clips gradients that are still scaled; allowed: amp\.clip_gradients"
+def test_clip_of_scaled_gradients_is_refused_where_it_is_called(
+    clip: Change, window: int
+) -> None:
+    words = (
+        r"^the loop: it clips gradients that are still scaled; allowed:"
+        r" amp\.clip_gradients"
+    )
     with pytest.raises(ConfigError, match=words) as refused:
         train(clip, "amp_fp16", window)
     assert any(entry.name == clip.__name__ for entry in refused.traceback)
@@ -151,15 +165,21 @@ def test_torch_is_left_as_it_was_after_each_step() -> None:
     assert now is torch_private.sort_gradients
 
 
-def test_torch_is_left_as_it_was_by_a_training_that_ended_between_backward_and_step() -> None:
+def test_torch_is_as_before_after_a_training_ends_between_backward_and_step() -> None:
     amp = AmpLoop(AmpSettings(Precision.AMP_FP16), "cpu")
     model = amp.prepare(nn.Linear(1, 1))
     amp.scaler.scale(model(torch.ones(1, 1)).sum()).backward()
-    assert vars(clip_grad)["_group_tensors_by_device_and_dtype"] is not torch_private.sort_gradients
+    assert (
+        vars(clip_grad)["_group_tensors_by_device_and_dtype"]
+        is not torch_private.sort_gradients
+    )
     del amp
     gc.collect()
     clip_grad_norm_(model.parameters(), 1.0)
-    assert vars(clip_grad)["_group_tensors_by_device_and_dtype"] is torch_private.sort_gradients
+    assert (
+        vars(clip_grad)["_group_tensors_by_device_and_dtype"]
+        is torch_private.sort_gradients
+    )
 
 
 class Clips(Converted):
@@ -195,7 +215,9 @@ def test_trial_may_not_clip_scaled_gradients_and_is_told_of_other_changes(
         fp16 = {"precision": "amp_fp16", "init_scale": 64.0}
         fit(trial, fp16, batches=3 * window, aggregation_frequency=window)
 
-    with pytest.raises(ConfigError, match="it clips gradients that are still scaled; allowed: cl"):
+    with pytest.raises(
+        ConfigError, match="it clips gradients that are still scaled; allowed: cl"
+    ):
         train_trial(Clips)
     train_trial(LeavesAlone)  # the division by the window is the library's
     assert WARNING not in caplog.text

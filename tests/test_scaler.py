@@ -1,4 +1,6 @@
-"""`amp.scaler`: who was stepped and who skipped; counts on the host and on the device."""
+"""`amp.scaler`: who was stepped and who skipped; counts on the host and on the
+device.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from torch import nn
 
 from determined_amp.amp.counts import StepCounts
 from determined_amp.amp.errors import ConfigError
-from determined_amp.amp.mistakes import IN_A_LOOP, IN_A_TRIAL, TRANSITIONS, Mistake, Stage
+from determined_amp.amp.mistakes import (
+    IN_A_LOOP,
+    IN_A_TRIAL,
+    TRANSITIONS,
+    Mistake,
+    Stage,
+)
 from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.settings import AmpSettings, Precision
 from tests.fake_cuda import Syncs
@@ -23,7 +31,9 @@ NEVER = 10**9
 
 
 class Fused(torch.optim.SGD):
-    """Is called on a skip, too, and reads on the device that it is one, as torch's fused ones."""
+    """Is called on a skip, too, and reads on the device that it is one, as torch's
+    fused ones.
+    """
 
     _step_supports_amp_scaling = True
     grad_scale: torch.Tensor
@@ -31,13 +41,17 @@ class Fused(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         (weight,) = self.param_groups[0]["params"]
-        weight.data.sub_(torch.where(self.found_inf > 0, 0.0, weight.grad / self.grad_scale))
+        weight.data.sub_(
+            torch.where(self.found_inf > 0, 0.0, weight.grad / self.grad_scale)
+        )
 
 
 class Stepped:
     """A weight of 1, moved at rate 1 by a scaler whose first scale is 4."""
 
-    def __init__(self, optimizer_class: Any = torch.optim.SGD, **settings: float) -> None:
+    def __init__(
+        self, optimizer_class: Any = torch.optim.SGD, **settings: float
+    ) -> None:
         given: dict[str, Any] = {"init_scale": 4.0, **settings}
         self.scaler = LossScaler(AmpSettings(Precision.AMP_FP16, **given), "cpu")
         self.optimizer = self.another(optimizer_class)
@@ -45,11 +59,15 @@ class Stepped:
     def another(self, optimizer_class: Any = torch.optim.SGD) -> Any:
         """One more optimizer, with a weight of its own."""
         made = optimizer_class([nn.Parameter(torch.ones(1))], lr=1.0)
-        made.register_step_pre_hook(lambda optimizer, *call: self.scaler.check_step(optimizer))
+        made.register_step_pre_hook(
+            lambda optimizer, *call: self.scaler.check_step(optimizer)
+        )
         return made
 
     def backward(self, gradient: float, optimizer: Any = None) -> nn.Parameter:
-        weight: nn.Parameter = (optimizer or self.optimizer).param_groups[0]["params"][0]
+        weight: nn.Parameter = (optimizer or self.optimizer).param_groups[0]["params"][
+            0
+        ]
         weight.grad = self.scaler.scale(torch.full((1,), gradient))
         return weight
 
@@ -73,7 +91,10 @@ class TestSettings:
         assert ours.state_dict() == theirs.state_dict() != {}
 
     def test_settings_stay_when_a_saved_scale_is_loaded(self) -> None:
-        saved = {**LossScaler(AmpSettings(Precision.AMP_FP16), "cpu").state_dict(), "scale": 2.0}
+        saved = {
+            **LossScaler(AmpSettings(Precision.AMP_FP16), "cpu").state_dict(),
+            "scale": 2.0,
+        }
         scaler = LossScaler(AmpSettings(Precision.AMP_FP16, 8.0, 3.0, 0.25, 7), "cpu")
         assert scaler.get_scale() == 8.0
         scaler.load_state_dict({**saved, "_growth_tracker": 5})
@@ -91,7 +112,9 @@ class TestSettings:
 
 class TestStep:
     @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, Fused])
-    def test_step_that_is_applied_or_skipped_is_noted(self, optimizer_class: Any) -> None:
+    def test_step_that_is_applied_or_skipped_is_noted(
+        self, optimizer_class: Any
+    ) -> None:
         made = Stepped(optimizer_class)
         assert made.step(0.25) == 0.75
         (outcome,) = made.scaler.finish().values()
@@ -192,7 +215,10 @@ class TestStages:
         if isinstance(after, Mistake):
             with pytest.raises(ConfigError, match=after.value.replace("(", r"\(")[:40]):
                 CALLS[call](made)
-        elif (stage, call) == (Stage.UNSCALED, "unscale") and precision is Precision.AMP_FP16:
+        elif (stage, call) == (
+            Stage.UNSCALED,
+            "unscale",
+        ) and precision is Precision.AMP_FP16:
             with pytest.raises(RuntimeError, match="unscale_"):  # torch's own
                 CALLS[call](made)
         else:
@@ -224,7 +250,9 @@ class TestStages:
         made.step(1.0)
 
     def test_each_mistake_has_words_and_all_but_one_a_remedy(self) -> None:
-        assert set(IN_A_LOOP) == set(IN_A_TRIAL) == {*Mistake} - {Mistake.UPDATES_NOTHING}
+        assert (
+            set(IN_A_LOOP) == set(IN_A_TRIAL) == {*Mistake} - {Mistake.UPDATES_NOTHING}
+        )
         assert "amp.update" in Mistake.UPDATES_NOTHING.value
 
 
@@ -252,11 +280,16 @@ class TestUpdate:
         for gradient in (1.0, math.inf, 1.0):
             made.step_and_update(gradient)
             used.append(
-                (float(made.scaler.scale_of_newest_step(one)), float(made.scaler.times(one)))
+                (
+                    float(made.scaler.scale_of_newest_step(one)),
+                    float(made.scaler.times(one)),
+                )
             )
         assert used == [(4, 8), (8, 4), (4, 8)]
 
-    def test_update_counts_an_overflow_that_was_noted_without_an_optimizer(self) -> None:
+    def test_update_counts_an_overflow_that_was_noted_without_an_optimizer(
+        self,
+    ) -> None:
         made = Stepped()
         made.scaler.scale(torch.ones(()))
         made.scaler.note(made, torch.ones(()))
@@ -264,8 +297,12 @@ class TestUpdate:
         assert made.scaler.get_scale() == 2
 
     @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, Fused])
-    def test_update_leaves_each_optimizer_what_it_found(self, optimizer_class: Any) -> None:
-        """Torch's `update` adds up what all optimizers found, in the tensor of the first."""
+    def test_update_leaves_each_optimizer_what_it_found(
+        self, optimizer_class: Any
+    ) -> None:
+        """Torch's `update` adds up what all optimizers found, in the tensor of the
+        first.
+        """
         made = Stepped(optimizer_class)
         other = made.another(optimizer_class)
         made.step(1.0)
@@ -318,10 +355,21 @@ def counted(skips: list[bool], *, on_host: bool | None, ask_every: int) -> StepC
         ([*[True] * 100, False, *[True] * 30], 1, 30),
         ([*[True] * 64, *[False] * 64], 64, 0),
     ],
-    ids=["one skip", "no applied step", "200 skips", "30 skips at the end", "no skip at the end"],
+    ids=[
+        "one skip",
+        "no applied step",
+        "200 skips",
+        "30 skips at the end",
+        "no skip at the end",
+    ],
 )
 def test_counts_are_the_same_on_host_and_device_whenever_they_are_read(
-    skips: list[bool], applied: int, in_a_row: int, ask_every: int, *, on_host: bool | None
+    skips: list[bool],
+    applied: int,
+    in_a_row: int,
+    ask_every: int,
+    *,
+    on_host: bool | None,
 ) -> None:
     counts = counted(skips, on_host=on_host, ask_every=ask_every)
     assert int(counts.consecutive_skips()) == in_a_row

@@ -1,4 +1,6 @@
-"""Any torch scheduler moves with the steps that were applied, and resumes, to the last bit."""
+"""Any torch scheduler moves with the steps that were applied, and resumes, to the last
+bit.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ Used = list[dict[str, Any]]
 def make_optimizer(
     kind: MakeOptimizer = SGD, groups: int = 2, says_fused: bool = False
 ) -> Optimizer:
-    """Not every torch has a fused one for a CPU; the plain one takes a rate on the device too."""
+    """Not every torch has a fused one for a CPU; the plain one takes a rate on the
+    device too.
+    """
     settings: Values = {"momentum": 0.9} if kind is SGD else {}
     optimizer = kind(
         [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in RATES[:groups]],
@@ -84,7 +88,10 @@ class OfLastRate(LRScheduler):
 
 
 def own_functions(optimizer: Optimizer) -> LRScheduler:
-    functions: list[Callable[[int], float]] = [lambda step: 0.9**step, lambda step: 1 / (1 + step)]
+    functions: list[Callable[[int], float]] = [
+        lambda step: 0.9**step,
+        lambda step: 1 / (1 + step),
+    ]
     return lr_scheduler.LambdaLR(optimizer, functions[: len(optimizer.param_groups)])
 
 
@@ -96,7 +103,9 @@ def one_cycle(optimizer: Optimizer, cycle_momentum: bool = True) -> LRScheduler:
 
 
 halving = partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
-multiplicative = partial(lr_scheduler.MultiplicativeLR, lr_lambda=lambda step: 1 - 1 / (step + 2))
+multiplicative = partial(
+    lr_scheduler.MultiplicativeLR, lr_lambda=lambda step: 1 - 1 / (step + 2)
+)
 cosine = partial(lr_scheduler.CosineAnnealingLR, T_max=50, eta_min=0.01)
 restarts = partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=5, T_mult=2)
 triangles = partial(lr_scheduler.CyclicLR, base_lr=0.01, max_lr=0.1, step_size_up=7)
@@ -133,7 +142,9 @@ def scheduled(
 
 
 def move(schedule: AppliedStepSchedule, *steps: int) -> list[float]:
-    """The rate of the first group after each of these steps, of which none was skipped."""
+    """The rate of the first group after each of these steps, of which none was
+    skipped.
+    """
     rates = []
     for step in steps:
         schedule.move(step, torch.tensor(step))
@@ -187,26 +198,39 @@ def test_rate_of_every_step_is_that_of_torchs_own_loop_over_the_applied_steps(
     schedule = scheduled(make_scheduler, kind, fused=fused)
     used_by_attempted_steps = []
     for attempted, applied, used in followed(schedule, 0, 0, STEPS):
-        # Whatever a fused optimizer cannot read from the device follows attempted steps.
+        # Whatever a fused optimizer cannot read from the device follows attempted
+        # steps.
         others = expected[attempted if fused else applied]
         rates = [{"lr": values["lr"]} for values in expected[applied]]
-        assert used == [values | rate for values, rate in zip(others, rates, strict=True)]
+        assert used == [
+            values | rate for values, rate in zip(others, rates, strict=True)
+        ]
         used_by_attempted_steps.append(used == expected[attempted])
     assert applied < attempted - 100
-    assert not all(used_by_attempted_steps)  # a schedule that counts skipped steps is seen
+    # a schedule that counts skipped steps is seen
+    assert not all(used_by_attempted_steps)
 
     schedule = scheduled(make_scheduler, kind, fused=fused, skips=False)
     for attempted in range(300):
         schedule.move(attempted, torch.tensor(attempted))
         assert used_by(schedule.optimizer) == expected[attempted]
-        assert {type(group["lr"]) for group in schedule.optimizer.param_groups} == {float}
+        assert {type(group["lr"]) for group in schedule.optimizer.param_groups} == {
+            float
+        }
 
 
 def spoil(optimizer: Optimizer) -> None:
     """What a checkpoint with other values leaves in every group."""
     state = optimizer.state_dict()
     for group in state["param_groups"]:
-        for key in ("lr", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"):
+        for key in (
+            "lr",
+            "initial_lr",
+            "max_lr",
+            "min_lr",
+            "max_momentum",
+            "base_momentum",
+        ):
             if key in group:
                 group[key] = 77.0
         if "betas" in group:
@@ -229,8 +253,14 @@ def test_resume_at_any_step_has_the_rates_of_an_undisturbed_run(
     undisturbed = list(followed(schedule(), 0, 0, 300))
     # What the scheduler leaves alone is the checkpoint's.
     first = undisturbed[0][2][0]
-    keys = {key for key in first if any(it[2][0][key] != first[key] for it in undisturbed)}
-    for attempted, applied, _ in [*undisturbed[:6], undisturbed[11], *undisturbed[255:258]]:
+    keys = {
+        key for key in first if any(it[2][0][key] != first[key] for it in undisturbed)
+    }
+    for attempted, applied, _ in [
+        *undisturbed[:6],
+        undisturbed[11],
+        *undisturbed[255:258],
+    ]:
         resumed = schedule()
         spoil(resumed.optimizer)
         continued = list(followed(resumed, attempted, applied, 20))
@@ -247,14 +277,19 @@ def table(*factors: float) -> MakeScheduler:
 ENDS: dict[str, tuple[MakeScheduler, int]] = {
     "a table": (table(1.0, 0.5, 0.25), 3),
     # A negative number to this power is complex.
-    "a root": (partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: (1 - step / 2) ** 0.9), 3),
+    "a root": (
+        partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: (1 - step / 2) ** 0.9),
+        3,
+    ),
     "a constant table": (table(1.0, 1.0), 2),
     "a long constant table": (table(*[1.0] * 300), 300),
 }
 
 
 @FUSED_OR_NOT
-@pytest.mark.parametrize("later", [0, 700], ids=["right after its end", "long after its end"])
+@pytest.mark.parametrize(
+    "later", [0, 700], ids=["right after its end", "long after its end"]
+)
 @pytest.mark.parametrize("name", ENDS)
 def test_schedule_keeps_its_last_values_after_its_end_and_says_so_once(
     name: str, later: int, fused: bool, caplog: pytest.LogCaptureFixture
@@ -272,16 +307,24 @@ def test_schedule_keeps_its_last_values_after_its_end_and_says_so_once(
         move(schedule, step)
         assert used_by(schedule.optimizer) == last
     (said,) = (line for line in caplog.messages if "ends after" in line)
-    assert re.match(rf"\w+LR ends after {known} steps \(\w+: .*\); later steps keep its last", said)
+    assert re.match(
+        rf"\w+LR ends after {known} steps \(\w+: .*\); later steps keep its last", said
+    )
 
 
 @FUSED_OR_NOT
-def test_scheduler_that_raises_at_its_first_step_is_an_error_with_its_own_text(fused: bool) -> None:
+def test_scheduler_that_raises_at_its_first_step_is_an_error_with_its_own_text(
+    fused: bool,
+) -> None:
     def forgets_a_name(step: int) -> float:
         return factor if step else 1.0  # type: ignore[name-defined]  # noqa: F821
 
-    schedule = scheduled(partial(lr_scheduler.LambdaLR, lr_lambda=forgets_a_name), fused=fused)
-    words = r"^wrap_lr_scheduler: LambdaLR raised at its first step: NameError: name 'fa"
+    schedule = scheduled(
+        partial(lr_scheduler.LambdaLR, lr_lambda=forgets_a_name), fused=fused
+    )
+    words = (
+        r"^wrap_lr_scheduler: LambdaLR raised at its first step: NameError: name 'fa"
+    )
     with pytest.raises(ConfigError, match=words):
         move(schedule, 0)
 
@@ -310,13 +353,17 @@ def test_log_says_nothing_where_everything_follows_applied_steps(
 
 
 @FUSED_OR_NOT
-def test_get_last_lr_answers_the_rates_in_use_while_the_simulation_is_ahead(fused: bool) -> None:
+def test_get_last_lr_answers_the_rates_in_use_while_the_simulation_is_ahead(
+    fused: bool,
+) -> None:
     optimizer = make_optimizer(says_fused=fused)
     scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
     schedule = AppliedStepSchedule(scheduler, CPU, skips=True)
     for attempted, applied in [(0, 0), (1, 0), (2, 1), (3, 2)]:
         schedule.move(attempted, torch.tensor(applied))
-        assert [float(lr) for lr in scheduler.get_last_lr()] == [lr * 0.5**applied for lr in RATES]
+        assert [float(lr) for lr in scheduler.get_last_lr()] == [
+            lr * 0.5**applied for lr in RATES
+        ]
     assert scheduler.last_epoch > 200
 
 
@@ -364,7 +411,9 @@ def test_scheduler_that_the_trial_also_steps_or_loads_is_an_error(
         move(schedule, 2)
 
 
-def test_resume_in_a_precision_without_a_scale_counts_the_steps_skipped_before() -> None:
+def test_resume_in_a_precision_without_a_scale_counts_the_steps_skipped_before() -> (
+    None
+):
     schedule = scheduled(halving, groups=1, skips=False)
     for attempted, applied in ((5, 3), (6, 4)):
         schedule.move(attempted, applied)
@@ -375,7 +424,9 @@ def test_parameter_group_that_was_added_later_keeps_its_rate_and_is_logged_once(
     caplog: Any,
 ) -> None:
     optimizer = make_optimizer(groups=1)
-    schedule = AppliedStepSchedule(lr_scheduler.ExponentialLR(optimizer, 0.5), CPU, skips=False)
+    schedule = AppliedStepSchedule(
+        lr_scheduler.ExponentialLR(optimizer, 0.5), CPU, skips=False
+    )
     schedule.move(0, 0)
     assert not caplog.text
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 2.0})
@@ -383,7 +434,10 @@ def test_parameter_group_that_was_added_later_keeps_its_rate_and_is_logged_once(
         schedule.move(step, step)
     assert [group["lr"] for group in optimizer.param_groups] == [RATES[0] / 4, 2.0]
     assert (
-        caplog.text.count("ExponentialLR does not move the parameter groups that were added") == 1
+        caplog.text.count(
+            "ExponentialLR does not move the parameter groups that were added"
+        )
+        == 1
     )
 
 
@@ -406,7 +460,9 @@ def moved_on_fake_cuda(
     device = torch.device("cuda")
     with fake_cuda() as syncs:
         weights = [nn.Parameter(torch.zeros(1, device=device)) for _ in RATES]
-        groups = [{"params": [it], "lr": lr} for it, lr in zip(weights, RATES, strict=True)]
+        groups = [
+            {"params": [it], "lr": lr} for it, lr in zip(weights, RATES, strict=True)
+        ]
         scheduler = make_scheduler(Adam(groups, fused=fused))
         schedule = AppliedStepSchedule(scheduler, device, skips=skips)
         applied = torch.zeros((), dtype=torch.int64, device=device)
@@ -421,13 +477,17 @@ def moved_on_fake_cuda(
 def test_fused_step_is_two_kernels_and_waits_for_nothing() -> None:
     with moved_on_fake_cuda(one_cycle, fused=True, skips=True) as (syncs, schedule):
         groups = schedule.optimizer.param_groups
-        assert {(it["lr"].dtype, it["lr"].device.type, it["lr"].dim()) for it in groups} == {
-            (torch.float32, "cuda", 0)
-        }
+        assert {
+            (it["lr"].dtype, it["lr"].device.type, it["lr"].dim()) for it in groups
+        } == {(torch.float32, "cuda", 0)}
         # A transfer of a chunk does not wait: see the next test for one that would.
         assert syncs.waits["steps"] == {}
         calls = syncs.calls["steps"]
-        assert (calls["clamp"], calls["index_select"], calls["cat"]) == (STEPS, STEPS, 2)
+        assert (calls["clamp"], calls["index_select"], calls["cat"]) == (
+            STEPS,
+            STEPS,
+            2,
+        )
 
 
 def constant(optimizer: Optimizer) -> LRScheduler:
@@ -448,11 +508,16 @@ def constant(optimizer: Optimizer) -> LRScheduler:
 def test_device_is_asked_only_where_a_step_that_can_be_skipped_moves_the_rate(
     make_scheduler: MakeScheduler, fused: bool, skips: bool, reads: int
 ) -> None:
-    with moved_on_fake_cuda(make_scheduler, fused=fused, skips=skips) as (syncs, schedule):
+    with moved_on_fake_cuda(make_scheduler, fused=fused, skips=skips) as (
+        syncs,
+        schedule,
+    ):
         assert syncs.waits["steps"] == ({"read": reads} if reads else {})
         assert bool(syncs.calls["steps"]) is (reads > 0)
         if make_scheduler is constant:  # the optimizer's own number
-            assert [group["lr"] for group in schedule.optimizer.param_groups] == [*RATES]
+            assert [group["lr"] for group in schedule.optimizer.param_groups] == [
+                *RATES
+            ]
 
 
 @needs_fake_cuda
@@ -461,7 +526,10 @@ def test_rate_that_is_already_on_the_device_is_refused() -> None:
         weight = nn.Parameter(torch.zeros(1, device="cuda"))
         rate = torch.tensor(0.1, device="cuda")
         scheduler = lr_scheduler.StepLR(Adam([weight], lr=rate, fused=True), 2)
-        words = r"^wrap_lr_scheduler: lr of .* group 0 is a tensor on cuda.*allowed: a number"
+        words = (
+            r"^wrap_lr_scheduler: lr of .* group 0 is a tensor on cuda.*allowed: a"
+            r" number"
+        )
         with pytest.raises(ConfigError, match=words):
             AppliedStepSchedule(scheduler, torch.device("cuda"), skips=True)
 
@@ -477,7 +545,9 @@ def plateau(optimizer: Optimizer, **settings: Any) -> PlateauSchedule:
 METRICS = (5.0, 4.0, 4.0, 4.5, 4.0, 3.0, 3.5, 3.5, 3.5, 3.6, 3.7, 3.8)
 
 
-def rates_after(schedule: PlateauSchedule, metrics: tuple[float, ...]) -> list[list[float]]:
+def rates_after(
+    schedule: PlateauSchedule, metrics: tuple[float, ...]
+) -> list[list[float]]:
     rates = []
     for metric in metrics:
         schedule.validated(metric)
@@ -495,7 +565,8 @@ def test_plateau_scheduler_resumed_after_any_validation_has_the_same_rates() -> 
         torch.save(first.state_dict(), saved)
         saved.seek(0)
         second = plateau(make_optimizer())
-        second.optimizer.load_state_dict(first.optimizer.state_dict())  # as Determined does
+        # as Determined does
+        second.optimizer.load_state_dict(first.optimizer.state_dict())
         second.load_state_dict(torch.load(saved, weights_only=True))
         assert second.state_dict() == first.state_dict()
         assert second._scheduler.get_last_lr() == first._scheduler.get_last_lr()
@@ -510,7 +581,9 @@ def test_metric_that_is_not_finite_is_logged_and_does_not_move_a_plateau_schedul
     before = schedule.state_dict()
     schedule.validated(metric)
     assert schedule.state_dict() == before
-    assert caplog.messages == [f"ReduceLROnPlateau ignores a validation metric of {metric}"]
+    assert caplog.messages == [
+        f"ReduceLROnPlateau ignores a validation metric of {metric}"
+    ]
 
 
 # In Determined's loop
@@ -530,7 +603,11 @@ def adamw(parameters: Any) -> Optimizer:
 def settings(optimizer: Optimizer) -> tuple[float, ...]:
     """Rate and momentum, or betas."""
     (group,) = optimizer.param_groups
-    return (float(group["lr"]), float(group.get("momentum", 0)), *group.get("betas", ()))
+    return (
+        float(group["lr"]),
+        float(group.get("momentum", 0)),
+        *group.get("betas", ()),
+    )
 
 
 class Scheduled(Weights):
@@ -575,7 +652,8 @@ class Scheduled(Weights):
     def build_training_data_loader(self) -> Any:
         second = math.inf if self.amp.settings.scales_the_loss else 1.0
         rows = [[1.0], [second], *[[1.0]] * (BATCHES - 2)]
-        # Some schedules are by epochs: three of four batches, the second of each overflows.
+        # Some schedules are by epochs: three of four batches, the second of each
+        # overflows.
         return loader(rows[:4] if self.mode is Modes.STEP_EVERY_EPOCH else rows)
 
 
@@ -621,12 +699,17 @@ def hyperbolic(optimizer: Optimizer) -> Any:
     return lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the first is skipped
-@pytest.mark.parametrize("frequency", [1, 2], ids=["1 batch a step", "2 batches a step"])
+# the first is skipped
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize(
+    "frequency", [1, 2], ids=["1 batch a step", "2 batches a step"]
+)
 def test_library_moves_a_schedule_with_applied_steps_and_determined_with_all(
     frequency: int,
 ) -> None:
-    """The second batch overflows: its step is skipped, and no rate is passed over for it."""
+    """The second batch overflows: its step is skipped, and no rate is passed over for
+    it.
+    """
     rates = [0.02 * (1 / (1 + step)) for step in range(BATCHES)]
     skipped = 1 if frequency == 1 else 0
     library, context = (
@@ -656,18 +739,23 @@ def test_resumed_run_has_the_rate_and_the_patience_of_its_plateau_scheduler() ->
     assert rates == [0.02 * 0.5 ** max(0, batch // 2 - 1) for batch in range(BATCHES)]
 
 
-def test_resume_keeps_the_optimizers_settings_of_the_checkpoint_and_logs_what_the_yaml_changed(
+def test_resume_keeps_settings_of_the_checkpoint_and_logs_what_the_yaml_changed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def run(rate: float, momentum: float = 0.9) -> Callable[..., Fitted]:
-        return runs(lambda parameters: SGD(parameters, rate, momentum=momentum), amp=FP32)
+        return runs(
+            lambda parameters: SGD(parameters, rate, momentum=momentum), amp=FP32
+        )
 
     first = run(0.5)(4)
     assert run(0.5)(6, first).trial.seen == [(0.5, 0.9)] * 2
     assert "settings of the checkpoint" not in caplog.text
     assert run(0.25, 0.0)(6, first).trial.seen == [(0.5, 0.9)] * 2
     (line,) = (line for line in caplog.messages if "settings of the checkpoint" in line)
-    assert "has others: lr 0.5, not 0.25; momentum 0.9, not 0.0. A new run from its" in line
+    assert (
+        "has others: lr 0.5, not 0.25; momentum 0.9, not 0.0. A new run from its"
+        in line
+    )
 
 
 def halving_later(optimizer: Optimizer) -> Any:
@@ -676,13 +764,18 @@ def halving_later(optimizer: Optimizer) -> Any:
 
 @pytest.mark.parametrize(
     "fused",
-    [pytest.param(False, id="unfused"), pytest.param(True, marks=needs_fused, id="fused")],
+    [
+        pytest.param(False, id="unfused"),
+        pytest.param(True, marks=needs_fused, id="fused"),
+    ],
 )
 def test_resume_takes_a_scheduled_rate_from_the_new_yaml_at_once(
     fused: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def run(rate: float) -> Callable[..., Fitted]:
-        return runs(lambda parameters: SGD(parameters, rate, fused=fused), halving_later)
+        return runs(
+            lambda parameters: SGD(parameters, rate, fused=fused), halving_later
+        )
 
     resumed = run(0.25)(8, run(0.5)(4))
     assert [rate for rate, *_ in resumed.trial.seen] == [0.25, 0.25, 0.125, 0.125]
@@ -691,7 +784,9 @@ def test_resume_takes_a_scheduled_rate_from_the_new_yaml_at_once(
 
 @needs_fused
 def test_resume_steps_by_the_kernels_of_its_own_optimizer() -> None:
-    """Otherwise torch's scaler leaves an overflow to a fused kernel that is not called."""
+    """Otherwise torch's scaler leaves an overflow to a fused kernel that is not
+    called.
+    """
 
     def run(fused: bool) -> Callable[..., Fitted]:
         return runs(lambda parameters: SGD(parameters, 0.5, fused=fused))

@@ -1,4 +1,6 @@
-"""`finder.scoring`: the optimizer steps that a loss scale loses, measured, and finite."""
+"""`finder.scoring`: the optimizer steps that a loss scale loses, measured, and
+finite.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder import scoring
 from determined_amp.finder.prediction import Prediction
 from determined_amp.finder.scale_finding import find_window
-from determined_amp.finder.scale_score import FLUSHED_LIMIT, Score, bits_from_default, worth_of_best
+from determined_amp.finder.scale_score import (
+    FLUSHED_LIMIT,
+    Score,
+    bits_from_default,
+    worth_of_best,
+)
 from determined_amp.finder.scoring import NoScaleError, score_batches
 from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.loss_scale import score
@@ -29,7 +36,8 @@ Batches = Sequence[Rehearsal]
 
 
 class Float16:
-    """Measurements made by hand: nothing overflows up to 2^top; `share` is flushed at any scale.
+    """Measurements made by hand: nothing overflows up to 2^top; `share` is flushed at
+    any scale.
 
     Attributes:
         measured: log2 of the scales that were tried so far.
@@ -55,7 +63,9 @@ class TestTerms:
         monkeypatch.setattr(Prediction, "flushed_share", lambda *given: made.share)
         monkeypatch.setattr(scoring, "predict_float16", lambda *given: prediction)
         monkeypatch.setattr(scoring, "overflows", overflows)
-        monkeypatch.setattr(scoring, "cause_of", lambda *given: f"the cause at 2^{given[-1]:g}")
+        monkeypatch.setattr(
+            scoring, "cause_of", lambda *given: f"the cause at 2^{given[-1]:g}"
+        )
         return made
 
     @staticmethod
@@ -73,14 +83,29 @@ class TestTerms:
         self, float16: Float16, start: float
     ) -> None:
         """With few rehearsals, also where the prediction is wrong."""
-        for float16.top in (127, 100.25, 41, 40, 17, 6.5, 6, 0, -1, -25, -60.5, -100, -126):
+        for float16.top in (
+            127,
+            100.25,
+            41,
+            40,
+            17,
+            6.5,
+            6,
+            0,
+            -1,
+            -25,
+            -60.5,
+            -100,
+            -126,
+        ):
             float16.measured.clear()
             assert self.of(start).steps_lost == max(0, math.ceil(start - float16.top))
             assert len({*float16.measured}) == len(float16.measured)
             assert len(float16.measured) <= (2 if float16.top == 6 else 15)
 
     @pytest.mark.parametrize(
-        ("start", "factor", "skipped"), [(16, 0.25, 5), (7, 0.25, 1), (16, 0.75, 25), (6, 0.25, 0)]
+        ("start", "factor", "skipped"),
+        [(16, 0.25, 5), (7, 0.25, 1), (16, 0.75, 25), (6, 0.25, 0)],
     )
     def test_backoff_factor_of_the_scaler_is_what_a_skipped_step_takes(
         self, float16: Float16, start: float, factor: float, skipped: int
@@ -107,16 +132,22 @@ class TestTerms:
         assert found.loss_scale_score == pytest.approx(math.log2(1 + steps))
         assert found.flushed_share == share
 
-    @pytest.mark.parametrize(("top", "floor"), [(-math.inf, {}), (-0.5, {"min_scale": 1.0})])
+    @pytest.mark.parametrize(
+        ("top", "floor"), [(-math.inf, {}), (-0.5, {"min_scale": 1.0})]
+    )
     def test_overflow_at_every_scale_is_refused_with_its_cause(
         self, float16: Float16, top: float, floor: dict[str, float]
     ) -> None:
         float16.top = top
-        with pytest.raises(NoScaleError, match=r"^no loss scale helps: the cause at 2\^0$"):
+        with pytest.raises(
+            NoScaleError, match=r"^no loss scale helps: the cause at 2\^0$"
+        ):
             self.of(8.5, **floor)
 
     @pytest.mark.parametrize(("top", "steps"), [(0, 9), (0.5, 8), (1.5, 7)])
-    def test_scale_stays_above_its_floor(self, float16: Float16, top: float, steps: int) -> None:
+    def test_scale_stays_above_its_floor(
+        self, float16: Float16, top: float, steps: int
+    ) -> None:
         float16.top = top
         assert self.of(8.5, min_scale=1.0).steps_lost == steps
         assert min(float16.measured) >= 0
@@ -124,7 +155,9 @@ class TestTerms:
 
 def skipped_in_training(trial: Trial, init_scale: float) -> int:
     """Steps that a real training on one batch skips until the first is applied."""
-    with open_trial(experiment_in(config(trial, init_scale=init_scale), trial.__name__)) as found:
+    with open_trial(
+        experiment_in(config(trial, init_scale=init_scale), trial.__name__)
+    ) as found:
         small = found.trial
         assert isinstance(small, SmallTrial)
         train_batch, first = small.train_batch, list[Any]()
@@ -152,9 +185,13 @@ class TestSmallTrials:
             low, top = finding.low_log2, finding.top_log2
             inside = [low, (low + top) // 2, top]
             scales = [*range(low - 3, low), *inside, *range(top + 1, top + 4)]
-            found = {k: score_batches(batches, slots, k).loss_scale_score for k in scales}
+            found = {
+                k: score_batches(batches, slots, k).loss_scale_score for k in scales
+            }
             assert [k for k in scales if found[k] == 0] == inside
-            assert all((found[k] > 0) != batches[0].run(2.0**k).is_sound for k in scales[-4:])
+            assert all(
+                (found[k] > 0) != batches[0].run(2.0**k).is_sound for k in scales[-4:]
+            )
             falls, rises = list(found.values())[:4], list(found.values())[-4:]
             assert falls == sorted({*falls}, reverse=True)
             assert rises == sorted({*rises})
@@ -165,7 +202,9 @@ class TestSmallTrials:
     def test_steps_lost_above_the_window_are_those_that_a_training_skips(
         self, trial: Trial, above: float
     ) -> None:
-        def work(small: SmallTrial, context: Context, batches: Batches) -> tuple[float, Score]:
+        def work(
+            small: SmallTrial, context: Context, batches: Batches
+        ) -> tuple[float, Score]:
             scale = find_window(batches, context.distributed).top_log2 + above
             return scale, score_batches(batches, context.distributed, scale)
 
@@ -206,14 +245,17 @@ def test_score_of_a_scale_that_overflows_at_min_scale_is_an_invalid_trial(
     floor: float, invalid: bool
 ) -> None:
     """The gradients of the MLP overflow above 2^18 or 2^19."""
-    scales = [f"hyperparameters.amp.{key}={floor}" for key in ("init_scale", "min_scale")]
+    scales = [
+        f"hyperparameters.amp.{key}={floor}" for key in ("init_scale", "min_scale")
+    ]
     mlp = with_overrides(
         read_yaml(str(ROOT / "experiment_configs/mlp/amp.yaml")), [*SMALL, *scales]
     )
     with open_trial(experiment_in(mlp, "mlp")) as found:
         if invalid:
             with pytest.raises(
-                det.InvalidHP, match=r"a loss scale of 2.09715e\+06; .* lower init_scale"
+                det.InvalidHP,
+                match=r"a loss scale of 2.09715e\+06; .* lower init_scale",
             ):
                 score(found.trial, found.context, 1)
         else:
@@ -230,16 +272,27 @@ def trials(*steps: float | None) -> list[tuple[float, float | None]]:
     [
         (
             trials(3, 0, 0, 0, 2),
-            "no step is lost in 3 of 5 trials, at 2^15 to 2^17: a search can find nothing better. "
-            "The best trial is the one of these that is nearest to PyTorch's default, 2^16",
+            "no step is lost in 3 of 5 trials, at 2^15 to 2^17: a search can find "
+            "nothing better. The best trial is the one of these that is nearest to "
+            "PyTorch's default, 2^16",
         ),
-        (trials(3, 0.5, 4), "every scale of this search loses steps, and the best one 0.5"),
+        (
+            trials(3, 0.5, 4),
+            "every scale of this search loses steps, and the best one 0.5",
+        ),
         ([], None),
         (trials(0), None),
         (trials(0, None), None),
         ([*trials(0), (math.nan, 0.0)], None),
     ],
-    ids=["some lose none", "all lose some", "no trial", "one trial", "no score", "no scale"],
+    ids=[
+        "some lose none",
+        "all lose some",
+        "no trial",
+        "one trial",
+        "no score",
+        "no scale",
+    ],
 )
 def test_search_says_what_its_best_score_is_worth(
     found: list[tuple[float, float | None]], sentence: str | None

@@ -1,4 +1,6 @@
-"""Entrypoints on a cluster whose master is a stub: they use the values that were sampled."""
+"""Entrypoints on a cluster whose master is a stub: they use the values that were
+sampled.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,15 @@ def masters() -> list[TaskMaster]:
 
 
 @pytest.fixture
-def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masters: list[TaskMaster]) -> Task:
+def task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masters: list[TaskMaster]
+) -> Task:
     """Runs one trial of a search as a task of a cluster; what its master was told."""
     monkeypatch.chdir(tmp_path)
 
-    def run(search: str, *overrides: str, seed: int = 1, stops: Sequence[bool] = ()) -> TaskMaster:
+    def run(
+        search: str, *overrides: str, seed: int = 1, stops: Sequence[bool] = ()
+    ) -> TaskMaster:
         config = searching.load(search, *overrides, "checkpoint_policy=none")
         sampled = config["hyperparameters"]
         if config["searcher"]["name"] != "single":
@@ -45,7 +51,9 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masters: list[TaskMast
             sampled = space.nested(next(space.probes()))
         masters.append(start_task(monkeypatch, tmp_path, config, sampled, seed=seed))
         masters[-1].stops.extend(stops)
-        monkeypatch.setattr(pytorch._PyTorchTrialController, "_checkpoint", lambda *a, **k: None)
+        monkeypatch.setattr(
+            pytorch._PyTorchTrialController, "_checkpoint", lambda *a, **k: None
+        )
         command = config["entrypoint"].split()
         assert door.main(command[command.index("determined_amp") + 1 :]) == 0
         return masters[-1]
@@ -57,7 +65,9 @@ def test_score_does_not_depend_on_the_seed_of_the_trial(
     task: Task, masters: list[TaskMaster]
 ) -> None:
     (one,), (two,) = (
-        task("loss_scale_grid.yaml", *searching.THREE_SCALES, seed=seed).reports["validation"]
+        task("loss_scale_grid.yaml", *searching.THREE_SCALES, seed=seed).reports[
+            "validation"
+        ]
         for seed in (1, 2)
     )
     batches, metrics = one
@@ -66,7 +76,9 @@ def test_score_does_not_depend_on_the_seed_of_the_trial(
     noted = {"precision": "amp_fp16", "init_scale": 16.0, "seed": 20261121}
     assert all(master.metadata.items() >= noted.items() for master in masters)
     assert all("failure" not in master.metadata for master in masters)
-    assert {master.status for master in masters} == {f"{metrics['steps_lost']:.3g} steps lost"}
+    assert {master.status for master in masters} == {
+        f"{metrics['steps_lost']:.3g} steps lost"
+    }
 
 
 def test_finder_reports_its_choice_and_stores_its_finding(
@@ -81,8 +93,12 @@ def test_finder_reports_its_choice_and_stores_its_finding(
     assert "verdict: default is fine" in capsys.readouterr().out
     (file,) = tmp_path.glob("checkpoints/*/loss_scale.json")
     finding = FoundScale.read(file).finding
-    assert finding.choice_log2 == metrics["init_scale_log2"] == finding.top_log2 - 6 >= 10
-    assert json.loads((file.parent / "metadata.json").read_text())["steps_completed"] == 4
+    assert (
+        finding.choice_log2 == metrics["init_scale_log2"] == finding.top_log2 - 6 >= 10
+    )
+    assert (
+        json.loads((file.parent / "metadata.json").read_text())["steps_completed"] == 4
+    )
 
 
 def test_check_leaves_the_number_of_faults_and_ends_its_log_with_them(
@@ -101,7 +117,9 @@ def test_check_leaves_the_number_of_faults_and_ends_its_log_with_them(
     assert master.reports["validation"] == [(1, {"faults": 1})]
     assert (master.metadata, master.status) == ({"faults": 1}, "1 fault")
     assert "TensorFlow" not in caplog.text
-    assert capsys.readouterr().out.startswith("1 fault: 12 batches\n\nfault: it is scaled\n")
+    assert capsys.readouterr().out.startswith(
+        "1 fault: 12 batches\n\nfault: it is scaled\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,7 +127,11 @@ def test_check_leaves_the_number_of_faults_and_ends_its_log_with_them(
     [
         ("loss_scale_grid.yaml", *searching.THREE_SCALES),
         # Each skipped step halves the scale, so a training ends after a few.
-        ("loss_scale_asha.yaml", *searching.SHORT_ASHA, "hyperparameters.amp.min_scale=0.5"),
+        (
+            "loss_scale_asha.yaml",
+            *searching.SHORT_ASHA,
+            "hyperparameters.amp.min_scale=0.5",
+        ),
     ],
     ids=["score", "train"],
 )
@@ -141,7 +163,9 @@ def test_trial_that_leaves_has_failed_and_says_so(
     assert masters[-1].metadata["failure"].startswith(said)
 
 
-def test_trial_ends_after_the_validation_at_which_its_search_stops_it(task: Task) -> None:
+def test_trial_ends_after_the_validation_at_which_its_search_stops_it(
+    task: Task,
+) -> None:
     for stops, ends in (([], [2, 4, 6, 8]), ([False, True], [2, 4])):
         master = task("loss_scale_asha.yaml", *searching.SHORT_ASHA, stops=stops)
         assert [batches for batches, _ in master.reports["validation"]] == ends
@@ -170,7 +194,9 @@ def test_trial_stops_where_the_master_has_marked_it(
 
 
 def test_trial_seed_replaces_the_seed_of_the_platform(task: Task) -> None:
-    def trained(seed_of_platform: int, trial_seed: int) -> list[tuple[int, dict[str, Any]]]:
+    def trained(
+        seed_of_platform: int, trial_seed: int
+    ) -> list[tuple[int, dict[str, Any]]]:
         return task(
             "compare_precisions.yaml",
             f"hyperparameters.trial_seed={trial_seed}",

@@ -1,4 +1,6 @@
-"""Every mistake in the command or the YAML of a search is one message, before a trial starts."""
+"""Every mistake in the command or the YAML of a search is one message, before a trial
+starts.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +26,57 @@ pytestmark = pytest.mark.usefixtures("_in_tmp_path")
         (GRID, "hyperparameters.amp.init_scale.minval=-3", "below min_scale"),
         (
             GRID,
-            "hyperparameters.learning_rate={type: double, minval: 1, maxval: 2, count: 2000}",
+            "hyperparameters.learning_rate={type: double, minval: 1, maxval: 2, count: "
+            "2000}",
             "points; allowed: at most 2000, by a smaller count",
         ),
-        (GRID, "hyperparameters.amp.precision=amp_bf16", "got amp_bf16, which does not scale"),
+        (
+            GRID,
+            "hyperparameters.amp.precision=amp_bf16",
+            "got amp_bf16, which does not scale",
+        ),
         (
             GRID,
             "entrypoint=python3 -m determined_amp score --batches 9999",
             "--batches: got '9999'; allowed",
         ),
-        (GRID, "searcher.smaller_is_better=false", "smaller_is_better: got false; allowed"),
+        (
+            GRID,
+            "searcher.smaller_is_better=false",
+            "smaller_is_better: got false; allowed",
+        ),
         (GRID, "resources.slots_per_trial=2", "slots_per_trial: got 2; allowed"),
-        (GRID, "searcher.metric=f1", "searcher.metric: got f1, which no score has; allowed: init"),
+        (
+            GRID,
+            "searcher.metric=f1",
+            "searcher.metric: got f1, which no score has; allowed: init",
+        ),
         (GRID, "reproducibility.experiment_seed=x", "experiment_seed: got 'x'"),
-        (GRID, "entrypoint=python3 train.py", "entrypoint: got 'python3 train.py'; allowed"),
-        (GRID, "entrypoint=python3 'train", 'entrypoint: got "python3 \'train"; allowed'),
-        ("find_loss_scale.yaml", "a=1", "allowed in a search: python3 -m determined_amp train"),
-        ("loss_scale_asha.yaml", "searcher.max_time=7", "max_length: is not searcher.max_time"),
-        (COMPARISON, "hyperparameters.trial_seed.vals=[1, -1]", "trial_seed: got -1; allowed"),
+        (
+            GRID,
+            "entrypoint=python3 train.py",
+            "entrypoint: got 'python3 train.py'; allowed",
+        ),
+        (
+            GRID,
+            "entrypoint=python3 'train",
+            'entrypoint: got "python3 \'train"; allowed',
+        ),
+        (
+            "find_loss_scale.yaml",
+            "a=1",
+            "allowed in a search: python3 -m determined_amp train",
+        ),
+        (
+            "loss_scale_asha.yaml",
+            "searcher.max_time=7",
+            "max_length: is not searcher.max_time",
+        ),
+        (
+            COMPARISON,
+            "hyperparameters.trial_seed.vals=[1, -1]",
+            "trial_seed: got -1; allowed",
+        ),
     ],
 )
 def test_mistake_in_a_search_is_one_message_and_no_trial(
@@ -65,12 +100,16 @@ def test_mistake_in_the_command_is_one_message(
     with pytest.raises(SystemExit) as stopped:
         command.main(arguments)
     assert stopped.value.code == 2
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if "error: " in line)
+    (line,) = (
+        line for line in capsys.readouterr().err.splitlines() if "error: " in line
+    )
     assert words in line
 
 
 def test_ctrl_c_does_not_reach_the_server_while_it_imports(tmp_path: Path) -> None:
-    """Ctrl-C would reach every process of the terminal, and the server print a traceback."""
+    """Ctrl-C would reach every process of the terminal, and the server print a
+    traceback.
+    """
     program = (
         "import signal\n"
         "from multiprocessing import forkserver\n"
@@ -82,7 +121,11 @@ def test_ctrl_c_does_not_reach_the_server_while_it_imports(tmp_path: Path) -> No
         "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
     )
     (tmp_path / "takes_long.py").write_text("import time; time.sleep(1)")
-    done = training.outcome("-c", program, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    done = training.outcome(
+        "-c", program, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
     assert done.returncode == 0, done.stderr
-    (ignored,) = (line for line in done.stdout.splitlines() if line.startswith("SigIgn:"))
+    (ignored,) = (
+        line for line in done.stdout.splitlines() if line.startswith("SigIgn:")
+    )
     assert int(ignored.split()[1], 16) & 1 << signal.SIGINT - 1

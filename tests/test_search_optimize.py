@@ -1,4 +1,6 @@
-"""A search without a cluster, end to end: in processes that are killed and picked up."""
+"""A search without a cluster, end to end: in processes that are killed and picked
+up.
+"""
 
 from __future__ import annotations
 
@@ -62,18 +64,25 @@ def test_grid_that_a_signal_stopped_goes_on_and_finds_the_best(
     assert highest.metrics["steps_lost"] == 24 - 18
     assert best.curve("loss_scale_score") == [(2, 0.0)]
     shown = capsys.readouterr().out
-    assert "no step is lost in 2 of 3 trials, at 2^4 to 2^14: a search can find nothing" in shown
     assert (
-        f"best, of trial {best.number}:\nhyperparameters:\n  amp:\n    init_scale: 16384.0\n"
+        "no step is lost in 2 of 3 trials, at 2^4 to 2^14: a search can find nothing"
         in shown
+    )
+    assert (
+        f"best, of trial {best.number}:\nhyperparameters:\n  amp:\n    init_scale: "
+        "16384.0\n" in shown
     )
     written = yaml.safe_load((Path(best.name) / "config.yaml").read_text())
     assert written["hyperparameters"]["amp"]["init_scale"] == 2.0**14
 
 
 def test_invalid_trial_has_its_reason_and_is_not_replaced(tmp_path: Path) -> None:
-    path = searching.write(tmp_path, "loss_scale_grid.yaml", *searching.TWO_SCALES, OVERFLOWING)
-    with pytest.raises(SearchError, match="no trial of 2 has a result; trial 0: no loss scale"):
+    path = searching.write(
+        tmp_path, "loss_scale_grid.yaml", *searching.TWO_SCALES, OVERFLOWING
+    )
+    with pytest.raises(
+        SearchError, match="no trial of 2 has a result; trial 0: no loss scale"
+    ):
         command.main([path, "--workers", "2"])
     runs = read_search(searching.only_folder(tmp_path)).runs
     assert [run.state for run in runs] == [RunState.INVALID] * 2
@@ -84,7 +93,9 @@ def test_full_disk_stops_the_search_and_a_resume_goes_on_with_its_half_trained_t
     tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
     full = "hyperparameters.trial=tests.mortal:FullDiskTrial"
-    path = searching.write(tmp_path, "loss_scale_asha.yaml", *searching.SHORT_ASHA, full)
+    path = searching.write(
+        tmp_path, "loss_scale_asha.yaml", *searching.SHORT_ASHA, full
+    )
     message = refusal("search", path)
     assert "No space left on device: " in message
     assert "; the search stopped, and its open trials continue" in message
@@ -160,7 +171,9 @@ def test_comparison_side_by_side_has_no_speeds_and_a_precision_that_fails_is_its
 def test_killed_search_continues_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed when its first trial has ended, in a process of its own: all in its memory is lost."""
+    """Killed when its first trial has ended, in a process of its own: all in its memory
+    is lost.
+    """
 
     def kill(run: Run, metric: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -169,7 +182,11 @@ def test_killed_search_continues_where_it_was(
     path = searching.write(tmp_path, "loss_scale_grid.yaml", *many)
     with monkeypatch.context() as planted:
         planted.setattr(optimize, "line_of_a_trial", kill)
-        for server in (forkserver, forkserver._forkserver):  # it shares ours, and is not its parent
+        # it shares ours, and is not its parent
+        for server in (
+            forkserver,
+            forkserver._forkserver,
+        ):
             planted.setattr(server, "ensure_running", lambda: None)
         work = partial(command.main, [path, "--workers", "2"])
         search = training.fork(work, tmp_path / "printed")
@@ -192,10 +209,16 @@ def assert_goes_on(folder: Path, before: Search, points: int) -> None:
     assert {run.state for run in after.runs} == {RunState.COMPLETED}
     for run in before.ranked():
         again = after.runs[run.number]
-        assert (again.hparams, again.metrics, again.date) == (run.hparams, run.metrics, run.date)
+        assert (again.hparams, again.metrics, again.date) == (
+            run.hparams,
+            run.metrics,
+            run.date,
+        )
 
 
-def test_second_process_on_a_search_is_refused(tmp_path: Path, refusal: Callable[..., str]) -> None:
+def test_second_process_on_a_search_is_refused(
+    tmp_path: Path, refusal: Callable[..., str]
+) -> None:
     folder = write_study(tmp_path / "study", [])
     with training.locked_by_another_process(folder):
         assert "is running this search" in refusal("search", "--resume", str(folder))

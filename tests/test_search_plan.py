@@ -1,4 +1,6 @@
-"""The `searcher` section: what is read from it, and when `adaptive_asha` first compares."""
+"""The `searcher` section: what is read from it, and when `adaptive_asha` first
+compares.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def test_precisions_of_a_comparison_take_turns_seed_by_seed() -> None:
     ranges = ("amp.precision.vals=[fp32, amp_fp16]", "trial_seed.vals=[1, 2, 3]")
     changes = [f"hyperparameters.{values}" for values in ranges]
     points = SearchPlan(searching.load("compare_precisions.yaml", *changes)).points
-    values = [(json.loads(p["trial_seed"]), json.loads(p["amp.precision"])) for p in points]
+    values = [
+        (json.loads(p["trial_seed"]), json.loads(p["amp.precision"])) for p in points
+    ]
     assert values == [
         *((3, "amp_fp16"), (3, "fp32"), (2, "fp32")),
         *((2, "amp_fp16"), (1, "amp_fp16"), (1, "fp32")),
@@ -94,7 +98,9 @@ class TestLengths:
         """The keys of the lengths that do not fit."""
         changed = {"max_length": 800, "validation_period": 50, **changes}
         lengths = {name: {unit: n} for name, n in changed.items()}
-        others = {name: {"batches": 50} for name in ("checkpoint_period", "reporting_period")}
+        others = {
+            name: {"batches": 50} for name in ("checkpoint_period", "reporting_period")
+        }
         config = {"searcher": ASHA, "hyperparameters": {"training": lengths | others}}
         experiment = parse(config, "search", trial="tests.strangers:Stranger")
         return [problem.key for problem in unequal_lengths(experiment, read(ASHA))]
@@ -131,10 +137,14 @@ class TestLengths:
 def test_topic_of_a_configuration_is_what_its_command_measures_or_its_search_varies(
     command: str, searched: Values, topic: Topic
 ) -> None:
-    values = {name: {"type": "double", "minval": 1, "maxval": 2} for name in flat(searched)}
+    values = {
+        name: {"type": "double", "minval": 1, "maxval": 2} for name in flat(searched)
+    }
     config = {
         "entrypoint": f"python3 -m determined_amp {command}",
-        "hyperparameters": with_overrides({}, [f"{key}={value}" for key, value in values.items()]),
+        "hyperparameters": with_overrides(
+            {}, [f"{key}={value}" for key, value in values.items()]
+        ),
         "searcher": {"name": "grid" if searched else "single"},
     }
     assert Topic.of(config) is topic

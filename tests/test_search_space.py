@@ -32,7 +32,10 @@ class TestGrid:
                 {"type": "log", "base": 2.0, "minval": 8, "maxval": 24, "count": 5},
                 [256, 4096, 65536, 1048576, 16777216],
             ),
-            ({"type": "log", "base": 2.0, "minval": 0, "maxval": 9, "count": 1}, [2**4.5]),
+            (
+                {"type": "log", "base": 2.0, "minval": 0, "maxval": 9, "count": 1},
+                [2**4.5],
+            ),
             ({"type": "double", "minval": -1, "maxval": 1, "count": 3}, [-1, 0, 1]),
             ({"type": "int", "minval": 0, "maxval": 3, "count": 100}, [0, 1, 2, 3]),
             ({"type": "int", "minval": 0, "maxval": 10, "count": 4}, [0, 3, 7, 10]),
@@ -43,7 +46,9 @@ class TestGrid:
     def test_grid_has_evenly_spaced_points(self, raw: Any, expected: list[Any]) -> None:
         # Powers of two are exact; others differ in their last bits.
         assert points(**raw) == (
-            expected if isinstance(expected[0], str) else pytest.approx(expected, rel=1e-15)
+            expected
+            if isinstance(expected[0], str)
+            else pytest.approx(expected, rel=1e-15)
         )
 
     def test_grid_is_every_combination_and_starts_from_the_end(self) -> None:
@@ -70,7 +75,10 @@ class TestGrid:
 
 
 NESTED: dict[str, Any] = {
-    "amp": {"init_scale": {"type": "double", "minval": 0, "maxval": 1}, "precision": "x"},
+    "amp": {
+        "init_scale": {"type": "double", "minval": 0, "maxval": 1},
+        "precision": "x",
+    },
     "fixed": {"type": "const", "val": [1, 2]},
     "empty": {},
     "listed": [{"type": "int"}],  # the platform takes a list as it is
@@ -123,7 +131,9 @@ class TestNesting:
         ),
     ],
 )
-def test_range_is_drawn_uniformly_and_log_in_the_exponent(raw: Any, distribution: Any) -> None:
+def test_range_is_drawn_uniformly_and_log_in_the_exponent(
+    raw: Any, distribution: Any
+) -> None:
     (axis,) = space({"x": raw}).axes
     assert axis.distribution == distribution
 
@@ -132,7 +142,11 @@ def test_range_is_drawn_uniformly_and_log_in_the_exponent(raw: Any, distribution
     ("space", "key"),
     [
         ({"type": "logarithmic"}, "type"),
-        ({"type": "log", "base": 2.0, "minval": 0, "maxval": 5000}, "minval"),  # exponents
+        # exponents
+        (
+            {"type": "log", "base": 2.0, "minval": 0, "maxval": 5000},
+            "minval",
+        ),
         ({"type": "int", "minval": 0.5, "maxval": 1}, "minval"),
         ({"type": "int", "minval": 3, "maxval": 3, "count": 1}, "minval"),
         ({"type": "log", "base": 0.5, "minval": 0, "maxval": 1}, "base"),

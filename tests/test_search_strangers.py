@@ -24,7 +24,10 @@ STRANGER: Values = {
     "reproducibility": {"experiment_seed": 7},
     "min_validation_period": {"batches": 4},
     "scheduling_unit": 2,
-    "optimizations": {"aggregation_frequency": 2, "average_aggregated_gradients": False},
+    "optimizations": {
+        "aggregation_frequency": 2,
+        "average_aggregated_gradients": False,
+    },
 }
 
 
@@ -43,7 +46,9 @@ def plan(*overrides: str) -> SearchPlan:
 def test_two_ranges_make_a_comparison_of_any_experiment() -> None:
     search = plan(SEEDS, PRECISIONS)
     assert len(search.points) == 4
-    trial = search.experiment(0, {"lr": 0.1, "trial_seed": 3, "amp": {"precision": "amp_bf16"}})
+    trial = search.experiment(
+        0, {"lr": 0.1, "trial_seed": 3, "amp": {"precision": "amp_bf16"}}
+    )
     assert trial.trial == "tests.strangers:WithHparams"
     assert trial.hyperparameters == {"lr": 0.1, "amp": {"precision": "amp_bf16"}}
     assert trial.max_length == Length(batches=8)
@@ -78,21 +83,27 @@ def test_scale_from_a_range_is_a_power_of_two_and_a_listed_one_is_not_changed() 
 
 
 def test_trial_is_named_in_the_entrypoint() -> None:
-    search = plan("entrypoint=python3 -m determined_amp train --trial tests.strangers:WithHparams")
+    search = plan(
+        "entrypoint=python3 -m determined_amp train --trial tests.strangers:WithHparams"
+    )
     trial = search.experiment(0, {"lr": 0.1})
     assert trial.trial == "tests.strangers:WithHparams"
     assert trial.config["entrypoint"] == "tests.strangers:WithHparams"
 
 
 def test_comparison_trains_a_stranger_with_each_seed() -> None:
-    """Its loader processes are forks, as in a training: they need no data that can be pickled."""
+    """Its loader processes are forks, as in a training: they need no data that can be
+    pickled.
+    """
     loading = {"entrypoint": "tests.strangers:WithLoaderProcesses", "optimizations": {}}
     overrides = ("searcher.name=grid", SEEDS)
     config = with_overrides({**STRANGER, **loading}, overrides)
     assert command.main([write_yaml(Path(), config)]) == 0
     runs = read_search(searching.only_folder(Path.cwd())).runs
     assert [run.state for run in runs] == [RunState.COMPLETED, RunState.COMPLETED]
-    assert [[batches for batches, _ in run.curve("val_loss")] for run in runs] == [[4, 8]] * 2
+    assert [[batches for batches, _ in run.curve("val_loss")] for run in runs] == [
+        [4, 8]
+    ] * 2
     one, two = (run.metrics["val_loss"] for run in runs)
     assert one != two
     recorded = yaml.safe_load((Path(runs[0].name) / "config.yaml").read_text())

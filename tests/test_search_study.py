@@ -22,7 +22,12 @@ from determined_amp.runs.run import RunState
 from determined_amp.search import optimize, trial_process
 from determined_amp.search.optimize import Objective, SearchError
 from determined_amp.search.search_display import closing_lines, minutes
-from determined_amp.search.search_folder import STUDY_FILE, read_config, read_search, write_config
+from determined_amp.search.search_folder import (
+    STUDY_FILE,
+    read_config,
+    read_search,
+    write_config,
+)
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.search.study import StudyError, open_study, storing
 from tests import searching, training
@@ -36,12 +41,16 @@ def study_in(folder: Path) -> tuple[optuna.Study, int]:
 
 
 def test_folder_without_a_search_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"search\.yaml: cannot be read: No such file"):
+    with pytest.raises(
+        ConfigError, match=r"search\.yaml: cannot be read: No such file"
+    ):
         read_search(tmp_path)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_trials_of_several_workers_share_the_device(tmp_path: Path, workers: int) -> None:
+def test_trials_of_several_workers_share_the_device(
+    tmp_path: Path, workers: int
+) -> None:
     write_study(tmp_path, [(1.0, scored(0))])
     write_config(tmp_path, SEARCH, workers)
     search = read_search(tmp_path)
@@ -65,13 +74,21 @@ def test_workers_of_a_search_share_its_threads_and_its_visible_gpus(
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_end_of_a_search_names_its_best_values(tmp_path: Path, *, stopped: bool) -> None:
+def test_end_of_a_search_names_its_best_values(
+    tmp_path: Path, *, stopped: bool
+) -> None:
     folder = write_study(tmp_path, [(2.0**scale, scored(scale)) for scale in (24, 16)])
     lines = list(closing_lines(read_search(folder), folder, stopped=stopped))
     assert "best, of trial 1:" in lines
-    assert (f"go on: python -m determined_amp search --resume {folder}" in lines) is stopped
+    assert (
+        f"go on: python -m determined_amp search --resume {folder}" in lines
+    ) is stopped
     assert any("init_scale: 65536.0" in line for line in lines)
-    assert [minutes(seconds) for seconds in (119.4, 120, 125.2)] == ["119 s", "2 min", "2 min 05 s"]
+    assert [minutes(seconds) for seconds in (119.4, 120, 125.2)] == [
+        "119 s",
+        "2 min",
+        "2 min 05 s",
+    ]
 
 
 def test_trials_that_ran_wait_again_and_come_first(tmp_path: Path) -> None:
@@ -110,7 +127,9 @@ def test_database_on_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     assert study_in(tmp_path)[0].ask().number == 0
 
 
-def test_trial_worse_than_another_stops_where_they_are_first_compared(tmp_path: Path) -> None:
+def test_trial_worse_than_another_stops_where_they_are_first_compared(
+    tmp_path: Path,
+) -> None:
     largest = "searcher.smaller_is_better=false"
     config = searching.load("loss_scale_asha.yaml", *searching.SHORT_ASHA, largest)
     plan = SearchPlan(config)
@@ -147,7 +166,9 @@ class TestTrials:
         workers: int = 1,
         time_limit: float | None = None,
     ) -> Any:
-        """The objective of a search whose processes send these messages, in their order."""
+        """The objective of a search whose processes send these messages, in their
+        order.
+        """
         config = searching.load("loss_scale_grid.yaml", *searching.THREE_SCALES)
         for number in range(3):
             run_folder = RunFolder(trial_folder(folder, number))
@@ -177,13 +198,28 @@ class TestTrials:
                 ("failed", f"loss_scale_score was not reported{AFTER}"),
                 TrialState.FAIL,
             ),
-            ("pruned", "loss_scale_score", ("pruned", "2 batches: why"), TrialState.PRUNED),
-            ("invalid", "loss_scale_score", ("invalid", f"why{AFTER}"), TrialState.FAIL),
+            (
+                "pruned",
+                "loss_scale_score",
+                ("pruned", "2 batches: why"),
+                TrialState.PRUNED,
+            ),
+            (
+                "invalid",
+                "loss_scale_score",
+                ("invalid", f"why{AFTER}"),
+                TrialState.FAIL,
+            ),
         ],
         ids=["completed", "completed without its metric", "pruned", "invalid"],
     )
     def test_end_of_a_trial_is_recorded(
-        self, tmp_path: Path, state: str, metric: str, ends: tuple[str, str], kept: TrialState
+        self,
+        tmp_path: Path,
+        state: str,
+        metric: str,
+        ends: tuple[str, str],
+        kept: TrialState,
     ) -> None:
         ended = Ended(RunState(state), "" if state == "completed" else "why")
         self.run(tmp_path, (ended,), COMPLETED, COMPLETED, metric=metric)
@@ -198,7 +234,9 @@ class TestTrials:
         self.run(tmp_path, *[COMPLETED] * 3, values=(0.5, 0.25, 0.75))
         assert [trial.value for trial in self.trials(tmp_path)] == [0.25] * 3
 
-    def test_every_trial_has_a_process_and_one_of_the_slots(self, tmp_path: Path) -> None:
+    def test_every_trial_has_a_process_and_one_of_the_slots(
+        self, tmp_path: Path
+    ) -> None:
         self.run(tmp_path, *[COMPLETED] * 3, workers=2)
         assert len(Staged.made) == 3
         assert {trial.slot for trial in Staged.made} <= {0, 1}
@@ -212,9 +250,15 @@ class TestTrials:
         self.run(tmp_path, COMPLETED, (DEAD,), COMPLETED)
         _, failed, _ = read_search(tmp_path).runs
         assert failed.reason == f"its process died with status -15{AFTER}"
-        assert self.states(tmp_path) == [TrialState.COMPLETE, TrialState.FAIL, TrialState.COMPLETE]
+        assert self.states(tmp_path) == [
+            TrialState.COMPLETE,
+            TrialState.FAIL,
+            TrialState.COMPLETE,
+        ]
 
-    def test_trial_whose_folder_has_its_end_is_not_run_again(self, tmp_path: Path) -> None:
+    def test_trial_whose_folder_has_its_end_is_not_run_again(
+        self, tmp_path: Path
+    ) -> None:
         """The search was killed before its study had that end."""
         RunFolder(trial_folder(tmp_path, 1)).end(RunState.COMPLETED)
         self.run(tmp_path, COMPLETED, COMPLETED)
@@ -224,7 +268,9 @@ class TestTrials:
     def test_problem_of_the_machine_stops_the_search_and_leaves_its_trials_open(
         self, tmp_path: Path
     ) -> None:
-        with pytest.raises(SearchError, match="disk full; the search stopped, and its open trials"):
+        with pytest.raises(
+            SearchError, match="disk full; the search stopped, and its open trials"
+        ):
             self.run(tmp_path, [Ended(RunState.STOPPED, "disk full")], (), workers=2)
         assert TrialState.FAIL not in self.states(tmp_path)
         self.run(tmp_path, *[COMPLETED] * 3)

@@ -27,7 +27,9 @@ class Inner:
 
 @dataclass(frozen=True)
 class Section:
-    """One field of every kind; `closed` and `open` have both bounds, on either side of the edge."""
+    """One field of every kind; `closed` and `open` have both bounds, on either side of
+    the edge.
+    """
 
     count: int = setting()
     flag: bool = setting(False)
@@ -70,7 +72,9 @@ def test_sound_section_is_built_with_defaults() -> None:
 
 
 @pytest.mark.parametrize(("raw", "value"), [(2, 2.0), (0.25, 0.25)])
-def test_integral_json_number_is_a_float_in_a_float_field(raw: float, value: float) -> None:
+def test_integral_json_number_is_a_float_in_a_float_field(
+    raw: float, value: float
+) -> None:
     for made in (section(ratio=raw).ratio, section(limit=raw).limit):
         assert made == value
         assert type(made) is float
@@ -93,8 +97,12 @@ def test_integral_json_number_is_a_float_in_a_float_field(raw: float, value: flo
         ("inner", 3, "a mapping of keys to values"),
     ],
 )
-def test_wrong_type_is_named_with_what_is_allowed(key: str, raw: object, allowed: str) -> None:
-    assert problems_of({"count": 1, key: raw}) == [f"s.{key}: got {raw!r}; allowed: {allowed}"]
+def test_wrong_type_is_named_with_what_is_allowed(
+    key: str, raw: object, allowed: str
+) -> None:
+    assert problems_of({"count": 1, key: raw}) == [
+        f"s.{key}: got {raw!r}; allowed: {allowed}"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -119,9 +127,18 @@ def test_bound_is_kept_on_both_sides_of_its_edge(
     [
         ({}, "s.count: missing; allowed: an integer"),
         ({"count": 1, "ratoi": 1}, "s.ratoi: unknown key; did you mean ratio?"),
-        ({"count": 1, "inner": {"depth": 0}}, "s.inner.depth: got 0; allowed: an integer >= 1"),
-        ({"count": 1, "inner": {"depth": 1, "x": 0}}, "s.inner.x: unknown key; allowed: depth"),
-        ({"count": 1, 7: 0}, f"s.7: unknown key; allowed: {', '.join(Section.__annotations__)}"),
+        (
+            {"count": 1, "inner": {"depth": 0}},
+            "s.inner.depth: got 0; allowed: an integer >= 1",
+        ),
+        (
+            {"count": 1, "inner": {"depth": 1, "x": 0}},
+            "s.inner.x: unknown key; allowed: depth",
+        ),
+        (
+            {"count": 1, 7: 0},
+            f"s.7: unknown key; allowed: {', '.join(Section.__annotations__)}",
+        ),
         (None, "s: got None; allowed: a mapping of keys to values"),
         ({"count": "x" * 100}, f"s.count: got '{'x' * 56}...; allowed: an integer"),
         ({"count": 13, "flag": False}, "s.count: unlucky with count, flag"),
@@ -131,8 +148,12 @@ def test_mistake_is_named_with_its_place(raw: object, problem: str) -> None:
     assert problems_of(raw) == [problem]
 
 
-def test_all_mistakes_are_reported_and_contradictions_wait_for_a_sound_section() -> None:
-    """`count: 13` contradicts itself, which is not asked while `flag` and others are wrong."""
+def test_all_mistakes_are_reported_and_contradictions_wait_for_a_sound_section() -> (
+    None
+):
+    """`count: 13` contradicts itself, which is not asked while `flag` and others are
+    wrong.
+    """
     raw: Values = {"count": 13, "flag": 0, "inner": {"depth": "x"}, "colours": "red"}
     assert [problem.key for problem in problems_of(raw)] == [
         "s.colours",

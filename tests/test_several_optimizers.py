@@ -1,7 +1,9 @@
-"""Two models, two optimizers, one scaler: the shape of a GAN, with numbers derived by hand.
+"""Two models, two optimizers, one scaler: the shape of a GAN, with numbers derived by
+hand.
 
-Each model is y = w x with its own input, so its gradient is the mean of that input whatever w is,
-and SGD with rate 0.5 moves w by -0.5 * mean(x). A row is a batch of one sample (x_d, x_g).
+Each model is y = w x with its own input, so its gradient is the mean of that input
+whatever w is, and SGD with rate 0.5 moves w by -0.5 * mean(x). A row is a batch of one
+sample (x_d, x_g).
 """
 
 from __future__ import annotations
@@ -20,10 +22,14 @@ AMP = {"precision": "amp_fp16", "init_scale": 4.0, "growth_interval": 1000}
 GOOD = (1.0, 1.0)
 # The discriminator overflows in the second batch.
 ONE_BAD = [GOOD, (INF, 1.0), GOOD]
-fused_or_not = pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_fused)])
+fused_or_not = pytest.mark.parametrize(
+    "fused", [False, pytest.param(True, marks=needs_fused)]
+)
 
 
-def counts(report: dict[str, Any], name: str = "watch_applied_steps") -> tuple[Any, Any]:
+def counts(
+    report: dict[str, Any], name: str = "watch_applied_steps"
+) -> tuple[Any, Any]:
     """Of both optimizers."""
     return report[f"{name}_0"], report[f"{name}_1"]
 
@@ -49,8 +55,12 @@ class UpdatesAfterEachStep(TwoWeights):
 
 
 @pytest.mark.parametrize("precision", ["amp_fp16", "amp_bf16", "fp32"])
-def test_update_after_each_of_several_steps_counts_the_batch_once(precision: str) -> None:
-    """Losses 1, 0.5, 0 and 1: w_d falls by 0.5 a step. The second batch overflows nowhere."""
+def test_update_after_each_of_several_steps_counts_the_batch_once(
+    precision: str,
+) -> None:
+    """Losses 1, 0.5, 0 and 1: w_d falls by 0.5 a step. The second batch overflows
+    nowhere.
+    """
     amp = AMP if precision == "amp_fp16" else {"precision": precision}
     made = weigh_two([GOOD] * 2, amp, UpdatesAfterEachStep, reporting_period=2)
     assert made.trial.weights() == [1.0 - 6 * 0.5, 1.0 - 2 * 0.5]
@@ -65,7 +75,8 @@ def test_optimizer_that_overflows_skips_its_own_step_alone() -> None:
     assert made.trial.weights() == [1.0 - 2 * 0.5, 1.0 - 3 * 0.5]
     assert counts(made.report) == (2, 3)
     assert counts(made.report, "skipped_steps") == (1, 0)
-    assert made.report["loss_scale_log2"] == 1  # 4, halved once for both: there is one scale
+    # 4, halved once for both: there is one scale
+    assert made.report["loss_scale_log2"] == 1
     assert "watch_applied_steps" not in made.report
 
 
@@ -73,7 +84,9 @@ def test_optimizer_that_overflows_skips_its_own_step_alone() -> None:
 def test_overflow_of_the_second_optimizer_leaves_the_first_its_counts_and_rate(
     *, fused: bool
 ) -> None:
-    """The `update` of torch adds what all optimizers found into the tensor of the first."""
+    """The `update` of torch adds what all optimizers found into the tensor of the
+    first.
+    """
 
     class Scheduled(TwoWeights):
         def __init__(self, context: Any, rows: Any) -> None:

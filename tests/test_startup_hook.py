@@ -1,4 +1,6 @@
-"""`startup-hook.sh`, run as Determined's entrypoint runs it, in images with and without faults."""
+"""`startup-hook.sh`, run as Determined's entrypoint runs it, in images with and without
+faults.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +54,18 @@ here = pathlib.Path(__file__).parents[1]
 arguments = sys.argv[1:]
 constraints = ""
 if "--constraint" in arguments:
-    constraints = pathlib.Path(arguments.pop(arguments.index("--constraint") + 1)).read_text()
+    path = arguments.pop(arguments.index("--constraint") + 1)
+    constraints = pathlib.Path(path).read_text()
 calls = here / "calls.json"
 before = json.loads(calls.read_text()) if calls.exists() else []
 calls.write_text(json.dumps([*before, [arguments, constraints.split()]]))
 if (here / "pip_fails").exists():
     sys.exit("ERROR: no route to the index")
 modules = {"pyyaml": "yaml", "scikit-learn": "sklearn"}
-for package in (a.split("<")[0] for a in arguments if not a.startswith("-") and a != "install"):
+for argument in arguments:
+    if argument.startswith("-") or argument == "install":
+        continue
+    package = argument.split("<")[0]
     (here / f"{modules.get(package, package)}.py").touch()
 """
 
@@ -81,7 +87,9 @@ class Image:
             (self.site / f"{module}.py").write_text("raise AssertionError('imported')")
             metadata = self.site / f"{name}-{version}.dist-info" / "METADATA"
             metadata.parent.mkdir()
-            metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+            metadata.write_text(
+                f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            )
         (self.site / "pip" / "__main__.py").write_text(PIP)
         (self.workdir / "startup-hook.sh").write_text(HOOK)
 
@@ -128,7 +136,11 @@ class Image:
     def pins(self) -> list[str]:
         """What it has, as pip would have to keep it."""
         pins = OF_THE_IMAGE.items()
-        return [f"{name}=={pin}" for name, pin in pins if [*self.site.glob(f"{name}-{pin}*")]]
+        return [
+            f"{name}=={pin}"
+            for name, pin in pins
+            if [*self.site.glob(f"{name}-{pin}*")]
+        ]
 
 
 @pytest.fixture
@@ -140,7 +152,9 @@ def trained(run: subprocess.CompletedProcess[str]) -> bool:
     return run.returncode == 0 and run.stdout.splitlines()[-1:] == ["TRAINING"]
 
 
-def test_hook_leaves_the_shell_as_it_was_under_stricter_options_too(image: Image) -> None:
+def test_hook_leaves_the_shell_as_it_was_under_stricter_options_too(
+    image: Image,
+) -> None:
     image.lose("rich")
     plain = image.start()
     assert plain.stderr.splitlines() == [
@@ -158,7 +172,11 @@ def test_hook_leaves_the_shell_as_it_was_under_stricter_options_too(image: Image
     assert str(image.workdir) in image.shell("before")
 
 
-LATTE = {"DET_HPARAMS": json.dumps({"trial": "trials.latte:LatteTrial", "learning_rate": 1.0e-4})}
+LATTE = {
+    "DET_HPARAMS": json.dumps(
+        {"trial": "trials.latte:LatteTrial", "learning_rate": 1.0e-4}
+    )
+}
 MLP = {"DET_HPARAMS": LATTE["DET_HPARAMS"].replace("latte", "mlp")}
 
 
@@ -183,7 +201,9 @@ ADDED: dict[str, tuple[Sequence[str], str, dict[str, str], Sequence[str]]] = {
 
 
 @pytest.mark.parametrize("name", ADDED)
-def test_pip_adds_what_is_missing_once_and_keeps_the_rest(image: Image, name: str) -> None:
+def test_pip_adds_what_is_missing_once_and_keeps_the_rest(
+    image: Image, name: str
+) -> None:
     lost, folder, environment, added = ADDED[name]
     image.lose(*lost)
     (image.site.parent / folder).mkdir(parents=True, exist_ok=True)
@@ -204,7 +224,9 @@ def test_pip_adds_what_is_missing_once_and_keeps_the_rest(image: Image, name: st
 def test_hook_of_the_docs_installs_the_wheel_and_asks_for_nothing_that_is_there(
     image: Image,
 ) -> None:
-    """A traceback of its probe would cancel retries: the container was never restarted."""
+    """A traceback of its probe would cancel retries: the container was never
+    restarted.
+    """
     docs = ROOT / "docs" / "your_trial"
     shutil.copy(docs / "startup-hook.sh", image.workdir)
     (image.workdir / (wheel := "determined_amp-0.1.0-py3-none-any.whl")).touch()
@@ -217,7 +239,9 @@ def test_hook_of_the_docs_installs_the_wheel_and_asks_for_nothing_that_is_there(
     added = ["install", "--quiet", *NEEDED.values()]
     assert image.pip_calls[1:] == [[installed, []], [added, []]]
     (policy,) = yaml.safe_load((docs / "amp.yaml").read_text())["log_policies"]
-    assert not [line for line in run.stderr.splitlines() if re.search(policy["pattern"], line)]
+    assert not [
+        line for line in run.stderr.splitlines() if re.search(policy["pattern"], line)
+    ]
     assert "Traceback" not in run.stderr
 
 
@@ -241,9 +265,18 @@ def test_broken_image_is_warned_about_and_trains_and_no_secret_is_printed(
 
 
 def test_hook_adds_what_the_project_declares() -> None:
-    of_the_image = {"determined", "torch", "numpy", "ruamel.yaml"}  # the last two of determined
+    # the last two of determined
+    of_the_image = {
+        "determined",
+        "torch",
+        "numpy",
+        "ruamel.yaml",
+    }
     assert declared("dependencies") == set(NEEDED.values()) | of_the_image
-    assert declared("examples") == set(NEEDED_BY_TRIALS.values()) | {"torchvision", "diffusers"}
+    assert declared("examples") == set(NEEDED_BY_TRIALS.values()) | {
+        "torchvision",
+        "diffusers",
+    }
 
 
 def declared(group: str) -> set[str]:

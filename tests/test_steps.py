@@ -1,4 +1,6 @@
-"""`amp.steps`: what is known of the steps of one optimizer, and what it needs before the first."""
+"""`amp.steps`: what is known of the steps of one optimizer, and what it needs before
+the first.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,24 @@ from torch.optim import SGD, lr_scheduler
 
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.schedules import schedule_of
-from determined_amp.amp.steps import OptimizerSteps, StepHook, StepsOfEach, fill_momentum
+from determined_amp.amp.steps import (
+    OptimizerSteps,
+    StepHook,
+    StepsOfEach,
+    fill_momentum,
+)
 from tests.test_metrics import having
 
 CPU = torch.device("cpu")
 
 
-def fused_sgd(*, fused: bool = True, momentum: float = 0.5, dampening: float = 0.0) -> SGD:
+def fused_sgd(
+    *, fused: bool = True, momentum: float = 0.5, dampening: float = 0.0
+) -> SGD:
     """With the settings of a fused one; not every torch has it for a CPU."""
-    made = SGD([nn.Parameter(torch.ones(2))], lr=0.5, momentum=momentum, dampening=dampening)
+    made = SGD(
+        [nn.Parameter(torch.ones(2))], lr=0.5, momentum=momentum, dampening=dampening
+    )
     made.param_groups[0]["fused"] = fused
     return made
 
@@ -36,9 +47,15 @@ class TestClip:
 
     @pytest.mark.parametrize(
         ("max_norm", "left"),
-        [(6.5, [[1.5, 2.0], [6.0]]), (13.5, [[3, 4], [12]]), (math.inf, [[3, 4], [12]])],
+        [
+            (6.5, [[1.5, 2.0], [6.0]]),
+            (13.5, [[3, 4], [12]]),
+            (math.inf, [[3, 4], [12]]),
+        ],
     )
-    def test_clip_measures_the_norm_before_it_clips(self, max_norm: float, left: list[Any]) -> None:
+    def test_clip_measures_the_norm_before_it_clips(
+        self, max_norm: float, left: list[Any]
+    ) -> None:
         steps = OptimizerSteps(CPU, scaled=True)
         parameters = having(torch.tensor([3.0, 4.0]), torch.tensor([12.0]))
         steps.clip(parameters, max_norm, lambda: torch.tensor(8.0))
@@ -50,7 +67,9 @@ class TestClip:
             assert parameter.grad.tolist() == pytest.approx(values, rel=1e-6)
 
     @pytest.mark.parametrize("max_norm", [2.0, math.inf])
-    def test_clip_leaves_out_parameters_without_a_gradient(self, max_norm: float) -> None:
+    def test_clip_leaves_out_parameters_without_a_gradient(
+        self, max_norm: float
+    ) -> None:
         steps = OptimizerSteps(CPU, scaled=True)
         without, (has_one,) = nn.Parameter(torch.ones(1)), having(torch.tensor([4.0]))
         steps.clip([without], max_norm, lambda: torch.ones(()))
@@ -64,7 +83,9 @@ class TestClip:
     def test_norm_that_is_not_finite_is_left_out_only_where_its_step_is_skipped(
         self, total: float, *, scaled: bool
     ) -> None:
-        """Finite gradients, too large for their norm: without a scale the clip makes them 0."""
+        """Finite gradients, too large for their norm: without a scale the clip makes
+        them 0.
+        """
         steps = OptimizerSteps(CPU, scaled=scaled)
         for values in ([3.0, 4.0], [1.0e30, 1.0e30]):
             steps.clip(having(torch.tensor(values)), 1.0, lambda: torch.ones(()))
@@ -74,12 +95,19 @@ class TestClip:
 class TestMeasure:
     def test_largest_gradient_of_a_report_is_kept(self) -> None:
         steps = OptimizerSteps(CPU, scaled=True)
-        for gradient, largest in ((math.inf, 0), (math.nan, 0), (2.0, 2), (-5.0, 5), (3.0, 5)):
+        for gradient, largest in (
+            (math.inf, 0),
+            (math.nan, 0),
+            (2.0, 2),
+            (-5.0, 5),
+            (3.0, 5),
+        ):
             steps.measure(having(torch.tensor([gradient, 0.5]), torch.empty(0)))
             assert steps.largest.item() == largest
 
     @pytest.mark.parametrize(
-        ("scaled", "attempted", "largest"), [(True, 10, 1.0), (True, 11, 0.0), (False, 10, 0.0)]
+        ("scaled", "attempted", "largest"),
+        [(True, 10, 1.0), (True, 11, 0.0), (False, 10, 0.0)],
     )
     def test_gradients_of_every_tenth_step_are_measured_where_there_is_a_loss_scale(
         self, attempted: int, largest: float, *, scaled: bool
@@ -98,13 +126,17 @@ class TestBegin:
         optimizer.state.clear()
         steps.begin(optimizer)
         assert momenta(optimizer) == [None]  # nothing has changed
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "fused": True})
+        optimizer.add_param_group(
+            {"params": [nn.Parameter(torch.ones(1))], "fused": True}
+        )
         steps.begin(optimizer)
         assert momenta(optimizer) == [[0, 0], [0]]
 
     def test_first_step_alone_takes_the_rate_from_the_schedule(self) -> None:
         steps, optimizer = OptimizerSteps(CPU, scaled=False), fused_sgd()
-        steps.schedule = schedule_of(lr_scheduler.StepLR(optimizer, 1, 0.5), CPU, skips=False)
+        steps.schedule = schedule_of(
+            lr_scheduler.StepLR(optimizer, 1, 0.5), CPU, skips=False
+        )
         assert steps.is_scheduled
         for rate, group in ((77.0, 0.5), (66.0, 66.0)):
             optimizer.param_groups[0]["lr"] = rate
@@ -121,7 +153,9 @@ def test_numbers_stay_on_the_device_and_a_known_outcome_reads_none() -> None:
         assert (steps.applied_before.dtype, steps.has_norm) == (torch.int64, False)
     first = each.of(optimizer)
     assert first is each.first
-    first.schedule = schedule_of(lr_scheduler.StepLR(optimizer, 1, 0.5), device, skips=True)
+    first.schedule = schedule_of(
+        lr_scheduler.StepLR(optimizer, 1, 0.5), device, skips=True
+    )
     first.finish(False)  # a number of that device has no value
     assert optimizer.param_groups[0]["lr"] == 0.25
     assert first.schedule is not each.of(fused_sgd()).schedule
@@ -129,7 +163,11 @@ def test_numbers_stay_on_the_device_and_a_known_outcome_reads_none() -> None:
 
 class TestFillMomentum:
     def test_momentum_is_filled_for_fused_sgd_alone(self) -> None:
-        for settings, filled in (({}, [0, 0]), ({"fused": False}, None), ({"momentum": 0.0}, None)):
+        for settings, filled in (
+            ({}, [0, 0]),
+            ({"fused": False}, None),
+            ({"momentum": 0.0}, None),
+        ):
             optimizer = fused_sgd(**settings)
             fill_momentum(optimizer, can_skip=True)
             assert momenta(optimizer) == [filled]
@@ -148,9 +186,13 @@ class TestFillMomentum:
         fill_momentum(optimizer, can_skip=False)
         assert momenta(optimizer) == [[3, 3], None, None, [0]]
 
-    def test_fused_momentum_with_dampening_is_refused_where_steps_can_be_skipped(self) -> None:
+    def test_fused_momentum_with_dampening_is_refused_where_steps_can_be_skipped(
+        self,
+    ) -> None:
         optimizer = fused_sgd(dampening=0.25)
-        with pytest.raises(ConfigError, match=r"^SGD: got fused and dampening 0\.25, which goes"):
+        with pytest.raises(
+            ConfigError, match=r"^SGD: got fused and dampening 0\.25, which goes"
+        ):
             fill_momentum(optimizer, can_skip=True)
         fill_momentum(optimizer, can_skip=False)
         assert momenta(optimizer) == [None]
@@ -186,8 +228,14 @@ def test_step_hook_runs_before_each_step_of_a_wrapper_without_hooks() -> None:
 def test_optimizer_that_comes_after_its_state_starts_from_it() -> None:
     known: list[torch.optim.Optimizer] = []
     steps = StepsOfEach(CPU, known, scaled=True)
-    steps.load_state_dict({"optimizers": [{"attempted": 3, "applied": 2, "last_applied": 2}]})
+    steps.load_state_dict(
+        {"optimizers": [{"attempted": 3, "applied": 2, "last_applied": 2}]}
+    )
     known.append(fused_sgd())
     steps.restore(known[0])
     (its,) = steps.all()
-    assert (its.counts.attempted, its.attempted_before, int(its.applied_before)) == (3, 3, 2)
+    assert (its.counts.attempted, its.attempted_before, int(its.applied_before)) == (
+        3,
+        3,
+        2,
+    )

@@ -1,6 +1,7 @@
 """Everything that works for the trials of this repository works for a stranger's.
 
-The configuration of most tests is Determined's own form: an entrypoint, `searcher.max_length`.
+The configuration of most tests is Determined's own form: an entrypoint,
+`searcher.max_length`.
 """
 
 from __future__ import annotations
@@ -60,13 +61,18 @@ def problems_of(config: Config, **options: Any) -> tuple[str, ...]:
 
 
 def write(folder: Path, *overrides: str, without: tuple[str, ...] = ()) -> str:
-    config = {key: value for key, value in changed(*overrides).items() if key not in without}
+    config = {
+        key: value for key, value in changed(*overrides).items() if key not in without
+    }
     return training.write_yaml(folder, config)
 
 
 class TestDeterminedsForm:
     def test_experiment_in_determineds_form_means_what_it_means_there(self) -> None:
-        found = parse("optimizations={aggregation_frequency: 3}", "perform_initial_validation=true")
+        found = parse(
+            "optimizations={aggregation_frequency: 3}",
+            "perform_initial_validation=true",
+        )
         assert (found.trial, found.factory) == (TRIAL, strangers.Stranger)
         assert found.settings["hyperparameters.trial"] == TRIAL
         assert found.training.max_length == Length(batches=12)
@@ -90,16 +96,23 @@ class TestDeterminedsForm:
     )
     def test_length_is_in_any_of_its_units(self, length: str, read: Length) -> None:
         size = "hyperparameters.global_batch_size=8"
-        found = parse(f"searcher.max_length={length}", f"min_validation_period={length}", size)
+        found = parse(
+            f"searcher.max_length={length}", f"min_validation_period={length}", size
+        )
         assert found.max_length == found.training.validation_period == read
 
     def test_unit_is_beside_a_number_and_a_period_of_0_is_never(self) -> None:
         """The master fills in such periods."""
-        periods = ("min_validation_period={batches: 0}", "min_checkpoint_period={epochs: 0}")
+        periods = (
+            "min_validation_period={batches: 0}",
+            "min_checkpoint_period={epochs: 0}",
+        )
         assert parse("searcher.max_length=7").max_length == Length(batches=7)
         found = parse("searcher.max_length=7", "searcher.unit=epochs", *periods)
         assert found.max_length == Length(epochs=7)
-        assert found.training.validation_period is found.training.checkpoint_period is None
+        assert (
+            found.training.validation_period is found.training.checkpoint_period is None
+        )
 
     @pytest.mark.parametrize(
         ("override", "problem"),
@@ -107,40 +120,67 @@ class TestDeterminedsForm:
             ("searcher.max_length={}", "searcher.max_length.batches: got 0 units; "),
             ("searcher.max_length=soon", "searcher.max_length: got 'soon'; "),
             *(
-                (f"{period}={{records: 9}}", f"{period}.records: unknown key; allowed: batches")
+                (
+                    f"{period}={{records: 9}}",
+                    f"{period}.records: unknown key; allowed: batches",
+                )
                 for period in ("min_validation_period", "min_checkpoint_period")
             ),
             ("scheduling_unit=0", "scheduling_unit: got 0; allowed: an integer >= 1"),
-            ("optimizations={aggregation_frequency: 0}", "optimizations.aggregation_freq"),
-            ("hyperparameters.global_batch_size=x", "hyperparameters.global_batch_size: got 'x'; "),
+            (
+                "optimizations={aggregation_frequency: 0}",
+                "optimizations.aggregation_freq",
+            ),
+            (
+                "hyperparameters.global_batch_size=x",
+                "hyperparameters.global_batch_size: got 'x'; ",
+            ),
             (
                 "hyperparameters.lr={type: log, base: 10, minval: -3, maxval: -1}",
-                "hyperparameters.lr: got a range to search; allowed: one value, for instance by ",
+                (
+                    "hyperparameters.lr: got a range to search; allowed: one value, for"
+                    " instance by "
+                ),
             ),
         ],
     )
-    def test_mistake_is_the_one_problem_reported(self, override: str, problem: str) -> None:
+    def test_mistake_is_the_one_problem_reported(
+        self, override: str, problem: str
+    ) -> None:
         (found,) = problems_of(changed(override))
         assert found.startswith(problem)
 
-    def test_constant_is_its_value_and_amp_of_another_meaning_is_no_section(self) -> None:
-        found = parse("hyperparameters={lr: {type: const, val: 0.5}, net: {n: {type: const}}}")
+    def test_constant_is_its_value_and_amp_of_another_meaning_is_no_section(
+        self,
+    ) -> None:
+        found = parse(
+            "hyperparameters={lr: {type: const, val: 0.5}, net: {n: {type: const}}}"
+        )
         assert found.hyperparameters == {"lr": 0.5, "net": {"n": None}}
         assert parse("hyperparameters.amp=true").amp is None
         (problem,) = problems_of(changed("hyperparameters.amp={precision: bf16}"))
-        assert problem.startswith("hyperparameters.amp.precision: got 'bf16'; allowed: fp32, ")
+        assert problem.startswith(
+            "hyperparameters.amp.precision: got 'bf16'; allowed: fp32, "
+        )
 
     @pytest.mark.parametrize("length", ["{epochs: 3}", "{batches: 9}", "null"])
     @pytest.mark.parametrize(
-        "override", ["searcher.max_length.batches=40", "searcher.max_length={batches: 40}"]
+        "override",
+        ["searcher.max_length.batches=40", "searcher.max_length={batches: 40}"],
     )
-    def test_length_is_replaced_by_one_in_another_unit(self, length: str, override: str) -> None:
+    def test_length_is_replaced_by_one_in_another_unit(
+        self, length: str, override: str
+    ) -> None:
         """The first override is what the message proposes where there is no length."""
-        assert parse(f"searcher.max_length={length}", override).max_length == Length(batches=40)
+        assert parse(f"searcher.max_length={length}", override).max_length == Length(
+            batches=40
+        )
 
 
 def test_experiment_in_this_librarys_form_needs_a_length_alone() -> None:
-    config = {"hyperparameters": {"trial": TRIAL, "training": {"max_length": {"epochs": 2}}}}
+    config = {
+        "hyperparameters": {"trial": TRIAL, "training": {"max_length": {"epochs": 2}}}
+    }
     found = experiment.parse(config, "test")
     assert found.max_length == Length(epochs=2)
     assert found.training.validation_period is None
@@ -150,21 +190,29 @@ def test_experiment_in_this_librarys_form_needs_a_length_alone() -> None:
 
 
 def made(name: str) -> Any:
-    with open_trial(experiment_in(LEGACY, "test", trial=f"tests.strangers:{name}")) as found:
+    with open_trial(
+        experiment_in(LEGACY, "test", trial=f"tests.strangers:{name}")
+    ) as found:
         assert found.context.get_hparams() == {"lr": 0.1}
         return found.trial
 
 
 class TestConstructors:
     @pytest.mark.parametrize("name", ["Stranger", "make", "WithDefaults"])
-    def test_class_or_function_makes_a_trial_of_the_context_alone(self, name: str) -> None:
+    def test_class_or_function_makes_a_trial_of_the_context_alone(
+        self, name: str
+    ) -> None:
         assert type(made(name)) in (strangers.Stranger, strangers.WithDefaults)
 
     def test_second_required_argument_is_the_hyperparameters(self) -> None:
         assert made("WithHparams").given == {"lr": 0.1}
 
-    def test_trial_that_pops_its_hyperparameters_leaves_those_of_the_experiment(self) -> None:
-        with open_trial(experiment_in(LEGACY, "test", trial="tests.strangers:Greedy")) as found:
+    def test_trial_that_pops_its_hyperparameters_leaves_those_of_the_experiment(
+        self,
+    ) -> None:
+        with open_trial(
+            experiment_in(LEGACY, "test", trial="tests.strangers:Greedy")
+        ) as found:
             assert found.context.get_hparams() == {}
             assert found.experiment.hyperparameters == {"lr": 0.1}
         assert LEGACY["hyperparameters"] == {"lr": 0.1}
@@ -176,7 +224,10 @@ class TestConstructors:
         ("name", "words"),
         [
             ("WithTokenizer", ", which takes (context: "),
-            ("make_without", "which takes () -> 'None'; allowed: (context) or (context, hparams)"),
+            (
+                "make_without",
+                "which takes () -> 'None'; allowed: (context) or (context, hparams)",
+            ),
             ("OnDeepSpeed", "is a DeepSpeedTrial, and DeepSpeed is out of scope"),
             ("SAMPLES", "is not a PyTorchTrial"),
         ],
@@ -224,7 +275,8 @@ class TestTraining:
     def test_run_that_a_resume_makes_longer_is_the_undisturbed_one_to_the_bit(
         self, folder: Path, tmp_path: Path, batches: int
     ) -> None:
-        """The scheduler halves the rate every second batch; dropout draws from the random state.
+        """The scheduler halves the rate every second batch; dropout draws from the
+        random state.
 
         The run of 7 batches ended with one more validation, which draws, too.
         """
@@ -258,15 +310,28 @@ class TestTraining:
     def test_trial_is_the_one_that_the_command_of_the_entrypoint_names(
         self, entrypoint: object
     ) -> None:
-        """It counts on a cluster, too, and where the hyperparameters name another trial."""
-        for hyperparameters in ({"lr": 0.1}, {"lr": 0.1, "trial": "tests.strangers:Greedy"}):
-            config = {**LEGACY, "entrypoint": entrypoint, "hyperparameters": hyperparameters}
+        """It counts on a cluster, too, and where the hyperparameters name another
+        trial.
+        """
+        for hyperparameters in (
+            {"lr": 0.1},
+            {"lr": 0.1, "trial": "tests.strangers:Greedy"},
+        ):
+            config = {
+                **LEGACY,
+                "entrypoint": entrypoint,
+                "hyperparameters": hyperparameters,
+            }
             parsed = experiment.parse(config, "test")
             again = experiment.parse(parsed.config, "test")
             assert parsed.trial == again.trial == "tests.strangers:make"
 
-    def test_aggregation_is_averaged_or_not_as_the_configuration_says(self, tmp_path: Path) -> None:
-        """A step of SGD by the mean of two gradients, at twice the rate, is one by their sum."""
+    def test_aggregation_is_averaged_or_not_as_the_configuration_says(
+        self, tmp_path: Path
+    ) -> None:
+        """A step of SGD by the mean of two gradients, at twice the rate, is one by
+        their sum.
+        """
         weights = []
         for average, rate in (("true", 0.2), ("false", 0.1)):
             config = write(
@@ -296,14 +361,21 @@ class TestTraining:
         tmp_path: Path,
         refusal: Callable[..., str],
     ) -> None:
-        path = write(tmp_path, f"searcher.metric={metric}", f"checkpoint_policy={policy}")
+        path = write(
+            tmp_path, f"searcher.metric={metric}", f"checkpoint_policy={policy}"
+        )
         folder = tmp_path / "run"
         said = refusal("train", path, "--run-folder", str(folder))
-        words = f"searcher.metric: got {metric}, which {fault}; allowed: batches, epochs, val_loss"
+        words = (
+            f"searcher.metric: got {metric}, which {fault}; allowed: batches, epochs,"
+            " val_loss"
+        )
         assert words in said
         (saved,) = complete_checkpoints(folder / "checkpoints")
         reports = read_metrics(folder / "metrics.jsonl")
-        first = next(line["batches"] for line in reports if line["group"] == "validation")
+        first = next(
+            line["batches"] for line in reports if line["group"] == "validation"
+        )
         assert read_metadata(saved)["steps_completed"] == first
         again = ["--resume", str(folder), "--config", "searcher.metric=val_loss"]
         assert door.main(["train", *again]) == 0
@@ -313,14 +385,22 @@ class TestTraining:
         found = run(tmp_path / "run", config)
         assert training.end(found) == ("completed", "", 12)
 
-    def test_run_whose_model_has_an_infinite_mask_is_resumed(self, tmp_path: Path) -> None:
+    def test_run_whose_model_has_an_infinite_mask_is_resumed(
+        self, tmp_path: Path
+    ) -> None:
         masked = "entrypoint=tests.test_strangers:Masked"
-        found = run(tmp_path / "run", write(tmp_path, masked, "searcher.max_length.batches=4"))
+        found = run(
+            tmp_path / "run", write(tmp_path, masked, "searcher.max_length.batches=4")
+        )
         training.resume(found, "--config", "searcher.max_length.batches=6")
         assert training.end(found) == ("completed", "", 6)
 
-    def test_trial_of_a_finished_search_can_be_trained_again(self, tmp_path: Path) -> None:
-        """Its YAML has the searcher of its search, and a value for every hyperparameter."""
+    def test_trial_of_a_finished_search_can_be_trained_again(
+        self, tmp_path: Path
+    ) -> None:
+        """Its YAML has the searcher of its search, and a value for every
+        hyperparameter.
+        """
         run(tmp_path / "run", write(tmp_path, "searcher.name=grid"))
 
 
@@ -376,9 +456,15 @@ class TestOrderOfTheTrialsOwn:
     @pytest.mark.parametrize(
         ("order", "condition"),
         [
-            ("generator", "the generator of its loader starts with the same seed again"),
+            (
+                "generator",
+                "the generator of its loader starts with the same seed again",
+            ),
             ("sampler", "its FromEnd gives the same order again"),
-            ("loader", "the trial skips them: its loader is no determined.pytorch.DataLoader"),
+            (
+                "loader",
+                "the trial skips them: its loader is no determined.pytorch.DataLoader",
+            ),
             ("workers", "its loader's workers draw nothing at random"),
         ],
     )
@@ -399,7 +485,9 @@ class TestOrderOfTheTrialsOwn:
 
 
 class Masked(strangers.Stranger):
-    """Its model has a mask that is infinite from the start, as that of causal attention is."""
+    """Its model has a mask that is infinite from the start, as that of causal attention
+    is.
+    """
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         super().__init__(context)
@@ -415,11 +503,14 @@ class InBFloat16(strangers.Stranger):
 def fitted(config: Config, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Values:
     """What `fit` gives Determined's `Trainer`."""
     given: Values = {}
-    monkeypatch.setattr(pytorch.Trainer, "fit", lambda trainer, **named: given.update(named))
+    monkeypatch.setattr(
+        pytorch.Trainer, "fit", lambda trainer, **named: given.update(named)
+    )
     with open_trial(experiment_in(config, "test")) as found:
         fit(found.trial, found.context, **options)
     return {
-        name: (type(it), it.value) if hasattr(it, "value") else it for name, it in given.items()
+        name: (type(it), it.value) if hasattr(it, "value") else it
+        for name, it in given.items()
     }
 
 
@@ -458,7 +549,8 @@ class TestFit:
 
     def test_fit_refuses_a_context_with_another_aggregation_frequency(self) -> None:
         words = (
-            r"^experiment configuration: aggregation_frequency: got \d, .* made with 7; allowed: "
+            r"^experiment configuration: aggregation_frequency: got \d, .* made with 7;"
+            r" allowed: "
         )
         with open_trial(experiment_in(changed(), "test")) as found:
             found.context._aggregation_frequency = 7
@@ -472,14 +564,24 @@ class TestTrialsThatCannotTrain:
     @pytest.fixture(autouse=True)
     def _there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
-        text = "hyperparameters: {global_batch_size: 4}\nsearcher: {max_length: {batches: 2}}\n"
+        text = (
+            "hyperparameters: {global_batch_size: 4}\nsearcher: {max_length: {batches:"
+            " 2}}\n"
+        )
         (tmp_path / "config.yaml").write_text(text)
 
     @pytest.mark.parametrize(
         ("command", "trial", "said"),
         [
-            *((name, "WithoutData", "the training data") for name in ("train", "find", "audit")),
-            ("train", "WithoutValidationData", "the validation data loader has no batch"),
+            *(
+                (name, "WithoutData", "the training data")
+                for name in ("train", "find", "audit")
+            ),
+            (
+                "train",
+                "WithoutValidationData",
+                "the validation data loader has no batch",
+            ),
             ("find", "WithoutParameters", "no parameter of this trial"),
         ],
     )
@@ -509,7 +611,10 @@ class TestTrialsThatCannotTrain:
         assert door.main(["audit", "config.yaml", *names]) == 0
 
     def test_module_with_a_syntax_error_is_named_with_its_line(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str]
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        refusal: Callable[..., str],
     ) -> None:
         (tmp_path / "half_written.py").write_text("import torch\ndef f(:\n")
         monkeypatch.syspath_prepend(tmp_path)
@@ -533,16 +638,26 @@ BEYOND, MISSING, MIXED = (
     "this device cannot compute an operation in 16 bits",
     "an operation gets a 16-bit tensor",
 )
-# Code that runs in float32, and what it fails of in 16 bits: one for each wording of torch.
+# Code that runs in float32, and what it fails of in 16 bits: one for each wording of
+# torch.
 IN_FLOAT32_ALONE: dict[str, tuple[str, Callable[[], Any]]] = {
     "full_like": (BEYOND, lambda: torch.full_like(layer(points), -1e30)),
     "logdet": (MISSING, lambda: torch.logdet(layer(points[:4]))),
-    "index_put": (MIXED, lambda: torch.zeros(6, 4).index_put((rows,), layer(points[rows]))),
-    "index_add": (MIXED, lambda: torch.zeros(6, 4).index_add(0, rows, layer(points[rows]))),
+    "index_put": (
+        MIXED,
+        lambda: torch.zeros(6, 4).index_put((rows,), layer(points[rows])),
+    ),
+    "index_add": (
+        MIXED,
+        lambda: torch.zeros(6, 4).index_add(0, rows, layer(points[rows])),
+    ),
     "lerp": (MIXED, lambda: torch.lerp(points, layer(points), 0.5)),
     "dot": (MIXED, lambda: torch.dot(layer(points)[0], points[0])),
     "linear": (MIXED, lambda: island(layer)),
-    "bmm": (MIXED, lambda: island(lambda hidden: torch.bmm(hidden[None], points.T[None]))),
+    "bmm": (
+        MIXED,
+        lambda: island(lambda hidden: torch.bmm(hidden[None], points.T[None])),
+    ),
     "conv2d": (
         MIXED,
         lambda: island(lambda hidden: nn.Conv2d(4, 4, 1)(hidden.T.reshape(1, 4, 6, 1))),
@@ -554,7 +669,10 @@ IN_FLOAT32_ALONE: dict[str, tuple[str, Callable[[], Any]]] = {
 def test_error_in_16_bits_alone_is_explained_with_its_line(operation: str) -> None:
     fault, code = IN_FLOAT32_ALONE[operation]
     code()
-    with torch.autocast("cpu", torch.float16), pytest.raises(Exception) as error:  # noqa: PT011
+    with (
+        torch.autocast("cpu", torch.float16),
+        pytest.raises(Exception) as error,  # noqa: PT011
+    ):
         code()
     explained = fault_in_16_bits(error.value)
     assert explained is not None
@@ -572,7 +690,9 @@ def test_error_in_16_bits_alone_is_explained_with_its_line(operation: str) -> No
     ],
     ids=["shape", "double", "class", "mean of integers"],
 )
-def test_error_that_float32_has_too_is_left_to_its_traceback(code: Callable[[], Any]) -> None:
+def test_error_that_float32_has_too_is_left_to_its_traceback(
+    code: Callable[[], Any],
+) -> None:
     with pytest.raises(Exception) as error:  # noqa: PT011
         code()
     assert fault_in_16_bits(error.value) is None

@@ -26,7 +26,9 @@ def sparse(*values: float) -> torch.Tensor:
     """With every other value from 0 given, and the first one given in two parts."""
     indices = torch.tensor([[0, *range(0, 2 * len(values), 2)]])
     parts = torch.tensor([values[0] - 1.0, 1.0, *values[1:]])
-    return torch.sparse_coo_tensor(indices, parts, (2 * len(values),), check_invariants=False)
+    return torch.sparse_coo_tensor(
+        indices, parts, (2 * len(values),), check_invariants=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,15 @@ def sparse(*values: float) -> torch.Tensor:
         (nested([1.0], [INF]), INF, False, False, False),
     ],
     ids=[
-        *("dense", "infinite", "NaN", "one number", "empty", "sparse", "sparse with NaN"),
+        *(
+            "dense",
+            "infinite",
+            "NaN",
+            "one number",
+            "empty",
+            "sparse",
+            "sparse with NaN",
+        ),
         *("nested", "nested and infinite"),
     ],
 )
@@ -58,7 +68,9 @@ def test_largest_number_and_finiteness_are_known_of_any_kind_of_tensor(
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_quantized_tensor_is_not_plain() -> None:
-    assert not tensors.is_plain(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
+    assert not tensors.is_plain(
+        torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    )
 
 
 def test_tensors_are_those_of_all_containers_in_order() -> None:

@@ -16,7 +16,8 @@ import torch
 from tests.test_check_invariants import write_script
 from tests.training import ROOT, outcome
 
-# What a user of torch alone does: `AmpLoop`, the finder, the audit, the doctor and its command.
+# What a user of torch alone does: `AmpLoop`, the finder, the audit, the doctor and its
+# command.
 PROGRAM = """
 from importlib.util import find_spec
 
@@ -26,7 +27,8 @@ from determined_amp import AmpLoop, AmpSettings, Precision, check, find_loss_sca
 from determined_amp.__main__ import main
 from determined_amp.audit import audit_loss
 
-for package in ("determined", "rich", "yaml", "ruamel", "optuna", "scipy", "matplotlib"):
+packages = "determined", "rich", "yaml", "ruamel", "optuna", "scipy", "matplotlib"
+for package in packages:
     assert find_spec(package) is None, package
 
 amp = AmpLoop(AmpSettings(Precision.AMP_FP16), "cpu")
@@ -72,7 +74,9 @@ def requirements(name: str, known: set[str]) -> Iterator[str]:
 def link_modules(folder: Path, *distributions: str) -> None:
     """Link the modules of distributions and of their requirements into a folder."""
     known: set[str] = set()
-    wanted = {plain(name) for each in distributions for name in requirements(each, known)}
+    wanted = {
+        plain(name) for each in distributions for name in requirements(each, known)
+    }
     packages = Path(torch.__file__).parents[1]
     for module, owners in importlib.metadata.packages_distributions().items():
         if wanted.isdisjoint(map(plain, owners)):
@@ -87,7 +91,9 @@ def plain(name: str) -> str:
     return name.lower().replace("_", "-")
 
 
-def test_loop_finder_audit_and_doctor_need_torch_and_numpy_alone(tmp_path: Path) -> None:
+def test_loop_finder_audit_and_doctor_need_torch_and_numpy_alone(
+    tmp_path: Path,
+) -> None:
     link_modules(tmp_path, "torch", "numpy")
     (tmp_path / "determined_amp").symlink_to(ROOT / "determined_amp")
     write_script(tmp_path)
@@ -98,7 +104,9 @@ def test_loop_finder_audit_and_doctor_need_torch_and_numpy_alone(tmp_path: Path)
 
 
 @pytest.mark.readme
-def test_package_without_its_dependencies_is_enough_beside_torch_and_numpy(tmp_path: Path) -> None:
+def test_package_without_its_dependencies_is_enough_beside_torch_and_numpy(
+    tmp_path: Path,
+) -> None:
     write_script(tmp_path)
     folder = tmp_path / "venv"
     venv.create(folder, with_pip=True)

@@ -1,4 +1,6 @@
-"""Private names of torch are in one file, at most ten of them, and each still does what it did."""
+"""Private names of torch are in one file, at most ten of them, and each still does what
+it did.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def touched(source: str) -> Iterator[tuple[int, str]]:
 ELSEWHERE = [path for path in LIBRARY.rglob("*.py") if path not in (OURS, PRIVATE)]
 # `check` notes these two on objects of torch.
 NOTES = {"_given_dtype", "_scaled_by"}
-OF_LIBRARY = {name for path in ELSEWHERE for name in defined_in(path.read_text())} | NOTES
+OF_LIBRARY = {
+    name for path in ELSEWHERE for name in defined_in(path.read_text())
+} | NOTES
 # Some of ours have the same name as one of torch.
 OF_BOTH = {"_scale", "_enabled", "_parameters", "_buffers"}
 
@@ -52,7 +56,10 @@ def test_private_names_of_torch_are_ten_at_most() -> None:
 
 
 def test_planted_private_names_of_torch_are_seen() -> None:
-    source = 'x._version\ngetattr(x, "_scale")\nfrom torch._dynamo import exc\nself._mine = 0'
+    source = (
+        'x._version\ngetattr(x, "_scale")\nfrom torch._dynamo import'
+        " exc\nself._mine = 0"
+    )
     assert {name for _, name in touched(source)} == {"_version", "_scale", "_dynamo"}
 
 
@@ -99,13 +106,18 @@ def scale_and_states() -> bool:
         "found_inf_per_device"
     ].values()
     torch_private.replace_scale_tensor(scaler, torch.tensor(4.0))
-    return bool(found_inf == 0) and float(torch_private.scale_tensor(scaler) or 0) == 4.0
+    return (
+        bool(found_inf == 0) and float(torch_private.scale_tensor(scaler) or 0) == 4.0
+    )
 
 
 def found_inf_of_fused() -> bool:
     weight = torch.ones(1, requires_grad=True)
     plain, fused = torch.optim.SGD([weight]), torch.optim.SGD([weight], fused=True)
-    return [torch_private.takes_found_inf(each) for each in (plain, fused)] == [False, True]
+    return [torch_private.takes_found_inf(each) for each in (plain, fused)] == [
+        False,
+        True,
+    ]
 
 
 def sorting_of_clips() -> bool:
@@ -168,5 +180,7 @@ def casts() -> bool:
         casts,
     ],
 )
-def test_private_name_of_torch_still_does_what_the_library_needs(works: Callable[[], bool]) -> None:
+def test_private_name_of_torch_still_does_what_the_library_needs(
+    works: Callable[[], bool],
+) -> None:
     assert works(), f"torch {torch.__version__} has changed what {works.__name__} needs"

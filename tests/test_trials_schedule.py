@@ -8,12 +8,14 @@ import torch
 
 from trials.schedule import LRSchedule, warmup_then
 
-# Of the peak: either side rounds an angle of at most pi twice, and a factor in [0, 1] twice, which
-# is less than 4 epsilons (2**-52) each.
+# Of the peak: either side rounds an angle of at most pi twice, and a factor in [0, 1]
+# twice, which is less than 4 epsilons (2**-52) each.
 _TOLERANCE = 8 * 2.0**-52
 
 
-def rates(schedule: LRSchedule, peak: float, warmup: int, total: int, steps: int) -> list[float]:
+def rates(
+    schedule: LRSchedule, peak: float, warmup: int, total: int, steps: int
+) -> list[float]:
     """What `steps` optimizer steps use."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
     scheduler = warmup_then(optimizer, schedule, warmup, total)
@@ -25,7 +27,9 @@ def rates(schedule: LRSchedule, peak: float, warmup: int, total: int, steps: int
     return used
 
 
-def closed_form(schedule: LRSchedule, peak: float, warmup: int, total: int) -> list[float]:
+def closed_form(
+    schedule: LRSchedule, peak: float, warmup: int, total: int
+) -> list[float]:
     """cos(x / 2)^2 is (1 + cos x) / 2: the same curve, computed in another way."""
     step = np.arange(total, dtype=np.float64)
     angle = np.pi / 2 * np.clip((step - warmup) / max(total - warmup, 1), 0, None)
@@ -35,7 +39,8 @@ def closed_form(schedule: LRSchedule, peak: float, warmup: int, total: int) -> l
 
 @pytest.mark.parametrize("schedule", LRSchedule)
 @pytest.mark.parametrize(
-    ("warmup", "total"), [(0, 1), (0, 2), (0, 500), (1, 500), (37, 500), (499, 500), (900, 500)]
+    ("warmup", "total"),
+    [(0, 1), (0, 2), (0, 500), (1, 500), (37, 500), (499, 500), (900, 500)],
 )
 def test_warmup_and_what_follows_equal_the_closed_form(
     schedule: LRSchedule, warmup: int, total: int
@@ -47,13 +52,20 @@ def test_warmup_and_what_follows_equal_the_closed_form(
 
 
 def test_closed_form_tells_a_warmup_of_one_step_more() -> None:
-    """Negative control: the tolerance is 5e-16, the deviation of the next schedule 1e-3."""
+    """Negative control: the tolerance is 5e-16, the deviation of the next schedule
+    1e-3.
+    """
     used = rates(LRSchedule.COSINE, 0.3, 37, 500, 500)
-    assert np.abs(np.subtract(used, closed_form(LRSchedule.COSINE, 0.3, 38, 500))).max() > 1e-3
+    assert (
+        np.abs(np.subtract(used, closed_form(LRSchedule.COSINE, 0.3, 38, 500))).max()
+        > 1e-3
+    )
 
 
 @pytest.mark.parametrize("schedule", LRSchedule)
 @pytest.mark.parametrize("warmup", [0, 2, 20])
-def test_longer_run_stays_on_the_rate_of_the_last_step(schedule: LRSchedule, warmup: int) -> None:
+def test_longer_run_stays_on_the_rate_of_the_last_step(
+    schedule: LRSchedule, warmup: int
+) -> None:
     used = rates(schedule, 0.3, warmup, 7, 30)
     assert set(used[6:]) == {used[6]}

@@ -1,8 +1,8 @@
 """Trials of plain float32, trained in mixed precision without a changed line.
 
-`Plain` must train as `Converted`, the same trial with the lines of docs/your_trial.md, to the bit.
-The trials of `habits.py` must train as in float32, or be refused. `test_mistakes.py` has what is
-refused in every precision.
+`Plain` must train as `Converted`, the same trial with the lines of docs/your_trial.md,
+to the bit. The trials of `habits.py` must train as in float32, or be refused.
+`test_mistakes.py` has what is refused in every precision.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ from tests.trials import CLASSES, FEATURES, Converted, Plain
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
 
 
-# The first step overflows: 2^24 times a gradient of about 0.1. Two good ones double the scale.
+# The first step overflows: 2^24 times a gradient of about 0.1. Two good ones double the
+# scale.
 FP16 = {"precision": "amp_fp16", "init_scale": 2.0**24, "growth_interval": 2}
 BFLOAT16 = {"precision": "amp_bf16"}
 
@@ -64,8 +65,15 @@ def same_state(*runs: Fitted) -> bool:
 
 
 def numbers(made: Fitted) -> list[Values]:
-    """The training reports without what a clock or the machine decides, and without the loss."""
-    others = ("loss", "samples_per_second", "watch_data_wait_share", "watch_peak_memory_mib")
+    """The training reports without what a clock or the machine decides, and without the
+    loss.
+    """
+    others = (
+        "loss",
+        "samples_per_second",
+        "watch_data_wait_share",
+        "watch_peak_memory_mib",
+    )
     return [
         {name: value for name, value in report.items() if name not in others}
         for report in made.reports.training
@@ -91,14 +99,18 @@ def test_unmodified_trial_trains_as_the_converted_one_bit_for_bit(
 
 class TestForward:
     @pytest.mark.parametrize("eval_precision", ["fp32", "same"])
-    def test_validation_is_in_the_precision_of_the_settings(self, eval_precision: str) -> None:
+    def test_validation_is_in_the_precision_of_the_settings(
+        self, eval_precision: str
+    ) -> None:
         seen: list[tuple[bool, torch.dtype]] = []
 
         class Watching(Plain):
             def net(self) -> nn.Module:
                 model = nn.Linear(FEATURES, CLASSES)
                 model.register_forward_hook(
-                    lambda module, _, output: seen.append((module.training, output.dtype))
+                    lambda module, _, output: seen.append(
+                        (module.training, output.dtype)
+                    )
                 )
                 forward = model.forward
 
@@ -116,7 +128,9 @@ class TestForward:
         assert set(seen[::2]) == {(True, torch.bfloat16), (False, validated)}
         assert {dtype for _, dtype in seen[1::2]} == {torch.float32}
 
-    @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+    @pytest.mark.parametrize(
+        "reentrant", [False, True], ids=["not reentrant", "reentrant"]
+    )
     def test_wrapped_model_inside_another_one_stays_in_16_bits_also_under_a_checkpoint(
         self, reentrant: bool
     ) -> None:
@@ -131,7 +145,9 @@ class TestForward:
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 if self.checkpoints:
-                    x = checkpoint(self.inner, x.requires_grad_(), use_reentrant=reentrant)
+                    x = checkpoint(
+                        self.inner, x.requires_grad_(), use_reentrant=reentrant
+                    )
                 else:
                     x = self.inner(x)
                     dtypes.append(x.dtype)
@@ -151,7 +167,9 @@ class TestForward:
             checkpoints = True
 
         amp = {**BFLOAT16, "eval_precision": "same"}
-        assert same_state(*(fit_as_it_is(trial, amp) for trial in (Nested, Checkpointed)))
+        assert same_state(
+            *(fit_as_it_is(trial, amp) for trial in (Nested, Checkpointed))
+        )
         assert {*dtypes} == {torch.bfloat16}
         assert not autocast_is_on("cpu")
 
@@ -161,8 +179,13 @@ class TestForward:
         assert same_state(ours, theirs)
         assert not same_state(ours, fit_as_it_is(Plain, BFLOAT16))
 
-    def test_copy_computes_with_its_own_weights_and_a_pickled_model_is_the_plain_one(self) -> None:
-        model, inputs = fit_as_it_is(Plain, BFLOAT16).trial.model.eval(), torch.ones(2, FEATURES)
+    def test_copy_computes_with_its_own_weights_and_a_pickled_model_is_the_plain_one(
+        self,
+    ) -> None:
+        model, inputs = (
+            fit_as_it_is(Plain, BFLOAT16).trial.model.eval(),
+            torch.ones(2, FEATURES),
+        )
         average, again = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
         with torch.no_grad():
             for parameter in average.parameters():
@@ -200,9 +223,15 @@ def _fused_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["dense gradients", "sparse gradients"],
 )
 def test_optimizer_is_made_fused_where_it_can_be_and_trains_as_before(
-    request: pytest.FixtureRequest, precision: str, trial: type[habits.Habit], *, is_fused: bool
+    request: pytest.FixtureRequest,
+    precision: str,
+    trial: type[habits.Habit],
+    *,
+    is_fused: bool,
 ) -> None:
-    """Up to the rounding of 8 steps; one that does not clip moves by fifty times as much."""
+    """Up to the rounding of 8 steps; one that does not clip moves by fifty times as
+    much.
+    """
     amp = {"precision": precision, "audit": False}
 
     def trained_weights() -> tuple[torch.Tensor, Any]:
@@ -246,7 +275,8 @@ class TestFused:
             weight = nn.Parameter(torch.linspace(-1, 1, 5))
             optimizer = make([weight], fused=fused)
             assert fuse(optimizer)
-            assert optimizer._step_supports_amp_scaling  # otherwise the scaler waits for the device
+            # otherwise the scaler waits for the device
+            assert optimizer._step_supports_amp_scaling
             assert not optimizer.defaults["foreach"]
             assert fuse(optimizer)
             scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -267,7 +297,13 @@ class TestFused:
             partial(torch.optim.AdamW, differentiable=True),
             has_a_step_of_its_own,
         ],
-        ids=["no fused kernel", "dampening", "foreach", "differentiable", "a step of its own"],
+        ids=[
+            "no fused kernel",
+            "dampening",
+            "foreach",
+            "differentiable",
+            "a step of its own",
+        ],
     )
     def test_optimizer_that_cannot_be_fused_keeps_its_settings(
         self, optimizer: Callable[..., Any]
@@ -292,7 +328,10 @@ IN_16_BITS = [
 ]
 
 
-SCALE: dict[str, dict[str, float]] = {"amp_bf16": {}, "amp_fp16": {"init_scale": 1024.0}}
+SCALE: dict[str, dict[str, float]] = {
+    "amp_bf16": {},
+    "amp_fp16": {"init_scale": 1024.0},
+}
 
 
 @dataclasses.dataclass
@@ -324,8 +363,12 @@ def flat_weights(trial: Any) -> torch.Tensor:
     return torch.cat([leaf.flatten() for leaf in real]).detach().clone()
 
 
-def way(habit: Any, amp: Values | None, without: Collection[int] = (), **options: Any) -> Way:
-    """Train a habit, in plain Determined if `amp` is None; batches in `without` change nothing."""
+def way(
+    habit: Any, amp: Values | None, without: Collection[int] = (), **options: Any
+) -> Way:
+    """Train a habit, in plain Determined if `amp` is None; batches in `without` change
+    nothing.
+    """
     starts: list[torch.Tensor] = []
     still = []
 
@@ -371,8 +414,12 @@ def test_unmodified_trial_in_fp32_is_plain_determined_to_the_bit(habit: Any) -> 
 
 
 @pytest.mark.parametrize(("habit", "precision"), IN_16_BITS)
-def test_unmodified_trial_in_16_bits_trains_as_in_float32(habit: Any, precision: str) -> None:
-    """How far 16 bits may take the weights from where float32 takes them, as a share of the way."""
+def test_unmodified_trial_in_16_bits_trains_as_in_float32(
+    habit: Any, precision: str
+) -> None:
+    """How far 16 bits may take the weights from where float32 takes them, as a share of
+    the way.
+    """
     rounding = {"amp_bf16": 0.015, "amp_fp16": 0.002}[precision]
     ours = in_16_bits(habit, precision)
     assert ours.distance(plain(habit)) < rounding
@@ -432,7 +479,9 @@ def test_overflow_of_one_batch_costs_the_step_of_its_window() -> None:
     assert ours.distance(plain) < 0.002
 
 
-@pytest.mark.parametrize("habit", [habits.Adversarial, habits.ProjectsGradients, habits.Complex])
+@pytest.mark.parametrize(
+    "habit", [habits.Adversarial, habits.ProjectsGradients, habits.Complex]
+)
 def test_scale_that_the_finder_names_is_the_largest_that_skips_no_step(
     habit: Any, tmp_path: Path
 ) -> None:
@@ -440,9 +489,13 @@ def test_scale_that_the_finder_names_is_the_largest_that_skips_no_step(
     with core_context_of(tmp_path) as core_context:
         torch.manual_seed(0)
         context = context_of(core_context, {"global_batch_size": 4, "amp": amp})
-        top = find_in_trial("", as_it_is(habit, amp)(context), context, 1).finding.top_log2
+        top = find_in_trial(
+            "", as_it_is(habit, amp)(context), context, 1
+        ).finding.top_log2
     reports = [
-        way(habit, {**LOUD, "init_scale": 2.0**scale}, batches=1, reporting_period=1).made.report
+        way(
+            habit, {**LOUD, "init_scale": 2.0**scale}, batches=1, reporting_period=1
+        ).made.report
         for scale in (top, top + 1)
     ]
     assert [report["skipped_steps"] for report in reports] == [0, 1]
@@ -452,7 +505,10 @@ class LoudOwnWindow(habits.OwnAccumulation):
     """The first of the two batches of its first own window overflows."""
 
     def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        loss, self.losses = super().loss(inputs, classes), getattr(self, "losses", 0) + 1
+        loss, self.losses = (
+            super().loss(inputs, classes),
+            getattr(self, "losses", 0) + 1,
+        )
         return loss * 1e6 if self.losses == 1 else loss
 
 
@@ -463,7 +519,9 @@ def test_own_window_that_overflows_is_skipped_and_lowers_the_scale_once() -> Non
 
 
 class LoudLongWindow(LoudOwnWindow):
-    """Has a bias that is stepped in every batch, beside a model that is stepped in every second."""
+    """Has a bias that is stepped in every batch, beside a model that is stepped in
+    every second.
+    """
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         super().__init__(context)
@@ -482,7 +540,9 @@ class LoudLongWindow(LoudOwnWindow):
         return {"loss": loss}
 
 
-def test_overflow_in_a_window_skips_its_step_after_a_step_of_another_optimizer() -> None:
+def test_overflow_in_a_window_skips_its_step_after_a_step_of_another_optimizer() -> (
+    None
+):
     report = way(LoudLongWindow, LESS_LOUD, batches=4).made.report
     skipped, applied = (
         [report[f"{name}_{optimizer}"] for optimizer in (0, 1)]
@@ -493,16 +553,30 @@ def test_overflow_in_a_window_skips_its_step_after_a_step_of_another_optimizer()
 
 @pytest.mark.parametrize("habit", [habits.StepsByHand, habits.StepsByHandInPlace])
 def test_step_by_hand_moves_the_scale_once_a_batch(habit: Any) -> None:
-    amp = {**LOUD, "init_scale": 2.0**40, "backoff_factor": 2.0**-30, "growth_interval": 3}
+    amp = {
+        **LOUD,
+        "init_scale": 2.0**40,
+        "backoff_factor": 2.0**-30,
+        "growth_interval": 3,
+    }
     ours = way(habit, amp, batches=5)
     assert ours.still == [0]
     assert ours.made.report["loss_scale_log2"] == 11
 
 
-def test_steps_of_one_batch_and_of_an_optimizer_inside_another_are_all_counted() -> None:
+def test_steps_of_one_batch_and_of_an_optimizer_inside_another_are_all_counted() -> (
+    None
+):
     (inside,), several = (
-        [count for name, count in it.made.report.items() if name.startswith("watch_applied_steps")]
-        for it in (in_16_bits(habits.Sam, "amp_bf16"), in_16_bits(habits.Wgan, "amp_fp16"))
+        [
+            count
+            for name, count in it.made.report.items()
+            if name.startswith("watch_applied_steps")
+        ]
+        for it in (
+            in_16_bits(habits.Sam, "amp_bf16"),
+            in_16_bits(habits.Wgan, "amp_fp16"),
+        )
     )
     assert (inside, several) == (8, [8, 24])
 
@@ -517,7 +591,9 @@ def test_steps_of_one_batch_and_of_an_optimizer_inside_another_are_all_counted()
 def test_hook_for_all_modules_is_refused_in_a_backward_and_sees_float32_in_a_forward(
     register: Any, precision: str
 ) -> None:
-    """Whenever and however it was registered: here before the training, by torch's function."""
+    """Whenever and however it was registered: here before the training, by torch's
+    function.
+    """
     seen = []
     handle = register(lambda module, *tensors: seen.append(tensors[-1].dtype))
     try:
@@ -532,7 +608,9 @@ def test_hook_for_all_modules_is_refused_in_a_backward_and_sees_float32_in_a_for
 
 
 class AddsLossesUp(habits.Habit):
-    """Adds the second loss of a batch to the first one in place, and reports neither."""
+    """Adds the second loss of a batch to the first one in place, and reports
+    neither.
+    """
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         super().__init__(context)
@@ -596,7 +674,9 @@ def test_callbacks_of_any_name_are_called_beside_the_guard() -> None:
 
     class Names(Plain):
         def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-            return super().train_batch([batch[0] * math.nan, batch[1]], epoch_idx, batch_idx)
+            return super().train_batch(
+                [batch[0] * math.nan, batch[1]], epoch_idx, batch_idx
+            )
 
         def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
             return {name: Named(name) for name in names}

@@ -53,11 +53,15 @@ def test_error_of_torch_in_16_bits_says_what_to_write() -> None:
 
 @pytest.mark.parametrize("settings", [{"precision": "amp_fp16"}, "amp_fp16", None])
 def test_settings_of_another_type_are_one_sentence(settings: Any) -> None:
-    with pytest.raises(ConfigError, match=r"settings: got a \w+; allowed: AmpSettings\("):
+    with pytest.raises(
+        ConfigError, match=r"settings: got a \w+; allowed: AmpSettings\("
+    ):
         AmpLoop(settings, "cpu")
     if settings is not None:
         context: Any = Context()
-        with pytest.raises(ConfigError, match=r"settings: got a \w+; allowed: AmpSettings\("):
+        with pytest.raises(
+            ConfigError, match=r"settings: got a \w+; allowed: AmpSettings\("
+        ):
             MixedPrecision(context, settings)
 
 
@@ -73,10 +77,17 @@ def test_resume_names_the_width_that_changed_and_the_key_of_the_length(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Callable[..., str]
 ) -> None:
     run = tmp_path / "run"
-    assert door.main(["train", write_yaml(tmp_path, PLAIN), "--run-folder", str(run)]) == 0
+    assert (
+        door.main(["train", write_yaml(tmp_path, PLAIN), "--run-folder", str(run)]) == 0
+    )
     assert door.main(["train", "--resume", str(run)]) == 0
     assert "give it a larger searcher.max_length" in capsys.readouterr().out
-    wider = ["--config", "hyperparameters.width=16", "--config", "searcher.max_length.batches=4"]
+    wider = [
+        "--config",
+        "hyperparameters.width=16",
+        "--config",
+        "searcher.max_length.batches=4",
+    ]
     message = refusal("train", "--resume", str(run), *wider)
     changed = "hyperparameters.width changed from 8 to 16"
     assert message.index(changed) < message.index("size mismatch")
@@ -87,4 +98,7 @@ def test_find_of_a_trial_without_a_scale_names_the_option(
 ) -> None:
     said = refusal("find", write_yaml(tmp_path, PLAIN))
     assert "this trial scales no loss: " in said
-    assert "hyperparameters.amp.precision: amp_fp16, or --precision amp_fp16, it trains" in said
+    assert (
+        "hyperparameters.amp.precision: amp_fp16, or --precision amp_fp16, it trains"
+        in said
+    )

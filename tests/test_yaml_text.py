@@ -1,4 +1,6 @@
-"""`experiment.yaml_text` against the loader of the platform, by which `det` sends a YAML."""
+"""`experiment.yaml_text` against the loader of the platform, by which `det` sends a
+YAML.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,20 @@ SCALARS = st.one_of(
     st.floats(allow_nan=False),
     st.text(st.characters(exclude_categories=["Cs", "Cc"])),
     st.sampled_from(
-        ["1e-4", "1.5E3", "032", "0o17", "1_000", "-_", "0o8", "1:30", "yes", "off", "null", "~"]
+        [
+            "1e-4",
+            "1.5E3",
+            "032",
+            "0o17",
+            "1_000",
+            "-_",
+            "0o8",
+            "1:30",
+            "yes",
+            "off",
+            "null",
+            "~",
+        ]
     ),
     st.sampled_from(
         [".inf", "-.5", "2020-01-01", "0x1F", "<<", "=", "- a", "a: b", "#", "'", "1."]
@@ -34,7 +49,8 @@ SCALARS = st.one_of(
 VALUES = st.recursive(
     SCALARS,
     lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.text("ab1eE-._y ", min_size=1), inner)
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.text("ab1eE-._y ", min_size=1), inner),
     ),
     max_leaves=8,
 )
@@ -62,7 +78,13 @@ def test_text_is_read_as_the_platform_reads_it_or_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        *(("1e-4", 0.0001), ("032", 32), ("0o17", 15), ("1:30", "1:30"), ("yes", "yes")),
+        *(
+            ("1e-4", 0.0001),
+            ("032", 32),
+            ("0o17", 15),
+            ("1:30", "1:30"),
+            ("yes", "yes"),
+        ),
         *((".inf", math.inf), ("true", True), ("2.5e-3", 0.0025), ("'1e-4'", "1e-4")),
         ("{1: x}", {"1": "x"}),
     ],
@@ -84,15 +106,27 @@ def test_lines_to_paste_are_read_as_the_changes() -> None:
     [
         (
             "a: 1\na: 2",
-            'is not YAML: found duplicate key "a" with value "2" (original value: "1"): merge the ',
+            'is not YAML: found duplicate key "a" with value "2" (original value: '
+            '"1"): merge the ',
         ),
-        ("a: [1", "is not YAML: expected ',' or ']', but got '<stream end>' (line 1, column 6)"),
+        (
+            "a: [1",
+            "is not YAML: expected ',' or ']', but got '<stream end>' (line 1, column "
+            "6)",
+        ),
         (
             "a: {b: [1, 2020-01-01]}",
-            "is not YAML of a configuration: got the date 2020-01-01; allowed: text in quotes",
+            "is not YAML of a configuration: got the date 2020-01-01; allowed: text in "
+            "quotes",
         ),
-        ("a: &x\n  b: *x", "is not YAML of a configuration: Circular reference detected"),
-        ("a: !!python/object:os.system x", "is not YAML: could not determine a constructor"),
+        (
+            "a: &x\n  b: *x",
+            "is not YAML of a configuration: Circular reference detected",
+        ),
+        (
+            "a: !!python/object:os.system x",
+            "is not YAML: could not determine a constructor",
+        ),
         ("x: !!binary aGk=", "is not YAML of a configuration: got the bytes b'hi'"),
         # What the reader's constructors raise, none of it a YAMLError.
         ("2001-99-99", "is not YAML of a configuration: month must be in 1..12"),

@@ -1,4 +1,6 @@
-"""`docs/your_trial.md` and the README keep what they promise: ten lines, and they run."""
+"""`docs/your_trial.md` and the README keep what they promise: ten lines, and they
+run.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def difference(before: list[str], after: list[str], context: int) -> list[str]:
-    """A unified diff; an empty line in place of the header of each hunk but the first."""
+    """A unified diff; an empty line in place of the header of each hunk but the
+    first.
+    """
     lines = difflib.unified_diff(before, after, n=context, lineterm="")
     shown = ["" if line.startswith("@@") else line.rstrip() for line in lines]
     return [line for line in shown if line not in ("---", "+++")][1:]
@@ -40,13 +44,17 @@ def test_ten_lines_are_added_or_changed_and_none_is_taken_away() -> None:
     assert kinds.count("-") <= kinds.count("+")
 
 
-@pytest.mark.parametrize(("page", "context"), [(PAGE, 2), (README, 0)], ids=["page", "README"])
+@pytest.mark.parametrize(
+    ("page", "context"), [(PAGE, 2), (README, 0)], ids=["page", "README"]
+)
 def test_page_shows_before_and_after_as_they_are(page: str, context: int) -> None:
     (shown,) = blocks(page, "diff")
     assert shown.splitlines() == difference(BEFORE, AFTER, context)
 
 
-@pytest.mark.parametrize(("name", "language"), [("amp.yaml", "yaml"), ("startup-hook.sh", "bash")])
+@pytest.mark.parametrize(
+    ("name", "language"), [("amp.yaml", "yaml"), ("startup-hook.sh", "bash")]
+)
 def test_the_page_quotes_the_files_to_copy(name: str, language: str) -> None:
     assert (TEMPLATE / name).read_text() in blocks(PAGE, language)
 
@@ -54,7 +62,8 @@ def test_the_page_quotes_the_files_to_copy(name: str, language: str) -> None:
 # The constructor of a trial with a second model and optimizer.
 TWO = """
         self.generator = context.wrap_model(self.amp.prepare(nn.Linear(8, 32)))
-        self.optimizer_g = context.wrap_optimizer(torch.optim.SGD(self.generator.parameters(), 0.1))
+        generated = torch.optim.SGD(self.generator.parameters(), 0.1)
+        self.optimizer_g = context.wrap_optimizer(generated)
         self.optimizer_d = self.optimizer
 """
 LOSSES = """
@@ -74,7 +83,9 @@ def snippet(word: str) -> str:
 
 def clips() -> str:
     """A step of the template, replaced by the one on the page."""
-    step = "        self.context.step_optimizer(self.optimizer, scaler=self.amp.scaler)\n"
+    step = (
+        "        self.context.step_optimizer(self.optimizer, scaler=self.amp.scaler)\n"
+    )
     (source,) = re.findall(r"    def train_batch.*?\n\n", "\n".join(AFTER), re.DOTALL)
     assert step in source
     return str(source.replace(step, textwrap.indent(snippet("max_norm"), "    ")))
@@ -83,10 +94,10 @@ def clips() -> str:
 def variant(constructor: str, methods: str) -> str:
     """A module with the trial of the template, changed as the page says."""
     return (
-        "import torch\nfrom typing import Any\nfrom torch import nn\nimport model_def\n\n"
-        "class MyTrial(model_def.MyTrial):\n"
-        f"    def __init__(self, context):\n        super().__init__(context)\n{constructor}\n"
-        f"{methods}\n"
+        "import torch\nfrom typing import Any\nfrom torch import nn\nimport "
+        "model_def\n\nclass MyTrial(model_def.MyTrial):\n"
+        "    def __init__(self, context):\n        "
+        f"super().__init__(context)\n{constructor}\n{methods}\n"
     )
 
 
@@ -104,7 +115,8 @@ VARIANTS = {
 def train(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the program on the page."""
     (script,) = (block for block in blocks(PAGE, "python") if "pytorch.init(" in block)
-    # Determined copies the whole folder into each checkpoint, so those are not within it.
+    # Determined copies the whole folder into each checkpoint, so those are not within
+    # it.
     shutil.copytree(TEMPLATE, project := folder / "project")
     if VARIANTS[name]:
         (project / f"{name}.py").write_text(VARIANTS[name])
@@ -120,7 +132,10 @@ def train(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "faulty"])
 def test_every_way_on_the_page_trains_and_is_audited(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
     train(name, tmp_path, monkeypatch)

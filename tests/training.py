@@ -1,4 +1,6 @@
-"""Local runs of a small MLP for the tests: a few seconds' worth of Determined's loop."""
+"""Local runs of a small MLP for the tests: a few seconds' worth of Determined's
+loop.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ SMALL = (
 
 def arguments(config: str, *overrides: str) -> list[str]:
     """What `python -m determined_amp train` is given to train the small MLP."""
-    changes = [word for override in (*SMALL, *overrides) for word in ("--config", override)]
+    changes = [
+        word for override in (*SMALL, *overrides) for word in ("--config", override)
+    ]
     return [str(ROOT / "experiment_configs" / config), *changes]
 
 
@@ -55,7 +59,9 @@ def write_yaml(folder: Path, config: Config) -> str:
 
 def run_small(config: str, folder: Path, *overrides: str) -> Path:
     """Train in this process; the run folder."""
-    assert train.main([*arguments(config, *overrides), "--run-folder", str(folder)]) == 0
+    assert (
+        train.main([*arguments(config, *overrides), "--run-folder", str(folder)]) == 0
+    )
     return folder
 
 
@@ -72,7 +78,8 @@ class _Thin(Bottleneck):  # type: ignore[misc]  # torchvision is not typed
 
 
 def thin_resnet(*blocks: int) -> Callable[..., ResNet]:
-    """What makes a ResNet with so many blocks in each stage, and far fewer channels than usual.
+    """What makes a ResNet with so many blocks in each stage, and far fewer channels
+    than usual.
 
     A CPU that has no kernels for float16 convolutions takes minutes for the usual one.
     """
@@ -84,11 +91,17 @@ class KilledError(Exception):
 
 
 @contextmanager
-def before_batch(number: int, do: Callable[[Any], object], trial: Any = MLPTrial) -> Iterator[None]:
-    """Meanwhile a trial of that class does this with itself when it comes to that batch, from 0."""
+def before_batch(
+    number: int, do: Callable[[Any], object], trial: Any = MLPTrial
+) -> Iterator[None]:
+    """Meanwhile a trial of that class does this with itself when it comes to that
+    batch, from 0.
+    """
     original = trial.train_batch
 
-    def train_batch(self: Any, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
+    def train_batch(
+        self: Any, batch: Any, epoch_idx: int, batch_idx: int
+    ) -> dict[str, float]:
         if batch_idx == number:
             do(self)
         reported: dict[str, float] = original(self, batch, epoch_idx, batch_idx)
@@ -111,9 +124,11 @@ def killed_in_batch(number: int, trial: Any = MLPTrial) -> Iterator[None]:
 
 @contextmanager
 def no_file_larger_than(size: int) -> Iterator[None]:
-    """Meanwhile the kernel refuses to write what would make a file larger, as on a full disk.
+    """Meanwhile the kernel refuses to write what would make a file larger, as on a full
+    disk.
 
-    Python ignores the signal that comes with it, so that the write fails with an error number.
+    Python ignores the signal that comes with it, so that the write fails with an error
+    number.
     """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -126,11 +141,13 @@ def no_file_larger_than(size: int) -> Iterator[None]:
 def fork(work: Callable[[], int | None], log: Path) -> int:
     """Start `work` in a fork of this process, which has imported torch; its process id.
 
-    The child writes to `log`, and ends with the status that `work` returns, or 1 after an error.
+    The child writes to `log`, and ends with the status that `work` returns, or 1 after
+    an error.
     """
     sys.stdout.flush()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, about threads
+        # of Python 3.12, about threads
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child:
         return child
@@ -160,7 +177,9 @@ def outcome(
 ) -> subprocess.CompletedProcess[str]:
     """What a Python program of the repository printed, and its status."""
     command = (sys.executable, *command)
-    return subprocess.run(command, check=check, cwd=cwd, capture_output=True, text=True, **options)
+    return subprocess.run(
+        command, check=check, cwd=cwd, capture_output=True, text=True, **options
+    )
 
 
 @contextmanager
@@ -170,10 +189,13 @@ def locked_by_another_process(folder: Path) -> Iterator[int]:
     hold = (
         "import fcntl, os, sys, time; file = open(sys.argv[1], 'a+'); "
         "fcntl.lockf(file, fcntl.LOCK_EX); file.truncate(0); "
-        "print(os.getpid(), file=file, flush=True); print('held', flush=True); time.sleep(60)"
+        "print(os.getpid(), file=file, flush=True); print('held', flush=True); "
+        "time.sleep(60)"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", hold, str(folder / ".lock")], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", hold, str(folder / ".lock")],
+        stdout=subprocess.PIPE,
+        text=True,
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
@@ -192,17 +214,25 @@ def checkpoint(folder: Path, batches: int) -> StateDict:
 
 def metrics(folder: Path) -> list[Metrics]:
     """The reports of a run."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def end(folder: Path) -> tuple[str, str, int]:
     """How a run ended, why, and after how many batches its last report came."""
     run, reports = read_record(folder), metrics(folder)
-    return run.state.value, run.reason, max((line["batches"] for line in reports), default=0)
+    return (
+        run.state.value,
+        run.reason,
+        max((line["batches"] for line in reports), default=0),
+    )
 
 
 def same_numbers(folder: Path) -> list[Values]:
-    """The reports of a run without what differs from run to run: speed, time and memory."""
+    """The reports of a run without what differs from run to run: speed, time and
+    memory.
+    """
     measured = {"samples_per_second", "watch_data_wait_share", "watch_peak_memory_mib"}
     return [
         {name: value for name, value in line.items() if name not in measured}
@@ -211,7 +241,9 @@ def same_numbers(folder: Path) -> list[Values]:
 
 
 def digest(state: Any) -> str:
-    """One hash of everything in a checkpoint: weights, optimizer, scaler, counts, random state."""
+    """One hash of everything in a checkpoint: weights, optimizer, scaler, counts,
+    random state.
+    """
     found = hashlib.sha256()
 
     def visit(value: Any) -> None:

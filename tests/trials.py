@@ -1,8 +1,10 @@
-"""Trials whose every number can be written down: y = w x from w = 1, the loss is mean(y), SGD.
+"""Trials whose every number can be written down: y = w x from w = 1, the loss is
+mean(y), SGD.
 
-The gradient dL/dw is mean(x) whatever w is, and a step moves w by -rate * mean(x). Powers of two
-are exact in float16, so in every precision the weights are exact too. A batch with x = inf makes
-the gradient non-finite at every loss scale: exactly those steps are skipped.
+The gradient dL/dw is mean(x) whatever w is, and a step moves w by -rate * mean(x).
+Powers of two are exact in float16, so in every precision the weights are exact too. A
+batch with x = inf makes the gradient non-finite at every loss scale: exactly those
+steps are skipped.
 """
 
 from __future__ import annotations
@@ -70,13 +72,17 @@ class Weights(pytorch.PyTorchTrial):
 
     def backward(self, batch: Any, which: int = 0) -> torch.Tensor:
         with self.amp.autocast():
-            loss: torch.Tensor = self.models[which](self.x_of(batch, which)).float().mean()
+            loss: torch.Tensor = (
+                self.models[which](self.x_of(batch, which)).float().mean()
+            )
         self.context.backward(self.amp.scaler.scale(loss))
         return loss
 
     def step(self, which: int = 0) -> None:
         clip = self.amp.clip(self.optimizers[which])
-        self.context.step_optimizer(self.optimizers[which], clip_grads=clip, scaler=self.amp.scaler)
+        self.context.step_optimizer(
+            self.optimizers[which], clip_grads=clip, scaler=self.amp.scaler
+        )
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         for which in range(self.count):
@@ -120,7 +126,8 @@ class Recipe:
 
 
 class OneWeight(Weights):
-    """The recipe of the real trials, word for word (`test_docs.py` holds them together).
+    """The recipe of the real trials, word for word (`test_docs.py` holds them
+    together).
 
     Attributes:
         scales: Loss scale after every batch.
@@ -147,9 +154,11 @@ class OneWeight(Weights):
         with self.amp.autocast():
             loss = self.model(x).float().mean()
         self.context.backward(self.amp.scaler.scale(loss))  # torch's GradScaler
-        self.context.step_optimizer(  # scaler.step(optimizer), where a window of batches ends
+        # scaler.step(optimizer), where a window of batches ends
+        self.context.step_optimizer(
             self.optimizer,
-            clip_grads=self.amp.clip(self.optimizer, self.hparams.max_norm),  # after unscale_
+            # after unscale_
+            clip_grads=self.amp.clip(self.optimizer, self.hparams.max_norm),
             scaler=self.amp.scaler,
         )
         return self.amp.update(loss, samples=len(x))  # scaler.update(), counts, metrics
@@ -165,7 +174,9 @@ def weigh(
     processes: core.DistributedContext | None = None,
     **options: Any,
 ) -> Fitted:
-    """Train the one weight on these rows, of which ranks take turns, with one report at the end."""
+    """Train the one weight on these rows, of which ranks take turns, with one report at
+    the end.
+    """
     batches = len(rows) // (processes.size if processes else 1)
     options = {"batches": batches, "reporting_period": batches, **options}
     recipe = Recipe(rows, amp, rate, max_norm)
@@ -178,7 +189,8 @@ def weigh(
 
 
 class TwoWeights(Weights):
-    """A discriminator y = w_d x_d and a generator y = w_g x_g, both from w = 1, SGD with rate 0.5.
+    """A discriminator y = w_d x_d and a generator y = w_g x_g, both from w = 1, SGD
+    with rate 0.5.
 
     A row is a batch of one sample, (x_d, x_g).
 
@@ -223,7 +235,9 @@ class TwoWeights(Weights):
         return pytorch.DataLoader(TensorDataset(zeros, zeros), batch_size=1)
 
 
-def weigh_two(rows: Rows, amp: Any, trial: type[TwoWeights] = TwoWeights, **options: Any) -> Fitted:
+def weigh_two(
+    rows: Rows, amp: Any, trial: type[TwoWeights] = TwoWeights, **options: Any
+) -> Fitted:
     """Train the pair on these rows."""
     options = {"batches": len(rows), **options}
     return fit(lambda context: trial(context, rows), amp, batch_size=1, **options)
@@ -272,12 +286,16 @@ FEATURES, CLASSES, BATCHES = 6, 3, 8
 
 def points() -> TensorDataset:
     """(N, FEATURES) float32 and the class (N,) int64 of each, for 8 batches of 4."""
-    made = torch.randn(BATCHES * 4, FEATURES, generator=torch.Generator().manual_seed(3))
+    made = torch.randn(
+        BATCHES * 4, FEATURES, generator=torch.Generator().manual_seed(3)
+    )
     return TensorDataset(made, made[:, :CLASSES].argmax(1))
 
 
 class Plain(pytorch.PyTorchTrial):
-    """A classifier in float32 with what people use: norm, dropout, clip, a moving rate."""
+    """A classifier in float32 with what people use: norm, dropout, clip, a moving
+    rate.
+    """
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         self.context = context
@@ -285,11 +303,16 @@ class Plain(pytorch.PyTorchTrial):
         adamw = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.optimizer = context.wrap_optimizer(adamw)
         halving: Any = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
-        context.wrap_lr_scheduler(halving, pytorch.LRScheduler.StepMode.STEP_EVERY_OPTIMIZER_STEP)
+        context.wrap_lr_scheduler(
+            halving, pytorch.LRScheduler.StepMode.STEP_EVERY_OPTIMIZER_STEP
+        )
 
     def net(self) -> nn.Module:
         return nn.Sequential(
-            nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Dropout(0.25), nn.Linear(16, CLASSES)
+            nn.Linear(FEATURES, 16),
+            nn.BatchNorm1d(16),
+            nn.Dropout(0.25),
+            nn.Linear(16, CLASSES),
         )
 
     def prepared(self, model: nn.Module) -> nn.Module:
@@ -312,7 +335,9 @@ class Plain(pytorch.PyTorchTrial):
         return {"validation_loss": self.loss(batch)}
 
     def build_training_data_loader(self) -> pytorch.DataLoader:
-        return pytorch.DataLoader(points(), batch_size=self.context.get_per_slot_batch_size())
+        return pytorch.DataLoader(
+            points(), batch_size=self.context.get_per_slot_batch_size()
+        )
 
     build_validation_data_loader = build_training_data_loader
 
@@ -332,7 +357,9 @@ class Converted(Plain):
             loss = self.loss(batch)
         self.context.backward(self.amp.scaler.scale(loss))
         clip = self.amp.clip(self.optimizer, 0.5)
-        self.context.step_optimizer(self.optimizer, clip_grads=clip, scaler=self.amp.scaler)
+        self.context.step_optimizer(
+            self.optimizer, clip_grads=clip, scaler=self.amp.scaler
+        )
         return {"loss": loss, **self.amp.update(loss)}
 
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:

@@ -1,8 +1,8 @@
 """Two ranks that print what each saw as JSON, a line each.
 
-One start serves all tests of `test_processes.py`: importing torch costs more than training. So the
-ranks are forks of the tests' process, which has imported it; `test_strangers.py` starts some with
-torchrun.
+One start serves all tests of `test_processes.py`: importing torch costs more than
+training. So the ranks are forks of the tests' process, which has imported it;
+`test_strangers.py` starts some with torchrun.
 """
 
 from __future__ import annotations
@@ -56,11 +56,16 @@ from tests.trials import (
 # What a run imports only when it needs it; each rank would import it again.
 IMPORTED_LATE = (
     *("determined_amp.local.trainer", "functorch.compile", "sklearn.model_selection"),
-    *("torch._dynamo.repro.after_aot", "torch._inductor.lowering", "torch.utils.tensorboard"),
+    *(
+        "torch._dynamo.repro.after_aot",
+        "torch._inductor.lowering",
+        "torch.utils.tensorboard",
+    ),
     "trials.mlp",
 )
 
-# Rows are dealt in turn: rank 0 gets the first of each pair. It overflows in the second batch.
+# Rows are dealt in turn: rank 0 gets the first of each pair. It overflows in the second
+# batch.
 ROWS = [ONE, ONE, INF, ONE, ONE, [3.0, 3.0]]
 
 # For two optimizers; dealt to the ranks in turn.
@@ -100,7 +105,9 @@ class TrainsAgain(CountsExchanges):
 
 
 def say(seen: Values) -> None:
-    """In one write: both ranks share the pipe, and `print` writes the end of a line by itself."""
+    """In one write: both ranks share the pipe, and `print` writes the end of a line by
+    itself.
+    """
     sys.stdout.write(json.dumps(seen) + "\n")
     sys.stdout.flush()
 
@@ -111,13 +118,22 @@ def two_weights() -> Values:
     heard.setLevel(logging.WARNING)
     guard.logger.addHandler(heard)
     # It starts at its floor, where the guard warns of any skip.
-    amp = {"precision": "amp_fp16", "init_scale": 4.0, "min_scale": 4.0, "on_overflow": "warn"}
+    amp = {
+        "precision": "amp_fp16",
+        "init_scale": 4.0,
+        "min_scale": 4.0,
+        "on_overflow": "warn",
+    }
     with process_group() as processes:
-        made = weigh_two(PAIRS, amp, batches=len(PAIRS) // processes.size, processes=processes)
+        made = weigh_two(
+            PAIRS, amp, batches=len(PAIRS) // processes.size, processes=processes
+        )
     return {
         "optimizers": processes.rank,
         "weights": made.trial.weights(),
-        "applied": [int(made.trial.amp.steps(o).applied) for o in made.trial.optimizers],
+        "applied": [
+            int(made.trial.amp.steps(o).applied) for o in made.trial.optimizers
+        ],
         "diagnosed": made.trial.diagnosed,
         "warning": heard.buffer[0].getMessage(),
     }
@@ -126,13 +142,19 @@ def two_weights() -> Values:
 def unmodified() -> Values:
     """A float32 trial as it is, and the same converted: hashes of what they trained."""
     trained = {}
-    loud: Values = {"precision": "amp_fp16", "init_scale": 2.0**24, "growth_interval": 2}
+    loud: Values = {
+        "precision": "amp_fp16",
+        "init_scale": 2.0**24,
+        "growth_interval": 2,
+    }
     loud["fp32_modules"] = ["^3$"]
     for trial in (Plain, Converted):
         with process_group() as processes:
             made = fit_as_it_is(trial, loud, batches=4, processes=processes)
             weights = [model.state_dict() for model in made.context.models]
-            optimizers = [optimizer.state_dict() for optimizer in made.context.optimizers]
+            optimizers = [
+                optimizer.state_dict() for optimizer in made.context.optimizers
+            ]
             trained[trial.__name__] = training.digest([weights, optimizers])
     with process_group() as processes:
         amp = {"precision": "amp_fp16", "init_scale": 1024.0, "audit": False}
@@ -162,18 +184,24 @@ class Counts(Plain):
 
 
 def audited() -> Values:
-    """Hashes of what was trained with an audit and without one, converted and unmodified."""
+    """Hashes of what was trained with an audit and without one, converted and
+    unmodified.
+    """
     trained = []
     for audit in (True, False):
         amp = {"precision": "amp_bf16", "audit": audit}
         with process_group() as processes:
             made = fit_as_it_is(Counts, amp, batches=4, processes=processes)
-        trained.append(training.digest([model.state_dict() for model in made.context.models]))
+        trained.append(
+            training.digest([model.state_dict() for model in made.context.models])
+        )
     return {"audited": processes.rank, "weights": trained}
 
 
 class LoudOnOneRank(Plain):
-    """The inputs of the second rank are 2^8 times as large, and so are its gradients."""
+    """The inputs of the second rank are 2^8 times as large, and so are its
+    gradients.
+    """
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         inputs, classes = batch
@@ -192,13 +220,21 @@ def found() -> Values:
     mixed = MixedPrecision.of(made.context)
     assert mixed is not None
     weights = training.digest(made.trial.model.state_dict())
-    return {"found": processes.rank, "scale": mixed.scaler.get_scale(), "weights": weights}
+    return {
+        "found": processes.rank,
+        "scale": mixed.scaler.get_scale(),
+        "weights": weights,
+    }
 
 
 def own_loop(key: str = "own loop", *, torch_alone: bool = False) -> Values:
-    """The rows of the trial in a loop of one's own, and then two overflows on rank 0."""
+    """The rows of the trial in a loop of one's own, and then two overflows on rank
+    0.
+    """
     with process_group() as processes, closing(processes):
-        settings = AmpSettings(Precision.AMP_FP16, init_scale=4.0, max_consecutive_skips=1)
+        settings = AmpSettings(
+            Precision.AMP_FP16, init_scale=4.0, max_consecutive_skips=1
+        )
         amp = AmpLoop(settings, "cpu", slots=None if torch_alone else processes)
         inner = nn.Linear(1, 1, bias=False)
         nn.init.ones_(inner.weight)
@@ -230,7 +266,9 @@ def own_loop(key: str = "own loop", *, torch_alone: bool = False) -> Values:
         for _ in range(2):
             batch = train(INF if processes.rank == 0 else ONE)
         try:
-            amp.report(batch, None if key == "tells one" and processes.rank else loss_fn)
+            amp.report(
+                batch, None if key == "tells one" and processes.rank else loss_fn
+            )
         except GuardError as error:
             seen["ended"] = str(error)
         return {**seen, "weight afterwards": float(inner.weight.detach())}
@@ -248,7 +286,9 @@ class Noted(strangers.Shuffled):
     def build_training_data_loader(self) -> Any:
         points = strangers.samples(0).tensors
         numbers = torch.arange(len(points[0]))
-        return pytorch.DataLoader(TensorDataset(*points, numbers), batch_size=5, shuffle=True)
+        return pytorch.DataLoader(
+            TensorDataset(*points, numbers), batch_size=5, shuffle=True
+        )
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
         *points, numbers = batch
@@ -270,7 +310,9 @@ def shuffled() -> Values:
         "shuffled": second.context.distributed.rank,
         "seen": whole.trial.seen,
         "resumed": first.trial.seen + second.trial.seen,
-        "weights": [training.digest(each.trial.model.state_dict()) for each in (whole, second)],
+        "weights": [
+            training.digest(each.trial.model.state_dict()) for each in (whole, second)
+        ],
     }
 
 
@@ -318,7 +360,8 @@ def main(rank: int, folder: Path) -> None:
     for key in ("own loop", "tells one"):
         say(own_loop(key, torch_alone=True))
     training.run_small("mlp/fp32.yaml", folder / "two")
-    compiler: Any = partial(torch.compile, backend="aot_eager")  # captures graphs, as Inductor does
+    # captures graphs, as Inductor does
+    compiler: Any = partial(torch.compile, backend="aot_eager")
     with patched(torch, "compile", lambda forward, mode: compiler(forward)):
         compiled = "hyperparameters.amp.compile=default"
         training.run_small("mlp/fp32.yaml", folder / "compiled", compiled)

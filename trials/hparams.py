@@ -26,7 +26,8 @@ class Hparams:
         learning_rate: Peak of the schedule.
         amp: Precision and loss scale.
         training: Lengths and periods.
-        aggregation_frequency: Batches per optimizer step; gradients are averaged over them.
+        aggregation_frequency: Batches per optimizer step; gradients are averaged over
+            them.
         lr_schedule: Shape after the warm-up; it advances on applied steps only.
         warmup_steps: Optimizer steps.
         weight_decay: As the optimizer defines it.
@@ -66,10 +67,11 @@ class Hparams:
         """
         problems = [
             f"training.{name}.epochs: is {batches} batches, which is not a multiple of "
-            f"aggregation_frequency {self.aggregation_frequency}; allowed: whole accumulation "
-            "windows, for instance a length in batches"
+            f"aggregation_frequency {self.aggregation_frequency}; allowed: whole "
+            "accumulation windows, for instance a length in batches"
             for name, length in self._lengths()
-            if (batches := length.in_batches(batches_per_epoch)) % self.aggregation_frequency
+            if (batches := length.in_batches(batches_per_epoch))
+            % self.aggregation_frequency
         ]
         if problems:
             raise ConfigError("hyperparameters", problems)
@@ -79,15 +81,21 @@ class Hparams:
 
     def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
         for name, length in self._lengths():
-            if length.batches is not None and length.batches % self.aggregation_frequency:
+            if (
+                length.batches is not None
+                and length.batches % self.aggregation_frequency
+            ):
                 yield (
                     f"training.{name}.batches",
-                    f"got {length.batches}, which is not a multiple of aggregation_frequency "
-                    f"{self.aggregation_frequency}; allowed: whole accumulation windows",
+                    f"got {length.batches}, which is not a multiple of "
+                    f"aggregation_frequency {self.aggregation_frequency}; allowed: "
+                    "whole accumulation windows",
                 )
 
     def _lengths(self) -> Iterator[tuple[str, Length]]:
-        """The given lengths that a checkpoint may follow, which holds no accumulated gradients."""
+        """The given lengths that a checkpoint may follow, which holds no accumulated
+        gradients.
+        """
         for name in ("max_length", "validation_period", "checkpoint_period"):
             length = getattr(self.training, name)
             if length is not None:

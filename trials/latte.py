@@ -1,10 +1,13 @@
-"""Latte, a video diffusion transformer with EMA and gradient checkpointing, in four precisions.
+"""Latte, a video diffusion transformer with EMA and gradient checkpointing, in four
+precisions.
 
-    python -m determined_amp train experiment_configs/latte/fp32.yaml      # without a cluster
-    det experiment create experiment_configs/latte/amp.yaml .      # on a cluster
-    python -m trials.sample runs/latte-fp32/TIME                   # a clip, as GIF and as PNG
+    python -m determined_amp train experiment_configs/latte/fp32.yaml      # without a
+    cluster det experiment create experiment_configs/latte/amp.yaml .      # on a
+    cluster python -m trials.sample runs/latte-fp32/TIME                   # a clip, as
+    GIF and as PNG
 
-Shapes: B = samples of one batch on one slot, C = channels, F = frames, S = side of a frame.
+Shapes: B = samples of one batch on one slot, C = channels, F = frames, S = side of a
+frame.
 """
 
 from __future__ import annotations
@@ -24,7 +27,12 @@ from trials.ema import EMAWeights
 from trials.hparams import Hparams
 from trials.mean_metrics import MeanMetrics
 from trials.models.denoiser import Denoiser, DenoiserSettings
-from trials.models.diffusion import Diffusion, DiffusionSettings, TrainingClips, ValidationClips
+from trials.models.diffusion import (
+    Diffusion,
+    DiffusionSettings,
+    TrainingClips,
+    ValidationClips,
+)
 from trials.schedule import LRSchedule, warmup_then
 
 
@@ -35,9 +43,11 @@ class LatteHparams(Hparams):
     Args:
         model: Size of the transformer.
         diffusion: Noise and conditioning.
-        gradient_checkpointing: Needs less memory and about a third more matmuls; see `Denoiser`.
+        gradient_checkpointing: Needs less memory and about a third more matmuls; see
+            `Denoiser`.
         ema_decay: Share of the averaged weights that an optimizer step keeps.
-        clip_start_step: Optimizer steps before `max_grad_norm` takes effect; skipped ones count.
+        clip_start_step: Optimizer steps before `max_grad_norm` takes effect; skipped
+            ones count.
     """
 
     model: DenoiserSettings = setting()
@@ -50,15 +60,18 @@ class LatteHparams(Hparams):
         yield from super().contradictions(given)
         if self.clip_start_step and self.max_grad_norm is None:
             said = (
-                f"got {self.clip_start_step}, but nothing is clipped; allowed: 0, or max_grad_norm"
+                f"got {self.clip_start_step}, but nothing is clipped; allowed: 0, or"
+                " max_grad_norm"
             )
             yield "clip_start_step", said
 
 
 class LatteTrial(pytorch.PyTorchTrial):
-    """Clips of video, mean squared error of the predicted noise, AdamW (arXiv 1711.05101).
+    """Clips of video, mean squared error of the predicted noise, AdamW (arXiv
+    1711.05101).
 
-    Validation uses the averaged weights. It reports `validation_loss`; predicting 0 would give 1.
+    Validation uses the averaged weights. It reports `validation_loss`; predicting 0
+    would give 1.
 
     Args:
         context: Determined's context of this trial.
@@ -73,9 +86,13 @@ class LatteTrial(pytorch.PyTorchTrial):
         self.amp = MixedPrecision(context)
         self.data = data = clips.ClipSettings.of(context)
         self.means = MeanMetrics(context)
-        context.experimental.disable_auto_to_device()  # it waits for every copy; see to_device
-        self.diffusion = Diffusion(hparams.diffusion, data.classes, self.amp.device)  # adds noise
-        model = Denoiser(hparams.model, data, gradient_checkpointing=hparams.gradient_checkpointing)
+        # it waits for every copy; see to_device
+        context.experimental.disable_auto_to_device()
+        # adds noise
+        self.diffusion = Diffusion(hparams.diffusion, data.classes, self.amp.device)
+        model = Denoiser(
+            hparams.model, data, gradient_checkpointing=hparams.gradient_checkpointing
+        )
         self.model = context.wrap_model(self.amp.prepare(model))
         self.optimizer = context.wrap_optimizer(
             torch.optim.AdamW(
@@ -90,19 +107,25 @@ class LatteTrial(pytorch.PyTorchTrial):
     def train_batch(
         self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
     ) -> dict[str, float]:
-        """Train on one batch: clips (B, C, F, S, S) float32, labels (B,) int64, a seed."""
+        """Train on one batch: clips (B, C, F, S, S) float32, labels (B,) int64, a
+        seed.
+        """
         videos, labels, seed = loading.to_device(batch, self.amp.device)
         noised = self.diffusion.for_training(videos, labels, seed)
         with self.amp.autocast():  # forward and loss, never the backward
-            noise = self.model(noised.clips, noised.timesteps, noised.labels)  # autocast dtype
-            loss = functional.mse_loss(noise, noised.noise)  # (), float32: autocast promotes it
+            # autocast dtype
+            noise = self.model(noised.clips, noised.timesteps, noised.labels)
+            # (), float32: autocast promotes it
+            loss = functional.mse_loss(noise, noised.noise)
         self.context.backward(self.amp.scaler.scale(loss))  # torch's GradScaler
-        self.context.step_optimizer(  # scaler.step(optimizer), where a window of batches ends
+        # scaler.step(optimizer), where a window of batches ends
+        self.context.step_optimizer(
             self.optimizer,
             clip_grads=self.amp.clip(self.optimizer, self.max_norm()),  # after unscale_
             scaler=self.amp.scaler,
         )
-        metrics = self.amp.update(loss, samples=len(labels))  # scaler.update(), counts, metrics
+        # scaler.update(), counts, metrics
+        metrics = self.amp.update(loss, samples=len(labels))
         self.ema.step()
         return metrics
 
@@ -110,12 +133,19 @@ class LatteTrial(pytorch.PyTorchTrial):
         too_early = self.amp.attempted_steps < self.hparams.clip_start_step
         return math.inf if too_early else self.hparams.max_norm
 
-    def evaluate_batch(self, batch: pytorch.TorchData, batch_idx: int) -> dict[str, float]:
-        noised = self.diffusion.for_validation(*loading.to_device(batch, self.amp.device))
-        with self.amp.eval_autocast():  # float32, unless `amp.eval_precision` says otherwise
+    def evaluate_batch(
+        self, batch: pytorch.TorchData, batch_idx: int
+    ) -> dict[str, float]:
+        noised = self.diffusion.for_validation(
+            *loading.to_device(batch, self.amp.device)
+        )
+        # float32, unless `amp.eval_precision` says otherwise
+        with self.amp.eval_autocast():
             noise = self.ema(noised.clips, noised.timesteps, noised.labels)
             error = functional.mse_loss(noise.float(), noised.noise)
-        return self.means.add({"validation_loss": error.double() * len(noise)}, len(noise))
+        return self.means.add(
+            {"validation_loss": error.double() * len(noise)}, len(noise)
+        )
 
     @cached_property
     def datasets(self) -> tuple[TrainingClips, ValidationClips]:
@@ -125,18 +155,31 @@ class LatteTrial(pytorch.PyTorchTrial):
         return TrainingClips(train, seed), ValidationClips(validation)
 
     def build_training_data_loader(self) -> pytorch.DataLoader:
-        size, seed = self.context.get_per_slot_batch_size(), self.context.get_trial_seed()
-        loader = loading.training_loader(self.datasets[0], size, seed, self.data.workers)
-        steps = self.hparams.steps(loading.batches_per_epoch(loader, self.context.distributed.size))
+        size, seed = (
+            self.context.get_per_slot_batch_size(),
+            self.context.get_trial_seed(),
+        )
+        loader = loading.training_loader(
+            self.datasets[0], size, seed, self.data.workers
+        )
+        steps = self.hparams.steps(
+            loading.batches_per_epoch(loader, self.context.distributed.size)
+        )
         schedule, warmup = self.hparams.lr_schedule, self.hparams.warmup_steps
         if warmup or schedule is LRSchedule.COSINE:
-            rate = warmup_then(self.optimizer, schedule, warmup, steps)  # torch's LambdaLR
+            # torch's LambdaLR
+            rate = warmup_then(self.optimizer, schedule, warmup, steps)
             self.amp.wrap_lr_scheduler(rate)  # moves on applied steps only
         return loader
 
     def build_validation_data_loader(self) -> pytorch.DataLoader:
-        size, slots = self.context.get_per_slot_batch_size(), self.context.distributed.size
-        return loading.validation_loader(self.datasets[1], size, self.data.workers, slots)
+        size, slots = (
+            self.context.get_per_slot_batch_size(),
+            self.context.distributed.size,
+        )
+        return loading.validation_loader(
+            self.datasets[1], size, self.data.workers, slots
+        )
 
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
         return {**self.amp.callbacks(self), "ema": self.ema}

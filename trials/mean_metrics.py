@@ -31,11 +31,14 @@ class MeanMetrics(pytorch.MetricReducer):
             samples: Number of samples in the batch.
 
         Returns:
-            An empty dict, for `evaluate_batch` to return: the reducer reports the metrics.
+            An empty dict, for `evaluate_batch` to return: the reducer reports the
+                metrics.
         """
         for name, value in sums.items():
             if name not in self._sums:
-                self._sums[name] = torch.zeros((), dtype=torch.float64, device=self._device)
+                self._sums[name] = torch.zeros(
+                    (), dtype=torch.float64, device=self._device
+                )
             self._sums[name].add_(value)
         self._samples += samples
         return {}
@@ -53,6 +56,8 @@ class MeanMetrics(pytorch.MetricReducer):
     ) -> dict[str, Any]:
         samples = sum(count for _, count in per_slot_metrics)
         return {
-            name: sum(sums[name] for sums, _ in per_slot_metrics) / samples if samples else math.nan
+            name: sum(sums[name] for sums, _ in per_slot_metrics) / samples
+            if samples
+            else math.nan
             for name in per_slot_metrics[0][0]
         }

@@ -1,7 +1,8 @@
 """A 784-512-10 multilayer perceptron with Adam, in any of the four precisions.
 
-    python -m determined_amp train experiment_configs/mlp/amp.yaml       # without a cluster
-    det experiment create experiment_configs/mlp/amp.yaml .              # on a cluster
+    python -m determined_amp train experiment_configs/mlp/amp.yaml       # without a
+    cluster det experiment create experiment_configs/mlp/amp.yaml .              # on a
+    cluster
 
 Shapes: B = samples of one batch on one slot, C = classes, S = image side.
 """
@@ -35,7 +36,8 @@ class MLPHparams(Hparams):
 
 
 class MLPTrial(pytorch.PyTorchTrial):
-    """Flattened images, one hidden layer of ReLU, cross-entropy, Adam (arXiv 1412.6980).
+    """Flattened images, one hidden layer of ReLU, cross-entropy, Adam (arXiv
+    1412.6980).
 
     Args:
         context: Determined's context of this trial.
@@ -50,7 +52,8 @@ class MLPTrial(pytorch.PyTorchTrial):
         self.amp = MixedPrecision(context)
         self.data = data = images.DataSettings.of(context)
         self.means = MeanMetrics(context)
-        context.experimental.disable_auto_to_device()  # it waits for every copy; see to_device
+        # it waits for every copy; see to_device
+        context.experimental.disable_auto_to_device()
         model = nn.Sequential(
             nn.Flatten(),  # (B, C, S, S) -> (B, pixels)
             nn.Linear(data.channels * data.image_size**2, hparams.hidden_features),
@@ -74,18 +77,23 @@ class MLPTrial(pytorch.PyTorchTrial):
         images, labels = loading.to_device(batch, self.amp.device)
         with self.amp.autocast():  # forward and loss, never the backward
             logits = self.model(images)  # (B, C), autocast dtype
-            loss = functional.cross_entropy(logits, labels)  # (), float32: autocast promotes it
+            loss = functional.cross_entropy(logits, labels)  # float32: promoted
         self.context.backward(self.amp.scaler.scale(loss))  # torch's GradScaler
-        self.context.step_optimizer(  # scaler.step(optimizer), where a window of batches ends
+        # scaler.step(optimizer), where a window of batches ends
+        self.context.step_optimizer(
             self.optimizer,
-            clip_grads=self.amp.clip(self.optimizer, self.hparams.max_norm),  # after unscale_
+            clip_grads=self.amp.clip(self.optimizer, self.hparams.max_norm),  # unscaled
             scaler=self.amp.scaler,
         )
-        return self.amp.update(loss, samples=len(labels))  # scaler.update(), counts, metrics
+        # scaler.update(), counts, metrics
+        return self.amp.update(loss, samples=len(labels))
 
-    def evaluate_batch(self, batch: pytorch.TorchData, batch_idx: int) -> dict[str, float]:
+    def evaluate_batch(
+        self, batch: pytorch.TorchData, batch_idx: int
+    ) -> dict[str, float]:
         images, labels = loading.to_device(batch, self.amp.device)
-        with self.amp.eval_autocast():  # float32, unless `amp.eval_precision` says otherwise
+        # float32, unless `amp.eval_precision` says otherwise
+        with self.amp.eval_autocast():
             logits = self.model(images).float()  # (B, C)
             loss = functional.cross_entropy(logits, labels, reduction="sum")
             correct = (logits.argmax(dim=1) == labels).sum()
@@ -99,18 +107,32 @@ class MLPTrial(pytorch.PyTorchTrial):
         return images.load(self.data, self.context.get_trial_seed(), self.amp.device)
 
     def build_training_data_loader(self) -> pytorch.DataLoader:
-        size, seed = self.context.get_per_slot_batch_size(), self.context.get_trial_seed()
-        loader = loading.training_loader(self.datasets[0], size, seed, self.data.workers)
-        steps = self.hparams.steps(loading.batches_per_epoch(loader, self.context.distributed.size))
+        size, seed = (
+            self.context.get_per_slot_batch_size(),
+            self.context.get_trial_seed(),
+        )
+        loader = loading.training_loader(
+            self.datasets[0], size, seed, self.data.workers
+        )
+        steps = self.hparams.steps(
+            loading.batches_per_epoch(loader, self.context.distributed.size)
+        )
         schedule, warmup = self.hparams.lr_schedule, self.hparams.warmup_steps
         if warmup or schedule is LRSchedule.COSINE:
-            rate = warmup_then(self.optimizer, schedule, warmup, steps)  # torch's LambdaLR
+            # torch's LambdaLR
+            rate = warmup_then(self.optimizer, schedule, warmup, steps)
             self.amp.wrap_lr_scheduler(rate)  # moves on applied steps only
         return loader
 
     def build_validation_data_loader(self) -> pytorch.DataLoader:
-        size, slots = self.context.get_per_slot_batch_size(), self.context.distributed.size
-        return loading.validation_loader(self.datasets[1], size, self.data.workers, slots)
+        size, slots = (
+            self.context.get_per_slot_batch_size(),
+            self.context.distributed.size,
+        )
+        return loading.validation_loader(
+            self.datasets[1], size, self.data.workers, slots
+        )
 
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
-        return self.amp.callbacks(self)  # scaler and counts in checkpoints, guard, audit
+        # scaler and counts in checkpoints, guard, audit
+        return self.amp.callbacks(self)

@@ -1,10 +1,11 @@
 """ResNet-50 with momentum SGD, in any of the four precisions.
 
-    python -m determined_amp train experiment_configs/resnet50/bf16.yaml      # without a cluster
-    det experiment create experiment_configs/resnet50/amp.yaml .              # on a cluster
+    python -m determined_amp train experiment_configs/resnet50/bf16.yaml      # without
+    a cluster det experiment create experiment_configs/resnet50/amp.yaml .
+    # on a cluster
 
-The model is torchvision's (He et al. 2016, arXiv 1512.03385; stride in the 3 x 3 convolution), in
-channels_last, the layout that tensor cores use for convolutions.
+The model is torchvision's (He et al. 2016, arXiv 1512.03385; stride in the 3 x 3
+convolution), in channels_last, the layout that tensor cores use for convolutions.
 
 Shapes: B = samples of one batch on one slot, C = classes, S = image side.
 """
@@ -32,7 +33,8 @@ class ResNet50Hparams(Hparams):
 
     Args:
         momentum: Momentum of SGD, without Nesterov's variant.
-        label_smoothing: For the training loss only; validation reports the plain cross-entropy.
+        label_smoothing: For the training loss only; validation reports the plain
+            cross-entropy.
     """
 
     momentum: float = setting(0.9, at_least=0, below=1)
@@ -55,8 +57,10 @@ class ResNet50Trial(pytorch.PyTorchTrial):
         self.amp = MixedPrecision(context)
         self.data = data = images.DataSettings.of(context)
         self.means = MeanMetrics(context)
-        context.experimental.disable_auto_to_device()  # it waits for every copy; see to_device
-        # Residual branches begin as identities (Goyal et al. 2017, arXiv 1706.02677, section 5.1).
+        # it waits for every copy; see to_device
+        context.experimental.disable_auto_to_device()
+        # Residual branches begin as identities (Goyal et al. 2017, arXiv 1706.02677,
+        # section 5.1).
         model = resnet50(num_classes=data.classes, zero_init_residual=True)
         model = model.to(memory_format=torch.channels_last)
         self.model = context.wrap_model(self.amp.prepare(model))
@@ -81,16 +85,22 @@ class ResNet50Trial(pytorch.PyTorchTrial):
                 logits, labels, label_smoothing=self.hparams.label_smoothing
             )
         self.context.backward(self.amp.scaler.scale(loss))  # torch's GradScaler
-        self.context.step_optimizer(  # scaler.step(optimizer), where a window of batches ends
+        # scaler.step(optimizer), where a window of batches ends
+        self.context.step_optimizer(
             self.optimizer,
-            clip_grads=self.amp.clip(self.optimizer, self.hparams.max_norm),  # after unscale_
+            # after unscale_
+            clip_grads=self.amp.clip(self.optimizer, self.hparams.max_norm),
             scaler=self.amp.scaler,
         )
-        return self.amp.update(loss, samples=len(labels))  # scaler.update(), counts, metrics
+        # scaler.update(), counts, metrics
+        return self.amp.update(loss, samples=len(labels))
 
-    def evaluate_batch(self, batch: pytorch.TorchData, batch_idx: int) -> dict[str, float]:
+    def evaluate_batch(
+        self, batch: pytorch.TorchData, batch_idx: int
+    ) -> dict[str, float]:
         images, labels = loading.to_device(batch, self.amp.device)
-        with self.amp.eval_autocast():  # float32, unless `amp.eval_precision` says otherwise
+        # float32, unless `amp.eval_precision` says otherwise
+        with self.amp.eval_autocast():
             logits = self.model(images).float()  # (B, C)
             loss = functional.cross_entropy(logits, labels, reduction="sum")
             correct = (logits.argmax(dim=1) == labels).sum()
@@ -104,18 +114,32 @@ class ResNet50Trial(pytorch.PyTorchTrial):
         return images.load(self.data, self.context.get_trial_seed(), self.amp.device)
 
     def build_training_data_loader(self) -> pytorch.DataLoader:
-        size, seed = self.context.get_per_slot_batch_size(), self.context.get_trial_seed()
-        loader = loading.training_loader(self.datasets[0], size, seed, self.data.workers)
-        steps = self.hparams.steps(loading.batches_per_epoch(loader, self.context.distributed.size))
+        size, seed = (
+            self.context.get_per_slot_batch_size(),
+            self.context.get_trial_seed(),
+        )
+        loader = loading.training_loader(
+            self.datasets[0], size, seed, self.data.workers
+        )
+        steps = self.hparams.steps(
+            loading.batches_per_epoch(loader, self.context.distributed.size)
+        )
         schedule, warmup = self.hparams.lr_schedule, self.hparams.warmup_steps
         if warmup or schedule is LRSchedule.COSINE:
-            rate = warmup_then(self.optimizer, schedule, warmup, steps)  # torch's LambdaLR
+            # torch's LambdaLR
+            rate = warmup_then(self.optimizer, schedule, warmup, steps)
             self.amp.wrap_lr_scheduler(rate)  # moves on applied steps only
         return loader
 
     def build_validation_data_loader(self) -> pytorch.DataLoader:
-        size, slots = self.context.get_per_slot_batch_size(), self.context.distributed.size
-        return loading.validation_loader(self.datasets[1], size, self.data.workers, slots)
+        size, slots = (
+            self.context.get_per_slot_batch_size(),
+            self.context.distributed.size,
+        )
+        return loading.validation_loader(
+            self.datasets[1], size, self.data.workers, slots
+        )
 
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
-        return self.amp.callbacks(self)  # scaler and counts in checkpoints, guard, audit
+        # scaler and counts in checkpoints, guard, audit
+        return self.amp.callbacks(self)

@@ -1,9 +1,11 @@
 """Sample clips from a trained Latte, with its averaged weights.
 
-    python -m trials.sample RUN_FOLDER_OR_CHECKPOINT [--class 3] [--steps 50] [--out clip.gif]
+    python -m trials.sample RUN_FOLDER_OR_CHECKPOINT [--class 3] [--steps 50] [--out
+    clip.gif]
 
-It writes an animated GIF with the clips side by side, and a PNG strip: a row per clip, a column per
-frame. With `--out clips.npy` it writes the numbers, the only format for latents.
+It writes an animated GIF with the clips side by side, and a PNG strip: a row per clip,
+a column per frame. With `--out clips.npy` it writes the numbers, the only format for
+latents.
 """
 
 from __future__ import annotations
@@ -45,13 +47,17 @@ class SampleError(UserError):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Sample and write clips; returns the exit status: 0, or 2 for an error of the user."""
+    """Sample and write clips; returns the exit status: 0, or 2 for an error of the
+    user.
+    """
     options = _options(arguments)
     try:
         config, denoiser = load(Path(options.source))
         check_out(Path(options.out), config.data.channels)
         labels = _labels(config, options.labels, options.clips)
-        choices = {name: getattr(options, name) for name in ("steps", "guidance", "seed")}
+        choices = {
+            name: getattr(options, name) for name in ("steps", "guidance", "seed")
+        }
         clips = sample(denoiser, config, labels, **choices)
         written = write(clips, Path(options.out))
     except UserError as error:
@@ -62,24 +68,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def load(source: Path) -> tuple[experiment.Experiment, Denoiser]:
-    """The experiment and the model, with averaged weights, of a run folder or of a checkpoint.
+    """The experiment and the model, with averaged weights, of a run folder or of a
+    checkpoint.
 
     No code in the checkpoint runs: it is read as plain values and tensors.
 
     Args:
-        source: A run folder, whose newest checkpoint with finite weights is used, or a checkpoint,
-            for instance one by `det checkpoint download`.
+        source: A run folder, whose newest checkpoint with finite weights is used, or a
+            checkpoint, for instance one by `det checkpoint download`.
 
     Raises:
-        CheckpointError: if there is no checkpoint, it is damaged, its weights are not finite, or it
-            is not from a Latte.
+        CheckpointError: if there is no checkpoint, it is damaged, its weights are not
+            finite, or it is not from a Latte.
         ConfigError: if this version cannot read its configuration.
     """
     folder = _checkpoint_of(source)
     try:
         data: dict[str, Any] = json.loads((folder / "load_data.json").read_bytes())
         check_bytes(folder)
-        state = torch.load(folder / "state_dict.pth", map_location="cpu", weights_only=True)
+        state = torch.load(
+            folder / "state_dict.pth", map_location="cpu", weights_only=True
+        )
         weights = state["callbacks"]["ema"]
         raw, hyperparameters = dict(data["experiment_config"]), dict(data["hparams"])
     except (
@@ -93,8 +102,9 @@ def load(source: Path) -> tuple[experiment.Experiment, Denoiser]:
         pickle.UnpicklingError,
     ) as error:
         raise CheckpointError(
-            f"{folder}: no checkpoint of a Latte can be read here: {one_line(repr(error))}; "
-            "give a run folder or a checkpoint of trials.latte"
+            f"{folder}: no checkpoint of a Latte can be read here: "
+            f"{one_line(repr(error))}; give a run folder or a checkpoint of "
+            "trials.latte"
         ) from error
     config = experiment.parse(raw, str(folder), hyperparameters=hyperparameters)
     if not isinstance(config.hparams, LatteHparams):
@@ -103,9 +113,13 @@ def load(source: Path) -> tuple[experiment.Experiment, Denoiser]:
     try:
         denoiser.load_state_dict(weights)
     except (RuntimeError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder}: its weights do not fit its settings: {error}") from error
+        raise CheckpointError(
+            f"{folder}: its weights do not fit its settings: {error}"
+        ) from error
     if not all(bool(weight.isfinite().all()) for weight in denoiser.parameters()):
-        raise CheckpointError(f"{folder}: its weights are not finite; give an earlier checkpoint")
+        raise CheckpointError(
+            f"{folder}: its weights are not finite; give an earlier checkpoint"
+        )
     return config, denoiser.eval()
 
 
@@ -125,14 +139,16 @@ def sample(
     guidance: float = 2.0,
     seed: int = 0,
 ) -> torch.Tensor:
-    """Sample clips by DDIM (Song et al. 2020, arXiv 2010.02502); equal seeds give equal clips.
+    """Sample clips by DDIM (Song et al. 2020, arXiv 2010.02502); equal seeds give equal
+    clips.
 
     Args:
         denoiser: The model.
         config: Its experiment, with the noise schedule and the shape of a clip.
         labels: Classes, (B,), int64; the null label for a clip of any class.
         steps: Number of denoising steps.
-        guidance: 1 samples from the learnt class; larger values give more typical clips.
+        guidance: 1 samples from the learnt class; larger values give more typical
+            clips.
         seed: Seed of the initial noise.
 
     Returns:
@@ -146,8 +162,11 @@ def sample(
         guidance = 1.0  # both predictions are the same
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     denoiser = denoiser.to(device)
-    in_pixels = config.data.dataset is ClipDataset.MOVING_DIGITS  # pixels lie in [-1, 1]
-    scheduler = DDIMScheduler(**config.hparams.diffusion.scheduler_config(), clip_sample=in_pixels)
+    # pixels lie in [-1, 1]
+    in_pixels = config.data.dataset is ClipDataset.MOVING_DIGITS
+    scheduler = DDIMScheduler(
+        **config.hparams.diffusion.scheduler_config(), clip_sample=in_pixels
+    )
     scheduler.set_timesteps(steps, device=device)
     shape = (len(labels), *config.data.clip_shape)
     clips = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
@@ -166,8 +185,8 @@ def sample(
 def _check_choices(diffusion: DiffusionSettings, steps: int, guidance: float) -> None:
     if not 1 <= steps <= diffusion.num_train_timesteps:
         raise SampleError(
-            f"--steps: got {steps}; allowed: 1 to {diffusion.num_train_timesteps}, the timesteps "
-            "of its training"
+            f"--steps: got {steps}; allowed: 1 to {diffusion.num_train_timesteps}, the "
+            "timesteps of its training"
         )
     if not math.isfinite(guidance):
         raise SampleError(f"--guidance: got {guidance:g}; allowed: a finite number")
@@ -176,8 +195,8 @@ def _check_choices(diffusion: DiffusionSettings, steps: int, guidance: float) ->
     )
     if guidance != 1.0 and knows_only_classes:
         raise SampleError(
-            f"--guidance: got {guidance:g}, but with class_dropout 0 this model never trained "
-            "without a class; allowed: 1"
+            f"--guidance: got {guidance:g}, but with class_dropout 0 this model never "
+            "trained without a class; allowed: 1"
         )
 
 
@@ -198,7 +217,9 @@ def write(clips: torch.Tensor, out: Path) -> list[Path]:
     frames = _pictures(clips).transpose(1, 2)  # (B, F, C, H, W)
     strip = out.with_suffix(".png")
     _grid(frames.flatten(0, 1), columns=frames.shape[1]).save(strip)
-    first, *rest = (_grid(frame, columns=min(5, len(frame))) for frame in frames.unbind(1))
+    first, *rest = (
+        _grid(frame, columns=min(5, len(frame))) for frame in frames.unbind(1)
+    )
     first.save(out, save_all=True, append_images=rest, duration=150, loop=0)
     return [out, strip]
 
@@ -207,14 +228,15 @@ def check_out(out: Path, channels: int) -> None:
     """Check the name of the output file.
 
     Raises:
-        SampleError: if it has another ending, or a picture cannot show that many channels.
+        SampleError: if it has another ending, or a picture cannot show that many
+            channels.
     """
     if out.suffix not in (".gif", ".npy"):
         raise SampleError(f"--out: got {out}; allowed: a name in .gif or in .npy")
     if out.suffix == ".gif" and channels not in (1, 3):
         raise SampleError(
-            f"--out: got {out}, but clips of {channels} channels are latents and no picture; "
-            "allowed: a name in .npy, for an autoencoder to decode"
+            f"--out: got {out}, but clips of {channels} channels are latents and no "
+            "picture; allowed: a name in .npy, for an autoencoder to decode"
         )
 
 
@@ -226,7 +248,9 @@ def _pictures(clips: torch.Tensor) -> torch.Tensor:
 
 
 def _grid(pictures: torch.Tensor, columns: int) -> Image.Image:
-    """One picture of all `pictures`, (N, C, H, W), row by row, with grey between them."""
+    """One picture of all `pictures`, (N, C, H, W), row by row, with grey between
+    them.
+    """
     grid = make_grid(pictures, nrow=columns, padding=BORDER, pad_value=96)
     picture: Image.Image = to_pil_image(grid)
     return picture
@@ -235,11 +259,15 @@ def _grid(pictures: torch.Tensor, columns: int) -> Image.Image:
 def _labels(
     config: experiment.Experiment, wanted: Sequence[int] | None, clips: int
 ) -> torch.Tensor:
-    """The class of each clip: `clips` clips of each wanted class, by default of every class."""
+    """The class of each clip: `clips` clips of each wanted class, by default of every
+    class.
+    """
     classes = config.data.classes
     if config.hparams.diffusion.conditioning is Conditioning.NONE:
         if wanted:
-            raise SampleError("--class: given, but this model was trained with conditioning none")
+            raise SampleError(
+                "--class: given, but this model was trained with conditioning none"
+            )
         return torch.full((clips,), classes)
     for label in wanted or ():
         if not 0 <= label < classes:
@@ -260,15 +288,24 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="which class; may be given several times; by default a clip of each",
     )
-    parser.add_argument("--clips", type=at_least(1), default=1, help="clips per class (1)")
+    parser.add_argument(
+        "--clips", type=at_least(1), default=1, help="clips per class (1)"
+    )
     parser.add_argument(
         "--steps", type=at_least(1), default=50, help="denoising steps (default 50)"
     )
-    parser.add_argument("--guidance", type=float, default=2.0, help="default 2.0; 1.0 is none")
     parser.add_argument(
-        "--seed", type=at_least(0, 2**63 - 1), default=0, help="of the initial noise (default 0)"
+        "--guidance", type=float, default=2.0, help="default 2.0; 1.0 is none"
     )
-    parser.add_argument("--out", default="clip.gif", help=".gif or .npy (default clip.gif)")
+    parser.add_argument(
+        "--seed",
+        type=at_least(0, 2**63 - 1),
+        default=0,
+        help="of the initial noise (default 0)",
+    )
+    parser.add_argument(
+        "--out", default="clip.gif", help=".gif or .npy (default clip.gif)"
+    )
     return parser.parse_args(arguments)
 
 

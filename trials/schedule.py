@@ -17,12 +17,16 @@ class LRSchedule(enum.Enum):
 
 
 def warmup_then(
-    optimizer: torch.optim.Optimizer, schedule: LRSchedule, warmup_steps: int, total_steps: int
+    optimizer: torch.optim.Optimizer,
+    schedule: LRSchedule,
+    warmup_steps: int,
+    total_steps: int,
 ) -> lr_scheduler.LambdaLR:
-    """A linear warm-up to the optimizer's rate at step `warmup_steps`, then the schedule.
+    """A linear warm-up to the optimizer's rate at step `warmup_steps`, then the
+    schedule.
 
-    The cosine (Loshchilov and Hutter 2017, arXiv 1608.03983, one cycle) falls from there to 0 after
-    the last step. Later steps keep the rate of the last step.
+    The cosine (Loshchilov and Hutter 2017, arXiv 1608.03983, one cycle) falls from
+    there to 0 after the last step. Later steps keep the rate of the last step.
 
     Args:
         optimizer: Each of its groups warms up to its own rate.

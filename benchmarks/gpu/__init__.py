@@ -1,1 +1,3 @@
-"""Measures what one GPU reaches in each precision, in less than nine minutes; see `run`."""
+"""Measures what one GPU reaches in each precision, in less than nine minutes; see
+`run`.
+"""

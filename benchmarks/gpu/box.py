@@ -35,7 +35,8 @@ class Box:
         """The AMP precisions to measure; the first is used where one is enough."""
         if self.device.type == "cuda":
             return Precision.AMP_FP16, Precision.AMP_BF16
-        return (Precision.AMP_BF16,)  # float16 convolutions take a hundred times as long on a CPU
+        # float16 convolutions take a hundred times as long on a CPU
+        return (Precision.AMP_BF16,)
 
     def left(self) -> float:
         """Seconds left."""
@@ -50,14 +51,19 @@ def stretch(step: Callable[[], object], box: Box) -> tuple[float, int | None]:
         box: Has the device; a rehearsal times one call.
 
     Returns:
-        Mean seconds of a call, and the peak of the bytes that tensors occupied; None on a CPU.
+        Mean seconds of a call, and the peak of the bytes that tensors occupied; None on
+            a CPU.
     """
     alone = _timed(step, 1, box.device)
     calls = 1 if box.tiny else max(3, math.ceil(SECONDS / max(alone, 1e-6)))
     if box.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(box.device)
     seconds = _timed(step, calls, box.device) / calls
-    peak = torch.cuda.max_memory_allocated(box.device) if box.device.type == "cuda" else None
+    peak = (
+        torch.cuda.max_memory_allocated(box.device)
+        if box.device.type == "cuda"
+        else None
+    )
     return seconds, peak
 
 

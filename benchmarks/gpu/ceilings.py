@@ -19,12 +19,17 @@ def measure(box: Box) -> Iterator[dict[str, Any]]:
     size, megabytes = (128, 1) if box.tiny else (8192, 1024)
     pinned = box.device.type == "cuda"
     left, right = (
-        torch.randn(size, size, device=box.device, dtype=torch.bfloat16) for _ in range(2)
+        torch.randn(size, size, device=box.device, dtype=torch.bfloat16)
+        for _ in range(2)
     )
     out = torch.empty_like(left)
-    source = torch.randint(0, 256, (megabytes * 2**20,), device=box.device, dtype=torch.uint8)
+    source = torch.randint(
+        0, 256, (megabytes * 2**20,), device=box.device, dtype=torch.uint8
+    )
     target = torch.empty_like(source)
-    host = torch.randint(0, 256, (source.numel() // 4,), dtype=torch.uint8, pin_memory=pinned)
+    host = torch.randint(
+        0, 256, (source.numel() // 4,), dtype=torch.uint8, pin_memory=pinned
+    )
     batch = torch.zeros(BATCH_BYTES, dtype=torch.uint8, pin_memory=pinned)
 
     def to_device(tensor: torch.Tensor) -> Callable[[], object]:
@@ -32,9 +37,15 @@ def measure(box: Box) -> Iterator[dict[str, Any]]:
 
     if target.numel() < BATCH_BYTES:
         batch = batch[: target.numel()]
-    # What is measured, the step, the unit, and how many of it a step does; 0 to report its time.
+    # What is measured, the step, the unit, and how many of it a step does; 0 to report
+    # its time.
     measured: list[tuple[str, Callable[[], object], str, float]] = [
-        ("bf16 matmul", lambda: torch.mm(left, right, out=out), "TFLOP/s", 2 * size**3 / 1e12),
+        (
+            "bf16 matmul",
+            lambda: torch.mm(left, right, out=out),
+            "TFLOP/s",
+            2 * size**3 / 1e12,
+        ),
         (
             "device copy, read and written",
             lambda: target.copy_(source),

@@ -1,4 +1,6 @@
-"""Measures ResNet-50 with and without `torch.compile`, in a bare loop and by `amp.compile`."""
+"""Measures ResNet-50 with and without `torch.compile`, in a bare loop and by
+`amp.compile`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ SECONDS = 60
 
 
 def measure(box: Box) -> Iterator[dict[str, Any]]:
-    """Rows of `mode`, `precision`, `batch`, `round` and `images_per_second`; `off` is eager."""
+    """Rows of `mode`, `precision`, `batch`, `round` and `images_per_second`; `off` is
+    eager.
+    """
     precision = box.amp[0]
     batch = batch_on(box, loops.batch_size(box))
     steps = {"off": partial(Bare(box).step, batch, precision)}
@@ -39,7 +43,8 @@ def measure(box: Box) -> Iterator[dict[str, Any]]:
         step = partial(compiled.step, batch, precision)
         try:
             step()
-        except Exception as error:  # a compiler has many ways to fail; the next mode may work
+        except Exception as error:
+            # a compiler has many ways to fail; the next mode may work
             yield {"mode": mode, "note": problem_of(error)}
             continue
         yield {"mode": mode, "compile_seconds": time.monotonic() - started}
@@ -52,14 +57,21 @@ def measure(box: Box) -> Iterator[dict[str, Any]]:
         yield from through_the_library(box, precision)
 
 
-def _rounds(box: Box, precision: Precision, steps: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _rounds(
+    box: Box, precision: Precision, steps: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
     size = loops.batch_size(box)
     for number in range(2 if box.tiny else ROUNDS):
         for mode, step in steps.items():
             for _ in range(1 if box.tiny else 3):
                 step()
             seconds, peak = stretch(step, box)
-            where = {"mode": mode, "precision": precision.value, "batch": size, "round": number}
+            where = {
+                "mode": mode,
+                "precision": precision.value,
+                "batch": size,
+                "round": number,
+            }
             yield {**where, "images_per_second": size / seconds, "peak_bytes": peak}
 
 
@@ -69,7 +81,9 @@ def through_the_library(box: Box, precision: Precision) -> Iterator[dict[str, An
     compared = {
         f"amp.compile: {value}": partial(
             train_in_turns,
-            loops.experiment_of(box, precision, data, [f"hyperparameters.amp.compile={value}"]),
+            loops.experiment_of(
+                box, precision, data, [f"hyperparameters.amp.compile={value}"]
+            ),
         )
         for value in ("false", "default")
     }

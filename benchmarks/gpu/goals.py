@@ -1,7 +1,8 @@
-"""Tells from the rows of `benchmarks.gpu` if its goals are met: yes, no, or cannot be told.
+"""Tells from the rows of `benchmarks.gpu` if its goals are met: yes, no, or cannot be
+told.
 
-Ratios are taken within a round, in which both sides ran shortly after one another. The answer is
-yes or no only if all rounds agree.
+Ratios are taken within a round, in which both sides ran shortly after one another. The
+answer is yes or no only if all rounds agree.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any
 
 Rows = Sequence[Mapping[str, Any]]
 
-# The highest published images/s of ResNet-50 in AMP on one H200; TF32 reaches 2259. NVIDIA's script
-# measured it, NCHW, batch 2560: github.com/lambdal/deeplearning-benchmark, results of 1xH200.
+# The highest published images/s of ResNet-50 in AMP on one H200; TF32 reaches 2259.
+# NVIDIA's script measured it, NCHW, batch 2560:
+# github.com/lambdal/deeplearning-benchmark, results of 1xH200.
 RECORD, RECORD_DEVICE = 3079.0, "H200"
 RECORD_OVER_TF32 = 1.36
 AMP = ("amp_fp16", "amp_bf16")
@@ -22,7 +24,9 @@ BATCH = 256
 
 
 def goals(rows: Rows, device: str) -> list[dict[str, Any]]:
-    """Every goal with `goal`, `answer`, and `measured`, `low` and `high` where there is a value."""
+    """Every goal with `goal`, `answer`, and `measured`, `low` and `high` where there is
+    a value.
+    """
     record = f"more than {RECORD:,.0f} images/s with AMP on one {RECORD_DEVICE}"
     same_device = RECORD_DEVICE in device
     best = max((_speeds(rows, p) for p in AMP), key=_median, default=[])
@@ -30,7 +34,8 @@ def goals(rows: Rows, device: str) -> list[dict[str, Any]]:
         _goal(f"{record}, bare loop", best * same_device, lambda v: v > RECORD),
         _goal(
             f"{record}, in Determined's loop",
-            max((_loop(rows, p, "determined_amp") for p in AMP), key=_median) * same_device,
+            max((_loop(rows, p, "determined_amp") for p in AMP), key=_median)
+            * same_device,
             lambda v: v > RECORD,
         ),
         _goal(
@@ -50,9 +55,12 @@ def goals(rows: Rows, device: str) -> list[dict[str, Any]]:
         ),
     ]
     for precision in AMP:
-        bare, ours = (_loop(rows, precision, name) for name in ("bare", "determined_amp"))
+        bare, ours = (
+            _loop(rows, precision, name) for name in ("bare", "determined_amp")
+        )
         ratios = [our / alone for our, alone in zip(ours, bare, strict=False)]
-        # The median, because other work of the device affects single turns of the two loops.
+        # The median, because other work of the device affects single turns of the two
+        # loops.
         found.append(
             _goal(
                 f"at least 97 % of the bare loop, {precision}",
@@ -61,11 +69,19 @@ def goals(rows: Rows, device: str) -> list[dict[str, Any]]:
                 ratios,
             )
         )
-    counts = [row for row in rows if "synchronisations" in row and row["of_a_planted_one"] == 1]
+    counts = [
+        row
+        for row in rows
+        if "synchronisations" in row and row["of_a_planted_one"] == 1
+    ]
     per_batch = [float(row["synchronisations"]) for row in counts]
     batches = counts[0]["batches"] if counts else 40
     found.append(
-        _goal(f"no synchronisation in {batches} training batches", per_batch, lambda v: v == 0)
+        _goal(
+            f"no synchronisation in {batches} training batches",
+            per_batch,
+            lambda v: v == 0,
+        )
     )
     return found
 
@@ -79,7 +95,9 @@ def _goal(
     if not values:
         return {"goal": goal, "answer": "cannot be told", "why": "not measured here"}
     answers = set(map(reached, values))
-    answer = "cannot be told" if len(answers) > 1 else "yes" if answers == {True} else "no"
+    answer = (
+        "cannot be told" if len(answers) > 1 else "yes" if answers == {True} else "no"
+    )
     shown = spread or values
     return {
         "goal": goal,
@@ -90,7 +108,9 @@ def _goal(
     }
 
 
-def by_round(rows: Rows, precision: str, key: str, batch: int = BATCH) -> dict[int, float]:
+def by_round(
+    rows: Rows, precision: str, key: str, batch: int = BATCH
+) -> dict[int, float]:
     """One value of the bare loop, by round."""
     return {
         row["round"]: float(row[key])
@@ -104,8 +124,13 @@ def by_round(rows: Rows, precision: str, key: str, batch: int = BATCH) -> dict[i
 
 def _speeds(rows: Rows, precision: str) -> list[float]:
     """Images per second at the batch size at which this precision is fastest."""
-    batches = {row["batch"] for row in rows if row["part"] == "resnet" and "batch" in row}
-    of_each = [list(by_round(rows, precision, "images_per_second", b).values()) for b in batches]
+    batches = {
+        row["batch"] for row in rows if row["part"] == "resnet" and "batch" in row
+    }
+    of_each = [
+        list(by_round(rows, precision, "images_per_second", b).values())
+        for b in batches
+    ]
     return max(of_each, key=_median, default=[])
 
 
@@ -113,17 +138,24 @@ def _loop(rows: Rows, precision: str, loop: str) -> list[float]:
     return [
         row["images_per_second"]
         for row in rows
-        if row["part"] == "loops" and (row.get("precision"), row.get("loop")) == (precision, loop)
+        if row["part"] == "loops"
+        and (row.get("precision"), row.get("loop")) == (precision, loop)
     ]
 
 
 def _best_ratio(
     rows: Rows, baseline: str, key: str, better: Callable[..., list[float]]
 ) -> list[float]:
-    """The ratios to `baseline`, in each round, of the better of the two AMP precisions."""
+    """The ratios to `baseline`, in each round, of the better of the two AMP
+    precisions.
+    """
     base = by_round(rows, baseline, key)
     each = [
-        [value / base[n] for n, value in by_round(rows, precision, key).items() if n in base]
+        [
+            value / base[n]
+            for n, value in by_round(rows, precision, key).items()
+            if n in base
+        ]
         for precision in AMP
     ]
     return better([ratios for ratios in each if ratios], key=_median, default=[])
@@ -135,7 +167,9 @@ def _median(values: Sequence[float]) -> float:
 
 def words(found: Sequence[Mapping[str, Any]]) -> str:
     """The goals and their answers, one per line."""
-    return "\n".join(f"{goal['answer']:>14}: {goal['goal']}{_value(goal)}" for goal in found)
+    return "\n".join(
+        f"{goal['answer']:>14}: {goal['goal']}{_value(goal)}" for goal in found
+    )
 
 
 def _value(goal: Mapping[str, Any]) -> str:

@@ -1,4 +1,6 @@
-"""Measures Latte-S and Latte-XL/2, with and without checkpointing: step, peak, largest batch."""
+"""Measures Latte-S and Latte-XL/2, with and without checkpointing: step, peak, largest
+batch.
+"""
 
 from __future__ import annotations
 

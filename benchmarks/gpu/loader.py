@@ -1,4 +1,6 @@
-"""Measures the loader with images of 224 px: bytes from memory, and photos that it decodes."""
+"""Measures the loader with images of 224 px: bytes from memory, and photos that it
+decodes.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,24 @@ def measure(box: Box) -> Iterator[dict[str, Any]]:
         write_photos(Path(folder), photos, 2 if box.tiny else COPIES)
         sources: dict[str, dict[str, Any]] = {
             "synthetic": {"dataset": "synthetic", "samples": 40 if box.tiny else 2560},
-            "image_folder": {"dataset": "image_folder", "directory": folder, "classes": 2},
+            "image_folder": {
+                "dataset": "image_folder",
+                "directory": folder,
+                "classes": 2,
+            },
         }
         for source, data in sources.items():
-            experiment = loops.experiment_of(box, box.amp[0], {**data, "workers": workers})
+            experiment = loops.experiment_of(
+                box, box.amp[0], {**data, "workers": workers}
+            )
             where = {"source": source, "workers": workers, "cores": cores}
             speed = _alone(experiment, box)
-            yield {**where, "what": "loader alone", "round": 0, "images_per_second": speed}
+            yield {
+                **where,
+                "what": "loader alone",
+                "round": 0,
+                "images_per_second": speed,
+            }
             training = {"training": partial(train_in_turns, experiment)}
             for row in loops.in_turns(box, box.amp[0], training, rounds=3):
                 yield {**where, "what": row.pop("loop"), **row}
@@ -66,7 +79,9 @@ def _alone(experiment: Experiment, box: Box) -> float:
 
 def _nvjpeg(photos: list[bytes], box: Box) -> dict[str, Any]:
     """Images per second of decoding on the GPU, which no dataset here does."""
-    files = [torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in photos]
+    files = [
+        torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in photos
+    ]
 
     def decode() -> None:
         decode_jpeg(files, mode=ImageReadMode.RGB, device="cuda")

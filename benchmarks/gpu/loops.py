@@ -1,4 +1,5 @@
-"""Measures ResNet-50 in Determined's loop with determined_amp, and in the bare loop, in turn.
+"""Measures ResNet-50 in Determined's loop with determined_amp, and in the bare loop, in
+turn.
 
 It also counts how often the host waits for the device in training batches.
 """
@@ -40,13 +41,17 @@ COUNTED = 40
 
 
 def measure(box: Box) -> Iterator[dict[str, Any]]:
-    """Rows of `loop`, `precision`, `batch`, `round` and `images_per_second`, then counts."""
+    """Rows of `loop`, `precision`, `batch`, `round` and `images_per_second`, then
+    counts.
+    """
     if box.device.type == "cuda":
         yield count_synchronisations(box, box.amp[0])
     for precision in box.amp:
         compared = {
             "bare": partial(bare, box, precision),
-            "determined_amp": partial(train_in_turns, experiment_of(box, precision, noise_of(box))),
+            "determined_amp": partial(
+                train_in_turns, experiment_of(box, precision, noise_of(box))
+            ),
         }
         yield from in_turns(box, precision, compared)
 
@@ -71,13 +76,19 @@ def batch_size(box: Box) -> int:
 
 def noise_of(box: Box) -> dict[str, Any]:
     """The `data` section for noise that is made once, on the device."""
-    return {"dataset": "device_synthetic", "workers": 0, "samples": 100 * batch_size(box)}
+    return {
+        "dataset": "device_synthetic",
+        "workers": 0,
+        "samples": 100 * batch_size(box),
+    }
 
 
 def experiment_of(
     box: Box, precision: Precision, data: dict[str, Any], changes: Sequence[str] = ()
 ) -> Experiment:
-    """The experiment of imagenet_*.yaml on other data, endless, with a report per turn."""
+    """The experiment of imagenet_*.yaml on other data, endless, with a report per
+    turn.
+    """
     path = str(CONFIGS / YAMLS[precision])
     raw = dict(read_yaml(path))
     side, classes = (32, 10) if box.tiny else (224, 1000)
@@ -136,11 +147,15 @@ def waits() -> Iterator[list[warnings.WarningMessage]]:
             yield caught
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    caught[:] = [each for each in caught if "synchronizing CUDA operation" in str(each.message)]
+    caught[:] = [
+        each for each in caught if "synchronizing CUDA operation" in str(each.message)
+    ]
 
 
 def count_synchronisations(box: Box, precision: Precision) -> dict[str, Any]:
-    """Count synchronisations in `COUNTED` training batches, and those of a planted `item()`."""
+    """Count synchronisations in `COUNTED` training batches, and those of a planted
+    `item()`.
+    """
     experiment = experiment_of(box, precision, noise_of(box))
     caught: list[warnings.WarningMessage] = []
     with context_of(experiment) as context, controlled_by(partial(Counting, caught)):

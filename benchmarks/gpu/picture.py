@@ -1,4 +1,6 @@
-"""Draws the picture of `benchmarks.gpu`: speed and memory of ResNet-50 over the batch size."""
+"""Draws the picture of `benchmarks.gpu`: speed and memory of ResNet-50 over the batch
+size.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,13 @@ def picture(result: Mapping[str, Any]) -> Figure:
         if RECORD_DEVICE in result["machine"].get("device", ""):
             speed.axhline(RECORD, color=INK, linewidth=1, linestyle="--")
             speed.annotate(
-                f"published for AMP: {RECORD:,.0f}", (1, RECORD), (0, 3),
-                xycoords=("axes fraction", "data"), textcoords="offset points", ha="right",
-            )  # fmt: skip
+                f"published for AMP: {RECORD:,.0f}",
+                (1, RECORD),
+                (0, 3),
+                xycoords=("axes fraction", "data"),
+                textcoords="offset points",
+                ha="right",
+            )
         memory.set_title("peak of a training step, GiB")
         _lines(memory, result["rows"], "peak_bytes", 2.0**30)
         for axes in (speed, memory):
@@ -39,13 +45,19 @@ def picture(result: Mapping[str, Any]) -> Figure:
 
 
 def _lines(axes: Axes, rows: Any, key: str, unit: float) -> None:
-    batches = sorted({row["batch"] for row in rows if row["part"] == "resnet" and "batch" in row})
+    batches = sorted(
+        {row["batch"] for row in rows if row["part"] == "resnet" and "batch" in row}
+    )
     for precision, colour in COLOURS.items():
         found = {b: list(by_round(rows, precision, key, b).values()) for b in batches}
-        points = {b: [v / unit for v in values] for b, values in found.items() if values}
+        points = {
+            b: [v / unit for v in values] for b, values in found.items() if values
+        }
         middle = [statistics.median(values) for values in points.values()]
         axes.plot(list(points), middle, "o-", color=colour, label=precision)
         for batch, values in points.items():
-            axes.plot([batch, batch], [min(values), max(values)], color=colour, linewidth=3)
+            axes.plot(
+                [batch, batch], [min(values), max(values)], color=colour, linewidth=3
+            )
     axes.set_xscale("log", base=2)
     axes.set_xticks(batches, [str(batch) for batch in batches])

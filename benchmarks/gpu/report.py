@@ -11,8 +11,8 @@ from benchmarks.gpu.goals import BATCH, by_round, words
 from benchmarks.measured import spread
 
 HEADS = (
-    f"| ResNet-50, 224 px, batch {BATCH} | images/s, median (range) | times FP32 | times TF32 | "
-    "peak memory, GiB | of FP32's |"
+    f"| ResNet-50, 224 px, batch {BATCH} | images/s, median (range) | times FP32 | "
+    "times TF32 | peak memory, GiB | of FP32's |"
 )
 PRECISIONS = ("fp32", "tf32", "amp_fp16", "amp_bf16")
 
@@ -39,15 +39,21 @@ def _row(rows: Sequence[Mapping[str, Any]], precision: str) -> str | None:
     share = [""] * 2
     if precision in memory:
         share[0] = f"{memory[precision] / 2**30:.1f}"
-        share[1] = f"{memory[precision] / memory['fp32']:.0%}" if "fp32" in memory else ""
+        share[1] = (
+            f"{memory[precision] / memory['fp32']:.0%}" if "fp32" in memory else ""
+        )
     speeds = speed[precision]
     shown = spread(speeds, ",.0f")
     return f"| {' | '.join([f'`{precision}`', shown, *times, *share])} |"
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Everything: the machine, the goals, the table, all other medians, and the notes."""
-    known = {name: value for name, value in result["machine"].items() if value is not None}
+    """Everything: the machine, the goals, the table, all other medians, and the
+    notes.
+    """
+    known = {
+        name: value for name, value in result["machine"].items() if value is not None
+    }
     lines = [", ".join(f"{name} {value}" for name, value in known.items()), ""]
     lines += ["```", words(result["goals"]), "```", "", table(result)]
     lines += ["| part | what | value, median (range) |", "|---|---|---|"]
@@ -80,7 +86,9 @@ def _others(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         about = {k: v for k, v in row.items() if k not in (*_VALUES, "part", "round")}
         if {"note", "machine", "seconds"} & about.keys():
             continue
-        said = ", ".join(f"{name} {value}" for name, value in about.items() if value is not None)
+        said = ", ".join(
+            f"{name} {value}" for name, value in about.items() if value is not None
+        )
         for key in _VALUES & row.keys():
             if row[key] is not None:
                 groups.setdefault((row["part"], said, key), []).append(float(row[key]))

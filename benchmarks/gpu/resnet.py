@@ -1,4 +1,6 @@
-"""Measures ResNet-50 in a bare loop, images on the device: four precisions and batch sizes."""
+"""Measures ResNet-50 in a bare loop, images on the device: four precisions and batch
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ CLASSES = 1000
 
 
 class Bare:
-    """PyTorch's own recipe of AMP, with the settings of `trials.resnet50` and imagenet_*.yaml.
+    """PyTorch's own recipe of AMP, with the settings of `trials.resnet50` and
+    imagenet_*.yaml.
 
     Args:
         box: Has the device; a rehearsal has a small network.
@@ -41,18 +44,27 @@ class Bare:
         self.model = network.to(memory_format=torch.channels_last).to(box.device)
         fused = box.device.type == "cuda"
         self.optimizer = torch.optim.SGD(
-            self.model.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-4, fused=fused
+            self.model.parameters(),
+            lr=1e-3,
+            momentum=0.9,
+            weight_decay=1e-4,
+            fused=fused,
         )
-        # A skipped first step leaves fused SGD's momentum undefined. This init_scale skips none.
+        # A skipped first step leaves fused SGD's momentum undefined. This init_scale
+        # skips none.
         self._scalers = {
             precision: torch.amp.GradScaler(
-                box.device.type, init_scale=1024.0, enabled=precision is Precision.AMP_FP16
+                box.device.type,
+                init_scale=1024.0,
+                enabled=precision is Precision.AMP_FP16,
             )
             for precision in Precision
         }
 
     def step(self, batch: Batch, precision: Precision) -> None:
-        """Train on one batch: images (B, 3, S, S) float32 channels_last, labels (B,) int64."""
+        """Train on one batch: images (B, 3, S, S) float32 channels_last, labels (B,)
+        int64.
+        """
         images, labels = batch
         dtype, scaler = precision.autocast_dtype, self._scalers[precision]
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
@@ -65,7 +77,9 @@ class Bare:
 
 
 def batch_on(box: Box, size: int) -> Batch:
-    """Noise on the device: images (B, 3, S, S) float32 channels_last, labels (B,) int64."""
+    """Noise on the device: images (B, 3, S, S) float32 channels_last, labels (B,)
+    int64.
+    """
     side = 32 if box.tiny else 224
     images = torch.rand(size, 3, side, side, device=box.device).mul_(2.0).sub_(1.0)
     labels = torch.randint(CLASSES, (size,), device=box.device)

@@ -1,13 +1,15 @@
-"""Measures what one GPU reaches, part by part, each in a process and a time box of its own.
+"""Measures what one GPU reaches, part by part, each in a process and a time box of its
+own.
 
-    python -m benchmarks.gpu --folder OUT               # less than nine minutes
-    python -m benchmarks.gpu --folder OUT --tiny        # a rehearsal; with --device cpu, too
-    python -m benchmarks.gpu --folder OUT --parts       # no part: sums up the existing rows
+    python -m benchmarks.gpu --folder OUT               # less than nine minutes python
+    -m benchmarks.gpu --folder OUT --tiny        # a rehearsal; with --device cpu, too
+    python -m benchmarks.gpu --folder OUT --parts       # no part: sums up the existing
+    rows
 
-Each row is written to `OUT/rows.jsonl` as soon as it is measured. A part that fails or runs out of
-time leaves a note there, and the next part begins. At the end the rows are summed up in `gpu.json`,
-`gpu.md` and, if matplotlib is installed, `gpu.png`. Copy `gpu.json` to `benchmarks/results`, and
-`benchmarks.readme` writes it into the README.
+Each row is written to `OUT/rows.jsonl` as soon as it is measured. A part that fails or
+runs out of time leaves a note there, and the next part begins. At the end the rows are
+summed up in `gpu.json`, `gpu.md` and, if matplotlib is installed, `gpu.png`. Copy
+`gpu.json` to `benchmarks/results`, and `benchmarks.readme` writes it into the README.
 """
 
 from __future__ import annotations
@@ -32,9 +34,17 @@ from benchmarks.gpu.goals import goals, words
 from benchmarks.gpu.report import draw, markdown
 from determined_amp.experiment.machine import installed_version
 
-# By module of this package: its seconds. A part may also use what earlier parts left over.
+# By module of this package: its seconds. A part may also use what earlier parts left
+# over.
 WHERE = "benchmarks.gpu.{}:measure"
-PARTS = {"ceilings": 20, "resnet": 155, "loops": 70, "loader": 75, "latte": 75, "compiled": 85}
+PARTS = {
+    "ceilings": 20,
+    "resnet": 155,
+    "loops": 70,
+    "loader": 75,
+    "latte": 75,
+    "compiled": 85,
+}
 # Seconds to finish the row that is being measured when the time is over.
 GRACE = 10
 # A part begins only with this many seconds left; less is not worth a process.
@@ -85,13 +95,16 @@ def measure(
             _append(path, part, {"note": note})
         took = round(time.monotonic() - began, 1)
         _append(path, part, {"seconds": took})
-        notes = [f"; {r['note']}" for r in rows_of(path) if r["part"] == part and "note" in r]
+        notes = [
+            f"; {r['note']}" for r in rows_of(path) if r["part"] == part and "note" in r
+        ]
         print(f"{part}: {took} s{''.join(notes)}", flush=True)
     return rows_of(path)
 
 
 def _run(process: BaseProcess, box: Box, grace: float) -> str:
-    """Run a process and cut it off when the time of its box is over; a note on it, if any.
+    """Run a process and cut it off when the time of its box is over; a note on it, if
+    any.
 
     It is no daemon, because daemons may not start loader processes.
     """
@@ -129,14 +142,18 @@ def _append(path: Path, part: str, row: Mapping[str, Any]) -> None:
 
 
 def _part(part: str, where: str, path: Path, box: Box) -> None:
-    """Run a part in a process of its own, so that a device fault ends with the process."""
-    # Loader processes are forks, as in a run. Otherwise each would import everything, and get a
-    # copy of the dataset.
+    """Run a part in a process of its own, so that a device fault ends with the
+    process.
+    """
+    # Loader processes are forks, as in a run. Otherwise each would import everything,
+    # and get a copy of the dataset.
     multiprocessing.set_start_method("fork", force=True)
     try:
         if box.device.type == "cpu":
             torch.set_num_threads(1)
-        _append(path, part, {"machine": {**machine(box.device.type), "rehearsal": box.tiny}})
+        _append(
+            path, part, {"machine": {**machine(box.device.type), "rehearsal": box.tiny}}
+        )
         # Imported here, because a package that only this part needs may be missing.
         for row in pkgutil.resolve_name(where.format(part))(box):
             _append(path, part, row)
@@ -152,7 +169,9 @@ def machine(device: str) -> dict[str, Any]:
     cuda = device == "cuda"
     return {
         "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "memory_bytes": torch.cuda.get_device_properties(0).total_memory if cuda else None,
+        "memory_bytes": torch.cuda.get_device_properties(0).total_memory
+        if cuda
+        else None,
         "driver": _driver() if cuda else None,
         "cuda": torch.version.cuda,  # of torch
         "cudnn": torch.backends.cudnn.version() if cuda else None,  # type: ignore[no-untyped-call]
@@ -173,17 +192,22 @@ def _driver() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status, 0."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description="What one GPU reaches, in nine minutes."
+        prog="python -m benchmarks.gpu",
+        description="What one GPU reaches, in nine minutes.",
     )
-    parser.add_argument("--folder", type=Path, required=True, help="where the results go")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="where the results go"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a rehearsal; always on a CPU")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a rehearsal; always on a CPU"
+    )
     parser.add_argument(
         "--parts", nargs="*", choices=PARTS, default=list(PARTS), help="by default all"
     )
     options = parser.parse_args(arguments)
-    # Imported once, in the process that forks the others and does not use the device. Only
-    # imports that are certain to work: a fault here would end all parts.
+    # Imported once, in the process that forks the others and does not use the device.
+    # Only imports that are certain to work: a fault here would end all parts.
     multiprocessing.set_forkserver_preload(["torch._dynamo", "torchvision"])
     parts = {name: PARTS[name] for name in options.parts}
     tiny = options.tiny or options.device == "cpu"

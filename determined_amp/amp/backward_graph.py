@@ -1,4 +1,6 @@
-"""Tells which module made each node of the autograd graph, and looks at the gradients it makes."""
+"""Tells which module made each node of the autograd graph, and looks at the gradients
+it makes.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,15 @@ OnNode = Callable[[str, str, Gradients, Gradients], None]
 class BackwardGraph:
     """The graph of the backwards in a block: its nodes by module, and what they do.
 
-    When a forward begins, the nodes behind its inputs that are not known yet belong to the module
-    around it; when it ends, those behind its outputs belong to the module itself.
+    When a forward begins, the nodes behind its inputs that are not known yet belong to
+    the module around it; when it ends, those behind its outputs belong to the module
+    itself.
 
     Args:
         models: The models whose modules are told apart.
-        optimizers: The optimizers. Only gradients that go on to one of their parameters, or to one
-            of a model, are passed on: nobody sees those of inputs.
+        optimizers: The optimizers. Only gradients that go on to one of their
+            parameters, or to one of a model, are passed on: nobody sees those of
+            inputs.
         on_node: Called after each node of a backward with what it made and took.
 
     Attributes:
@@ -87,7 +91,8 @@ class BackwardGraph:
         """
         return True
 
-    # Closures, not methods: whoever copies a model copies its hooks, and with them their object.
+    # Closures, not methods: whoever copies a model copies its hooks, and with them
+    # their object.
 
     def _enter(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, named_inputs: Any) -> None:
@@ -108,7 +113,9 @@ class BackwardGraph:
         for node in nodes_behind(values, self._makers):
             self._makers[node] = self.current
 
-    def _run(self, run: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run(
+        self, run: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         is_inner = self.in_backward
         accumulates = bool(kwargs.get("accumulate_grad"))
         self._claim(outputs)
@@ -125,8 +132,8 @@ class BackwardGraph:
 
         Args:
             outputs: What the backward begins with.
-            all_leaves: Whether other leaves count, too: those of a backward within a backward, such
-                as that of a checkpoint, are handed on.
+            all_leaves: Whether other leaves count, too: those of a backward within a
+                backward, such as that of a checkpoint, are handed on.
         """
         nodes = nodes_behind(outputs)
         reaching = self._reaching(nodes, all_leaves=all_leaves)
@@ -138,7 +145,9 @@ class BackwardGraph:
                 self._stack.callback(node.register_hook(hook).remove)
 
     def _reaching(self, nodes: Collection[Any], *, all_leaves: bool) -> set[Any]:
-        """The nodes from which a gradient goes on to a parameter, and the parameters' own."""
+        """The nodes from which a gradient goes on to a parameter, and the parameters'
+        own.
+        """
         after = defaultdict(list)
         waiting = []
         for node in nodes:
@@ -157,14 +166,18 @@ class BackwardGraph:
 
     def _node_hook(self, module: str, operation: str, goes_on: Sequence[bool]) -> Any:
         def hook(made: Gradients, taken: Gradients) -> None:
-            used = [gradient for gradient, goes in zip(made, goes_on, strict=False) if goes]
+            used = [
+                gradient for gradient, goes in zip(made, goes_on, strict=False) if goes
+            ]
             self._on_node(module, operation, used, taken)
 
         return hook
 
 
 def nodes_behind(values: Any, known: Collection[Any] = ()) -> list[Any]:
-    """The nodes of the autograd graph that nested tensors depend on, without the known ones."""
+    """The nodes of the autograd graph that nested tensors depend on, without the known
+    ones.
+    """
     found: dict[Any, None] = {}
     waiting = [tensor.grad_fn for tensor in tensors_of(values)]
     while waiting:
@@ -176,7 +189,9 @@ def nodes_behind(values: Any, known: Collection[Any] = ()) -> list[Any]:
 
 
 def module_names(models: Sequence[nn.Module]) -> dict[nn.Module, str]:
-    """Names of all modules, prefixed with the model's number if there are several models."""
+    """Names of all modules, prefixed with the model's number if there are several
+    models.
+    """
     names: dict[nn.Module, str] = {}
     for prefix, model in numbered(models):
         for name, module in model.named_modules():

@@ -1,9 +1,9 @@
 """`torch.compile` for the forward and backward of training, and for nothing else.
 
-The audit watches torch's dispatch, the guard and the finder the nodes of the graph. Compiled code
-bypasses both. So a rehearsal, and everything without gradients, such as a validation, calls the
-forward as it was written. A training compiles one graph for each shape of its batches, and its
-validation gives the same numbers as without compilation.
+The audit watches torch's dispatch, the guard and the finder the nodes of the graph.
+Compiled code bypasses both. So a rehearsal, and everything without gradients, such as a
+validation, calls the forward as it was written. A training compiles one graph for each
+shape of its batches, and its validation gives the same numbers as without compilation.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import nn
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.settings import Compile
 
-# How many `as_written` blocks are open, in all threads: autograd's threads call a checkpointed
-# forward again.
+# How many `as_written` blocks are open, in all threads: autograd's threads call a
+# checkpointed forward again.
 _as_written = 0
 
 
@@ -40,9 +40,11 @@ def as_written() -> Iterator[None]:
 
 
 def compile_forward(model: nn.Module, mode: Compile) -> None:
-    """Compile the forward of a model where it trains; the compiler starts with the first batch.
+    """Compile the forward of a model where it trains; the compiler starts with the
+    first batch.
 
-    `forward` is replaced on the instance, so names, `state_dict` keys, types and hooks stay.
+    `forward` is replaced on the instance, so names, `state_dict` keys, types and hooks
+    stay.
 
     Args:
         model: The model, before `context.wrap_model`; changed in place.
@@ -74,7 +76,8 @@ class _Compiled:
         except RuntimeError as error:
             if not _is_from_compiler(error):
                 raise
-            text, _, _ = str(error).partition("\n\n")  # then torch explains its own settings
+            # then torch explains its own settings
+            text, _, _ = str(error).partition("\n\n")
             raise CompileError(
                 f"amp.compile: got {self._mode.value}, and torch.compile failed with "
                 f"{type(error).__name__}: {one_line(text)}; allowed: compile: false"

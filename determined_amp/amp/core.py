@@ -1,7 +1,8 @@
 """Mixed precision for one training, whatever its loop looks like; it needs torch alone.
 
-One step, from top to bottom: the forward in `autocast`, the backward of `scaler.scale(loss)`, the
-clip, `scaler.step`, and at the end of the batch `finish_steps` and the sums of the next report.
+One step, from top to bottom: the forward in `autocast`, the backward of
+`scaler.scale(loss)`, the clip, `scaler.step`, and at the end of the batch
+`finish_steps` and the sums of the next report.
 """
 
 from __future__ import annotations
@@ -36,24 +37,26 @@ from determined_amp.amp.tensors import parameters_in, unwrapped
 class AmpCore:
     """Autocast, loss scale, schedules, counts, metrics and guard of one training.
 
-    `AmpLoop` is the one for any loop, `determined_amp.MixedPrecision` that for a `PyTorchTrial`.
+    `AmpLoop` is the one for any loop, `determined_amp.MixedPrecision` that for a
+    `PyTorchTrial`.
 
-    It sets torch's switches for TF32, which are global to the process, unless `set_backends` of the
-    settings is false.
+    It sets torch's switches for TF32, which are global to the process, unless
+    `set_backends` of the settings is false.
 
     Args:
         settings: The `amp` section of a YAML.
         device: Where the training computes.
         slots: The processes of the training.
         models: The models that are trained; more may come later.
-        optimizers: Their optimizers, in the order in which reports and states number them; more may
-            come later.
+        optimizers: Their optimizers, in the order in which reports and states number
+            them; more may come later.
 
     Attributes:
-        scaler: torch's `GradScaler`, enabled for `amp_fp16` alone; otherwise every call on it
-            passes through.
-        fused: Pass this to the optimizer as `fused`. On CUDA a fused optimizer takes scale and
-            overflow flag as device tensors; any other makes `scaler.step` wait for the device.
+        scaler: torch's `GradScaler`, enabled for `amp_fp16` alone; otherwise every call
+            on it passes through.
+        fused: Pass this to the optimizer as `fused`. On CUDA a fused optimizer takes
+            scale and overflow flag as device tensors; any other makes `scaler.step`
+            wait for the device.
         metrics: What is reported.
         guard: Ends a run that no longer trains.
         is_rehearsing: Whether a batch runs in `without_steps`.
@@ -96,7 +99,9 @@ class AmpCore:
         self._dtype = settings.precision.autocast_dtype
         self._one = torch.ones((), device=where)
         scaled = settings.scales_the_loss
-        self.metrics = TrainingMetrics(where, optimizers, slots.size, self._scales, scaled=scaled)
+        self.metrics = TrainingMetrics(
+            where, optimizers, slots.size, self._scales, scaled=scaled
+        )
         self.guard = Guard(
             settings,
             self.metrics,
@@ -113,30 +118,38 @@ class AmpCore:
     # Before the training.
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """The model, with the modules of `fp32_modules` kept in float32, and its forward compiled.
+        """The model, with the modules of `fp32_modules` kept in float32, and its
+        forward compiled.
 
-        Call it for every model; a model inside `DistributedDataParallel` is passed in its wrapper.
-        Nothing is compiled unless the settings have `compile`. A pattern that matches no module of
-        any model is an error when the training starts.
+        Call it for every model; a model inside `DistributedDataParallel` is passed in
+        its wrapper. Nothing is compiled unless the settings have `compile`. A pattern
+        that matches no module of any model is an error when the training starts.
 
         Raises:
-            IslandError: if a pattern is no regular expression, or the patterns match all of it.
+            IslandError: if a pattern is no regular expression, or the patterns match
+                all of it.
         """
         inner = unwrapped(model)
         patterns, compiled = self.settings.fp32_modules, self.settings.compile
         here = matching(inner, patterns)
-        keep_in_float32(inner, here, self.device.type, compiled=compiled is not Compile.OFF)
+        keep_in_float32(
+            inner, here, self.device.type, compiled=compiled is not Compile.OFF
+        )
         compile_forward(inner, compiled)
-        self._unmatched = [pattern for pattern in self._unmatched if pattern not in here]
+        self._unmatched = [
+            pattern for pattern in self._unmatched if pattern not in here
+        ]
         drop_casts_when_loaded(inner)
         self._prepared.append(inner)
         return model
 
     def wrap_lr_scheduler(self, scheduler: Any) -> Any:
-        """Move a torch scheduler with the applied steps of its optimizer, and resume it exactly.
+        """Move a torch scheduler with the applied steps of its optimizer, and resume it
+        exactly.
 
-        A skipped step does not change the weights, so it does not move the schedule. Nothing waits
-        for the device. Do not call `scheduler.step()` yourself, nor save its state.
+        A skipped step does not change the weights, so it does not move the schedule.
+        Nothing waits for the device. Do not call `scheduler.step()` yourself, nor save
+        its state.
 
         Args:
             scheduler: Any of `torch.optim.lr_scheduler` that moves by steps, or a
@@ -154,9 +167,12 @@ class AmpCore:
         if steps.schedule is not None:
             raise self._wrong(
                 "wrap_lr_scheduler",
-                "its optimizer has a schedule already; join the two by torch's ChainedScheduler",
+                "its optimizer has a schedule already; join the two by torch's "
+                "ChainedScheduler",
             )
-        steps.schedule = schedule_of(scheduler, self.device, skips=self.scaler.is_enabled())
+        steps.schedule = schedule_of(
+            scheduler, self.device, skips=self.scaler.is_enabled()
+        )
         self.metrics.restore_schedule(optimizer)
         return scheduler
 
@@ -176,24 +192,31 @@ class AmpCore:
     # The step.
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context for the forward and the loss of a training batch; never for the backward."""
+        """The context for the forward and the loss of a training batch; never for the
+        backward.
+        """
         if self._dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self._dtype)
 
-    def _clip(self, optimizer: Optimizer, parameters: list[torch.Tensor], max_norm: float) -> None:
+    def _clip(
+        self, optimizer: Optimizer, parameters: list[torch.Tensor], max_norm: float
+    ) -> None:
         if self.is_rehearsing:
             return
         self.scaler.unscale_once(optimizer)
         self.metrics.of(optimizer).clip(parameters, max_norm, self.loss_scale)
 
     def _before_step(self, optimizer: Optimizer, *call: Any) -> None:
-        """A hook before every step. It runs in every precision, so fp32 shows a mistake, too."""
+        """A hook before every step. It runs in every precision, so fp32 shows a
+        mistake, too.
+        """
         self.metrics.of(optimizer).begin(optimizer)
         self.scaler.check_step(optimizer)
 
     def finish_steps(self) -> None:
-        """Update the loss scale and the counts; `update` does that at the end of a batch.
+        """Update the loss scale and the counts; `update` does that at the end of a
+        batch.
 
         Call it between two steps of the same optimizer within a batch.
         """
@@ -201,15 +224,22 @@ class AmpCore:
             self.metrics.of(optimizer).finish(skipped)
 
     def _count(
-        self, loss: torch.Tensor | float | None, samples: int | None, *, again: bool = False
+        self,
+        loss: torch.Tensor | float | None,
+        samples: int | None,
+        *,
+        again: bool = False,
     ) -> dict[str, float]:
         if loss is not None:
             loss = torch.as_tensor(loss)
             if loss.numel() != 1:
-                problem = f"got a loss of shape {tuple(loss.shape)}; allowed: its mean, one number"
+                problem = (
+                    f"got a loss of shape {tuple(loss.shape)}; allowed: its mean, one"
+                    " number"
+                )
                 raise self._wrong("update", problem)
-            # It is kept until the report. Meanwhile the training may add other losses to it in
-            # place, and the next replay of a CUDA graph overwrites it.
+            # It is kept until the report. Meanwhile the training may add other losses
+            # to it in place, and the next replay of a CUDA graph overwrites it.
             loss = loss.detach().to(self.device, non_blocking=True, copy=True)
             loss = loss.reshape(()) if loss.dim() else loss
         return self.metrics.add(loss, samples, again=again)
@@ -217,7 +247,9 @@ class AmpCore:
     # Everything else that a training can ask for.
 
     def eval_autocast(self) -> AbstractContextManager[Any]:
-        """The context for a validation batch: float32 unless `eval_precision` is `same`."""
+        """The context for a validation batch: float32 unless `eval_precision` is
+        `same`.
+        """
         same = self.settings.eval_precision is EvalPrecision.SAME
         return autocast(self.device.type, self._dtype if same else None)
 
@@ -234,18 +266,25 @@ class AmpCore:
 
     @property
     def applied_steps(self) -> torch.Tensor:
-        """Applied steps of the first optimizer, (), int64, on the device; ask after every step."""
+        """Applied steps of the first optimizer, (), int64, on the device; ask after
+        every step.
+        """
         return self.metrics.first.counts.applied
 
     @property
     def last_step_applied(self) -> torch.Tensor:
-        """Whether the newest step of the first optimizer was applied, (), bool, on the device.
+        """Whether the newest step of the first optimizer was applied, (), bool, on the
+        device.
 
         Raises:
-            ConfigError: between a step and `update`, where it is that of the step before.
+            ConfigError: between a step and `update`, where it is that of the step
+                before.
         """
         if self.scaler.outcomes and not self.is_rehearsing:
-            problem = "asked between a step and amp.update(...); allowed: after amp.update(...)"
+            problem = (
+                "asked between a step and amp.update(...); allowed: after"
+                " amp.update(...)"
+            )
             raise self._wrong("last_step_applied", problem)
         return self.metrics.first.counts.last_step_applied
 
@@ -296,13 +335,17 @@ class AmpCore:
         raise NotImplementedError
 
     def _others_that_step(self) -> Sequence[tuple[object, str]]:
-        """Other objects than optimizers that move weights, each with the name of its method."""
+        """Other objects than optimizers that move weights, each with the name of its
+        method.
+        """
         return ()
 
     # What both use.
 
     def _trained(self) -> list[torch.Tensor]:
-        """The parameters that are trained now; none in a rehearsal, where nothing is unscaled."""
+        """The parameters that are trained now; none in a rehearsal, where nothing is
+        unscaled.
+        """
         return [] if self.is_rehearsing else parameters_in(self.models, self.optimizers)
 
     @classmethod
@@ -311,18 +354,22 @@ class AmpCore:
             kind = type(settings).__name__
             raise cls._wrong(
                 "settings",
-                f"got a {kind}; allowed: AmpSettings(precision=...), or AmpSettings(**section)",
+                f"got a {kind}; allowed: AmpSettings(precision=...), or "
+                "AmpSettings(**section)",
             )
 
     def _watch_steps(self, optimizer: Optimizer) -> None:
         try:
             self._hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
-        except AttributeError:  # a wrapper that never calls `Optimizer.__init__`, or is none
+        except AttributeError:
+            # a wrapper that never calls `Optimizer.__init__`, or is none
             self._hooks[optimizer] = StepHook(optimizer, self._before_step)
 
     def _check_norm(self, max_norm: float | None, place: str) -> None:
         if max_norm is None or not max_norm > 0:
-            raise self._wrong(place, f"got max_norm {max_norm}; allowed: a number above 0")
+            raise self._wrong(
+                place, f"got max_norm {max_norm}; allowed: a number above 0"
+            )
 
     @classmethod
     def _wrong(cls, place: str, problem: str) -> ConfigError:

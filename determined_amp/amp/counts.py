@@ -1,7 +1,7 @@
 """Sums and counts on the device that cost the host little.
 
-To add one number to a tensor costs the host several kernels, to keep it in a list costs nothing. So
-the numbers are kept, and 64 of them are added up at once.
+To add one number to a tensor costs the host several kernels, to keep it in a list costs
+nothing. So the numbers are kept, and 64 of them are added up at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class DeviceSum:
         self._weight = 1
 
     def add(self, value: torch.Tensor, weight: int = 1) -> None:
-        """Add a tensor, (), `weight` times; it must not change later. No synchronisation."""
+        """Add a tensor, (), `weight` times; it must not change later. No
+        synchronisation.
+        """
         if weight != self._weight or len(self._waiting) == _HANDFUL:
             self.total()
             self._weight = weight
@@ -49,11 +51,12 @@ class DeviceSum:
 
 
 class StepCounts:
-    """How many steps of one optimizer were attempted, and how many of them were applied.
+    """How many steps of one optimizer were attempted, and how many of them were
+    applied.
 
-    As long as the host knows whether each step was skipped, the counts are its own numbers. The
-    outcomes that only the device knows are kept, and summed up there when a count is read or after
-    64 steps.
+    As long as the host knows whether each step was skipped, the counts are its own
+    numbers. The outcomes that only the device knows are kept, and summed up there when
+    a count is read or after 64 steps.
 
     Args:
         device: The device of its parameters.
@@ -68,15 +71,19 @@ class StepCounts:
         self._device = device
         self._can_skip = can_skip
         self._applied: int | torch.Tensor = 0
-        self._last_applied: int | torch.Tensor = 0  # the number of the last applied step
-        self._outcomes: list[torch.Tensor] = []  # of steps that the device has not counted yet
+        self._last_applied: int | torch.Tensor = (
+            0  # the number of the last applied step
+        )
+        self._outcomes: list[
+            torch.Tensor
+        ] = []  # of steps that the device has not counted yet
 
     def count(self, skipped: bool | torch.Tensor) -> None:
         """Count a step. No synchronisation.
 
         Args:
-            skipped: `found_inf` of `GradScaler`, (), not 0 for a skipped step, which must not
-                change later; or a bool if the host knows.
+            skipped: `found_inf` of `GradScaler`, (), not 0 for a skipped step, which
+                must not change later; or a bool if the host knows.
         """
         if isinstance(skipped, torch.Tensor):
             self.attempted += 1
@@ -105,10 +112,11 @@ class StepCounts:
 
     @property
     def last_step_applied(self) -> torch.Tensor:
-        """Whether the newest step was applied, (), bool, on the device; ask after every step.
+        """Whether the newest step was applied, (), bool, on the device; ask after every
+        step.
 
-        It can gate, without a synchronisation, what must not move on a skipped step, such as an
-        average of the weights.
+        It can gate, without a synchronisation, what must not move on a skipped step,
+        such as an average of the weights.
         """
         self._settle()
         if not self.attempted:
@@ -155,5 +163,7 @@ class StepCounts:
 
     def _on_device(self, value: int | torch.Tensor) -> torch.Tensor:
         return (
-            value if isinstance(value, torch.Tensor) else torch.full((), value, device=self._device)
+            value
+            if isinstance(value, torch.Tensor)
+            else torch.full((), value, device=self._device)
         )

@@ -27,8 +27,8 @@ from determined_amp.amp.tensors import (
     tensors_of,
 )
 
-# No precision helps against activations and a loss this large, or weights that have grown by this
-# factor since the start.
+# No precision helps against activations and a loss this large, or weights that have
+# grown by this factor since the start.
 _ABSURD, _ABSURD_LOSS = 1.0e9, 1.0e6
 _GROWN = 10.0
 
@@ -45,12 +45,14 @@ def find_cause(
 
     Args:
         rehearsal: The batch of this slot.
-        slots: The processes of the training. All of them must call this, each with its own batch.
+        slots: The processes of the training. All of them must call this, each with its
+            own batch.
         scale: The loss scale of the training.
         grown: The factor by which the weights have grown since the start.
 
     Returns:
-        The cause on the first slot in trouble, the same on all slots; None if everything is finite.
+        The cause on the first slot in trouble, the same on all slots; None if
+            everything is finite.
     """
     looks = slots.allgather(_first_look(rehearsal, scale))
     rank = next((rank for rank, look in enumerate(looks) if look.is_in_trouble), None)
@@ -76,8 +78,12 @@ class _Seen(NamedTuple):
         return self.backward or of_parameter or WHOLE_MODEL
 
     def is_finite_at(self, place: Place) -> bool:
-        """Whether an operation that overflowed in another run is finite here, or a mere cast."""
-        return place.cast_of is not None or math.isfinite(self.largest.get(place.key, math.nan))
+        """Whether an operation that overflowed in another run is finite here, or a mere
+        cast.
+        """
+        return place.cast_of is not None or math.isfinite(
+            self.largest.get(place.key, math.nan)
+        )
 
 
 class _Look(NamedTuple):
@@ -89,7 +95,9 @@ class _Look(NamedTuple):
 
     @property
     def is_in_trouble(self) -> bool:
-        return self.known is not None or (self.seen is not None and not self.seen.outcome.is_sound)
+        return self.known is not None or (
+            self.seen is not None and not self.seen.outcome.is_sound
+        )
 
 
 def _first_look(rehearsal: Rehearsal, scale: float) -> _Look:
@@ -97,7 +105,9 @@ def _first_look(rehearsal: Rehearsal, scale: float) -> _Look:
     try:
         bad_input, known = _bad_input(rehearsal.batch), _bad_parameter(rehearsal.models)
         if known and any(map(has_nan, filter(is_plain, tensors_of(rehearsal.batch)))):
-            known = bad_input  # which, without a loss scale, has made the parameters NaN
+            known = (
+                bad_input  # which, without a loss scale, has made the parameters NaN
+            )
         seen = _see(rehearsal, scale)
     except torch.cuda.OutOfMemoryError:
         known = known or "unknown: there was no memory to look for it"
@@ -124,8 +134,9 @@ def _see(
 class _Search:
     """The rehearsals that lead to the cause on one slot.
 
-    A forward may wait for the other slots, as SyncBatchNorm does. So all slots make the same runs,
-    and exchange what they see after each of them: all come to the same cause.
+    A forward may wait for the other slots, as SyncBatchNorm does. So all slots make the
+    same runs, and exchange what they see after each of them: all come to the same
+    cause.
     """
 
     rehearsal: Rehearsal
@@ -138,14 +149,17 @@ class _Search:
     def cause(self) -> str:
         assert self.first.seen is not None
         seen = self.first.seen
-        # First the scale: a mask of -inf, or a large value that is masked later, is not a fault.
+        # First the scale: a mask of -inf, or a large value that is masked later, is not
+        # a fault.
         lower = self._largest_sound_scale_log2()
         if lower is not None:
             return self._gradient_sentence(seen, lower)
         exact = self._run(1.0, torch.float32, asked=seen.forward)[self.rank]
         if exact is not None and not exact.outcome.is_sound:
             return self._float32_sentence(exact)
-        overflow = next((p for p in seen.forward if exact is None or exact.is_finite_at(p)), None)
+        overflow = next(
+            (p for p in seen.forward if exact is None or exact.is_finite_at(p)), None
+        )
         if overflow is not None:
             return self._forward_sentence(overflow, exact)
         return self._gradient_sentence(seen, None)
@@ -159,7 +173,8 @@ class _Search:
     ) -> list[_Seen | None]:
         """What all slots see in a run; None of one on which the trial fails."""
         here = None
-        # The trial's own code can raise anything on an unexpected dtype, and memory can run out.
+        # The trial's own code can raise anything on an unexpected dtype, and memory can
+        # run out.
         with suppress(Exception):
             here = _see(self.rehearsal, scale, dtype, islands, asked)
         return self.slots.allgather(here)
@@ -169,7 +184,9 @@ class _Search:
         return all(each is not None and each.outcome.is_sound for each in seen)
 
     def _largest_sound_scale_log2(self) -> int | None:
-        """log2 of the largest power of two below the scale at which everything is finite."""
+        """log2 of the largest power of two below the scale at which everything is
+        finite.
+        """
         highest = math.ceil(math.log2(self.scale)) - 1
         if highest < _LEAST_SCALE_LOG2 or not self._is_sound(2.0**_LEAST_SCALE_LOG2):
             return None
@@ -187,12 +204,22 @@ class _Search:
         """
         names = module_names(self.rehearsal.models)
         islands: list[str] = []
-        while len(islands) < _MOST_ISLANDS and name in names.values() and name not in islands:
+        while (
+            len(islands) < _MOST_ISLANDS
+            and name in names.values()
+            and name not in islands
+        ):
             islands.append(name)
             plain = set(map(_plain_name, islands))  # a pattern matches in all models
-            modules = [module for module, full in names.items() if _plain_name(full) in plain]
-            inside = {parameter for module in modules for parameter in module.parameters()}
-            if any(inside.issuperset(model.parameters()) for model in self.rehearsal.models):
+            modules = [
+                module for module, full in names.items() if _plain_name(full) in plain
+            ]
+            inside = {
+                parameter for module in modules for parameter in module.parameters()
+            }
+            if any(
+                inside.issuperset(model.parameters()) for model in self.rehearsal.models
+            ):
                 return []  # which nothing would be left of to autocast
             seen = self._run(scale, islands=modules)[self.rank]
             if seen is None or seen.outcome.is_sound:
@@ -208,31 +235,38 @@ class _Search:
             largest = exact.largest[place.key]
         limit, name = torch.finfo(place.dtype).max, dtype_name(place.dtype)
         size = "" if largest is None else f"largest |{place.kind}| {largest:.3g}, "
-        overflow = f"forward overflow in {_where(place)}: {size}{name} ends at {limit:g}"
-        if largest is not None and largest < limit:  # as 0 / 0, of an eps that float16 rounds to 0
+        overflow = (
+            f"forward overflow in {_where(place)}: {size}{name} ends at {limit:g}"
+        )
+        # as 0 / 0, of an eps that float16 rounds to 0
+        if largest is not None and largest < limit:
             overflow = (
-                f"the output of {_where(place)} is not finite in {name}, and at most {largest:.3g} "
-                f"in float32: what it is made of is beyond {name}"
+                f"the output of {_where(place)} is not finite in {name}, and at most "
+                f"{largest:.3g} in float32: what it is made of is beyond {name}"
             )
         if self.grown >= _GROWN:
             return f"{overflow}; {self._too_fast()}"
         loss = 0.0 if exact is None else exact.outcome.largest_loss
         if loss >= _ABSURD_LOSS and largest is not None and largest >= _ABSURD:
             return (
-                f"{overflow}; that far beyond it, with a loss of {loss:.3g} in float32, the "
-                "precision is not the cause: look at the inputs and the initial weights, and lower "
-                "learning_rate"
+                f"{overflow}; that far beyond it, with a loss of {loss:.3g} in "
+                "float32, the precision is not the cause: look at the inputs and the "
+                "initial weights, and lower learning_rate"
             )
-        return f"{overflow}; no loss scale helps. {self._advice(place.module, 1.0, exact)}"
+        return (
+            f"{overflow}; no loss scale helps. {self._advice(place.module, 1.0, exact)}"
+        )
 
     def _float32_sentence(self, exact: _Seen) -> str:
         """The cause if the batch is not finite without autocast either."""
-        not_float32 = (place for place in exact.forward if place.dtype is not torch.float32)
+        not_float32 = (
+            place for place in exact.forward if place.dtype is not torch.float32
+        )
         by_hand = next(not_float32, None)
         if by_hand is not None and by_hand.dtype is not torch.float64:
             return (
-                f"forward overflow in {_where(by_hand)}, which the trial itself computes in "
-                f"{dtype_name(by_hand.dtype)}: leave that cast out"
+                f"forward overflow in {_where(by_hand)}, which the trial itself "
+                f"computes in {dtype_name(by_hand.dtype)}: leave that cast out"
             )
         if self.first.bad_input is not None:
             return self.first.bad_input
@@ -251,8 +285,8 @@ class _Search:
             return f"{overflow} at every loss scale. {self._advice(module, 1.0)}"
         keys = "init_scale" if lower >= 0 else "init_scale and min_scale"
         return (
-            f"{overflow} at a loss scale of {self.scale:g}; at 2^{lower} nothing overflows: lower "
-            f"{keys}. {self._advice(module, self.scale)}"
+            f"{overflow} at a loss scale of {self.scale:g}; at 2^{lower} nothing "
+            f"overflows: lower {keys}. {self._advice(module, self.scale)}"
         )
 
     def _advice(self, module: str, scale: float, exact: _Seen | None = None) -> str:
@@ -264,7 +298,9 @@ class _Search:
             helps.append(f"fp32_modules: {json.dumps(patterns)}")
         if helps:
             return f"Settings that help: {', or '.join(helps)}"
-        in_fp32 = ": train it in fp32" if exact is not None and exact.outcome.is_sound else ""
+        in_fp32 = (
+            ": train it in fp32" if exact is not None and exact.outcome.is_sound else ""
+        )
         return f"Neither amp_bf16 nor fp32_modules was seen to help{in_fp32}"
 
     def _too_fast(self) -> str:
@@ -278,7 +314,11 @@ def _where(place: Place) -> str:
     """The place in the forward: a module, or an operation between modules."""
     if place.between is None:
         return _module(place.module)
-    where = "outside the model" if place.module == OUTSIDE else f"of {_module(place.module)}"
+    where = (
+        "outside the model"
+        if place.module == OUTSIDE
+        else f"of {_module(place.module)}"
+    )
     after = f", after {_module(place.between)}" if place.between else ""
     return f"{place.key[1]} {where}{after}"
 

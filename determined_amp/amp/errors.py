@@ -18,7 +18,8 @@ class Problem(str):
     """One mistake in a configuration, as a sentence that begins with its key.
 
     Args:
-        key: The dotted key that is wrong; empty for a mistake of the whole configuration.
+        key: The dotted key that is wrong; empty for a mistake of the whole
+            configuration.
         text: What was given, what is allowed, what to do.
     """
 
@@ -31,18 +32,25 @@ class Problem(str):
 
 
 class ConfigError(UserError, ValueError):
-    """All mistakes in one configuration, one per line; the first line has the first mistake.
+    """All mistakes in one configuration, one per line; the first line has the first
+    mistake.
 
     Args:
         source: A file, the name of an experiment, or a command-line option.
-        problems: The mistakes. One without a key is a mistake of the whole configuration.
+        problems: The mistakes. One without a key is a mistake of the whole
+            configuration.
     """
 
     def __init__(self, source: str, problems: Iterable[str]) -> None:
-        self.problems = tuple(p if isinstance(p, Problem) else Problem("", p) for p in problems)
+        self.problems = tuple(
+            p if isinstance(p, Problem) else Problem("", p) for p in problems
+        )
         first, *others = self.problems
         several = f" (1 of {len(self.problems)} problems)" if others else ""
-        lines = [f"{source}: {first}{several}", *(f"  - {problem}" for problem in others)]
+        lines = [
+            f"{source}: {first}{several}",
+            *(f"  - {problem}" for problem in others),
+        ]
         super().__init__("\n".join(lines))
 
 

@@ -1,21 +1,25 @@
-"""Float32 islands: modules that compute in float32 while the model around them is autocast.
+"""Float32 islands: modules that compute in float32 while the model around them is
+autocast.
 
-For what overflows or rounds too coarsely in 16 bits: large logits, norms, attention scores. An
-island casts its 16-bit inputs up and runs its `forward` with autocast off, as the documentation of
-`torch.autocast` does it, but needs no change of the model's source.
+For what overflows or rounds too coarsely in 16 bits: large logits, norms, attention
+scores. An island casts its 16-bit inputs up and runs its `forward` with autocast off,
+as the documentation of `torch.autocast` does it, but needs no change of the model's
+source.
 
-* Its results stay float32, as those of autocast's own float32 operations do. Cast down they would
-  overflow after all. The next product or convolution casts them, sums and `cat` promote, an
-  in-place sum rounds to its target; `index_put`, `scatter` and `lerp` into a 16-bit tensor raise.
-* `forward` is replaced on the instance: names, `state_dict` keys and types stay. It is a `partial`
-  of a bound method because `copy.deepcopy` and `pickle` rebind that to the copy; a closure would go
-  on calling the original's `forward`.
-* A context manager, not a pair of hooks: checkpointing leaves a recomputed `forward` by an
-  exception, and autocast must come back then too.
-* Only a module that is called can be an island. `nn.MultiheadAttention` reads the weights of its
-  `out_proj` itself: name the attention.
-* `torch.compile` leaves an island out. Compiled, its backward would multiply in 16 bits, seen with
-  torch 2.3 and 2.15: its autocast is the surrounding one (pytorch issue 179804).
+* Its results stay float32, as those of autocast's own float32 operations do. Cast down
+  they would overflow after all. The next product or convolution casts them, sums and
+  `cat` promote, an in-place sum rounds to its target; `index_put`, `scatter` and `lerp`
+  into a 16-bit tensor raise.
+* `forward` is replaced on the instance: names, `state_dict` keys and types stay. It is
+  a `partial` of a bound method because `copy.deepcopy` and `pickle` rebind that to the
+  copy; a closure would go on calling the original's `forward`.
+* A context manager, not a pair of hooks: checkpointing leaves a recomputed `forward` by
+  an exception, and autocast must come back then too.
+* Only a module that is called can be an island. `nn.MultiheadAttention` reads the
+  weights of its `out_proj` itself: name the attention.
+* `torch.compile` leaves an island out. Compiled, its backward would multiply in 16
+  bits, seen with torch 2.3 and 2.15: its autocast is the surrounding one (pytorch issue
+  179804).
 """
 
 from __future__ import annotations
@@ -43,24 +47,30 @@ class IslandError(UserError):
 
 
 def keep_in_float32(
-    model: nn.Module, patterns: Sequence[str], device_type: str, *, compiled: bool = False
+    model: nn.Module,
+    patterns: Sequence[str],
+    device_type: str,
+    *,
+    compiled: bool = False,
 ) -> list[str]:
-    """Turn the matching modules into islands; where autocast is off they compute as before.
+    """Turn the matching modules into islands; where autocast is off they compute as
+    before.
 
     Args:
         model: The model, before `context.wrap_model`; changed in place.
-        patterns: Regular expressions, searched for in the names of `model.named_modules()`. A
-            container without a `forward` (`nn.ModuleList`) stands for its members.
+        patterns: Regular expressions, searched for in the names of
+            `model.named_modules()`. A container without a `forward` (`nn.ModuleList`)
+            stands for its members.
         device_type: Where the model computes: "cpu" or "cuda".
-        compiled: Whether the model around the islands will be compiled; one that is compiled
-            already is recognised.
+        compiled: Whether the model around the islands will be compiled; one that is
+            compiled already is recognised.
 
     Returns:
         The names of the islands, in the order of `named_modules()`.
 
     Raises:
-        IslandError: naming every pattern that is no regular expression or matches no module; or if
-            every parameter is in an island.
+        IslandError: naming every pattern that is no regular expression or matches no
+            module; or if every parameter is in an island.
     """
     names = _chosen(model, patterns)
     # Asked only where it is needed: it imports the compiler.
@@ -74,7 +84,9 @@ def keep_in_float32(
 
 
 @contextmanager
-def meanwhile_in_float32(modules: Iterable[nn.Module], device_type: str) -> Iterator[None]:
+def meanwhile_in_float32(
+    modules: Iterable[nn.Module], device_type: str
+) -> Iterator[None]:
     """Make islands of these modules in this block, to see whether that helps."""
     with ExitStack() as stack:
         for module in modules:
@@ -96,9 +108,13 @@ def _chosen(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         matches = _matching(modules, pattern)
         if isinstance(matches, re.error):
-            problems.append(f"got {pattern!r}, which is not a regular expression: {matches}")
+            problems.append(
+                f"got {pattern!r}, which is not a regular expression: {matches}"
+            )
         elif not matches:
-            problems.append(f"got {pattern!r}, which matches no module; {_near(pattern, modules)}")
+            problems.append(
+                f"got {pattern!r}, which matches no module; {_near(pattern, modules)}"
+            )
         else:
             islands.update(matches)
     if islands and not _parameters_outside(model, islands):
@@ -107,7 +123,9 @@ def _chosen(model: nn.Module, patterns: Sequence[str]) -> list[str]:
             "allowed: patterns for a part of the model, or precision fp32"
         )
     if problems:
-        raise IslandError("\n".join(f"amp.fp32_modules: {problem}" for problem in problems))
+        raise IslandError(
+            "\n".join(f"amp.fp32_modules: {problem}" for problem in problems)
+        )
     return [name for name in modules if name in islands]
 
 
@@ -128,23 +146,30 @@ def _matching(modules: dict[str, nn.Module], pattern: str) -> list[str] | re.err
 
 
 def _parameters_outside(model: nn.Module, islands: set[str]) -> bool:
-    prefixes = tuple(f"{name}." if name else "" for name in islands)  # the root holds all names
+    # the root holds all names
+    prefixes = tuple(f"{name}." if name else "" for name in islands)
     return not all(name.startswith(prefixes) for name, _ in model.named_parameters())
 
 
 def _near(pattern: str, modules: dict[str, nn.Module]) -> str:
-    """Up to three names like `pattern`, in whole or in their last part; else the first names."""
+    """Up to three names like `pattern`, in whole or in their last part; else the first
+    names.
+    """
     names = [name for name in modules if name]
     last_parts = {name.rpartition(".")[2]: name for name in reversed(names)}
     plain = re.sub(r"[\\^$.*+?()\[\]{}|]+", ".", pattern).strip(".")
     close = difflib.get_close_matches
-    near = close(plain, names) + [last_parts[p] for p in close(plain.split(".")[-1], last_parts)]
+    near = close(plain, names) + [
+        last_parts[p] for p in close(plain.split(".")[-1], last_parts)
+    ]
     if near:
         return f"near names: {', '.join(list(dict.fromkeys(near))[:3])}"
     return f"the first of its {len(names)} modules: {', '.join(names[:5]) or 'none'}"
 
 
-def _in_float32(forward: Callable[..., Any], device_type: str, /, *args: Any, **kwargs: Any) -> Any:
+def _in_float32(
+    forward: Callable[..., Any], device_type: str, /, *args: Any, **kwargs: Any
+) -> Any:
     replaced: list[tuple[Any, Any]] = []
     cast_args, cast_kwargs = as_float32((args, kwargs), replaced)
     with torch.autocast(device_type, enabled=False):
@@ -154,7 +179,8 @@ def _in_float32(forward: Callable[..., Any], device_type: str, /, *args: Any, **
 
 
 def write_back(replaced: Sequence[tuple[Any, Any]]) -> None:
-    """Copy what a module has written into the casts of `as_float32` back to the caller's objects.
+    """Copy what a module has written into the casts of `as_float32` back to the
+    caller's objects.
 
     Args:
         replaced: The pairs of `as_float32`.
@@ -176,13 +202,16 @@ def write_back(replaced: Sequence[tuple[Any, Any]]) -> None:
 
 
 def as_float32(value: Any, replaced: list[tuple[Any, Any]] | None = None) -> Any:
-    """Cast the float16 and bfloat16 tensors in nested tuples, lists, dicts and dataclasses.
+    """Cast the float16 and bfloat16 tensors in nested tuples, lists, dicts and
+    dataclasses.
 
-    A container without such a tensor is returned itself, so that a module can still write to it.
+    A container without such a tensor is returned itself, so that a module can still
+    write to it.
 
     Args:
         value: Anything.
-        replaced: Gets a pair for each tensor and container that was replaced: the old and the new.
+        replaced: Gets a pair for each tensor and container that was replaced: the old
+            and the new.
     """
     cast = value
     if isinstance(value, torch.Tensor):
@@ -196,8 +225,12 @@ def as_float32(value: Any, replaced: list[tuple[Any, Any]] | None = None) -> Any
     elif isinstance(value, dict):
         cast = _with_casts(value, value, _set_item, replaced)
     elif dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module)):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        cast = _with_casts(value, fields, object.__setattr__, replaced)  # a frozen one, too
+        fields = {
+            field.name: getattr(value, field.name)
+            for field in dataclasses.fields(value)
+        }
+        # a frozen one, too
+        cast = _with_casts(value, fields, object.__setattr__, replaced)
     if replaced is not None and cast is not value:
         replaced.append((value, cast))
     return cast
@@ -209,7 +242,9 @@ def _with_casts(
     put: Callable[[Any, Any, Any], None],
     replaced: list[tuple[Any, Any]] | None,
 ) -> Any:
-    """A copy of a container with the casts of its items; itself if there is nothing to cast."""
+    """A copy of a container with the casts of its items; itself if there is nothing to
+    cast.
+    """
     casts = {key: as_float32(item, replaced) for key, item in items.items()}
     if all(casts[key] is item for key, item in items.items()):
         return value

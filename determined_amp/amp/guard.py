@@ -1,8 +1,9 @@
-"""Ends a run that no longer trains, after a checkpoint of its last good state and with the cause.
+"""Ends a run that no longer trains, after a checkpoint of its last good state and with
+the cause.
 
-`GradScaler` skips steps silently, however many there are. The guard judges numbers that the report
-has read anyway, so it costs no synchronisation of its own. They are the same on every slot, so all
-slots stop together.
+`GradScaler` skips steps silently, however many there are. The guard judges numbers that
+the report has read anyway, so it costs no synchronisation of its own. They are the same
+on every slot, so all slots stop together.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from determined_amp.amp.tensors import is_not_finite, parameters_in
 
 logger = logging.getLogger(__name__)
 
-# max_skip_ratio is judged over at least this many optimizer steps, and not before as many have been
-# applied since the start of the run, where the loss scale finds its level.
+# max_skip_ratio is judged over at least this many optimizer steps, and not before as
+# many have been applied since the start of the run, where the loss scale finds its
+# level.
 MIN_STEPS_TO_JUDGE = 10
 
 # A loss that has grown by this factor since the start is no longer that of a training.
@@ -60,9 +62,10 @@ class Guard:
         newest: Returns the rehearsal of the newest batch.
 
     Attributes:
-        enabled: Set it to False before the training to let everything pass. Then a trial is not
-            audited either.
-        without_rehearsal: What to say instead of a cause if there is no batch to train again.
+        enabled: Set it to False before the training to let everything pass. Then a
+            trial is not audited either.
+        without_rehearsal: What to say instead of a cause if there is no batch to train
+            again.
     """
 
     def __init__(
@@ -86,8 +89,8 @@ class Guard:
         self._slots = slots
         self._newest = newest
         self._statistics = RunningStatistics(())
-        # Applied and skipped steps of each optimizer when the run began, and when their ratio was
-        # judged last.
+        # Applied and skipped steps of each optimizer when the run began, and when their
+        # ratio was judged last.
         self._began_at: dict[str, tuple[int, int]] = {}
         self._judged_at: dict[str, tuple[int, int]] = {}
         self._norm_at_start: torch.Tensor | None = None
@@ -107,12 +110,16 @@ class Guard:
         self._scale_at_start = self._scaler.get_scale()
 
     def begin_with(self, optimizer: Optimizer) -> None:
-        """Remember the steps of an optimizer before the run; it may come after the start."""
+        """Remember the steps of an optimizer before the run; it may come after the
+        start.
+        """
         name = self._metrics.suffix(optimizer)
         self._began_at[name] = self._judged_at[name] = self._steps_of(optimizer)
 
     def warn_of_no_applied_step(self) -> None:
-        """Say so, once, if a run that has stepped or reported has applied no step; synchronises."""
+        """Say so, once, if a run that has stepped or reported has applied no step;
+        synchronises.
+        """
         if not self.enabled or self._slots.rank:
             return
         skipped_in_all = 0
@@ -126,10 +133,14 @@ class Guard:
         has_run = skipped_in_all or self._metrics.latest is not None
         if has_run and self._is_new("no applied step"):
             logger.warning(
-                "this run has trained nothing: %s. The weights are as they were at its start",
-                f"all of its {skipped_in_all} optimizer steps overflowed and were skipped"
-                if skipped_in_all
-                else "no optimizer was stepped",
+                "this run has trained nothing: %s. The weights are as they were at its "
+                "start",
+                (
+                    f"all of its {skipped_in_all} optimizer steps overflowed and were "
+                    "skipped"
+                    if skipped_in_all
+                    else "no optimizer was stepped"
+                ),
             )
 
     def judge(self, metrics: Metrics) -> None:
@@ -155,7 +166,9 @@ class Guard:
             self.fail(failure)
 
     def repair(self) -> None:
-        """Put back running statistics that are not finite; called before a validation, too."""
+        """Put back running statistics that are not finite; called before a validation,
+        too.
+        """
         self._statistics.repair()
 
     def fail(self, failure: str) -> None:
@@ -167,19 +180,26 @@ class Guard:
         Raises:
             GuardError: unless `on_overflow` is `warn`.
         """
-        # A rehearsal changes what a trial itself keeps, such as a queue. So warnings get only one.
+        # A rehearsal changes what a trial itself keeps, such as a queue. So warnings
+        # get only one.
         warns = self._settings.on_overflow is OnOverflow.WARN
         is_known = warns and self._explained
         self._explained = True
-        message = f"{failure}. {'Its cause is not looked for again' if is_known else self._cause()}"
+        message = (
+            f"{failure}."
+            f" {'Its cause is not looked for again' if is_known else self._cause()}"
+        )
         if not warns:
             raise GuardError(message, state_is_good=self._settings.scales_the_loss)
         logger.warning("%s", message)
 
     def _cause(self) -> str:
-        """Rehearse the newest batch of every slot; return the cause on the first in trouble."""
+        """Rehearse the newest batch of every slot; return the cause on the first in
+        trouble.
+        """
         rehearsal = self._newest()
-        # A loop may give its batch on some slots only, and the search needs all of them.
+        # A loop may give its batch on some slots only, and the search needs all of
+        # them.
         given = self._slots.allgather(rehearsal is not None)
         if rehearsal is None or not all(given):
             return self.without_rehearsal
@@ -209,7 +229,10 @@ class Guard:
         settings = self._settings
         skips = step.consecutive_skips
         if skips and used_scale <= settings.min_scale:
-            yield f"the loss scale is at its floor {settings.min_scale:g} and steps still overflow"
+            yield (
+                f"the loss scale is at its floor {settings.min_scale:g} and steps still"
+                " overflow"
+            )
         if skips > settings.max_consecutive_skips + self._skips_of_a_high_start(step):
             yield (
                 f"{skips} optimizer steps in a row were skipped, more than "
@@ -218,12 +241,13 @@ class Guard:
         skip_ratio = self._skip_ratio(step)
         if skip_ratio > settings.max_skip_ratio:
             yield (
-                f"{skip_ratio:.0%} of the optimizer steps since the last look were skipped, "
-                f"more than max_skip_ratio {settings.max_skip_ratio:.0%}"
+                f"{skip_ratio:.0%} of the optimizer steps since the last look were "
+                f"skipped, more than max_skip_ratio {settings.max_skip_ratio:.0%}"
             )
 
     def _skips_of_a_high_start(self, step: StepReport) -> int:
-        """The skips before the first applied step that bring the scale down to torch's default.
+        """The skips before the first applied step that bring the scale down to torch's
+        default.
 
         They are no sign of trouble, and whether a report falls between them is chance.
         """
@@ -234,9 +258,11 @@ class Guard:
         return math.ceil(bits / -math.log2(self._settings.backoff_factor))
 
     def _skip_ratio(self, step: StepReport) -> float:
-        """The skipped share since the last judgement, over whole reports with at least ten steps.
+        """The skipped share since the last judgement, over whole reports with at least
+        ten steps.
 
-        It is 0 until ten steps have been applied: a scale k bits too high skips k steps.
+        It is 0 until ten steps have been applied: a scale k bits too high skips k
+        steps.
         """
         before = self._judged_at.get(step.name, (0, 0))
         began_at, _ = self._began_at.get(step.name, (0, 0))
@@ -252,13 +278,17 @@ class Guard:
         for step in report.steps:
             applied, skipped = self._began_at.get(step.name, (0, 0))
             key = f"skips of optimizer {step.name}"
-            if step.applied == applied or step.consecutive_skips or not self._is_new(key):
+            if (
+                step.applied == applied
+                or step.consecutive_skips
+                or not self._is_new(key)
+            ):
                 continue
             skips = step.skipped - skipped
             if skips >= _WORTH_A_LINE and self._slots.rank == 0:
                 logger.warning(
-                    "%d steps were skipped at the start, while the loss scale fell from %g to %g: "
-                    "with that as amp.init_scale none would have been",
+                    "%d steps were skipped at the start, while the loss scale fell "
+                    "from %g to %g: with that as amp.init_scale none would have been",
                     skips,
                     self._scale_at_start,
                     report.scale_of_newest_step,
@@ -268,12 +298,14 @@ class Guard:
         if not isinstance(loss, Real) or is_not_finite(loss):
             return
         if self._first_loss is None:
-            self._first_loss = float(loss) if report.first_loss is None else report.first_loss
+            self._first_loss = (
+                float(loss) if report.first_loss is None else report.first_loss
+            )
         # A loss of 0 or below is not what a growth can be measured by.
         if 0 < self._first_loss * _GROWN < float(loss) and self._is_new("loss"):
             logger.warning(
-                "the training loss is %g, and was %g at the start: this run does not train. Lower "
-                "the learning rate, or clip",
+                "the training loss is %g, and was %g at the start: this run does not "
+                "train. Lower the learning rate, or clip",
                 loss,
                 self._first_loss,
             )
@@ -293,13 +325,16 @@ class Guard:
 
 
 def _norm(models: Sequence[nn.Module], order: float = 2.0) -> torch.Tensor | None:
-    """A norm of all weights, (), float64, on the device of the first; None without any."""
+    """A norm of all weights, (), float64, on the device of the first; None without
+    any.
+    """
     known = (p for p in parameters_in(models) if not is_lazy(p))
     parameters = [p.detach() for p in known if p.is_floating_point() and p.numel()]
     if not parameters:
         return None
     norms = [
-        norm.double().to(parameters[0].device) for norm in torch._foreach_norm(parameters, order)
+        norm.double().to(parameters[0].device)
+        for norm in torch._foreach_norm(parameters, order)
     ]
     total: torch.Tensor = torch.stack(norms).norm(order)
     return total

@@ -1,4 +1,5 @@
-"""Mixed precision for any training loop of PyTorch; nothing in a step waits for the device.
+"""Mixed precision for any training loop of PyTorch; nothing in a step waits for the
+device.
 
     amp = AmpLoop(AmpSettings(Precision.AMP_FP16), device)
     model = amp.prepare(net()).to(device)
@@ -13,10 +14,11 @@
         optimizer.zero_grad()
         amp.update(loss, samples=len(batch))  # scaler.update(), counts, schedule
         if step % 100 == 99:
-            report(amp.report(batch, loss_fn))  # one synchronisation; the guard judges it
+            report(amp.report(batch, loss_fn))  # one synchronisation; the guard judges
+            it
 
-The recipe is PyTorch's own and stays visible. This object builds its parts correctly, counts and
-reports what they do, and resumes them to the bit.
+The recipe is PyTorch's own and stays visible. This object builds its parts correctly,
+counts and reports what they do, and resumes them to the bit.
 """
 
 from __future__ import annotations
@@ -51,11 +53,13 @@ class AmpLoop(AmpCore):
     Args:
         settings: The `amp` section of a YAML.
         device: Where the training computes.
-        slots: The processes of the training, such as `core_context.distributed` of Determined;
-            by default those of torch's default group, or this one if there is no group.
+        slots: The processes of the training, such as `core_context.distributed` of
+            Determined; by default those of torch's default group, or this one if there
+            is no group.
 
     Raises:
-        ConfigError: if the settings ask for the loss scale to be found, or contradict each other.
+        ConfigError: if the settings ask for the loss scale to be found, or contradict
+            each other.
         PrecisionError: if the device only emulates the precision.
     """
 
@@ -63,14 +67,19 @@ class AmpLoop(AmpCore):
     remedies = IN_A_LOOP
 
     def __init__(
-        self, settings: AmpSettings, device: torch.device | str, *, slots: Slots | None = None
+        self,
+        settings: AmpSettings,
+        device: torch.device | str,
+        *,
+        slots: Slots | None = None,
     ) -> None:
         self._require_settings(settings)
         if settings.finds_scale:
             raise self._wrong(
                 "init_scale",
-                "got find, for which a loop has no batches yet; allowed: a number, such as "
-                "determined_amp.find_loss_scale(model, loss_fn, batches).init_scale",
+                "got find, for which a loop has no batches yet; allowed: a number, "
+                "such as determined_amp.find_loss_scale(model, loss_fn, "
+                "batches).init_scale",
             )
         for key, problem in settings.contradictions(frozenset()):
             raise self._wrong(key, problem)
@@ -89,8 +98,9 @@ class AmpLoop(AmpCore):
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Give an optimizer the next number, and return it.
 
-        With several optimizers, call it for each of them before `load_state_dict`: by their numbers
-        a saved state finds its optimizer. A single optimizer needs no call.
+        With several optimizers, call it for each of them before `load_state_dict`: by
+        their numbers a saved state finds its optimizer. A single optimizer needs no
+        call.
         """
         self._meet(optimizer)
         return optimizer
@@ -135,7 +145,8 @@ class AmpLoop(AmpCore):
     def update(
         self, loss: torch.Tensor | float | None = None, samples: int | None = None
     ) -> dict[str, float]:
-        """End a batch: call `scaler.update()` if an optimizer was stepped, and count everything.
+        """End a batch: call `scaler.update()` if an optimizer was stepped, and count
+        everything.
 
         Call it once a batch, also where gradients accumulate over several.
 
@@ -164,15 +175,20 @@ class AmpLoop(AmpCore):
         It is a collective call: all slots must make it.
 
         Args:
-            batch: The newest batch. If the guard has to end the run, it rehearses this batch to
-                find the cause, operation by operation. All state is restored.
-            loss_fn: Runs the forward of a batch and returns the loss, as for `find_loss_scale`.
+            batch: The newest batch. If the guard has to end the run, it rehearses this
+                batch to find the cause, operation by operation. All state is restored.
+            loss_fn: Runs the forward of a batch and returns the loss, as for
+                `find_loss_scale`.
 
         Raises:
-            ConfigError: if the weights moved and no optimizer was stepped by the scaler.
-            GuardError: if the run no longer trains; save a checkpoint if its `state_is_good`.
+            ConfigError: if the weights moved and no optimizer was stepped by the
+                scaler.
+            GuardError: if the run no longer trains; save a checkpoint if its
+                `state_is_good`.
         """
-        has_moved = any(version_of(parameter) != version for parameter, version in self._versions)
+        has_moved = any(
+            version_of(parameter) != version for parameter, version in self._versions
+        )
         if has_moved and self.scaler.has_scaled and not self.optimizers:
             raise error_of(Mistake.STEPS_ITSELF, self.remedies)
         everywhere = self.slots.allgather(self.metrics.per_slot_reduce())
@@ -191,7 +207,8 @@ class AmpLoop(AmpCore):
 
     def state_dict(self) -> StateDict:
         """Loss scale, counts and schedules, in plain numbers; synchronises."""
-        if self.scaler.outcomes:  # steps that `update` has not counted are in the weights already
+        # steps that `update` has not counted are in the weights already
+        if self.scaler.outcomes:
             self.finish_steps()
         self.guard.warn_of_no_applied_step()
         return {"scaler": self.scaler.state_dict(), **self.metrics.state_dict()}
@@ -200,27 +217,32 @@ class AmpLoop(AmpCore):
         """Continue from a `state_dict`, once models and optimizers are restored.
 
         Raises:
-            ConfigError: if it has the counts of more optimizers than are known here, or is no state
-                of a loop.
+            ConfigError: if it has the counts of more optimizers than are known here, or
+                is no state of a loop.
         """
         if state_dict and "optimizers" not in state_dict:
             problem = "got no state of a loop; allowed: what amp.state_dict() returned"
-            raise self._wrong("load_state_dict", f"{problem}; a GradScaler's is for amp.scaler")
+            raise self._wrong(
+                "load_state_dict", f"{problem}; a GradScaler's is for amp.scaler"
+            )
         if state_dict.get("scaler"):
             self.scaler.load_state_dict(state_dict["scaler"])
         saved = len(state_dict.get("optimizers", ()))
         if saved > max(1, len(self.optimizers)):
             raise self._wrong(
                 "load_state_dict",
-                f"the state has the steps of {saved} optimizers, and {len(self.optimizers)} are "
-                "known here; call amp.wrap_optimizer(optimizer) for each of them before, in the "
-                "same order as in the training that was saved",
+                f"the state has the steps of {saved} optimizers, and "
+                f"{len(self.optimizers)} are known here; call "
+                "amp.wrap_optimizer(optimizer) for each of them before, in the same "
+                "order as in the training that was saved",
             )
         self.metrics.load_state_dict(state_dict)
 
     # Rehearsals of a batch.
 
-    def rehearsal(self, batch: Any, loss_fn: Callable[[Any], torch.Tensor]) -> Rehearsal:
+    def rehearsal(
+        self, batch: Any, loss_fn: Callable[[Any], torch.Tensor]
+    ) -> Rehearsal:
         """A batch that can be trained again without a step.
 
         Args:
@@ -233,7 +255,10 @@ class AmpLoop(AmpCore):
                 loss = loss_fn(own_copy(batch))
             is_loss = isinstance(loss, torch.Tensor) and loss.numel() == 1
             if not (is_loss and loss.requires_grad):
-                problem = "returned no tensor of one element with a gradient; allowed: the loss"
+                problem = (
+                    "returned no tensor of one element with a gradient; allowed: the"
+                    " loss"
+                )
                 raise self._wrong("loss_fn", problem)
             torch.autograd.backward(self.scaler.scale(loss))
 

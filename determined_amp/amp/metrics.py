@@ -1,9 +1,9 @@
 """The metrics of a training, summed on the device and read once per report.
 
-Determined averages the dict that `train_batch` returns, but copies every tensor in it to the host
-on every batch. A `MetricReducer` is asked once per report instead. Everything here is a sum with a
-count, so that a partial last batch or uneven ranks do not bias a mean. A value that was not
-measured is not reported.
+Determined averages the dict that `train_batch` returns, but copies every tensor in it
+to the host on every batch. A `MetricReducer` is asked once per report instead.
+Everything here is a sum with a count, so that a partial last batch or uneven ranks do
+not bias a mean. A value that was not measured is not reported.
 """
 
 from __future__ import annotations
@@ -36,14 +36,17 @@ class StepReport:
     """The steps of one optimizer at a report; the same on every slot.
 
     Args:
-        name: What its metrics end in: empty where there is one optimizer, else `_0`, `_1`, ...
+        name: What its metrics end in: empty where there is one optimizer, else `_0`,
+            `_1`, ...
         applied: Steps applied since the start of the trial.
         skipped: Steps skipped since then.
         consecutive_skips: Steps skipped since the last applied one.
         new_applied: Steps applied since the last report.
         new_attempted: Steps applied or skipped since then.
-        grad_norm: The mean norm of the gradients of `new_applied`; None if it was not measured.
-        largest_gradient: The largest scaled gradient since the last report; 0 if there is none.
+        grad_norm: The mean norm of the gradients of `new_applied`; None if it was not
+            measured.
+        largest_gradient: The largest scaled gradient since the last report; 0 if there
+            is none.
         drifts: Whether it has a scheduler that moves on skipped steps, too.
     """
 
@@ -66,7 +69,8 @@ class TrainingReport:
         loss: Mean over samples of the losses given to `update`; None if none was given.
         scale_of_newest_step: The loss scale of the newest step; 1 without a scaler.
         steps: The steps of every optimizer.
-        first_loss: The loss of the first batch of the process, its mean over slots; None before.
+        first_loss: The loss of the first batch of the process, its mean over slots;
+            None before.
     """
 
     loss: float | None
@@ -84,14 +88,17 @@ class TrainingMetrics(StepsOfEach):
         device: Where the training computes.
         optimizers: The optimizers of the training; more may come later.
         slots: The number of processes of the training.
-        scales: Returns the current scale and that of the newest step, each (), on the device.
+        scales: Returns the current scale and that of the newest step, each (), on the
+            device.
         scaled: Whether a loss scale multiplies the gradients.
 
     Attributes:
         latest: The newest report; None before the first.
-        trial_reports_loss: Set it if the trial itself returns a metric `loss`, which then wins.
+        trial_reports_loss: Set it if the trial itself returns a metric `loss`, which
+            then wins.
         drifting: The optimizers with a scheduler that moves on skipped steps, too.
-        once: Metrics for the next report alone, as those of the audit; that of the chief's slot.
+        once: Metrics for the next report alone, as those of the audit; that of the
+            chief's slot.
     """
 
     def __init__(
@@ -127,11 +134,14 @@ class TrainingMetrics(StepsOfEach):
         Args:
             loss: Mean loss of the batch, (), on the device, detached.
             samples: Samples in the batch; None counts it as one and measures no speed.
-            again: Whether this batch has been counted before, so that only the loss is new.
+            again: Whether this batch has been counted before, so that only the loss is
+                new.
 
         Returns:
-            What `train_batch` must return. Determined 0.38.1 wants a metric from every rank if
-            there are several (an empty dict is an IndexError on the chief), and costs time for
+            What `train_batch` must return. Determined 0.38.1 wants a metric from every
+                rank if
+            there are several (an empty dict is an IndexError on the chief), and costs
+                time for
             each; so it gets one plain number then, and none otherwise.
         """
         weight = 1 if samples is None else samples
@@ -160,7 +170,9 @@ class TrainingMetrics(StepsOfEach):
             self._waited = (self._waited or 0.0) + seconds
 
     def reset(self) -> None:
-        """Called by Determined before every stretch of training and every validation."""
+        """Called by Determined before every stretch of training and every
+        validation.
+        """
         self.once = {}
         self._loss_sum.reset()
         for steps in self.all():
@@ -181,7 +193,10 @@ class TrainingMetrics(StepsOfEach):
         total = self._loss_sum.total()
         first_loss = total if self._first_loss is None else self._first_loss
         of_each = self.all()
-        on_device = [(total, first_loss, *self._scales()), *(each.on_device() for each in of_each)]
+        on_device = [
+            (total, first_loss, *self._scales()),
+            *(each.on_device() for each in of_each),
+        ]
         (loss, first, scale, used), *numbers = read_at_once(on_device)
         of_optimizers = zip(self._optimizers, of_each, numbers, strict=True)
         return {
@@ -200,7 +215,8 @@ class TrainingMetrics(StepsOfEach):
         if not seconds or not self._timed_samples:
             return {}
         speed = {MetricName.SAMPLES_PER_SECOND: self._timed_samples / seconds}
-        if self._waited is not None:  # a batch may have been asked for before the clock started
+        # a batch may have been asked for before the clock started
+        if self._waited is not None:
             speed[MetricName.DATA_WAIT_SHARE] = min(1.0, self._waited / seconds)
         return speed
 
@@ -225,8 +241,11 @@ class TrainingMetrics(StepsOfEach):
             drifts=optimizer in self.drifting,
         )
 
-    def cross_slot_reduce(self, per_slot_metrics: list[dict[str, Any]]) -> dict[str, Any]:
-        """Join the slots. Scale and steps are those of the slot that has made the most steps.
+    def cross_slot_reduce(
+        self, per_slot_metrics: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Join the slots. Scale and steps are those of the slot that has made the most
+        steps.
 
         They are the same on all of them, unless some have run out of data.
         """
@@ -234,7 +253,9 @@ class TrainingMetrics(StepsOfEach):
         furthest = max(slots, key=_attempted_steps)
         losses = sum(slot["losses"] for slot in slots)
         loss = sum(slot["loss_sum"] for slot in slots) / losses if losses else None
-        first_loss = sum(slot["first_loss"] for slot in slots) / len(slots) if losses else None
+        first_loss = (
+            sum(slot["first_loss"] for slot in slots) / len(slots) if losses else None
+        )
         scale, steps = furthest["loss_scale"], furthest["steps"]
         self.latest = TrainingReport(
             loss, furthest["scale_of_newest_step"], tuple(steps), first_loss
@@ -243,7 +264,9 @@ class TrainingMetrics(StepsOfEach):
         if loss is not None and not self.trial_reports_loss:
             metrics[MetricName.LOSS] = loss
         if self._scaled:
-            metrics[MetricName.LOSS_SCALE_LOG2] = math.log2(scale) if scale else -math.inf
+            metrics[MetricName.LOSS_SCALE_LOG2] = (
+                math.log2(scale) if scale else -math.inf
+            )
         for step in steps:
             metrics.update(_metrics_of(step, scaled=self._scaled))
         for name, join in _JOINED.items():
@@ -253,7 +276,9 @@ class TrainingMetrics(StepsOfEach):
         return metrics
 
     def suffix(self, optimizer: Optimizer) -> str:
-        """What the names of an optimizer's metrics end in; nothing if there is only one."""
+        """What the names of an optimizer's metrics end in; nothing if there is only
+        one.
+        """
         several = len(self._optimizers) > 1
         return f"_{self._optimizers.index(optimizer)}" if several else ""
 
@@ -268,7 +293,9 @@ _JOINED: dict[str, Callable[[Sequence[float]], float]] = {
 
 
 def _metrics_of(step: StepReport, *, scaled: bool) -> dict[str, float]:
-    """What is reported of one optimizer; before the first skip some would be charts of zeros."""
+    """What is reported of one optimizer; before the first skip some would be charts of
+    zeros.
+    """
     values: dict[str, float] = {MetricName.APPLIED_STEPS: step.applied}
     if scaled:
         values[MetricName.SKIPPED_STEPS] = step.skipped
@@ -279,7 +306,9 @@ def _metrics_of(step: StepReport, *, scaled: bool) -> dict[str, float]:
     if step.skipped and step.drifts:
         values[MetricName.LR_DRIFT_STEPS] = step.skipped
     if step.largest_gradient:
-        values[MetricName.HEADROOM_BITS] = math.log2(FLOAT16_MAX / step.largest_gradient)
+        values[MetricName.HEADROOM_BITS] = math.log2(
+            FLOAT16_MAX / step.largest_gradient
+        )
     if step.grad_norm is not None:
         values[MetricName.GRAD_NORM] = step.grad_norm
     return {name + step.name: value for name, value in values.items()}
@@ -297,20 +326,26 @@ def read_at_once(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[float]]:
 
 
 def peak_memory_mib(device: torch.device) -> dict[str, float]:
-    """The largest memory use so far in MiB: of torch on a GPU, of the process on a CPU."""
+    """The largest memory use so far in MiB: of torch on a GPU, of the process on a
+    CPU.
+    """
     if device.type == "cuda":
         return {
             MetricName.PEAK_MEMORY_MIB: torch.cuda.max_memory_allocated(device) / 2**20,
-            MetricName.PEAK_RESERVED_MEMORY_MIB: torch.cuda.max_memory_reserved(device) / 2**20,
+            MetricName.PEAK_RESERVED_MEMORY_MIB: torch.cuda.max_memory_reserved(device)
+            / 2**20,
         }
-    return {MetricName.PEAK_MEMORY_MIB: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10}
+    return {
+        MetricName.PEAK_MEMORY_MIB: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        / 2**10
+    }
 
 
 def forget_peak_memory(device: torch.device) -> None:
     """Reset the peak of a GPU; that of a process cannot be reset. No synchronisation.
 
-    On the first batches cuDNN tries algorithms that can need far more memory than the one it
-    chooses, and the audit holds memory of its own.
+    On the first batches cuDNN tries algorithms that can need far more memory than the
+    one it chooses, and the audit holds memory of its own.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,4 +1,6 @@
-"""The well-known mistakes with a loss scale, each an illegal transition of one optimizer."""
+"""The well-known mistakes with a loss scale, each an illegal transition of one
+optimizer.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +22,28 @@ class Mistake(enum.Enum):
     """A mistake, with the words that describe it."""
 
     CLIPS_SCALED = "it clips gradients that are still scaled"
-    STEPS_TWICE = "it steps an optimizer again without amp.update(...) after the first step"
+    STEPS_TWICE = (
+        "it steps an optimizer again without amp.update(...) after the first step"
+    )
     STEPS_ITSELF = "it steps an optimizer whose gradients may still be scaled"
     SCALES_NO_LOSS = "it does not scale the loss"
     TAKES_CLOSURE = "it steps with a closure, which a loss scale does not allow"
     UPDATES_NOTHING = "it steps an optimizer, and must end with amp.update(...)"
 
 
-# What each call does to an optimizer in each stage. Other mistakes are possible in every stage: a
-# step that bypasses the scaler or takes a closure, or one without a scaled loss since the last
-# update.
+# What each call does to an optimizer in each stage. Other mistakes are possible in
+# every stage: a step that bypasses the scaler or takes a closure, or one without a
+# scaled loss since the last update.
 TRANSITIONS: Mapping[tuple[Stage, str], Stage | Mistake] = {
     (Stage.SCALED, "unscale"): Stage.UNSCALED,
     (Stage.SCALED, "clip"): Mistake.CLIPS_SCALED,
     (Stage.SCALED, "step"): Stage.STEPPED,
     (Stage.SCALED, "end"): Stage.SCALED,
-    (Stage.UNSCALED, "unscale"): Stage.UNSCALED,  # torch itself refuses it, if it scales
+    # torch itself refuses it, if it scales
+    (
+        Stage.UNSCALED,
+        "unscale",
+    ): Stage.UNSCALED,
     (Stage.UNSCALED, "clip"): Stage.UNSCALED,
     (Stage.UNSCALED, "step"): Stage.STEPPED,
     (Stage.UNSCALED, "end"): Stage.UNSCALED,
@@ -46,7 +54,8 @@ TRANSITIONS: Mapping[tuple[Stage, str], Stage | Mistake] = {
 }
 
 _TWICE = (
-    "amp.update(...) at the end of each batch, with amp.finish_steps() between two steps of a batch"
+    "amp.update(...) at the end of each batch, with amp.finish_steps() between two"
+    " steps of a batch"
 )
 _NO_SCALE = "precision amp_bf16, tf32 or fp32"
 
@@ -61,8 +70,10 @@ IN_A_LOOP: Mapping[Mistake, str] = {
 
 # The same in the `train_batch` of a trial.
 IN_A_TRIAL: Mapping[Mistake, str] = {
-    Mistake.CLIPS_SCALED: "clip_grads=amp.clip(optimizer, max_norm=...), or a function that calls "
-    "amp.scaler.unscale_(optimizer) first",
+    Mistake.CLIPS_SCALED: (
+        "clip_grads=amp.clip(optimizer, max_norm=...), or a function that calls "
+        "amp.scaler.unscale_(optimizer) first"
+    ),
     Mistake.STEPS_TWICE: _TWICE,
     Mistake.TAKES_CLOSURE: _NO_SCALE,
     Mistake.STEPS_ITSELF: "context.step_optimizer(optimizer, scaler=amp.scaler)",
@@ -77,6 +88,8 @@ def error_of(mistake: Mistake, remedies: Mapping[Mistake, str]) -> ConfigError:
         mistake: What was done.
         remedies: `IN_A_LOOP` or `IN_A_TRIAL`.
     """
-    source, place = ("the trial", "train_batch: ") if remedies is IN_A_TRIAL else ("the loop", "")
+    source, place = (
+        ("the trial", "train_batch: ") if remedies is IN_A_TRIAL else ("the loop", "")
+    )
     remedy = f"; allowed: {remedies[mistake]}" if mistake in remedies else ""
     return ConfigError(source, [f"{place}{mistake.value}{remedy}"])

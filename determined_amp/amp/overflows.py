@@ -16,12 +16,21 @@ from determined_amp.amp.tensors import has_nan, is_finite, largest_of, tensors_o
 from determined_amp.amp.torch_private import CAST, TorchDispatchMode
 
 # A mask may be -inf; what is computed from it is judged there.
-_MASKS = {"fill", "fill_", "full_like", "index_fill", "index_fill_", "masked_fill", "masked_fill_"}
+_MASKS = {
+    "fill",
+    "fill_",
+    "full_like",
+    "index_fill",
+    "index_fill_",
+    "masked_fill",
+    "masked_fill_",
+}
 _UNINITIALISED = {"empty_like", "new_empty", "new_empty_strided"}
 
 _MOST_PLACES = 16
 
-# A module, the name of an operation, and how many of that name the module has called before.
+# A module, the name of an operation, and how many of that name the module has called
+# before.
 Key = tuple[str, str, int]
 
 
@@ -57,8 +66,8 @@ class OverflowWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
     Attributes:
         forward: The first places of the forward.
-        backward: The module of the first node of the backward that makes what is not finite of
-            what is.
+        backward: The module of the first node of the backward that makes what is not
+            finite of what is.
         largest: The largest magnitudes of the recorded operations.
     """
 
@@ -76,7 +85,9 @@ class OverflowWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         self.largest: dict[Key, float] = {}
         self._asked = asked
         self._graph = BackwardGraph(models, optimizers, self._look_at_node)
-        self._leaves = {n for m, n in module_names(models).items() if not list(m.children())}
+        self._leaves = {
+            n for m, n in module_names(models).items() if not list(m.children())
+        }
         self._calls: Counter[tuple[str, str]] = Counter()
 
     @contextmanager
@@ -85,7 +96,9 @@ class OverflowWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         with self._graph.watching(), self:
             yield
 
-    def _look_at_node(self, module: str, operation: str, made: Gradients, taken: Gradients) -> None:
+    def _look_at_node(
+        self, module: str, operation: str, made: Gradients, taken: Gradients
+    ) -> None:
         if self.backward is None and _are_finite(taken) and not _are_finite(made):
             self.backward = module
 
@@ -94,13 +107,18 @@ class OverflowWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         operation = str(getattr(func, "overloadpacket", func)).rpartition(".")[2]
-        results = [tensor for tensor in tensors_of(result) if tensor.is_floating_point()]
-        # In a backward nodes are looked at; a checkpoint only repeats its forward there.
+        results = [
+            tensor for tensor in tensors_of(result) if tensor.is_floating_point()
+        ]
+        # In a backward nodes are looked at; a checkpoint only repeats its forward
+        # there.
         if results and not self._graph.in_backward and operation not in _UNINITIALISED:
             self._look_at(operation, results, (args, kwargs or {}))
         return result
 
-    def _look_at(self, operation: str, results: list[torch.Tensor], arguments: Any) -> None:
+    def _look_at(
+        self, operation: str, results: list[torch.Tensor], arguments: Any
+    ) -> None:
         module = self._graph.current
         key = module, operation, self._calls[module, operation]
         is_cast = operation == CAST.__name__
@@ -108,15 +126,26 @@ class OverflowWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             self._calls[module, operation] += 1
             if key in self._asked:
                 self.largest[key] = max(map(largest_of, results))
-        if _are_finite(results) or operation in _MASKS or len(self.forward) == _MOST_PLACES:
+        if (
+            _are_finite(results)
+            or operation in _MASKS
+            or len(self.forward) == _MOST_PLACES
+        ):
             return
-        inputs = [tensor for tensor in tensors_of(arguments) if tensor.is_floating_point()]
-        # A softmax over nothing but masks of -inf is NaN, though its inputs are not finite either.
+        inputs = [
+            tensor for tensor in tensors_of(arguments) if tensor.is_floating_point()
+        ]
+        # A softmax over nothing but masks of -inf is NaN, though its inputs are not
+        # finite either.
         makes_nan = any(map(has_nan, results)) and not any(map(has_nan, inputs))
         if inputs and (makes_nan or _are_finite(inputs)):
             cast_of = max(map(largest_of, inputs)) if is_cast else None
             between = None if module in self._leaves else self._graph.left
-            kind = "weight" if is_cast and isinstance(inputs[0], nn.Parameter) else "activation"
+            kind = (
+                "weight"
+                if is_cast and isinstance(inputs[0], nn.Parameter)
+                else "activation"
+            )
             self.forward.append(Place(key, between, cast_of, kind, results[0].dtype))
 
 

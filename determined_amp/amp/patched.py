@@ -2,16 +2,19 @@
 
 These attributes of torch are replaced this way, for the whole process:
 
-* `torch.autocast.__enter__`, while a batch is rehearsed in another dtype: the trial's own code
-  opens the regions, and nothing else changes their dtype.
-* `torch.autograd.Variable._execution_engine`, while a batch is rehearsed, and while an unmodified
-  trial trains: `Tensor.backward` and `torch.autograd.grad` have no hook, and all of them end there.
-* What registers forward hooks, while an unmodified trial trains in 16 bits: they see float32.
-* What registers hooks of a backward, and `Tensor.retain_grad`, while an unmodified trial trains
-  with a loss scale: they are refused.
-* A function that torch's clips call, between a scaled loss and its step: clips of scaled gradients
-  are refused; see `amp/scaled_gradients.py`.
-* `GradScaler.scale`, while the finder looks: a loss may be scaled by a scaler of the trial's own.
+* `torch.autocast.__enter__`, while a batch is rehearsed in another dtype: the trial's
+  own code opens the regions, and nothing else changes their dtype.
+* `torch.autograd.Variable._execution_engine`, while a batch is rehearsed, and while an
+  unmodified trial trains: `Tensor.backward` and `torch.autograd.grad` have no hook, and
+  all of them end there.
+* What registers forward hooks, while an unmodified trial trains in 16 bits: they see
+  float32.
+* What registers hooks of a backward, and `Tensor.retain_grad`, while an unmodified
+  trial trains with a loss scale: they are refused.
+* A function that torch's clips call, between a scaled loss and its step: clips of
+  scaled gradients are refused; see `amp/scaled_gradients.py`.
+* `GradScaler.scale`, while the finder looks: a loss may be scaled by a scaler of the
+trial's own.
 """
 
 from __future__ import annotations

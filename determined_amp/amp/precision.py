@@ -20,15 +20,15 @@ logger = logging.getLogger(__name__)
 class DeviceSupport:
     """What a GPU computes natively, that is, without a detour through float32.
 
-    A CPU is said to lack what it has instructions for, too: whether its kernels use them, and how
-    fast they are, only a measurement tells.
+    A CPU is said to lack what it has instructions for, too: whether its kernels use
+    them, and how fast they are, only a measurement tells.
 
     Args:
         name: The device, in words.
         tf32: TF32 tensor cores (Ampere and later).
         fp16: float16.
-        bf16: bfloat16 without emulation. `torch.cuda.is_bf16_supported()` also says yes where it
-            is emulated (Turing and older).
+        bf16: bfloat16 without emulation. `torch.cuda.is_bf16_supported()` also says yes
+            where it is emulated (Turing and older).
     """
 
     name: str
@@ -77,14 +77,17 @@ class PrecisionError(UserError):
     """The device would emulate the precision that was asked for."""
 
 
-def prepare_backend(precision: Precision, device: torch.device, *, set_switches: bool) -> None:
-    """Set the process-wide switches for TF32 that `precision` needs, before the first kernel.
+def prepare_backend(
+    precision: Precision, device: torch.device, *, set_switches: bool
+) -> None:
+    """Set the process-wide switches for TF32 that `precision` needs, before the first
+    kernel.
 
-    TF32 is on only for `tf32`. What the AMP precisions keep in float32 is sensitive, so it stays
-    IEEE float32.
+    TF32 is on only for `tf32`. What the AMP precisions keep in float32 is sensitive, so
+    it stays IEEE float32.
 
-    A precision that a GPU only emulates is an error. On a CPU it is allowed, because people try out
-    a YAML there before they use a GPU; see `warn_of_slow_operations`.
+    A precision that a GPU only emulates is an error. On a CPU it is allowed, because
+    people try out a YAML there before they use a GPU; see `warn_of_slow_operations`.
 
     Args:
         precision: The precision of training.
@@ -104,17 +107,19 @@ def prepare_backend(precision: Precision, device: torch.device, *, set_switches:
             )
         elif device.type == "cuda":
             raise PrecisionError(
-                f"amp.precision: got {precision.value}, which {support.name} only emulates "
-                "(slower than fp32); allowed on it: fp32, amp_fp16"
+                f"amp.precision: got {precision.value}, which {support.name} only "
+                "emulates (slower than fp32); allowed on it: fp32, amp_fp16"
             )
     if set_switches:
         _set_tf32(on=precision is Precision.TF32 and support.tf32)
 
 
 def _set_tf32(*, on: bool) -> None:
-    """Set torch's old switches and, where this torch has them, the new ones of every operation.
+    """Set torch's old switches and, where this torch has them, the new ones of every
+    operation.
 
-    The old ones alone leave convolutions at TF32 if `torch.backends.fp32_precision` was set before.
+    The old ones alone leave convolutions at TF32 if `torch.backends.fp32_precision` was
+    set before.
     """
     torch.set_float32_matmul_precision("high" if on else "highest")
     torch.backends.cudnn.allow_tf32 = on
@@ -127,17 +132,20 @@ def _set_tf32(*, on: bool) -> None:
 def warn_of_slow_operations(precision: Precision, device: torch.device) -> None:
     """Warn that a CPU may compute far slower in 16 bits, and name what measures it.
 
-    It may also be faster. Instructions for a dtype do not tell: not every kernel uses them.
+    It may also be faster. Instructions for a dtype do not tell: not every kernel uses
+    them.
     """
     if precision.autocast_dtype is not None and device.type == "cpu":
         logger.warning(
-            "amp.precision is %s on a CPU, which may compute many times slower in 16 bits than in "
-            "float32: `python -m determined_amp compare` measures it",
+            "amp.precision is %s on a CPU, which may compute many times slower in 16 "
+            "bits than in float32: `python -m determined_amp compare` measures it",
             precision.value,
         )
 
 
-def autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+def autocast(
+    device_type: str, dtype: torch.dtype | None
+) -> AbstractContextManager[Any]:
     """A region of torch's autocast in a dtype; disabled if there is none."""
     return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
 

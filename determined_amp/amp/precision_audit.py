@@ -1,11 +1,13 @@
-"""Checks on one real training batch that a run computes in the precision its YAML asks for.
+"""Checks on one real training batch that a run computes in the precision its YAML asks
+for.
 
-A model that leaves autocast trains in float32 without any sign of it. The audit counts the products
-of the first batch by dtype, forward and backward, and stops the run if the wrong dtype dominates.
+A model that leaves autocast trains in float32 without any sign of it. The audit counts
+the products of the first batch by dtype, forward and backward, and stops the run if the
+wrong dtype dominates.
 
-A product is an operation for which `torch.utils.flop_counter` has a formula: matrix products,
-convolutions and fused attention (on a CPU, torch 2.3 does not count fused attention). Recurrent
-layers and anything in `torch.inference_mode` are not counted.
+A product is an operation for which `torch.utils.flop_counter` has a formula: matrix
+products, convolutions and fused attention (on a CPU, torch 2.3 does not count fused
+attention). Recurrent layers and anything in `torch.inference_mode` are not counted.
 """
 
 from __future__ import annotations
@@ -29,14 +31,16 @@ from determined_amp.amp.tensors import dtype_name
 from determined_amp.amp.torch_private import TorchDispatchMode
 
 _REMEDY = (
-    "Is the forward in train_batch under amp.autocast()? In a trial without a MixedPrecision of "
-    "its own, is every model, a teacher too, given to context.wrap_model, and called as "
-    "model(inputs) or model.member(inputs)? Look for fp32_modules in the YAML, for "
-    "autocast(enabled=False), .float(), .double() and .to() in the model, and for code that sets "
-    "torch.backends; or ask for the precision that it computes in."
+    "Is the forward in train_batch under amp.autocast()? In a trial without a "
+    "MixedPrecision of its own, is every model, a teacher too, given to "
+    "context.wrap_model, and called as model(inputs) or model.member(inputs)? Look for "
+    "fp32_modules in the YAML, for autocast(enabled=False), .float(), .double() and "
+    ".to() in the model, and for code that sets torch.backends; or ask for the "
+    "precision that it computes in."
 )
 
-# The keyword for an operation's result in torch's FLOP formulas; torch 2.3 uses another keyword.
+# The keyword for an operation's result in torch's FLOP formulas; torch 2.3 uses another
+# keyword.
 _FORMULA = inspect.signature(flop_registry[torch.ops.aten.mm], follow_wrapped=False)
 _RESULT = "out_val" if "out_val" in _FORMULA.parameters else "out"
 
@@ -44,9 +48,9 @@ _RESULT = "out_val" if "out_val" in _FORMULA.parameters else "out"
 class ProductCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
     """Counts products by dtype. It does not synchronise.
 
-    Count a rehearsal, which makes no step, never a batch that is trained: while a mode watches,
-    autocast does not reach the products inside some operations, such as those of `nn.Bilinear` and
-    `torch.sparse.mm`.
+    Count a rehearsal, which makes no step, never a batch that is trained: while a mode
+    watches, autocast does not reach the products inside some operations, such as those
+    of `nn.Bilinear` and `torch.sparse.mm`.
 
     The backward is counted too, because autograd's threads inherit the mode.
 
@@ -54,7 +58,9 @@ class ProductCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         flops: FLOPs by operation and dtype of its factors; a multiply-add counts as 2.
     """
 
-    supports_higher_order_operators = True  # torch refuses a batch with flex_attention otherwise
+    supports_higher_order_operators = (
+        True  # torch refuses a batch with flex_attention otherwise
+    )
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -72,9 +78,15 @@ class ProductCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return result
 
     def _count_product(self, operation: str, flops: int, args: tuple[Any, ...]) -> None:
-        dtypes = [a.dtype for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()]
+        dtypes = [
+            a.dtype
+            for a in args
+            if isinstance(a, torch.Tensor) and a.is_floating_point()
+        ]
         if dtypes:  # attention also takes statistics, which are wider than its factors
-            self.flops[operation, min(dtypes, key=lambda dtype: dtype.itemsize)] += flops
+            self.flops[operation, min(dtypes, key=lambda dtype: dtype.itemsize)] += (
+                flops
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +96,8 @@ class Audit:
     precision: Precision  # the precision that the YAML asks for
     # FLOPs by operation and dtype, forward and backward.
     flops: Mapping[tuple[str, torch.dtype], int]
-    # State of torch's TF32 switches for float32 products: `on`, `off`, or `mixed` if they disagree.
-    # TF32 products are counted as float32.
+    # State of torch's TF32 switches for float32 products: `on`, `off`, or `mixed` if
+    # they disagree. TF32 products are counted as float32.
     tf32: str
     device_has_tf32: bool  # whether the device has TF32 at all
 
@@ -101,7 +113,9 @@ class Audit:
     @property
     def share(self) -> float:
         """Share of the FLOPs that are in `dtype`; 0 if there are no FLOPs."""
-        right = sum(flops for (_, dtype), flops in self.flops.items() if dtype == self.dtype)
+        right = sum(
+            flops for (_, dtype), flops in self.flops.items() if dtype == self.dtype
+        )
         return right / max(self.total_flops, 1)
 
     @property
@@ -112,23 +126,38 @@ class Audit:
         """What is wrong, in one sentence; None if the batch was computed as asked."""
         setting = f"hyperparameters.amp.precision is {self.precision.value}"
         if not self.total_flops:
-            return None  # nothing to judge, as with only embeddings or a recurrent layer
+            return (
+                None  # nothing to judge, as with only embeddings or a recurrent layer
+            )
         if self.share <= 0.5:
-            return f"{setting}, but {self.share:.1%} of the FLOPs are in {dtype_name(self.dtype)}"
+            return (
+                f"{setting}, but {self.share:.1%} of the FLOPs are in"
+                f" {dtype_name(self.dtype)}"
+            )
         fp32, tf32 = self.precision is Precision.FP32, self.precision is Precision.TF32
-        if (fp32 and self.tf32 != "off") or (tf32 and self.device_has_tf32 and self.tf32 != "on"):
+        if (fp32 and self.tf32 != "off") or (
+            tf32 and self.device_has_tf32 and self.tf32 != "on"
+        ):
             return f"{setting}, but torch's switches for TF32 are {self.tf32}"
         return None
 
     def table(self) -> str:
         """The counts as text, the largest first."""
-        width = max(len(operation) for operation in ("operation", *(o for o, _ in self.flops)))
+        width = max(
+            len(operation) for operation in ("operation", *(o for o, _ in self.flops))
+        )
         lines = [f"{'operation':{width}}  {'dtype':9}{'GFLOP':>10}{'share':>8}"]
-        for (operation, dtype), flops in sorted(self.flops.items(), key=lambda row: -row[1]):
+        for (operation, dtype), flops in sorted(
+            self.flops.items(), key=lambda row: -row[1]
+        ):
             name, share = dtype_name(dtype), flops / self.total_flops
-            lines.append(f"{operation:{width}}  {name:9}{flops / 1e9:>10.4g}{share:>8.1%}")
+            lines.append(
+                f"{operation:{width}}  {name:9}{flops / 1e9:>10.4g}{share:>8.1%}"
+            )
         asked = dtype_name(self.dtype)
-        lines.append(f"{self.precision.value} asks for {asked}: {self.share:.1%} of the FLOPs")
+        lines.append(
+            f"{self.precision.value} asks for {asked}: {self.share:.1%} of the FLOPs"
+        )
         lines.append(f"TF32 switches: {self.tf32}")
         return "\n".join(lines)
 
@@ -145,14 +174,17 @@ class AuditError(UserError):
         super().__init__(f"audit: {audit.failure()}\n{audit.table()}\n{_REMEDY}")
 
 
-def audit_loss(amp: AmpLoop, loss_fn: Callable[[Any], torch.Tensor], batch: Any) -> Audit:
+def audit_loss(
+    amp: AmpLoop, loss_fn: Callable[[Any], torch.Tensor], batch: Any
+) -> Audit:
     """Audit one batch of your own loop, forward and backward, without a step.
 
     Parameters, gradients, buffers and random state are restored.
 
     Args:
         amp: The loop's; its models are those given to `prepare`.
-        loss_fn: Runs the forward of a batch and returns the loss; called under autocast.
+        loss_fn: Runs the forward of a batch and returns the loss; called under
+            autocast.
         batch: A training batch.
 
     Raises:
@@ -160,14 +192,19 @@ def audit_loss(amp: AmpLoop, loss_fn: Callable[[Any], torch.Tensor], batch: Any)
         ConfigError: if `amp` knows no model, or `loss_fn` returns no loss.
     """
     if not amp.models:  # their gradients would stay
-        problem = "audit_loss: no model was given; allowed: amp.prepare(model) for each, before"
+        problem = (
+            "audit_loss: no model was given; allowed: amp.prepare(model) for each,"
+            " before"
+        )
         raise ConfigError(amp.source, [problem])
     rehearsal = amp.rehearsal(batch, loss_fn)
     has_tf32 = DeviceSupport.of(amp.device).tf32
     return audit_rehearsal(rehearsal, amp.settings.precision, has_tf32=has_tf32)
 
 
-def audit_rehearsal(rehearsal: Rehearsal, precision: Precision, *, has_tf32: bool) -> Audit:
+def audit_rehearsal(
+    rehearsal: Rehearsal, precision: Precision, *, has_tf32: bool
+) -> Audit:
     """Audit one rehearsal of a batch.
 
     Args:

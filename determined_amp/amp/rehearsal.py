@@ -39,8 +39,8 @@ from determined_amp.amp.torch_private import backwards_through, version_of
 
 logger = logging.getLogger(__name__)
 
-# Trains the batch at a loss scale, None for the current one: forward, loss and backward as in
-# training, without a step.
+# Trains the batch at a loss scale, None for the current one: forward, loss and backward
+# as in training, without a step.
 Train = Callable[["float | None"], object]
 
 _NEVER_COPIED = (Dataset, DataLoader, types.MethodType)
@@ -58,11 +58,15 @@ _register_hook = torch.Tensor.register_hook
 class Rehearsed:
     """What a rehearsal came to."""
 
-    largest_loss: float  # the largest magnitude of the scaled losses; infinite if one is not finite
-    # Names of the parameters whose gradients are not finite, in the order of the backward.
+    # the largest magnitude of the scaled losses; infinite if one is not finite
+    largest_loss: float
+    # Names of the parameters whose gradients are not finite, in the order of the
+    # backward.
     lost: tuple[str, ...]
     has_gradients: bool  # whether any parameter got one
-    uses_float16: bool  # whether a float16 autocast region was entered, in whatever dtype it ran
+    uses_float16: (
+        bool  # whether a float16 autocast region was entered, in whatever dtype it ran
+    )
 
     @property
     def loss_is_finite(self) -> bool:
@@ -76,9 +80,9 @@ class Rehearsed:
 class Rehearsal:
     """A batch that can be trained again and again without a step.
 
-    Everything is put back after a run, see `undisturbed`. The batch is rehearsed on this slot
-    alone, unless its forward waits for the others, as SyncBatchNorm does: then all slots must make
-    the same runs.
+    Everything is put back after a run, see `undisturbed`. The batch is rehearsed on
+    this slot alone, unless its forward waits for the others, as SyncBatchNorm does:
+    then all slots must make the same runs.
 
     Args:
         train: Trains the batch.
@@ -111,8 +115,8 @@ class Rehearsal:
 
         Args:
             scale: The loss scale; by default the current one.
-            dtype: bfloat16 in place of float16, or float32 for no autocast at all; by default as
-                in training.
+            dtype: bfloat16 in place of float16, or float32 for no autocast at all; by
+                default as in training.
             islands: Modules to keep in float32.
             watch: Open while the batch is trained.
         """
@@ -132,20 +136,30 @@ class Rehearsal:
 
 
 class _Results:
-    """The losses and the gradients of a rehearsal; nothing waits for the device until `read`."""
+    """The losses and the gradients of a rehearsal; nothing waits for the device until
+    `read`.
+    """
 
-    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> None:
         self._parameters: dict[str, torch.Tensor] = dict(named_parameters(models))
         others = set(parameters_in((), optimizers)) - set(self._parameters.values())
-        self._parameters |= {f"(parameter {i} of no model)": p for i, p in enumerate(others)}
+        self._parameters |= {
+            f"(parameter {i} of no model)": p for i, p in enumerate(others)
+        }
         self._losses: list[torch.Tensor] = []
         self._finite: list[tuple[str, torch.Tensor]] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look at every loss and at every gradient as it arrives: a trial may clip or drop it."""
+        """Look at every loss and at every gradient as it arrives: a trial may clip or
+        drop it.
+        """
 
-        def run_and_note(run: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        def run_and_note(
+            run: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any
+        ) -> Any:
             if kwargs.get("accumulate_grad"):
                 self._losses += [loss.detach() for loss in tensors_of(outputs)]
             return run(outputs, *args, **kwargs)
@@ -161,7 +175,8 @@ class _Results:
 
     def look_at_gradients(self) -> None:
         """Look at what is left of the gradients: a trial may set them itself."""
-        for name, parameter in reversed(self._parameters.items()):  # a backward reaches the last
+        # a backward reaches the last
+        for name, parameter in reversed(self._parameters.items()):
             if parameter.grad is not None:  # ones first
                 self._note(name, parameter.grad)
 
@@ -170,14 +185,19 @@ class _Results:
         # `max` would lose a NaN, which is not larger than any number.
         losses = [loss if math.isfinite(loss) else math.inf for loss in losses]
         lost = dict.fromkeys(name for name, is_finite in self._finite if not is_finite)
-        return Rehearsed(max(losses, default=0.0), tuple(lost), bool(self._finite), uses_float16)
+        return Rehearsed(
+            max(losses, default=0.0), tuple(lost), bool(self._finite), uses_float16
+        )
 
     def _note(self, name: str, gradient: torch.Tensor) -> None:
         self._finite.append((name, torch.isfinite(values_of(gradient)).all()))
 
 
-def largest_working(fails: Callable[[int], bool], guess: int, least: int, most: int) -> int:
-    """The largest number that does not fail, if everything above one that fails does, too.
+def largest_working(
+    fails: Callable[[int], bool], guess: int, least: int, most: int
+) -> int:
+    """The largest number that does not fail, if everything above one that fails does,
+    too.
 
     It goes from the guess in steps that double, then halves.
 
@@ -214,7 +234,8 @@ def own_copy(batch: Any, *, shared: bool = False) -> Any:
     """A copy of a batch, which a trial may take apart and change in place.
 
     Args:
-        batch: Tensors in any containers. A container that cannot be copied is returned itself.
+        batch: Tensors in any containers. A container that cannot be copied is returned
+            itself.
         shared: Whether to copy the containers only, and share the tensors.
     """
     return mapped(batch, partial(_own_item, shared=shared))
@@ -222,8 +243,11 @@ def own_copy(batch: Any, *, shared: bool = False) -> Any:
 
 def _own_item(item: Any, *, shared: bool) -> Any:
     if isinstance(item, torch.Tensor):
-        # torch's own deepcopy of a view copies all of the memory that the view is a part of.
-        return item if shared else item.detach().clone().requires_grad_(item.requires_grad)
+        # torch's own deepcopy of a view copies all of the memory that the view is a
+        # part of.
+        return (
+            item if shared else item.detach().clone().requires_grad_(item.requires_grad)
+        )
     try:
         if shared:
             return copy.copy(item)
@@ -236,8 +260,9 @@ def _own_item(item: Any, *, shared: bool) -> Any:
 class NewestBatch:
     """Trains batches, and keeps the newest one so that it can be rehearsed.
 
-    A training may take its batch apart and change tensors in place. Tensors are costly to copy, so
-    those of later batches are copied only if it has changed a tensor before.
+    A training may take its batch apart and change tensors in place. Tensors are costly
+    to copy, so those of later batches are copied only if it has changed a tensor
+    before.
 
     Args:
         train: Called with `batch=` and its indices by name.
@@ -287,8 +312,12 @@ def without_steps(
         others: Other objects, each with the name of a method that does nothing either.
         scale: The loss scale in this block; by default the current one.
     """
-    still: list[tuple[object, str]] = [(scaler, name) for name in ("step", "update", "unscale_")]
-    still += [(optimizer, name) for optimizer in optimizers for name in ("step", "zero_grad")]
+    still: list[tuple[object, str]] = [
+        (scaler, name) for name in ("step", "update", "unscale_")
+    ]
+    still += [
+        (optimizer, name) for optimizer in optimizers for name in ("step", "zero_grad")
+    ]
     with ExitStack() as stack:
         for owner, name in (*still, *others):
             stack.enter_context(patched(owner, name, _do_nothing))
@@ -304,12 +333,15 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 @contextmanager
-def undisturbed(*models: nn.Module, optimizers: Sequence[Optimizer] = ()) -> Iterator[None]:
+def undisturbed(
+    *models: nn.Module, optimizers: Sequence[Optimizer] = ()
+) -> Iterator[None]:
     """Train a batch in this block, then restore all state.
 
-    Gradients are enabled and the models are in training mode, even during a validation. Weights
-    (some trials clip or average them themselves), gradients, buffers, modes, settings of the
-    optimizers and random state are restored. DistributedDataParallel exchanges nothing.
+    Gradients are enabled and the models are in training mode, even during a validation.
+    Weights (some trials clip or average them themselves), gradients, buffers, modes,
+    settings of the optimizers and random state are restored. DistributedDataParallel
+    exchanges nothing.
     """
     parameters = parameters_in(models, optimizers)
     modules = [module for model in models for module in model.modules()]
@@ -323,8 +355,11 @@ def undisturbed(*models: nn.Module, optimizers: Sequence[Optimizer] = ()) -> Ite
             stack.callback(setattr, module, "training", module.training)
             if not isinstance(module, LazyModuleMixin):  # which learns its sizes
                 stack.callback(_put_back_plain_values, module, _plain_values(module))
-            if not isinstance(module, torch.jit.ScriptModule):  # which keeps its own buffers
-                stack.callback(_put_back_buffers, module, _own_buffers(module), dir(module))
+            # which keeps its own buffers
+            if not isinstance(module, torch.jit.ScriptModule):
+                stack.callback(
+                    _put_back_buffers, module, _own_buffers(module), dir(module)
+                )
         _keep_weights(stack, parameters)
         for group in groups:
             stack.callback(group.update, dict(group))
@@ -339,7 +374,9 @@ def undisturbed(*models: nn.Module, optimizers: Sequence[Optimizer] = ()) -> Ite
 
 
 def _keep_random_state(stack: ExitStack, parameters: Sequence[torch.Tensor]) -> None:
-    devices = {parameter.device for parameter in parameters if parameter.device.type == "cuda"}
+    devices = {
+        parameter.device for parameter in parameters if parameter.device.type == "cuda"
+    }
     stack.enter_context(torch.random.fork_rng(devices=list(devices)))
     stack.callback(random.setstate, random.getstate())
     numpy: Any = sys.modules.get("numpy")  # a batch that draws from it has imported it
@@ -398,14 +435,16 @@ def _own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def attributes_apart(owner: object, shared: Iterable[object]) -> Iterator[None]:
-    """Give an object copies of its attributes in this block, and its own attributes after it.
+    """Give an object copies of its attributes in this block, and its own attributes
+    after it.
 
-    So a counter or a queue that it keeps does not see a batch that is trained in the block.
+    So a counter or a queue that it keeps does not see a batch that is trained in the
+    block.
 
     Args:
         owner: Whose attributes are copied, such as a trial.
-        shared: Objects that are not copied, wherever they are met. Neither are data sets, methods,
-            and what cannot be copied.
+        shared: Objects that are not copied, wherever they are met. Neither are data
+            sets, methods, and what cannot be copied.
     """
     attributes = vars(owner)
     own = dict(attributes)
@@ -420,9 +459,9 @@ def attributes_apart(owner: object, shared: Iterable[object]) -> Iterator[None]:
                     moves_on.append(name)
     if moves_on:
         logger.warning(
-            "the audit trains the first batch once more, on copies of what the trial keeps; it "
-            "cannot copy %s, which the training finds as that batch has left it; amp.audit: false "
-            "trains without an audit",
+            "the audit trains the first batch once more, on copies of what the trial "
+            "keeps; it cannot copy %s, which the training finds as that batch has left "
+            "it; amp.audit: false trains without an audit",
             ", ".join(moves_on),
         )
     try:
@@ -437,8 +476,8 @@ def float16_as(dtype: torch.dtype | None) -> Iterator[set[torch.dtype]]:
     """Make the autocast regions in this block compute in another dtype.
 
     Args:
-        dtype: bfloat16, in which float16 regions compute then, or float32, which switches float16
-            and bfloat16 regions off; None changes nothing.
+        dtype: bfloat16, in which float16 regions compute then, or float32, which
+            switches float16 and bfloat16 regions off; None changes nothing.
 
     Yields:
         The dtypes of the regions that are entered, as they are in training.
@@ -459,7 +498,9 @@ def float16_as(dtype: torch.dtype | None) -> Iterator[set[torch.dtype]]:
             region.__exit__(None, None, None)
             other: Any = autocast(region.device, None if in_float32 else dtype)
             enter(other)  # type: ignore[no-untyped-call]
-            before = {name: value for name, value in vars(other).items() if "prev" in name}
+            before = {
+                name: value for name, value in vars(other).items() if "prev" in name
+            }
             vars(region).update(before)  # what its exit puts back
         return region
 

@@ -17,9 +17,9 @@ _STATISTICS = ("running_mean", "running_var")
 class RunningStatistics:
     """The running statistics of normalisation layers.
 
-    A forward that overflows writes infinity into them although the step is skipped, and every later
-    validation computes NaN. Such statistics are reset to their values at the last report. Buffers
-    of other modules are left alone: a mask may be -inf.
+    A forward that overflows writes infinity into them although the step is skipped, and
+    every later validation computes NaN. Such statistics are reset to their values at
+    the last report. Buffers of other modules are left alone: a mask may be -inf.
 
     Args:
         models: The models that have the layers.
@@ -27,23 +27,29 @@ class RunningStatistics:
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         named = (pair for model in models for pair in model.named_buffers())
-        buffers = (buffer for name, buffer in named if name.rpartition(".")[2] in _STATISTICS)
+        buffers = (
+            buffer for name, buffer in named if name.rpartition(".")[2] in _STATISTICS
+        )
         self._buffers = list(dict.fromkeys(buffers))
         self._good = [buffer.detach().clone() for buffer in self._buffers]
 
     @torch.no_grad()
     def repair(self) -> None:
-        """Put back buffers that are not finite, and remember the others; synchronises once."""
+        """Put back buffers that are not finite, and remember the others; synchronises
+        once.
+        """
         if not self._buffers:
             return
-        poisoned = torch.stack([torch.isfinite(buffer).all() for buffer in self._buffers]) == 0
+        poisoned = (
+            torch.stack([torch.isfinite(buffer).all() for buffer in self._buffers]) == 0
+        )
         for bad, buffer, good in zip(poisoned, self._buffers, self._good, strict=True):
             good.copy_(torch.where(bad, good, buffer))
             buffer.copy_(good)
         count = int(poisoned.sum())
         if count:
             logger.warning(
-                "%d running statistics were not finite after an overflow: put back to what they "
-                "were at the last report",
+                "%d running statistics were not finite after an overflow: put back to "
+                "what they were at the last report",
                 count,
             )

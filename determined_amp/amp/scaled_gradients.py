@@ -1,11 +1,13 @@
-"""Notices who changes gradients between a scaled backward and the step that unscales them.
+"""Notices who changes gradients between a scaled backward and the step that unscales
+them.
 
-* torch's functions that clip are refused when they are called, whichever of the gradients they get
-  and however they were imported: all of them sort their gradients by one function of their module,
-  which is replaced while gradients are scaled.
-* Any other change is right only if it is linear, as a mean or a mask is. The version counters of
-  the gradients tell of it in the first ten steps, and in every tenth one after them: one warning,
-  with the line of the step. Writes through `.data` have no counter.
+* torch's functions that clip are refused when they are called, whichever of the
+  gradients they get and however they were imported: all of them sort their gradients by
+  one function of their module, which is replaced while gradients are scaled.
+* Any other change is right only if it is linear, as a mean or a mask is. The version
+  counters of the gradients tell of it in the first ten steps, and in every tenth one
+  after them: one warning, with the line of the step. Writes through `.data` have no
+  counter.
 
 Nothing here waits for the device.
 """
@@ -35,7 +37,8 @@ logger = logging.getLogger(__name__)
 # Where code is not the user's.
 _NOT_THE_USERS = ("determined_amp", "determined", "torch")
 
-# To note gradients costs the host some 20 us. Code that changes them does so in most steps.
+# To note gradients costs the host some 20 us. Code that changes them does so in most
+# steps.
 _PERIOD = 10
 
 # It clips what it has just unscaled.
@@ -47,7 +50,8 @@ class ScaledGradients:
     """The gradients of a training between a scaled backward and its step.
 
     Args:
-        refuse_clip: Called with the gradients that one of torch's functions is about to clip.
+        refuse_clip: Called with the gradients that one of torch's functions is about to
+            clip.
         optimizers: The optimizers of the training; more may come later.
         trained: Returns the parameters of the training, as long as it has no optimizer.
 
@@ -70,7 +74,9 @@ class ScaledGradients:
         self._has_warned = False
 
     def begin(self, scaled: torch.Tensor) -> None:
-        """A loss was scaled: refuse clips, and note the gradients when its backward has ended."""
+        """A loss was scaled: refuse clips, and note the gradients when its backward has
+        ended.
+        """
         _refusing.add(self)
         sort_gradients_by(_refuse_clips)
         is_watched = self._steps < _PERIOD or self._steps % _PERIOD == 0
@@ -87,7 +93,9 @@ class ScaledGradients:
             sort_gradients_by(sort_gradients)
 
     def compare(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Warn if a gradient has changed since its backward; it is about to be divided."""
+        """Warn if a gradient has changed since its backward; it is about to be
+        divided.
+        """
         has_changed = False
         for parameter in parameters:
             noted, gradient = self.noted.pop(parameter, None), parameter.grad
@@ -114,7 +122,8 @@ def _refuse_clips(tensors: list[list[torch.Tensor]], *others: Any, **named: Any)
         sort_gradients_by(sort_gradients)
     frame, clips = sys._getframe(1), False
     while frame.f_globals is vars(clip_grad):
-        clips |= frame.f_code.co_name.startswith("clip_grad")  # and does not measure a norm
+        # and does not measure a norm
+        clips |= frame.f_code.co_name.startswith("clip_grad")
         frame = frame.f_back  # type: ignore[assignment]
     if clips and frame.f_globals.get("__name__") != _OUR_CLIP:
         for scaled in list(_refusing):
@@ -124,11 +133,13 @@ def _refuse_clips(tensors: list[list[torch.Tensor]], *others: Any, **named: Any)
 
 def _warn() -> None:
     frame = sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").startswith(_NOT_THE_USERS):
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(
+        _NOT_THE_USERS
+    ):
         frame = frame.f_back
     logger.warning(
-        "%s:%d: scaled gradients were changed between their backward and this step. That is right "
-        "only if the change is linear, as a mean or a mask is; for anything else call "
-        "amp.scaler.unscale_(optimizer) first",
+        "%s:%d: scaled gradients were changed between their backward and this step. "
+        "That is right only if the change is linear, as a mean or a mask is; for "
+        "anything else call amp.scaler.unscale_(optimizer) first",
         *(frame.f_code.co_filename, frame.f_lineno),
     )

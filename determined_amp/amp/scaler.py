@@ -1,13 +1,14 @@
 """torch's `GradScaler`, with a floor under the scale and a stage for every optimizer.
 
-* In the precisions without a loss scale it is disabled: every call passes through, so a training
-  needs no `if`.
-* Only its own `found_inf` skips an optimizer's step, so each optimizer has its own outcome. With a
-  fused optimizer that stays on the device, and the host never asks whether a step was skipped.
-* The scale has a floor. Without one, about 150 skips in a row take it to exactly 0, and the next
-  good step divides by it and writes NaN into the weights.
-* Every optimizer goes through `SCALED`, `UNSCALED` and `STEPPED`, in every precision, so that fp32
-  shows a mistake, too; see `mistakes.py`.
+* In the precisions without a loss scale it is disabled: every call passes through, so a
+  training needs no `if`.
+* Only its own `found_inf` skips an optimizer's step, so each optimizer has its own
+  outcome. With a fused optimizer that stays on the device, and the host never asks
+  whether a step was skipped.
+* The scale has a floor. Without one, about 150 skips in a row take it to exactly 0, and
+  the next good step divides by it and writes NaN into the weights.
+* Every optimizer goes through `SCALED`, `UNSCALED` and `STEPPED`, in every precision,
+  so that fp32 shows a mistake, too; see `mistakes.py`.
 """
 
 from __future__ import annotations
@@ -25,14 +26,24 @@ from determined_amp.amp.mistakes import IN_A_LOOP, TRANSITIONS, Mistake, Stage, 
 from determined_amp.amp.plain_data import StateDict
 from determined_amp.amp.scaled_gradients import ScaledGradients
 from determined_amp.amp.settings import AmpSettings
-from determined_amp.amp.tensors import any_gradient, closure_of, parameters_of, tensors_of
-from determined_amp.amp.torch_private import scale_tensor, states_of_steps, takes_found_inf
+from determined_amp.amp.tensors import (
+    any_gradient,
+    closure_of,
+    parameters_of,
+    tensors_of,
+)
+from determined_amp.amp.torch_private import (
+    scale_tensor,
+    states_of_steps,
+    takes_found_inf,
+)
 
-# Whether a step was skipped: a bool where the host knows, else `found_inf`, (), float32, on the
-# device, not 0 for a skipped step.
+# Whether a step was skipped: a bool where the host knows, else `found_inf`, (),
+# float32, on the device, not 0 for a skipped step.
 Skipped = bool | torch.Tensor
 
-# The optimizers that a scaler is stepping. A loop that is over still has its hook on them.
+# The optimizers that a scaler is stepping. A loop that is over still has its hook on
+# them.
 _STEPPED_NOW: set[Optimizer] = set()
 
 
@@ -49,11 +60,12 @@ class LossScaler(torch.amp.GradScaler):
 
     Attributes:
         clips: Whether the current step clips with a function of the trial's own.
-        has_scaled: Whether `scale` was called since the last `update`. Without it a step would
-            divide gradients that were never multiplied.
-        leaves_true_gradients: Set it if somebody unscales gradients right after each backward.
-        stepping: Whether a step is running. An optimizer that moves at any other time may use
-            gradients that are still scaled.
+        has_scaled: Whether `scale` was called since the last `update`. Without it a
+            step would divide gradients that were never multiplied.
+        leaves_true_gradients: Set it if somebody unscales gradients right after each
+            backward.
+        stepping: Whether a step is running. An optimizer that moves at any other time
+            may use gradients that are still scaled.
     """
 
     def __init__(
@@ -132,7 +144,8 @@ class LossScaler(torch.amp.GradScaler):
         if self.scaled_gradients.noted and not self.is_unscaled(optimizer):
             self.scaled_gradients.compare(parameters_of(optimizer))
         if self._scales and not any_gradient(optimizer):
-            # torch raises an error here. In float32 such a step changes nothing, nor does it here.
+            # torch raises an error here. In float32 such a step changes nothing, nor
+            # does it here.
             self._note_nothing(optimizer)
         self._has_moved = False
         self.stepping = True
@@ -149,9 +162,13 @@ class LossScaler(torch.amp.GradScaler):
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Call `GradScaler.update`, and keep the scale above its floor. No synchronisation."""
+        """Call `GradScaler.update`, and keep the scale above its floor. No
+        synchronisation.
+        """
         self.has_scaled = self._needs_update = False
-        self._stages = {each: s for each, s in self._stages.items() if s is Stage.STEPPED}
+        self._stages = {
+            each: s for each, s in self._stages.items() if s is Stage.STEPPED
+        }
         if not self._scales:
             return
         scale = scale_tensor(self)
@@ -160,7 +177,9 @@ class LossScaler(torch.amp.GradScaler):
         if len(states_of_steps(self)) > 1:
             # torch adds up what all optimizers found in the tensor of the first.
             self._outcomes = {
-                optimizer: skipped.clone() if isinstance(skipped, torch.Tensor) else skipped
+                optimizer: skipped.clone()
+                if isinstance(skipped, torch.Tensor)
+                else skipped
                 for optimizer, skipped in self._outcomes.items()
             }
         self.scaled_gradients.end()
@@ -168,7 +187,9 @@ class LossScaler(torch.amp.GradScaler):
         scale_tensor(self).clamp_(min=self._min_scale)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Continue with a saved scale; factors and interval stay those of the settings."""
+        """Continue with a saved scale; factors and interval stay those of the
+        settings.
+        """
         if self._scales:
             kept = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
             super().load_state_dict({**self.state_dict(), **kept})
@@ -177,15 +198,21 @@ class LossScaler(torch.amp.GradScaler):
 
     @property
     def outcomes(self) -> Mapping[Optimizer, Skipped]:
-        """The optimizers that have stepped since `finish`, and whether the step was skipped."""
+        """The optimizers that have stepped since `finish`, and whether the step was
+        skipped.
+        """
         return self._outcomes
 
     def is_unscaled(self, optimizer: Optimizer) -> bool:
-        """Whether the gradients of an optimizer are unscaled, and it has not stepped yet."""
+        """Whether the gradients of an optimizer are unscaled, and it has not stepped
+        yet.
+        """
         return self._stages.get(optimizer) is Stage.UNSCALED
 
     def unscale_once(self, optimizer: Optimizer) -> None:
-        """Call `unscale_`, unless the gradients of an optimizer are unscaled already."""
+        """Call `unscale_`, unless the gradients of an optimizer are unscaled
+        already.
+        """
         if self._stages.get(optimizer) is not Stage.UNSCALED:
             self.unscale_(optimizer)
 
@@ -211,7 +238,8 @@ class LossScaler(torch.amp.GradScaler):
     def finish(self) -> dict[Optimizer, Skipped]:
         """Update the scale, unless that was done; return the outcome of each step.
 
-        An overflow counts for the scale even if its step was left out, say because of the norm.
+        An overflow counts for the scale even if its step was left out, say because of
+        the norm.
         """
         if self._needs_update or Stage.UNSCALED in self._stages.values():
             self.update()
@@ -225,13 +253,18 @@ class LossScaler(torch.amp.GradScaler):
         return scaled
 
     def scale_of_newest_step(self, one: torch.Tensor) -> torch.Tensor:
-        """The scale that the newest step was made with, (), float32; the present one before it."""
+        """The scale that the newest step was made with, (), float32; the present one
+        before it.
+        """
         return self.times(one) if self._used is None else self._used
 
     # Calls on behalf of a training whose code knows nothing of a scaler.
 
-    def has_unscaled(self, optimizer: Optimizer, found_inf: torch.Tensor | None) -> None:
-        """Note that an optimizer is about to step with gradients that are already unscaled.
+    def has_unscaled(
+        self, optimizer: Optimizer, found_inf: torch.Tensor | None
+    ) -> None:
+        """Note that an optimizer is about to step with gradients that are already
+        unscaled.
 
         Args:
             optimizer: The optimizer.
@@ -253,7 +286,8 @@ class LossScaler(torch.amp.GradScaler):
 
         Args:
             whose: The optimizer of some gradients, or any object that stands for them.
-            found_inf: Whether they overflowed, (), float32, on the device; not 0 if they did.
+            found_inf: Whether they overflowed, (), float32, on the device; not 0 if
+                they did.
         """
         state = states_of_steps(self)[id(whose)]
         state["found_inf_per_device"] = {found_inf.device: found_inf}
@@ -281,8 +315,12 @@ class LossScaler(torch.amp.GradScaler):
         self.note(optimizer, torch.zeros_like(scale_tensor(self)))
 
     def _forget_dropped_gradients(self) -> None:
-        """An error may have led to `zero_grad` between a clip and its step: unscale anew."""
-        unscaled = [each for each, stage in self._stages.items() if stage is Stage.UNSCALED]
+        """An error may have led to `zero_grad` between a clip and its step: unscale
+        anew.
+        """
+        unscaled = [
+            each for each, stage in self._stages.items() if stage is Stage.UNSCALED
+        ]
         for optimizer in unscaled:
             if not any_gradient(optimizer):
                 del self._stages[optimizer]
@@ -298,6 +336,8 @@ class LossScaler(torch.amp.GradScaler):
 
 
 def _call_with_new_casts(closure: Callable[[], Any]) -> Any:
-    """Call the closure of an optimizer, which may have moved the weights since the last call."""
+    """Call the closure of an optimizer, which may have moved the weights since the last
+    call.
+    """
     drop_casts()
     return closure()

@@ -1,14 +1,16 @@
-"""Learning-rate schedules that move with the optimizer steps that were applied, not attempted.
+"""Learning-rate schedules that move with the optimizer steps that were applied, not
+attempted.
 
-A step that GradScaler skips leaves the weights alone, so the schedule must not move either. Asking
-on the host whether a step was skipped costs a device synchronisation, and torch's schedulers count
-on the host. Here the scheduler runs ahead of the training, on its own copy of the groups' values.
-Its rates are a table on the device, indexed by the count of applied steps: two small kernels per
-step, no synchronisation, and right for fused optimizers, too
-(https://github.com/huggingface/accelerate/issues/4242 is what happens otherwise).
+A step that GradScaler skips leaves the weights alone, so the schedule must not move
+either. Asking on the host whether a step was skipped costs a device synchronisation,
+and torch's schedulers count on the host. Here the scheduler runs ahead of the training,
+on its own copy of the groups' values. Its rates are a table on the device, indexed by
+the count of applied steps: two small kernels per step, no synchronisation, and right
+for fused optimizers, too (https://github.com/huggingface/accelerate/issues/4242 is what
+happens otherwise).
 
-A resume needs no state of the scheduler. It runs again from its first step, with the same
-operations and the same bits.
+A resume needs no state of the scheduler. It runs again from its first step, with the
+same operations and the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 
 class RateSchedule:
-    """Moves the rates of one optimizer; each kind overrides what moves it, and what it saves.
+    """Moves the rates of one optimizer; each kind overrides what moves it, and what it
+    saves.
 
     Attributes:
         by_steps: Whether the rate of a step is known from the count of applied steps.
@@ -41,39 +44,49 @@ class RateSchedule:
     by_validations = False
 
     def place_rate(self, counts: StepCounts) -> None:
-        """Put the rate of the next step into the optimizer. No synchronisation if it is fused."""
+        """Put the rate of the next step into the optimizer. No synchronisation if it is
+        fused.
+        """
 
     def validated(self, metric: float) -> None:
         """Called with the metric of every validation."""
 
     def counts_were_loaded(self) -> None:
-        """The next counts are those of a saved state, which may have skips of another precision."""
+        """The next counts are those of a saved state, which may have skips of another
+        precision.
+        """
 
     def state_dict(self) -> StateDict | None:
-        """What a checkpoint must hold, as plain numbers; None if the counts are enough."""
+        """What a checkpoint must hold, as plain numbers; None if the counts are
+        enough.
+        """
         return None
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Continue from a saved state, once the optimizer is restored; its settings stay."""
+        """Continue from a saved state, once the optimizer is restored; its settings
+        stay.
+        """
 
 
 class AppliedStepSchedule(RateSchedule):
     """Moves a torch scheduler with applied steps only; nothing else may step it.
 
-    A fused optimizer reads its rate on the device, so where steps can be skipped it gets the rate
-    from a table there, 4 bytes per step and group. Its other values (momentum, betas) must be
-    numbers of the host and follow attempted steps. Any other optimizer makes the host wait for
-    `found_inf` in `scaler.step` anyway, so the host knows which steps were applied, and computes
-    with numbers: it gets them, by applied steps.
-    A schedule that is still constant, or whose steps cannot be skipped, does not use the device.
+    A fused optimizer reads its rate on the device, so where steps can be skipped it
+    gets the rate from a table there, 4 bytes per step and group. Its other values
+    (momentum, betas) must be numbers of the host and follow attempted steps. Any other
+    optimizer makes the host wait for `found_inf` in `scaler.step` anyway, so the host
+    knows which steps were applied, and computes with numbers: it gets them, by applied
+    steps. A schedule that is still constant, or whose steps cannot be skipped, does not
+    use the device.
 
-    The scheduler's counters (`last_epoch`) run ahead of the training; its `get_last_lr` returns the
-    rates in use.
+    The scheduler's counters (`last_epoch`) run ahead of the training; its `get_last_lr`
+    returns the rates in use.
 
     Args:
         scheduler: Any `LRScheduler` except `ReduceLROnPlateau`.
         device: Where the optimizer's parameters are.
-        skips: Whether steps can be skipped at all, that is, whether a `GradScaler` is enabled.
+        skips: Whether steps can be skipped at all, that is, whether a `GradScaler` is
+            enabled.
 
     Attributes:
         optimizer: The scheduler's optimizer.
@@ -112,17 +125,19 @@ class AppliedStepSchedule(RateSchedule):
     def move(self, attempted: int, applied: torch.Tensor | int) -> None:
         """Put the values of the next step into the optimizer's groups.
 
-        Call it before training, after a resume with the restored counts, and after every step; the
-        counts only grow.
+        Call it before training, after a resume with the restored counts, and after
+        every step; the counts only grow.
 
         Args:
             attempted: Steps attempted so far.
-            applied: Steps applied so far, at most `attempted`; of a fused optimizer that can skip
-                steps (), int64, on the device. No synchronisation if it is a number, if the
-                optimizer is fused, or if the schedule has been constant so far.
+            applied: Steps applied so far, at most `attempted`; of a fused optimizer
+                that can skip steps (), int64, on the device. No synchronisation if it
+                is a number, if the optimizer is fused, or if the schedule has been
+                constant so far.
 
         Raises:
-            ConfigError: if the scheduler was stepped, or its state loaded, by somebody else; if it
+            ConfigError: if the scheduler was stepped, or its state loaded, by somebody
+                else; if it
             raises at its first step.
         """
         self._refuse_other_hands()
@@ -134,24 +149,27 @@ class AppliedStepSchedule(RateSchedule):
             self._tabulate(simulation.extend())
             self._known = self._last_of_scheduler()
             self._refuse_to_stand_still()
-            simulation.at(self._step_on_host(attempted, applied))  # forgets what is not needed
+            # forgets what is not needed
+            simulation.at(self._step_on_host(attempted, applied))
         step = self._step_on_host(attempted, applied)
         self._put(step, applied)
         self._warn_of_end(step)
 
     def _put(self, step: int, applied: torch.Tensor | int) -> None:
-        """Put the values of a step into the groups, with the rates of the table if there is one."""
+        """Put the values of a step into the groups, with the rates of the table if
+        there is one.
+        """
         simulation, groups = self._simulation, self.optimizer.param_groups
         if simulation.has_forgotten(step):
             problem = (
-                f"{self._name()} has moved further than the state; allowed: to go back with a new "
-                "scheduler and a new loop"
+                f"{self._name()} has moved further than the state; allowed: to go back "
+                "with a new scheduler and a new loop"
             )
             raise ConfigError("load_state_dict", [problem])
         if len(groups) > simulation.groups:
             self._warn_once(
-                f"{self._name()} does not move the parameter groups that were added after it was "
-                "made: their values stay as they are"
+                f"{self._name()} does not move the parameter groups that were added "
+                "after it was made: their values stay as they are"
             )
         for group, values in zip(groups, simulation.at(step), strict=False):
             group.update(values)
@@ -164,14 +182,17 @@ class AppliedStepSchedule(RateSchedule):
         self._skipped = None
 
     def _refuse_to_stand_still(self) -> None:
-        """Raise if the scheduler raised at its first step: that is a fault, and not its end."""
+        """Raise if the scheduler raised at its first step: that is a fault, and not its
+        end.
+        """
         simulation = self._simulation
         if simulation.end is not None and simulation.length == 1:
             raise ConfigError(
                 "wrap_lr_scheduler",
                 [
-                    f"{self._name()} raised at its first step: {simulation.end}; allowed: one that "
-                    "needs only the number of steps, because it is stepped ahead of the training"
+                    f"{self._name()} raised at its first step: {simulation.end}; "
+                    "allowed: one that needs only the number of steps, because it is "
+                    "stepped ahead of the training"
                 ],
             )
 
@@ -179,8 +200,8 @@ class AppliedStepSchedule(RateSchedule):
         simulation = self._simulation
         if simulation.end is not None and step > simulation.length:
             self._warn_once(
-                f"{self._name()} ends after {simulation.length} steps ({simulation.end}); "
-                "later steps keep its last values"
+                f"{self._name()} ends after {simulation.length} steps "
+                f"({simulation.end}); later steps keep its last values"
             )
 
     def _step_on_host(self, attempted: int, applied: torch.Tensor | int) -> int:
@@ -203,8 +224,8 @@ class AppliedStepSchedule(RateSchedule):
             moved = " and ".join(sorted(simulation.moved))
             self._warn_once(
                 f"{self._name()} moves {moved} of a fused optimizer, which "
-                "must be known on the host: they follow attempted steps, skipped ones included; "
-                "the learning rate follows applied steps"
+                "must be known on the host: they follow attempted steps, skipped ones "
+                "included; the learning rate follows applied steps"
             )
 
     def _refuse_step(self, *args: Any, **kwargs: Any) -> None:
@@ -214,14 +235,16 @@ class AppliedStepSchedule(RateSchedule):
         )
 
     def _refuse_other_hands(self) -> None:
-        """Raise if the list of rates is another one, as after a step or a load of the state."""
+        """Raise if the list of rates is another one, as after a step or a load of the
+        state.
+        """
         if self._last_of_scheduler() is not self._known:
             raise ConfigError(
                 "wrap_lr_scheduler",
                 [
-                    f"{self._name()} was stepped, or its state loaded, outside of MixedPrecision, "
-                    "which does both itself; allowed: neither scheduler.step() nor "
-                    "context.wrap_lr_scheduler for this scheduler"
+                    f"{self._name()} was stepped, or its state loaded, outside of "
+                    "MixedPrecision, which does both itself; allowed: neither "
+                    "scheduler.step() nor context.wrap_lr_scheduler for this scheduler"
                 ],
             )
 
@@ -240,8 +263,9 @@ def _refuse_rates_on_a_device(scheduler: lr_scheduler.LRScheduler) -> None:
             raise ConfigError(
                 "wrap_lr_scheduler",
                 [
-                    f"lr of parameter group {index} is a tensor on {group['lr'].device}; allowed: "
-                    "a number, which is moved to the device where it helps"
+                    f"lr of parameter group {index} is a tensor on "
+                    f"{group['lr'].device}; allowed: a number, which is moved to the "
+                    "device where it helps"
                 ],
             )
 
@@ -250,7 +274,8 @@ def _rates_of(optimizer: Optimizer) -> list[float | torch.Tensor]:
     return [group["lr"] for group in optimizer.param_groups]
 
 
-# The state of a `ReduceLROnPlateau`; its other attributes are settings, which the trial makes anew.
+# The state of a `ReduceLROnPlateau`; its other attributes are settings, which the trial
+# makes anew.
 _PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 
 
@@ -272,11 +297,15 @@ class PlateauSchedule(RateSchedule):
         scheduler.get_last_lr = partial(_rates_of, self.optimizer)  # type: ignore[method-assign]
 
     def validated(self, metric: float) -> None:
-        """Step the scheduler with the metric of a validation, unless that is not finite."""
+        """Step the scheduler with the metric of a validation, unless that is not
+        finite.
+        """
         if math.isfinite(metric):
             self._scheduler.step(metric)
         else:
-            logger.warning("ReduceLROnPlateau ignores a validation metric of %s", metric)
+            logger.warning(
+                "ReduceLROnPlateau ignores a validation metric of %s", metric
+            )
 
     def state_dict(self) -> StateDict:
         # The rates are in the state of the optimizer.
@@ -288,7 +317,9 @@ class PlateauSchedule(RateSchedule):
 
 
 def schedule_of(scheduler: Any, device: torch.device, *, skips: bool) -> RateSchedule:
-    """The schedule that moves a scheduler of torch; see `AppliedStepSchedule` for the arguments."""
+    """The schedule that moves a scheduler of torch; see `AppliedStepSchedule` for the
+    arguments.
+    """
     if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
         return PlateauSchedule(scheduler)
     return AppliedStepSchedule(scheduler, device, skips=skips)

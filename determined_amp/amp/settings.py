@@ -1,4 +1,6 @@
-"""The `amp` section of the hyperparameters: precision, loss scale, and when to stop a run."""
+"""The `amp` section of the hyperparameters: precision, loss scale, and when to stop a
+run.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def setting(
 ) -> Any:
     """Declare a field of a settings class; without a default the key is required."""
     bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
-    metadata: dict[str, Any] = {n: bound for n, bound in bounds.items() if bound is not None}
+    metadata: dict[str, Any] = {
+        n: bound for n, bound in bounds.items() if bound is not None
+    }
     metadata[DECLARED] = True
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -47,9 +51,9 @@ def setting(
 class Precision(enum.Enum):
     """The arithmetic of matrix products and convolutions.
 
-    `fp32` is IEEE float32 with TF32 off, the baseline. `tf32` rounds the inputs of float32
-    products to 10 mantissa bits on tensor cores. `amp_fp16` and `amp_bf16` autocast to that dtype.
-    Weights and optimizer state are float32 in all four.
+    `fp32` is IEEE float32 with TF32 off, the baseline. `tf32` rounds the inputs of
+    float32 products to 10 mantissa bits on tensor cores. `amp_fp16` and `amp_bf16`
+    autocast to that dtype. Weights and optimizer state are float32 in all four.
     """
 
     FP32 = "fp32"
@@ -65,14 +69,20 @@ class Precision(enum.Enum):
     @property
     def autocast_dtype(self) -> torch.dtype | None:
         """The dtype of autocast; None without autocast."""
-        # Mistakes in an `amp` section are named before torch is imported, which takes seconds.
+        # Mistakes in an `amp` section are named before torch is imported, which takes
+        # seconds.
         import torch  # noqa: PLC0415
 
-        return {Precision.AMP_FP16: torch.float16, Precision.AMP_BF16: torch.bfloat16}.get(self)
+        return {
+            Precision.AMP_FP16: torch.float16,
+            Precision.AMP_BF16: torch.bfloat16,
+        }.get(self)
 
 
 class OnOverflow(enum.Enum):
-    """What to do with a run that no longer trains: end it with a diagnosis, or log a warning."""
+    """What to do with a run that no longer trains: end it with a diagnosis, or log a
+    warning.
+    """
 
     ABORT = "abort"
     WARN = "warn"
@@ -86,9 +96,11 @@ class EvalPrecision(enum.Enum):
 
 
 class Compile(enum.Enum):
-    """The `torch.compile` mode for forward and backward in training; `false` runs them eagerly.
+    """The `torch.compile` mode for forward and backward in training; `false` runs them
+    eagerly.
 
-    `default` fuses kernels. `reduce-overhead` and `max-autotune` also replay CUDA graphs.
+    `default` fuses kernels. `reduce-overhead` and `max-autotune` also replay CUDA
+    graphs.
     """
 
     OFF = False
@@ -98,17 +110,22 @@ class Compile(enum.Enum):
 
     @property
     def replays_graphs(self) -> bool:
-        """Whether CUDA graphs are replayed, so that the next batch overwrites earlier results."""
+        """Whether CUDA graphs are replayed, so that the next batch overwrites earlier
+        results.
+        """
         return self in (Compile.REDUCE_OVERHEAD, Compile.MAX_AUTOTUNE)
 
 
 class FindScale(enum.Enum):
-    """Instead of a number: the finder chooses the loss scale on the first batch of the training."""
+    """Instead of a number: the finder chooses the loss scale on the first batch of the
+    training.
+    """
 
     FIND = "find"
 
 
-# Fields that are a word in a YAML, and may be one in a script. `init_scale` may be a number, too.
+# Fields that are a word in a YAML, and may be one in a script. `init_scale` may be a
+# number, too.
 _WORDS: dict[str, type[enum.Enum]] = {
     "precision": Precision,
     "init_scale": FindScale,
@@ -134,28 +151,35 @@ SCALER_KEYS = (
 
 @dataclass(frozen=True)
 class AmpSettings:
-    """The `amp` section of the hyperparameters; the scaler's names and defaults are torch's own.
+    """The `amp` section of the hyperparameters; the scaler's names and defaults are
+    torch's own.
 
     A word of the YAML, such as "amp_fp16", stands for the member of its enumeration.
 
     Args:
         precision: Precision of training.
-        init_scale: Loss scale of the first step; `find` has it found on the first batch, which
-            works in a `PyTorchTrial` only.
-        growth_factor: Multiplies the scale after `growth_interval` applied steps in a row.
+        init_scale: Loss scale of the first step; `find` has it found on the first
+            batch, which works in a `PyTorchTrial` only.
+        growth_factor: Multiplies the scale after `growth_interval` applied steps in a
+            row.
         backoff_factor: Multiplies the scale after a skipped step.
-        growth_interval: Number of applied optimizer steps in a row before the scale grows.
-        min_scale: Lower limit of the scale. A skipped step at this limit counts as a failure.
-        max_consecutive_skips: More skipped steps in a row than this count as a failure; at the
-            start those that bring a scale above torch's default down to it do not count.
-        max_skip_ratio: A larger share of skipped steps than this, over ten or more steps, counts as
-            a failure, except at the start, while the scale settles.
-        on_overflow: What to do about a failure. A loss that is not finite is a failure, too.
+        growth_interval: Number of applied optimizer steps in a row before the scale
+            grows.
+        min_scale: Lower limit of the scale. A skipped step at this limit counts as a
+            failure.
+        max_consecutive_skips: More skipped steps in a row than this count as a failure;
+            at the start those that bring a scale above torch's default down to it do
+            not count.
+        max_skip_ratio: A larger share of skipped steps than this, over ten or more
+            steps, counts as a failure, except at the start, while the scale settles.
+        on_overflow: What to do about a failure. A loss that is not finite is a failure,
+            too.
         eval_precision: Precision of validation.
         fp32_modules: Regular expressions; modules whose names match compute in float32.
-        audit: Stop if the first batch is not computed in `precision`; see `amp.precision_audit`.
-        set_backends: Set torch's TF32 switches to match `precision`. They are global to the
-            process.
+        audit: Stop if the first batch is not computed in `precision`; see
+            `amp.precision_audit`.
+        set_backends: Set torch's TF32 switches to match `precision`. They are global to
+            the process.
         compile: Mode of `torch.compile` for the models given to `prepare`.
     """
 
@@ -190,14 +214,18 @@ class AmpSettings:
             if isinstance(value, words):
                 continue
             bounds = [
-                (*BOUNDS[key], limit) for key, limit in field.metadata.items() if key in BOUNDS
+                (*BOUNDS[key], limit)
+                for key, limit in field.metadata.items()
+                if key in BOUNDS
             ]
             is_number = isinstance(value, (int, float)) and bool(bounds)
             if is_number and all(holds(value, limit) for _, holds, limit in bounds):
                 continue
             allowed = [str(word.value).lower() for word in words]
             if bounds:
-                allowed.append(" and ".join(f"{sign} {limit:g}" for sign, _, limit in bounds))
+                allowed.append(
+                    " and ".join(f"{sign} {limit:g}" for sign, _, limit in bounds)
+                )
             if allowed:
                 yield f"{field.name}: got {value!r}; allowed: {', '.join(allowed)}"
 
@@ -213,12 +241,18 @@ class AmpSettings:
 
     @property
     def first_scale(self) -> float:
-        """The loss scale that a scaler is made with: PyTorch's default if it is to be found."""
-        return DEFAULT_SCALE if isinstance(self.init_scale, FindScale) else self.init_scale
+        """The loss scale that a scaler is made with: PyTorch's default if it is to be
+        found.
+        """
+        return (
+            DEFAULT_SCALE if isinstance(self.init_scale, FindScale) else self.init_scale
+        )
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """The settings of a loss scale that were changed, though this precision has none."""
+        """The settings of a loss scale that were changed, though this precision has
+        none.
+        """
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         changed = (key for key in SCALER_KEYS if getattr(self, key) != defaults[key])
         return () if self.scales_the_loss else tuple(changed)
@@ -228,8 +262,8 @@ class AmpSettings:
         if is_given and self.first_scale < self.min_scale:
             yield (
                 "init_scale",
-                f"got {self.first_scale:g}, which is below min_scale {self.min_scale:g}; "
-                "allowed: min_scale or more",
+                f"got {self.first_scale:g}, which is below min_scale "
+                f"{self.min_scale:g}; allowed: min_scale or more",
             )
 
 
@@ -238,7 +272,9 @@ def yaml_lines(changes: Config) -> str:
     lines = ["hyperparameters:", "  amp:"]
     for key, value in changes.items():
         lines.append(
-            f"    # without {key}" if value is None else f"    {key}: {_yaml_value(value)}"
+            f"    # without {key}"
+            if value is None
+            else f"    {key}: {_yaml_value(value)}"
         )
     return "\n".join(lines)
 

@@ -1,4 +1,6 @@
-"""A scheduler of torch that runs ahead of the training, and its rates as a table on the device."""
+"""A scheduler of torch that runs ahead of the training, and its rates as a table on the
+device.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from determined_amp.amp.patched import patched
 # Steps simulated at once.
 _AHEAD = 256
 
-# torch reminds users to call `optimizer.step` first, and the SequentialLR of an older torch calls a
-# deprecated method. Neither warning is about the user's code.
+# torch reminds users to call `optimizer.step` first, and the SequentialLR of an older
+# torch calls a deprecated method. Neither warning is about the user's code.
 _WARNINGS_OF_A_SIMULATION = (
     r"Detected call of `lr_scheduler\.step\(\)`",
     r"Seems like `optimizer\.step\(\)` has been overridden",
@@ -33,7 +35,8 @@ Row = tuple[Mapping[str, Any], ...]
 class Simulation:
     """A scheduler that runs ahead of the training, on copies of the optimizer's groups.
 
-    Later changes to the optimizer's own groups (`load_state_dict`, new rates) do not disturb it.
+    Later changes to the optimizer's own groups (`load_state_dict`, new rates) do not
+    disturb it.
 
     Args:
         scheduler: The scheduler; from now on nothing else may step it.
@@ -85,7 +88,9 @@ class Simulation:
         return rows
 
     def at(self, step: int) -> Row:
-        """The row of a step, the last one past the end. Rows before it are forgotten."""
+        """The row of a step, the last one past the end. Rows before it are
+        forgotten.
+        """
         if self.constant:
             return self._rows[0]
         forgotten = self.length - len(self._rows)
@@ -94,7 +99,9 @@ class Simulation:
         return self._rows[0]
 
     def rows(self) -> list[Row]:
-        """All rows that are not forgotten; while the schedule is constant, that is all of them."""
+        """All rows that are not forgotten; while the schedule is constant, that is all
+        of them.
+        """
         return list(self._rows)
 
     def _append(self, state: _State) -> Row:
@@ -119,8 +126,9 @@ class Simulation:
                 for _ in range(_AHEAD):
                     self._step()
                     states.append(_state_of(self._groups))
-        # Past its end a scheduler may raise anything: OneCycleLR a ValueError, a list of rates an
-        # IndexError; (1 - step / steps) ** 0.9 becomes a complex number, which is no float.
+        # Past its end a scheduler may raise anything: OneCycleLR a ValueError, a list
+        # of rates an IndexError; (1 - step / steps) ** 0.9 becomes a complex number,
+        # which is no float.
         except Exception as error:
             self.end = f"{type(error).__name__}: {error}"
         return states
@@ -134,7 +142,11 @@ def _state_of(groups: _State) -> _State:
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The keys whose values differ; no scheduler adds or removes one."""
     # Nearly all are the same object: this runs for every value of every step.
-    return [key for key, value in now.items() if value is not before[key] and value != before[key]]
+    return [
+        key
+        for key, value in now.items()
+        if value is not before[key] and value != before[key]
+    ]
 
 
 class RateTable:
@@ -147,10 +159,12 @@ class RateTable:
 
     def __init__(self, groups: int, device: torch.device) -> None:
         self._device = device
-        # CUDA's fused kernels read a float32; those of a CPU need the same number as other kernels.
+        # CUDA's fused kernels read a float32; those of a CPU need the same number as
+        # other kernels.
         self._dtype = torch.float32 if device.type == "cuda" else torch.float64
         self._table = torch.empty((0, groups), dtype=self._dtype, device=device)
-        # Kernels write to whole tensors; their elements, the same memory, are the numbers in them.
+        # Kernels write to whole tensors; their elements, the same memory, are the
+        # numbers in them.
         self._index = torch.zeros(1, dtype=torch.int64, device=device)
         self._row = torch.zeros((1, groups), dtype=self._dtype, device=device)
         self._index_number, self._rates = self._index[0], self._row[0].unbind()
@@ -163,7 +177,9 @@ class RateTable:
         self._table = torch.cat([self._table, chunk])
 
     def look_up(self, step: torch.Tensor) -> Iterable[torch.Tensor]:
-        """The rates of a step, the last ones past the end: (), the same tensors each time."""
+        """The rates of a step, the last ones past the end: (), the same tensors each
+        time.
+        """
         torch.clamp(step, max=len(self._table) - 1, out=self._index_number)
         torch.index_select(self._table, 0, self._index, out=self._row)
         return self._rates

@@ -19,7 +19,9 @@ class Slots(Protocol):
     def size(self) -> int: ...
 
     def allgather(self, value: Any, /) -> list[Any]:
-        """Return the values of all slots, in the order of their ranks, on every slot."""
+        """Return the values of all slots, in the order of their ranks, on every
+        slot.
+        """
 
 
 class OneSlot:
@@ -33,7 +35,8 @@ class OneSlot:
 
 
 class ProcessGroup:
-    """The processes of torch's default group; this one alone until it has joined a group.
+    """The processes of torch's default group; this one alone until it has joined a
+    group.
 
     Args:
         device: Where this process computes, which need not be the current GPU.

@@ -20,7 +20,8 @@ from determined_amp.amp.scaler import Skipped
 from determined_amp.amp.schedules import RateSchedule
 from determined_amp.amp.tensors import gradients_of
 
-# Optimizer steps between two measurements of the largest gradient, which reads all of them.
+# Optimizer steps between two measurements of the largest gradient, which reads all of
+# them.
 HEADROOM_PERIOD = 10
 
 
@@ -29,14 +30,15 @@ class OptimizerSteps:
 
     Args:
         device: Where its parameters are.
-        scaled: Whether its gradients are multiplied by a loss scale, so that steps can be skipped.
+        scaled: Whether its gradients are multiplied by a loss scale, so that steps can
+            be skipped.
 
     Attributes:
         counts: Its steps since the start of the training.
         norm_sum: The sum of its gradient norms since the last report.
         has_norm: Whether a norm was ever measured.
-        largest: The largest scaled gradient since the last report, (), on the device; 0 if there is
-            none.
+        largest: The largest scaled gradient since the last report, (), on the device; 0
+            if there is none.
         applied_before: Applied steps at the last report, (), int64, on the device.
         attempted_before: Attempted steps at the last report.
         schedule: Moves its rate; None if the rate is constant, or moved elsewhere.
@@ -44,8 +46,8 @@ class OptimizerSteps:
 
     def __init__(self, device: torch.device, *, scaled: bool) -> None:
         self.counts = StepCounts(device, can_skip=scaled)
-        # Without a scale no step is skipped: gradients that are not finite reach the weights, or
-        # a clip makes all of them 0.
+        # Without a scale no step is skipped: gradients that are not finite reach the
+        # weights, or a clip makes all of them 0.
         self.norm_sum = DeviceSum(device, finite_only=scaled)
         self.has_norm = False
         self.largest = torch.zeros((), device=device)
@@ -61,7 +63,9 @@ class OptimizerSteps:
         return self.schedule is not None and self.schedule.by_steps
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Prepare a step. A training may have added a group since the last one, to thaw a layer."""
+        """Prepare a step. A training may have added a group since the last one, to thaw
+        a layer.
+        """
         if self._filled_groups != len(optimizer.param_groups):
             if not self._filled_groups:
                 self.place_rate()
@@ -74,12 +78,17 @@ class OptimizerSteps:
         self.place_rate()
 
     def place_rate(self) -> None:
-        """Put the rate of the next step into the optimizer, by the steps applied so far."""
+        """Put the rate of the next step into the optimizer, by the steps applied so
+        far.
+        """
         if self.schedule is not None:
             self.schedule.place_rate(self.counts)
 
     def clip(
-        self, parameters: Sequence[torch.Tensor], max_norm: float, scale: Callable[[], torch.Tensor]
+        self,
+        parameters: Sequence[torch.Tensor],
+        max_norm: float,
+        scale: Callable[[], torch.Tensor],
     ) -> None:
         """Measure the norm of unscaled gradients, and clip them. No synchronisation.
 
@@ -89,7 +98,9 @@ class OptimizerSteps:
             scale: Returns the loss scale, (), on the device.
         """
         self.measure(parameters, scale)
-        if max_norm < math.inf and any(parameter.grad is not None for parameter in parameters):
+        if max_norm < math.inf and any(
+            parameter.grad is not None for parameter in parameters
+        ):
             self.add_norm(nn.utils.clip_grad_norm_(parameters, max_norm))
         elif gradients := gradients_of(parameters):
             norms = torch.stack(torch._foreach_norm(gradients))
@@ -116,7 +127,9 @@ class OptimizerSteps:
             torch.maximum(self.largest, largest, out=self.largest)
 
     def add_norm(self, norm: torch.Tensor) -> None:
-        """Count the norm of one step, (), on the device; left out if its step is skipped."""
+        """Count the norm of one step, (), on the device; left out if its step is
+        skipped.
+        """
         self.has_norm = True
         self.norm_sum.add(norm)
 
@@ -166,7 +179,11 @@ class StepsOfEach:
         steps = self._of.get(optimizer)
         if steps is None:
             is_first = optimizer is next(iter(self._optimizers), optimizer)
-            steps = self.first if is_first else OptimizerSteps(self._device, scaled=self._scaled)
+            steps = (
+                self.first
+                if is_first
+                else OptimizerSteps(self._device, scaled=self._scaled)
+            )
             self._of[optimizer] = steps
         return steps
 
@@ -185,11 +202,15 @@ class StepsOfEach:
         return {
             "optimizers": [steps.counts.state_dict() for steps in every],
             # Only a plateau has a state of its own.
-            "plateaus": [steps.schedule and steps.schedule.state_dict() for steps in every],
+            "plateaus": [
+                steps.schedule and steps.schedule.state_dict() for steps in every
+            ],
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Continue from a saved state; an optimizer that is still to come gets its part later."""
+        """Continue from a saved state; an optimizer that is still to come gets its part
+        later.
+        """
         self._saved = state_dict
         for optimizer in self._optimizers:
             self.restore(optimizer)
@@ -197,7 +218,10 @@ class StepsOfEach:
 
     def restore(self, optimizer: Optimizer) -> None:
         """Give an optimizer its part of the loaded state."""
-        number, saved = self._optimizers.index(optimizer), self._saved.get("optimizers", ())
+        number, saved = (
+            self._optimizers.index(optimizer),
+            self._saved.get("optimizers", ()),
+        )
         if number < len(saved):
             steps = self.of(optimizer)
             steps.counts.load_state_dict(saved[number])
@@ -208,7 +232,10 @@ class StepsOfEach:
 
     def restore_schedule(self, optimizer: Optimizer) -> None:
         """Give the schedule of an optimizer its part of the loaded state."""
-        number, saved = self._optimizers.index(optimizer), self._saved.get("plateaus", ())
+        number, saved = (
+            self._optimizers.index(optimizer),
+            self._saved.get("plateaus", ()),
+        )
         schedule = self.of(optimizer).schedule
         if number < len(saved) and saved[number] and schedule is not None:
             schedule.load_state_dict(saved[number])
@@ -217,16 +244,17 @@ class StepsOfEach:
 def fill_momentum(optimizer: Optimizer, *, can_skip: bool) -> None:
     """Give a fused SGD momentum buffers of zeros before the first step of a parameter.
 
-    By itself it allocates them uninitialised and fills them in its first step. If that step is
-    skipped, the second one adds garbage to the weights. It also raises an error if some parameters
-    of a group get their first gradient later than others.
+    By itself it allocates them uninitialised and fills them in its first step. If that
+    step is skipped, the second one adds garbage to the weights. It also raises an error
+    if some parameters of a group get their first gradient later than others.
 
     Args:
         optimizer: Any optimizer; only a fused SGD is changed.
         can_skip: Whether there is a loss scale.
 
     Raises:
-        ConfigError: if steps can be skipped and it has dampening, for which zeros would be wrong.
+        ConfigError: if steps can be skipped and it has dampening, for which zeros would
+            be wrong.
     """
     if not isinstance(optimizer, SGD):
         return
@@ -239,8 +267,9 @@ def fill_momentum(optimizer: Optimizer, *, can_skip: bool) -> None:
             raise ConfigError(
                 "SGD",
                 [
-                    f"got fused and dampening {group['dampening']:g}, which goes wrong when the "
-                    "first step overflows; allowed: dampening 0, or fused=False"
+                    f"got fused and dampening {group['dampening']:g}, which goes wrong "
+                    "when the first step overflows; allowed: dampening 0, or "
+                    "fused=False"
                 ],
             )
         for parameter in group["params"]:
@@ -252,7 +281,8 @@ def fill_momentum(optimizer: Optimizer, *, can_skip: bool) -> None:
 class StepHook:
     """Calls a function before each step of an optimizer that has no hooks of torch.
 
-    Many wrappers are like that: their class never calls `Optimizer.__init__`, or is no `Optimizer`.
+    Many wrappers are like that: their class never calls `Optimizer.__init__`, or is no
+    `Optimizer`.
 
     Args:
         optimizer: The optimizer.

@@ -17,7 +17,8 @@ SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors in nested lists, tuples and mappings, in order."""
     found, waiting = [], [value]
-    while waiting:  # every batch is looked through: a recursion costs a call for each item
+    # every batch is looked through: a recursion costs a call for each item
+    while waiting:
         item = waiting.pop()
         if isinstance(item, torch.Tensor):
             found.append(item)
@@ -29,7 +30,8 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Nested lists, tuples and dicts with what a function returns for everything in them.
+    """Nested lists, tuples and dicts with what a function returns for everything in
+    them.
 
     One of another class, such as a namedtuple, is given to the function as a whole.
     """
@@ -43,7 +45,9 @@ def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """All parameters of an optimizer."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    ]
 
 
 def any_gradient(optimizer: Optimizer) -> bool:
@@ -60,7 +64,9 @@ def parameters_in(
 ) -> list[torch.Tensor]:
     """All parameters of models and optimizers, without repetition."""
     of_models = (parameter for model in models for parameter in model.parameters())
-    others = (parameter for optimizer in optimizers for parameter in parameters_of(optimizer))
+    others = (
+        parameter for optimizer in optimizers for parameter in parameters_of(optimizer)
+    )
     return list(dict.fromkeys([*of_models, *others]))
 
 
@@ -75,7 +81,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The dense gradients of the parameters that have one; none is empty, which has no maximum."""
+    """The dense gradients of the parameters that have one; none is empty, which has no
+    maximum.
+    """
     gradients = (parameter.grad for parameter in parameters)
     return [g for g in gradients if g is not None and not g.is_sparse and g.numel()]
 
@@ -86,7 +94,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def numbered(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The models with the prefix of their names: `model 0: ` and so on if there are several."""
+    """The models with the prefix of their names: `model 0: ` and so on if there are
+    several.
+    """
     for number, model in enumerate(models):
         yield f"model {number}: " if len(models) > 1 else "", unwrapped(model)
 
@@ -100,12 +110,16 @@ def named_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Para
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is strided and not empty, so that its rows can be looked at."""
-    is_strided = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    is_strided = tensor.layout is torch.strided and not (
+        tensor.is_nested or tensor.is_quantized
+    )
     return is_strided and tensor.numel() > 0
 
 
 def is_stand_in(value: Any) -> bool:
-    """Whether a value is no plain tensor but one that stands for it, as a compiler's fake ones."""
+    """Whether a value is no plain tensor but one that stands for it, as a compiler's
+    fake ones.
+    """
     dispatch = torch.Tensor.__torch_dispatch__
     return getattr(type(value), "__torch_dispatch__", dispatch) is not dispatch
 

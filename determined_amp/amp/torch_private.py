@@ -1,7 +1,7 @@
 """All private names of torch that the library uses, but for `torch._foreach_*`.
 
-torch offers no public way to do what is done here. To support another version of torch is to review
-this file: `tests/test_private_names.py` has a test for each name.
+torch offers no public way to do what is done here. To support another version of torch
+is to review this file: `tests/test_private_names.py` has a test for each name.
 """
 
 from __future__ import annotations
@@ -37,8 +37,13 @@ states_of_steps: Callable[[Any], Any] = attrgetter("_per_optimizer_states")
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether the user has compiled it, with `torch.compile(model)` or `model.compile()`."""
-    return type(model).__name__ == "OptimizedModule" or model._compiled_call_impl is not None
+    """Whether the user has compiled it, with `torch.compile(model)` or
+    `model.compile()`.
+    """
+    return (
+        type(model).__name__ == "OptimizedModule"
+        or model._compiled_call_impl is not None
+    )
 
 
 # Backwards.
@@ -74,9 +79,12 @@ class _Engine:
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Call a function when the backward that runs now has ended, and all exchange of gradients."""
+    """Call a function when the backward that runs now has ended, and all exchange of
+    gradients.
+    """
     engine: Any = torch.autograd.Variable._execution_engine
-    # DistributedDataParallel queues the end of its exchange, which this one must follow.
+    # DistributedDataParallel queues the end of its exchange, which this one must
+    # follow.
     engine.queue_callback(lambda: engine.queue_callback(function))
 
 
@@ -84,7 +92,9 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 
 def scale_tensor(scaler: Any) -> Any:
-    """The scale of a `GradScaler` itself, (), float32; None before it has scaled a loss."""
+    """The scale of a `GradScaler` itself, (), float32; None before it has scaled a
+    loss.
+    """
     return scaler._scale if scaler.is_enabled() else None
 
 
@@ -94,12 +104,16 @@ def replace_scale_tensor(scaler: Any, scale: torch.Tensor | None) -> None:
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:
-    """Whether an optimizer itself reads whether its step is skipped, as a fused one does."""
+    """Whether an optimizer itself reads whether its step is skipped, as a fused one
+    does.
+    """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def give_found_inf(optimizer: Any) -> None:
-    """Let `GradScaler.step` leave it to a fused optimizer whether its step is skipped."""
+    """Let `GradScaler.step` leave it to a fused optimizer whether its step is
+    skipped.
+    """
     optimizer._step_supports_amp_scaling = True
 
 
@@ -111,5 +125,7 @@ sort_gradients: Callable[..., Any] = _module._group_tensors_by_device_and_dtype
 
 
 def sort_gradients_by(function: Callable[..., Any]) -> None:
-    """Let torch's clips sort their gradients by another function than `sort_gradients`."""
+    """Let torch's clips sort their gradients by another function than
+    `sort_gradients`.
+    """
     _module._group_tensors_by_device_and_dtype = function

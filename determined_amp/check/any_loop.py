@@ -1,4 +1,6 @@
-"""Watches any loop that trains: a plain one, a Core API script, a trainer of another library."""
+"""Watches any loop that trains: a plain one, a Core API script, a trainer of another
+library.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +33,18 @@ def watching(
             train()
         print(findings)
 
-    A few dozen steps are enough. On a machine without a GPU, mixed precision that is written for
-    CUDA runs on the CPU in this block. What the training raises is raised, with its own traceback,
-    after the findings are printed.
+    A few dozen steps are enough. On a machine without a GPU, mixed precision that is
+    written for CUDA runs on the CPU in this block. What the training raises is raised,
+    with its own traceback, after the findings are printed.
 
     Args:
-        overflows: Windows of each optimizer, from 0, whose gradients are made to overflow, so that
-            the step is skipped. With an empty tuple, what it does on a skipped step is seen only
-            if one is skipped anyway.
-        moves_scale: Whether the loss scale is divided by 256 in some windows, and put back by
-            `update`. That changes no right update beyond the rounding of float16. Without it, and
-            without overflows, the training is left undisturbed.
+        overflows: Windows of each optimizer, from 0, whose gradients are made to
+            overflow, so that the step is skipped. With an empty tuple, what it does on
+            a skipped step is seen only if one is skipped anyway.
+        moves_scale: Whether the loss scale is divided by 256 in some windows, and put
+            back by `update`. That changes no right update beyond the rounding of
+            float16. Without it, and without overflows, the training is left
+            undisturbed.
     """
     findings = CheckFindings()
     recorder = Recorder(overflows, Moves() if moves_scale else None)
@@ -56,7 +59,9 @@ def watching(
 
 @contextmanager
 def watched(recorder: Recorder, findings: CheckFindings) -> Iterator[None]:
-    """Watch the training in this block, and fill the findings when it ends, however it does."""
+    """Watch the training in this block, and fill the findings when it ends, however it
+    does.
+    """
     recorder.meet_optimizers()
     record = recorder.record
     record.has_cuda = torch.cuda.is_available()
@@ -87,7 +92,9 @@ def _gather_scales(record: Record) -> None:
         gathered: list[Any] = [None] * distributed.get_world_size()
         with suppress(RuntimeError):  # a rank has left
             distributed.all_gather_object(gathered, record.of("update")[-1:])
-            record.scales_of_ranks = [update.after for updates in gathered for update in updates]
+            record.scales_of_ranks = [
+                update.after for updates in gathered for update in updates
+            ]
 
 
 def _kind_of_iterators() -> type:
@@ -100,7 +107,9 @@ def _kind_of_iterators() -> type:
 
 @contextmanager
 def _batches_of_loaders(recorder: Recorder) -> Iterator[None]:
-    """A batch of a `DataLoader` that is taken with gradients enabled is a training batch."""
+    """A batch of a `DataLoader` that is taken with gradients enabled is a training
+    batch.
+    """
     kind: Any = _kind_of_iterators()
     own = kind.__next__
 

@@ -1,4 +1,6 @@
-"""Examines a trial: a few runs, each in a fresh process, and what they show together."""
+"""Examines a trial: a few runs, each in a fresh process, and what they show
+together.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from determined_amp.check.ruling import SUSPICION, Found, found, number
 from determined_amp.check.stand_in import ONLY_ON_A_GPU
 from determined_amp.experiment.files import temporary_folder
 
-# Runs at most: one, one less disturbed, its resume, and one that moves the scale further.
+# Runs at most: one, one less disturbed, its resume, and one that moves the scale
+# further.
 RUNS = 4
 
 
@@ -37,12 +40,15 @@ def examine(
         run: Runs a probe; by default in a fresh process.
 
     Raises:
-        UserError: if the configuration is wrong, or the trial cannot be made or run here.
+        UserError: if the configuration is wrong, or the trial cannot be made or run
+            here.
     """
     run = run or run_afresh
     with temporary_folder() as folder:
         probe = Probe(config, source, trial, folder)
-        notify("training a few batches, two of them with an overflow if it scales its loss")
+        notify(
+            "training a few batches, two of them with an overflow if it scales its loss"
+        )
         record = run(probe)
         findings = judge_record(record)
         if any(finding.key == "raised" for finding in findings):
@@ -51,7 +57,9 @@ def examine(
             undisturbed = run(probe)
             if not undisturbed.error:
                 record, findings = undisturbed, judge_record(undisturbed)
-                findings.notes.append("it raises an error on an overflow, so none was forced")
+                findings.notes.append(
+                    "it raises an error on an overflow, so none was forced"
+                )
         known = {finding.key for finding in findings}
         for finding in _found_by_further_runs(record, probe, notify, run):
             findings.all += [] if finding.key in known else [finding]
@@ -63,7 +71,10 @@ def examine(
 
 
 def _found_by_further_runs(
-    record: Record, first: Probe, notify: Callable[[str], None], run: Callable[[Probe], Record]
+    record: Record,
+    first: Probe,
+    notify: Callable[[str], None],
+    run: Callable[[Probe], Record],
 ) -> Found:
     if any(first.folder.glob("*/state_dict.pth")):
         notify("resuming from the checkpoint")
@@ -84,7 +95,9 @@ def _lost_by_resume(before: Record, after: Record) -> Found:
     """
     if not after.batches:
         if after.error:
-            yield found("resume_fails", [after.raised], after.first_line_of_error, SUSPICION)
+            yield found(
+                "resume_fails", [after.raised], after.first_line_of_error, SUSPICION
+            )
         return
     for scaler, was, now in _changed(before.scalers, after.scalers):
         if scaler.used:
@@ -99,7 +112,9 @@ def _lost_by_resume(before: Record, after: Record) -> Found:
         went_on = before.of("step", optimizer=optimizer, after_save=True)[:RESUMED]
         resumed = after.of("step", optimizer=optimizer)[:RESUMED]
         lost = [
-            pair for pair in zip(went_on, resumed, strict=False) if pair[0].rates != pair[1].rates
+            pair
+            for pair in zip(went_on, resumed, strict=False)
+            if pair[0].rates != pair[1].rates
         ]
         if lost and not any(step.skipped for step in went_on + resumed):
             was, now = (number(float(step.rates[0])) for step in lost[0])
@@ -108,8 +123,12 @@ def _lost_by_resume(before: Record, after: Record) -> Found:
             return
 
 
-def _changed(before: Sequence[Any], after: Sequence[Any]) -> Iterator[tuple[Any, Any, Any]]:
-    """What a resume has not brought back: scalers or schedules, their state before and after it."""
+def _changed(
+    before: Sequence[Any], after: Sequence[Any]
+) -> Iterator[tuple[Any, Any, Any]]:
+    """What a resume has not brought back: scalers or schedules, their state before and
+    after it.
+    """
     for one, again in zip(before, after, strict=False):
         was, now = one.states.get("saved"), again.states.get("resumed")
         if None not in (was, now) and was != now:

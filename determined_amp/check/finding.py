@@ -43,10 +43,14 @@ class CheckFinding:
     def text(self) -> str:
         """Some lines for the terminal."""
         places = ", ".join(map(str, self.where))
-        head = f"{self.level.value}: {self.sentence}" + (f" ({places})" if places else "")
+        head = f"{self.level.value}: {self.sentence}" + (
+            f" ({places})" if places else ""
+        )
         write = self.write.replace("\n", "\n         ")
         anchor = self.key.replace("_", "-")
-        return f"{head}\n  {self.effect}\n  write: {write}\n  read: {self.page}#{anchor}"
+        return (
+            f"{head}\n  {self.effect}\n  write: {write}\n  read: {self.page}#{anchor}"
+        )
 
 
 @dataclass

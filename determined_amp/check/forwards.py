@@ -1,4 +1,6 @@
-"""Watches the forwards of a training: autocast, the weights that it has cast, and overflows."""
+"""Watches the forwards of a training: autocast, the weights that it has cast, and
+overflows.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ class Forwards:
         record: What they do is noted there.
 
     Attributes:
-        looks: Whether to look for the first output that is not finite, which takes time.
-        met: The modules that have run, each with its buffers that were finite when it was met.
+        looks: Whether to look for the first output that is not finite, which takes
+            time.
+        met: The modules that have run, each with its buffers that were finite when it
+            was met.
     """
 
     def __init__(self, record: Record) -> None:
@@ -44,8 +48,12 @@ class Forwards:
         """A hook of all modules."""
         self._running.append(module)
         if module not in self.met:
-            self.met[module] = [name for name, each in _buffers(module) if is_finite(each)]
-        weights = [p for p in module.parameters(recurse=False) if p.requires_grad and p.is_leaf]
+            self.met[module] = [
+                name for name, each in _buffers(module) if is_finite(each)
+            ]
+        weights = [
+            p for p in module.parameters(recurse=False) if p.requires_grad and p.is_leaf
+        ]
         if not weights:
             return
         on = autocast_is_on(weights[0].device.type)
@@ -54,7 +62,9 @@ class Forwards:
         if on and torch.is_autocast_cache_enabled():
             matrices = [p for p in weights if p.dtype is torch.float32 and p.dim() > 1]
             old = [
-                p for p in matrices if self._cast.setdefault(id(p), version_of(p)) != version_of(p)
+                p
+                for p in matrices
+                if self._cast.setdefault(id(p), version_of(p)) != version_of(p)
             ]
             if old:
                 self._record.note("stale")
@@ -63,9 +73,13 @@ class Forwards:
         """A hook of all modules."""
         if self._running:
             self._running.pop()
-        looks = self.looks and not self._record.first_overflow and torch.is_grad_enabled()
+        looks = (
+            self.looks and not self._record.first_overflow and torch.is_grad_enabled()
+        )
         if looks and _has_overflown(output) and not _has_overflown(inputs):
-            self._record.first_overflow = self._name_of(module) + _remedy(module, inputs)
+            self._record.first_overflow = self._name_of(module) + _remedy(
+                module, inputs
+            )
 
     def drop_casts(self) -> None:
         """Autocast has dropped its casts."""
@@ -106,7 +120,8 @@ def _remedy(module: nn.Module, inputs: Any) -> str:
         return ""
     helps = []
     for dtype in (torch.float32, torch.bfloat16):
-        # It may not take another dtype. The casts that autocast keeps are those of float16.
+        # It may not take another dtype. The casts that autocast keeps are those of
+        # float16.
         with (
             suppress(Exception),
             torch.no_grad(),

@@ -34,7 +34,8 @@ def run_afresh(probe: Probe) -> Record:
             return pool.submit(_run, probe).result()
         except BrokenProcessPool:
             raise UserError(
-                f"a run of the trial died, or took more than {PATIENCE} s; give it less data"
+                f"a run of the trial died, or took more than {PATIENCE} s; give it "
+                "less data"
             ) from None
 
 
@@ -43,7 +44,8 @@ def _enter(directory: str) -> None:
     os.chdir(directory)
     sys.path.insert(0, directory)
     leave_the_cluster()  # the doctor may be a task of one, but its runs are not
-    multiprocessing.set_start_method("fork", force=True)  # for data loaders, as in a training
+    # for data loaders, as in a training
+    multiprocessing.set_start_method("fork", force=True)
     nothing = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

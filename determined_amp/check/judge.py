@@ -1,4 +1,6 @@
-"""Judges what a training did: invariants that were measured first, then rules that name lines."""
+"""Judges what a training did: invariants that were measured first, then rules that name
+lines.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,20 @@ from determined_amp.check.ruling import RULES
 
 _WRONG_GRADIENTS = {
     *("unscaled_loss", "unscaled_twice", "step_without_scaler", "unscale_in_window"),
-    *("clip_scaled", "clip_value_scaled", "penalty_scaled", "step_twice", "scales_mixed"),
-    *("half_weights", "no_loss_scale", "nan_hidden", "update_missing", "update_in_window"),
+    *(
+        "clip_scaled",
+        "clip_value_scaled",
+        "penalty_scaled",
+        "step_twice",
+        "scales_mixed",
+    ),
+    *(
+        "half_weights",
+        "no_loss_scale",
+        "nan_hidden",
+        "update_missing",
+        "update_in_window",
+    ),
     *("not_zeroed", "no_gradients", "scaler_made_anew"),
 }
 # What is measured, and the faults that are its cause: one cause is one finding.
@@ -48,16 +62,20 @@ def judge_record(record: Record) -> CheckFindings:
     merged = [_merged(same) for same in by_key.values()]
     findings = CheckFindings(without_consequences(merged), seen=_seen(record))
     if not record.determined:
-        findings.all = [replace(f, write=REMEDIES[f.key].in_a_loop or f.write) for f in findings]
+        findings.all = [
+            replace(f, write=REMEDIES[f.key].in_a_loop or f.write) for f in findings
+        ]
     if record.disturbed and not record.determined:
         findings.all = [finding for finding in findings if finding.key != "raised"]
         findings.notes.append(
-            f"the training raises an error on an overflow, and the doctor made one here: "
-            f"{record.raised}; watching(overflows=()) makes none"
+            "the training raises an error on an overflow, and the doctor made one "
+            f"here: {record.raised}; watching(overflows=()) makes none"
         )
     off = [scaler.where for scaler in record.scalers if not scaler.enabled]
     if off and not record.is_amp:
-        findings.notes.append(f"the GradScaler of {off[0]} is switched off, so no AMP was examined")
+        findings.notes.append(
+            f"the GradScaler of {off[0]} is switched off, so no AMP was examined"
+        )
     findings.sort()
     return findings
 
@@ -83,7 +101,8 @@ def interventions(record: Record) -> list[str]:
     moved = {window.place for window in record.complete if window.steps[0].moved}
     texts = {"made an overflow": overflown, "divided the loss scale": moved}
     return [
-        f"the doctor {text} in these steps of an optimizer: {', '.join(map(str, sorted(places)))}"
+        f"the doctor {text} in these steps of an optimizer: "
+        f"{', '.join(map(str, sorted(places)))}"
         for text, places in texts.items()
         if places
     ]
@@ -97,6 +116,8 @@ def _seen(record: Record) -> str:
     amp = f"autocast in {' and '.join(dtypes)}" if dtypes else "no autocast"
     scaler = "a GradScaler" if record.scales else "no GradScaler"
     # Where no loader gives batches, nobody knows how many there were.
-    count = f"{record.batches} batches" if record.batches else f"{len(backwards)} backwards"
+    count = (
+        f"{record.batches} batches" if record.batches else f"{len(backwards)} backwards"
+    )
     applied, skipped = (len(record.of("step", skipped=each)) for each in (False, True))
     return f"{count}, {applied} steps, {skipped} skipped, {amp}, {scaler}"

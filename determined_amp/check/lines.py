@@ -15,7 +15,9 @@ from determined_amp.check.finding import Where
 _DOCTOR = str(Path(__file__).parent) + os.sep
 _RUNS_SCRIPTS = runpy.run_path.__code__.co_filename
 _LIBRARY = str(Path(__file__).parents[1]) + os.sep
-_PATHS = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+_PATHS = {
+    sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
+}
 _NOT_THE_USERS = (_LIBRARY, "<", *(path + os.sep for path in _PATHS if path))
 # Also of packages for one user alone, as in a task of a cluster.
 _INSTALLED = tuple(f"{os.sep}{name}-packages{os.sep}" for name in ("site", "dist"))
@@ -25,16 +27,22 @@ _LOOP = ("determined/pytorch/_pytorch_trial.py", "determined/pytorch/_trainer.py
 
 def is_users(file: str) -> bool:
     """Whether a file is neither this library's nor an installed package's."""
-    return not (file.startswith(_NOT_THE_USERS) or any(part in file for part in _INSTALLED))
+    return not (
+        file.startswith(_NOT_THE_USERS) or any(part in file for part in _INSTALLED)
+    )
 
 
 def is_doctors(file: str) -> bool:
-    """Whether a file is one of this package, or runs a script for it: no user wants to see them."""
+    """Whether a file is one of this package, or runs a script for it: no user wants to
+    see them.
+    """
     return file.startswith(_DOCTOR) or file == _RUNS_SCRIPTS
 
 
 def users_line() -> Where | None:
-    """The line of the user's code that is being executed; None in code of others alone."""
+    """The line of the user's code that is being executed; None in code of others
+    alone.
+    """
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         file = frame.f_code.co_filename
         if file.endswith(_LOOP):

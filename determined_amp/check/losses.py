@@ -1,4 +1,6 @@
-"""Reads in the graph of a loss how it was made: scaled, divided, with gradients in it."""
+"""Reads in the graph of a loss how it was made: scaled, divided, with gradients in
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,21 @@ import torch
 
 from determined_amp.amp.tensors import tensors_of
 
-# In the metadata of a node: the scale of a loss, the dtype of what was scaled, and the scale of a
-# gradient.
+# In the metadata of a node: the scale of a loss, the dtype of what was scaled, and the
+# scale of a gradient.
 _SCALE, _DTYPE = "determined_amp.scale", "determined_amp.dtype_of_loss"
 _GRADIENT = "determined_amp.gradient_of_scaled"
 # Nodes that hand on a single value.
-_HANDS_ON = ("ToCopy", "NanToNum", "View", "Squeeze", "Unsqueeze", "Clone", "Alias", "Reshape")
+_HANDS_ON = (
+    "ToCopy",
+    "NanToNum",
+    "View",
+    "Squeeze",
+    "Unsqueeze",
+    "Clone",
+    "Alias",
+    "Reshape",
+)
 # No graph is read further than this.
 _MOST_NODES = 20_000
 
@@ -31,13 +42,19 @@ class Loss:
     divisor: float = 1.0  # what it was divided by, apart from the scale
     mean: bool = False  # what was divided is a mean
     dtype: str = "float32"  # what it is in
-    has_gradient: bool = False  # it is several numbers, so the backward begins with a gradient
-    penalty: float | None = None  # scale of gradients that are a part of it and were not unscaled
+    has_gradient: bool = (
+        False  # it is several numbers, so the backward begins with a gradient
+    )
+    penalty: float | None = (
+        None  # scale of gradients that are a part of it and were not unscaled
+    )
     trains: bool = False  # parameters are behind it
 
 
 def mark(scaled: Any, losses: Any, scale: float) -> None:
-    """Remember in the graph that these tensors are losses that were scaled, and their dtype."""
+    """Remember in the graph that these tensors are losses that were scaled, and their
+    dtype.
+    """
     for each, loss in zip(tensors_of(scaled), tensors_of(losses), strict=True):
         node: Any = each.grad_fn
         if node is not None:
@@ -57,7 +74,8 @@ def loss_of(outputs: Any, scales: Sequence[float]) -> Loss:
 
     Args:
         outputs: The tensors.
-        scales: The present scale of each scaler, by which a training may multiply itself.
+        scales: The present scale of each scaler, by which a training may multiply
+            itself.
     """
     tensors = [each for each in tensors_of(outputs) if each.grad_fn is not None]
     if not tensors:
@@ -102,7 +120,9 @@ def _read_graph(loss: Loss, roots: list[Any], scales: Sequence[float]) -> None:
 
 
 def _read_divisor(loss: Loss, node: Any, scales: Sequence[float]) -> None:
-    """Find what a loss was divided by, apart from its scale, and whether that was a mean."""
+    """Find what a loss was divided by, apart from its scale, and whether that was a
+    mean.
+    """
     behind = _behind(node)
     while len(behind) == 1:
         number = _number_in(node)
@@ -111,7 +131,9 @@ def _read_divisor(loss: Loss, node: Any, scales: Sequence[float]) -> None:
         elif not (number or node.name().startswith(_HANDS_ON)):
             break
         node, behind = behind[0], _behind(behind[0])
-    loss.mean = node.name().startswith("Mean") or getattr(node, "_saved_reduction", None) == 1
+    loss.mean = (
+        node.name().startswith("Mean") or getattr(node, "_saved_reduction", None) == 1
+    )
 
 
 def _behind(node: Any) -> list[Any]:
@@ -120,7 +142,11 @@ def _behind(node: Any) -> list[Any]:
 
 def _number_in(node: Any) -> float | None:
     """The number that a node multiplies or divides by; None if it is a tensor."""
-    for name in ("_saved_other", "_saved_self") if node.name().startswith(("Mul", "Div")) else ():
+    for name in (
+        ("_saved_other", "_saved_self")
+        if node.name().startswith(("Mul", "Div"))
+        else ()
+    ):
         with suppress(RuntimeError, AttributeError):  # freed, or not there
             value = torch.as_tensor(getattr(node, name))
             if value.numel() == 1 and not value.requires_grad:

@@ -46,7 +46,8 @@ _EPOCH, _VALIDATION = 4, 4
 # Steps that a run makes: two that overflow, and nine at each of two scales.
 _STEPS = 20
 
-# Steps before the checkpoint, not at the end of an epoch, and those that a resumed run makes.
+# Steps before the checkpoint, not at the end of an epoch, and those that a resumed run
+# makes.
 _SAVED, RESUMED = 10, 2
 
 # Seconds after which a run ends with what it has.
@@ -75,7 +76,8 @@ def run(probe: Probe) -> Record:
     """Run it here; the process is used up.
 
     Raises:
-        UserError: if the configuration is wrong, or the trial cannot be made on this machine.
+        UserError: if the configuration is wrong, or the trial cannot be made on this
+            machine.
     """
     moves = Moves(by=math.inf, least=1.0) if probe.exact else Moves()
     recorder = Recorder(probe.overflows, None if probe.resumes else moves)
@@ -101,7 +103,9 @@ def run(probe: Probe) -> Record:
 
 
 def _train(probe: Probe, recorder: Recorder, core_context: core.Context) -> None:
-    """Train a few batches, beginning with the checkpoint of the first run if the probe resumes."""
+    """Train a few batches, beginning with the checkpoint of the first run if the probe
+    resumes.
+    """
     experiment = parse(probe.config, probe.source, trial=probe.trial)
     try:
         context = trial_context(core_context, experiment)
@@ -146,9 +150,13 @@ def _note_settings(context: pytorch.PyTorchTrialContext, recorder: Recorder) -> 
     record.averages = averages_gradients(context)
     amp = MixedPrecision.of(context)
     if amp is not None:
-        amp.guard.enabled = False  # its guard would end a run that the doctor makes overflow
+        amp.guard.enabled = (
+            False  # its guard would end a run that the doctor makes overflow
+        )
     manual = pytorch.LRScheduler.StepMode.MANUAL_STEP
-    wrapped = {id(scheduler) for scheduler, mode in schedulers(context) if mode is not manual}
+    wrapped = {
+        id(scheduler) for scheduler, mode in schedulers(context) if mode is not manual
+    }
     for scheduler, schedule in recorder.schedules.items():
         schedule.wrapped = id(scheduler) in wrapped
 
@@ -161,7 +169,8 @@ def _examine_checkpoint(folder: Path, record: Record) -> None:
 
 
 class Examined(SafeController):
-    """Determined's loop, with short epochs, until the optimizers have stepped often enough.
+    """Determined's loop, with short epochs, until the optimizers have stepped often
+    enough.
 
     Args:
         probe: What to run.
@@ -237,14 +246,19 @@ class Examined(SafeController):
         reports: list[dict[str, Any]] = []
         for dtype in (None, None, torch.float32):
             restore_random_state(before, 0)
-            with suppress(Exception), float16_as(dtype):  # a cast by hand may not fit float32
+            # a cast by hand may not fit float32
+            with (
+                suppress(Exception),
+                float16_as(dtype),
+            ):
                 reports.append(self.validate())
         del record.events[seen:]
         if len(reports) < 3:
             return
         as_is, again, exact = reports
         for name, value in as_is.items():
-            # Some draw numbers that no seed fixes, and differ by themselves. A NaN is none of them.
+            # Some draw numbers that no seed fixes, and differ by themselves. A NaN is
+            # none of them.
             draws = str(value) != str(again.get(name))
             if util.is_numerical_scalar(value) and name in exact and not draws:
                 record.metrics[name] = float(value), float(exact[name])

@@ -1,4 +1,6 @@
-"""What a training did, as plain data: it crosses from the process that trained to the doctor's."""
+"""What a training did, as plain data: it crosses from the process that trained to the
+doctor's.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +16,26 @@ from determined_amp.check.lines import users_line
 class Event(SimpleNamespace):
     """Something that the training did.
 
-    Each has its `number` in the order of all, its `kind`, the user's line `where` (None if code of
-    others alone did it) and its `batch` (-1 before the first). What else is known of it:
+    Each has its `number` in the order of all, its `kind`, the user's line `where` (None
+    if code of others alone did it) and its `batch` (-1 before the first). What else is
+    known of it:
 
-    | kind | |
-    |---|---|
-    | `backward` | its `loss`, whether under `autocast`, whether the loss is `finite`, how many |
-    | | optimizers it `reached`, the norm that it `added`, the largest `scale` then, whether a |
-    | | scaler has `divided` its gradients for a step |
-    | `unscale` | |
-    | `clip` | of `norm` or value, to what `limit`, the `norm` it saw, the `factor` of gradients |
-    | `zero_grad` | |
-    | `step` | of which `optimizer`, `scaled` by a scaler or not, `skipped`, `again` with the same |
-    | | gradients; their `norm`, and what it was before a clip (`unclipped`); their `factor`, and |
-    | | by what code of the user's changed their norm (`by_hand`); `rates`; the `scale`, whether |
-    | | the doctor has `moved` it, and `disturbed` gradients; if `after_save` of a checkpoint |
-    | `stale` | forward of a module whose weights autocast had cast before they changed |
-    | `closure` | a scaler is given one for its step |
-    | `update` | the scale `after` it |
-    | `move` | of which `schedule` |
-    | `autocast`, `autocast_off` | `dtype`, whether `explicit`, with `grad`, `in_batch`, |
-    | | `by_library` |
-    | `hide` | whether `nan_to_num` was given a `scalar` |
-    | `tf32` | the new `value` of the precision of float32 products |
-    | `save` | whether the state of an `optimizer`, and a `scale` |
+    | kind | | |---|---| | `backward` | its `loss`, whether under `autocast`, whether
+    the loss is `finite`, how many | | | optimizers it `reached`, the norm that it
+    `added`, the largest `scale` then, whether a | | | scaler has `divided` its
+    gradients for a step | | `unscale` | | | `clip` | of `norm` or value, to what
+    `limit`, the `norm` it saw, the `factor` of gradients | | `zero_grad` | | | `step` |
+    of which `optimizer`, `scaled` by a scaler or not, `skipped`, `again` with the same
+    | | | gradients; their `norm`, and what it was before a clip (`unclipped`); their
+    `factor`, and | | | by what code of the user's changed their norm (`by_hand`);
+    `rates`; the `scale`, whether | | | the doctor has `moved` it, and `disturbed`
+    gradients; if `after_save` of a checkpoint | | `stale` | forward of a module whose
+    weights autocast had cast before they changed | | `closure` | a scaler is given one
+    for its step | | `update` | the scale `after` it | | `move` | of which `schedule` |
+    | `autocast`, `autocast_off` | `dtype`, whether `explicit`, with `grad`, `in_batch`,
+    | | | `by_library` | | `hide` | whether `nan_to_num` was given a `scalar` | | `tf32`
+    | the new `value` of the precision of float32 products | | `save` | whether the
+    state of an `optimizer`, and a `scale` |
     """
 
 
@@ -68,17 +66,22 @@ class Schedule:
 
 @dataclass(eq=False)
 class StepWindow:
-    """What happened to one optimizer from the first backward after a step to its next ones."""
+    """What happened to one optimizer from the first backward after a step to its next
+    ones.
+    """
 
     optimizer: int  # its number
     place: int = 0  # among its windows, from 1
     backwards: list[Event] = field(default_factory=list)  # whose gradients it has
-    lost: int = 0  # of the backwards, whose gradients were zeroed before any step used them
+    lost: int = (
+        0  # of the backwards, whose gradients were zeroed before any step used them
+    )
     zeroed: list[Event] = field(default_factory=list)  # by these
     stale: int = 0  # gradients that an earlier step has used and that were not zeroed
     unscales: list[Event] = field(default_factory=list)
     steps: list[Event] = field(default_factory=list)
-    moves: list[Event] = field(default_factory=list)  # of its schedulers until the next backward
+    # of its schedulers until the next backward
+    moves: list[Event] = field(default_factory=list)
     forced: bool = False  # the doctor made it overflow
 
     @property
@@ -118,34 +121,48 @@ class Record:
     determined: bool = False  # it ran in Determined's loop
     has_cuda: bool = False
     events: list[Event] = field(default_factory=list)
-    windows: list[StepWindow] = field(default_factory=list)  # in the order of their first backward
+    # in the order of their first backward
+    windows: list[StepWindow] = field(default_factory=list)
     scalers: list[Scaler] = field(default_factory=list)
     schedules: list[Schedule] = field(default_factory=list)
     optimizers: int = 0
-    weights: set[str] = field(default_factory=set)  # their dtypes, where an optimizer has stepped
+    # their dtypes, where an optimizer has stepped
+    weights: set[str] = field(default_factory=set)
     batches: int = 0  # of the training
     epochs: int = 0  # that ended
     aggregation: int = 1  # batches of one step that Determined counts
     averages: bool = True  # Determined averages the gradients of those
-    # Forwards of modules with weights of their own that train: by whether autocast was on for them.
+    # Forwards of modules with weights of their own that train: by whether autocast was
+    # on for them.
     forwards: Counter[bool] = field(default_factory=Counter)
-    syncs: Counter[tuple[Where, str]] = field(default_factory=Counter)  # reads on the host, by what
+    # reads on the host, by what
+    syncs: Counter[tuple[Where, str]] = field(default_factory=Counter)
     # Validation metrics of the same weights: as they are, and in float32.
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
-    not_finite: list[str] = field(default_factory=list)  # weights and buffers, at the end
-    # Weights of no module, without a gradient: optimizers hold them, and lack those of a module.
+    # weights and buffers, at the end
+    not_finite: list[str] = field(default_factory=list)
+    # Weights of no module, without a gradient: optimizers hold them, and lack those of
+    # a module.
     replaced: int = 0
-    first_overflow: str = ""  # what a forward has first that is not finite, and what helps
+    first_overflow: str = (
+        ""  # what a forward has first that is not finite, and what helps
+    )
     error: str = ""  # what was raised: its type and its text
     raised: Where | None = None  # by which line
     disturbed: bool = False  # when the doctor had made gradients overflow
     saved: bool = False  # a checkpoint was made
-    empty_scaler_state: bool = False  # its checkpoint has the state of a disabled scaler
+    empty_scaler_state: bool = (
+        False  # its checkpoint has the state of a disabled scaler
+    )
     scales_of_ranks: list[float] = field(default_factory=list)  # at the end
 
     def note(self, kind: str, **known: Any) -> Event:
         """Add an event that the line of the user's does which is being executed."""
-        place = {"number": len(self.events), "where": users_line(), "batch": self.batches - 1}
+        place = {
+            "number": len(self.events),
+            "where": users_line(),
+            "batch": self.batches - 1,
+        }
         event = Event(kind=kind, **place, **known)
         self.events.append(event)
         return event

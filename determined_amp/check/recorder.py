@@ -1,4 +1,6 @@
-"""Watches a training: what it does with scaler, optimizers, schedulers, gradients and autocast."""
+"""Watches a training: what it does with scaler, optimizers, schedulers, gradients and
+autocast.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,16 @@ OVERFLOWS = (5, 8)
 
 _READS = frozenset(
     (
-        *("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__"),
+        *(
+            "item",
+            "tolist",
+            "cpu",
+            "numpy",
+            "__float__",
+            "__int__",
+            "__bool__",
+            "__index__",
+        ),
         *("__format__", "__repr__", "__array__", "get_scale"),
     )
 )
@@ -74,7 +85,8 @@ class Recorder:
     """Records what the training in `watching` does.
 
     Args:
-        overflows: Windows of each optimizer in which its gradients are made to overflow.
+        overflows: Windows of each optimizer in which its gradients are made to
+            overflow.
         moves: How far to move loss scales in some windows; None for not at all.
 
     Attributes:
@@ -83,7 +95,9 @@ class Recorder:
         before_backward: Called before each; it may end the training.
     """
 
-    def __init__(self, overflows: Collection[int] = OVERFLOWS, moves: Moves | None = None) -> None:
+    def __init__(
+        self, overflows: Collection[int] = OVERFLOWS, moves: Moves | None = None
+    ) -> None:
         self.record = Record()
         self.schedules: dict[Any, Schedule] = {}
         self.before_backward: Callable[[], None] = lambda: None
@@ -100,7 +114,8 @@ class Recorder:
         self._running: dict[str, Any] = {}  # see `_outermost`
         self._scaler_that_steps: torch.amp.GradScaler | None = None
         self._steps = 0  # of optimizers, nested in each other
-        self._stepped: set[torch.Tensor] = set()  # weights that had a gradient at a step
+        # weights that had a gradient at a step
+        self._stepped: set[torch.Tensor] = set()
         self._products = torch.get_float32_matmul_precision()
         self._ended = False
 
@@ -166,7 +181,9 @@ class Recorder:
         self.record.disturbed = self._disturbed
 
     def _look_at_the_end(self) -> None:
-        """Note which weights and buffers are not finite, and which weights were replaced."""
+        """Note which weights and buffers are not finite, and which weights were
+        replaced.
+        """
         reached = [each for each in self._gradients if each.window.place]
         given = (weight for each in reached for weight in each.weights)
         weights = {weight for weight in given if weight.requires_grad}
@@ -174,14 +191,20 @@ class Recorder:
         if bad:
             self.record.not_finite.append(f"{bad} of {len(weights)} weights")
         self.record.not_finite += self._forwards.buffers_not_finite()
-        used = {weight for weight in parameters_in(self._forwards.met) if weight.requires_grad}
+        used = {
+            weight
+            for weight in parameters_in(self._forwards.met)
+            if weight.requires_grad
+        }
         if used - weights:
             self.record.replaced = len(weights - used - self._stepped)
 
     # What is watched, and by what.
 
     def _hooks(self) -> list[tuple[Any, str, Hook]]:
-        """The owner and the name of each function, and what is called in place of it."""
+        """The owner and the name of each function, and what is called in place of
+        it.
+        """
         makes = [getattr(lr_scheduler, name) for name in _SCHEDULERS]
         return [
             (_SCALER, "__init__", self._make),
@@ -196,7 +219,8 @@ class Recorder:
             (torch.autocast, "__enter__", self._autocast),
             (torch, "clear_autocast_cache", self._drop_casts),
             (torch, "save", self._save),
-            # All of torch's clips sort their gradients by this, however they were imported.
+            # All of torch's clips sort their gradients by this, however they were
+            # imported.
             (clip_grad, "_group_tensors_by_device_and_dtype", self._clip),
         ]
 
@@ -235,7 +259,9 @@ class Recorder:
         known(it)
 
     def _parts_of(self, optimizer: Any) -> list[StepGradients]:
-        """The gradients that an optimizer steps with: those of all that it holds, if it wraps."""
+        """The gradients that an optimizer steps with: those of all that it holds, if it
+        wraps.
+        """
         if optimizer not in self._parts:
             weights = set(parameters_of(optimizer))
             inside = [g for g in self._gradients if weights.issuperset(g.weights)]
@@ -265,7 +291,9 @@ class Recorder:
         return self._scalers[scaler]
 
     def _scales(self) -> list[float]:
-        """That of each scaler, in the order of their numbers; 0 of one that is switched off."""
+        """That of each scaler, in the order of their numbers; 0 of one that is switched
+        off.
+        """
         return [_scale_of(each) for each in self._scalers]
 
     # Schedules.
@@ -279,7 +307,8 @@ class Recorder:
     def _move_schedule(self, run: Run, it: Any, *args: Any, **kwargs: Any) -> Any:
         with self._outermost("schedule", it) as outer:
             result = run()
-        # A class of the user's may call the method that it overrides: that is no inner one.
+        # A class of the user's may call the method that it overrides: that is no inner
+        # one.
         if outer not in (None, it) or (outer is None and called_by_library()):
             self._known_schedule(it).ours = True
         elif outer is None:
@@ -306,7 +335,8 @@ class Recorder:
         if scale:
             known = self._known_scaler(scaler)
             known.used = True
-            known.states.setdefault("resumed", scale)  # of one that is made in the first batch
+            # of one that is made in the first batch
+            known.states.setdefault("resumed", scale)
             mark(scaled, outputs, scale)
         return scaled
 
@@ -344,7 +374,9 @@ class Recorder:
             gradients.before_backward()
             before[gradients] = gradients.versions()
         result = run()
-        reached = [each for each, versions in before.items() if each.versions() != versions]
+        reached = [
+            each for each, versions in before.items() if each.versions() != versions
+        ]
         event.reached = len(reached)
         may_force = not self._moves.is_moved
         for gradients in reached:
@@ -353,7 +385,9 @@ class Recorder:
         return result
 
     def _disturb(self, forced: StepGradients) -> None:
-        """Gradients were made to overflow: those of all who train any of the same weights."""
+        """Gradients were made to overflow: those of all who train any of the same
+        weights.
+        """
         self._disturbed = True
         theirs = set(forced.weights)
         for gradients in self._gradients:
@@ -368,7 +402,9 @@ class Recorder:
                 gradients.unscale(float(scaler.get_scale()))
 
     def _clip(self, run: Run, lists: Any, *args: Any, **kwargs: Any) -> Any:
-        """Before a clip: it gets lists of gradients, and its limit stands in one of its frames."""
+        """Before a clip: it gets lists of gradients, and its limit stands in one of its
+        frames.
+        """
         known = _locals_of_clip()
         given = {gradient for gradients in lists for gradient in gradients}
         pending = [each for each in self._gradients if each.pending]
@@ -378,13 +414,19 @@ class Recorder:
                 gradients.look()
                 gradients.clipped = True
             norm = math.hypot(*(each.norm for each in clipped))
-            factor = max((each.factor for each in clipped if each.factor > 1.5), default=1.0)
-            self.record.note("clip", of=of, limit=float(known[of]), norm=norm, factor=factor)
+            factor = max(
+                (each.factor for each in clipped if each.factor > 1.5), default=1.0
+            )
+            self.record.note(
+                "clip", of=of, limit=float(known[of]), norm=norm, factor=factor
+            )
         return run()
 
     # Step, update, zero_grad.
 
-    def _scaler_step(self, run: Run, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def _scaler_step(
+        self, run: Run, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         self._steps = 0  # an earlier one may have raised
         if closure_of(args, kwargs) is not None:
             self.record.note("closure")
@@ -397,7 +439,11 @@ class Recorder:
         if len(self.record.of("step")) == len(before):
             found: Any = states_of_steps(scaler)[id(optimizer)]["found_inf_per_device"]
             for gradients in parts:
-                self._step(gradients, scaler, skipped=not found or any(map(bool, found.values())))
+                self._step(
+                    gradients,
+                    scaler,
+                    skipped=not found or any(map(bool, found.values())),
+                )
         return result
 
     def _before_step(self, optimizer: Any, *call: Any) -> None:
@@ -408,10 +454,16 @@ class Recorder:
         divisor = float(getattr(optimizer, "grad_scale", None) or 1.0)
         skipped = bool(getattr(optimizer, "found_inf", None) or False)
         for gradients in self._seen_parts_of(optimizer):
-            self._step(gradients, self._scaler_that_steps, skipped=skipped, divisor=divisor)
+            self._step(
+                gradients, self._scaler_that_steps, skipped=skipped, divisor=divisor
+            )
 
-    def _step(self, gradients: StepGradients, scaler: Any, *, skipped: bool, **how: Any) -> None:
-        self._stepped.update(weight for weight in gradients.weights if weight.grad is not None)
+    def _step(
+        self, gradients: StepGradients, scaler: Any, *, skipped: bool, **how: Any
+    ) -> None:
+        self._stepped.update(
+            weight for weight in gradients.weights if weight.grad is not None
+        )
         scaled = scaler is not None and scaler.is_enabled()
         gradients.step(
             skipped=skipped,
@@ -480,17 +532,26 @@ class Recorder:
         """A function of torch is called, with the caller three frames above."""
         if self._in_batch and name in _READS:
             self._note_read(name)
-        elif self._in_batch and tensor is not None and name in ("nan_to_num", "nan_to_num_"):
-            self.record.note("hide", scalar=tensor.requires_grad and tensor.numel() == 1)
+        elif (
+            self._in_batch
+            and tensor is not None
+            and name in ("nan_to_num", "nan_to_num_")
+        ):
+            self.record.note(
+                "hide", scalar=tensor.requires_grad and tensor.numel() == 1
+            )
 
     def _read(self, run: Run, scaler: Any) -> Any:
         self._note_read("get_scale")
         return run()
 
     def _note_read(self, name: str) -> None:
-        """The host reads; what torch and this library read by themselves is not counted."""
+        """The host reads; what torch and this library read by themselves is not
+        counted.
+        """
         frame: Any = sys._getframe(3)
-        if frame.f_code.co_filename == overrides.__file__:  # on its way from a method in Python
+        # on its way from a method in Python
+        if frame.f_code.co_filename == overrides.__file__:
             frame = frame.f_back.f_back
         if self._in_batch and is_users(frame.f_code.co_filename):
             where = where_in(frame.f_code.co_filename, frame.f_lineno)
@@ -505,7 +566,9 @@ class Recorder:
     def _save(self, run: Run, obj: Any, *args: Any, **kwargs: Any) -> Any:
         scales = [scale for scale in self._scales() if scale]
         parts = [*_parts_in(obj)]
-        optimizer = any(isinstance(each, Optimizer) or each == "param_groups" for each in parts)
+        optimizer = any(
+            isinstance(each, Optimizer) or each == "param_groups" for each in parts
+        )
         scale = any(isinstance(each, _SCALER) or each in scales for each in parts)
         self.record.note("save", optimizer=optimizer, scale=scale)
         return run()
@@ -518,9 +581,13 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self._hook = hook
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
-        self._hook(getattr(func, "__name__", ""), args[0] if args else kwargs.get("input"))
+        self._hook(
+            getattr(func, "__name__", ""), args[0] if args else kwargs.get("input")
+        )
         return func(*args, **kwargs)
 
 
@@ -529,7 +596,9 @@ def _scale_of(scaler: torch.amp.GradScaler) -> float:
 
 
 def _locals_of_clip() -> dict[str, Any]:
-    """What a clip of torch's knows, by its own names; nothing if it has begun before."""
+    """What a clip of torch's knows, by its own names; nothing if it has begun
+    before.
+    """
     known: dict[str, Any] = {}
     for frame, _ in traceback.walk_stack(caller()):
         if frame.f_code.co_filename != clip_grad.__file__:
@@ -539,7 +608,9 @@ def _locals_of_clip() -> dict[str, Any]:
 
 
 def _parts_in(content: Any) -> Iterator[Any]:
-    """Words, numbers, optimizers and scalers that are saved, in containers of any depth."""
+    """Words, numbers, optimizers and scalers that are saved, in containers of any
+    depth.
+    """
     if isinstance(content, torch.Tensor) and content.numel() == 1:
         yield content.item()
     elif isinstance(content, dict):
@@ -559,6 +630,9 @@ def _eager() -> Iterator[None]:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(warnings.catch_warnings())
         # What reads a number is this file, and not the line that torch would name.
-        for words in ("Detected call of `lr_scheduler", "Converting a tensor with requires_grad"):
+        for words in (
+            "Detected call of `lr_scheduler",
+            "Converting a tensor with requires_grad",
+        ):
             warnings.filterwarnings("ignore", words)
         yield

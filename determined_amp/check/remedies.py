@@ -26,8 +26,9 @@ _CLIP = (
     "scaler.step(optimizer)",
 )
 _ONE_UPDATE = (
-    "for optimizer in optimizers:\n    self.context.step_optimizer(optimizer, scaler=scaler)\n"
-    "if (batch_idx + 1) % aggregation_frequency == 0:\n    scaler.update()",
+    "for optimizer in optimizers:\n    self.context.step_optimizer(optimizer, "
+    "scaler=scaler)\nif (batch_idx + 1) % aggregation_frequency == 0:\n    "
+    "scaler.update()",
     "for optimizer in optimizers:  # where a window of micro-batches ends\n"
     "    scaler.step(optimizer)\nscaler.update()  # once, after all of them",
 )
@@ -36,18 +37,20 @@ _SCALED = (
     "scaler.scale(loss).backward()",
 )
 _ON_APPLIED = (
-    "optimizer.register_step_post_hook(lambda *_: scheduler.step())  # once, not in each step:\n"
-    "# the hook runs on applied steps alone, but with fused=True, which needs determined_amp"
+    "optimizer.register_step_post_hook(lambda *_: scheduler.step())  # once, not in "
+    "each step:\n# the hook runs on applied steps alone, but with fused=True, which "
+    "needs determined_amp"
 )
 _APPLIED = (
-    "self.amp.wrap_lr_scheduler(scheduler)  # determined_amp: moves on applied steps alone\n"
-    f"# or, with step_mode MANUAL_STEP:\n{_ON_APPLIED}",
+    "self.amp.wrap_lr_scheduler(scheduler)  # determined_amp: moves on applied steps "
+    f"alone\n# or, with step_mode MANUAL_STEP:\n{_ON_APPLIED}",
     _ON_APPLIED,
 )
 
 _CAUSES = (
     "# between unscale_ and the step, every change of gradients that is not linear:\n"
-    "# clips by hand, hooks that clamp, weight decay, penalties, noise; each loss is scaled once"
+    "# clips by hand, hooks that clamp, weight decay, penalties, noise; each loss is "
+    "scaled once"
 )
 
 REMEDIES = {
@@ -62,69 +65,88 @@ REMEDIES = {
     ),
     "not_finite": Remedy(
         "the training ends with numbers that are not finite",
-        "if not loss.isfinite(): look at the batch  # an outlier, or a forward beyond 65504\n"
-        "# running statistics: keep their module in float32, with enabled=False",
+        "if not loss.isfinite(): look at the batch  # an outlier, or a forward beyond "
+        "65504\n# running statistics: keep their module in float32, with enabled=False",
     ),
     "stale_casts": Remedy(
-        "the forward uses casts of weights from before a step: autocast keeps them to its end",
-        "for step in steps:\n    with torch.autocast(...):  # one region for each forward\n"
-        "        loss = ...",
+        "the forward uses casts of weights from before a step: autocast keeps them to "
+        "its end",
+        "for step in steps:\n    with torch.autocast(...):  # one region for each "
+        "forward\n        loss = ...",
     ),
     "not_zeroed": Remedy(
         "gradients are not zeroed after a step has used them",
-        "leave out auto_zero_grads=False, or call optimizer.zero_grad() after each step",
+        "leave out auto_zero_grads=False, or call optimizer.zero_grad() after each "
+        "step",
         "optimizer.zero_grad()  # after each step, skipped or not",
     ),
     "scales_mixed": Remedy(
         "gradients are multiplied by one scale and divided by another",
         *(
-            f"{lines}\noptimizer.zero_grad()  # before its own backward, if another loss reaches it"
+            f"{lines}\noptimizer.zero_grad()  # before its own backward, if another "
+            "loss reaches it"
             for lines in _ONE_UPDATE
         ),
     ),
     "unscaled_loss": Remedy(
-        "the backward starts at a loss that was not scaled, and the scaler divides its gradients",
+        "the backward starts at a loss that was not scaled, and the scaler divides its "
+        "gradients",
         *_SCALED,
     ),
     "unscaled_twice": Remedy("the gradients are divided by the scale twice", *_CLIP),
     "step_without_scaler": Remedy(
-        "the optimizer steps without the scaler, which divides gradients and skips overflows",
+        "the optimizer steps without the scaler, which divides gradients and skips "
+        "overflows",
         *_STEP,
     ),
     "step_twice": Remedy("the optimizer steps twice with the same gradients", *_STEP),
-    "step_missing": Remedy("no optimizer steps with the gradients of the scaled loss", *_STEP),
-    "update_missing": Remedy("scaler.update() is missing, so the second step raises", *_STEP),
+    "step_missing": Remedy(
+        "no optimizer steps with the gradients of the scaled loss", *_STEP
+    ),
+    "update_missing": Remedy(
+        "scaler.update() is missing, so the second step raises", *_STEP
+    ),
     "update_in_window": Remedy(
-        "scaler.update() runs between the backward and the step that uses its gradients",
+        "scaler.update() runs between the backward and the step that uses its "
+        "gradients",
         *_ONE_UPDATE,
     ),
     "unscale_in_window": Remedy(
-        "unscale_ runs before the last micro-batch: later ones are added to it still scaled",
+        "unscale_ runs before the last micro-batch: later ones are added to it still "
+        "scaled",
         "def clip(parameters):  # called where a window of batches ends\n"
         "    scaler.unscale_(optimizer)",
         "if is_last_micro_batch:\n    scaler.unscale_(optimizer)",
     ),
     "no_gradients": Remedy(
-        "an optimizer steps whose parameters have no gradients, which GradScaler refuses",
+        "an optimizer steps whose parameters have no gradients, which GradScaler "
+        "refuses",
         "step the optimizers that have gradients in this batch alone",
     ),
     "closure": Remedy(
         "the optimizer computes the loss again in its step, which no loss scale allows",
-        "dtype=torch.bfloat16, which needs no scaler, or an optimizer that takes no closure",
+        "dtype=torch.bfloat16, which needs no scaler, or an optimizer that takes no "
+        "closure",
     ),
     "loss_cut_off": Remedy(
-        "the loss is cut off from the parameters: it is a new tensor, which knows none of them",
-        "loss = loss_fn(output, labels)  # not torch.tensor(loss...), .item(), .detach()",
+        "the loss is cut off from the parameters: it is a new tensor, which knows none "
+        "of them",
+        "loss = loss_fn(output, labels)  # not torch.tensor(loss...), .item(), "
+        ".detach()",
     ),
     "constant_loss": Remedy(
         "the loss of this batch is a constant, which no parameter has a part in",
-        "loss = output.sum() * 0.0  # a zero that has the graph; or leave the batch out",
+        "loss = output.sum() * 0.0  # a zero that has the graph; or leave the batch "
+        "out",
     ),
     "other_parameters": Remedy(
         "the optimizer holds other parameters than the model that trains",
-        "optimizer = Optimizer(model.parameters())  # after .to(), deepcopy and new layers",
+        "optimizer = Optimizer(model.parameters())  # after .to(), deepcopy and new "
+        "layers",
     ),
-    "clip_scaled": Remedy("gradients are clipped by norm while they are scaled", *_CLIP),
+    "clip_scaled": Remedy(
+        "gradients are clipped by norm while they are scaled", *_CLIP
+    ),
     "clip_value_scaled": Remedy(
         "gradients are clipped by value while they are scaled",
         *(
@@ -141,13 +163,15 @@ REMEDIES = {
         "one scheduler.step() for each optimizer step",
     ),
     "schedule_per_batch": Remedy(
-        "the learning rate moves on every micro-batch, more often than the optimizer steps",
+        "the learning rate moves on every micro-batch, more often than the optimizer "
+        "steps",
         "step_mode=LRScheduler.StepMode.STEP_EVERY_OPTIMIZER_STEP",
         "if is_last_micro_batch:\n    scheduler.step()",
     ),
     "schedule_never": Remedy(
         "a scheduler is made and never moves",
-        "self.context.wrap_lr_scheduler(scheduler, LRScheduler.StepMode.STEP_EVERY_BATCH)",
+        "self.context.wrap_lr_scheduler(scheduler, "
+        "LRScheduler.StepMode.STEP_EVERY_BATCH)",
         "scheduler.step()  # after scaler.step(optimizer)",
     ),
     "schedule_not_saved": Remedy(
@@ -157,7 +181,8 @@ REMEDIES = {
     "scaler_not_saved": Remedy(
         "the scale is not in the checkpoint",
         "self.scaler = self.context.wrap_scaler(GradScaler())  # before wrap_model",
-        'checkpoint["scaler"] = scaler.state_dict()\nscaler.load_state_dict(checkpoint["scaler"])',
+        'checkpoint["scaler"] = '
+        'scaler.state_dict()\nscaler.load_state_dict(checkpoint["scaler"])',
     ),
     "empty_scaler_state": Remedy(
         "a disabled scaler is saved as {}, which no enabled one can load",
@@ -168,9 +193,11 @@ REMEDIES = {
         "python -m determined_amp train YOUR_YAML resumes every trial that it trains",
     ),
     "zero_grad_in_window": Remedy(
-        "zero_grad() runs between a backward and its step, and throws the gradients away",
+        "zero_grad() runs between a backward and its step, and throws the gradients "
+        "away",
         "leave zero_grad() out: step_optimizer zeroes where a window ends",
-        "optimizer.zero_grad()  # before the first backward of a step, or after the step",
+        "optimizer.zero_grad()  # before the first backward of a step, or after the "
+        "step",
     ),
     "loss_not_divided": Remedy(
         "the losses of a window are added up, not averaged",
@@ -178,12 +205,14 @@ REMEDIES = {
         "scaler.scale(loss / micro_batches).backward()",
     ),
     "loss_divided_twice": Remedy(
-        "the loss is divided by the batches of a step, and Determined divides the gradients again",
+        "the loss is divided by the batches of a step, and Determined divides the "
+        "gradients again",
         "self.context.backward(scaler.scale(loss))  # step_optimizer averages",
     ),
     "autocast_backward": Remedy(
         "the backward runs under autocast, which torch advises against",
-        "with autocast:\n    loss = ...\nself.context.backward(scaler.scale(loss))  # outside",
+        "with autocast:\n    loss = ...\nself.context.backward(scaler.scale(loss))  # "
+        "outside",
         "with autocast:\n    loss = ...\nscaler.scale(loss).backward()  # outside",
     ),
     "autocast_covers_nothing": Remedy(
@@ -204,11 +233,12 @@ REMEDIES = {
     ),
     "penalty_scaled": Remedy(
         "the penalty is computed from gradients that are still multiplied by the scale",
-        "gradients = torch.autograd.grad(scaler.scale(loss), inputs, create_graph=True)\n"
-        "gradients = [g / scaler.get_scale() for g in gradients]",
+        "gradients = torch.autograd.grad(scaler.scale(loss), inputs, "
+        "create_graph=True)\ngradients = [g / scaler.get_scale() for g in gradients]",
     ),
     "half_weights": Remedy(
-        "weights are in 16 bits, which lose small updates: autocast wants them in float32",
+        "weights are in 16 bits, which lose small updates: autocast wants them in "
+        "float32",
         "leave out .half(), .bfloat16() and .to(torch.float16) of the model",
     ),
     "bfloat16_with_scaler": Remedy(
@@ -226,7 +256,8 @@ REMEDIES = {
         "scaler = GradScaler()  # once, before the loop",
     ),
     "scale_differs_by_rank": Remedy(
-        "the ranks have different scales, and average gradients that were multiplied differently",
+        "the ranks have different scales, and average gradients that were multiplied "
+        "differently",
         "GradScaler(init_scale=...) with one value, and scaler.update() on every rank",
     ),
     "nan_hidden": Remedy(
@@ -239,31 +270,37 @@ REMEDIES = {
     ),
     "tf32": Remedy(
         "TF32 is switched, which changes every float32 product of the process",
-        'torch.set_float32_matmul_precision("high")  # once, in your own code, if you want it',
+        'torch.set_float32_matmul_precision("high")  # once, in your own code, if you '
+        "want it",
     ),
     "overflow_hidden": Remedy(
         "an overflow does not reach the scaler, so the step is not skipped",
-        "change gradients after scaler.unscale_(optimizer), and keep inf and NaN in them",
+        "change gradients after scaler.unscale_(optimizer), and keep inf and NaN in "
+        "them",
     ),
     "depends_on_scale": Remedy(
-        "the weights depend on the loss scale, which must not change anything but rounding",
+        "the weights depend on the loss scale, which must not change anything but "
+        "rounding",
         *(f"{_CAUSES}\n{lines}" for lines in _CLIP),
     ),
     "unsafe_to_autocast": Remedy(
-        "binary_cross_entropy raises under autocast on a GPU: a probability that 16 bits round to "
-        "0 or 1 has an infinite loss",
-        "binary_cross_entropy_with_logits(logits, targets)  # in place of the sigmoid and this",
+        "binary_cross_entropy raises under autocast on a GPU: a probability that 16 "
+        "bits round to 0 or 1 has an infinite loss",
+        "binary_cross_entropy_with_logits(logits, targets)  # in place of the sigmoid "
+        "and this",
     ),
     "beyond_float16": Remedy(
         "a number is beyond float16, which ends at 65504",
-        "x.masked_fill(mask, torch.finfo(x.dtype).min)  # in place of a constant such as -1e9",
+        "x.masked_fill(mask, torch.finfo(x.dtype).min)  # in place of a constant such "
+        "as -1e9",
     ),
     "mixed_dtypes": Remedy(
         "an operation gets a 16-bit tensor that autocast made and one of another dtype",
         "value.to(other.dtype)  # as in out[rows] = layer(x).to(out.dtype)",
     ),
     "no_16_bit_kernel": Remedy(
-        "this device cannot compute an operation in 16 bits (nor can NumPy in bfloat16)",
+        "this device cannot compute an operation in 16 bits (nor can NumPy in "
+        "bfloat16)",
         "operation(x.float())",
     ),
     "raised": Remedy("the training raised an error", "see the message"),

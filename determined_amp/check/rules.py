@@ -24,7 +24,8 @@ from determined_amp.experiment.failures import name_in_16_bits
 # A schedule that moves in this share of the steps moves by steps, not by epochs.
 _BY_STEPS = 0.75
 
-# Relative change of a validation metric by 16 bits that is no rounding, and one that may be some.
+# Relative change of a validation metric by 16 bits that is no rounding, and one that
+# may be some.
 _CHANGED, _MAYBE_CHANGED = 0.05, 0.01
 
 # Gradients that are multiplied by more than this are still scaled.
@@ -38,7 +39,10 @@ _UPDATES = {"float16": "1/2048", "bfloat16": "1/256"}
 
 # What a loss cannot be in this dtype.
 _LOSSES = {
-    "float16": "a loss above 65504 is inf, one below 6e-8 is 0, and a scale of 65536 is inf in it",
+    "float16": (
+        "a loss above 65504 is inf, one below 6e-8 is 0, and a scale of 65536 is inf"
+        " in it"
+    ),
     "bfloat16": "it has 3 digits",
 }
 
@@ -57,7 +61,8 @@ _ERRORS = {
     "unsafe to autocast": "unsafe_to_autocast",
 }
 
-# https://pytorch.org/docs/stable/amp.html, "CUDA Ops that promote to the widest input type".
+# https://pytorch.org/docs/stable/amp.html, "CUDA Ops that promote to the widest input
+# type".
 _CAST_ON_CUDA = re.compile(r": (scatter|dot|grid_sampler)\b")
 
 
@@ -71,12 +76,16 @@ def _error(record: Record) -> Found:
         key = _cause(record, keys[0])
     else:
         key = name_in_16_bits(record.error) or "raised"
-        # What one device lacks another may have: CUDA's autocast casts the arguments of some
-        # operations for which that of a CPU does not.
-        elsewhere = key in ("raised", "no_16_bit_kernel") or _CAST_ON_CUDA.search(record.error)
+        # What one device lacks another may have: CUDA's autocast casts the arguments of
+        # some operations for which that of a CPU does not.
+        elsewhere = key in ("raised", "no_16_bit_kernel") or _CAST_ON_CUDA.search(
+            record.error
+        )
         if elsewhere and not record.error.startswith("InvalidExperimentException"):
             level = SUSPICION
-    effect = f"the training stops in batch {record.batches}: {record.first_line_of_error}"
+    effect = (
+        f"the training stops in batch {record.batches}: {record.first_line_of_error}"
+    )
     zeroed = record.windows[-1].zeroed if key == "zero_grad_in_window" else []
     yield found(key, [*zeroed, record.raised], effect, level)
 
@@ -125,7 +134,9 @@ def _scalers(record: Record) -> Found:
     made = Counter(scaler.where for scaler in record.scalers if scaler.used)
     for line, times in made.items():
         if times > max(2, len(steps) / 2):
-            effect = f"{times} scalers for {len(steps)} steps: each begins at init_scale"
+            effect = (
+                f"{times} scalers for {len(steps)} steps: each begins at init_scale"
+            )
             yield found("scaler_made_anew", [line], effect)
 
 
@@ -133,34 +144,48 @@ def _scalers(record: Record) -> Found:
 def _unscaled_early(record: Record) -> Found:
     early = [unscale for window in record.windows for unscale in window.unscaled_early]
     if early:
-        effect = f"after {share_of(record, early)} gradients were added that are still scaled"
+        effect = (
+            f"after {share_of(record, early)} gradients were added that are still"
+            " scaled"
+        )
         yield found("unscale_in_window", early, effect)
 
 
 @rule
 def _unscaled_loss(record: Record) -> Found:
-    """A loss was not scaled, or a part of it, and the scaler divides the gradients of all."""
+    """A loss was not scaled, or a part of it, and the scaler divides the gradients of
+    all.
+    """
     divided = record.of("backward", divided=True)
     unscaled = [b for b in divided if b.loss.unscaled and not b.loss.has_gradient]
     for line in dict.fromkeys(backward.where for backward in unscaled):
         backwards = [backward for backward in unscaled if backward.where == line]
-        # A gradient of a scaled loss that is handed on is scaled, whatever the graph says.
+        # A gradient of a scaled loss that is handed on is scaled, whatever the graph
+        # says.
         seen = dependence((each.scale, each.added) for each in backwards)
         is_part = any(backward.loss.scale for backward in backwards)
         if is_part or seen is None or seen.exponent < 0.5:
-            effect = "added gradients that are divided by the scale and were never multiplied"
-            yield found("unscaled_loss", [line], f"{share_of(record, backwards)} {effect}")
+            effect = (
+                "added gradients that are divided by the scale and were never"
+                " multiplied"
+            )
+            yield found(
+                "unscaled_loss", [line], f"{share_of(record, backwards)} {effect}"
+            )
 
 
 @rule
 def _step_without_scaler(record: Record) -> Found:
     steps = record.of("step", scaled=False, again=False)
-    scaled = [step for step in steps if step.factor > _SCALED and math.isfinite(step.norm)]
+    scaled = [
+        step for step in steps if step.factor > _SCALED and math.isfinite(step.norm)
+    ]
     blind = [step for step in steps if step.disturbed and not math.isfinite(step.norm)]
     if scaled:
         times = number(scaled[-1].factor)
         effect = (
-            f"{share_of(record, scaled)} got gradients {times} times as large as they should be"
+            f"{share_of(record, scaled)} got gradients {times} times as large as they"
+            " should be"
         )
         yield found("step_without_scaler", scaled, effect)
     elif blind:
@@ -180,10 +205,21 @@ def _step_twice(record: Record) -> Found:
 
 @rule
 def _unscaled_by_hand(record: Record) -> Found:
-    steps = [step for step in record.of("step", scaled=True, skipped=False) if step.scale > _SCALED]
-    twice = [step for step in steps if math.isclose(step.by_hand * step.scale, 1, rel_tol=0.01)]
+    steps = [
+        step
+        for step in record.of("step", scaled=True, skipped=False)
+        if step.scale > _SCALED
+    ]
+    twice = [
+        step
+        for step in steps
+        if math.isclose(step.by_hand * step.scale, 1, rel_tol=0.01)
+    ]
     if len(twice) > len(steps) / 2:
-        effect = f"the training divided by the scale in {count_of(twice, steps, 'step')}, too"
+        effect = (
+            "the training divided by the scale in"
+            f" {count_of(twice, steps, 'step')}, too"
+        )
         yield found("unscaled_twice", twice, effect)
 
 
@@ -191,22 +227,31 @@ def _unscaled_by_hand(record: Record) -> Found:
 def _clips(record: Record) -> Found:
     for of, key in (("max_norm", "clip_scaled"), ("clip_value", "clip_value_scaled")):
         scaled = [clip for clip in record.of("clip", of=of) if clip.factor > _SCALED]
-        wrong = [clip for clip in scaled if clip.limit < min(clip.norm, _LIMIT * clip.factor)]
+        wrong = [
+            clip for clip in scaled if clip.limit < min(clip.norm, _LIMIT * clip.factor)
+        ]
         if wrong:
             last = wrong[-1]
             effect = (
-                f"at scale {number(last.factor)} the limit {last.limit:g} clips true gradients at "
-                f"{last.limit / last.factor:.3g}, whose norm was {last.norm / last.factor:.3g}"
+                f"at scale {number(last.factor)} the limit {last.limit:g} clips true "
+                f"gradients at {last.limit / last.factor:.3g}, whose norm was "
+                f"{last.norm / last.factor:.3g}"
             )
             yield found(key, wrong, effect)
 
 
 @rule
 def _penalty(record: Record) -> Found:
-    penalties = [backward for backward in record.of("backward") if backward.loss.penalty]
+    penalties = [
+        backward for backward in record.of("backward") if backward.loss.penalty
+    ]
     if penalties:
         times = number(penalties[-1].loss.penalty)
-        yield found("penalty_scaled", penalties, f"the gradients in it are {times} times as large")
+        yield found(
+            "penalty_scaled",
+            penalties,
+            f"the gradients in it are {times} times as large",
+        )
 
 
 # Schedules.
@@ -220,8 +265,15 @@ def _schedules(record: Record) -> Found:
             continue
         if record.of("move", schedule=schedule):
             yield from _moves(record, schedule, windows)
-        elif not schedule.wrapped and record.is_amp and (record.determined or record.epochs):
-            effect = f"{schedule.kind} did not move in {len(windows)} steps, {record.epochs} epochs"
+        elif (
+            not schedule.wrapped
+            and record.is_amp
+            and (record.determined or record.epochs)
+        ):
+            effect = (
+                f"{schedule.kind} did not move in {len(windows)} steps, {record.epochs}"
+                " epochs"
+            )
             # It may move where an epoch ends, and the only one has just ended.
             level = FAULT if record.epochs > 1 else SUSPICION
             yield found("schedule_never", [schedule.where], effect, level)
@@ -255,7 +307,9 @@ def _moves(record: Record, schedule: Schedule, windows: list[StepWindow]) -> Fou
 @rule
 def _accumulation(record: Record) -> Found:
     windows = [window for window in record.complete if not window.forced]
-    several = [each for each in windows if each.is_empty or _is_accumulated(record, each)]
+    several = [
+        each for each in windows if each.is_empty or _is_accumulated(record, each)
+    ]
     if len(windows) < 2 or len(several) < len(windows) - 1 or not record.is_amp:
         return
     last = several[-1]
@@ -277,12 +331,15 @@ def _accumulation(record: Record) -> Found:
     elif math.isclose(divisor, 1, rel_tol=1e-3) and not math.isclose(
         size * by_hand, 1, rel_tol=0.01
     ):
-        effect = f"a step has {size} times the mean gradient of its {size} micro-batches"
+        effect = (
+            f"a step has {size} times the mean gradient of its {size} micro-batches"
+        )
         yield found("loss_not_divided", last.backwards, effect, level)
 
 
 def _is_accumulated(record: Record, window: StepWindow) -> bool:
-    """Whether it has the gradients of several batches, of one backward each, from one line.
+    """Whether it has the gradients of several batches, of one backward each, from one
+    line.
 
     Where no loader gives batches, each backward may be of another one.
     """
@@ -299,8 +356,11 @@ def _is_accumulated(record: Record, window: StepWindow) -> bool:
 def _backward_under_autocast(record: Record) -> Found:
     inside = record.of("backward", autocast=True)
     if inside:
-        # A library that opens it around all of a step, as Lightning does, leaves no choice.
-        level = SUSPICION if all(region.by_library for region in record.regions) else FAULT
+        # A library that opens it around all of a step, as Lightning does, leaves no
+        # choice.
+        level = (
+            SUSPICION if all(region.by_library for region in record.regions) else FAULT
+        )
         effect = f"{share_of(record, inside)} ran under autocast"
         yield found("autocast_backward", inside, effect, level)
 
@@ -310,7 +370,9 @@ def _weights_in_16_bits(record: Record) -> Found:
     for dtype, least in _UPDATES.items():
         # Weights in bfloat16 alone are a choice, which saves memory.
         if dtype in record.weights and (record.is_amp or dtype == "float16"):
-            effect = f"weights are in {dtype}: an update of less than {least} of one is lost"
+            effect = (
+                f"weights are in {dtype}: an update of less than {least} of one is lost"
+            )
             steps = [step for step in record.of("step") if step.where]
             level = FAULT if record.is_amp else SUSPICION
             yield found("half_weights", steps[:1], effect, level)
@@ -323,7 +385,10 @@ def _autocast_of_nothing(record: Record) -> Found:
         off = record.of("autocast_off")
         # A region that is switched off here may be on with a GPU.
         is_off_here = off and not record.regions and not record.has_cuda
-        effect = f"0 of {record.forwards[False]} forwards of modules with weights ran under it"
+        effect = (
+            f"0 of {record.forwards[False]} forwards of modules with weights ran"
+            " under it"
+        )
         level = SUSPICION if is_off_here else FAULT
         yield found("autocast_covers_nothing", record.regions or off, effect, level)
 
@@ -344,7 +409,10 @@ def _loss_in_16_bits(record: Record) -> Found:
 def _hidden_nan(record: Record) -> Found:
     hidden = record.of("hide", scalar=True)
     if hidden and record.is_amp:
-        effect = f"{len(hidden)} losses whose NaN would be 0, and which the scaler cannot see"
+        effect = (
+            f"{len(hidden)} losses whose NaN would be 0, and which the scaler"
+            " cannot see"
+        )
         yield found("nan_hidden", hidden, effect)
 
 
@@ -353,7 +421,9 @@ def _scaler_without_need(record: Record) -> Found:
     steps = record.of("step", scaled=True)
     kinds = {(region.dtype, region.explicit) for region in record.regions}
     if steps and record.scales and kinds == {("bfloat16", True)}:
-        effect = f"{share_of(record, steps)} asked the device whether to skip, for nothing"
+        effect = (
+            f"{share_of(record, steps)} asked the device whether to skip, for nothing"
+        )
         yield found("bfloat16_with_scaler", record.lines_of_scalers, effect, COST)
 
 
@@ -363,7 +433,10 @@ def _need_of_scaler(record: Record) -> Found:
     by_hand = any(loss.scale or loss.divisor < 1 / 8 for loss in losses)
     regions = [region for region in record.regions if region.dtype == "float16"]
     if regions and losses and not (by_hand or record.scales):
-        effect = f"{len(losses)} backwards, 0 scaled: gradients of 16-bit products below 6e-8 are 0"
+        effect = (
+            f"{len(losses)} backwards, 0 scaled: gradients of 16-bit products below"
+            " 6e-8 are 0"
+        )
         unused = record.lines_of_scalers
         level = FAULT if unused else SUSPICION
         yield found("no_loss_scale", unused or regions, effect, level)
@@ -388,7 +461,10 @@ def _checkpoint_of_a_loop(record: Record) -> Found:
     saves = [] if record.determined else record.of("save", optimizer=True)
     updates = record.of("update") if record.scales else []
     if saves and updates and not record.of("save", scale=True):
-        effect = f"after a resume it begins at init_scale again, not at {number(updates[-1].after)}"
+        effect = (
+            "after a resume it begins at init_scale again, not at"
+            f" {number(updates[-1].after)}"
+        )
         yield found("scaler_not_saved", saves, effect)
 
 
@@ -396,23 +472,32 @@ def _checkpoint_of_a_loop(record: Record) -> Found:
 def _state_of_disabled_scaler(record: Record) -> Found:
     """Without a GPU what is off may be on elsewhere, unless AMP needs no scaler."""
     if record.empty_scaler_state and (record.has_cuda or record.is_amp):
-        bfloat16 = any(each.explicit and each.dtype == "bfloat16" for each in record.regions)
+        bfloat16 = any(
+            each.explicit and each.dtype == "bfloat16" for each in record.regions
+        )
         level = FAULT if record.has_cuda or bfloat16 else SUSPICION
         off = [scaler.where for scaler in record.scalers if not scaler.enabled]
-        effect = "a run with AMP that goes on from it ends: 0 of 5 values of its state are there"
+        effect = (
+            "a run with AMP that goes on from it ends: 0 of 5 values of its state are"
+            " there"
+        )
         yield found("empty_scaler_state", off, effect, level)
 
 
 @rule
 def _tf32(record: Record) -> Found:
     for event in record.of("tf32")[:1]:
-        effect = f"float32 products became {event.value!r} while batch {event.batch} trained"
+        effect = (
+            f"float32 products became {event.value!r} while batch {event.batch} trained"
+        )
         yield found("tf32", [event], effect)
 
 
 @rule
 def _waits(record: Record) -> Found:
-    often = {read: n for read, n in record.syncs.items() if n >= 0.5 * record.batches > 0}
+    often = {
+        read: n for read, n in record.syncs.items() if n >= 0.5 * record.batches > 0
+    }
     if often and record.is_amp:
         many = sum(often.values()) / record.batches
         by = ", ".join(sorted({name for _, name in often}))

@@ -19,12 +19,15 @@ RULES: list[Rule] = []
 
 # Scales so far apart, with so many norms at each, tell whether norms follow the scale.
 _LEAST_RATIO, _LEAST_NORMS = 15.0, 3
-# In this share of the pairs of a low and a high scale the norm differs in the same direction.
+# In this share of the pairs of a low and a high scale the norm differs in the same
+# direction.
 _SEPARATED = 0.8
 
 
 def rule(judges: Rule) -> Rule:
-    """Let a function be one of the rules; equal levels are told in the order of the rules."""
+    """Let a function be one of the rules; equal levels are told in the order of the
+    rules.
+    """
     RULES.append(judges)
     return judges
 
@@ -35,7 +38,9 @@ def found(
     """A finding at these lines, or at those of these events."""
     lines = [each.where if isinstance(each, Event) else each for each in at]
     where = tuple(dict.fromkeys(line for line in lines if line is not None))
-    return CheckFinding(key, level, REMEDIES[key].sentence, where, effect, REMEDIES[key].in_a_trial)
+    return CheckFinding(
+        key, level, REMEDIES[key].sentence, where, effect, REMEDIES[key].in_a_trial
+    )
 
 
 def count_of(part: Sized, whole: Sized, what: str) -> str:
@@ -61,7 +66,9 @@ class Dependence:
     factor: float  # by which medians of norms differ, between high scales and low ones
     ratio: float  # of the medians of those scales
     norms: int  # that were measured at least at each of the two
-    is_clear: bool  # nearly all norms at the one are larger than nearly all at the other
+    is_clear: (
+        bool  # nearly all norms at the one are larger than nearly all at the other
+    )
 
     @property
     def exponent(self) -> float:
@@ -72,9 +79,17 @@ class Dependence:
         return math.log(self.factor) / math.log(self.ratio)
 
 
-def dependence(scales_and_norms: Iterable[tuple[float | None, float]]) -> Dependence | None:
-    """How norms follow the scale; None where the scale has not changed enough to tell."""
-    points = [(scale, norm) for scale, norm in scales_and_norms if scale and 0 < norm < math.inf]
+def dependence(
+    scales_and_norms: Iterable[tuple[float | None, float]],
+) -> Dependence | None:
+    """How norms follow the scale; None where the scale has not changed enough to
+    tell.
+    """
+    points = [
+        (scale, norm)
+        for scale, norm in scales_and_norms
+        if scale and 0 < norm < math.inf
+    ]
     scales = [scale for scale, _ in points] or [1.0]
     middle = math.sqrt(min(scales) * max(scales))
     low = [norm for scale, norm in points if scale < middle]

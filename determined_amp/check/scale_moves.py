@@ -1,4 +1,6 @@
-"""Moves loss scales by powers of two in some windows: a right training gets the same updates."""
+"""Moves loss scales by powers of two in some windows: a right training gets the same
+updates.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class Moves:
     """How far a scale is moved."""
 
     by: float = 256.0  # it is divided by this
-    least: float = 16.0  # and stays above this: float16 has few digits for small gradients
+    least: float = (
+        16.0  # and stays above this: float16 has few digits for small gradients
+    )
 
 
 @dataclass
@@ -32,11 +36,12 @@ class _Moved:
 
 
 class ScaleMoves:
-    """Divides the scale of each scaler in half of its windows, from a batch to its `update`.
+    """Divides the scale of each scaler in half of its windows, from a batch to its
+    `update`.
 
-    Which windows follows no period, so that a training whose batches alternate is not mistaken.
-    `update` puts the scale back: a training that compares the scale before and after it sees no
-    decrease.
+    Which windows follows no period, so that a training whose batches alternate is not
+    mistaken. `update` puts the scale back: a training that compares the scale before
+    and after it sees no decrease.
 
     Args:
         rests: Tells whether the next window is to be left alone.
@@ -91,7 +96,8 @@ class ScaleMoves:
         before = scale_tensor(scaler).clone()
         own()
         ratio = float(scale_tensor(scaler) / before)
-        # Where the floor of a scaler has stopped it, the scale that comes back has not moved.
+        # Where the floor of a scaler has stopped it, the scale that comes back has not
+        # moved.
         factors = (scaler.get_growth_factor(), scaler.get_backoff_factor())
         replace_scale_tensor(scaler, kept.mul_(ratio if ratio in factors else 1.0))
 

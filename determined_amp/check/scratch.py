@@ -72,7 +72,9 @@ class _Scratch:
         return own(*call.args, **call.kwargs)
 
     def use(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Read, rename, copy or remove within the folder what was saved here, else the file."""
+        """Read, rename, copy or remove within the folder what was saved here, else the
+        file.
+        """
         call = inspect.signature(own).bind(*args, **kwargs)
         for name in call.arguments.keys() & _SOURCES:
             place = self._place_of(call.arguments[name])

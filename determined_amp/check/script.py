@@ -24,8 +24,13 @@ STEPS = 20
 # So often a script is told to end before the process is ended.
 _PATIENCE = 5
 
-TOO_SHORT = f"the time was over before each optimizer had made {STEPS} steps: --minutes gives more"
-ONE_RUN = "one run cannot show whether a resume brings back the scale and the learning rates"
+TOO_SHORT = (
+    f"the time was over before each optimizer had made {STEPS} steps: --minutes gives"
+    " more"
+)
+ONE_RUN = (
+    "one run cannot show whether a resume brings back the scale and the learning rates"
+)
 
 
 class _Enough(KeyboardInterrupt):
@@ -33,7 +38,9 @@ class _Enough(KeyboardInterrupt):
 
 
 class _End:
-    """Ends a script: where its optimizers have made enough steps, or when its time is over."""
+    """Ends a script: where its optimizers have made enough steps, or when its time is
+    over.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self.told = 0
@@ -48,7 +55,9 @@ class _End:
 
     @contextmanager
     def after(self, seconds: float) -> Iterator[None]:
-        """End what runs in this block when so much time has passed, also while it waits."""
+        """End what runs in this block when so much time has passed, also while it
+        waits.
+        """
         before = signal.signal(signal.SIGALRM, self._time_is_over)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
@@ -83,7 +92,9 @@ def examine_script(
     raised: BaseException | None = None
     with ExitStack() as stack:
         if not in_place:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="determined_amp-"))
+            folder = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="determined_amp-")
+            )
             stack.enter_context(saving_into(Path(folder)))
         stack.enter_context(_as_started(path, arguments))
         try:
@@ -110,7 +121,10 @@ def _run(path: str, end: _End) -> None:
 def _as_started(path: str, arguments: Sequence[str]) -> Iterator[None]:
     """Let `sys` be as `python SCRIPT ARGUMENTS` sets it."""
     folder = str(Path(path).resolve().parent)
-    with patched(sys, "argv", [path, *arguments]), patched(sys, "path", [folder, *sys.path]):
+    with (
+        patched(sys, "argv", [path, *arguments]),
+        patched(sys, "path", [folder, *sys.path]),
+    ):
         yield
 
 

@@ -21,19 +21,22 @@ from determined_amp.check.lines import is_users
 
 # What only a GPU can show.
 ONLY_ON_A_GPU = (
-    'this machine has no GPU, so "cuda" meant the CPU: AMP that your code switches on by '
-    "torch.cuda.is_available() was off and not examined, nor was what a synchronisation costs, "
-    "which fused optimizers are used, TF32 products, or gradients that differ by CUDA kernel"
+    'this machine has no GPU, so "cuda" meant the CPU: AMP that your code switches on '
+    "by "
+    "torch.cuda.is_available() was off and not examined, nor was what a "
+    "synchronisation costs, which fused optimizers are used, TF32 products, or "
+    "gradients that differ by CUDA kernel"
 )
 
 # docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast to float32"
 _FLOAT32_ON_CUDA = """
-    __pow__ __rdiv__ __rpow__ __rtruediv__ acos asin binary_cross_entropy_with_logits cdist cosh
-    cosine_embedding_loss cosine_similarity cross_entropy cumprod cumsum dist erfinv exp expm1
-    group_norm hinge_embedding_loss kl_div l1_loss layer_norm log log10 log1p log2 log_softmax
-    margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss norm pdist
-    poisson_nll_loss pow prod reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss
-    softmax softmin softplus sum tan triplet_margin_loss
+    __pow__ __rdiv__ __rpow__ __rtruediv__ acos asin binary_cross_entropy_with_logits
+    cdist cosh cosine_embedding_loss cosine_similarity cross_entropy cumprod cumsum dist
+    erfinv exp expm1 group_norm hinge_embedding_loss kl_div l1_loss layer_norm log log10
+    log1p log2 log_softmax margin_ranking_loss mse_loss multi_margin_loss
+    multilabel_margin_loss nll_loss norm pdist poisson_nll_loss pow prod reciprocal
+    renorm rsqrt sinh smooth_l1_loss soft_margin_loss softmax softmin softplus sum tan
+    triplet_margin_loss
 """
 
 
@@ -46,7 +49,11 @@ def cpu_for_cuda() -> Iterator[None]:
             for owner, name, replacement in _replacements():
                 stack.enter_context(patched(owner, name, replacement))
             stack.enter_context(warnings.catch_warnings())
-            for words in ("CUDA is not available", ".*torch.cuda.amp", "User provided device_type"):
+            for words in (
+                "CUDA is not available",
+                ".*torch.cuda.amp",
+                "User provided device_type",
+            ):
                 warnings.filterwarnings("ignore", words)
             stack.enter_context(here)
             stack.enter_context(backwards_through(here.run_backward))
@@ -58,8 +65,8 @@ def cpu_for_cuda() -> Iterator[None]:
 class _OnCpu(TorchFunctionMode):
     """Runs every function of torch on the CPU where an argument names CUDA.
 
-    Computes in float32 what autocast does on CUDA, and leaves in 16 bits on the CPU; refuses what
-    it refuses there.
+    Computes in float32 what autocast does on CUDA, and leaves in 16 bits on the CPU;
+    refuses what it refuses there.
 
     Attributes:
         applies: Whether an autocast of CUDA was made, and none of the CPU.
@@ -68,7 +75,9 @@ class _OnCpu(TorchFunctionMode):
     applies: bool | None = None
     _in_float32 = frozenset(_FLOAT32_ON_CUDA.split())
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = getattr(func, "__name__", "")
         if name in ("cuda", "pin_memory"):
             return args[0]
@@ -82,7 +91,9 @@ class _OnCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Torch leaves modes out of a backward, where a checkpoint computes its forward again."""
+        """Torch leaves modes out of a backward, where a checkpoint computes its forward
+        again.
+        """
         with self:
             return run(*args, **kwargs)
 
@@ -91,12 +102,15 @@ def _making_autocast(own: Callable[..., Any], here: _OnCpu) -> Callable[..., Any
     """Remember of each autocast whether its dtype was chosen by the user."""
 
     @wraps(own)
-    def make(region: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+    def make(
+        region: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
         region._given_dtype = dtype is not None
         is_cuda = _on_cpu(device_type) != device_type
         if is_cuda:
             here.applies = here.applies is not False
-        elif is_users(sys._getframe(1).f_code.co_filename):  # not torch's own for a checkpoint
+        elif is_users(sys._getframe(1).f_code.co_filename):
+            # not torch's own for a checkpoint
             here.applies = False
         if is_cuda and not torch.cuda.is_available():
             # float16 is CUDA's own.
@@ -117,15 +131,26 @@ def _replacements() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     make = torch.amp.GradScaler.__init__
 
     @wraps(make)
-    def make_scaler(scaler: Any, device: Any = "cuda", *args: Any, **kwargs: Any) -> None:
+    def make_scaler(
+        scaler: Any, device: Any = "cuda", *args: Any, **kwargs: Any
+    ) -> None:
         make(scaler, _on_cpu(device), *args, **kwargs)
 
     yield torch.amp.GradScaler, "__init__", make_scaler
-    if not hasattr(torch, "get_autocast_dtype"):  # torch 2.3 has one question for each device
+    # torch 2.3 has one question for each device
+    if not hasattr(torch, "get_autocast_dtype"):
         yield torch, "is_autocast_enabled", torch.is_autocast_cpu_enabled
         yield torch, "get_autocast_gpu_dtype", torch.get_autocast_cpu_dtype
         return
-    is_on, dtype, cast = torch.is_autocast_enabled, torch.get_autocast_dtype, autocast_mode._cast
+    is_on, dtype, cast = (
+        torch.is_autocast_enabled,
+        torch.get_autocast_dtype,
+        autocast_mode._cast,
+    )
     yield torch, "is_autocast_enabled", lambda device="cuda": is_on(_on_cpu(device))
     yield torch, "get_autocast_dtype", lambda device: dtype(_on_cpu(device))
-    yield autocast_mode, "_cast", lambda value, device, to: cast(value, _on_cpu(device), to)
+    yield (
+        autocast_mode,
+        "_cast",
+        lambda value, device, to: cast(value, _on_cpu(device), to),
+    )

@@ -1,4 +1,6 @@
-"""Follows the gradients of an optimizer: what multiplies them, and what happens to them."""
+"""Follows the gradients of an optimizer: what multiplies them, and what happens to
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ from determined_amp.check.record import Event, Record, Schedule, StepWindow
 
 Versions = list[tuple[int, int]]
 
-# So often a window is made to overflow: what the first backward leaves may be zeroed before the
-# step, as the gradients that a generator's loss leaves in the discriminator are.
+# So often a window is made to overflow: what the first backward leaves may be zeroed
+# before the step, as the gradients that a generator's loss leaves in the discriminator
+# are.
 _MOST_OVERFLOWS = 2
 
 
@@ -29,7 +32,9 @@ class StepGradients:
         overflows: Windows of them that are made to overflow.
     """
 
-    def __init__(self, optimizer: Optimizer, record: Record, overflows: Collection[int]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, record: Record, overflows: Collection[int]
+    ) -> None:
         self.number = record.optimizers  # the place of the optimizer among all
         self.factor = 1.0  # what they are multiplied by; NaN if that is not known
         self.scale: float | None = None  # that the newest backward was scaled by
@@ -40,7 +45,9 @@ class StepGradients:
         self._optimizer = optimizer
         self._record = record
         self._overflows = overflows
-        self._stale = 0  # of them, those that a step has used and nobody has zeroed since
+        self._stale = (
+            0  # of them, those that a step has used and nobody has zeroed since
+        )
         self._emptied = False  # after the newest backward
         self._to_force = 0  # overflows in this window
         self._overflown = 0  # windows that were made to overflow
@@ -68,11 +75,15 @@ class StepGradients:
 
     def measure(self) -> None:
         """Take the norm of all of their numbers together, in float32."""
-        norms = [torch.linalg.vector_norm(each.detach().float()) for each in self.dense()]
+        norms = [
+            torch.linalg.vector_norm(each.detach().float()) for each in self.dense()
+        ]
         self.norm = math.hypot(*map(float, norms))
 
     def look(self) -> None:
-        """Note what code of the user's has done to them since they were looked at last."""
+        """Note what code of the user's has done to them since they were looked at
+        last.
+        """
         if not self.pending:
             # Those that no backward has left were set by the training, as `p.grad = g`.
             if self._used and self.versions() != self._used and self.dense():
@@ -98,7 +109,11 @@ class StepGradients:
         self._stale = 0
         if not self.pending:
             now = zip(self.weights, self.versions(), self._used, strict=False)
-            same = [p.grad for p, version, old in now if version == old and p.grad is not None]
+            same = [
+                p.grad
+                for p, version, old in now
+                if version == old and p.grad is not None
+            ]
             self._stale = sum(bool(values_of(gradient).any()) for gradient in same)
 
     def look_for_zeros(self) -> None:
@@ -118,7 +133,10 @@ class StepGradients:
 
     def is_due(self) -> bool:
         """Whether the next window is one to make overflow."""
-        return sum(number <= self.window.place for number in self._overflows) > self._overflown
+        return (
+            sum(number <= self.window.place for number in self._overflows)
+            > self._overflown
+        )
 
     def add(self, backward: Event, *, may_force: bool) -> bool:
         """A backward has added to them.
@@ -136,7 +154,10 @@ class StepGradients:
             self._to_force = _MOST_OVERFLOWS if may_force and self.is_due() else 0
             self._open_window()
             self.window.stale = self._stale
-        scale, is_first = backward.loss.scale, self._emptied or not self.window.backwards
+        scale, is_first = (
+            backward.loss.scale,
+            self._emptied or not self.window.backwards,
+        )
         forces = bool(scale) and is_first and self._to_force > 0
         if forces:
             self._force()
@@ -155,7 +176,8 @@ class StepGradients:
         """Make them overflow."""
         for weight in self.weights:
             if weight.grad is not None:
-                # Through `data`, which is a copy of a sparse one: it is no change of the user's.
+                # Through `data`, which is a copy of a sparse one: it is no change of
+                # the user's.
                 weight.grad.data = weight.grad.data.mul_(math.inf)
         self._to_force -= 1
         self._overflown += not self.window.forced
@@ -179,7 +201,9 @@ class StepGradients:
         norm = self.norm / divisor
         rates = [group.get("lr") for group in self._optimizer.param_groups]
         again = not self.pending and norm != 0
-        step = self._record.note("step", optimizer=self.number, again=again, norm=norm, **known)
+        step = self._record.note(
+            "step", optimizer=self.number, again=again, norm=norm, **known
+        )
         step.factor, step.by_hand = self.factor / divisor, self._by_hand
         step.unclipped = norm if self._unclipped is None else self._unclipped
         step.rates = rates
@@ -194,8 +218,12 @@ class StepGradients:
         self.note_used()
 
     def _move_by_hand(self) -> None:
-        """The rate has moved since the last step; no scheduler does that if the record has none."""
-        schedules = [each for each in self._record.schedules if each.optimizer == self.number]
+        """The rate has moved since the last step; no scheduler does that if the record
+        has none.
+        """
+        schedules = [
+            each for each in self._record.schedules if each.optimizer == self.number
+        ]
         if not schedules:
             schedules = [Schedule("rate by hand", None, self.number, by_hand=True)]
             self._record.schedules += schedules

@@ -22,6 +22,8 @@ def main(arguments: Arguments) -> int:
     lines = audit.table().splitlines()
     if precision is None:
         lines = [line for line in lines if " asks for " not in line]
-        lines.append("not judged: the trial has no MixedPrecision; --precision gives it one")
+        lines.append(
+            "not judged: the trial has no MixedPrecision; --precision gives it one"
+        )
     print("\n".join(lines))
     return 0

@@ -1,12 +1,13 @@
 """The command `compare`: train a trial in every precision, and say which one to use.
 
-The trial needs no change. First the command trains a few batches in every precision that the
-device supports, with an audit, and finds the loss scale. Then it prints its plan with a time limit,
-and trains in all precisions in turn, with the same seeds and batches. Each run has its own process.
-Ctrl-C ends the command with a report on the runs so far.
+The trial needs no change. First the command trains a few batches in every precision
+that the device supports, with an audit, and finds the loss scale. Then it prints its
+plan with a time limit, and trains in all precisions in turn, with the same seeds and
+batches. Each run has its own process. Ctrl-C ends the command with a report on the runs
+so far.
 
-It can be the entrypoint of an experiment on a cluster, with the options `--trial`, `--seeds`,
-`--batches` and `--minutes`. The whole comparison is then one task.
+It can be the entrypoint of an experiment on a cluster, with the options `--trial`,
+`--seeds`, `--batches` and `--minutes`. The whole comparison is then one task.
 
 It writes `runs/compare-NAME/TIME/`, a search folder with the page `precision.md`.
 """
@@ -26,7 +27,9 @@ _BATCH_SIZE = "hyperparameters.global_batch_size"
 
 
 def main(arguments: Arguments) -> int:
-    """Compare the precisions of a trial, until there is an answer or a signal stops it."""
+    """Compare the precisions of a trial, until there is an answer or a signal stops
+    it.
+    """
     options = _options(arguments)
     config: Config = {}
     if not is_task():
@@ -34,12 +37,14 @@ def main(arguments: Arguments) -> int:
         config = experiment.config
         if experiment.global_batch_size is None:
             text = (
-                "missing; allowed: the number of samples in a batch, which turns a speed into the "
-                f"time of a batch, for instance by --config {_BATCH_SIZE}=32"
+                "missing; allowed: the number of samples in a batch, which turns a "
+                "speed into the time of a batch, for instance by --config "
+                f"{_BATCH_SIZE}=32"
             )
             raise ConfigError(options.config, [Problem(_BATCH_SIZE, text)])
     start_server()
-    # Imported after the server starts: both spend seconds importing torch, at the same time.
+    # Imported after the server starts: both spend seconds importing torch, at the same
+    # time.
     if is_task():
         from determined_amp.comparison_task import compare_on_cluster  # noqa: PLC0415
 
@@ -55,7 +60,11 @@ def _options(arguments: Arguments) -> Namespace:
     description = "Train in every precision in turn, and say which one to use."
     parser = parser_of("compare", description, precision=False)
     parser.add_argument(
-        "--seeds", type=at_least(1), default=3, metavar="N", help="runs in each precision (3)"
+        "--seeds",
+        type=at_least(1),
+        default=3,
+        metavar="N",
+        help="runs in each precision (3)",
     )
     parser.add_argument(
         "--batches",

@@ -1,10 +1,12 @@
 """The command `find`: find the initial loss scale in one pass over a few batches.
 
-The trial can be any `PyTorchTrial` with a wrapped `GradScaler` and float16 autocast, named in the
-YAML or by `--trial module:Class`. It is not trained. One forward and backward pass per batch in
-bfloat16 predicts overflow and underflow at every power of two. Passes in float16 verify the choice.
+The trial can be any `PyTorchTrial` with a wrapped `GradScaler` and float16 autocast,
+named in the YAML or by `--trial module:Class`. It is not trained. One forward and
+backward pass per batch in bfloat16 predicts overflow and underflow at every power of
+two. Passes in float16 verify the choice.
 
-It can be the entrypoint of an experiment on a cluster, with the options `--trial` and `--batches`.
+It can be the entrypoint of an experiment on a cluster, with the options `--trial` and
+`--batches`.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def main(arguments: Arguments) -> int:
         ("--plot", options.plot, ".png"),
     ):
         # Before the work, and so that no YAML is replaced.
-        if target is not None and (target.suffix != suffix or not target.parent.is_dir()):
+        if target is not None and (
+            target.suffix != suffix or not target.parent.is_dir()
+        ):
             text = f"got {target}; allowed: a name in {suffix}, in a folder that exists"
             raise ConfigError(option, [text])
     experiment = experiment_of(options)
@@ -64,7 +68,9 @@ def _save(answer: FoundScale, options: Namespace) -> None:
             write_together({options.plot: [as_png(figure)]})
             print(f"written: {options.plot}")
     except OSError as error:
-        raise UserError(f"the answer cannot be written: {error}; allowed: another file") from error
+        raise UserError(
+            f"the answer cannot be written: {error}; allowed: another file"
+        ) from error
 
 
 def _options(arguments: Arguments) -> Namespace:
@@ -85,6 +91,9 @@ def _options(arguments: Arguments) -> Namespace:
         help="write the whole answer as JSON, in place of an old FILE",
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw the prediction, in place of an old FILE"
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="draw the prediction, in place of an old FILE",
     )
     return parser.parse_args(arguments)

@@ -24,7 +24,8 @@ def parser_of(
 ) -> ArgumentParser:
     """The parser of a command that opens a trial.
 
-    In a task on a cluster the only option is `--trial`: the task has its own configuration.
+    In a task on a cluster the only option is `--trial`: the task has its own
+    configuration.
 
     Args:
         command: The name of the command.
@@ -32,21 +33,31 @@ def parser_of(
         precision: Whether it has the option `--precision`.
         needs_config: Whether the experiment YAML is required.
     """
-    parser = ArgumentParser(prog=f"python -m determined_amp {command}", description=description)
+    parser = ArgumentParser(
+        prog=f"python -m determined_amp {command}", description=description
+    )
     parser.add_argument(
         "--trial",
         metavar="MODULE:CLASS",
-        help="the trial class, or a function that makes the trial, if the YAML does not name it",
+        help=(
+            "the trial class, or a function that makes the trial, if the YAML does not"
+            " name it"
+        ),
     )
     if is_task():
         return parser
-    parser.add_argument("config", nargs=None if needs_config else "?", help="experiment YAML")
+    parser.add_argument(
+        "config", nargs=None if needs_config else "?", help="experiment YAML"
+    )
     add_override_option(parser)
     if precision:
         parser.add_argument(
             "--precision",
             choices=[member.value for member in Precision],
-            help="overrides hyperparameters.amp.precision; a trial without AMP needs no change",
+            help=(
+                "overrides hyperparameters.amp.precision; a trial without AMP needs no"
+                " change"
+            ),
         )
     return parser
 
@@ -65,7 +76,8 @@ def configuration_of(options: Namespace) -> Config:
 
 
 def experiment_of(options: Namespace) -> Experiment:
-    """The experiment that the options lead to, checked as far as it goes without the trial.
+    """The experiment that the options lead to, checked as far as it goes without the
+    trial.
 
     Raises:
         ConfigError: naming every mistake.
@@ -81,7 +93,10 @@ def add_override_option(parser: ArgumentParser) -> None:
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="set one value of the YAML, as `det experiment create --config` does; repeatable",
+        help=(
+            "set one value of the YAML, as `det experiment create --config` does;"
+            " repeatable"
+        ),
     )
 
 
@@ -102,7 +117,9 @@ def at_least(least: int, most: int = 10**9) -> Callable[[str], int]:
     def number(text: str) -> int:
         if not (text.isdecimal() and len(text) < 20 and least <= int(text) <= most):
             limit = f" and <= {most}" if most < 10**9 else ""
-            raise ArgumentTypeError(f"got {text}; allowed: an integer >= {least}{limit}")
+            raise ArgumentTypeError(
+                f"got {text}; allowed: an integer >= {least}{limit}"
+            )
         return int(text)
 
     return number

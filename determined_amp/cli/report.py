@@ -1,9 +1,10 @@
-"""The command `report`: compare precisions, or draw the loss scale, whichever fits the source.
+"""The command `report`: compare precisions, or draw the loss scale, whichever fits the
+source.
 
-The runs of `report precision` must differ in precision and seed only, and include fp32 or tf32.
-`report loss-scale` runs the finder on this machine, which takes seconds, unless `--finding` names a
-finding: a file that `find --json` wrote, or the id of an experiment of
-`hp_search/find_loss_scale.yaml`, which ran on the cluster's own device.
+The runs of `report precision` must differ in precision and seed only, and include fp32
+or tf32. `report loss-scale` runs the finder on this machine, which takes seconds,
+unless `--finding` names a finding: a file that `find --json` wrote, or the id of an
+experiment of `hp_search/find_loss_scale.yaml`, which ran on the cluster's own device.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _OPTIONS = {PRECISION: ("metric", "margin"), LOSS_SCALE: ("finding",)}
 
 
 def main(arguments: Arguments) -> int:
-    """Write the report that the first argument names, or the one that fits the first source."""
+    """Write the report that the first argument names, or the one that fits the first
+    source.
+    """
     named = arguments[0] if arguments and arguments[0] in _OPTIONS else None
     options = _parser().parse_args(arguments[named is not None :])
     searches = []
@@ -48,11 +51,15 @@ def main(arguments: Arguments) -> int:
         # The finder imports torch.
         from determined_amp.report import loss_scale_report  # noqa: PLC0415
 
-        written = loss_scale_report.write_loss_scale_report(searches[0], folder, options.finding)
+        written = loss_scale_report.write_loss_scale_report(
+            searches[0], folder, options.finding
+        )
     elif Topic.of(searches[0].config) is Topic.COMPARISON:
         written = _fetch_comparison(int(first), options, folder)
     else:
-        precisions = write_precision_report(searches, folder, options.metric, options.margin)
+        precisions = write_precision_report(
+            searches, folder, options.metric, options.margin
+        )
         written = precisions.written
     print(f"{written.text}\n\nwritten: {', '.join(map(str, written.files))}")
     return 0
@@ -63,18 +70,21 @@ def _check_options(report: str | None, options: Namespace) -> None:
     other = PRECISION if report == LOSS_SCALE else LOSS_SCALE
     foreign = [name for name in _OPTIONS[other] if getattr(options, name)]
     if foreign:
-        raise UserError(f"--{foreign[0]}: belongs to report {other}; this one is report {report}")
+        raise UserError(
+            f"--{foreign[0]}: belongs to report {other}; this one is report {report}"
+        )
     if report == LOSS_SCALE and len(options.sources) > 1:
         raise UserError(
-            f"report loss-scale: got {len(options.sources)} sources; allowed: one search"
+            f"report loss-scale: got {len(options.sources)} sources; allowed: one "
+            "search"
         )
 
 
 def _fetch_comparison(number: int, options: Namespace, folder: Path) -> Written:
     if options.metric or options.margin or options.sources[1:]:
         raise ReportError(
-            f"experiment {number}: its task has written the report; allowed: no other source, and "
-            "no --metric and --margin"
+            f"experiment {number}: its task has written the report; allowed: no other "
+            "source, and no --metric and --margin"
         )
     return fetch_comparison(number, folder)
 
@@ -82,14 +92,18 @@ def _fetch_comparison(number: int, options: Namespace, folder: Path) -> Written:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="python -m determined_amp report [precision|loss-scale]",
-        description="Compare runs that differ in precision and seed only, or draw the predicted "
-        "and the observed effects of the initial loss scale.",
+        description=(
+            "Compare runs that differ in precision and seed only, or draw the predicted"
+            " and the observed effects of the initial loss scale."
+        ),
     )
     parser.add_argument(
         "sources",
         nargs="+",
         metavar="SOURCE",
-        help="run folder, folder of a local search, or id of an experiment on DET_MASTER",
+        help=(
+            "run folder, folder of a local search, or id of an experiment on DET_MASTER"
+        ),
     )
     parser.add_argument(
         "--output",
@@ -100,13 +114,19 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--metric",
         metavar="NAME",
-        help="precision: validation metric; default: validation_accuracy, else the searcher's",
+        help=(
+            "precision: validation metric; default: validation_accuracy, else the"
+            " searcher's"
+        ),
     )
     parser.add_argument(
         "--margin",
         type=_positive,
         metavar="X",
-        help="precision: what does not matter; default: 0.003 of an accuracy or 1 %% of the mean",
+        help=(
+            "precision: what does not matter; default: 0.003 of an accuracy or 1 %% of"
+            " the mean"
+        ),
     )
     parser.add_argument(
         "--finding",

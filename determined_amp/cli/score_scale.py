@@ -1,10 +1,10 @@
 """The command `score`: measure how many optimizer steps an initial loss scale loses.
 
-The trial is not trained; see `determined_amp.finder.scale_score`. The scale is `amp.init_scale`, or
-that of the trial's own `GradScaler`.
+The trial is not trained; see `determined_amp.finder.scale_score`. The scale is
+`amp.init_scale`, or that of the trial's own `GradScaler`.
 
-It can be the entrypoint of an experiment on a cluster, with the options `--trial` and `--batches`.
-A search over `amp.init_scale` then scores every scale.
+It can be the entrypoint of an experiment on a cluster, with the options `--trial` and
+`--batches`. A search over `amp.init_scale` then scores every scale.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from determined_amp.experiment.score_check import check_score
 
 def main(arguments: Arguments) -> int:
     """Score the loss scale and print its metrics."""
-    parser = parser_of("score", "Measure how many optimizer steps an initial loss scale loses.")
+    parser = parser_of(
+        "score", "Measure how many optimizer steps an initial loss scale loses."
+    )
     add_batches_option(parser)
     options = parser.parse_args(arguments)
     if is_task():

@@ -1,7 +1,8 @@
 """The command `train`: train one experiment on this machine, or as a task of a cluster.
 
-It trains any `PyTorchTrial`, from a YAML in our form or in Determined's own. On a cluster it is the
-entrypoint. Its only option there is `--trial`, for a configuration that does not name the trial.
+It trains any `PyTorchTrial`, from a YAML in our form or in Determined's own. On a
+cluster it is the entrypoint. Its only option there is `--trial`, for a configuration
+that does not name the trial.
 """
 
 from __future__ import annotations
@@ -23,9 +24,15 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Arguments) -> int:
-    """Train until the run has completed, or a signal stops it; then the status is 130."""
+    """Train until the run has completed, or a signal stops it; then the status is
+    130.
+    """
     if is_task():
-        trial = parser_of("train", "Train the trial of this task.").parse_args(arguments).trial
+        trial = (
+            parser_of("train", "Train the trial of this task.")
+            .parse_args(arguments)
+            .trial
+        )
         from determined_amp.cluster import train_task  # noqa: PLC0415  # torch
 
         train_task(trial, arguments)
@@ -49,12 +56,17 @@ def _train_here(options: Namespace, experiment: Experiment) -> int:
     given = options.resume or options.run_folder
 
     def choose_folder() -> RunFolder:
-        folder = RunFolder(Path(given) if given else fresh_folder(Path("runs"), experiment.name))
+        folder = RunFolder(
+            Path(given) if given else fresh_folder(Path("runs"), experiment.name)
+        )
         held.enter_context(folder.locked())
-        taken = folder.foreign or [saved.name for saved in complete_checkpoints(folder.checkpoints)]
+        taken = folder.foreign or [
+            saved.name for saved in complete_checkpoints(folder.checkpoints)
+        ]
         if resume is None and taken:
             text = (
-                f"{given} holds {taken[0]}; allowed: a new folder, or --resume to go on with a run"
+                f"{given} holds {taken[0]}; allowed: a new folder, or --resume to go on"
+                " with a run"
             )
             raise ConfigError("--run-folder", [text])
         return folder
@@ -65,11 +77,17 @@ def _train_here(options: Namespace, experiment: Experiment) -> int:
 
 
 def _options(arguments: Arguments) -> Namespace:
-    parser = parser_of("train", "Train one experiment on this machine.", needs_config=False)
-    parser.add_argument(
-        "--resume", metavar="RUN_FOLDER", help="continue a run from its newest checkpoint"
+    parser = parser_of(
+        "train", "Train one experiment on this machine.", needs_config=False
     )
-    parser.add_argument("--run-folder", metavar="FOLDER", help="default: runs/NAME/TIME")
+    parser.add_argument(
+        "--resume",
+        metavar="RUN_FOLDER",
+        help="continue a run from its newest checkpoint",
+    )
+    parser.add_argument(
+        "--run-folder", metavar="FOLDER", help="default: runs/NAME/TIME"
+    )
     options = parser.parse_args(arguments)
     if not (options.config or options.resume):
         parser.error("give an experiment YAML, or --resume RUN_FOLDER")

@@ -1,4 +1,6 @@
-"""Access to nested mappings by dotted name, such as `hyperparameters.amp.init_scale`."""
+"""Access to nested mappings by dotted name, such as
+`hyperparameters.amp.init_scale`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def put(config: Values, path: Sequence[str], value: object) -> None:
 
 
 def flat(config: Config) -> Values:
-    """Values by dotted name. A search space stays one value; `{type: const, val: x}` becomes x."""
+    """Values by dotted name. A search space stays one value; `{type: const, val: x}`
+    becomes x.
+    """
     return dict(_leaves(config, ""))
 
 

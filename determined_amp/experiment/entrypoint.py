@@ -23,10 +23,12 @@ def is_class(entrypoint: object) -> TypeGuard[str]:
 
 
 def command_in(entrypoint: object) -> tuple[str, argparse.Namespace]:
-    """The command of this library that an entrypoint runs, and its options `trial` and `batches`.
+    """The command of this library that an entrypoint runs, and its options `trial` and
+    `batches`.
 
     Returns:
-        An empty command if it runs another program, or is no command. An option is None without a
+        An empty command if it runs another program, or is no command. An option is None
+            without a
         value.
     """
     words: list[str] = []

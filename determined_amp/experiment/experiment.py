@@ -1,17 +1,20 @@
-"""Reads any trial's experiment YAML, in either form, into a typed object; names every mistake.
+"""Reads any trial's experiment YAML, in either form, into a typed object; names every
+mistake.
 
-The way of a configuration: `read_yaml` reads it. `experiment_in` translates Determined's form
-into ours, and checks all that needs neither the trial nor torch, which takes seconds to import.
-`Experiment.with_trial` imports the trial, and checks what only its classes know.
+The way of a configuration: `read_yaml` reads it. `experiment_in` translates
+Determined's form into ours, and checks all that needs neither the trial nor torch,
+which takes seconds to import. `Experiment.with_trial` imports the trial, and checks
+what only its classes know.
 
-Determined 0.38.1 reads some keys only for its legacy entrypoints. They have no effect for a script
-that calls `pytorch.Trainer`, as ours does. So our form of a YAML has these settings under
-`hyperparameters`, where `train` reads them, and a key without effect is an error. A YAML without
-`hyperparameters.training` is in Determined's own form, and `train` reads Determined's keys.
+Determined 0.38.1 reads some keys only for its legacy entrypoints. They have no effect
+for a script that calls `pytorch.Trainer`, as ours does. So our form of a YAML has these
+settings under `hyperparameters`, where `train` reads them, and a key without effect is
+an error. A YAML without `hyperparameters.training` is in Determined's own form, and
+`train` reads Determined's keys.
 
-A trial class may have attributes `Hparams` and `Data`, frozen dataclasses of `setting`s. With them,
-the sections `hyperparameters` and `data` are checked strictly before anything starts. Without them,
-the sections may hold anything.
+A trial class may have attributes `Hparams` and `Data`, frozen dataclasses of
+`setting`s. With them, the sections `hyperparameters` and `data` are checked strictly
+before anything starts. Without them, the sections may hold anything.
 """
 
 from __future__ import annotations
@@ -52,14 +55,17 @@ _NUMBERS = ("int", "double", "log")
 _RANGES = (*_NUMBERS, "categorical")
 
 # The precision of a run without an `amp` section.
-NO_AMP_SECTION = "no amp section: the trial's own precision, as it is; no guard, no loss scale"
-
-_ONE_VALUE = (
-    "got a range to search; allowed: one value, for instance by --config {}=VALUE, or all of them "
-    "by python -m determined_amp search"
+NO_AMP_SECTION = (
+    "no amp section: the trial's own precision, as it is; no guard, no loss scale"
 )
 
-# The hyperparameter that sets the seed of a trial, in place of one that the platform draws.
+_ONE_VALUE = (
+    "got a range to search; allowed: one value, for instance by --config {}=VALUE, or "
+    "all of them by python -m determined_amp search"
+)
+
+# The hyperparameter that sets the seed of a trial, in place of one that the platform
+# draws.
 TRIAL_SEED = "trial_seed"
 
 
@@ -87,7 +93,9 @@ class Searcher:
 
 @dataclass(frozen=True)
 class Reproducibility:
-    """`experiment_seed` seeds a local run; a cluster derives the seed of each trial from it."""
+    """`experiment_seed` seeds a local run; a cluster derives the seed of each trial
+    from it.
+    """
 
     READ_IN_PART = True
 
@@ -96,7 +104,9 @@ class Reproducibility:
 
 @dataclass(frozen=True)
 class Resources:
-    """`slots_per_trial` is the number of processes that the experiment requests on a cluster."""
+    """`slots_per_trial` is the number of processes that the experiment requests on a
+    cluster.
+    """
 
     READ_IN_PART = True
 
@@ -152,7 +162,8 @@ class Experiment(CommonHyperparameters):
     """An experiment configuration, read."""
 
     source: str  # where it comes from, for error messages
-    # The configuration with the values, trial and seed of this experiment: it needs no arguments.
+    # The configuration with the values, trial and seed of this experiment: it needs no
+    # arguments.
     config: Config = dataclasses.field(repr=False)
     trial: str  # import path of the factory, `module:name`
     trial_key: str  # the key or the option that names it
@@ -160,7 +171,8 @@ class Experiment(CommonHyperparameters):
     seed: int  # of a local run
     # The hyperparameters that the trial gets; `{type: const, val: x}` becomes x.
     hyperparameters: Config = dataclasses.field(repr=False)
-    # The `data` section: an instance of the trial's class `Data` if it has one, else a dict.
+    # The `data` section: an instance of the trial's class `Data` if it has one, else a
+    # dict.
     data: Any
     # An instance of the trial's class `Hparams`; None if it has none.
     hparams: Any = None
@@ -183,7 +195,9 @@ class Experiment(CommonHyperparameters):
         return f"{first} ({'; '.join(own)}: the trial's own)" if own else first
 
     def key_of(self, name: str) -> str:
-        """The key of the YAML that holds a setting of the training, such as `max_length`."""
+        """The key of the YAML that holds a setting of the training, such as
+        `max_length`.
+        """
         return key_of(name, ours=has_our_form(self.hyperparameters))
 
     @property
@@ -195,8 +209,8 @@ class Experiment(CommonHyperparameters):
         """
         if self.training.max_length is None:
             text = (
-                "has no length; allowed: hyperparameters.training.max_length: {batches: N}, or "
-                "--config searcher.max_length.batches=N"
+                "has no length; allowed: hyperparameters.training.max_length: "
+                "{batches: N}, or --config searcher.max_length.batches=N"
             )
             raise ConfigError(self.name, [text])
         return self.training.max_length
@@ -247,7 +261,12 @@ class Experiment(CommonHyperparameters):
             data = read(data_class, data, "data", problems)
         if problems:
             raise ConfigError(self.source, problems)
-        changes = {"factory": factory, "hyperparameters": values, "hparams": hparams, "data": data}
+        changes = {
+            "factory": factory,
+            "hyperparameters": values,
+            "hparams": hparams,
+            "data": data,
+        }
         return dataclasses.replace(self, **changes)
 
     def make(self, context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrial:
@@ -266,7 +285,9 @@ def read_yaml(path: str) -> Config:
     """
     config = load_yaml(read_text(path), path)
     if not isinstance(config, Mapping):
-        raise ConfigError(path, ["is not an experiment configuration: its top level has no keys"])
+        raise ConfigError(
+            path, ["is not an experiment configuration: its top level has no keys"]
+        )
     return config
 
 
@@ -277,16 +298,17 @@ def experiment_in(
     trial: str | None = None,
     hyperparameters: Config | None = None,
 ) -> Experiment:
-    """Check all of a configuration that can be checked without the trial, and without torch.
+    """Check all of a configuration that can be checked without the trial, and without
+    torch.
 
     Args:
         config: The experiment configuration, in either form.
         source: Where it comes from, for the error message.
-        trial: `module:Class` or `module:function`; by default the `--trial` of an entrypoint, else
-            `hyperparameters.trial`, else an entrypoint of that form.
-        hyperparameters: The hyperparameters that the searcher chose for this trial; by default
-            those of `config`. An initial loss scale that was drawn from a range is rounded to the
-            nearest power of two: scaling by one is exact.
+        trial: `module:Class` or `module:function`; by default the `--trial` of an
+            entrypoint, else `hyperparameters.trial`, else an entrypoint of that form.
+        hyperparameters: The hyperparameters that the searcher chose for this trial; by
+            default those of `config`. An initial loss scale that was drawn from a range
+            is rounded to the nearest power of two: scaling by one is exact.
 
     Raises:
         ConfigError: naming every mistake.
@@ -324,7 +346,8 @@ def read_sections(
         config: The experiment configuration, in either form.
         values: The hyperparameters of the trial.
         source: Where they come from, for the error message.
-        problems: Mistakes that are known already; a key is named once, by the last that names it.
+        problems: Mistakes that are known already; a key is named once, by the last that
+            names it.
 
     Raises:
         ConfigError: naming every mistake.
@@ -348,11 +371,12 @@ def parse(
     trial: str | None = None,
     hyperparameters: Config | None = None,
 ) -> Experiment:
-    """Read an experiment, and import its trial; the arguments are those of `experiment_in`.
+    """Read an experiment, and import its trial; the arguments are those of
+    `experiment_in`.
 
     Raises:
-        ConfigError: naming every mistake. Those that only the trial's own classes show are named
-            when there are no others.
+        ConfigError: naming every mistake. Those that only the trial's own classes show
+            are named when there are no others.
     """
     found = experiment_in(config, source, trial=trial, hyperparameters=hyperparameters)
     return found.with_trial()
@@ -410,24 +434,35 @@ def _recorded(config: Config, values: Config, trial: str, seed: int) -> Config:
 
 
 def with_power_of_two(values: Config, search: Config) -> Config:
-    """The hyperparameters with `amp.init_scale` rounded, if `search` has a range for it."""
+    """The hyperparameters with `amp.init_scale` rounded, if `search` has a range for
+    it.
+    """
     space = value_at(search, "hyperparameters.amp.init_scale")
     scale = value_at(values, "amp.init_scale")
     is_range = isinstance(space, Mapping) and space.get("type") in _NUMBERS
     if not is_range or not isinstance(scale, (int, float)) or scale <= 0:
         return values
-    return {**values, "amp": {**values["amp"], "init_scale": 2.0 ** round(math.log2(scale))}}
+    return {
+        **values,
+        "amp": {**values["amp"], "init_scale": 2.0 ** round(math.log2(scale))},
+    }
 
 
 def constants(hyperparameters: Config) -> Config:
-    """Hyperparameters as a trial on a cluster gets them: `{type: const, val: x}` becomes x."""
+    """Hyperparameters as a trial on a cluster gets them: `{type: const, val: x}`
+    becomes x.
+    """
     return {key: _constant(value) for key, value in hyperparameters.items()}
 
 
 def _constant(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return copy.deepcopy(value)
-    return copy.deepcopy(value.get("val")) if value.get("type") == "const" else constants(value)
+    return (
+        copy.deepcopy(value.get("val"))
+        if value.get("type") == "const"
+        else constants(value)
+    )
 
 
 def ranges(values: Config) -> Iterator[str]:
@@ -438,12 +473,14 @@ def ranges(values: Config) -> Iterator[str]:
 
 
 def indivisible_batch(global_batch_size: int, slots: int) -> Iterator[Problem]:
-    """A problem if the slots cannot share the batch evenly; Determined would shrink the batch."""
+    """A problem if the slots cannot share the batch evenly; Determined would shrink the
+    batch.
+    """
     if global_batch_size % max(slots, 1):
         yield Problem(
             "hyperparameters.global_batch_size",
-            f"got {global_batch_size}, which does not divide among {slots} slots; allowed: a "
-            f"multiple of {slots}",
+            f"got {global_batch_size}, which does not divide among {slots} slots; "
+            f"allowed: a multiple of {slots}",
         )
 
 
@@ -453,7 +490,9 @@ def _named_trial(
     option: str | None,
     problems: list[Problem],
 ) -> tuple[str, str]:
-    """The import path of the trial, and the key that has it; empty after appending a problem."""
+    """The import path of the trial, and the key that has it; empty after appending a
+    problem.
+    """
     entrypoint, name = config.get("entrypoint"), hyperparameters.get("trial")
     if option is not None:
         return option, "--trial"

@@ -21,7 +21,8 @@ def load_factory(import_path: str) -> Factory:
     """The trial class, or the function that makes a trial, at `module:name`.
 
     Raises:
-        ValueError: if it cannot be imported, is not a trial, or needs more than these two.
+        ValueError: if it cannot be imported, is not a trial, or needs more than these
+            two.
     """
     module_name, _, name = import_path.partition(":")
     try:
@@ -29,21 +30,22 @@ def load_factory(import_path: str) -> Factory:
         target: Any = functools.reduce(getattr, name.split("."), module)
     except (ImportError, AttributeError, TypeError, ValueError, SyntaxError) as error:
         raise ValueError(
-            f"got {import_path!r}, which cannot be imported: {error}; searched: {os.getcwd()}"
+            f"got {import_path!r}, which cannot be imported: {error}; searched: "
+            f"{os.getcwd()}"
         ) from error
     is_class = isinstance(target, type)
     if is_class and any(base.__name__ == "DeepSpeedTrial" for base in target.__mro__):
         raise ValueError(
-            f"got {import_path!r}, which is a DeepSpeedTrial, and DeepSpeed is out of scope: it "
-            "has a loop and a mixed precision of its own"
+            f"got {import_path!r}, which is a DeepSpeedTrial, and DeepSpeed is out of "
+            "scope: it has a loop and a mixed precision of its own"
         )
     if not (issubclass(target, pytorch.PyTorchTrial) if is_class else callable(target)):
         raise ValueError(f"got {import_path!r}, which is not a PyTorchTrial")
     if not (_takes(target, 1) or _takes(target, 2)):
         raise ValueError(
-            f"got {import_path!r}, which takes {inspect.signature(target)}; allowed: (context) or "
-            "(context, hparams), with defaults for all others, or a function of these that makes "
-            "the trial"
+            f"got {import_path!r}, which takes {inspect.signature(target)}; allowed: "
+            "(context) or (context, hparams), with defaults for all others, or a "
+            "function of these that makes the trial"
         )
     factory: Factory = target
     return factory
@@ -58,7 +60,9 @@ def _takes(factory: Factory, count: int) -> bool:
     return True
 
 
-def make_trial(factory: Factory, context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrial:
+def make_trial(
+    factory: Factory, context: pytorch.PyTorchTrialContext
+) -> pytorch.PyTorchTrial:
     """Make the trial.
 
     Raises:
@@ -68,5 +72,7 @@ def make_trial(factory: Factory, context: pytorch.PyTorchTrialContext) -> pytorc
     trial: object = factory(*arguments)
     if not isinstance(trial, pytorch.PyTorchTrial):
         name = getattr(factory, "__qualname__", repr(factory))
-        raise ConfigError(name, [f"made {type(trial).__name__}; allowed: a PyTorchTrial"])
+        raise ConfigError(
+            name, [f"made {type(trial).__name__}; allowed: a PyTorchTrial"]
+        )
     return trial

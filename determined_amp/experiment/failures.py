@@ -1,4 +1,6 @@
-"""The errors that a user can fix: what programs say of them, and how they end a program."""
+"""The errors that a user can fix: what programs say of them, and how they end a
+program.
+"""
 
 from __future__ import annotations
 
@@ -13,41 +15,59 @@ from types import TracebackType
 
 from determined_amp.amp.errors import UserError, one_line, printable
 
-# A log policy in the YAMLs matches these words, so the cluster does not restart the trial.
+# A log policy in the YAMLs matches these words, so the cluster does not restart the
+# trial.
 _NO_RETRY = "no retry can help: "
 
 _OURS = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[1]), "<")
 
 # Torch's names of 16-bit dtypes in its messages; `scatter` has a message of its own.
 _IN_16_BITS = re.compile(
-    r"\b(torch\.b?float16|BFloat16|(Complex)?Half)\b|HalfTensor|could not create a primitive"
+    r"\b(torch\.b?float16|BFloat16|(Complex)?Half)\b|HalfTensor|could not create a"
+    r" primitive"
     r"|Expected self\.dtype to be equal to src\.dtype"
 )
 
-# Why an operation in 16 bits can fail, by name; the first whose pattern fits counts. Each has the
-# pattern of torch's words, our words, and what to write.
+# Why an operation in 16 bits can fail, by name; the first whose pattern fits counts.
+# Each has the pattern of torch's words, our words, and what to write.
 _FAULTS_IN_16_BITS = {
     "beyond_float16": (
         re.compile("without overflow"),
         "a number is beyond float16, which ends at 65504",
-        "torch.finfo(x.dtype).min in place of a constant such as -1e9, amp.precision amp_bf16, or "
-        "amp.fp32_modules with the module that computes it",
+        (
+            "torch.finfo(x.dtype).min in place of a constant such as -1e9,"
+            " amp.precision amp_bf16, or amp.fp32_modules with the module that"
+            " computes it"
+        ),
     ),
     "no_16_bit_kernel": (
         re.compile(
-            r"not implemented for|not supported|unsupported|only supported|create a primitive"
+            r"not implemented for|not supported|unsupported|only supported|create a"
+            r" primitive"
             r"|but got BFloat16 and"
         ),
-        "this device cannot compute an operation in 16 bits (nor can NumPy in bfloat16)",
-        "amp.precision amp_bf16 (instead of amp_fp16) or fp32, .float() before the operation, as "
-        "in x.float().numpy(), amp.fp32_modules with the module that computes it, or a GPU if only "
-        "this device lacks it",
+        (
+            "this device cannot compute an operation in 16 bits (nor can NumPy in "
+            "bfloat16)"
+        ),
+        (
+            "amp.precision amp_bf16 (instead of amp_fp16) or fp32, .float() before the "
+            "operation, as in x.float().numpy(), amp.fp32_modules with the module that "
+            "computes it, or a GPU if only this device lacks it"
+        ),
     ),
     "mixed_dtypes": (
-        re.compile(r"same|match|[Ee]xpected|must have the type|can't be cast|invalid gradient"),
-        "an operation gets a 16-bit tensor that autocast made together with one of another dtype",
-        "one dtype for both, as in value.to(other.dtype), or amp.fp32_modules with the module that "
-        "computes it",
+        re.compile(
+            r"same|match|[Ee]xpected|must have the type|can't be cast|invalid gradient"
+        ),
+        (
+            "an operation gets a 16-bit tensor that autocast made together with one of "
+            "another dtype"
+        ),
+        (
+            "one dtype for both, as in value.to(other.dtype), or amp.fp32_modules with"
+            " the module that computes it"
+        ),
     ),
 }
 
@@ -56,8 +76,9 @@ _FAULTS_IN_16_BITS = {
 def faults_of_the_trial() -> Iterator[None]:
     """Raise a `UserError` of one sentence for an error of a trial that a user can fix.
 
-    It is code that runs in float32 but not under autocast, a `UserError` from a loader process, to
-    whose text torch adds the whole traceback, or `sys.exit`: status 0 would say that it trained.
+    It is code that runs in float32 but not under autocast, a `UserError` from a loader
+    process, to whose text torch adds the whole traceback, or `sys.exit`: status 0 would
+    say that it trained.
     """
     try:
         yield
@@ -71,8 +92,8 @@ def faults_of_the_trial() -> Iterator[None]:
         if type(left) is not SystemExit:  # one of ours
             raise
         raise UserError(
-            f"the trial called sys.exit({left.code!r}); allowed: an exception if it failed, "
-            "context.set_stop_requested(True) to stop early"
+            f"the trial called sys.exit({left.code!r}); allowed: an exception if it "
+            "failed, context.set_stop_requested(True) to stop early"
         ) from left
     except (RuntimeError, TypeError, ValueError) as error:
         fault = fault_in_16_bits(error)
@@ -82,9 +103,11 @@ def faults_of_the_trial() -> Iterator[None]:
 
 
 def fault_in_16_bits(error: Exception) -> str | None:
-    """What is wrong in code that runs in float32 but not under autocast, and what to write.
+    """What is wrong in code that runs in float32 but not under autocast, and what to
+    write.
 
-    None for an error that has nothing to do with 16 bits, or that the user's own code raises.
+    None for an error that has nothing to do with 16 bits, or that the user's own code
+    raises.
     """
     name = None if isinstance(error, UserError) else name_in_16_bits(str(error))
     if name is None:
@@ -93,14 +116,18 @@ def fault_in_16_bits(error: Exception) -> str | None:
     for frame in frames:
         if not frame.filename.startswith(_OURS):
             place = f" ({frame.filename}, line {frame.lineno})"
-            if frame is frames[-1] and str(frame.line).startswith(("raise ", "assert ")):
+            if frame is frames[-1] and str(frame.line).startswith(
+                ("raise ", "assert ")
+            ):
                 return None
     _, fault, remedy = _FAULTS_IN_16_BITS[name]
     return f"{fault}: {one_line(error)}{place}; allowed: {remedy}"
 
 
 def name_in_16_bits(message: str) -> str | None:
-    """`beyond_float16`, `no_16_bit_kernel`, `mixed_dtypes`, or None: what a message is about."""
+    """`beyond_float16`, `no_16_bit_kernel`, `mixed_dtypes`, or None: what a message is
+    about.
+    """
     if _IN_16_BITS.search(message):
         for name, (words, _, _) in _FAULTS_IN_16_BITS.items():
             if words.search(message):
@@ -109,12 +136,16 @@ def name_in_16_bits(message: str) -> str | None:
 
 
 def is_task() -> bool:
-    """Whether this process is the task of a trial on a cluster, which has its configuration."""
+    """Whether this process is the task of a trial on a cluster, which has its
+    configuration.
+    """
     return os.environ.get("DET_TASK_TYPE") == "TRIAL"
 
 
 def print_failure(error: UserError) -> None:
-    """Print why the program ends; in a task with the words that keep a cluster from a retry."""
+    """Print why the program ends; in a task with the words that keep a cluster from a
+    retry.
+    """
     before = _NO_RETRY if is_task() else "error: "
     print(f"{before}{printable(str(error))}", file=sys.stderr, flush=True)
 
@@ -123,8 +154,9 @@ def print_failure(error: UserError) -> None:
 def ending_the_program() -> Iterator[None]:
     """Let a `UserError` that leaves this block end the program, unless it is caught.
 
-    The program then prints one line and exits with status 2. Python passes an uncaught error to
-    `sys.excepthook`, so that is replaced now, and not before there is such an error.
+    The program then prints one line and exits with status 2. Python passes an uncaught
+    error to `sys.excepthook`, so that is replaced now, and not before there is such an
+    error.
     """
     try:
         yield
@@ -139,7 +171,9 @@ def print_uncaught_user_errors() -> None:
         return
     before = sys.excepthook
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def hook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         if not isinstance(error, UserError):
             before(kind, error, trace)
             return

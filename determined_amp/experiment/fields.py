@@ -1,11 +1,13 @@
-"""Reads a section of an experiment YAML into a frozen dataclass, and names every mistake in it.
+"""Reads a section of an experiment YAML into a frozen dataclass, and names every
+mistake in it.
 
-A settings class is a frozen dataclass whose fields are declared with `setting`. `read` checks types
-and bounds, and asks the class for contradictions between fields. It guesses nothing: an unknown
-key, a string instead of a number and a float instead of an integer are mistakes.
+A settings class is a frozen dataclass whose fields are declared with `setting`. `read`
+checks types and bounds, and asks the class for contradictions between fields. It
+guesses nothing: an unknown key, a string instead of a number and a float instead of an
+integer are mistakes.
 
-There is one exception: a float field accepts an integer, because a cluster passes hyperparameters
-as JSON, where 65536.0 becomes 65536.
+There is one exception: a float field accepts an integer, because a cluster passes
+hyperparameters as JSON, where 65536.0 becomes 65536.
 """
 
 from __future__ import annotations
@@ -48,17 +50,21 @@ def is_settings_class(cls: object) -> bool:
 
 
 def read(cls: type[T], raw: object, path: str, problems: list[Problem]) -> T | None:
-    """Build `cls` from the mapping `raw`; None after appending its mistakes to `problems`.
+    """Build `cls` from the mapping `raw`; None after appending its mistakes to
+    `problems`.
 
     Args:
-        cls: A frozen dataclass whose fields are `bool`, `int`, `float`, `str`, `tuple[str, ...]`,
-            an `enum.Enum`, another settings class, a number or an enum, or one of these `| None`.
-            It may define `contradictions(self, fields_set: frozenset[str]) -> Contradictions`, and
-            `section_of(text: str)`, which returns the section that a text stands for, or None. With
-            `READ_IN_PART = True` it has some keys of a section of Determined's. Then others are no
-            mistakes unless they look like one of these, misspelt, and null counts as no key.
+        cls: A frozen dataclass whose fields are `bool`, `int`, `float`, `str`,
+            `tuple[str, ...]`, an `enum.Enum`, another settings class, a number or an
+            enum, or one of these `| None`. It may define `contradictions(self,
+            fields_set: frozenset[str]) -> Contradictions`, and `section_of(text: str)`,
+            which returns the section that a text stands for, or None. With
+            `READ_IN_PART = True` it has some keys of a section of Determined's. Then
+            others are no mistakes unless they look like one of these, misspelt, and
+            null counts as no key.
         raw: The section, as read from YAML or JSON.
-        path: Dotted name of the section, for messages; empty for the whole configuration.
+        path: Dotted name of the section, for messages; empty for the whole
+            configuration.
         problems: The mistakes that are known already.
     """
     section_of = getattr(cls, "section_of", None)
@@ -71,10 +77,14 @@ def read(cls: type[T], raw: object, path: str, problems: list[Problem]) -> T | N
     if in_part:
         raw = {key: value for key, value in raw.items() if value is not None}
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    found = list(_unknown_keys(raw, path, [field.name for field in fields], in_part=in_part))
+    found = list(
+        _unknown_keys(raw, path, [field.name for field in fields], in_part=in_part)
+    )
     hints = typing.get_type_hints(cls)
     values = {
-        field.name: _value(hints[field.name], raw, _join(path, field.name), field, found)
+        field.name: _value(
+            hints[field.name], raw, _join(path, field.name), field, found
+        )
         for field in fields
     }
     problems.extend(found)
@@ -104,12 +114,16 @@ def read_section(cls: type[T], raw: object, path: str) -> T:
 def plain(value: Any) -> Any:
     """Settings as plain YAML types, defaults included."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {
+            f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)
+        }
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return (
+        [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    )
 
 
 def shown(raw: object) -> str:
@@ -122,7 +136,9 @@ def _unknown_keys(
     raw: Mapping[Any, object], path: str, names: list[str], *, in_part: bool
 ) -> Iterator[Problem]:
     for key in [key for key in raw if key not in names]:
-        near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.8 if in_part else 0.6)
+        near = difflib.get_close_matches(
+            str(key), names, n=1, cutoff=0.8 if in_part else 0.6
+        )
         if near:
             yield Problem(_join(path, key), f"unknown key; did you mean {near[0]}?")
         elif not in_part:
@@ -140,9 +156,14 @@ def _value(
     field: dataclasses.Field[Any],
     problems: list[Problem],
 ) -> object:
-    """The value of a field in its section; a required section that is missing counts as empty."""
+    """The value of a field in its section; a required section that is missing counts as
+    empty.
+    """
     kinds, optional = _kinds(hint)
-    is_section, required = dataclasses.is_dataclass(kinds[0]), field.default is dataclasses.MISSING
+    is_section, required = (
+        dataclasses.is_dataclass(kinds[0]),
+        field.default is dataclasses.MISSING,
+    )
     if field.name not in section and not required:
         return field.default
     if field.name not in section and not is_section:
@@ -155,19 +176,26 @@ def _value(
         return read(kinds[0], raw, path, problems)
     for kind in kinds:
         value = _converted(kind, raw)
-        if value is not None and (isinstance(value, enum.Enum) or _in_bounds(value, field)):
+        if value is not None and (
+            isinstance(value, enum.Enum) or _in_bounds(value, field)
+        ):
             return value
-    problems.append(Problem(path, f"got {shown(raw)}; allowed: {_allowed(hint, field)}"))
+    problems.append(
+        Problem(path, f"got {shown(raw)}; allowed: {_allowed(hint, field)}")
+    )
     return None
 
 
 def _converted(kind: Any, raw: Any) -> object:
     """`raw` as a value of type `kind`, or None if it is not one."""
     if _is_enum(kind):
-        # By their text: a member's value may be a bool, and Python's bools equal numbers.
+        # By their text: a member's value may be a bool, and Python's bools equal
+        # numbers.
         return {repr(member.value): member for member in kind}.get(repr(raw))
     if typing.get_origin(kind) is tuple:
-        listed = isinstance(raw, (list, tuple)) and all(isinstance(item, str) for item in raw)
+        listed = isinstance(raw, (list, tuple)) and all(
+            isinstance(item, str) for item in raw
+        )
         return tuple(raw) if listed else None
     if isinstance(raw, bool) and kind is not bool:
         return None
@@ -185,11 +213,17 @@ def _kinds(hint: Any) -> tuple[list[Any], bool]:
     """The types of a field, and whether it may be None."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = typing.get_args(hint) if is_union else (hint,)
-    return [kind for kind in kinds if kind is not types.NoneType], types.NoneType in kinds
+    return [
+        kind for kind in kinds if kind is not types.NoneType
+    ], types.NoneType in kinds
 
 
-def _bounds(field: dataclasses.Field[Any]) -> Iterator[tuple[str, Callable[[Any, Any], bool], Any]]:
-    """The bounds of a field: each with its sign, and the comparison that holds within it."""
+def _bounds(
+    field: dataclasses.Field[Any],
+) -> Iterator[tuple[str, Callable[[Any, Any], bool], Any]]:
+    """The bounds of a field: each with its sign, and the comparison that holds within
+    it.
+    """
     for name, (sign, holds) in BOUNDS.items():
         if name in field.metadata:
             yield sign, holds, field.metadata[name]

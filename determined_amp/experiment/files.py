@@ -12,17 +12,22 @@ from determined_amp.amp.errors import UserError
 
 
 def write_whole(path: Path, text: str | Iterable[str]) -> None:
-    """Replace a file in one step: a killed process leaves the old content or the new one."""
+    """Replace a file in one step: a killed process leaves the old content or the new
+    one.
+    """
     lines = [text] if isinstance(text, str) else text
     write_together({path: (line.encode() for line in lines)})
 
 
 def write_together(contents: Mapping[Path, Iterable[bytes]]) -> None:
-    """Replace files, or none if one of them cannot be written. A link is replaced, not followed."""
+    """Replace files, or none if one of them cannot be written. A link is replaced, not
+    followed.
+    """
     partials = {path: path.with_name(f".{path.name}.partial") for path in contents}
     try:
         for path, content in contents.items():
-            if path.exists() and not path.is_file():  # a device or a pipe; a folder is refused
+            # a device or a pipe; a folder is refused
+            if path.exists() and not path.is_file():
                 partials[path] = path
             _write(partials[path], content)
         for path, partial in partials.items():
@@ -39,7 +44,8 @@ def _write(path: Path, content: Iterable[bytes]) -> None:
         with path.open("wb") as file:
             file.writelines(content)
     except OSError as error:
-        error.filename = error.filename or str(path)  # an error on an open file names no file
+        # an error on an open file names no file
+        error.filename = error.filename or str(path)
         raise
 
 
@@ -54,8 +60,8 @@ def temporary_folder() -> Iterator[Path]:
         folder = tempfile.TemporaryDirectory()
     except OSError as error:
         raise UserError(
-            f"no temporary folder can be made: {error}; allowed: TMPDIR with the path of a folder "
-            "that can be written"
+            f"no temporary folder can be made: {error}; allowed: TMPDIR with the path "
+            "of a folder that can be written"
         ) from error
     with folder as path:
         yield Path(path)
@@ -63,7 +69,9 @@ def temporary_folder() -> Iterator[Path]:
 
 @contextmanager
 def directory_kept() -> Iterator[None]:
-    """Return to the working directory after this block, because a trial may leave it."""
+    """Return to the working directory after this block, because a trial may leave
+    it.
+    """
     here = os.getcwd()
     try:
         yield

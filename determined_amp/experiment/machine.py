@@ -1,4 +1,6 @@
-"""The machine of a run; reports compare runs of equal machines only, and read it without torch."""
+"""The machine of a run; reports compare runs of equal machines only, and read it
+without torch.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,14 @@ _PACKAGES = ("torchvision", "determined", "numpy")
 class Machine:
     """The machine of a run, as far as it is known."""
 
-    device: str = _UNKNOWN  # the device in words; runs are compared only if these words are equal
+    device: str = (
+        _UNKNOWN  # the device in words; runs are compared only if these words are equal
+    )
     slots: int = 1  # number of processes, each with such a device
     on_gpu: bool = False  # whether the device is a GPU
-    has_tf32: bool = False  # whether the device has TF32; if not, `tf32` is the same as `fp32`
+    has_tf32: bool = (
+        False  # whether the device has TF32; if not, `tf32` is the same as `fp32`
+    )
     torch: str = _UNKNOWN  # version of torch
     versions: Values = field(default_factory=dict)  # other versions, by name
 
@@ -34,10 +40,18 @@ class Machine:
         """The machine that this process trains on, with all that is known of it."""
         import torch  # noqa: PLC0415
 
-        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        device = (
+            torch.device("cuda", 0)
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
         versions = {
             "python": platform.python_version(),
-            **{name: version for name in _PACKAGES if (version := installed_version(name))},
+            **{
+                name: version
+                for name in _PACKAGES
+                if (version := installed_version(name))
+            },
             "platform": platform.platform(),
             "commit": _commit(),
         }
@@ -45,7 +59,8 @@ class Machine:
 
 
 def machine_of(device: torch.device, slots: int, versions: Values) -> Machine:
-    """The machine of a process that trains on a device, and those versions of other packages.
+    """The machine of a process that trains on a device, and those versions of other
+    packages.
 
     CPUs with different numbers of processors or threads count as different devices.
     """
@@ -68,7 +83,9 @@ def installed_version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the working directory, with `-dirty` after changes; None outside a checkout."""
+    """The commit of the working directory, with `-dirty` after changes; None outside a
+    checkout.
+    """
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         done = subprocess.run(

@@ -1,9 +1,11 @@
-"""Finds settings of ours in places where nothing reads them, and keys that Determined has not.
+"""Finds settings of ours in places where nothing reads them, and keys that Determined
+has not.
 
-A section `amp` that nothing reads would leave a run in float32 without a sign of it. So text that
-is a precision of ours, or one of our keys in a section `amp`, is a mistake anywhere but in its own
-place. A trial with AMP of its own may have hyperparameters such as `amp: true` and `precision: 16`:
-those are its own, and the first line of the log names them.
+A section `amp` that nothing reads would leave a run in float32 without a sign of it. So
+text that is a precision of ours, or one of our keys in a section `amp`, is a mistake
+anywhere but in its own place. A trial with AMP of its own may have hyperparameters such
+as `amp: true` and `precision: 16`: those are its own, and the first line of the log
+names them.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ from determined_amp.experiment.training import UNITS, Length, TrainingSettings
 
 # Top-level keys of an experiment configuration (`schemas/expconf/v0/experiment.json`).
 _OF_DETERMINED = """
-bind_mounts checkpoint_policy checkpoint_storage data data_layer debug description entrypoint
-environment hyperparameters integrations internal labels log_policies max_restarts
-min_checkpoint_period min_validation_period name optimizations pbs perform_initial_validation
-preemption_timeout profiling project records_per_epoch reproducibility resources retention_policy
-scheduling_unit searcher security slurm tensorboard_storage workspace
+bind_mounts checkpoint_policy checkpoint_storage data data_layer debug description
+entrypoint environment hyperparameters integrations internal labels log_policies
+max_restarts min_checkpoint_period min_validation_period name optimizations pbs
+perform_initial_validation preemption_timeout profiling project records_per_epoch
+reproducibility resources retention_policy scheduling_unit searcher security slurm
+tensorboard_storage workspace
 """
 _TOP_LEVEL = frozenset(_OF_DETERMINED.split())
 
@@ -34,16 +37,23 @@ _AMP = "hyperparameters.amp."
 _LENGTHS_ARE_READ = ("hyperparameters.training.", "searcher.")
 
 # What a user may call the section `amp`, and its keys, without case and underscores.
-_NAMES_OF_AMP = frozenset(["amp", "ampsettings", "automaticmixedprecision", "mixedprecision"])
-_KEYS_OF_AMP = frozenset(f.name.replace("_", "") for f in dataclasses.fields(AmpSettings))
+_NAMES_OF_AMP = frozenset(
+    ["amp", "ampsettings", "automaticmixedprecision", "mixedprecision"]
+)
+_KEYS_OF_AMP = frozenset(
+    f.name.replace("_", "") for f in dataclasses.fields(AmpSettings)
+)
 
 _LENGTHS = frozenset(
-    f.name for f in dataclasses.fields(TrainingSettings) if f.name.endswith(("_length", "_period"))
+    f.name
+    for f in dataclasses.fields(TrainingSettings)
+    if f.name.endswith(("_length", "_period"))
 )
 
 _SECTION = "a section of keys and values"
 
-# A precision that no other software calls so, alone or in a list; and any text that names one.
+# A precision that no other software calls so, alone or in a list; and any text that
+# names one.
 _AUTOCAST = r"amp[\W_]*(?:fp16|bf16)"
 _ALONE = re.compile(rf"(?<![^']){_AUTOCAST}(?![^'])")
 _NAMED = re.compile(rf"{_AUTOCAST}|(?<![^'])(?:fp32|tf32)(?![^'])")
@@ -56,11 +66,13 @@ _ABOUT_PRECISION = re.compile(
 
 
 def misplaced(config: Config, values: Config) -> list[Problem]:
-    """A problem for each setting of ours that is in a wrong place, and each unknown top-level key.
+    """A problem for each setting of ours that is in a wrong place, and each unknown
+    top-level key.
 
     Args:
         config: An experiment configuration.
-        values: The hyperparameters of the trial, which count instead of those of `config`.
+        values: The hyperparameters of the trial, which count instead of those of
+            `config`.
     """
     sections = {**config, "hyperparameters": values}
     found = []
@@ -76,7 +88,9 @@ def misplaced(config: Config, values: Config) -> list[Problem]:
 
 
 def of_the_trial(values: Config) -> list[str]:
-    """The hyperparameters about precision that are the trial's own, as `name: value`."""
+    """The hyperparameters about precision that are the trial's own, as `name:
+    value`.
+    """
     return [
         f"{name}: {value}"
         for name, value in flat({"hyperparameters": values}).items()
@@ -87,7 +101,9 @@ def of_the_trial(values: Config) -> list[str]:
 
 
 def _misplaced(path: str, value: object) -> Problem | None:
-    """The problem of a value that is not in the section `amp`; None if it is none of ours."""
+    """The problem of a value that is not in the section `amp`; None if it is none of
+    ours.
+    """
     section, _, key = path.rpartition(".")
     name, text = section.rpartition(".")[2], str(value)
     if _plain_name(name) in _NAMES_OF_AMP and _plain_name(key) in _KEYS_OF_AMP:
@@ -107,7 +123,9 @@ def _misplaced(path: str, value: object) -> Problem | None:
 
 
 def _precision_in(path: str, key: str, text: str) -> str | None:
-    """The value of the `Precision` that a text in this place asks for; None if it asks for none."""
+    """The value of the `Precision` that a text in this place asks for; None if it asks
+    for none.
+    """
     if _ABOUT_PRECISION.search(key):
         found = _NAMED.search(text)
     else:
@@ -126,8 +144,8 @@ def _unknown(key: str) -> str:
     if near:
         return f"unknown key; did you mean {near[0]}?"
     return (
-        "unknown key: Determined 0.38.1 has none of that name at the top level; allowed there: "
-        "its own; a trial's own values belong in hyperparameters or data"
+        "unknown key: Determined 0.38.1 has none of that name at the top level; "
+        "allowed there: its own; a trial's own values belong in hyperparameters or data"
     )
 
 

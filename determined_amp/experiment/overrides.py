@@ -12,10 +12,13 @@ from determined_amp.experiment.training import UNITS
 from determined_amp.experiment.yaml_text import load_yaml
 
 
-def with_overrides(config: Config, overrides: Sequence[str], option: str = "--config") -> Values:
+def with_overrides(
+    config: Config, overrides: Sequence[str], option: str = "--config"
+) -> Values:
     """`config` with overrides of the form `a.b=value` applied; values are read as YAML.
 
-    A length has one unit, so `searcher.max_length.batches=40` takes the place of another unit.
+    A length has one unit, so `searcher.max_length.batches=40` takes the place of
+    another unit.
 
     Raises:
         ConfigError: if an override is not of that form; it names the option.
@@ -42,5 +45,7 @@ def in_precision(config: Config, precision: str | None) -> Config:
     Raises:
         ConfigError: if `hyperparameters.amp` is something else than a section.
     """
-    changes = [f"hyperparameters.amp.precision={precision}"] if precision is not None else []
+    changes = (
+        [f"hyperparameters.amp.precision={precision}"] if precision is not None else []
+    )
     return with_overrides(config, changes, "--precision")

@@ -31,21 +31,27 @@ def _mistakes(experiment: Experiment) -> Iterator[Problem]:
     slots = experiment.platform.resources.slots_per_trial
     if amp is not None and amp.precision is not Precision.AMP_FP16:
         precision = amp.precision.value
-        text = f"got {precision}, which does not scale the loss; allowed for a score: amp_fp16"
+        text = (
+            f"got {precision}, which does not scale the loss; allowed for a score:"
+            " amp_fp16"
+        )
         yield Problem("hyperparameters.amp.precision", text)
     if amp is not None and amp.finds_scale:
         text = "got find; allowed for a score: a number"
         yield Problem("hyperparameters.amp.init_scale", text)
     if searcher.name != "single" and searcher.metric not in (None, *metrics):
-        text = f"got {searcher.metric}, which no score has; allowed: {', '.join(metrics)}"
+        text = (
+            f"got {searcher.metric}, which no score has; allowed: {', '.join(metrics)}"
+        )
         yield Problem("searcher.metric", text)
     if searcher.metric in _COSTS and not searcher.smaller_is_better:
         yield Problem(
-            "searcher.smaller_is_better", f"got false; allowed with {searcher.metric}: true"
+            "searcher.smaller_is_better",
+            f"got false; allowed with {searcher.metric}: true",
         )
     if slots > 1:
         text = (
-            f"got {slots}; allowed for a score: 1 (set hyperparameters.global_batch_size to what "
-            "one slot trains)"
+            f"got {slots}; allowed for a score: 1 (set "
+            "hyperparameters.global_batch_size to what one slot trains)"
         )
         yield Problem("resources.slots_per_trial", text)

@@ -1,9 +1,11 @@
-"""How to train a trial: lengths and periods, from either form of an experiment configuration.
+"""How to train a trial: lengths and periods, from either form of an experiment
+configuration.
 
-Our form has the section `hyperparameters.training`, which a script on a cluster receives.
-Determined's own form has `searcher.max_length`, `min_validation_period`, `optimizations` and the
-like. Determined 0.38.1 reads them only for an entrypoint `module:Class`; they mean the same here.
-`in_our_form` translates them once. What reads the settings knows our form only.
+Our form has the section `hyperparameters.training`, which a script on a cluster
+receives. Determined's own form has `searcher.max_length`, `min_validation_period`,
+`optimizations` and the like. Determined 0.38.1 reads them only for an entrypoint
+`module:Class`; they mean the same here. `in_our_form` translates them once. What reads
+the settings knows our form only.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ _IN_WORDS = re.compile(rf"(?P<count>[0-9]{{1,19}}) (?P<unit>{'|'.join(LENGTH_UNI
 
 _TRAINING = "hyperparameters.training"
 
-# Determined's keys that have no effect for a script entrypoint: the name, the master's default, and
-# our key for the same, or another advice.
+# Determined's keys that have no effect for a script entrypoint: the name, the master's
+# default, and our key for the same, or another advice.
 WITHOUT_EFFECT: tuple[tuple[str, object, str], ...] = (
     ("searcher.max_length", None, f"{_TRAINING}.max_length"),
     ("min_validation_period", {"batches": 0}, f"{_TRAINING}.validation_period"),
@@ -40,7 +42,11 @@ WITHOUT_EFFECT: tuple[tuple[str, object, str], ...] = (
     ("optimizations.aggregation_frequency", 1, "hyperparameters.aggregation_frequency"),
     ("records_per_epoch", 0, "batches or epochs in hyperparameters.training"),
     ("optimizations.gradient_compression", False, "nothing: it is for Horovod only"),
-    ("optimizations.average_training_metrics", True, "nothing: metrics are exact over ranks"),
+    (
+        "optimizations.average_training_metrics",
+        True,
+        "nothing: metrics are exact over ranks",
+    ),
     ("optimizations.auto_tune_tensor_fusion", False, "nothing: it is for Horovod only"),
     ("optimizations.tensor_fusion_threshold", 64, "nothing: it is for Horovod only"),
     ("optimizations.tensor_fusion_cycle_time", 1, "nothing: it is for Horovod only"),
@@ -50,7 +56,8 @@ WITHOUT_EFFECT: tuple[tuple[str, object, str], ...] = (
 # By our key: the one of Determined's form.
 _DETERMINEDS_KEYS = {ours: theirs for theirs, _, ours in WITHOUT_EFFECT}
 
-# The lengths of `det experiment create --test`, which writes them in Determined's form only.
+# The lengths of `det experiment create --test`, which writes them in Determined's form
+# only.
 _ONE_BATCH = {
     "max_length": {"batches": 1},
     "validation_period": {"batches": 1},
@@ -62,8 +69,8 @@ _ONE_BATCH = {
 class Length:
     """A number of batches or epochs, in Determined's own notation: `{batches: 100}`.
 
-    It may also be text: `100 batches`. A cluster merges `--config` into the YAML. A section could
-    then have both units, but text replaces the whole section.
+    It may also be text: `100 batches`. A cluster merges `--config` into the YAML. A
+    section could then have both units, but text replaces the whole section.
     """
 
     batches: int | None = setting(None, at_least=1)  # calls of `train_batch`
@@ -79,12 +86,14 @@ class Length:
         if len(fields_set) != 1:
             yield (
                 "batches",
-                f"got {len(fields_set)} units; allowed: one of batches and epochs, or a text "
-                "instead of the section, such as '2 epochs'",
+                (
+                    f"got {len(fields_set)} units; allowed: one of batches and epochs,"
+                    " or a text instead of the section, such as '2 epochs'"
+                ),
             )
 
     def unit(self) -> pytorch.TrainUnit:
-        from determined import pytorch  # noqa: PLC0415  # imports torch, which takes seconds
+        from determined import pytorch  # noqa: PLC0415  # imports torch: seconds
 
         if self.epochs is not None:
             return pytorch.Epoch(self.epochs)
@@ -101,32 +110,42 @@ class TrainingSettings:
 
     # Length of the whole run. Without one a trial can be audited, but not trained.
     max_length: Length | None = setting(None)
-    # Interval of validations. One always follows the last batch; without a period it is the only
-    # one.
+    # Interval of validations. One always follows the last batch; without a period it is
+    # the only one.
     validation_period: Length | None = setting(None)
     # Interval of checkpoints. The same rule applies.
     checkpoint_period: Length | None = setting(None)
     # Interval of reports of training metrics.
     reporting_period: Length = setting(Length(batches=100))
-    # Whether cuDNN times its convolution algorithms once, for inputs of fixed shape. None leaves
-    # torch's switch unchanged.
+    # Whether cuDNN times its convolution algorithms once, for inputs of fixed shape.
+    # None leaves torch's switch unchanged.
     cudnn_benchmark: bool | None = setting(None)
 
 
 def has_our_form(hyperparameters: object) -> bool:
-    """Whether these hyperparameters have a section `training` with lengths and periods."""
-    section = hyperparameters.get("training") if isinstance(hyperparameters, Mapping) else None
+    """Whether these hyperparameters have a section `training` with lengths and
+    periods.
+    """
+    section = (
+        hyperparameters.get("training")
+        if isinstance(hyperparameters, Mapping)
+        else None
+    )
     return isinstance(section, Mapping)
 
 
 def key_of(name: str, *, ours: bool) -> str:
-    """The key that holds a length of `TrainingSettings`, in our form or in Determined's."""
+    """The key that holds a length of `TrainingSettings`, in our form or in
+    Determined's.
+    """
     key = f"{_TRAINING}.{name}"
     return key if ours else _DETERMINEDS_KEYS[key]
 
 
 def for_test(config: Config, values: Config) -> Config:
-    """The hyperparameters, for one batch if `det experiment create --test` made the experiment."""
+    """The hyperparameters, for one batch if `det experiment create --test` made the
+    experiment.
+    """
     if _is_test(config) and has_our_form(values):
         return {**values, "training": _ONE_BATCH}
     return values
@@ -137,23 +156,31 @@ def _is_test(config: Config) -> bool:
 
 
 def mistakes_of_our_form(config: Config, values: Config) -> Iterator[Problem]:
-    """A problem for each key without effect in a configuration of our form, and without a length.
+    """A problem for each key without effect in a configuration of our form, and without
+    a length.
 
     A key with the master's default asks for nothing: a master fills it in.
     """
     if values["training"].get("max_length") is None:
-        yield Problem(f"{_TRAINING}.max_length", "missing; allowed: {batches: N} or {epochs: N}")
+        yield Problem(
+            f"{_TRAINING}.max_length", "missing; allowed: {batches: N} or {epochs: N}"
+        )
     if _is_test(config):  # which has some of these keys from `det`
         return
     for name, default, instead in WITHOUT_EFFECT:
         value = value_at(config, name)
         if value is not None and value != default:
-            text = f"got {value!r}, which has no effect in Determined 0.38.1; use {instead}"
+            text = (
+                f"got {value!r}, which has no effect in Determined 0.38.1; use"
+                f" {instead}"
+            )
             yield Problem(name, text)
 
 
 def in_our_form(config: Config, values: Config) -> Values:
-    """The hyperparameters in our form, with lengths and periods from Determined's own keys."""
+    """The hyperparameters in our form, with lengths and periods from Determined's own
+    keys.
+    """
     batch_size = values.get("global_batch_size")
     length = value_at(config, "searcher.max_length")
     if isinstance(length, int) and not isinstance(length, bool):
@@ -164,14 +191,18 @@ def in_our_form(config: Config, values: Config) -> Values:
         "max_length": _in_batches(length, batch_size),
         "validation_period": _period(config.get("min_validation_period"), batch_size),
         "checkpoint_period": _period(config.get("min_checkpoint_period"), batch_size),
-        "reporting_period": {"batches": 100 if scheduling_unit is None else scheduling_unit},
+        "reporting_period": {
+            "batches": 100 if scheduling_unit is None else scheduling_unit
+        },
     }
     frequency = value_at(config, "optimizations.aggregation_frequency")
     return {**values, "training": training, "aggregation_frequency": frequency}
 
 
 def in_their_words(problem: Problem) -> Problem:
-    """A problem with the keys of Determined's form, where the settings were translated from it."""
+    """A problem with the keys of Determined's form, where the settings were translated
+    from it.
+    """
     for ours, theirs in _DETERMINEDS_KEYS.items():
         if problem.key.startswith(ours):
             text = problem.removeprefix(f"{problem.key}: ")
@@ -180,19 +211,24 @@ def in_their_words(problem: Problem) -> Problem:
 
 
 def _period(period: Any, batch_size: object) -> Any:
-    """A period of Determined's form, in batches or epochs; None for 0, which means never."""
+    """A period of Determined's form, in batches or epochs; None for 0, which means
+    never.
+    """
     is_never = isinstance(period, Mapping) and list(map(repr, period.values())) == ["0"]
     return None if is_never else _in_batches(period, batch_size)
 
 
 def _in_batches(length: Any, batch_size: object) -> Any:
-    """A length of Determined's form, with whole batches instead of records, at least one.
+    """A length of Determined's form, with whole batches instead of records, at least
+    one.
 
     It is left as it is if that cannot be done.
     """
     if not isinstance(length, Mapping) or length.keys() != {"records"}:
         return length
     records = length["records"]
-    if not all(isinstance(number, int) and number > 0 for number in (records, batch_size)):
+    if not all(
+        isinstance(number, int) and number > 0 for number in (records, batch_size)
+    ):
         return length
     return {"batches": max(records // batch_size, 1)}

@@ -17,17 +17,19 @@ from determined_amp.amp.errors import ConfigError, one_line
 def load_yaml(text: str, source: str) -> Any:
     """Read YAML by the rules of `det experiment create`.
 
-    Determined reads YAML 1.2: `1e-4` is a number, `032` is 32, `yes` and `1:30` are text, and a key
-    that occurs twice is an error. PyYAML reads YAML 1.1, which differs in each of these.
+    Determined reads YAML 1.2: `1e-4` is a number, `032` is 32, `yes` and `1:30` are
+    text, and a key that occurs twice is an error. PyYAML reads YAML 1.1, which differs
+    in each of these.
 
     A master turns a configuration into JSON, so a key that is no text becomes text.
 
     Raises:
-        ConfigError: if it is not YAML, or contains something that JSON cannot: a date, a section
-            within itself.
+        ConfigError: if it is not YAML, or contains something that JSON cannot: a date,
+            a section within itself.
     """
     try:
-        # The same reader as Determined's, whose own function imports half of Determined.
+        # The same reader as Determined's, whose own function imports half of
+        # Determined.
         value = YAML(typ="safe", pure=True).load(text)
         return json.loads(json.dumps(value, default=_refuse))
     except MarkedYAMLError as error:
@@ -37,7 +39,9 @@ def load_yaml(text: str, source: str) -> Any:
         problem = f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
         raise ConfigError(source, [f"is not YAML: {problem}"]) from error
     except Exception as error:  # the reader raises whatever its constructors do
-        raise ConfigError(source, [f"is not YAML of a configuration: {one_line(error)}"]) from error
+        raise ConfigError(
+            source, [f"is not YAML of a configuration: {one_line(error)}"]
+        ) from error
 
 
 class _Dumper(yaml.SafeDumper):
@@ -46,7 +50,9 @@ class _Dumper(yaml.SafeDumper):
 
 _Dumper.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\.[0-9_]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?$|[-+]?(0o)?[0-9_]+$"),
+    re.compile(
+        r"[-+]?(\.[0-9_]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?$|[-+]?(0o)?[0-9_]+$"
+    ),
     list("-+.0123456789"),
 )
 
@@ -67,9 +73,13 @@ def read_text(path: str | Path) -> str:
     except OSError as error:
         raise ConfigError(str(path), [f"cannot be read: {error.strerror}"]) from error
     except ValueError as error:  # not UTF-8, or a path with a NUL
-        raise ConfigError(str(path), [f"cannot be read as UTF-8 text: {error}"]) from error
+        raise ConfigError(
+            str(path), [f"cannot be read as UTF-8 text: {error}"]
+        ) from error
 
 
 def _refuse(value: object) -> None:
-    text = f"got the {type(value).__name__} {value}; allowed: text in quotes, or a number"
+    text = (
+        f"got the {type(value).__name__} {value}; allowed: text in quotes, or a number"
+    )
     raise ValueError(text)

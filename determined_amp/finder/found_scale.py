@@ -28,8 +28,9 @@ from determined_amp.finder.scale_score import DEFAULT_LOG2, FLUSHED_LIMIT
 # The name of the finder's JSON in the checkpoint of a task on a cluster.
 FILE_NAME = "loss_scale.json"
 
-# Gradients can shrink by some bits in a training. With fewer than these below the choice, a scale
-# that never grows may flush them; growing so many times in a run is enough.
+# Gradients can shrink by some bits in a training. With fewer than these below the
+# choice, a scale that never grows may flush them; growing so many times in a run is
+# enough.
 _FEW_BITS = 3
 _GROWTHS = 10
 
@@ -52,25 +53,35 @@ class FinderRun:
     # Whether the trial has a `MixedPrecision`, which reads the section `amp`.
     is_ours: bool = False
     min_scale: float = 0.0  # lower limit of the scale
-    steps: int | None = None  # optimizer steps of the whole run; None if they are not known
+    steps: int | None = (
+        None  # optimizer steps of the whole run; None if they are not known
+    )
 
 
 def run_now(name: str, device: torch.device, *others: Any, **more: Any) -> FinderRun:
-    """A `FinderRun` on `device`, with today's date, this version of torch, and its other fields."""
+    """A `FinderRun` on `device`, with today's date, this version of torch, and its
+    other fields.
+    """
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    return FinderRun(name, DeviceSupport.of(device).name, torch.__version__, today, *others, **more)
+    return FinderRun(
+        name, DeviceSupport.of(device).name, torch.__version__, today, *others, **more
+    )
 
 
 @dataclass(frozen=True)
 class FoundScale:
-    """A finding and the run it is about; `str()` gives the text that the command line prints."""
+    """A finding and the run it is about; `str()` gives the text that the command line
+    prints.
+    """
 
     finding: ScaleFinding  # verdict, window and choice
     run: FinderRun  # experiment and machine
 
     @property
     def init_scale(self) -> float | None:
-        """The value for `torch.amp.GradScaler(init_scale=...)`; None if no scale helps."""
+        """The value for `torch.amp.GradScaler(init_scale=...)`; None if no scale
+        helps.
+        """
         choice = self.finding.choice_log2
         return None if choice is None else 2.0**choice
 
@@ -82,8 +93,8 @@ class FoundScale:
     def as_json(self) -> Values:
         """The JSON that `python -m determined_amp find --json` writes.
 
-        It has the fields of `ScaleFinding`, those of `FinderRun` under `run`, and the advice in
-        words.
+        It has the fields of `ScaleFinding`, those of `FinderRun` under `run`, and the
+        advice in words.
         """
         finding, run = self.finding, self.run
         return {
@@ -110,17 +121,24 @@ class FoundScale:
             LossScaleError: if the document is not a finding.
         """
         try:
-            values = {field.name: document[field.name] for field in fields(ScaleFinding)}
+            values = {
+                field.name: document[field.name] for field in fields(ScaleFinding)
+            }
             values["verdict"] = Verdict(values["verdict"])
-            values["predicted"] = tuple(Shares(**shares) for shares in values["predicted"])
+            values["predicted"] = tuple(
+                Shares(**shares) for shares in values["predicted"]
+            )
             values["measured"] = tuple(Measured(**one) for one in values["measured"])
-            values["modules"] = tuple(ModuleGradients(**one) for one in values["modules"])
+            values["modules"] = tuple(
+                ModuleGradients(**one) for one in values["modules"]
+            )
             values["hidden_modules"] = tuple(values["hidden_modules"])
             return FoundScale(ScaleFinding(**values), FinderRun(**document["run"]))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise LossScaleError(
-                f"{source}: is not a finding: {type(error).__name__} {error}; allowed: what "
-                "`python -m determined_amp find CONFIG --json FILE` of this version writes"
+                f"{source}: is not a finding: {type(error).__name__} {error}; allowed: "
+                "what `python -m determined_amp find CONFIG --json FILE` of this "
+                "version writes"
             ) from error
 
     @staticmethod
@@ -141,7 +159,10 @@ class FoundScale:
     def __str__(self) -> str:
         run = self.run
         parts = [
-            f"{run.name}: {run.batches} batches, {run.samples} samples, on {run.device}",
+            (
+                f"{run.name}: {run.batches} batches, {run.samples} samples, on "
+                f"{run.device}"
+            ),
             _scale_table(self.finding),
             _module_table(self.finding),
             "\n".join(scale_sentences(self)),
@@ -151,7 +172,9 @@ class FoundScale:
 
 
 def _scale_table(finding: ScaleFinding) -> str:
-    """Predicted overflow and flush per power of two, and what was measured in float16."""
+    """Predicted overflow and flush per power of two, and what was measured in
+    float16.
+    """
     measured = {one.scale_log2: one.overflow for one in finding.measured}
     words = {None: "", True: "overflow", False: "sound"}
     rows = [["init_scale", "overflow", "flushed to 0", "measured in float16"]]
@@ -165,12 +188,20 @@ def _scale_table(finding: ScaleFinding) -> str:
 def _module_table(finding: ScaleFinding) -> str:
     """The modules with the largest gradients, then the modules with the smallest.
 
-    The largest gradients set the top of the safe window, the smallest gradients its bottom.
+    The largest gradients set the top of the safe window, the smallest gradients its
+    bottom.
     """
     large = sorted(finding.modules, key=lambda module: -module.largest_log2)
     small = sorted(finding.modules, key=lambda module: -module.low_log2)
     listed = (*large[:_MODULES_PER_SIDE], *small[:_MODULES_PER_SIDE])
-    rows = [["module", "largest gradient", "overflows at", f"{FLUSHED_LIMIT:.1%} flushed below"]]
+    rows = [
+        [
+            "module",
+            "largest gradient",
+            "overflows at",
+            f"{FLUSHED_LIMIT:.1%} flushed below",
+        ]
+    ]
     for module in {module.name: module for module in listed}.values():
         powers = (module.largest_log2, module.first_overflow_log2, module.low_log2)
         rows.append([module.name, *(f"2^{power}" for power in powers)])
@@ -195,8 +226,8 @@ def scale_sentences(answer: FoundScale) -> Iterator[str]:
         return
     if bits < 0:
         yield (
-            f"no safe window: above 2^{top} gradients overflow, and below 2^{low} some tensor "
-            f"loses more than {FLUSHED_LIMIT:.1%} of its norm, flushed to 0"
+            f"no safe window: above 2^{top} gradients overflow, and below 2^{low} some "
+            f"tensor loses more than {FLUSHED_LIMIT:.1%} of its norm, flushed to 0"
         )
     else:
         yield f"safe window: 2^{low} to 2^{top}, {bits + 1} powers of two"
@@ -206,16 +237,17 @@ def scale_sentences(answer: FoundScale) -> Iterator[str]:
         yield f"verdict: use 2^{finding.choice_log2}"
     else:
         yield (
-            "verdict: use amp_bf16, or fp32 where the device has no bfloat16; float16 loses "
-            f"gradients at every scale, the fewest at 2^{finding.choice_log2}"
+            "verdict: use amp_bf16, or fp32 where the device has no bfloat16; float16 "
+            f"loses gradients at every scale, the fewest at 2^{finding.choice_log2}"
         )
     yield from _cost_of_other_scales(answer)
     yield from growth_advice(answer)
     if finding.hidden_modules:
         yield (
-            f"{len(finding.hidden_modules)} modules have gradients of exactly 0, for instance "
-            f"{finding.hidden_modules[0]}: an output that starts at 0 hides them. Train ten steps "
-            "and run this again from there (a trial: with --checkpoint)"
+            f"{len(finding.hidden_modules)} modules have gradients of exactly 0, for "
+            f"instance {finding.hidden_modules[0]}: an output that starts at 0 hides "
+            "them. Train ten steps and run this again from there (a trial: with "
+            "--checkpoint)"
         )
 
 
@@ -226,50 +258,68 @@ def _fine(finding: ScaleFinding) -> str:
     if finding.choice_log2 == DEFAULT_LOG2:
         return f"{verdict}; tuning it cannot help"
     return (
-        f"{verdict}, {bits} bit{'s' * (bits > 1)} below an overflow. Gradients can grow by 2 to 5 "
-        f"bits while learning begins: 2^{finding.choice_log2} may save a short training some "
-        "skipped steps"
+        f"{verdict}, {bits} bit{'s' * (bits > 1)} below an overflow. Gradients can "
+        f"grow by 2 to 5 bits while learning begins: 2^{finding.choice_log2} may save "
+        "a short training some skipped steps"
     )
 
 
 def _cost_of_other_scales(answer: FoundScale) -> Iterator[str]:
-    """The cost of the YAML's scale and of PyTorch's default, if they lie outside the window."""
+    """The cost of the YAML's scale and of PyTorch's default, if they lie outside the
+    window.
+    """
     finding, run = answer.finding, answer.run
     owner = "the YAML's" if run.is_ours else "the scaler's"
     for scale in dict.fromkeys((math.log2(run.init_scale), float(DEFAULT_LOG2))):
         skips = finding.expected_skips(scale)
-        name = f"{owner if scale == math.log2(run.init_scale) else 'the default'} 2^{scale:g}"
+        name = (
+            f"{owner if scale == math.log2(run.init_scale) else 'the default'}"
+            f" 2^{scale:g}"
+        )
         if skips:
             yield (
-                f"starting at {name} costs {skips} skipped step{'s' * (skips > 1)}: negligible "
-                f"beyond {20 * skips} steps"
+                f"starting at {name} costs {skips} skipped step{'s' * (skips > 1)}: "
+                f"negligible beyond {20 * skips} steps"
             )
         elif scale < finding.low_log2 <= finding.top_log2:
             steps = math.ceil(finding.low_log2 - scale) * run.growth_interval
             yield (
-                f"starting at {name} flushes {_share(finding.at(scale).flushed_share)} of a "
-                f"gradient to 0, and takes {steps} steps to grow into the window"
-                + (f"; the run has {run.steps}" if run.steps and run.steps < steps else "")
+                f"starting at {name} flushes {_share(finding.at(scale).flushed_share)} "
+                f"of a gradient to 0, and takes {steps} steps to grow into the window"
+                + (
+                    f"; the run has {run.steps}"
+                    if run.steps and run.steps < steps
+                    else ""
+                )
             )
 
 
 def growth_advice(answer: FoundScale) -> Iterator[str]:
-    """What to do about a scale that gradients may outgrow downwards, and that never grows."""
+    """What to do about a scale that gradients may outgrow downwards, and that never
+    grows.
+    """
     finding, run = answer.finding, answer.run
-    if finding.answer_log2 is None or run.steps is None or run.steps >= run.growth_interval:
+    if (
+        finding.answer_log2 is None
+        or run.steps is None
+        or run.steps >= run.growth_interval
+    ):
         return
     bits = finding.answer_log2 - finding.low_log2
     if bits < _FEW_BITS:
         yield (
             f"in {run.steps} steps the scale never grows with growth_interval "
             f"{run.growth_interval}, and 2^{finding.answer_log2} is {bits} "
-            f"bit{'s' * (bits != 1)} above what flushes gradients to 0, which may shrink: "
-            f"growth_interval: {max(1, run.steps // _GROWTHS)} lets it follow them"
+            f"bit{'s' * (bits != 1)} above what flushes gradients to 0, which may "
+            f"shrink: growth_interval: {max(1, run.steps // _GROWTHS)} lets it follow "
+            "them"
         )
 
 
 def yaml_changes(answer: FoundScale) -> Values:
-    """The changes to the `amp` section for this verdict, by key; None removes the key."""
+    """The changes to the `amp` section for this verdict, by key; None removes the
+    key.
+    """
     finding, run = answer.finding, answer.run
     if finding.verdict in (Verdict.BF16, Verdict.FORWARD_OVERFLOW):
         return {"precision": "amp_bf16", **dict.fromkeys(SCALER_KEYS)}

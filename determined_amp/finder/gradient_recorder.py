@@ -1,9 +1,11 @@
-"""Records the magnitudes of the bfloat16 gradients of a backward, without keeping the gradients.
+"""Records the magnitudes of the bfloat16 gradients of a backward, without keeping the
+gradients.
 
-In float16, activation gradients, and weight gradients before their cast to float32, can overflow or
-be flushed to 0. `.grad` itself is float32 and does not show a flush. So the recorder looks at what
-every node of the autograd graph hands on. That is all gradient of the loss: the factors that a node
-multiplies it by, such as the 3 x^2 of x^3, move with no loss scale and stay inside the node.
+In float16, activation gradients, and weight gradients before their cast to float32, can
+overflow or be flushed to 0. `.grad` itself is float32 and does not show a flush. So the
+recorder looks at what every node of the autograd graph hands on. That is all gradient
+of the loss: the factors that a node multiplies it by, such as the 3 x^2 of x^3, move
+with no loss scale and stay inside the node.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from determined_amp.finder.histogram import Histogram, count_in
 
 
 class Source(NamedTuple):
-    """The origin of a tensor in a backward, the same for all steps of a recurrent network."""
+    """The origin of a tensor in a backward, the same for all steps of a recurrent
+    network.
+    """
 
     module: str
     operation: str  # name of autograd's node
@@ -35,8 +39,8 @@ class Source(NamedTuple):
 class GradientRecorder(BackwardGraph):
     """Counts the bfloat16 gradients that reach a parameter, by module and operation.
 
-    It does not see what lies inside a kernel, such as the sums of fused attention, or the buckets
-    of DistributedDataParallel.
+    It does not see what lies inside a kernel, such as the sums of fused attention, or
+    the buckets of DistributedDataParallel.
 
     Args:
         models: Their modules name the sources.
@@ -47,7 +51,9 @@ class GradientRecorder(BackwardGraph):
         makes_float16: Whether a gradient was float16 nevertheless.
     """
 
-    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> None:
+    def __init__(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()
+    ) -> None:
         super().__init__(models, optimizers, self._record)
         self.histograms: dict[Source, Histogram] = {}
         self.makes_float16 = False
@@ -69,12 +75,14 @@ class GradientRecorder(BackwardGraph):
     def is_followed(self, outputs: Any, *, accumulates: bool) -> bool:
         """`torch.autograd.grad` is followed only for a scaled output.
 
-        Without the scale, a gradient that is part of the loss is no more scaled than the rest of
-        the forward.
+        Without the scale, a gradient that is part of the loss is no more scaled than
+        the rest of the forward.
         """
         return accumulates or not self._scaled.isdisjoint(nodes_behind(outputs))
 
-    def _record(self, module: str, operation: str, made: Gradients, taken: Gradients) -> None:
+    def _record(
+        self, module: str, operation: str, made: Gradients, taken: Gradients
+    ) -> None:
         known = {_storage(gradient) for gradient in taken if gradient is not None}
         for output, gradient in enumerate(made):
             # A view, or what is passed on as it is, has been counted already.

@@ -1,4 +1,6 @@
-"""The magnitudes of bfloat16 values, and what float16 does to them at a loss scale of 2^k."""
+"""The magnitudes of bfloat16 values, and what float16 does to them at a loss scale of
+2^k.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ import torch
 
 _Key = TypeVar("_Key")
 
-# The smallest power of two that float16 rounds to infinity. The exact limit is 65520, but bfloat16
-# has no value between that and 2^16.
+# The smallest power of two that float16 rounds to infinity. The exact limit is 65520,
+# but bfloat16 has no value between that and 2^16.
 OVERFLOW_LOG2 = 16
 # The largest magnitude that float16 rounds to 0 (to nearest, ties to even).
 FLUSH_LOG2 = -25
@@ -59,7 +61,8 @@ class Histogram:
         return float(self.magnitudes.max(initial=0.0))
 
     def flushed_share(self, scale_log2: float) -> float:
-        """2-norm of the values flushed to 0 at a loss scale, divided by the 2-norm of all values.
+        """2-norm of the values flushed to 0 at a loss scale, divided by the 2-norm of
+        all values.
 
         This is the relative error that the flush in float16 causes.
         """
@@ -68,7 +71,8 @@ class Histogram:
         return math.sqrt(self._squares[flushed].sum() / whole) if whole else 0.0
 
     def smallest_scale_log2(self, flushed: float) -> int:
-        """log2 of the smallest power of two at which `flushed_share` is at most `flushed`.
+        """log2 of the smallest power of two at which `flushed_share` is at most
+        `flushed`.
 
         There must be a value that is not 0.
         """
@@ -77,7 +81,9 @@ class Histogram:
         return math.floor(FLUSH_LOG2 - math.log2(self.magnitudes[first_kept])) + 1
 
     def overflow_share(self, scale_log2: float) -> float:
-        """The share of the nonzero values that float16 makes infinite at a loss scale."""
+        """The share of the nonzero values that float16 makes infinite at a loss
+        scale.
+        """
         infinite = self.magnitudes >= 2.0 ** (OVERFLOW_LOG2 - scale_log2)
         return int(self.counts[infinite].sum()) / self.nonzero if self.nonzero else 0.0
 
@@ -86,7 +92,9 @@ class Histogram:
         return self.counts * self.magnitudes**2
 
 
-def count_in(histograms: dict[_Key, Histogram], key: _Key, histogram: Histogram) -> None:
+def count_in(
+    histograms: dict[_Key, Histogram], key: _Key, histogram: Histogram
+) -> None:
     """Add a histogram to the one of its key."""
     known = histograms.get(key)
     histograms[key] = histogram if known is None else known + histogram

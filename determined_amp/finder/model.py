@@ -1,4 +1,6 @@
-"""Finds the initial loss scale of a model from its loss and its batches, without a trial."""
+"""Finds the initial loss scale of a model from its loss and its batches, without a
+trial.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,13 @@ def find_loss_scale(
         print(find_loss_scale(model, loss_fn, itertools.islice(loader, 4)))
 
     Args:
-        model: The model, with float32 parameters, on its device. It runs in training mode.
-        loss_fn: Runs the forward of a batch and returns the loss. It is called under autocast and
-            must not call backward. If training accumulates gradients, it must divide the loss as
-            training does.
-        batches: Training batches of the usual batch size; four are enough. Tensors in tuples,
-            lists and dicts are moved to the device.
+        model: The model, with float32 parameters, on its device. It runs in training
+            mode.
+        loss_fn: Runs the forward of a batch and returns the loss. It is called under
+            autocast and must not call backward. If training accumulates gradients, it
+            must divide the loss as training does.
+        batches: Training batches of the usual batch size; four are enough. Tensors in
+            tuples, lists and dicts are moved to the device.
         device: The model's device; by default the device of its first parameter.
         init_scale: The initial loss scale that training uses now.
 
@@ -50,28 +53,39 @@ def find_loss_scale(
         LossScaleError: if an argument is wrong, or no loss scale can be found.
     """
     if not (init_scale > 0 and math.isfinite(init_scale)):
-        raise LossScaleError(f"init_scale: got {init_scale}; allowed: more than 0, and finite")
+        raise LossScaleError(
+            f"init_scale: got {init_scale}; allowed: more than 0, and finite"
+        )
     where = _device(model, device)
     moved = _moved(batches, where)
     rehearsals = [rehearsal_of(model, loss_fn, batch, where) for batch in moved]
     finding = find_window(rehearsals, OneSlot())
     samples = sum(map(_samples, moved))
-    run = run_now(type(model).__name__, where, len(moved), samples, init_scale, _GROWTH_INTERVAL)
+    run = run_now(
+        type(model).__name__, where, len(moved), samples, init_scale, _GROWTH_INTERVAL
+    )
     return FoundScale(finding, run)
 
 
 def rehearsal_of(
-    model: nn.Module, loss_fn: Callable[[Any], torch.Tensor], batch: Any, device: torch.device
+    model: nn.Module,
+    loss_fn: Callable[[Any], torch.Tensor],
+    batch: Any,
+    device: torch.device,
 ) -> Rehearsal:
     """The rehearsal of a batch of `find_loss_scale`."""
 
     def train(scale: float | None) -> None:
         with torch.autocast(device.type, dtype=torch.float16):
             loss = loss_fn(own_copy(batch))
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        if (
+            not isinstance(loss, torch.Tensor)
+            or loss.numel() != 1
+            or not loss.requires_grad
+        ):
             raise LossScaleError(
-                f"loss_fn returned {_described(loss)}; allowed: the loss, a tensor of one element "
-                "that depends on the model's parameters"
+                f"loss_fn returned {_described(loss)}; allowed: the loss, a tensor of "
+                "one element that depends on the model's parameters"
             )
         assert scale is not None
         scaled = torch.amp.GradScaler(device.type, init_scale=scale).scale(loss)
@@ -83,7 +97,9 @@ def rehearsal_of(
 def _moved(batches: Iterable[Any], device: torch.device) -> list[Any]:
     moved = [_to_device(batch, device) for batch in batches]
     if not moved:
-        raise LossScaleError("batches: got none; allowed: one batch or more, such as four")
+        raise LossScaleError(
+            "batches: got none; allowed: one batch or more, such as four"
+        )
     return moved
 
 
@@ -97,7 +113,9 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
         return torch.device(device)
     first = next(model.parameters(), None)
     if first is None:
-        raise LossScaleError("model: has no parameters; allowed: one that can be trained")
+        raise LossScaleError(
+            "model: has no parameters; allowed: one that can be trained"
+        )
     return first.device
 
 

@@ -1,8 +1,10 @@
-"""Predicts from one bfloat16 rehearsal what float16 does to a backward, and measures it in float16.
+"""Predicts from one bfloat16 rehearsal what float16 does to a backward, and measures it
+in float16.
 
-bfloat16 autocast builds the same graph as float16 autocast, with the range of float32. A loss scale
-of 2^k moves every exponent by exactly k. So one backward tells, for every k, which gradients are
-flushed to 0, and about which overflow. That is then measured in float16, one scale at a time.
+bfloat16 autocast builds the same graph as float16 autocast, with the range of float32.
+A loss scale of 2^k moves every exponent by exactly k. So one backward tells, for every
+k, which gradients are flushed to 0, and about which overflow. That is then measured in
+float16, one scale at a time.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from determined_amp.finder.histogram import OVERFLOW_LOG2, Histogram, count_in
 _FIRST_INFINITE = 65520.0
 
 _IN_FLOAT16 = (
-    "write torch.autocast(device, dtype=torch.float16) around forward and loss, or leave the "
-    "precision as it is: bfloat16 and float32 need no loss scale and no GradScaler"
+    "write torch.autocast(device, dtype=torch.float16) around forward and loss, or "
+    "leave the precision as it is: bfloat16 and float32 need no loss scale and no "
+    "GradScaler"
 )
 
 
@@ -66,28 +69,38 @@ class Prediction:
 
     @property
     def headroom_log2(self) -> float:
-        """log2 of the largest scale, not rounded to a power of two, at which nothing overflows."""
+        """log2 of the largest scale, not rounded to a power of two, at which nothing
+        overflows.
+        """
         return math.log2(_FIRST_INFINITE / self.total.largest)
 
     def flushed_share(self, scale_log2: float) -> float:
         """The largest share of any tensor that float16 flushes to 0 at a loss scale.
 
-        A tensor's share is the norm of its flushed values divided by the norm of all its values. So
-        near-zero values beside large ones hardly count. A tensor that is flushed completely has a
-        share of 1, however small it is: the parameters behind it stop training.
+        A tensor's share is the norm of its flushed values divided by the norm of all
+        its values. So near-zero values beside large ones hardly count. A tensor that is
+        flushed completely has a share of 1, however small it is: the parameters behind
+        it stop training.
         """
-        return max((h.flushed_share(scale_log2) for h in self.tensors.values()), default=0.0)
+        return max(
+            (h.flushed_share(scale_log2) for h in self.tensors.values()), default=0.0
+        )
 
     def smallest_scale_log2(self, flushed: float) -> int:
-        """log2 of the smallest power of two at which no tensor has a larger flushed share."""
-        return max(h.smallest_scale_log2(flushed) for h in self.tensors.values() if h.nonzero)
+        """log2 of the smallest power of two at which no tensor has a larger flushed
+        share.
+        """
+        return max(
+            h.smallest_scale_log2(flushed) for h in self.tensors.values() if h.nonzero
+        )
 
 
 def predict_float16(rehearsals: Sequence[Rehearsal], slots: Slots) -> Prediction:
     """Rehearse each batch once in bfloat16; the result covers all slots.
 
     Raises:
-        LossScaleError: if there is nothing to scale, or the trial cannot run in bfloat16.
+        LossScaleError: if there is nothing to scale, or the trial cannot run in
+            bfloat16.
     """
     problem, tensors = None, dict[Source, Histogram]()
     try:
@@ -106,9 +119,9 @@ def predict_float16(rehearsals: Sequence[Rehearsal], slots: Slots) -> Prediction
     prediction = Prediction(summed)
     if not prediction.total.nonzero:
         raise LossScaleError(
-            "all 16-bit gradients are exactly 0: the loss does not depend on the parameters, or an "
-            "output layer that starts at 0 hides them. Train a few steps and start from their "
-            "checkpoint (--checkpoint)"
+            "all 16-bit gradients are exactly 0: the loss does not depend on the "
+            "parameters, or an output layer that starts at 0 hides them. Train a few "
+            "steps and start from their checkpoint (--checkpoint)"
         )
     return prediction
 
@@ -122,8 +135,12 @@ def overflows(rehearsals: Sequence[Rehearsal], slots: Slots, scale_log2: float) 
     return any(slots.allgather(any(outcome.lost for outcome in outcomes)))
 
 
-def cause_of(rehearsals: Sequence[Rehearsal], slots: Slots, scale_log2: float = 0.0) -> str:
-    """What overflows at a loss scale in the first batch that overflows; the same on every slot."""
+def cause_of(
+    rehearsals: Sequence[Rehearsal], slots: Slots, scale_log2: float = 0.0
+) -> str:
+    """What overflows at a loss scale in the first batch that overflows; the same on
+    every slot.
+    """
     for rehearsal in rehearsals:
         cause = find_cause(rehearsal, slots, scale=2.0**scale_log2)
         if cause is not None:
@@ -136,10 +153,11 @@ def _require_float32_parameters(rehearsals: Sequence[Rehearsal]) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.dtype in SIXTEEN_BITS:
                 raise LossScaleError(
-                    f"the model's parameters are {dtype_name(parameter.dtype)}, as after .half() "
-                    "or .bfloat16(); a loss scale is for float32 parameters under autocast: leave "
-                    "that call out, and write torch.autocast(device, dtype=torch.float16) around "
-                    "forward and loss"
+                    f"the model's parameters are {dtype_name(parameter.dtype)}, as "
+                    "after .half() or .bfloat16(); a loss scale is for float32 "
+                    "parameters under autocast: leave that call out, and write "
+                    "torch.autocast(device, dtype=torch.float16) around forward and "
+                    "loss"
                 )
 
 
@@ -154,18 +172,21 @@ def _recorded_in_bfloat16(rehearsals: Sequence[Rehearsal]) -> dict[Source, Histo
         except Exception as error:
             rehearsal.run(1.0)  # an error that float16 raises, too, is the trial's own
             raise LossScaleError(
-                "this trial runs in float16, but not in bfloat16, which the finder needs: "
-                f"{type(error).__name__}: {one_line(error)}. Write .float() before what has no "
-                "bfloat16, as in logits.float().cpu().numpy()"
+                "this trial runs in float16, but not in bfloat16, which the finder "
+                f"needs: {type(error).__name__}: {one_line(error)}. Write .float() "
+                "before what has no bfloat16, as in logits.float().cpu().numpy()"
             ) from error
         _check(outcome)
     if recorder.makes_float16:
         raise LossScaleError(
-            "this trial makes float16 tensors outside autocast, so that bfloat16 cannot stand for "
-            "float16 in the finder; leave .half() and .to(torch.float16) out"
+            "this trial makes float16 tensors outside autocast, so that bfloat16 "
+            "cannot stand for float16 in the finder; leave .half() and "
+            ".to(torch.float16) out"
         )
     if not recorder.histograms:
-        raise LossScaleError(f"no backward makes a 16-bit gradient in autocast: {_IN_FLOAT16}")
+        raise LossScaleError(
+            f"no backward makes a 16-bit gradient in autocast: {_IN_FLOAT16}"
+        )
     return recorder.histograms
 
 
@@ -175,10 +196,12 @@ def _check(outcome: Rehearsed) -> None:
         raise LossScaleError("no parameter gets a gradient: there is nothing to scale")
     if not outcome.loss_is_finite:
         raise LossScaleError(
-            "the loss is not finite, although bfloat16 has the range of float32: look at the data "
-            "and the parameters, not at the loss scale"
+            "the loss is not finite, although bfloat16 has the range of float32: look "
+            "at the data and the parameters, not at the loss scale"
         )
     if outcome.lost:
-        raise LossScaleError("the gradients are not finite in bfloat16, without a loss scale")
+        raise LossScaleError(
+            "the gradients are not finite in bfloat16, without a loss scale"
+        )
     if not outcome.uses_float16:
         raise LossScaleError(f"no forward runs under float16 autocast: {_IN_FLOAT16}")

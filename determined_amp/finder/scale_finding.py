@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from determined_amp.amp.rehearsal import Rehearsal, largest_working
 from determined_amp.amp.slots import Slots
 from determined_amp.finder.histogram import OVERFLOW_LOG2
-from determined_amp.finder.prediction import Prediction, cause_of, overflows, predict_float16
+from determined_amp.finder.prediction import (
+    Prediction,
+    cause_of,
+    overflows,
+    predict_float16,
+)
 from determined_amp.finder.scale_score import DEFAULT_LOG2, FLUSHED_LIMIT
 
 # How many powers of two a table shows on each side of the window, and in total.
@@ -23,13 +28,13 @@ _SEARCHED = (-16, 48)
 # A loss scale is a float32.
 LARGEST_LOG2 = 127
 
-# How far below the predicted top a scale is tried. A kernel that accumulates in float16 can
-# overflow a few bits before its result does.
+# How far below the predicted top a scale is tried. A kernel that accumulates in float16
+# can overflow a few bits before its result does.
 _LOWER = 24
 
-# Bits between the choice and the top, where the window has them. While learning begins, the largest
-# gradient can grow by 2 to 5 bits (`benchmarks.loss_scale`), and later batches differ from the
-# first ones by another.
+# Bits between the choice and the top, where the window has them. While learning begins,
+# the largest gradient can grow by 2 to 5 bits (`benchmarks.loss_scale`), and later
+# batches differ from the first ones by another.
 _ROOM = 6
 
 
@@ -44,7 +49,9 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class Shares:
-    """The shares of the 16-bit gradients that float16 is predicted to lose at one loss scale."""
+    """The shares of the 16-bit gradients that float16 is predicted to lose at one loss
+    scale.
+    """
 
     scale_log2: int
     overflow_share: float  # share of the nonzero values that overflow, by count
@@ -77,18 +84,21 @@ class ModuleGradients:
 class ScaleFinding:
     """The safe loss scales of a trial, and the one to start with."""
 
-    # log2 of the smallest power of two at which no tensor loses more than `FLUSHED_LIMIT`.
+    # log2 of the smallest power of two at which no tensor loses more than
+    # `FLUSHED_LIMIT`.
     low_log2: int
-    # log2 of the largest power of two at which nothing overflows, measured in float16. It is below
-    # `low_log2` if no scale is safe.
+    # log2 of the largest power of two at which nothing overflows, measured in float16.
+    # It is below `low_log2` if no scale is safe.
     top_log2: int
-    # log2 of the loss scale to start with. If the verdict is not to use a scale, it is the scale
-    # that loses least; None if no scale helps.
+    # log2 of the loss scale to start with. If the verdict is not to use a scale, it is
+    # the scale that loses least; None if no scale helps.
     choice_log2: int | None
     verdict: Verdict  # what to do
-    predicted: tuple[Shares, ...]  # predictions for consecutive powers of two, ascending
+    # predictions for consecutive powers of two, ascending
+    predicted: tuple[Shares, ...]
     measured: tuple[Measured, ...]  # in the order of the measurements
-    modules: tuple[ModuleGradients, ...]  # gradients by module, in the order of the backward
+    # gradients by module, in the order of the backward
+    modules: tuple[ModuleGradients, ...]
     # Modules whose gradients are all 0, for instance before an output that starts at 0.
     hidden_modules: tuple[str, ...] = ()
     cause: str = ""  # why no scale helps
@@ -98,16 +108,24 @@ class ScaleFinding:
 
     @property
     def window_bits(self) -> int:
-        """Bits from the lowest safe scale to the highest; negative if no scale is safe."""
+        """Bits from the lowest safe scale to the highest; negative if no scale is
+        safe.
+        """
         return self.top_log2 - self.low_log2
 
     @property
     def answer_log2(self) -> int | None:
         """`choice_log2` if the verdict is to use it, otherwise None."""
-        return self.choice_log2 if self.verdict in (Verdict.DEFAULT, Verdict.SCALE) else None
+        return (
+            self.choice_log2
+            if self.verdict in (Verdict.DEFAULT, Verdict.SCALE)
+            else None
+        )
 
     def expected_skips(self, init_scale_log2: float) -> int:
-        """Number of steps that a run skips from this initial scale; each skip halves the scale."""
+        """Number of steps that a run skips from this initial scale; each skip halves
+        the scale.
+        """
         return max(0, math.ceil(init_scale_log2 - self.top_log2))
 
     def at(self, scale_log2: float) -> Shares:
@@ -123,10 +141,11 @@ class ScaleFinding:
 def choice_of(low: int, top: int) -> int:
     """log2 of the scale to start with, given a safe window from 2^`low` to 2^`top`.
 
-    It leaves 6 bits to the top, because gradients grow while learning begins, and each bit too few
-    is a skipped step. It never leaves more than to the bottom, because gradients may shrink, too,
-    and a bit there costs thousands of steps until the scale has grown. Inside the window, nothing
-    else depends on the scale, so PyTorch's default is chosen where it leaves as much.
+    It leaves 6 bits to the top, because gradients grow while learning begins, and each
+    bit too few is a skipped step. It never leaves more than to the bottom, because
+    gradients may shrink, too, and a bit there costs thousands of steps until the scale
+    has grown. Inside the window, nothing else depends on the scale, so PyTorch's
+    default is chosen where it leaves as much.
     """
     room = min(_ROOM, (top - low + 1) // 2) if low <= top else 1
     return DEFAULT_LOG2 if low <= DEFAULT_LOG2 <= top - room else top - room
@@ -135,8 +154,9 @@ def choice_of(low: int, top: int) -> int:
 def find_window(rehearsals: Sequence[Rehearsal], slots: Slots) -> ScaleFinding:
     """Find the loss scale to start with, see `choice_of`.
 
-    The top is measured in float16, beginning where it is predicted: values that are masked on their
-    way to the parameters may overflow, and a kernel may overflow inside.
+    The top is measured in float16, beginning where it is predicted: values that are
+    masked on their way to the parameters may overflow, and a kernel may overflow
+    inside.
 
     Args:
         rehearsals: Those of the batches of this slot.
@@ -175,7 +195,11 @@ def find_window(rehearsals: Sequence[Rehearsal], slots: Slots) -> ScaleFinding:
 def _shares(prediction: Prediction, shown: Sequence[int]) -> tuple[Shares, ...]:
     first, last = min(shown[0], _SEARCHED[0]), max(shown[-1], _SEARCHED[1])
     return tuple(
-        Shares(scale, prediction.total.overflow_share(scale), prediction.flushed_share(scale))
+        Shares(
+            scale,
+            prediction.total.overflow_share(scale),
+            prediction.flushed_share(scale),
+        )
         for scale in range(first, last + 1)
     )
 

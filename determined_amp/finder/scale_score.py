@@ -1,15 +1,16 @@
 """The score of a loss scale, and what the scores of a search mean; read without torch.
 
-The validation loss after a short training cannot rank loss scales, because seeds change it more
-than scales inside the safe window do. So the score counts the optimizer steps that a scale loses:
+The validation loss after a short training cannot rank loss scales, because seeds change
+it more than scales inside the safe window do. So the score counts the optimizer steps
+that a scale loses:
 
     steps_lost       = skipped steps + lost share of the gradient * growth_interval
     loss_scale_score = log2(1 + steps_lost)
 
-A skipped step lowers the scale, and the first steps are skipped until nothing overflows. The lost
-share is what float16 flushes to 0 at the scale that the training then starts with; it counts where
-it is above `FLUSHED_LIMIT`, and until the scale grows. So the score is 0 all through the safe
-window, and rises on both sides of it.
+A skipped step lowers the scale, and the first steps are skipped until nothing
+overflows. The lost share is what float16 flushes to 0 at the scale that the training
+then starts with; it counts where it is above `FLUSHED_LIMIT`, and until the scale
+grows. So the score is 0 all through the safe window, and rises on both sides of it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from dataclasses import dataclass
 # log2 of the default init_scale of PyTorch's GradScaler.
 DEFAULT_LOG2 = 16
 
-# Twice float16's rounding error. If every tensor loses less, the parameters' gradients are about as
-# close to float32 as they can be. If tensors lose 1 %, the gradients are off by a few percent.
+# Twice float16's rounding error. If every tensor loses less, the parameters' gradients
+# are about as close to float32 as they can be. If tensors lose 1 %, the gradients are
+# off by a few percent.
 FLUSHED_LIMIT = 0.001
 
 
@@ -37,15 +39,17 @@ class Score:
     steps_lost: float
     # log2(65520 / largest 16-bit gradient at this scale), as predicted from bfloat16.
     backward_headroom_bits: float
-    # 2-norm of the 16-bit gradients that float16 flushes to 0, divided by the 2-norm of all, in the
-    # tensor that loses most, at the scale after the skipped steps.
+    # 2-norm of the 16-bit gradients that float16 flushes to 0, divided by the 2-norm of
+    # all, in the tensor that loses most, at the scale after the skipped steps.
     flushed_share: float
     overflow: float  # 1 if a step with this scale is skipped, otherwise 0
 
 
 def steps_lost(skipped: int, flushed_share: float, growth_interval: int) -> float:
     """Optimizer steps that a loss scale loses, see `Score`."""
-    return skipped + (flushed_share * growth_interval if flushed_share > FLUSHED_LIMIT else 0.0)
+    return skipped + (
+        flushed_share * growth_interval if flushed_share > FLUSHED_LIMIT else 0.0
+    )
 
 
 def score_of(steps: float) -> float:
@@ -61,7 +65,9 @@ def bits_from_default(scale_log2: float) -> float:
     return math.inf if math.isnan(scale_log2) else abs(scale_log2 - DEFAULT_LOG2)
 
 
-def worth_of_best(metric: str | None, trials: Sequence[tuple[float, float | None]]) -> str | None:
+def worth_of_best(
+    metric: str | None, trials: Sequence[tuple[float, float | None]]
+) -> str | None:
     """A sentence on what the best of a search's scored trials means.
 
     Args:
@@ -69,12 +75,17 @@ def worth_of_best(metric: str | None, trials: Sequence[tuple[float, float | None
         trials: log2 of the loss scale of each, and how many steps it lost.
 
     Returns:
-        None with fewer than two trials, with another metric than the score, or if one of them
+        None with fewer than two trials, with another metric than the score, or if one
+            of them
         does not tell its loss scale and its lost steps.
     """
     if metric != "loss_scale_score" or len(trials) < 2:
         return None
-    known = [(scale, lost) for scale, lost in trials if lost is not None and math.isfinite(scale)]
+    known = [
+        (scale, lost)
+        for scale, lost in trials
+        if lost is not None and math.isfinite(scale)
+    ]
     if len(known) < len(trials):
         return None
     free = [scale for scale, lost in known if lost == 0]
@@ -82,7 +93,7 @@ def worth_of_best(metric: str | None, trials: Sequence[tuple[float, float | None
         fewest = min(lost for _, lost in known)
         return f"every scale of this search loses steps, and the best one {fewest:.4g}"
     return (
-        f"no step is lost in {len(free)} of {len(trials)} trials, at 2^{min(free):g} to "
-        f"2^{max(free):g}: a search can find nothing better. The best trial is the one of these "
-        f"that is nearest to PyTorch's default, 2^{DEFAULT_LOG2}"
+        f"no step is lost in {len(free)} of {len(trials)} trials, at 2^{min(free):g} "
+        f"to 2^{max(free):g}: a search can find nothing better. The best trial is the "
+        f"one of these that is nearest to PyTorch's default, 2^{DEFAULT_LOG2}"
     )

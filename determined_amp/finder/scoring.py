@@ -1,7 +1,8 @@
 """Scores a loss scale without training, as the metric of a search; see `Score`.
 
-Overflow is measured in float16. What float16 flushes is what a cast of the bfloat16 gradients
-flushes. The score is exact, because nothing is trained and all trials use the same batches.
+Overflow is measured in float16. What float16 flushes is what a cast of the bfloat16
+gradients flushes. The score is exact, because nothing is trained and all trials use the
+same batches.
 """
 
 from __future__ import annotations
@@ -11,7 +12,12 @@ from collections.abc import Sequence
 
 from determined_amp.amp.rehearsal import Rehearsal, largest_working
 from determined_amp.amp.slots import Slots
-from determined_amp.finder.prediction import LossScaleError, cause_of, overflows, predict_float16
+from determined_amp.finder.prediction import (
+    LossScaleError,
+    cause_of,
+    overflows,
+    predict_float16,
+)
 from determined_amp.finder.scale_score import Score, score_of, steps_lost
 
 # The smallest normal float32. A smaller loss scale has fewer bits, and soon is 0.
@@ -25,7 +31,9 @@ class NoScaleError(LossScaleError):
 class _Descent:
     """The loss scales after so many skipped steps in a row, in log2."""
 
-    def __init__(self, first_log2: float, bits_per_skip: float, min_scale: float) -> None:
+    def __init__(
+        self, first_log2: float, bits_per_skip: float, min_scale: float
+    ) -> None:
         self._first_log2 = first_log2
         self._bits_per_skip = bits_per_skip
         floor_log2 = math.log2(max(min_scale, _LEAST_SCALE))
@@ -83,9 +91,13 @@ def score_batches(
 
 
 def _skips(
-    rehearsals: Sequence[Rehearsal], slots: Slots, descent: _Descent, headroom_log2: float
+    rehearsals: Sequence[Rehearsal],
+    slots: Slots,
+    descent: _Descent,
+    headroom_log2: float,
 ) -> int:
-    """The steps that a training skips until nothing overflows, beginning at the predicted number.
+    """The steps that a training skips until nothing overflows, beginning at the
+    predicted number.
 
     They are one more than `most_skips` if the smallest scale overflows, too.
     """

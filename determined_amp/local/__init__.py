@@ -1,1 +1,3 @@
-"""Runs without a cluster: the storage, reports, stop and resume that a cluster would provide."""
+"""Runs without a cluster: the storage, reports, stop and resume that a cluster would
+provide.
+"""

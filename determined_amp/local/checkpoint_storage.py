@@ -39,11 +39,14 @@ _KEPT = "fix this, then continue with --resume: the checkpoints that it has are 
 
 
 class DiskError(CheckpointError):
-    """A file of a run could not be read or written, so another trial would fail, too."""
+    """A file of a run could not be read or written, so another trial would fail,
+    too.
+    """
 
 
 def is_of_the_machine(error: OSError, folder: Path) -> bool:
-    """Whether an error is about a file of the run in `folder`, and no fault of the trial.
+    """Whether an error is about a file of the run in `folder`, and no fault of the
+    trial.
 
     An error of a file that is open names no file: then a full disk is that of the run.
     """
@@ -54,7 +57,9 @@ def is_of_the_machine(error: OSError, folder: Path) -> bool:
 
 @contextmanager
 def translating_disk_errors(folder: Path) -> Iterator[None]:
-    """Raise a `DiskError` if a file of the run in `folder` cannot be read or written."""
+    """Raise a `DiskError` if a file of the run in `folder` cannot be read or
+    written.
+    """
     try:
         yield
     except OSError as error:
@@ -66,8 +71,8 @@ def translating_disk_errors(folder: Path) -> Iterator[None]:
 class LocalCheckpoints(core.DummyCheckpointContext):
     """Determined's checkpoint storage, in one folder on this machine.
 
-    A checkpoint is written under a hidden name, flushed to the disk and then renamed. So a process
-    that is killed leaves either the whole checkpoint or none.
+    A checkpoint is written under a hidden name, flushed to the disk and then renamed.
+    So a process that is killed leaves either the whole checkpoint or none.
 
     Args:
         distributed: The processes of this run.
@@ -79,7 +84,10 @@ class LocalCheckpoints(core.DummyCheckpointContext):
     """
 
     def __init__(
-        self, distributed: core.DistributedContext, folder: Path, reports: LocalReports | None
+        self,
+        distributed: core.DistributedContext,
+        folder: Path,
+        reports: LocalReports | None,
     ) -> None:
         self._folder = folder.absolute()
         super().__init__(distributed, storage.SharedFSStorageManager(str(self._folder)))
@@ -89,9 +97,13 @@ class LocalCheckpoints(core.DummyCheckpointContext):
             self._clean_up()
 
     def _clean_up(self) -> None:
-        """After a killed process: restore the checkpoint it was replacing, delete its leftovers."""
+        """After a killed process: restore the checkpoint it was replacing, delete its
+        leftovers.
+        """
         for replaced in self._folder.glob(".batch-*.replaced"):
-            final = self._folder / replaced.name.removeprefix(".").removesuffix(".replaced")
+            final = self._folder / replaced.name.removeprefix(".").removesuffix(
+                ".replaced"
+            )
             if not final.exists():
                 replaced.rename(final)
         for leftover in self._folder.glob(".batch-*"):
@@ -127,8 +139,8 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         self._prune(final)
 
     def _prune(self, newest: Path) -> None:
-        # A resume may have skipped damaged checkpoints that are later than `newest`. One whose
-        # metadata cannot be read is kept, because it may be the best.
+        # A resume may have skipped damaged checkpoints that are later than `newest`.
+        # One whose metadata cannot be read is kept, because it may be the best.
         metadata: dict[Path, Values] = {}
         for path in complete_checkpoints(self._folder):
             with suppress(CheckpointError):
@@ -163,7 +175,9 @@ def checkpoint_name(batches: int) -> str:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, oldest first."""
-    return sorted(path for path in folder.glob("batch-*") if (path / "metadata.json").exists())
+    return sorted(
+        path for path in folder.glob("batch-*") if (path / "metadata.json").exists()
+    )
 
 
 def read_metadata(checkpoint: Path) -> Values:
@@ -176,11 +190,14 @@ def read_metadata(checkpoint: Path) -> Values:
         metadata: Values = json.loads((checkpoint / "metadata.json").read_bytes())
         name = checkpoint_name(metadata["steps_completed"])
     except (OSError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint}: metadata.json cannot be read: {error}") from error
+        raise CheckpointError(
+            f"{checkpoint}: metadata.json cannot be read: {error}"
+        ) from error
     # With a changed digit it is still JSON, but a resume would train on the wrong data.
     if name != checkpoint.name:
         raise CheckpointError(
-            f"{checkpoint}: metadata.json is damaged: it does not say that it is of these batches"
+            f"{checkpoint}: metadata.json is damaged: it does not say that it is of "
+            "these batches"
         )
     return metadata
 
@@ -194,7 +211,9 @@ def check_state(checkpoint: Path, metadata: Values) -> None:
     try:
         checksum = zlib.crc32((checkpoint / _STATE).read_bytes())
     except OSError as error:
-        raise CheckpointError(f"{checkpoint}: {_STATE} cannot be read: {error}") from error
+        raise CheckpointError(
+            f"{checkpoint}: {_STATE} cannot be read: {error}"
+        ) from error
     if checksum != metadata.get(_CHECKSUM):
         raise CheckpointError(f"{checkpoint}: {_STATE} is damaged: a byte has changed")
 
@@ -216,7 +235,9 @@ class Resume:
             CheckpointError: if there is none.
         """
         passed_over = []
-        for checkpoint in sorted((folder / "checkpoints").glob("batch-*"), reverse=True):
+        for checkpoint in sorted(
+            (folder / "checkpoints").glob("batch-*"), reverse=True
+        ):
             try:
                 metadata = read_metadata(checkpoint)
                 check_bytes(checkpoint)
@@ -235,7 +256,9 @@ class Resume:
 
 
 def _is_of_the_disk(error: BaseException) -> bool:
-    """Whether a save failed because of the disk; torch's writer then raises a RuntimeError."""
+    """Whether a save failed because of the disk; torch's writer then raises a
+    RuntimeError.
+    """
     of_torch = isinstance(error, RuntimeError) and re.search(
         "inline_container|iostream", str(error)
     )

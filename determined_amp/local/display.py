@@ -37,17 +37,24 @@ class Display:
     """Shows one run."""
 
     def __init__(
-        self, experiment: Experiment, console: Console, folder: RunFolder, stop: StopOnSignal
+        self,
+        experiment: Experiment,
+        console: Console,
+        folder: RunFolder,
+        stop: StopOnSignal,
     ) -> None:
         self._title = experiment.name
         self._precision = experiment.precision
         self._length = experiment.key_of("max_length")
         self._console = console
-        self._progress = Progress(console=console, transient=True, disable=console.quiet)
+        self._progress = Progress(
+            console=console, transient=True, disable=console.quiet
+        )
         self._folder = folder.shown
         if not console.quiet:
             stop.answer = (
-                "stopping at the next report, with a checkpoint; Ctrl-C once more stops at once"
+                "stopping at the next report, with a checkpoint; Ctrl-C once more stops"
+                " at once"
             )
 
     def show_precision(self, precision: str) -> None:
@@ -59,19 +66,33 @@ class Display:
         """Show a bar until the run ends."""
         if first_batch == total_batches:
             self._say(
-                f"{self._title}: {first_batch} batches are trained, which is all that it asks for; "
-                f"to go on, give it a larger {self._length}"
+                f"{self._title}: {first_batch} batches are trained, which is all that "
+                f"it asks for; to go on, give it a larger {self._length}"
             )
-        self._task = self._progress.add_task("training", completed=first_batch, total=total_batches)
+        self._task = self._progress.add_task(
+            "training", completed=first_batch, total=total_batches
+        )
         self._progress.start()
 
     def report(self, line: Values) -> None:
         """Show one report as a line and move the bar."""
         group, batches = line["group"], line["batches"]
         self._progress.update(self._task, completed=batches)
-        numbers = {name: value for name, value in line.items() if isinstance(value, (int, float))}
-        shown = [text.format(numbers[name]) for name, text in _SHOWN.items() if name in numbers]
-        own = [name for name in numbers if name not in _OURS and not name.startswith(_EXPLAIN)]
+        numbers = {
+            name: value
+            for name, value in line.items()
+            if isinstance(value, (int, float))
+        }
+        shown = [
+            text.format(numbers[name])
+            for name, text in _SHOWN.items()
+            if name in numbers
+        ]
+        own = [
+            name
+            for name in numbers
+            if name not in _OURS and not name.startswith(_EXPLAIN)
+        ]
         shown += [f"{name} {numbers[name]:.4g}" for name in own[:_MOST_OTHERS]]
         self._say(f"{group[:5]} {batches:>6}  " + "  ".join(shown))
 
@@ -81,9 +102,13 @@ class Display:
             self._progress.stop()
         if error is None:
             state = "stopped" if stopped else "completed"
-            self._say(f"{self._title}: {state}; {self._precision}\nrun folder: {self._folder}")
+            self._say(
+                f"{self._title}: {state}; {self._precision}\nrun folder: {self._folder}"
+            )
         interrupted = isinstance(error, KeyboardInterrupt)
-        if stopped or (interrupted and complete_checkpoints(self._folder / "checkpoints")):
+        if stopped or (
+            interrupted and complete_checkpoints(self._folder / "checkpoints")
+        ):
             self._say(f"go on: python -m determined_amp train --resume {self._folder}")
 
     def _say(self, text: str) -> None:

@@ -13,16 +13,19 @@ from determined_amp.trial.determined_private import LocalTrainContext
 
 
 class LocalReports(LocalTrainContext):
-    """Determined's train context, which hands on each report and knows the best validation.
+    """Determined's train context, which hands on each report and knows the best
+    validation.
 
     Only the chief reports; the other ranks get a plain `core.DummyTrainContext`.
 
     Args:
         folder: The run folder; Determined writes its event files there.
-        experiment: Has the metric that ranks checkpoints, and whether smaller is better.
-        on_report: Receives the line of each report: its metrics, their `group`, and `batches`.
-        first_batch: Number of batches that earlier processes trained. Later reports in the folder
-            are ignored, because their batches are trained again.
+        experiment: Has the metric that ranks checkpoints, and whether smaller is
+            better.
+        on_report: Receives the line of each report: its metrics, their `group`, and
+            `batches`.
+        first_batch: Number of batches that earlier processes trained. Later reports in
+            the folder are ignored, because their batches are trained again.
     """
 
     def __init__(
@@ -58,7 +61,10 @@ class LocalReports(LocalTrainContext):
         value = metrics.get(str(self._searcher.metric))
         if not isinstance(value, (int, float)) or not math.isfinite(value):
             return
-        if self._best is None or (value < self._best[0]) is self._searcher.smaller_is_better:
+        if (
+            self._best is None
+            or (value < self._best[0]) is self._searcher.smaller_is_better
+        ):
             self._best = (float(value), batches)
 
 

@@ -20,7 +20,8 @@ _NOT_FOR_USERS = ("TensorFlow writer not found", "Ignoring partial checkpoint do
 
 
 class _MayVanish:
-    """A standard stream whose reader may go away: then output ends, and the program goes on.
+    """A standard stream whose reader may go away: then output ends, and the program
+    goes on.
 
     Attributes:
         error: Why the output ended; None if it has not.
@@ -57,7 +58,9 @@ class _MayVanish:
 
 @contextmanager
 def surviving_closed_output() -> Iterator[_MayVanish]:
-    """Inside this block a closed pipe or a full disk ends the output, not the program."""
+    """Inside this block a closed pipe or a full disk ends the output, not the
+    program.
+    """
     out: Any = _MayVanish(sys.stdout)
     errors: Any = _MayVanish(sys.stderr)
     with redirect_stdout(out), redirect_stderr(errors):
@@ -68,7 +71,9 @@ def surviving_closed_output() -> Iterator[_MayVanish]:
 
 
 class _LogFile(logging.FileHandler):
-    """A log that ends where it cannot be written, as on a full disk, and the program goes on."""
+    """A log that ends where it cannot be written, as on a full disk, and the program
+    goes on.
+    """
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
         self.setLevel(logging.CRITICAL + 1)
@@ -82,8 +87,8 @@ class _LogFile(logging.FileHandler):
 def logging_to(path: Path | None, console: Console) -> Iterator[None]:
     """Inside this block log to `path`, if given, and print warnings to `console`.
 
-    Python's own warnings are logged, too, and the traceback of what ends the block. A few warnings
-    of Determined are written and not shown.
+    Python's own warnings are logged, too, and the traceback of what ends the block. A
+    few warnings of Determined are written and not shown.
     """
     from rich.logging import RichHandler  # noqa: PLC0415  # an image may lack it
 
@@ -94,7 +99,9 @@ def logging_to(path: Path | None, console: Console) -> Iterator[None]:
     handlers = [shown]
     if path is not None:
         written = _LogFile(path, encoding="utf-8")
-        written.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        written.setFormatter(
+            logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+        )
         handlers.append(written)
     root = logging.getLogger()
     level = root.level

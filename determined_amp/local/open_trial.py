@@ -1,4 +1,6 @@
-"""Makes a trial on this machine to measure it: its loss scale, or what a batch is computed in."""
+"""Makes a trial on this machine to measure it: its loss scale, or what a batch is
+computed in.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,16 @@ from determined_amp.trial.unmodified import trial_of
 
 
 class InvalidTrialError(UserError):
-    """The hyperparameters of a trial cannot train: a result of its search, and no failure."""
+    """The hyperparameters of a trial cannot train: a result of its search, and no
+    failure.
+    """
 
 
 @contextmanager
 def translating_invalid_trials() -> Iterator[None]:
-    """Raise an `InvalidTrialError` for the `SystemExit` that Determined makes of an InvalidHP."""
+    """Raise an `InvalidTrialError` for the `SystemExit` that Determined makes of an
+    InvalidHP.
+    """
     try:
         yield
     except SystemExit as left:
@@ -70,7 +76,8 @@ def outcome(error: BaseException) -> tuple[RunState, str]:
 def trial_context(
     core_context: core.Context, experiment: Experiment, first_batch: int = 0
 ) -> pytorch.PyTorchTrialContext:
-    """Set the seeds, and make the context of a run that has trained `first_batch` batches.
+    """Set the seeds, and make the context of a run that has trained `first_batch`
+    batches.
 
     Raises:
         ConfigError: if the batch does not divide among the processes.
@@ -88,7 +95,8 @@ def trial_context(
         trial_seed=experiment.seed,
         aggregation_frequency=experiment.aggregation_frequency,
         slots_per_trial=processes.size,
-        num_gpus=torch.cuda.device_count(),  # Determined would count all GPUs of nvidia-smi
+        # Determined would count all GPUs of nvidia-smi
+        num_gpus=torch.cuda.device_count(),
         steps_completed=first_batch,
         managed_training=True,
         debug_enabled=False,
@@ -108,11 +116,15 @@ class OpenTrial:
     latest_checkpoint: str | None = None  # the argument for `Trainer.fit`
 
     def score(self, batches: int) -> dict[str, float]:
-        """Score the loss scale on so many batches; the trial cannot be used afterwards."""
+        """Score the loss scale on so many batches; the trial cannot be used
+        afterwards.
+        """
         return score(self.trial, self.context, batches)
 
     def find(self, batches: int, *, name: str | None = None) -> FoundScale:
-        """Find the loss scale on so many batches; the trial cannot be used afterwards."""
+        """Find the loss scale on so many batches; the trial cannot be used
+        afterwards.
+        """
         return find_in_trial(
             name or self.experiment.name,
             self.trial,
@@ -123,12 +135,15 @@ class OpenTrial:
 
 
 @contextmanager
-def open_trial(experiment: Experiment, checkpoint: Path | None = None) -> Iterator[OpenTrial]:
+def open_trial(
+    experiment: Experiment, checkpoint: Path | None = None
+) -> Iterator[OpenTrial]:
     """Make the trial of an experiment, in one process on this machine.
 
     Args:
         experiment: The experiment, with or without its trial.
-        checkpoint: A checkpoint to start from, or a run folder, whose newest checkpoint is used.
+        checkpoint: A checkpoint to start from, or a run folder, whose newest checkpoint
+            is used.
 
     Raises:
         ConfigError: if the trial cannot be imported, or its own sections are wrong.
@@ -151,11 +166,13 @@ def audit_here(experiment: Experiment) -> tuple[Audit, Precision | None]:
     """Train one batch here, in Determined's loop and without writing files.
 
     Returns:
-        The audit of the batch, and the precision that the trial asks for. The precision is None
+        The audit of the batch, and the precision that the trial asks for. The precision
+            is None
         for a trial without a `MixedPrecision`; then nothing is judged.
 
     Raises:
-        AuditError: if the batch is not computed in the precision that the trial asks for.
+        AuditError: if the batch is not computed in the precision that the trial asks
+            for.
         ConfigError: if the trial cannot be imported, or its own sections are wrong.
     """
     done: list[Audit] = []
@@ -165,11 +182,16 @@ def audit_here(experiment: Experiment) -> tuple[Audit, Precision | None]:
         if amp is not None:
             amp.guard.enabled = False  # otherwise it audits the batch as well
             amp.finds_scale = False
-        asked, has_tf32 = precision or Precision.FP32, DeviceSupport.of(context.device).tf32
+        asked, has_tf32 = (
+            precision or Precision.FP32,
+            DeviceSupport.of(context.device).tf32,
+        )
         rehearsal_of = _rehearsals(opened)
 
         def audit_in_place(**batch: Any) -> None:
-            done.append(audit_rehearsal(rehearsal_of(**batch), asked, has_tf32=has_tf32))
+            done.append(
+                audit_rehearsal(rehearsal_of(**batch), asked, has_tf32=has_tf32)
+            )
             end_loop()
 
         opened.trial.train_batch = audit_in_place  # type: ignore[assignment,method-assign]
@@ -185,12 +207,15 @@ def audit_here(experiment: Experiment) -> tuple[Audit, Precision | None]:
 
 
 def _rehearsals(opened: OpenTrial) -> Callable[..., Rehearsal]:
-    """What makes the rehearsal of a batch of the trial, given the arguments of `train_batch`."""
+    """What makes the rehearsal of a batch of the trial, given the arguments of
+    `train_batch`.
+    """
     context, train_batch = opened.context, opened.trial.train_batch
 
     def of_batch(**batch: Any) -> Rehearsal:
         def train(scale: float | None) -> None:
-            no_scaler = torch.amp.GradScaler(enabled=False)  # its own does as it likes here
+            # its own does as it likes here
+            no_scaler = torch.amp.GradScaler(enabled=False)
             with without_steps(no_scaler, context.optimizers, what_steps(context)):
                 train_batch(**batch)
 
@@ -201,7 +226,8 @@ def _rehearsals(opened: OpenTrial) -> Callable[..., Rehearsal]:
 
 @contextmanager
 def throwaway_core_context(
-    checkpoints: Path | None = None, reports: type[core.DummyTrainContext] = core.DummyTrainContext
+    checkpoints: Path | None = None,
+    reports: type[core.DummyTrainContext] = core.DummyTrainContext,
 ) -> Iterator[core.Context]:
     """A core context of one process, with temporary files only.
 
@@ -226,5 +252,6 @@ def _checkpoint_folder(path: Path) -> Path:
     if (path / "checkpoints").is_dir():
         return (path / "checkpoints" / Resume.latest(path).checkpoint).absolute()
     raise CheckpointError(
-        f"{path}: got neither a checkpoint (a folder with state_dict.pth) nor a run folder"
+        f"{path}: got neither a checkpoint (a folder with state_dict.pth) nor a run "
+        "folder"
     )

@@ -1,4 +1,6 @@
-"""The processes of a local run, which torchrun may have started, and how they stop together."""
+"""The processes of a local run, which torchrun may have started, and how they stop
+together.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from determined_amp.amp.errors import UserError
 from determined_amp.runs.run import RunState
 
 # Variables that torchrun sets in every process.
-_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+_OF_TORCHRUN = (
+    "RANK",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+)
 
 
 @contextmanager
@@ -37,10 +45,12 @@ def process_group() -> Iterator[core.DistributedContext]:
     missing = [name for name in _OF_TORCHRUN if name not in os.environ]
     if missing:
         raise UserError(
-            f"WORLD_SIZE: got {size!r} in the environment without {', '.join(missing)}; allowed: "
-            "what torchrun sets, or unset WORLD_SIZE to train in one process"
+            f"WORLD_SIZE: got {size!r} in the environment without "
+            f"{', '.join(missing)}; allowed: what torchrun sets, or unset WORLD_SIZE "
+            "to train in one process"
         )
-    # Determined wraps models in DistributedDataParallel only under its own launcher, or with this.
+    # Determined wraps models in DistributedDataParallel only under its own launcher, or
+    # with this.
     os.environ["USE_TORCH_DISTRIBUTED"] = "True"
     if owned:
         distributed.init_process_group(_backend())
@@ -58,7 +68,10 @@ class _Processes(core.DistributedContext):
     """
 
     def __init__(self, **ranks: Any) -> None:
-        with socket.create_server(("", 0)) as one, socket.create_server(("", 0)) as other:
+        with (
+            socket.create_server(("", 0)) as one,
+            socket.create_server(("", 0)) as other,
+        ):
             ports = [server.getsockname()[1] for server in (one, other)]
         distributed.broadcast_object_list(ports, src=0)
         super().__init__(**ranks, pub_port=ports[0], pull_port=ports[1])
@@ -71,8 +84,8 @@ def _backend() -> str:
     processes, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
     if processes > gpus:
         raise UserError(
-            f"got {processes} processes for {gpus} GPUs; allowed: --nproc-per-node {gpus}, or "
-            "CUDA_VISIBLE_DEVICES= to train on the CPU"
+            f"got {processes} processes for {gpus} GPUs; allowed: --nproc-per-node "
+            f"{gpus}, or CUDA_VISIBLE_DEVICES= to train on the CPU"
         )
     # Without this, NCCL and Determined would put every process onto the first GPU.
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -94,9 +107,9 @@ def on_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterato
 class StopOnSignal(core.DummyPreemptContext):
     """Stops a run as a cluster pauses a trial: at the next report, with a checkpoint.
 
-    The first SIGINT or SIGTERM requests the stop, and a second SIGINT interrupts at once. SIGTERM
-    never does: on one Ctrl-C torchrun adds it to the SIGINT of the terminal. The chief decides for
-    all ranks.
+    The first SIGINT or SIGTERM requests the stop, and a second SIGINT interrupts at
+    once. SIGTERM never does: on one Ctrl-C torchrun adds it to the SIGINT of the
+    terminal. The chief decides for all ranks.
 
     Args:
         processes: The processes of this run.

@@ -1,4 +1,6 @@
-"""Trains one experiment on this machine, in Determined's own loop, without a cluster."""
+"""Trains one experiment on this machine, in Determined's own loop, without a
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,20 @@ from determined_amp.local.checkpoint_storage import (
 from determined_amp.local.display import Display
 from determined_amp.local.local_reports import LocalReports
 from determined_amp.local.logs import logging_to
-from determined_amp.local.open_trial import outcome, translating_invalid_trials, trial_context
+from determined_amp.local.open_trial import (
+    outcome,
+    translating_invalid_trials,
+    trial_context,
+)
 from determined_amp.local.processes import StopOnSignal, process_group
 from determined_amp.runs.folder import RunFolder, read_record
 from determined_amp.runs.run import RunState
 from determined_amp.trial.checkpoint import CheckpointError
-from determined_amp.trial.determined_private import SafeController, controlled_by, epoch_length
+from determined_amp.trial.determined_private import (
+    SafeController,
+    controlled_by,
+    epoch_length,
+)
 from determined_amp.trial.fitting import fit
 from determined_amp.trial.unmodified import precision_of, trial_of_run
 
@@ -51,10 +61,11 @@ GoesOn = Callable[[Values], bool]
 
 
 class LocalRun:
-    """A run as its folder records it and the terminal shows it, in the process of its chief.
+    """A run as its folder records it and the terminal shows it, in the process of its
+    chief.
 
-    A resume changes nothing in the folder before its training starts, so a refused resume leaves
-    the run as it was.
+    A resume changes nothing in the folder before its training starts, so a refused
+    resume leaves the run as it was.
 
     Args:
         experiment: What it trains.
@@ -88,20 +99,30 @@ class LocalRun:
             folder.forget_metrics_after(0)
             folder.describe(experiment, self._machine)
 
-    def begin_training(self, first_batch: int, total_batches: int, epoch_batches: int) -> None:
-        """Note that the loop starts, when `first_batch` of all batches are trained already."""
+    def begin_training(
+        self, first_batch: int, total_batches: int, epoch_batches: int
+    ) -> None:
+        """Note that the loop starts, when `first_batch` of all batches are trained
+        already.
+        """
         self._batches, self._total = first_batch, total_batches
         if self._resumed:
             # First, since it refuses a damaged record.
-            run = self._folder.describe(self._experiment, self._machine, first_batch=first_batch)
+            run = self._folder.describe(
+                self._experiment, self._machine, first_batch=first_batch
+            )
             self._folder.forget_metrics_after(first_batch)
             # Reports do not compare a run that a resume has changed with others.
             before, now = run.parts[-2:][0], run.parts[-1]
             changes = _changes(before.what_it_trains, now.what_it_trains)
             if changes:
-                logger.warning("at the resume after %d batches %s", first_batch, "; ".join(changes))
+                logger.warning(
+                    "at the resume after %d batches %s", first_batch, "; ".join(changes)
+                )
         self.display.begin_training(first_batch, total_batches)
-        self._ask({"group": "start", "batches": first_batch, "epoch_batches": epoch_batches})
+        self._ask(
+            {"group": "start", "batches": first_batch, "epoch_batches": epoch_batches}
+        )
 
     def report(self, line: Values) -> None:
         """Note a report."""
@@ -112,19 +133,26 @@ class LocalRun:
 
     def _ask(self, line: Values) -> None:
         if self._goes_on is not None and not self._goes_on(line):
-            self._stop.state, self._stop.reason = RunState.PRUNED, "stopped early by the search"
+            self._stop.state, self._stop.reason = (
+                RunState.PRUNED,
+                "stopped early by the search",
+            )
             self._stop.requested = True
 
     def __enter__(self) -> LocalRun:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
         # A resume that fails before it trains does not change how the run ended.
         if not self._resumed or self._total is not None:
             try:
                 self._folder.end(*self._ended(error))
             except OSError as lost:  # a full disk may have ended the run itself
-                logger.warning("%s: how the run ended is not recorded: %s", self._folder.path, lost)
+                logger.warning(
+                    "%s: how the run ended is not recorded: %s", self._folder.path, lost
+                )
         self.display.end(error, stopped=self._stop.obeyed)
 
     def _ended(self, error: BaseException | None) -> tuple[RunState, str]:
@@ -152,11 +180,13 @@ def _changes(before: Config, now: Config) -> list[str]:
 class LocalController(SafeController):
     """Determined's loop, with two corrections for runs without a master.
 
-    `Trainer.fit` sets the searcher's metric to None, so no checkpoint would be the best. It copies
-    the whole working directory into every checkpoint; this class copies the user's code only.
+    `Trainer.fit` sets the searcher's metric to None, so no checkpoint would be the
+    best. It copies the whole working directory into every checkpoint; this class copies
+    the user's code only.
 
     Args:
-        experiment: Has the metric that ranks checkpoints, and the length of the whole run.
+        experiment: Has the metric that ranks checkpoints, and the length of the whole
+            run.
         run: Told when the training starts; None for all ranks but the chief.
         directory: Where the run began; the user's code is there.
         fitted: The arguments that `Trainer.fit` gives to the controller.
@@ -169,8 +199,12 @@ class LocalController(SafeController):
         directory: Path,
         **fitted: Any,
     ) -> None:
-        searcher, policy = experiment.platform.searcher, experiment.platform.checkpoint_policy
-        if policy is CheckpointPolicy.BEST and searcher.metric is None:  # nothing to rank by
+        searcher, policy = (
+            experiment.platform.searcher,
+            experiment.platform.checkpoint_policy,
+        )
+        # nothing to rank by
+        if policy is CheckpointPolicy.BEST and searcher.metric is None:
             policy = CheckpointPolicy.ALL
         fitted |= {
             "searcher_metric_name": searcher.metric,
@@ -187,11 +221,12 @@ class LocalController(SafeController):
     def set_data_loaders(self) -> None:
         super().set_data_loaders()
         loader: Any = self.validation_loader
-        # Determined would notice only at the first validation, after a period of training.
+        # Determined would notice only at the first validation, after a period of
+        # training.
         if self.evaluates_batches and hasattr(loader, "__len__") and not len(loader):
             raise UserError(
-                "the validation data loader has no batch on this slot; allowed: at least one batch "
-                "for every slot"
+                "the validation data loader has no batch on this slot; allowed: at "
+                "least one batch for every slot"
             )
 
     def run_loop(self) -> None:
@@ -210,7 +245,9 @@ class LocalController(SafeController):
         storage = self.core_context.checkpoint
         assert isinstance(storage, LocalCheckpoints)
         storage.finite = _not_finite(self.context.models) <= self._never_finite
-        with patched(util, "write_user_code", partial(_copy_user_code, self._directory)):
+        with patched(
+            util, "write_user_code", partial(_copy_user_code, self._directory)
+        ):
             super().save(path)
 
 
@@ -248,9 +285,18 @@ def train(
         with translating_disk_errors(folder.path), log:
             run = None
             if chief:
-                display, slots = Display(experiment, console, folder, stop), processes.size
+                display, slots = (
+                    Display(experiment, console, folder, stop),
+                    processes.size,
+                )
                 run = LocalRun(
-                    experiment, resume, folder, stop, slots=slots, display=display, goes_on=goes_on
+                    experiment,
+                    resume,
+                    folder,
+                    stop,
+                    slots=slots,
+                    display=display,
+                    goes_on=goes_on,
                 )
             _fit(experiment, resume, folder, run, processes=processes, stop=stop)
         return stop.obeyed
@@ -265,7 +311,9 @@ def _fit(
     processes: core.DistributedContext,
     stop: StopOnSignal,
 ) -> None:
-    """Train in this process; the chief alone has a `run`, which writes into the folder."""
+    """Train in this process; the chief alone has a `run`, which writes into the
+    folder.
+    """
     first_batch, start = (resume.batches, resume.checkpoint) if resume else (0, None)
     reports = LocalReports(folder, experiment, run.report, first_batch) if run else None
     core_context = core.Context(
@@ -280,18 +328,24 @@ def _fit(
         trial = trial_of_run(experiment, context)
         if run is not None:
             run.display.show_precision(precision_of(experiment, context))
-        # The controller restores the experiment's policy; `Trainer` refuses `best` here.
+        # The controller restores the experiment's policy; `Trainer` refuses `best`
+        # here.
         policy = CheckpointPolicy.ALL.value
         try:
             fit(trial, context, latest_checkpoint=start, checkpoint_policy=policy)
-        except CheckpointError as error:  # a hyperparameter that has changed may be the cause
+        except CheckpointError as error:
+            # a hyperparameter that has changed may be the cause
             changes = _changes(read_record(folder.path).settings, experiment.settings)
-            ours = [change for change in changes if change.startswith("hyperparameters.")]
+            ours = [
+                change for change in changes if change.startswith("hyperparameters.")
+            ]
             raise type(error)("; ".join([*ours, str(error)])) from error
 
 
 def _not_finite(models: Sequence[nn.Module]) -> set[str]:
-    """The names of the parameters and buffers that are not finite; waits for the device."""
+    """The names of the parameters and buffers that are not finite; waits for the
+    device.
+    """
     names = set()
     for prefix, model in numbered(models):
         for name, tensor in chain(model.named_parameters(), model.named_buffers()):
@@ -301,15 +355,21 @@ def _not_finite(models: Sequence[nn.Module]) -> set[str]:
 
 
 def _copy_user_code(here: Path, path: Path, on_cluster: bool) -> None:
-    """Copy what `determined.pytorch.load_trial_from_checkpoint_path` imports: loaded modules.
+    """Copy what `determined.pytorch.load_trial_from_checkpoint_path` imports: loaded
+    modules.
 
     These are the modules from below the directory `here`, without installed packages.
     """
-    # Compare strings: `Path` objects of thousands of modules would take longer than the copy.
+    # Compare strings: `Path` objects of thousands of modules would take longer than the
+    # copy.
     inside = f"{here}{os.sep}"
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None) or ""
-        if file.startswith(inside) and file.endswith(".py") and "site-packages" not in file:
+        if (
+            file.startswith(inside)
+            and file.endswith(".py")
+            and "site-packages" not in file
+        ):
             copy = path / "code" / file.removeprefix(inside)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)

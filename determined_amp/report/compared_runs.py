@@ -1,4 +1,6 @@
-"""The runs that a report on precisions compares: which count, and whether they can be compared."""
+"""The runs that a report on precisions compares: which count, and whether they can be
+compared.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ _RELATIVE_MARGIN = 0.01
 
 _ENDED = (RunState.COMPLETED, RunState.FAILED, RunState.INVALID)
 
-# Settings in which compared runs may differ. Names and search method do not affect the training.
+# Settings in which compared runs may differ. Names and search method do not affect the
+# training.
 _MAY_DIFFER = frozenset(
     {"name", "searcher.name", SEED, PRECISION, *(f"{AMP}.{key}" for key in SCALER_KEYS)}
 )
@@ -55,7 +58,8 @@ class ComparedRuns:
     # The settings that all compared runs have in common, by dotted name.
     settings: Config
     machine: Machine  # the machine of all completed runs
-    precisions: Sequence[PrecisionRuns]  # the runs per precision, in the order of `Precision`
+    # the runs per precision, in the order of `Precision`
+    precisions: Sequence[PrecisionRuns]
     comparisons: Sequence[Comparison]  # comparisons, those with the baseline first
     left_out: Sequence[str]  # a sentence for each run that does not count
     notes: Sequence[str] = ()  # further sentences from the sources
@@ -88,7 +92,9 @@ class ComparedRuns:
         return next((c for c in self.with_baseline if c.precision is precision), None)
 
     def speed_label(self, precision: Precision, of_baseline: str) -> str:
-        """How many times as fast as the baseline a precision is; empty if that is unknown."""
+        """How many times as fast as the baseline a precision is; empty if that is
+        unknown.
+        """
         if precision is self.baseline:
             return of_baseline
         compared = self.against_baseline(precision)
@@ -102,8 +108,10 @@ def compare_runs(
 
     Args:
         sources: The sources.
-        metric: Validation metric; by default the accuracy if all report it, else the searcher's.
-        margin: What does not matter; by default 0.003 of an accuracy, else 1 % of the mean.
+        metric: Validation metric; by default the accuracy if all report it, else the
+            searcher's.
+        margin: What does not matter; by default 0.003 of an accuracy, else 1 % of the
+            mean.
 
     Raises:
         ReportError: if the runs cannot be compared, or do not report the metric.
@@ -139,7 +147,9 @@ def compare_runs(
 
 def _fixed(run: Run) -> Config:
     """The settings in which no run may differ."""
-    return {name: value for name, value in run.settings.items() if name not in _MAY_DIFFER}
+    return {
+        name: value for name, value in run.settings.items() if name not in _MAY_DIFFER
+    }
 
 
 def _to_compare(
@@ -171,8 +181,8 @@ def _countable(sources: Sequence[Search]) -> tuple[list[Run], list[str]]:
             continue
         if PRECISION not in run.settings:
             raise ReportError(
-                f"{run.name}: {PRECISION}: missing; allowed: a trial with hyperparameters.amp, "
-                "which names its precision"
+                f"{run.name}: {PRECISION}: missing; allowed: a trial with "
+                "hyperparameters.amp, which names its precision"
             )
         changes = "; ".join(_changes(run))
         if run.state in _ENDED and not changes:
@@ -199,7 +209,9 @@ def _default_metric(runs: Runs) -> str:
 
 
 def _judged_by(run: Run, metric: str) -> Run:
-    """A run that is a failure, too, if its last value of the compared metric is not finite."""
+    """A run that is a failure, too, if its last value of the compared metric is not
+    finite.
+    """
     value = run.metrics.get(metric, 0.0)
     if run.state is not RunState.COMPLETED or math.isfinite(value):
         return run
@@ -207,14 +219,17 @@ def _judged_by(run: Run, metric: str) -> Run:
 
 
 def _smaller_is_better(run: Run, metric: str) -> bool:
-    """The searcher's direction for its own metric; for others, the one that the name implies."""
+    """The searcher's direction for its own metric; for others, the one that the name
+    implies.
+    """
     if metric == run.settings[METRIC]:
         return bool(run.settings[SMALLER_IS_BETTER])
     is_accuracy = "accuracy" in metric
     if not is_accuracy and "loss" not in metric:
         raise ReportError(
-            f"--metric: whether a larger or a smaller {metric} is better is unknown; allowed: the "
-            "searcher.metric of the runs, or one whose name has accuracy or loss in it"
+            f"--metric: whether a larger or a smaller {metric} is better is unknown; "
+            "allowed: the searcher.metric of the runs, or one whose name has accuracy "
+            "or loss in it"
         )
     return not is_accuracy
 
@@ -231,9 +246,9 @@ def _check_comparable(runs: Runs, metric: str) -> None:
     """Check that finished and failed runs can be compared.
 
     Raises:
-        ReportError: if the runs differ in settings, devices or versions that must be the same (the
-            message names them all), if two finished runs have the same precision and seed, or if
-            one lacks the metric.
+        ReportError: if the runs differ in settings, devices or versions that must be
+            the same (the message names them all), if two finished runs have the same
+            precision and seed, or if one lacks the metric.
     """
     finished = _finished(runs)
     # A failed run may have ended before its log named its machine.
@@ -243,12 +258,13 @@ def _check_comparable(runs: Runs, metric: str) -> None:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise ReportError(
             f"these runs cannot be compared: {counted(len(problems), 'problem')}\n"
-            f"{listed}\nallowed: runs that differ in precision, scaler settings, seed and name only"
+            f"{listed}\nallowed: runs that differ in precision, scaler settings, seed "
+            "and name only"
         )
     if any(metric not in run.metrics for run in finished):
         raise ReportError(
-            f"--metric: {metric} is not in the last validation of every finished run; allowed: "
-            f"{', '.join(sorted(finished[0].metrics))}"
+            f"--metric: {metric} is not in the last validation of every finished run; "
+            f"allowed: {', '.join(sorted(finished[0].metrics))}"
         )
 
 
@@ -265,8 +281,9 @@ def _baseline(runs: Runs, left_out: Sequence[str]) -> Precision:
     ends = dict.fromkeys(run.reason for run in runs if run.state.is_failure)
     missing = "there is no baseline" if finished else "no run has finished"
     raise ReportError(
-        f"{'; '.join([missing, *ends, *left_out])}; allowed: a finished run in fp32 or tf32: give "
-        "more sources, or train it with `python -m determined_amp compare CONFIG`"
+        f"{'; '.join([missing, *ends, *left_out])}; allowed: a finished run in fp32 or "
+        "tf32: give more sources, or train it with `python -m determined_amp compare "
+        "CONFIG`"
     )
 
 
@@ -275,7 +292,9 @@ def _machine_facts(run: Run) -> Config:
 
 
 def differences(runs: Runs, facts_of: Callable[[Run], Config]) -> Sentences:
-    """A sentence per fact in which runs differ: every value, and the first run that has it."""
+    """A sentence per fact in which runs differ: every value, and the first run that has
+    it.
+    """
     facts = [facts_of(run) for run in runs]
     for name in sorted(set().union(*facts)):
         first: Values = {}

@@ -1,4 +1,5 @@
-"""The figure of a loss-scale report: what the finder predicts, and what the trials measured.
+"""The figure of a loss-scale report: what the finder predicts, and what the trials
+measured.
 
 Lines are predicted and dots are measured.
 """
@@ -22,16 +23,24 @@ from determined_amp.search.search_folder import Search
 _WIDTH = 10.0
 _PANEL_HEIGHT = 2.9
 
-# How far the axis goes beyond the window, and log2 of a scale beyond the range of float32.
+# How far the axis goes beyond the window, and log2 of a scale beyond the range of
+# float32.
 _MARGIN_BITS = 4
 _FAR = 200
 
 # A measured number on a predicted line.
-_DOT = {"marker": "o", "markersize": 4.5, "markeredgecolor": PAPER, "markeredgewidth": 0.6}
+_DOT = {
+    "marker": "o",
+    "markersize": 4.5,
+    "markeredgecolor": PAPER,
+    "markeredgewidth": 0.6,
+}
 
 
 def draw_loss_scale(predicted: FoundScale | None, search: Search) -> Figure:
-    """Draw what the finder predicts and a search measured; a panel without data is left out."""
+    """Draw what the finder predicts and a search measured; a panel without data is left
+    out.
+    """
     finding = predicted.finding if predicted else None
     ranked = search.ranked()
     with matplotlib.rc_context(STYLE):
@@ -53,7 +62,11 @@ def draw_loss_scale(predicted: FoundScale | None, search: Search) -> Figure:
 def _limits(finding: ScaleFinding | None, runs: Runs) -> tuple[float, float]:
     scales = [run.scale_log2 for run in runs]
     if finding is not None:
-        scales += [finding.low_log2 - _MARGIN_BITS, finding.top_log2 + _MARGIN_BITS, DEFAULT_LOG2]
+        scales += [
+            finding.low_log2 - _MARGIN_BITS,
+            finding.top_log2 + _MARGIN_BITS,
+            DEFAULT_LOG2,
+        ]
     return min(scales) - 1, max(scales) + 1
 
 
@@ -62,23 +75,31 @@ def _power(log2: float) -> str:
 
 
 def _mark_scales(axes: Axes, finding: ScaleFinding) -> None:
-    """Mark the window, overflow, choice and PyTorch's default along an axis of log2 scales."""
+    """Mark the window, overflow, choice and PyTorch's default along an axis of log2
+    scales.
+    """
     low = finding.low_log2
     top = finding.top_log2
     choice = finding.choice_log2
     if low <= top:
         window = f"safe window, {_power(low)} to {_power(top)}"
         axes.axvspan(low, top, color=GREEN, alpha=0.10, linewidth=0, label=window)
-    axes.axvspan(top + 1, _FAR, color=VERMILION, alpha=0.12, linewidth=0, label="overflow")
+    axes.axvspan(
+        top + 1, _FAR, color=VERMILION, alpha=0.12, linewidth=0, label="overflow"
+    )
     default = f"PyTorch's default, {_power(DEFAULT_LOG2)}"
-    axes.axvline(DEFAULT_LOG2, color=MUTED, linewidth=1.0, linestyle="--", label=default)
+    axes.axvline(
+        DEFAULT_LOG2, color=MUTED, linewidth=1.0, linestyle="--", label=default
+    )
     if choice is not None:
         chosen = f"choice, {_power(choice)}"
         axes.axvline(choice, color=GREEN, linewidth=1.8, zorder=1, label=chosen)
 
 
 def _draw_shares(axes: Axes, finding: ScaleFinding | None, runs: Runs) -> None:
-    """Draw the shares of 16-bit gradients that float16 flushes to 0 (by norm) and that overflow."""
+    """Draw the shares of 16-bit gradients that float16 flushes to 0 (by norm) and that
+    overflow.
+    """
     flushed = []
     overflowed = []
     for run in runs:
@@ -90,9 +111,15 @@ def _draw_shares(axes: Axes, finding: ScaleFinding | None, runs: Runs) -> None:
         scales = [shares.scale_log2 for shares in finding.predicted]
         lost = [shares.flushed_share for shares in finding.predicted]
         over = [shares.overflow_share for shares in finding.predicted]
-        axes.plot(scales, lost, color=BLUE, linewidth=1.6, label="flushed to 0, predicted")
-        axes.plot(scales, over, color=VERMILION, linewidth=1.6, label="overflow, predicted")
-        overflowed += [(tried.scale_log2, 0.94) for tried in finding.measured if tried.overflow]
+        axes.plot(
+            scales, lost, color=BLUE, linewidth=1.6, label="flushed to 0, predicted"
+        )
+        axes.plot(
+            scales, over, color=VERMILION, linewidth=1.6, label="overflow, predicted"
+        )
+        overflowed += [
+            (tried.scale_log2, 0.94) for tried in finding.measured if tried.overflow
+        ]
     _dots(axes, flushed, label="flushed to 0, trials", color=BLUE, **_DOT)
     cross = {"marker": "x", "markersize": 5, "transform": axes.get_xaxis_transform()}
     measured = "overflow, measured (a step is skipped)"
@@ -113,7 +140,9 @@ def _draw_metric(axes: Axes, search: Search, ranked: Runs) -> None:
     axes.plot(*best, "o", color=INK, markersize=9, markerfacecolor="none")
     label = f"best {_power(best[0])}"
     in_points = "offset points"
-    axes.annotate(label, best, (0, 13), textcoords=in_points, ha="center", backgroundcolor=PAPER)
+    axes.annotate(
+        label, best, (0, 13), textcoords=in_points, ha="center", backgroundcolor=PAPER
+    )
     words = search.metric.replace("_", " ")
     axes.set_ylabel(words)
     others = ", ".join(search.also_searched)
@@ -122,6 +151,8 @@ def _draw_metric(axes: Axes, search: Search, ranked: Runs) -> None:
 
 
 def _dots(axes: Axes, points: Sequence[tuple[float, float]], **style: Any) -> None:
-    """Draw these points without a line; nothing, and nothing in the legend, without points."""
+    """Draw these points without a line; nothing, and nothing in the legend, without
+    points.
+    """
     if points:
         axes.plot(*zip(*points, strict=True), linestyle="none", **style)

@@ -1,4 +1,6 @@
-"""The report on a loss-scale search: the finder's prediction beside what the trials measured."""
+"""The report on a loss-scale search: the finder's prediction beside what the trials
+measured.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +36,21 @@ _METRICS = (
 )
 
 _CAPTION = (
-    "Lines are predicted from one bfloat16 backward per batch, crosses are measured in float16. "
-    "Green: the safe window: nothing overflows, and no gradient loses more than 0.1 % of its norm, "
-    "flushed to 0. Red: a gradient overflows, the step is skipped, the scale halved."
+    "Lines are predicted from one bfloat16 backward per batch, crosses are measured in "
+    "float16. Green: the safe window: nothing overflows, and no gradient loses more "
+    "than 0.1 % of its norm, flushed to 0. Red: a gradient overflows, the step is "
+    "skipped, the scale halved."
 )
 
 # What finds on a cluster, whatever trial a search has.
-_FIND_THERE = "the entrypoint `python3 -m determined_amp find` on its YAML without ranges"
+_FIND_THERE = (
+    "the entrypoint `python3 -m determined_amp find` on its YAML without ranges"
+)
 
 
-def write_loss_scale_report(source: Search, folder: Path, finding: str | None = None) -> Written:
+def write_loss_scale_report(
+    source: Search, folder: Path, finding: str | None = None
+) -> Written:
     """Write the report on a search.
 
     Args:
@@ -81,7 +88,9 @@ def write_loss_scale_report(source: Search, folder: Path, finding: str | None = 
 
 
 def _prediction(search: Search, finding: str | None) -> tuple[FoundScale | None, str]:
-    """The given finding, or one made here, with a sentence on its origin or on what failed."""
+    """The given finding, or one made here, with a sentence on its origin or on what
+    failed.
+    """
     try:
         if not finding:
             predicted = find_for_search(search)
@@ -93,23 +102,35 @@ def _prediction(search: Search, finding: str | None) -> tuple[FoundScale | None,
         if finding:
             raise
         return None, (  # the report is useful without it, too
-            f"no prediction: {one_line(error)}. Where the experiment is, `python -m determined_amp "
-            f"find CONFIG --json FILE` makes one for --finding; on a cluster, {_FIND_THERE} does"
+            f"no prediction: {one_line(error)}. Where the experiment is, `python -m "
+            "determined_amp find CONFIG --json FILE` makes one for --finding; on a "
+            f"cluster, {_FIND_THERE} does"
         )
     run = predicted.run
-    measured = f"{run.samples} samples, on {run.device} with torch {run.torch}, {run.date}"
+    measured = (
+        f"{run.samples} samples, on {run.device} with torch {run.torch}, {run.date}"
+    )
     if finding:
         unknown = "nothing tells whether that is the trial of the search"
-        return predicted, f"predicted by {finding}, of {run.name}: {measured}; {unknown}"
-    there = f"on another device, as of a cluster, {_FIND_THERE} predicts, for --finding ID"
+        return (
+            predicted,
+            f"predicted by {finding}, of {run.name}: {measured}; {unknown}",
+        )
+    there = (
+        f"on another device, as of a cluster, {_FIND_THERE} predicts, for --finding ID"
+    )
     return predicted, f"predicted here: {measured}; {there}"
 
 
 def _trials(search: Search) -> Table:
     """A row per trial, the smallest scale first."""
     runs = sorted(search.runs, key=lambda run: run.scale_log2)
-    numbers = [{**run.metrics, MetricName.SKIPPED_STEPS: run.skipped_steps} for run in runs]
-    metrics = [name for name in _METRICS if any(one.get(name) is not None for one in numbers)]
+    numbers = [
+        {**run.metrics, MetricName.SKIPPED_STEPS: run.skipped_steps} for run in runs
+    ]
+    metrics = [
+        name for name in _METRICS if any(one.get(name) is not None for one in numbers)
+    ]
     rows = []
     for run, of_run in zip(runs, numbers, strict=True):
         row: Row = [("trial", run.number), ("init_scale", 2.0**run.scale_log2)]
@@ -127,7 +148,10 @@ def _origin(search: Search) -> str:
     trials = f"{len(search.runs)} trials of {search.name} ({search.origin})"
     if not first.date:
         return f"{trials}."
-    return f"{trials}; on {first.machine.device}, torch {first.machine.torch}, {first.date}."
+    return (
+        f"{trials}; on {first.machine.device}, torch {first.machine.torch},"
+        f" {first.date}."
+    )
 
 
 def over_loss_scale(search: Search) -> Search:
@@ -142,14 +166,15 @@ def over_loss_scale(search: Search) -> Search:
     runs = tuple(run for run in search.runs if math.isfinite(run.scale_log2))
     if not runs:
         raise ReportError(
-            f"{search.origin}: no trial has an initial loss scale; allowed: an experiment with "
-            f"amp.{SCALE}, such as hp_search/loss_scale_grid.yaml"
+            f"{search.origin}: no trial has an initial loss scale; allowed: an "
+            f"experiment with amp.{SCALE}, such as hp_search/loss_scale_grid.yaml"
         )
     return dataclasses.replace(search, runs=runs)
 
 
 def find_for_search(search: Search) -> FoundScale:
-    """Run the finder on the experiment of a search, with the hyperparameters of the first trial.
+    """Run the finder on the experiment of a search, with the hyperparameters of the
+    first trial.
 
     The scale is the default.
 
@@ -163,7 +188,9 @@ def find_for_search(search: Search) -> FoundScale:
         for name, value in values.items()
         if not (isinstance(value, Mapping) or is_scale(name))
     }
-    experiment = experiment_in(search.config, search.origin, hyperparameters=nested(kept))
+    experiment = experiment_in(
+        search.config, search.origin, hyperparameters=nested(kept)
+    )
     with open_trial(experiment) as opened:
         return opened.find(BATCHES, name=search.name)
 
@@ -176,8 +203,9 @@ def search_sentences(predicted: FoundScale | None, search: Search) -> Sentences:
     failed = [run for run in search.runs if run.state.is_failure]
     if failed:
         yield (
-            f"{len(failed)} of {len(search.runs)} trials failed: they do not count, although the "
-            f"platform may name one as the best; trial {failed[0].number}: {failed[0].reason}"
+            f"{len(failed)} of {len(search.runs)} trials failed: they do not count, "
+            "although the platform may name one as the best; trial "
+            f"{failed[0].number}: {failed[0].reason}"
         )
     yield from search.notes
 
@@ -186,7 +214,9 @@ def _agreement(predicted: FoundScale, runs: Runs) -> Sentences:
     """A sentence on the overflows that were predicted and measured."""
     top = predicted.finding.top_log2
     measured = [run for run in runs if run.overflow is not None]
-    wrong = [run.scale_log2 for run in measured if run.overflow is not (run.scale_log2 > top)]
+    wrong = [
+        run.scale_log2 for run in measured if run.overflow is not (run.scale_log2 > top)
+    ]
     if measured:
         right = len(measured) - len(wrong)
         at = ", ".join(f"2^{scale:g}" for scale in sorted(wrong))
@@ -201,10 +231,16 @@ def _best(search: Search) -> Sentences:
         yield f"no trial reported {search.metric} yet"
         return
     best = ranked[0]
-    yield f"best trial: 2^{best.scale_log2:g} with {search.metric} {search.value(best):.4g}"
+    yield (
+        f"best trial: 2^{best.scale_log2:g} with {search.metric}"
+        f" {search.value(best):.4g}"
+    )
     if search.also_searched:
         others = ", ".join(search.also_searched)
-        yield f"the trials differ in {others}, too: {search.metric} does not rank the scales alone"
+        yield (
+            f"the trials differ in {others}, too: {search.metric} does not rank the"
+            " scales alone"
+        )
         return
     lost = [(run.scale_log2, run.metrics.get("steps_lost")) for run in ranked]
     worth = worth_of_best(search.metric, lost)

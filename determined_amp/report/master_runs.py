@@ -1,4 +1,6 @@
-"""Reads the trials of an experiment from a Determined master, through Determined's SDK."""
+"""Reads the trials of an experiment from a Determined master, through Determined's
+SDK.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,16 @@ from determined_amp.experiment.training import Length
 from determined_amp.report import ReportError
 from determined_amp.report.page import Written, write_files
 from determined_amp.runs.master import NONSENSE, log_in
-from determined_amp.runs.run import LENGTH, SEED, Part, Report, Reports, Run, RunState, judged
+from determined_amp.runs.run import (
+    LENGTH,
+    SEED,
+    Part,
+    Report,
+    Reports,
+    Run,
+    RunState,
+    judged,
+)
 from determined_amp.search.search_folder import Search
 from determined_amp.search.task import Topic
 
@@ -51,8 +62,8 @@ _TEXT = "precision.md"
 _WITHOUT_SETTINGS = (Topic.FINDING, Topic.CHECK, Topic.LOSS_SCALES, Topic.COMPARISON)
 
 _SIDE_BY_SIDE = (
-    "the master does not tell which trials ran side by side on one machine, which changes their "
-    "speeds",
+    "the master does not tell which trials ran side by side on one machine, which "
+    "changes their speeds",
 )
 
 # The states of trials that have ended.
@@ -66,21 +77,26 @@ _ENDED = {
 def read_experiment(number: int) -> Search:
     """Read an experiment and its trials from the master that `DET_MASTER` names.
 
-    The configuration of every trial is read where precisions may be compared; it must then be one
-    for `determined_amp train`.
+    The configuration of every trial is read where precisions may be compared; it must
+    then be one for `determined_amp train`.
 
     Raises:
         MasterError: if there is no such master, or the login fails.
-        ReportError: if there is no such experiment, or its configuration cannot be read here.
+        ReportError: if there is no such experiment, or its configuration cannot be read
+            here.
     """
     with _on_master(number) as (session, experiment, origin):
         config: Config = {"hyperparameters": {}, **(experiment.config or {})}
-        runs = [_run(trial, session, origin, config) for trial in experiment.list_trials()]
+        runs = [
+            _run(trial, session, origin, config) for trial in experiment.list_trials()
+        ]
     return Search(origin, tuple(runs), config, notes=_SIDE_BY_SIDE)
 
 
 def _run(trial: Trial, session: Session, origin: str, config: Config) -> Run:
-    """A trial of an experiment, with the settings of a run folder where they are compared."""
+    """A trial of an experiment, with the settings of a run folder where they are
+    compared.
+    """
     noted = _noted(session, trial.id)
     reports = _reports(trial)
     hparams = with_power_of_two(trial.hparams or {}, config)
@@ -90,7 +106,8 @@ def _run(trial: Trial, session: Session, origin: str, config: Config) -> Run:
             settings = parse(config, origin, hyperparameters=hparams).settings
         except ConfigError as error:
             raise ReportError(
-                f"{error}\nallowed: an experiment of determined_amp train, read where its code is"
+                f"{error}\nallowed: an experiment of determined_amp train, read where "
+                "its code is"
             ) from error
         settings[SEED] = noted.get("seed")
     length = settings or _length_of_training(hparams, reports)
@@ -107,7 +124,9 @@ def _run(trial: Trial, session: Session, origin: str, config: Config) -> Run:
 
 
 def _length_of_training(hparams: Config, reports: Reports) -> Config:
-    """The length of a trial in our form, by the names of settings; empty if it does not train."""
+    """The length of a trial in our form, by the names of settings; empty if it does not
+    train.
+    """
     length = value_at(hparams, "training.max_length")
     if isinstance(length, str):
         length = Length.section_of(length)
@@ -119,8 +138,8 @@ def _length_of_training(hparams: Config, reports: Reports) -> Config:
 def _end(trial: Trial, failure: str, *, has_length: bool) -> tuple[RunState, str]:
     """How a trial ended, and why, before its reports are looked at.
 
-    A trial that the master calls completed may have failed, or have been ended early by its search.
-    Only its length shows the latter.
+    A trial that the master calls completed may have failed, or have been ended early by
+    its search. Only its length shows the latter.
     """
     status = trial.state.value if trial.state else ""
     state = _ENDED.get(status, RunState.RUNNING)
@@ -144,14 +163,17 @@ def _reports(trial: Trial) -> Reports:
     """The reports of a trial, in the order of its batches."""
     reports = Reports()
     for group in ("training", "validation"):
-        sent = sorted(trial.iter_metrics(group), key=lambda report: report.steps_completed)
+        sent = sorted(
+            trial.iter_metrics(group), key=lambda report: report.steps_completed
+        )
         for report in sent:
             reports.add(group, Report.read(report.steps_completed, report.metrics))
     return reports
 
 
 def read_finding(number: int) -> FoundScale:
-    """Read the finding of a `hp_search/find_loss_scale.yaml` experiment from its checkpoint.
+    """Read the finding of a `hp_search/find_loss_scale.yaml` experiment from its
+    checkpoint.
 
     Raises:
         MasterError: if there is no such master, or the login fails.
@@ -161,7 +183,9 @@ def read_finding(number: int) -> FoundScale:
     from determined_amp.finder.found_scale import FILE_NAME, FoundScale  # noqa: PLC0415  # torch
 
     with _checkpoint(number, FILE_NAME) as (folder, origin):
-        return FoundScale.from_json(json.loads((folder / FILE_NAME).read_text()), origin)
+        return FoundScale.from_json(
+            json.loads((folder / FILE_NAME).read_text()), origin
+        )
 
 
 def fetch_comparison(number: int, folder: Path) -> Written:
@@ -185,8 +209,13 @@ def _checkpoint(number: int, name: str) -> Iterator[tuple[Path, str]]:
     Yields:
         The folder of the checkpoint, and a name for the experiment.
     """
-    with _on_master(number) as (session, experiment, origin), temporary_folder() as folder:
-        saved = [c for c in experiment.list_checkpoints() if name in (c.resources or {})]
+    with (
+        _on_master(number) as (session, experiment, origin),
+        temporary_folder() as folder,
+    ):
+        saved = [
+            c for c in experiment.list_checkpoints() if name in (c.resources or {})
+        ]
         if not saved:
             why = "it has not completed, or ran another command"
             for trial in experiment.list_trials():
@@ -197,29 +226,32 @@ def _checkpoint(number: int, name: str) -> Iterator[tuple[Path, str]]:
             saved[0].download(str(folder))
         except det_errors.MultipleDownloadsFailed as error:
             raise ReportError(
-                f"{origin}: its checkpoint cannot be downloaded from here. Where its storage can "
-                f"be reached: det checkpoint download {saved[0].uuid}"
+                f"{origin}: its checkpoint cannot be downloaded from here. Where its "
+                f"storage can be reached: det checkpoint download {saved[0].uuid}"
             ) from error
         yield folder, origin
 
 
 @contextmanager
 def _on_master(number: int) -> Iterator[tuple[Session, Experiment, str]]:
-    """A session with the master that `DET_MASTER` names, its experiment, and a name for that.
+    """A session with the master that `DET_MASTER` names, its experiment, and a name for
+    that.
 
     Raises:
         MasterError: if there is no such master, or the login fails.
-        ReportError: if a request inside the block fails, as when there is no such experiment.
+        ReportError: if a request inside the block fails, as when there is no such
+            experiment.
     """
     address = os.environ.get(MASTER)
     if not address:
         raise ReportError(
-            f"experiment {number} is on a cluster, and {MASTER} is not set; set it to the address "
-            "of the master, or give the folder of a local search"
+            f"experiment {number} is on a cluster, and {MASTER} is not set; set it to "
+            "the address of the master, or give the folder of a local search"
         )
     session = log_in(address)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # the SDK warns that it is deprecated
+        # the SDK warns that it is deprecated
+        warnings.simplefilter("ignore", FutureWarning)
         from determined.experimental.client import Experiment  # noqa: PLC0415
     try:
         experiment = Experiment(number, session)

@@ -1,7 +1,7 @@
 """Writes a report: its text in Markdown, its picture as PNG, and its numbers as JSON.
 
-The palette of the pictures is by Okabe and Ito: people with any colour vision can tell its colours
-apart.
+The palette of the pictures is by Okabe and Ito: people with any colour vision can tell
+its colours apart.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def write_page(
     paste = f"```yaml\n{yaml}\n```" if yaml else ""
     image = f"![{caption}]({name}.png)"
     page = _paragraphs(f"# {answer}", paste, items, image, _markdown(table), origin)
-    page = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", page)  # a tag in somebody's name stays text
+    # a tag in somebody's name stays text
+    page = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", page)
     numbers = {"answer": answer, "sentences": sentences, **record}
     files = {
         folder / f"{name}.png": as_png(figure),
@@ -125,15 +126,20 @@ def write_files(folder: Path, files: Mapping[Path, bytes]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in files:
-            if path.suffix == ".json" and path.is_file() and f'"{_DRAWN}"' not in path.read_text():
+            if (
+                path.suffix == ".json"
+                and path.is_file()
+                and f'"{_DRAWN}"' not in path.read_text()
+            ):
                 raise ReportError(
-                    f"{path}: is there, and no report; allowed: --output with another folder"
+                    f"{path}: is there, and no report; allowed: --output with another "
+                    "folder"
                 )
         write_together({path: [content] for path, content in files.items()})
     except (OSError, ValueError) as error:
         raise ReportError(
-            f"{folder}: the report cannot be written: {error}; allowed: --output with a folder "
-            "that can"
+            f"{folder}: the report cannot be written: {error}; allowed: --output with "
+            "a folder that can"
         ) from error
 
 

@@ -1,8 +1,9 @@
-"""Compares one precision with another: speed, memory, and the metric with its confidence interval.
+"""Compares one precision with another: speed, memory, and the metric with its
+confidence interval.
 
-Runs are compared in pairs of equal seed. A difference that is not significant does not prove
-equality: two precisions are equal within a margin if the whole 95 % confidence interval of their
-difference lies inside the margin.
+Runs are compared in pairs of equal seed. A difference that is not significant does not
+prove equality: two precisions are equal within a margin if the whole 95 % confidence
+interval of their difference lies inside the margin.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Effect(enum.Enum):
     SMALLER = "{smaller}"
     NOT_LARGER = "not {larger}"  # whether it is smaller is not known
     PERHAPS_LARGER = "{larger} in every pair, cannot tell yet by how much beyond chance"
-    PERHAPS_SMALLER = "{smaller} in every pair, cannot tell yet by how much beyond chance"
+    PERHAPS_SMALLER = (
+        "{smaller} in every pair, cannot tell yet by how much beyond chance"
+    )
     UNKNOWN = "cannot tell yet"
 
 
@@ -65,10 +68,11 @@ class Interval:
         return counted(self.pairs, "seed")
 
     def verdict(self, margin: float) -> Equivalence:
-        """Judge the difference; a significant difference within the margin counts as equal.
+        """Judge the difference; a significant difference within the margin counts as
+        equal.
 
-        Without any spread over seeds the verdict is unknown: a metric over few validation samples
-        can have the same difference for all seeds by chance.
+        Without any spread over seeds the verdict is unknown: a metric over few
+        validation samples can have the same difference for all seeds by chance.
         """
         if not self.std:
             return Equivalence.UNKNOWN
@@ -102,12 +106,16 @@ class Ratio:
     low: float  # minimum over the pairs
     high: float  # maximum over the pairs
     pairs: int
-    certain_low: float  # lower end of the 95 % interval of the geometric mean over the pairs
+    certain_low: (
+        float  # lower end of the 95 % interval of the geometric mean over the pairs
+    )
     certain_high: float  # its upper end
 
     @property
     def effect(self) -> Effect:
-        """The verdict. An effect must show in every pair, and beyond what may be chance."""
+        """The verdict. An effect must show in every pair, and beyond what may be
+        chance.
+        """
         is_larger = self.low > 1.0
         is_smaller = self.high < 1.0
         if is_larger and self.certain_low > 1.0 and self.median >= MIN_EFFECT:
@@ -158,7 +166,9 @@ class PrecisionRuns:
 
     @property
     def std(self) -> float | None:
-        """Standard deviation of the compared metric; None with fewer than two completed runs."""
+        """Standard deviation of the compared metric; None with fewer than two completed
+        runs.
+        """
         return stdev(self.values) if len(self.runs) > 1 else None
 
     @property
@@ -190,7 +200,9 @@ class PrecisionRuns:
 
 def by_precision(runs: Runs, metric: str) -> list[PrecisionRuns]:
     """The runs of each precision that has one, in the order of `Precision`."""
-    made = {precision: PrecisionRuns(precision, [], [], metric) for precision in Precision}
+    made = {
+        precision: PrecisionRuns(precision, [], [], metric) for precision in Precision
+    }
     for run in sorted(runs, key=lambda run: (run.seed or 0, run.name)):
         same = made[run.precision]
         if run.state.is_failure:
@@ -210,7 +222,9 @@ class Comparison:
     margin: float  # difference of the metric that does not matter
     speed: Ratio | None  # ratio of samples per second; None if not measured
     memory: Ratio | None  # ratio of allocated memory; None if not measured, as on a CPU
-    difference: Interval  # difference of the metric, of `precision` minus that of `against`
+    difference: (
+        Interval  # difference of the metric, of `precision` minus that of `against`
+    )
     verdict: Equivalence
     lost_runs: int  # number of failed runs of the precision to judge
 
@@ -221,7 +235,11 @@ class Comparison:
 
 
 def compare_precisions(
-    candidate: PrecisionRuns, base: PrecisionRuns, *, smaller_is_better: bool, margin: float
+    candidate: PrecisionRuns,
+    base: PrecisionRuns,
+    *,
+    smaller_is_better: bool,
+    margin: float,
 ) -> Comparison:
     """Compare a precision with another one.
 
@@ -232,8 +250,9 @@ def compare_precisions(
     pairs = [(run, others[run.seed]) for run in candidate.runs if run.seed in others]
     if not pairs:
         raise ReportError(
-            f"{candidate.name} and {base.name} have no seed in common; allowed: runs with equal "
-            "seeds, as `hyperparameters.trial_seed` gives the trials of a search"
+            f"{candidate.name} and {base.name} have no seed in common; allowed: runs "
+            "with equal seeds, as `hyperparameters.trial_seed` gives the trials of a "
+            "search"
         )
     metric = candidate.metric
     differences = [run.metrics[metric] - other.metrics[metric] for run, other in pairs]
@@ -254,15 +273,21 @@ def compare_precisions(
     )
 
 
-def _ratio(pairs: Sequence[tuple[Run, Run]], value: Callable[[Run], Spread | None]) -> Ratio | None:
-    """The ratio of a number over those pairs of which both runs have it; None without a pair."""
+def _ratio(
+    pairs: Sequence[tuple[Run, Run]], value: Callable[[Run], Spread | None]
+) -> Ratio | None:
+    """The ratio of a number over those pairs of which both runs have it; None without a
+    pair.
+    """
     ratios = []
     for run, other in pairs:
         mine = value(run)
         others = value(other)
         if mine and others:
             middle = mine.median / others.median
-            ratios.append(Spread(middle, mine.low / others.high, mine.high / others.low))
+            ratios.append(
+                Spread(middle, mine.low / others.high, mine.high / others.low)
+            )
     if not ratios:
         return None
     if len(ratios) == 1:
@@ -277,7 +302,7 @@ def _ratio(pairs: Sequence[tuple[Run, Run]], value: Callable[[Run], Spread | Non
 
 
 def _allocated(run: Run) -> Spread | None:
-    # The last report has the largest peak: after the reset that follows the first batches, peaks
-    # only grow.
+    # The last report has the largest peak: after the reset that follows the first
+    # batches, peaks only grow.
     peak = run.last(MetricName.PEAK_MEMORY_MIB) or 0.0
     return Spread.of([peak] if peak > 0 else [])

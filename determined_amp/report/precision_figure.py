@@ -35,14 +35,20 @@ def draw_comparison(compared: ComparedRuns) -> Figure:
 
 
 def _draw_speeds(axes: Axes, compared: ComparedRuns) -> None:
-    """Draw a dot per run, a column up to their median, and above it the ratio to the baseline."""
+    """Draw a dot per run, a column up to their median, and above it the ratio to the
+    baseline.
+    """
     for place, same in enumerate(compared.precisions):
         speed = same.speed
         if speed is None:
-            axes.text(place, 0.0, "not\nmeasured", ha="center", va="bottom", color=MUTED)
+            axes.text(
+                place, 0.0, "not\nmeasured", ha="center", va="bottom", color=MUTED
+            )
             continue
         color = COLORS[same.precision]
-        axes.bar(place, speed.median, _COLUMN_WIDTH, color=color, alpha=0.25, linewidth=0)
+        axes.bar(
+            place, speed.median, _COLUMN_WIDTH, color=color, alpha=0.25, linewidth=0
+        )
         values = [run.speed.median for run in same.runs if run.speed]
         # Side by side, because equal speeds would hide each other.
         left = place - _COLUMN_WIDTH / 2
@@ -50,14 +56,18 @@ def _draw_speeds(axes: Axes, compared: ComparedRuns) -> None:
         axes.plot(places, values, "o", color=color, markersize=4)
         label = compared.speed_label(same.precision, "baseline")
         at = (place, speed.high)
-        axes.annotate(label, at, (0, 6), textcoords="offset points", ha="center", va="bottom")
+        axes.annotate(
+            label, at, (0, 6), textcoords="offset points", ha="center", va="bottom"
+        )
     _name_places(axes, [same.name for same in compared.precisions])
     axes.set_ylim(bottom=0)
     axes.set_title("Samples per second (more is better)")
 
 
 def _draw_differences(axes: Axes, compared: ComparedRuns) -> None:
-    """Draw the differences of the metric with their 95 % intervals, and the margin as a band."""
+    """Draw the differences of the metric with their 95 % intervals, and the margin as a
+    band.
+    """
     margin = compared.margin
     axes.axhspan(-margin, margin, color=GREEN, alpha=0.14, linewidth=0)
     axes.axhline(0.0, color=MUTED, linewidth=0.8)

@@ -1,4 +1,6 @@
-"""The report that compares precisions: the answer, sentences, a table, the picture, and JSON."""
+"""The report that compares precisions: the answer, sentences, a table, the picture, and
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,8 @@ _LAST = {
 }
 
 _CAPTION = (
-    "Dots are runs, columns their median. Two precisions are equal if the whole interval is inside "
-    "the green band. A dot without an interval has one seed."
+    "Dots are runs, columns their median. Two precisions are equal if the whole "
+    "interval is inside the green band. A dot without an interval has one seed."
 )
 
 _UNKNOWN = Equivalence.UNKNOWN.value
@@ -79,7 +81,8 @@ def write_precision_report(
     metric: str | None = None,
     margin: float | None = None,
 ) -> PrecisionReport:
-    """Write the report on some runs into a folder; for `metric` and `margin` see `compare_runs`.
+    """Write the report on some runs into a folder; for `metric` and `margin` see
+    `compare_runs`.
 
     Raises:
         ReportError: if the runs cannot be compared, or the report cannot be written.
@@ -146,14 +149,18 @@ def yaml_of(compared: ComparedRuns, recommended: Recommendation) -> str:
     if recommended.precision.autocasts and islands:
         changes["fp32_modules"] = list(islands)
     if recommended.precision is Precision.AMP_FP16:
-        run = next(run for run in compared.runs if run.precision is recommended.precision)
+        run = next(
+            run for run in compared.runs if run.precision is recommended.precision
+        )
         changes["init_scale"] = run.settings[f"{AMP}.init_scale"]
     return yaml_lines(changes)
 
 
 def precision_sentences(compared: ComparedRuns) -> Sentences:
     """All sentences besides the answer, the comparisons first."""
-    told = [_compared(comparison, compared.metric) for comparison in compared.comparisons]
+    told = [
+        _compared(comparison, compared.metric) for comparison in compared.comparisons
+    ]
     yield from told
     if any(_UNKNOWN in sentence for sentence in told):
         yield f"where this cannot tell yet, {more_seeds(compared.comparisons)}"
@@ -165,9 +172,14 @@ def precision_sentences(compared: ComparedRuns) -> Sentences:
     yield from _audited(compared)
     yield from _mixed(compared)
     yield from _caveats(compared)
-    seeds = "; ".join(f"{same.name}: {same.seeds_in_words}" for same in compared.precisions)
+    seeds = "; ".join(
+        f"{same.name}: {same.seeds_in_words}" for same in compared.precisions
+    )
     yield f"measured on {compared.setting}; {seeds}"
-    yield "this says nothing about accuracy after more batches, other sizes or other devices"
+    yield (
+        "this says nothing about accuracy after more batches, other sizes or other"
+        " devices"
+    )
 
 
 def _compared(comparison: Comparison, metric: str) -> str:
@@ -186,7 +198,10 @@ def _compared(comparison: Comparison, metric: str) -> str:
         ends = f"{difference.low:+.2g} to {difference.high:+.2g}"
         interval = f" (95 % interval {ends}, paired by seed)"
     parts.append(f"{metric} {difference.mean:+.2g}{interval}: {_verdict(comparison)}")
-    return f"{comparison.precision.value} against {comparison.against.value}: {'; '.join(parts)}"
+    return (
+        f"{comparison.precision.value} against {comparison.against.value}:"
+        f" {'; '.join(parts)}"
+    )
 
 
 def _ratio(ratio: Ratio, larger: str, smaller: str) -> str:
@@ -202,7 +217,8 @@ def _verdict(comparison: Comparison) -> str:
     if verdict is Equivalence.DIFFERENT:
         return f"{verdict.value}, {'better' if comparison.is_better else 'worse'}"
     unknown = f"{verdict.value} with {difference.seeds}"
-    if not difference.std:  # as with a single seed, or a metric of few validation samples
+    # as with a single seed, or a metric of few validation samples
+    if not difference.std:
         return f"{unknown}, without a spread between seeds"
     return f"{unknown} (margin {comparison.margin:.2g})"
 
@@ -216,31 +232,47 @@ def _waiting(compared: ComparedRuns) -> Sentences:
     if waiting:
         yield (
             f"the loop waits for data more than {WAITS_FOR_DATA:.0%} of the time "
-            f"({', '.join(waiting)}): AMP may not help there, more workers of the data loader may"
+            f"({', '.join(waiting)}): AMP may not help there, more workers of the data "
+            "loader may"
         )
 
 
 def _failed(compared: ComparedRuns) -> Sentences:
     for same in compared.precisions:
         if same.failed:
-            failed = [f"{run.seed_name} ({run.name}): {run.reason}" for run in same.failed]
-            rest = "; its numbers are those of the runs that finished" if same.runs else ""
+            failed = [
+                f"{run.seed_name} ({run.name}): {run.reason}" for run in same.failed
+            ]
+            rest = (
+                "; its numbers are those of the runs that finished" if same.runs else ""
+            )
             of = len(failed) + len(same.runs)
-            yield f"{same.name}: {len(failed)} of {of} runs failed: {'; '.join(failed)}{rest}"
+            yield (
+                f"{same.name}: {len(failed)} of {of} runs failed:"
+                f" {'; '.join(failed)}{rest}"
+            )
 
 
 def _audited(compared: ComparedRuns) -> Sentences:
-    unaudited = [run.short_name for run in compared.completed if run.reports.audit_share is None]
+    unaudited = [
+        run.short_name for run in compared.completed if run.reports.audit_share is None
+    ]
     shares = {same.name: same.audit_share for same in compared.precisions if same.runs}
     if unaudited:
-        yield f"not audited, so whether the precision was on is unknown: {', '.join(unaudited)}"
+        yield (
+            "not audited, so whether the precision was on is unknown:"
+            f" {', '.join(unaudited)}"
+        )
     elif set(shares.values()) == {1.0}:
-        yield "audit: every finished run computed all products in the precision that it asks for"
+        yield (
+            "audit: every finished run computed all products in the precision that it"
+            " asks for"
+        )
     for name, share in shares.items():
         if share is not None and share < 1.0:
             yield (
-                f"audit: {name} computed at least {_share(share)} of the FLOPs of the first batch "
-                "in the precision that it asks for, the rest in another"
+                f"audit: {name} computed at least {_share(share)} of the FLOPs of the "
+                "first batch in the precision that it asks for, the rest in another"
             )
 
 
@@ -260,17 +292,20 @@ def _mixed(compared: ComparedRuns) -> Sentences:
 
 def _caveats(compared: ComparedRuns) -> Sentences:
     if any(run.is_only_fp32 for run in compared.completed):
-        yield "tf32 is fp32 on this device, which has no TF32: it is shown, and not compared"
+        yield (
+            "tf32 is fp32 on this device, which has no TF32: it is shown, and not"
+            " compared"
+        )
     if any(run.shares_device for run in compared.runs):
         yield (
-            "several trials ran at the same time: their speeds are left out; compare speeds with "
-            "one worker"
+            "several trials ran at the same time: their speeds are left out; compare "
+            "speeds with one worker"
         )
     if not compared.machine.on_gpu:
         yield (
-            "on a CPU speed drifts from run to run, with heat and load: trust only ratios far "
-            "outside the range of the runs. The memory is that of the whole process, libraries "
-            "included"
+            "on a CPU speed drifts from run to run, with heat and load: trust only "
+            "ratios far outside the range of the runs. The memory is that of the whole "
+            "process, libraries included"
         )
 
 
@@ -327,6 +362,7 @@ def _method(compared: ComparedRuns) -> str:
     versions = compared.machine.versions.items()
     known = ", ".join(f"{name} {value}" for name, value in versions if value)
     return (
-        f"Precisions: {compared.settings[TRIAL]}. Speed is that of the steady reports: the first "
-        f"report of every process is left out. The rule: {RULE}. Versions: {known}."
+        f"Precisions: {compared.settings[TRIAL]}. Speed is that of the steady reports: "
+        f"the first report of every process is left out. The rule: {RULE}. Versions: "
+        f"{known}."
     )

@@ -16,8 +16,9 @@ from determined_amp.report.precision_comparison import (
 )
 
 RULE = (
-    "the fastest of those that are not worse, lost no run and are faster than the baseline in "
-    f"every pair of runs, beyond chance, and by {MIN_EFFECT - 1:.0%} or more; else the baseline"
+    "the fastest of those that are not worse, lost no run and are faster than the "
+    f"baseline in every pair of runs, beyond chance, and by {MIN_EFFECT - 1:.0%} or "
+    "more; else the baseline"
 )
 
 # By the effect on the speed: why a precision is not advised.
@@ -31,8 +32,8 @@ _NOT_FASTER = {
 _UNCERTAIN = {
     Effect.UNKNOWN: "whether {name} is faster, at {speed}",
     Effect.PERHAPS_LARGER: (
-        "{name} was faster in every pair of runs, at {speed}, but by how much beyond chance is not "
-        "known"
+        "{name} was faster in every pair of runs, at {speed}, but by how much beyond "
+        "chance is not known"
     ),
 }
 
@@ -44,7 +45,9 @@ _SEEDS = 5
 class Recommendation:
     """The precision to use."""
 
-    precision: Precision  # the precision to use; the baseline where none can be told yet
+    precision: (
+        Precision  # the precision to use; the baseline where none can be told yet
+    )
     why: str  # the reason, in words
     is_certain: bool = True  # whether the runs tell it
 
@@ -58,9 +61,15 @@ class Recommendation:
 
 def recommend(compared: ComparedRuns) -> Recommendation:
     """Apply `RULE`."""
-    faults = [f"{same.name} has no finished run" for same in compared.precisions if not same.runs]
+    faults = [
+        f"{same.name} has no finished run"
+        for same in compared.precisions
+        if not same.runs
+    ]
     if not (faults or compared.comparisons):
-        return Recommendation(compared.baseline, _nothing_to_compare(compared), is_certain=False)
+        return Recommendation(
+            compared.baseline, _nothing_to_compare(compared), is_certain=False
+        )
     doubts = []
     usable = []
     for comparison in compared.with_baseline:
@@ -83,8 +92,8 @@ def _nothing_to_compare(compared: ComparedRuns) -> str:
     """What is there, what is missing, and what to type."""
     names = " and ".join(same.name for same in compared.precisions)
     return (
-        f"all finished runs are in {names}, and one in another precision is missing: ask again "
-        "when there is one, or type `python -m determined_amp compare YAML`"
+        f"all finished runs are in {names}, and one in another precision is missing: "
+        "ask again when there is one, or type `python -m determined_amp compare YAML`"
     )
 
 
@@ -93,13 +102,15 @@ def more_seeds(comparisons: Sequence[Comparison]) -> str:
     seeds = max(comparison.difference.pairs for comparison in comparisons)
     wanted = _SEEDS if seeds < _SEEDS else 2 * seeds
     return (
-        f"more seeds tell: `python -m determined_amp compare YAML --seeds {wanted}`, or "
-        f"{wanted} values of hyperparameters.trial_seed in a search"
+        f"more seeds tell: `python -m determined_amp compare YAML --seeds {wanted}`, "
+        f"or {wanted} values of hyperparameters.trial_seed in a search"
     )
 
 
 def _fault(comparison: Comparison, metric: str) -> str:
-    """The strongest reason against a precision, which no more seeds will change; or nothing."""
+    """The strongest reason against a precision, which no more seeds will change; or
+    nothing.
+    """
     if comparison.lost_runs:
         return "lost a run"
     if comparison.verdict is Equivalence.DIFFERENT and not comparison.is_better:
@@ -121,13 +132,16 @@ def _doubt(comparison: Comparison, metric: str) -> str:
     if is_known or abs(comparison.difference.mean) <= comparison.margin:
         return ""
     return (
-        f"{name} is {speed.median:.2f} times as fast, but whether its worse mean {metric} is "
-        f"chance cannot be told with {comparison.difference.seeds}"
+        f"{name} is {speed.median:.2f} times as fast, but whether its worse mean "
+        f"{metric} is chance cannot be told with {comparison.difference.seeds}"
     )
 
 
 def _advantage(comparison: Comparison, metric: str) -> str:
-    why = f"it is {comparison.times_as_fast:.2f} times as fast as {comparison.against.value}"
+    why = (
+        f"it is {comparison.times_as_fast:.2f} times as fast as"
+        f" {comparison.against.value}"
+    )
     if comparison.speed and comparison.speed.pairs == 1:
         why += " in one pair of runs"
     if comparison.verdict is Equivalence.UNKNOWN:
@@ -145,5 +159,9 @@ def in_words(ratio: Ratio) -> str:
     of = f"{span} {ratio.pairs} pairs of equal seed"
     if ratio.pairs == 1:
         one_value = ratio.low == ratio.high  # as of memory
-        of = "in one pair of runs" if one_value else f"{span} the reports of one pair of runs"
+        of = (
+            "in one pair of runs"
+            if one_value
+            else f"{span} the reports of one pair of runs"
+        )
     return f"{ratio.median:.2f}x ({of})"

@@ -16,15 +16,17 @@ LOSS_SCALE = "loss-scale"
 # By topic: why it has no report.
 _ANSWERS = {
     Topic.FINDING: (
-        "is the finder's answer, which ends its log, and no search; with a search: python -m "
-        "determined_amp report loss-scale SEARCH --finding {source}"
+        "is the finder's answer, which ends its log, and no search; with a search: "
+        "python -m determined_amp report loss-scale SEARCH --finding {source}"
     ),
     Topic.CHECK: "is the check of a trial's own AMP; its findings end its log",
 }
 
 
 def is_experiment(source: str) -> bool:
-    """Whether `source` is the id of an experiment, and not a file or folder of that name."""
+    """Whether `source` is the id of an experiment, and not a file or folder of that
+    name.
+    """
     return source.isdecimal() and not Path(source).exists()
 
 
@@ -47,12 +49,12 @@ def read_source(source: str) -> Search:
             return Search(source, (read_run(path),))
     except OSError as error:
         raise ReportError(
-            f"{error.filename or source}: cannot be read: {error.strerror or error}; allowed: a "
-            "folder of your own"
+            f"{error.filename or source}: cannot be read: {error.strerror or error}; "
+            "allowed: a folder of your own"
         ) from error
     raise ReportError(
-        f"{source}: there is no such folder; allowed: a run folder, the folder of a local search, "
-        "or the id of an experiment on the master of DET_MASTER"
+        f"{source}: there is no such folder; allowed: a run folder, the folder of a "
+        "local search, or the id of an experiment on the master of DET_MASTER"
     )
 
 
@@ -65,7 +67,8 @@ def report_on(source: str, search: Search, named: str | None) -> str:
         named: The report that the user named; None: the source decides.
 
     Raises:
-        ReportError: if the source has no report, or another one. The message has the command.
+        ReportError: if the source has no report, or another one. The message has the
+            command.
     """
     topic = Topic.of(search.config)
     if topic in _ANSWERS:
@@ -79,8 +82,8 @@ def report_on(source: str, search: Search, named: str | None) -> str:
         return named or fitting
     if named not in (None, fitting):
         raise ReportError(
-            f"{search.origin}: has no report {named}; its report: python -m determined_amp report "
-            f"{fitting} {source}"
+            f"{search.origin}: has no report {named}; its report: python -m "
+            f"determined_amp report {fitting} {source}"
         )
     return fitting
 

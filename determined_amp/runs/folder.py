@@ -1,14 +1,19 @@
 """The folder of a local run, and what reads it.
 
-config.yaml      the configuration, with the trial and the seed filled in; a resume reads it
-resolved.yaml    for a reader: all settings that were read, with every default; nothing reads it
-run.json         the run: its state, why it ended, and its parts, see `Run`:
-                 {"state": "stopped", "reason": "stopped by SIGINT", "number": 0, "hparams": {},
-                  "parts": [{"first_batch": 0, "settings": {...}, "machine": {...}, "date": ...,
+config.yaml      the configuration, with the trial and the seed filled in; a resume
+reads it resolved.yaml    for a reader: all settings that were read, with every default;
+nothing reads it run.json         the run: its state, why it ended, and its parts, see
+`Run`:
+                 {"state": "stopped", "reason": "stopped by SIGINT", "number": 0,
+                 "hparams": {},
+                  "parts": [{"first_batch": 0, "settings": {...}, "machine": {...},
+                  "date": ...,
                              "command": [...]}]}
-                 Every resume that trains adds a part. The state of a killed run stays "running".
-                 In a search `number` and `hparams` are the trial's number and sampled values.
-metrics.jsonl    one report per line: its `group`, `batches` and metrics. A scored trial of a search
+                 Every resume that trains adds a part. The state of a killed run stays
+                 "running". In a search `number` and `hparams` are the trial's number
+                 and sampled values.
+metrics.jsonl    one report per line: its `group`, `batches` and metrics. A scored trial
+of a search
                  has one report, of the group `validation`
 tensorboard/     event files
 checkpoints/     the newest and the best checkpoint
@@ -69,7 +74,8 @@ def lock(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
         file = path.open("ab+", buffering=0)
     except OSError as error:
         raise FolderError(
-            f"{path}: cannot be written: {error.strerror}; allowed: a folder of your own"
+            f"{path}: cannot be written: {error.strerror}; allowed: a folder of your "
+            "own"
         ) from error
     with file:
         try:
@@ -78,8 +84,8 @@ def lock(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
         except BlockingIOError as error:
             holder = path.read_text().strip()
             raise FolderInUseError(
-                f"{folder}: process {holder} is running {what}; allowed: wait until it ends, or "
-                "stop it"
+                f"{folder}: process {holder} is running {what}; allowed: wait until it "
+                "ends, or stop it"
             ) from error
         file.truncate(0)
         with suppress(OSError):  # on a full disk the message cannot name the process
@@ -117,8 +123,8 @@ class RunFolder:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise FolderError(
-                f"cannot make the folder {error.filename}: {error.strerror}; allowed: a new one, "
-                "or that of a run"
+                f"cannot make the folder {error.filename}: {error.strerror}; allowed: "
+                "a new one, or that of a run"
             ) from error
 
     @property
@@ -128,14 +134,16 @@ class RunFolder:
         there = [file.name for file in replaced if file.exists()]
         return [] if self.record.exists() else there
 
-    def describe(self, experiment: Experiment, machine: Machine, *, first_batch: int = 0) -> Run:
+    def describe(
+        self, experiment: Experiment, machine: Machine, *, first_batch: int = 0
+    ) -> Run:
         """Record that the run trains from now on, and what it trains.
 
         Args:
             experiment: What the run trains.
             machine: Where.
-            first_batch: Number of batches trained before. Parts that began later are forgotten,
-                because their batches are trained again.
+            first_batch: Number of batches trained before. Parts that began later are
+                forgotten, because their batches are trained again.
 
         Returns:
             The run, with the new part.
@@ -150,13 +158,16 @@ class RunFolder:
         before = (part for part in self._run().parts if part.first_batch < first_batch)
         # First the file that marks this folder as a run's.
         run = self._change(state=RunState.RUNNING, reason="", parts=(*before, part))
-        # A resume rewrites these files, and a later one needs them: a kill must not truncate them.
+        # A resume rewrites these files, and a later one needs them: a kill must not
+        # truncate them.
         write_whole(self.config, dump_yaml(dict(experiment.config)))
         write_whole(self.path / _RESOLVED, dump_yaml(experiment.resolved()))
         return run
 
     def describe_trial(self, number: int, hparams: Config) -> None:
-        """Write that a trial of a search begins: its number, and its sampled values by name."""
+        """Write that a trial of a search begins: its number, and its sampled values by
+        name.
+        """
         self._change(state=RunState.RUNNING, reason="", number=number, hparams=hparams)
 
     def end(self, state: RunState, reason: str = "") -> None:
@@ -172,7 +183,10 @@ class RunFolder:
         """Write the run with these changes, and return it."""
         run = dataclasses.replace(self._run(), **changes)
         values = dataclasses.asdict(run)
-        record = {name: values[name] for name in ("state", "reason", "number", "hparams", "parts")}
+        record = {
+            name: values[name]
+            for name in ("state", "reason", "number", "hparams", "parts")
+        }
         write_whole(self.record, json.dumps(record, indent=2) + "\n")
         return run
 
@@ -193,7 +207,9 @@ class RunFolder:
 
     def forget_metrics_after(self, batches: int) -> None:
         """Drop the reports of later batches, which a resumed run trains again."""
-        kept = [line for line in read_metrics(self.metrics) if line["batches"] <= batches]
+        kept = [
+            line for line in read_metrics(self.metrics) if line["batches"] <= batches
+        ]
         write_whole(self.metrics, (json.dumps(line) + "\n" for line in kept))
 
 
@@ -205,14 +221,23 @@ def read_record(folder: Path) -> Run:
     """
     try:
         record = json.loads((folder / _RECORD).read_bytes())
-        parts = (Part(**{**p, "machine": Machine(**p["machine"])}) for p in record["parts"])
+        parts = (
+            Part(**{**p, "machine": Machine(**p["machine"])}) for p in record["parts"]
+        )
         values = {**record, "state": RunState(record["state"]), "parts": tuple(parts)}
         return Run(str(folder), **values)
-    except (OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (
+        OSError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise RunError(
             f"{folder}: is not a run folder that this version reads: {_RECORD}: "
-            f"{type(error).__name__} {one_line(error)}; allowed: what `python -m determined_amp "
-            "train` leaves in runs/NAME/TIME"
+            f"{type(error).__name__} {one_line(error)}; allowed: what `python -m "
+            "determined_amp train` leaves in runs/NAME/TIME"
         ) from error
 
 
@@ -263,10 +288,14 @@ def read_metrics(path: Path) -> Iterator[Values]:
                 return
             try:
                 line = json.loads(text)
-                line["group"], line["batches"] = str(line["group"]), int(line["batches"])
+                line["group"], line["batches"] = (
+                    str(line["group"]),
+                    int(line["batches"]),
+                )
             except (LookupError, TypeError, ValueError) as error:
                 raise RunError(
-                    f"{path}: line {number} is no report; allowed: the file without this line"
+                    f"{path}: line {number} is no report; allowed: the file without "
+                    "this line"
                 ) from error
             yield line
 
@@ -274,7 +303,8 @@ def read_metrics(path: Path) -> Iterator[Values]:
 def fresh_folder(root: Path, name: str) -> Path:
     """Create and return a new folder `root/name/TIME`.
 
-    Characters of `name` that do not belong in a file name, such as slashes, become a hyphen.
+    Characters of `name` that do not belong in a file name, such as slashes, become a
+    hyphen.
 
     Raises:
         FolderError: if it cannot be made.

@@ -1,7 +1,7 @@
 """One run: how it was made, what it reported, and how it ended.
 
-A local run writes this into its folder, see `runs.folder`. On a cluster the platform has most of
-it, and the run's metadata hold the rest.
+A local run writes this into its folder, see `runs.folder`. On a cluster the platform
+has most of it, and the run's metadata hold the rest.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class RunState(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """The batches that one process trained: from the start of the run, or from a resume."""
+    """The batches that one process trained: from the start of the run, or from a
+    resume.
+    """
 
     first_batch: int = 0  # number of batches trained before it
     # The whole configuration, defaults included, by dotted name; empty if unknown.
@@ -63,8 +65,14 @@ class Part:
 
     @property
     def what_it_trains(self) -> Config:
-        """What makes it a training of its own: settings and facts of its machine, by name."""
-        facts = {n: value for n, value in self.settings.items() if not n.startswith(_MAY_CHANGE)}
+        """What makes it a training of its own: settings and facts of its machine, by
+        name.
+        """
+        facts = {
+            n: value
+            for n, value in self.settings.items()
+            if not n.startswith(_MAY_CHANGE)
+        }
         return facts | {name: getattr(self.machine, name) for name in OF_A_MACHINE}
 
 
@@ -77,12 +85,17 @@ class Report:
 
     @staticmethod
     def read(batches: int, metrics: Metrics) -> Report:
-        """The report with the numbers among some metrics; NaN and infinities may be text."""
+        """The report with the numbers among some metrics; NaN and infinities may be
+        text.
+        """
         numbers = {
             name: float(value)
             for name, value in metrics.items()
             if name != "batches"
-            and (isinstance(value, (int, float)) or value in ("NaN", "Infinity", "-Infinity"))
+            and (
+                isinstance(value, (int, float))
+                or value in ("NaN", "Infinity", "-Infinity")
+            )
         }
         return Report(batches, numbers)
 
@@ -107,8 +120,8 @@ class Reports:
     Attributes:
         validations: The validation reports in order.
         training: The last training report; None without any.
-        audit_share: Share of the first batch's FLOPs in the configured precision, the minimum over
-            processes; None if it was not audited.
+        audit_share: Share of the first batch's FLOPs in the configured precision, the
+            minimum over processes; None if it was not audited.
     """
 
     def __init__(self, reports: Iterable[tuple[str, Report]] = ()) -> None:
@@ -132,9 +145,11 @@ class Reports:
         share = metrics.get(AuditMetricName.SHARE)
         is_first, self.training = self.training is None, report
         if share is not None:
-            self.audit_share = min(share, share if self.audit_share is None else self.audit_share)
-        # The first report of a process includes the audit, allocations, and the timing of
-        # algorithms, so its speed does not count.
+            self.audit_share = min(
+                share, share if self.audit_share is None else self.audit_share
+            )
+        # The first report of a process includes the audit, allocations, and the timing
+        # of algorithms, so its speed does not count.
         speed = metrics.get(MetricName.SAMPLES_PER_SECOND, 0.0)
         if is_first or share is not None or not 0.0 < speed < math.inf:
             return
@@ -149,7 +164,9 @@ class Reports:
 
     @property
     def data_wait_share(self) -> float | None:
-        """Share of the time that the loop waited for data: the median over steady reports."""
+        """Share of the time that the loop waited for data: the median over steady
+        reports.
+        """
         return median(self._waits) if self._waits else None
 
 
@@ -160,7 +177,9 @@ class Run:
     name: str  # its folder, or its trial and master
     state: RunState  # how far it has come
     reason: str = ""  # why it failed or was stopped; empty if it completed
-    parts: tuple[Part, ...] = ()  # the parts that were trained, in order; empty if unknown
+    parts: tuple[
+        Part, ...
+    ] = ()  # the parts that were trained, in order; empty if unknown
     reports: Reports = field(default_factory=Reports)
     number: int = 0  # its number in the search; on a cluster the id of the trial
     # The hyperparameters from its search, by dotted name.
@@ -185,7 +204,9 @@ class Run:
 
     @property
     def changed(self) -> dict[str, list[tuple[int, Any]]]:
-        """What changed at a resume: by name the batches before each part, and its value."""
+        """What changed at a resume: by name the batches before each part, and its
+        value.
+        """
         known = [(part.first_batch, part.what_it_trains) for part in self.parts]
         changed = {}
         for name in dict.fromkeys(name for _, facts in known for name in facts):
@@ -251,12 +272,16 @@ class Run:
 
     @property
     def speed(self) -> Spread | None:
-        """Samples per second in steady reports; None without one, or if it shared the device."""
+        """Samples per second in steady reports; None without one, or if it shared the
+        device.
+        """
         return None if self.shares_device else self.reports.speed
 
     @property
     def training_seconds(self) -> float | None:
-        """Seconds to train all samples at its median speed, without validation and checkpoints."""
+        """Seconds to train all samples at its median speed, without validation and
+        checkpoints.
+        """
         batch_size = self.settings.get(BATCH_SIZE)
         if self.speed is None or batch_size is None:
             return None
@@ -266,18 +291,23 @@ class Run:
     def scale_log2(self) -> float:
         """log2 of the initial loss scale; NaN if it has none.
 
-        The metric `init_scale_log2` takes precedence: a sampled scale is rounded before use.
+        The metric `init_scale_log2` takes precedence: a sampled scale is rounded before
+        use.
         """
         if "init_scale_log2" in self.metrics:
             return self.metrics["init_scale_log2"]
-        scale = next((value for name, value in self.hparams.items() if is_scale(name)), None)
+        scale = next(
+            (value for name, value in self.hparams.items() if is_scale(name)), None
+        )
         if isinstance(scale, (int, float)) and scale > 0:
             return math.log2(scale)
         return math.nan
 
     @property
     def skipped_steps(self) -> float | None:
-        """Number of skipped optimizer steps, 0 without a loss scale; None if unknown."""
+        """Number of skipped optimizer steps, 0 without a loss scale; None if
+        unknown.
+        """
         trained = self.last(MetricName.SKIPPED_STEPS)
         if trained is None and self.last(MetricName.APPLIED_STEPS) is not None:
             trained = 0.0
@@ -307,16 +337,18 @@ def judged(
 ) -> tuple[RunState, str]:
     """How a run ended, and why, judged by its record and its reports.
 
-    A run that has validated after its last batch has completed, even if it was killed before it
-    recorded that. One whose last validation is not finite has failed: the searcher's metric decides
-    where it was reported, any metric elsewhere.
+    A run that has validated after its last batch has completed, even if it was killed
+    before it recorded that. One whose last validation is not finite has failed: the
+    searcher's metric decides where it was reported, any metric elsewhere.
     """
     unit = "batches" if settings.get(f"{LENGTH}.epochs") is None else "epochs"
     length = settings.get(f"{LENGTH}.{unit}", math.inf)
     last = reports.validations[-1] if reports.validations else None
     validated = _length(last, unit)
     trained = max(validated, _length(reports.training, unit))
-    progress = f"{trained:g} of {length:g} {unit}" if settings else f"{trained:g} {unit}"
+    progress = (
+        f"{trained:g} of {length:g} {unit}" if settings else f"{trained:g} {unit}"
+    )
     if state.is_failure:
         after = f"; it ended after {progress}" if trained < length else ""
         return state, one_line(reason or "its log has the reason") + after

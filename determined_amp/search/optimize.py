@@ -1,4 +1,6 @@
-"""Runs a search without a cluster: `Study.optimize`, with each trial in a process of its own."""
+"""Runs a search without a cluster: `Study.optimize`, with each trial in a process of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,8 @@ def run_search(folder: Path, workers: int) -> int:
 
     Returns:
         The exit status. 0: the search completed. 1: a trial failed, but others did not.
-        Hyperparameters that cannot train are a result, not a failure. 130: a signal stopped it.
+        Hyperparameters that cannot train are a result, not a failure. 130: a signal
+            stopped it.
 
     Raises:
         UserError: if it cannot continue, or no trial has a result.
@@ -87,8 +90,8 @@ def run_search(folder: Path, workers: int) -> int:
     plan = SearchPlan(read_config(folder))
     if plan.compares and workers > 1:
         print(
-            f"{workers} trials at a time share the processors, and a GPU if there are fewer: "
-            "their accuracies can be compared, their speeds cannot"
+            f"{workers} trials at a time share the processors, and a GPU if there are "
+            "fewer: their accuracies can be compared, their speeds cannot"
         )
     stopped = _optimize(folder, plan, workers).stopping
     ended = read_search(folder)
@@ -99,20 +102,27 @@ def run_search(folder: Path, workers: int) -> int:
     if not ended.ranked():
         first = ended.runs[0]
         raise SearchError(
-            f"no trial of {len(ended.runs)} has a result; trial {first.number}: {first.reason}"
+            f"no trial of {len(ended.runs)} has a result; trial {first.number}: "
+            f"{first.reason}"
         )
     return 1 if ended.failed() else 0
 
 
-def run_comparison(folder: Path, time_limit: float, is_paused: Callable[[], bool]) -> str:
+def run_comparison(
+    folder: Path, time_limit: float, is_paused: Callable[[], bool]
+) -> str:
     """Run all trials of the comparison in a folder that have not ended, one at a time.
 
-    After `time_limit` seconds, or at a report while it `is_paused`, it stops as if by a signal.
+    After `time_limit` seconds, or at a report while it `is_paused`, it stops as if by a
+    signal.
 
     Returns:
-        When or why it ended before its last trial, such as "within 3 min"; else an empty text.
+        When or why it ended before its last trial, such as "within 3 min"; else an
+            empty text.
     """
-    objective = _optimize(folder, SearchPlan(read_config(folder)), 1, time_limit, is_paused)
+    objective = _optimize(
+        folder, SearchPlan(read_config(folder)), 1, time_limit, is_paused
+    )
     if objective.time_is_up:
         return f"within {minutes(time_limit)}"
     return INTERRUPTED if objective.stopping else ""
@@ -127,7 +137,8 @@ def _optimize(
 ) -> Objective:
     """Run all trials of the search in a folder."""
     with lock(folder, "this search"), storing(folder):
-        if workers > workers_of(plan.search):  # from now on the speeds of its trials do not count
+        # from now on the speeds of its trials do not count
+        if workers > workers_of(plan.search):
             write_config(folder, plan.search, workers)
         study, waiting = open_study(folder, plan)
         objective = Objective(plan, folder, workers, is_paused)
@@ -136,7 +147,9 @@ def _optimize(
             objective.limited_to(time_limit),
             suppress(OpenTrialError),
         ):
-            study.optimize(objective, n_trials=waiting, n_jobs=workers, catch=FailedTrialError)
+            study.optimize(
+                objective, n_trials=waiting, n_jobs=workers, catch=FailedTrialError
+            )
         if objective.fault is not None:
             raise objective.fault
     return objective
@@ -145,8 +158,9 @@ def _optimize(
 class Objective:
     """Runs a trial in a process of its own, and returns the value of its metric.
 
-    Optuna calls it in one thread for each trial that runs at the same time. The first SIGINT or
-    SIGTERM stops every trial at its next report, with a checkpoint; a second one ends them at once.
+    Optuna calls it in one thread for each trial that runs at the same time. The first
+    SIGINT or SIGTERM stops every trial at its next report, with a checkpoint; a second
+    one ends them at once.
 
     Args:
         plan: The search.
@@ -171,7 +185,8 @@ class Objective:
         self._folder = folder
         self._workers = workers
         self._slots = list(range(workers))  # those that are free
-        # Processes are started and joined one at a time: multiprocessing looks at all of them.
+        # Processes are started and joined one at a time: multiprocessing looks at all
+        # of them.
         self._lock = threading.Lock()
         self._running: list[TrialProcess] = []
         self.fault: Exception | None = None
@@ -185,7 +200,9 @@ class Objective:
 
     @contextmanager
     def limited_to(self, seconds: float | None) -> Iterator[None]:
-        """Stop the trials after this time inside this block, and kill them `GRACE` later."""
+        """Stop the trials after this time inside this block, and kill them `GRACE`
+        later.
+        """
         ends = () if seconds is None else (seconds, seconds + GRACE)
         timers = [threading.Timer(end, self._stop_in_time) for end in ends]
         for timer in timers:
@@ -240,7 +257,8 @@ class Objective:
         if ended.state is RunState.STOPPED:
             raise SearchError(
                 f"{ended.reason}; the search stopped, and its open trials "
-                f"continue with: python -m determined_amp search --resume {self._folder}"
+                "continue with: python -m determined_amp search --resume "
+                f"{self._folder}"
             )
         metric = self._plan.settings.metric
         run = read_run(folder.path)
@@ -268,7 +286,9 @@ class Objective:
         return ended
 
     def _goes_on(self, trial: optuna.Trial, report: Values) -> bool:
-        """Give a validation to Optuna; whether the trial continues after this report."""
+        """Give a validation to Optuna; whether the trial continues after this
+        report.
+        """
         if not self.stopping and self._is_paused():
             self.stop()
         settings = self._plan.settings
@@ -291,6 +311,7 @@ class Objective:
         self._signals += 1
         for trial in list(self._running):
             if self._signals == 1:
-                trial.process.terminate()  # a trial that trains stops at its next report
+                # a trial that trains stops at its next report
+                trial.process.terminate()
             else:
                 trial.process.kill()

@@ -46,7 +46,8 @@ def closing_lines(search: Search, folder: Path, *, stopped: bool) -> Iterator[st
     if lost:
         first = lost[0]
         yield (
-            f"{len(lost)} of {len(search.runs)} trials failed; trial {first.number}: {first.reason}"
+            f"{len(lost)} of {len(search.runs)} trials failed; trial {first.number}: "
+            f"{first.reason}"
         )
     if stopped:
         yield f"go on: python -m determined_amp search --resume {folder}"

@@ -1,9 +1,10 @@
-"""A search and its trials, and the folder of one without a cluster; Optuna is not needed for it.
+"""A search and its trials, and the folder of one without a cluster; Optuna is not
+needed for it.
 
-search.yaml    the search; its `max_concurrent_trials` is the number of workers
-study.db       Optuna's study: the points, which of them wait, and the reported values
-trials/0000    the run folder of trial 0, and so on, see `runs.folder`
-compare.json   `left_out` and `notes` of `Search`, and the time limit of the runs, by `compare`
+search.yaml    the search; its `max_concurrent_trials` is the number of workers study.db
+Optuna's study: the points, which of them wait, and the reported values trials/0000
+the run folder of trial 0, and so on, see `runs.folder` compare.json   `left_out` and
+`notes` of `Search`, and the time limit of the runs, by `compare`
 """
 
 from __future__ import annotations
@@ -32,13 +33,17 @@ _REMARKS = "compare.json"
 
 @dataclass(frozen=True)
 class Search:
-    """A search and its trials: a local one, or an experiment on a cluster; or a single run."""
+    """A search and its trials: a local one, or an experiment on a cluster; or a single
+    run.
+    """
 
     origin: str  # the folder, or the experiment and its master
     runs: tuple[Run, ...]  # the trials that have started, in the order of their numbers
     # The configuration; empty for a run folder.
     config: Config = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()  # a sentence for each precision that was not trained at all
+    left_out: tuple[
+        str, ...
+    ] = ()  # a sentence for each precision that was not trained at all
     notes: tuple[str, ...] = ()  # further sentences for the report
 
     @property
@@ -64,12 +69,16 @@ class Search:
         return [run for run in self.runs if run.state is RunState.FAILED]
 
     def value(self, run: Run) -> float | None:
-        """The value that ranks a trial: its best validation, as the platform does; None without."""
+        """The value that ranks a trial: its best validation, as the platform does; None
+        without.
+        """
         values = [value for _, value in run.curve(self.metric) if math.isfinite(value)]
         return min(values, key=lambda value: self._sign * value, default=None)
 
     def order(self, run: Run) -> tuple[float, float]:
-        """Sorts trials with a value: best first, of equals those with a scale nearest to 2^16."""
+        """Sorts trials with a value: best first, of equals those with a scale nearest
+        to 2^16.
+        """
         value = self.value(run)
         assert value is not None
         return self._sign * value, bits_from_default(run.scale_log2)
@@ -85,7 +94,9 @@ class Search:
 
 
 def result(run: Run, metric: str) -> float | None:
-    """The value of a trial that was trained to its end, or stopped early by its search."""
+    """The value of a trial that was trained to its end, or stopped early by its
+    search.
+    """
     value = run.metrics.get(metric)
     ended = run.state in (RunState.COMPLETED, RunState.PRUNED)
     return value if ended and value is not None and math.isfinite(value) else None
@@ -102,7 +113,9 @@ def write_config(folder: Path, config: Config, workers: int) -> None:
     write_whole(folder / SEARCH_FILE, dump_yaml({**config, "searcher": searcher}))
 
 
-def write_remarks(folder: Path, left_out: Sequence[str], notes: Sequence[str], **more: Any) -> None:
+def write_remarks(
+    folder: Path, left_out: Sequence[str], notes: Sequence[str], **more: Any
+) -> None:
     """Write `left_out` and `notes` of a search into its folder, and more values."""
     text = json.dumps({"left_out": left_out, "notes": notes, **more}, indent=2)
     write_whole(folder / _REMARKS, text + "\n")

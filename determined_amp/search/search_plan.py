@@ -1,4 +1,6 @@
-"""The content of a search YAML: its searcher, its space, and the kind and seeds of its trials."""
+"""The content of a search YAML: its searcher, its space, and the kind and seeds of its
+trials.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ optuna.logging.set_verbosity(optuna.logging.ERROR)  # it would log every study a
 
 @dataclass(frozen=True, kw_only=True)
 class GridSearcher(Searcher):
-    """The `searcher` section of a grid or a single trial; the names are Determined's."""
+    """The `searcher` section of a grid or a single trial; the names are
+    Determined's.
+    """
 
     READ_IN_PART = False
 
@@ -59,13 +63,14 @@ class AshaSearcher(RandomSearcher):
     # Used on a cluster only; elsewhere all trials are compared with each other.
     mode: str = setting("standard")
     divisor: int = setting(4, at_least=2)  # one in this many trials continues at a rung
-    max_rungs: int = setting(5, at_least=1)  # largest number of rungs, the end of a trial included
+    # largest number of rungs, the end of a trial included
+    max_rungs: int = setting(5, at_least=1)
 
     def first_rung(self) -> int:
         """The length, in `time_metric`, at which trials are first compared.
 
-        Each following rung is `divisor` times as long. A trial that is not stopped reaches
-        `max_time`.
+        Each following rung is `divisor` times as long. A trial that is not stopped
+        reaches `max_time`.
         """
         rungs, most = 1, min(self.max_time, self.max_trials)
         while rungs < self.max_rungs and self.divisor**rungs <= most:
@@ -74,7 +79,10 @@ class AshaSearcher(RandomSearcher):
 
     def contradictions(self, fields_set: frozenset[str]) -> Contradictions:
         if self.time_metric not in LENGTH_UNITS:
-            yield "time_metric", f"got {self.time_metric}; allowed: {' or '.join(LENGTH_UNITS)}"
+            yield (
+                "time_metric",
+                f"got {self.time_metric}; allowed: {' or '.join(LENGTH_UNITS)}",
+            )
 
 
 _METHODS: dict[str, type[GridSearcher]] = {
@@ -86,9 +94,11 @@ _METHODS: dict[str, type[GridSearcher]] = {
 
 
 class SearchPlan:
-    """A search, read from its YAML and checked as far as that is possible without torch.
+    """A search, read from its YAML and checked as far as that is possible without
+    torch.
 
-    The trials at the ends of all ranges are checked: many others would share their mistakes.
+    The trials at the ends of all ranges are checked: many others would share their
+    mistakes.
 
     Args:
         search: The content of the YAML.
@@ -121,7 +131,9 @@ class SearchPlan:
     def _mistakes_of_a_trial(
         self, probe: Values, task: Task | None, settings: GridSearcher | None
     ) -> list[Problem]:
-        """What is wrong with one trial; mistakes of searcher and entrypoint are named elsewhere."""
+        """What is wrong with one trial; mistakes of searcher and entrypoint are named
+        elsewhere.
+        """
         try:
             sampled = self.space.nested(probe)
             experiment = experiment_in(self.search, "search", hyperparameters=sampled)
@@ -167,14 +179,17 @@ class SearchPlan:
         """The early stopping of the search."""
         settings = self.settings
         if isinstance(settings, AshaSearcher):
-            return optuna.pruners.SuccessiveHalvingPruner(settings.first_rung(), settings.divisor)
+            return optuna.pruners.SuccessiveHalvingPruner(
+                settings.first_rung(), settings.divisor
+            )
         return optuna.pruners.NopPruner()
 
     def experiment(self, number: int, sampled: Config) -> Experiment:
         """The experiment of a trial, with nested values of its hyperparameters.
 
-        Without a `trial_seed`, every trained trial gets its own seed, drawn from `experiment_seed`.
-        The platform does the same, but draws other numbers. All scored trials share one seed.
+        Without a `trial_seed`, every trained trial gets its own seed, drawn from
+        `experiment_seed`. The platform does the same, but draws other numbers. All
+        scored trials share one seed.
 
         Raises:
             ConfigError: naming every mistake.
@@ -187,13 +202,17 @@ class SearchPlan:
         return parse(config, self._source, hyperparameters=sampled)
 
     def trial(self, number: int) -> tuple[Config, Config]:
-        """The configuration of a trial, and its searched hyperparameters by dotted name."""
+        """The configuration of a trial, and its searched hyperparameters by dotted
+        name.
+        """
         sampled = with_power_of_two(self.space.nested(self.points[number]), self.search)
         hparams = {axis.name: value_at(sampled, axis.name) for axis in self.space.axes}
         return self.experiment(number, sampled).config, hparams
 
     def drawn_seed(self, number: int) -> int:
-        """A 32-bit seed that depends only on the search's seed and the trial's number."""
+        """A 32-bit seed that depends only on the search's seed and the trial's
+        number.
+        """
         return int(np.random.SeedSequence((self._seed, number)).generate_state(1)[0])
 
 
@@ -202,7 +221,9 @@ def read_searcher(raw: object, problems: list[Problem]) -> GridSearcher | None:
     section = raw if isinstance(raw, Mapping) else {}
     name = str(section.get("name"))
     if name not in _METHODS:
-        problems.append(Problem("searcher.name", f"got {name}; allowed: {', '.join(_METHODS)}"))
+        problems.append(
+            Problem("searcher.name", f"got {name}; allowed: {', '.join(_METHODS)}")
+        )
         return None
     # The length of a trial in Determined's own form is no key of the search.
     own = {key: value for key, value in section.items() if key != "max_length"}
@@ -212,17 +233,22 @@ def read_searcher(raw: object, problems: list[Problem]) -> GridSearcher | None:
 def _mistakes_of_a_grid(space: Space) -> Iterator[Problem]:
     for axis in space.axes:
         if not axis.grid:
-            yield Problem(f"hyperparameters.{axis.name}.count", "missing; a grid needs it")
+            yield Problem(
+                f"hyperparameters.{axis.name}.count", "missing; a grid needs it"
+            )
     if space.grid_size > MOST_TRIALS:
         text = (
-            f"this grid has {space.grid_size} points; allowed: at most {MOST_TRIALS}, by a smaller "
-            "count of each range, or searcher.name: random"
+            f"this grid has {space.grid_size} points; allowed: at most {MOST_TRIALS}, "
+            "by a smaller count of each range, or searcher.name: random"
         )
         yield Problem("hyperparameters", text)
 
 
-def unequal_lengths(experiment: Experiment, searcher: AshaSearcher) -> Iterator[Problem]:
-    """Problems of a trial that `adaptive_asha` cannot compare with others; the platform only warns.
+def unequal_lengths(
+    experiment: Experiment, searcher: AshaSearcher
+) -> Iterator[Problem]:
+    """Problems of a trial that `adaptive_asha` cannot compare with others; the platform
+    only warns.
 
     Its length must be `max_time`, and its first validation not after the first rung.
     """
@@ -240,7 +266,9 @@ def unequal_lengths(experiment: Experiment, searcher: AshaSearcher) -> Iterator[
 
 
 def _task_here(search: Config, problems: list[Problem]) -> Task | None:
-    """The task of the trials of a search; None after appending a mistake to `problems`."""
+    """The task of the trials of a search; None after appending a mistake to
+    `problems`.
+    """
     try:
         task = Task.of(search)
     except ConfigError as error:
@@ -249,8 +277,8 @@ def _task_here(search: Config, problems: list[Problem]) -> Task | None:
     if task is not None and task.verb in (Verb.TRAIN, Verb.SCORE):
         return task
     text = (
-        f"got {search.get('entrypoint')!r}; allowed in a search: python3 -m determined_amp train, "
-        "the same with score, or module:Class of a PyTorchTrial"
+        f"got {search.get('entrypoint')!r}; allowed in a search: python3 -m "
+        "determined_amp train, the same with score, or module:Class of a PyTorchTrial"
     )
     problems.append(Problem("entrypoint", text))
     return None
@@ -259,8 +287,8 @@ def _task_here(search: Config, problems: list[Problem]) -> Task | None:
 def _by_turns(points: Sequence[Values]) -> list[Values]:
     """The points grouped by seed, with the order reversed in every second group.
 
-    This way a drift of the machine affects all precisions alike. The platform trains one precision
-    after the other.
+    This way a drift of the machine affects all precisions alike. The platform trains
+    one precision after the other.
     """
     ordered: list[Values] = []
     for i, seed in enumerate(dict.fromkeys(point.get(TRIAL_SEED) for point in points)):

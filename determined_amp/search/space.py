@@ -1,9 +1,10 @@
 """Hyperparameter spaces: what is sampled, and which points a grid has.
 
-The forms are those of Determined 0.38.1. A mapping with a `type` is a space, any other mapping is a
-section, and anything else is a constant. A grid over `log` has evenly spaced exponents. A grid over
-`int` or `double` has evenly spaced values. Both ends are included; a single point is the middle. A
-grid over `int` has at most one point per integer.
+The forms are those of Determined 0.38.1. A mapping with a `type` is a space, any other
+mapping is a section, and anything else is a constant. A grid over `log` has evenly
+spaced exponents. A grid over `int` or `double` has evenly spaced values. Both ends are
+included; a single point is the middle. A grid over `int` has at most one point per
+integer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from determined_amp.amp.settings import setting
 from determined_amp.experiment.dotted import flat, put
 from determined_amp.experiment.fields import Contradictions, read
 
-# The platform's own limit (`MaxAllowedTrials`). The whole grid is made before its first trial.
+# The platform's own limit (`MaxAllowedTrials`). The whole grid is made before its first
+# trial.
 MOST_TRIALS = 2000
 
 # The value of a range, or a choice as JSON.
@@ -39,14 +41,16 @@ class Axis:
     # Optuna's distribution: uniform, or uniform in the exponent for `log`.
     distribution: distributions.BaseDistribution
     grid: tuple[Scalar, ...]  # its points in a grid; empty without a `count`
-    ends: tuple[Scalar, ...]  # all choices, or both ends of a range: if they are valid, all are
+    # all choices, or both ends of a range: if they are valid, all are
+    ends: tuple[Scalar, ...]
 
 
 @dataclass(frozen=True)
 class Space:
     """All hyperparameters of a search."""
 
-    axes: tuple[Axis, ...]  # the searched hyperparameters, sorted by name, level by level
+    # the searched hyperparameters, sorted by name, level by level
+    axes: tuple[Axis, ...]
     hyperparameters: Config  # the section of the YAML
 
     @property
@@ -55,16 +59,22 @@ class Space:
         return math.prod(len(axis.grid) for axis in self.axes)
 
     def grid(self) -> list[Values]:
-        """Every point, by dotted name, from the last one; the last name varies fastest."""
+        """Every point, by dotted name, from the last one; the last name varies
+        fastest.
+        """
         names = [axis.name for axis in self.axes]
         points = itertools.product(*(axis.grid for axis in self.axes))
         return [dict(zip(names, point, strict=True)) for point in points][::-1]
 
     def probes(self) -> Iterator[Values]:
-        """A few points that together contain every end and every choice of each axis."""
+        """A few points that together contain every end and every choice of each
+        axis.
+        """
         most = max((len(axis.ends) for axis in self.axes), default=1)
         for i in range(most):
-            yield {axis.name: axis.ends[min(i, len(axis.ends) - 1)] for axis in self.axes}
+            yield {
+                axis.name: axis.ends[min(i, len(axis.ends) - 1)] for axis in self.axes
+            }
 
     def nested(self, point: Values) -> Config:
         """The hyperparameters of the trial at a point, nested, constants included."""
@@ -78,7 +88,9 @@ class Space:
 
 
 def read_space(hyperparameters: object, problems: list[Problem]) -> Space:
-    """The space of a `hyperparameters` section; a sentence per mistake is added to `problems`."""
+    """The space of a `hyperparameters` section; a sentence per mistake is added to
+    `problems`.
+    """
     if not isinstance(hyperparameters, Mapping):
         text = f"got {hyperparameters!r}; allowed: a mapping of keys to values"
         problems.append(Problem("hyperparameters", text))
@@ -110,7 +122,9 @@ class _Choices:
     def axis(self, name: str) -> Axis:
         # Optuna stores only scalars, and cannot tell 1 from true.
         choices = tuple(map(json.dumps, self.vals))
-        return Axis(name, distributions.CategoricalDistribution(choices), choices, choices)
+        return Axis(
+            name, distributions.CategoricalDistribution(choices), choices, choices
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +136,10 @@ class _Double:
 
     def contradictions(self, fields_set: frozenset[str]) -> Contradictions:
         if self.minval >= self.maxval:
-            yield "minval", f"got {self.minval:g}; allowed: less than maxval {self.maxval:g}"
+            yield (
+                "minval",
+                f"got {self.minval:g}; allowed: less than maxval {self.maxval:g}",
+            )
 
     def axis(self, name: str) -> Axis:
         ends = self.value(self.minval), self.value(self.maxval)
@@ -165,7 +182,10 @@ class _Log(_Double):
     def contradictions(self, fields_set: frozenset[str]) -> Contradictions:
         yield from super().contradictions(fields_set)
         if math.log2(self.base) * max(abs(self.minval), abs(self.maxval)) > 1000:
-            yield "minval", f"beyond float64: minval and maxval are exponents of {self.base:g}"
+            yield (
+                "minval",
+                f"beyond float64: minval and maxval are exponents of {self.base:g}",
+            )
 
     def value(self, number: float) -> float:
         return math.pow(self.base, number)

@@ -1,7 +1,8 @@
 """The trials of a search without a cluster, in an Optuna study.
 
-All points are in the study before the first trial. The study keeps what Optuna needs: points,
-reported values, and which trials wait, run, or have ended. Everything else is in the run folders.
+All points are in the study before the first trial. The study keeps what Optuna needs:
+points, reported values, and which trials wait, run, or have ended. Everything else is
+in the run folders.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class StudyError(UserError):
 
 
 class _Storage(optuna.storages.RDBStorage):
-    """SQLite locks no row, so two threads that ask at once would be given the same trial."""
+    """SQLite locks no row, so two threads that ask at once would be given the same
+    trial.
+    """
 
     _lock = threading.Lock()
 
@@ -38,7 +41,8 @@ class _Storage(optuna.storages.RDBStorage):
 
 
 def open_study(folder: Path, plan: SearchPlan) -> tuple[optuna.Study, int]:
-    """The study of the search in a folder with all its points, and the number of trials that wait.
+    """The study of the search in a folder with all its points, and the number of trials
+    that wait.
 
     Trials that ran when a search was killed wait again.
     """
@@ -59,14 +63,17 @@ def open_study(folder: Path, plan: SearchPlan) -> tuple[optuna.Study, int]:
         study.add_trial(waiting)
     study_id = storage.get_study_id_from_name(study.study_name)
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        trial_id = storage.get_trial_id_from_study_id_trial_number(study_id, trial.number)
+        trial_id = storage.get_trial_id_from_study_id_trial_number(
+            study_id, trial.number
+        )
         storage.set_trial_state_values(trial_id, TrialState.WAITING)
     return study, len(study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
 
 
 @contextmanager
 def storing(folder: Path) -> Iterator[None]:
-    """Inside this block, raise a `StudyError` if a file of the search cannot be read or written.
+    """Inside this block, raise a `StudyError` if a file of the search cannot be read or
+    written.
 
     Trials that have not ended stay open, and continue when the search is resumed.
     """

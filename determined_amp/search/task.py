@@ -1,4 +1,6 @@
-"""What each trial of a search does: the command in the entrypoint of its YAML, and its options."""
+"""What each trial of a search does: the command in the entrypoint of its YAML, and its
+options.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from determined_amp.experiment.entrypoint import command_in, is_class
 from determined_amp.experiment.experiment import ranges
 from determined_amp.runs.run import is_scale
 
-# How many batches are scored, or used by the finder, without `--batches`, and with it at most: all
-# are in memory at once, and a few are enough.
+# How many batches are scored, or used by the finder, without `--batches`, and with it
+# at most: all are in memory at once, and a few are enough.
 BATCHES, MOST_BATCHES = 4, 1000
 
 

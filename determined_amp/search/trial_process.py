@@ -1,9 +1,10 @@
-"""The process of one trial of a search: it trains the trial, or scores or finds its loss scale.
+"""The process of one trial of a search: it trains the trial, or scores or finds its
+loss scale.
 
-The process is a fork of a server that has imported torch: `python -m determined_amp score` of a
-small trial takes 7 s of processor time (2026-11-25), nearly all of it for imports. The connection
-carries the reports of the trial, and whether it goes on after each. How the trial ended is in its
-run folder.
+The process is a fork of a server that has imported torch: `python -m determined_amp
+score` of a small trial takes 7 s of processor time (2026-11-25), nearly all of it for
+imports. The connection carries the reports of the trial, and whether it goes on after
+each. How the trial ended is in its run folder.
 """
 
 from __future__ import annotations
@@ -54,8 +55,10 @@ class TrialProcess:
 
     Args:
         job: The trial.
-        slot: Index of the process among those that run at the same time, which chooses its GPU.
-        workers: Number of processes that run at the same time, and share the processors.
+        slot: Index of the process among those that run at the same time, which chooses
+            its GPU.
+        workers: Number of processes that run at the same time, and share the
+            processors.
     """
 
     def __init__(self, job: Job, slot: int = 0, workers: int = 1) -> None:
@@ -75,7 +78,9 @@ class TrialProcess:
                 self.connection.send(goes_on(self.connection.recv()))
 
     def end(self, *, kill: bool = False) -> Run:
-        """End the process; the record of the trial, which is `RUNNING` if the process died."""
+        """End the process; the record of the trial, which is `RUNNING` if the process
+        died.
+        """
         self.connection.close()
         if kill:
             self.process.kill()
@@ -88,13 +93,17 @@ class TrialProcess:
         )
 
 
-def _serve(connection: Connection, job: Job, slot: int, workers: int, directory: str) -> None:
+def _serve(
+    connection: Connection, job: Job, slot: int, workers: int, directory: str
+) -> None:
     gc.freeze()  # else a collection would copy every page of the server's imports
-    # Ctrl-C reaches every process of the terminal, but only the search may stop its trials.
+    # Ctrl-C reaches every process of the terminal, but only the search may stop its
+    # trials.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    leave_the_cluster()  # the comparison itself may be a task of one, but its trials are not
-    # Data loader processes are forks, as in a training without a search. With the fork server they
-    # would import everything again, and need data that can be pickled.
+    # the comparison itself may be a task of one, but its trials are not
+    leave_the_cluster()
+    # Data loader processes are forks, as in a training without a search. With the fork
+    # server they would import everything again, and need data that can be pickled.
     multiprocessing.set_start_method("fork", force=True)
     _share_machine(slot, workers)
     os.chdir(directory)  # multiprocessing goes to the folder where it was imported
@@ -110,19 +119,27 @@ def _share_machine(slot: int, workers: int) -> None:
     """Use this process's share of the processors, and one GPU if there are several."""
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else [str(gpu) for gpu in range(torch.cuda.device_count())]
+    gpus = (
+        visible.split(",")
+        if visible
+        else [str(gpu) for gpu in range(torch.cuda.device_count())]
+    )
     if len(gpus) > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
 
 
 def _run(job: Job, connection: Connection) -> None:
     """Train, score or find, and write what was measured into the folder."""
-    experiment, folder = parse(job.config, str(job.config.get("name", "search"))), job.folder
+    experiment, folder = (
+        parse(job.config, str(job.config.get("name", "search"))),
+        job.folder,
+    )
     if job.task.verb is Verb.TRAIN:
         saved = complete_checkpoints(folder.checkpoints)
         resume = Resume.latest(folder.path) if saved else None
         stopped = train(experiment, lambda: folder, resume, _asking(connection))
-        if not stopped:  # it may have asked to stop itself, which is its end in a search
+        # it may have asked to stop itself, which is its end in a search
+        if not stopped:
             folder.end(RunState.COMPLETED)
         return
     folder.forget_metrics_after(0)  # a killed process may have left its report

@@ -1,7 +1,9 @@
-"""Accumulation over several batches: one exchange of gradients per step, and one division.
+"""Accumulation over several batches: one exchange of gradients per step, and one
+division.
 
-Determined 0.38.1 enters `no_sync` around the backward alone. DistributedDataParallel decides in the
-forward whether the backward after it exchanges gradients, so they are exchanged after every batch.
+Determined 0.38.1 enters `no_sync` around the backward alone. DistributedDataParallel
+decides in the forward whether the backward after it exchanges gradients, so they are
+exchanged after every batch.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from determined_amp.trial.determined_private import average_gradients_by
 
 
 def average_at_once(
-    context: pytorch.PyTorchTrialContext, before: Callable[[Iterable[torch.Tensor]], None]
+    context: pytorch.PyTorchTrialContext,
+    before: Callable[[Iterable[torch.Tensor]], None],
 ) -> None:
-    """Average the gradients of an accumulation window in one kernel, not one per parameter.
+    """Average the gradients of an accumulation window in one kernel, not one per
+    parameter.
 
     Args:
         context: The trial's context.
@@ -32,7 +36,11 @@ def average_at_once(
         parameters = list(parameters)
         before(parameters)
         gradients = [p.grad for p in parameters if p.grad is not None]
-        if divisor > 1 and gradients and not any(gradient.is_sparse for gradient in gradients):
+        if (
+            divisor > 1
+            and gradients
+            and not any(gradient.is_sparse for gradient in gradients)
+        ):
             torch._foreach_div_(gradients, float(divisor))
         elif divisor > 1:
             for gradient in gradients:
@@ -50,8 +58,9 @@ def share_gradients_once(
 
     Args:
         context: The trial's context; its wrapped models are told before each forward.
-        is_update_batch: Whether a step follows the batch with that index. It must be false for a
-            batch that is rehearsed to find a fault, because every rank rehearses its own.
+        is_update_batch: Whether a step follows the batch with that index. It must be
+            false for a batch that is rehearsed to find a fault, because every rank
+            rehearses its own.
     """
 
     def set_exchange(model: nn.Module, inputs: Any) -> None:

@@ -28,11 +28,13 @@ def audited(
 
     Args:
         trial: The trial. Its `train_batch` is replaced until its next call.
-        rehearsal_of: Makes the rehearsal of a batch; called with the arguments of `train_batch`.
+        rehearsal_of: Makes the rehearsal of a batch; called with the arguments of
+            `train_batch`.
         precision: The precision that the YAML asks for.
-        on_done: Called with the audit if it passes, before the batch is trained. Otherwise
-            `train_batch` raises `AuditError`. An error of the rehearsal is the trial's if the batch
-            cannot be trained either; if it can, a warning says that there was no audit.
+        on_done: Called with the audit if it passes, before the batch is trained.
+            Otherwise `train_batch` raises `AuditError`. An error of the rehearsal is
+            the trial's if the batch cannot be trained either; if it can, a warning says
+            that there was no audit.
         has_tf32: Whether the device has TF32.
     """
     train_batch = trial.train_batch
@@ -47,7 +49,9 @@ def audited(
             raise
         except Exception as error:  # whatever the trial raises
             metrics = train_batch(batch=batch, **indices)
-            logger.warning("the first batch is trained, but not audited: %s", one_line(error))
+            logger.warning(
+                "the first batch is trained, but not audited: %s", one_line(error)
+            )
             return metrics
         on_done(audit)
         return train_batch(batch=batch, **indices)

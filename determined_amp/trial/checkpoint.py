@@ -1,9 +1,10 @@
 """Checkpoints that every supported torch reads, without unpickling code.
 
-Determined 0.38.1 saves numpy's random state as an array and loads with `torch.load(path)`. From
-torch 2.6 on that call unpickles weights only and refuses the array, so no trial can be resumed; up
-to torch 2.5 it unpickles anything, so a checkpoint can run code. This module fixes both:
-`PortableCheckpoint` saves plain types only, and `SafeController` always loads weights only.
+Determined 0.38.1 saves numpy's random state as an array and loads with
+`torch.load(path)`. From torch 2.6 on that call unpickles weights only and refuses the
+array, so no trial can be resumed; up to torch 2.5 it unpickles anything, so a
+checkpoint can run code. This module fixes both: `PortableCheckpoint` saves plain types
+only, and `SafeController` always loads weights only.
 """
 
 from __future__ import annotations
@@ -35,15 +36,17 @@ class CheckpointError(UserError):
 
 
 class PortableCheckpoint(pytorch.PyTorchCallback):
-    """Saves numpy's random state, and the state of schedulers, as plain types, and restores them.
+    """Saves numpy's random state, and the state of schedulers, as plain types, and
+    restores them.
 
-    `numpy.random.set_state` accepts them. The state of a scheduler of torch 2.3 holds methods.
+    `numpy.random.set_state` accepts them. The state of a scheduler of torch 2.3 holds
+    methods.
 
     Args:
         schedulers: Those that Determined saves.
         rank: The rank of this process.
-        of_ranks: The random state of every rank if there are several; Determined itself saves only
-            that of the chief.
+        of_ranks: The random state of every rank if there are several; Determined itself
+            saves only that of the chief.
     """
 
     NAME = "determined_amp.portable_checkpoint"
@@ -64,7 +67,9 @@ class PortableCheckpoint(pytorch.PyTorchCallback):
         if self._of_ranks is not None:
             checkpoint["rng_state_of_ranks"] = self._of_ranks
         states = checkpoint.get("lr_schedulers_state_dict", [])
-        checkpoint["lr_schedulers_state_dict"] = [_without_code(state) for state in states]
+        checkpoint["lr_schedulers_state_dict"] = [
+            _without_code(state) for state in states
+        ]
 
     def on_checkpoint_load_start(self, checkpoint: StateDict) -> None:
         of_ranks = checkpoint.pop("rng_state_of_ranks", ())
@@ -75,7 +80,8 @@ class PortableCheckpoint(pytorch.PyTorchCallback):
             _restore_held(state, scheduler)
 
 
-# What torch, pickle and the trial's own `load_state_dict` raise for a state that does not fit.
+# What torch, pickle and the trial's own `load_state_dict` raise for a state that does
+# not fit.
 _NOT_RESTORED = (
     *(RuntimeError, LookupError, ValueError, TypeError, AttributeError),
     *(EOFError, OSError, pickle.PickleError),
@@ -93,7 +99,9 @@ def restoring(checkpoint: Path) -> Iterator[None]:
 
 
 def load_plain(load: Callable[..., Any], *args: Any, **kwargs: Any) -> StateDict:
-    """Call torch's `load` without code. Determined would silently ignore what is not a dict."""
+    """Call torch's `load` without code. Determined would silently ignore what is not a
+    dict.
+    """
     content = load(*args, **kwargs, weights_only=True)
     if not isinstance(content, dict):
         kind = type(content).__name__
@@ -102,25 +110,33 @@ def load_plain(load: Callable[..., Any], *args: Any, **kwargs: Any) -> StateDict
 
 
 def check_bytes(checkpoint: Path) -> None:
-    """Compare the weights of a checkpoint with the checksums that torch wrote beside them.
+    """Compare the weights of a checkpoint with the checksums that torch wrote beside
+    them.
 
     Raises:
         CheckpointError: if a byte has changed, or the file is cut off.
     """
     file = checkpoint / "state_dict.pth"
     if not file.exists():
-        raise CheckpointError(f"{checkpoint}: not a checkpoint: it has no state_dict.pth")
+        raise CheckpointError(
+            f"{checkpoint}: not a checkpoint: it has no state_dict.pth"
+        )
     try:
         with zipfile.ZipFile(file) as content:
             damaged = content.testzip()
     except (OSError, zipfile.BadZipFile, EOFError) as error:
-        raise CheckpointError(f"{checkpoint}: state_dict.pth is damaged: {error}") from error
+        raise CheckpointError(
+            f"{checkpoint}: state_dict.pth is damaged: {error}"
+        ) from error
     if damaged is not None:
-        raise CheckpointError(f"{checkpoint}: state_dict.pth is damaged: {damaged} has changed")
+        raise CheckpointError(
+            f"{checkpoint}: state_dict.pth is damaged: {damaged} has changed"
+        )
 
 
 def allow_numpy_random_state() -> None:
-    """Let weights-only loading read the array in checkpoints of trials without our callback.
+    """Let weights-only loading read the array in checkpoints of trials without our
+    callback.
 
     torch before 2.5 has no list of allowed types, and refuses such a checkpoint.
     """
@@ -128,7 +144,10 @@ def allow_numpy_random_state() -> None:
     if add_safe_globals is None:
         return
     reconstruct = np.empty(0).__reduce__()[0]
-    names = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
+    names = (
+        "numpy.core.multiarray._reconstruct",
+        "numpy._core.multiarray._reconstruct",
+    )
     array_types = [np.ndarray, np.dtype, type(np.dtype(np.uint32))]
     add_safe_globals([*array_types, *((reconstruct, name) for name in names)])
 
@@ -141,8 +160,9 @@ MOVED_BY_SCHEDULERS = frozenset(
     )
 )
 
-# Settings that say by which kernels a step is computed, and not what it is. GradScaler knows those
-# of this trial's constructor: with others, an overflow would reach the weights.
+# Settings that say by which kernels a step is computed, and not what it is. GradScaler
+# knows those of this trial's constructor: with others, an overflow would reach the
+# weights.
 KERNELS = frozenset(("foreach", "fused", "capturable", "differentiable"))
 
 
@@ -154,7 +174,9 @@ def plain_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def take_settings(saved: StateDict, optimizer: Optimizer, keys: Collection[str]) -> None:
+def take_settings(
+    saved: StateDict, optimizer: Optimizer, keys: Collection[str]
+) -> None:
     """Replace settings in the state of a saved optimizer by those of this trial's.
 
     Args:
@@ -175,7 +197,8 @@ def kept_settings(
     now: Sequence[Mapping[str, Any]],
     ours: Collection[str],
 ) -> list[str]:
-    """Say which settings of a saved optimizer a resume keeps although its YAML has changed them.
+    """Say which settings of a saved optimizer a resume keeps although its YAML has
+    changed them.
 
     Args:
         saved: The state of the optimizer.
@@ -193,30 +216,41 @@ def kept_settings(
 
 
 def _groups_in(saved: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
-    """The groups of a saved optimizer; a wrapper has the state of another one inside."""
+    """The groups of a saved optimizer; a wrapper has the state of another one
+    inside.
+    """
     if "param_groups" in saved:
         groups: Sequence[dict[str, Any]] = saved["param_groups"]
         return groups
-    nested = (_groups_in(state) for state in saved.values() if isinstance(state, Mapping))
+    nested = (
+        _groups_in(state) for state in saved.values() if isinstance(state, Mapping)
+    )
     return next(filter(None, nested), ())
 
 
 def check_kind(saved: StateDict, optimizer: Optimizer) -> None:
     """Raise if a saved optimizer is of another kind; torch would load it all the same.
 
-    Then settings are both missing and added. A newer torch, schedulers and users only add.
+    Then settings are both missing and added. A newer torch, schedulers and users only
+    add.
 
     Raises:
         ValueError: if it is.
     """
-    defaults: dict[str, Any] = getattr(optimizer, "defaults", {})  # many wrappers have none
-    for saved_group, group in zip(_groups_in(saved), optimizer.param_groups, strict=False):
-        lacks, has = defaults.keys() - saved_group.keys(), saved_group.keys() - group.keys()
+    # many wrappers have none
+    defaults: dict[str, Any] = getattr(optimizer, "defaults", {})
+    for saved_group, group in zip(
+        _groups_in(saved), optimizer.param_groups, strict=False
+    ):
+        lacks, has = (
+            defaults.keys() - saved_group.keys(),
+            saved_group.keys() - group.keys(),
+        )
         has -= MOVED_BY_SCHEDULERS - {"betas", "momentum"}
         if lacks and has:
             raise ValueError(
-                f"its optimizer has {', '.join(sorted(has))}, and {type(optimizer).__name__} has "
-                f"{', '.join(sorted(lacks))}"
+                f"its optimizer has {', '.join(sorted(has))}, and "
+                f"{type(optimizer).__name__} has {', '.join(sorted(lacks))}"
             )
 
 
@@ -225,7 +259,8 @@ _HELD = "determined_amp.held_scheduler"
 
 
 def _restore_held(state: StateDict, scheduler: Any) -> None:
-    """Load the states of the schedulers that a scheduler holds, and put these in their place.
+    """Load the states of the schedulers that a scheduler holds, and put these in their
+    place.
 
     Args:
         state: The state of the scheduler; changed in place.
@@ -234,7 +269,9 @@ def _restore_held(state: StateDict, scheduler: Any) -> None:
     for key, value in state.items():
         if isinstance(value, list):
             held = getattr(scheduler, key, [])
-            state[key] = [_held(v, held[i]) if _is_held(v) else v for i, v in enumerate(value)]
+            state[key] = [
+                _held(v, held[i]) if _is_held(v) else v for i, v in enumerate(value)
+            ]
         elif _is_held(value):
             state[key] = _held(value, getattr(scheduler, key))
 
@@ -250,11 +287,12 @@ def _held(value: dict[str, Any], scheduler: Any) -> Any:
 
 
 def warn_of_what_cannot_be_restored(states: Mapping[str, Callable[[], Any]]) -> None:
-    """Warn of states that could not be loaded from a checkpoint as plain values and tensors.
+    """Warn of states that could not be loaded from a checkpoint as plain values and
+    tensors.
 
     Args:
-        states: By the name of its owner, what returns a state; that may not be ready before the
-            training.
+        states: By the name of its owner, what returns a state; that may not be ready
+            before the training.
     """
     for name, state_dict in states.items():
         with suppress(Exception):  # a state that is not ready is saved later
@@ -268,10 +306,11 @@ def _warn_if_refused(name: str, state: Any) -> None:
         torch.save(state, content)
         content.seek(0)
         torch.load(content, weights_only=True)
-    except Exception as error:  # saving runs code of the trial's own, which can raise anything
+    except Exception as error:
+        # saving runs code of the trial's own, which can raise anything
         logger.warning(
-            "no checkpoint of this run can be resumed: the state of %s is more than plain values "
-            "and tensors (%s). Return plain ones from its state_dict()",
+            "no checkpoint of this run can be resumed: the state of %s is more than "
+            "plain values and tensors (%s). Return plain ones from its state_dict()",
             *(name, one_line(error)),
         )
 
@@ -282,7 +321,11 @@ def _without_code(state: Any) -> Any:
     if isinstance(state, (list, tuple)):
         return type(state)(_without_code(item) for item in state)
     if isinstance(state, dict):
-        return {key: _without_code(value) for key, value in state.items() if not callable(value)}
+        return {
+            key: _without_code(value)
+            for key, value in state.items()
+            if not callable(value)
+        }
     return state
 
 
@@ -296,13 +339,19 @@ def _plain(value: Any) -> Any:
 
 class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it names {module}.{name}, and only plain values are allowed")
+        raise pickle.UnpicklingError(
+            f"it names {module}.{name}, and only plain values are allowed"
+        )
 
 
 def read_without_code(path: Path) -> StateDict:
-    """Read a file that Determined unpickles later; more than plain values are an error."""
+    """Read a file that Determined unpickles later; more than plain values are an
+    error.
+    """
     with path.open("rb") as file:
         state: Any = _PlainUnpickler(file).load()
     if not isinstance(state, dict):
-        raise TypeError(f"{path.name} holds a {type(state).__name__}, not the state of a loop")
+        raise TypeError(
+            f"{path.name} holds a {type(state).__name__}, not the state of a loop"
+        )
     return state

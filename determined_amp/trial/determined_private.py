@@ -1,7 +1,7 @@
 """All private names of Determined 0.38.1 that the library uses.
 
-Determined offers no public way to do what is done here. To port the library to another version is
-to review this file.
+Determined offers no public way to do what is done here. To port the library to another
+version is to review this file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ from determined_amp.trial.checkpoint import (
     restoring,
     warn_of_what_cannot_be_restored,
 )
-from determined_amp.trial.random_state import random_state, restore_random_state, settle_order
+from determined_amp.trial.random_state import (
+    random_state,
+    restore_random_state,
+    settle_order,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -65,15 +69,17 @@ def train_context_of_task(info: det.ClusterInfo) -> core.TrainContext:
 def is_stopped_by_search(train: core.TrainContext) -> bool:
     """Whether the master has ended this trial because its search stops trials early.
 
-    The master of 0.38.1 marks such a trial, but sends no signal to its task. If the master does not
-    answer, the trial continues.
+    The master of 0.38.1 marks such a trial, but sends no signal to its task. If the
+    master does not answer, the trial continues.
     """
     if isinstance(train, core.DummyTrainContext):
         return False
     try:
         trial = bindings.get_GetTrial(train._session, trialId=train._trial_id).trial
     except REFUSED as error:
-        logger.warning("the master did not answer whether its search goes on: %s", error)
+        logger.warning(
+            "the master did not answer whether its search goes on: %s", error
+        )
         return False
     return trial.state is bindings.trialv1State.STOPPING_COMPLETED
 
@@ -89,7 +95,9 @@ def aggregation_frequency(context: pytorch.PyTorchTrialContext) -> int:
 
 
 def averages_gradients(context: pytorch.PyTorchTrialContext) -> bool:
-    """Whether the gradients of the batches of a step are averaged, for every optimizer."""
+    """Whether the gradients of the batches of a step are averaged, for every
+    optimizer.
+    """
     configs = context._optimizer_configs.values()
     return all(config["average_aggregated_gradients"] for config in configs)
 
@@ -117,7 +125,9 @@ def average_by_default(
 
 
 def epoch_length(context: pytorch.PyTorchTrialContext) -> int:
-    """The number of batches of an epoch on one slot; the loaders must have been made."""
+    """The number of batches of an epoch on one slot; the loaders must have been
+    made.
+    """
     assert context._epoch_len is not None
     return context._epoch_len
 
@@ -155,8 +165,12 @@ def has_amp_of_its_own(context: pytorch.PyTorchTrialContext) -> bool:
 def schedulers(
     context: pytorch.PyTorchTrialContext,
 ) -> list[tuple[Any, pytorch.LRScheduler.StepMode]]:
-    """Torch's schedulers of `context.wrap_lr_scheduler`, and when Determined steps each."""
-    return [(wrapped._scheduler, wrapped._step_mode) for wrapped in context.lr_schedulers]
+    """Torch's schedulers of `context.wrap_lr_scheduler`, and when Determined steps
+    each.
+    """
+    return [
+        (wrapped._scheduler, wrapped._step_mode) for wrapped in context.lr_schedulers
+    ]
 
 
 def portable_checkpoint(
@@ -175,8 +189,13 @@ def states_of_schedulers(
 
 
 def what_steps(context: pytorch.PyTorchTrialContext) -> list[tuple[object, str]]:
-    """Objects of a context that move weights or schedules, each with the name of its method."""
-    return [(context, "step_optimizer"), *((each, "step") for each, _ in schedulers(context))]
+    """Objects of a context that move weights or schedules, each with the name of its
+    method.
+    """
+    return [
+        (context, "step_optimizer"),
+        *((each, "step") for each, _ in schedulers(context)),
+    ]
 
 
 def average_gradients_by(
@@ -187,7 +206,9 @@ def average_gradients_by(
 
 
 def task_configuration(info: det.ClusterInfo) -> Config:
-    """The experiment configuration of a cluster's task, as the master has completed it."""
+    """The experiment configuration of a cluster's task, as the master has completed
+    it.
+    """
     return info.trial._config
 
 
@@ -205,11 +226,12 @@ _Controller = pytorch._PyTorchTrialController
 
 
 class SafeController(_Controller):
-    """Determined's training loop, which here loads checkpoints without running code in them.
+    """Determined's training loop, which here loads checkpoints without running code in
+    them.
 
-    A run leaves a checkpoint of its last good state if the guard ends it, or if its validation
-    lacks the searcher's metric. A resumed run sees the same batches and random numbers as an
-    undisturbed one.
+    A run leaves a checkpoint of its last good state if the guard ends it, or if its
+    validation lacks the searcher's metric. A resumed run sees the same batches and
+    random numbers as an undisturbed one.
 
     A subclass extends its public methods, which Determined calls by private names.
     """
@@ -223,27 +245,42 @@ class SafeController(_Controller):
     @ending_the_program()
     def run(self) -> None:
         # Outside of a cluster `Trainer` does not know of earlier batches.
-        if self.local_training and self.latest_checkpoint is not None and not self.start_from_batch:
-            with self.core_context.checkpoint.restore_path(self.latest_checkpoint) as path:
+        if (
+            self.local_training
+            and self.latest_checkpoint is not None
+            and not self.start_from_batch
+        ):
+            with self.core_context.checkpoint.restore_path(
+                self.latest_checkpoint
+            ) as path:
                 self.start_from_batch = self._counts_in(path).get("batches_trained", 0)
             self.context._steps_completed = self.start_from_batch
         super().run()
 
     def set_data_loaders(self) -> None:
         super()._set_data_loaders()
-        seed = self.context._trial_seed  # None off a cluster, where a script sets its own
-        seed = self.context.distributed.broadcast(torch.initial_seed() if seed is None else seed)
+        # None off a cluster, where a script sets its own
+        seed = self.context._trial_seed
+        seed = self.context.distributed.broadcast(
+            torch.initial_seed() if seed is None else seed
+        )
         settle_order(self.training_loader, seed, warns=self.is_chief)
         if not self.context._epoch_len:  # Determined asserts it, at the first batch
             raise UserError(
-                "the training data loader has no batch: the data is empty, or smaller than the one "
-                "batch that drop_last drops; allowed: more data, or a smaller batch"
+                "the training data loader has no batch: the data is empty, or smaller "
+                "than the one batch that drop_last drops; allowed: more data, or a "
+                "smaller batch"
             )
 
     def run_loop(self) -> None:
         if self.is_chief:
-            states = {f"callback {name}": each.state_dict for name, each in self.callbacks.items()}
-            warn_of_what_cannot_be_restored({**states_of_schedulers(self.context), **states})
+            states = {
+                f"callback {name}": each.state_dict
+                for name, each in self.callbacks.items()
+            }
+            warn_of_what_cannot_be_restored(
+                {**states_of_schedulers(self.context), **states}
+            )
         try:
             super()._run()
         except GuardError as error:
@@ -253,14 +290,17 @@ class SafeController(_Controller):
 
     def validate(self) -> Metrics:
         if self._steps_until_complete(self.max_length) <= 0 and not self._is_due():
-            # A longer run has no validation here, and a validation draws from the random state.
+            # A longer run has no validation here, and a validation draws from the
+            # random state.
             self._before_validation = random_state(self.context.distributed.local_rank)
         metrics: Metrics = super()._validate()
         if self.is_chief and self.searcher_metric_name:
             self._check_searcher_metric(metrics)
         # Only the chief has the metrics and asks the master, and all ranks must end.
         is_over = self.is_chief and self._is_over()
-        problem, is_over = self.context.distributed.broadcast((self._metric_problem, is_over))
+        problem, is_over = self.context.distributed.broadcast(
+            (self._metric_problem, is_over)
+        )
         if problem is not None:
             if not self._checkpoint_is_current():
                 self.checkpoint(already_exiting=True)
@@ -286,7 +326,9 @@ class SafeController(_Controller):
 
     def checkpoint(self, already_exiting: bool) -> None:
         if self._before_validation is not None:
-            restore_random_state(self._before_validation, self.context.distributed.local_rank)
+            restore_random_state(
+                self._before_validation, self.context.distributed.local_rank
+            )
         self._of_ranks = self.context.distributed.gather(
             random_state(self.context.distributed.local_rank)
         )
@@ -302,7 +344,9 @@ class SafeController(_Controller):
         self, of_ranks: Sequence[StateDict] | None = None
     ) -> AbstractContextManager[None]:
         portable = portable_checkpoint(self.context, of_ranks)
-        return patched(self, "callbacks", {**self.callbacks, PortableCheckpoint.NAME: portable})
+        return patched(
+            self, "callbacks", {**self.callbacks, PortableCheckpoint.NAME: portable}
+        )
 
     @property
     def evaluates_batches(self) -> bool:
@@ -333,15 +377,19 @@ class SafeController(_Controller):
         self.save(path)
 
     def _check_searcher_metric(self, val_metrics: Metrics) -> Any:
-        """Note what is wrong with the metric; an error now would leave the other ranks waiting."""
+        """Note what is wrong with the metric; an error now would leave the other ranks
+        waiting.
+        """
         metric = self.searcher_metric_name
-        numbers = sorted(name for name, x in val_metrics.items() if util.is_numerical_scalar(x))
+        numbers = sorted(
+            name for name, x in val_metrics.items() if util.is_numerical_scalar(x)
+        )
         if metric in numbers:
             return val_metrics[metric]
         fault = "is no number" if metric in val_metrics else "the trial does not report"
         self._metric_problem = (
-            f"searcher.metric: got {metric}, which {fault}; allowed: {', '.join(numbers)}, "
-            "or no metric, and then no checkpoint is the best"
+            f"searcher.metric: got {metric}, which {fault}; allowed: "
+            f"{', '.join(numbers)}, or no metric, and then no checkpoint is the best"
         )
         return 0.0
 
@@ -349,7 +397,8 @@ class SafeController(_Controller):
         """Restore the trial from a checkpoint folder.
 
         Raises:
-            CheckpointError: if the checkpoint is incomplete, damaged, unsafe or does not fit.
+            CheckpointError: if the checkpoint is incomplete, damaged, unsafe or does
+                not fit.
         """
         allow_numpy_random_state()
         check_bytes(load_path)
@@ -363,37 +412,47 @@ class SafeController(_Controller):
             super()._load(load_path)
 
     def _counts_in(self, load_path: Path) -> StateDict:
-        """The counts of the loop in a checkpoint; empty if it belongs to another trial."""
+        """The counts of the loop in a checkpoint; empty if it belongs to another
+        trial.
+        """
         with restoring(load_path):
             saved = read_without_code(load_path / "trial_state.pkl")
         return saved if saved.get("trial_id") == self.trial_id else {}
 
 
-# What is replaced for the whole process, and why; for torch see `amp/patched.py` as well.
+# What is replaced for the whole process, and why; for torch see `amp/patched.py` as
+# well.
 #
-# * `torch.load`, while a checkpoint is loaded: Determined does not pass `weights_only`, and torch
-#   before 2.6 runs the code in a checkpoint without it.
-# * `pytorch._PyTorchTrialController`, while `fit` or a command of ours trains: `Trainer.fit` takes
-#   no loop as an argument.
-# * `sys.excepthook`, by the first `UserError` that leaves `MixedPrecision` or the loop: nothing
-#   else gives a script of the user's exit status 2 and the line that a log policy matches.
+# * `torch.load`, while a checkpoint is loaded: Determined does not pass `weights_only`,
+#   and torch before 2.6 runs the code in a checkpoint without it.
+# * `pytorch._PyTorchTrialController`, while `fit` or a command of ours trains:
+#   `Trainer.fit` takes no loop as an argument.
+# * `sys.excepthook`, by the first `UserError` that leaves `MixedPrecision` or the loop:
+#   nothing else gives a script of the user's exit status 2 and the line that a log
+#   policy matches.
 #
-# And on the context of a trial that makes a `MixedPrecision`, which has the context itself and no
-# view of it, while it trains:
+# And on the context of a trial that makes a `MixedPrecision`, which has the context
+# itself and no view of it, while it trains:
 #
-# * `step_optimizer`: nothing else sees whether the trial clips gradients that are still scaled.
-# * `_average_gradients`, where gradients accumulate: Determined's starts a kernel per parameter.
+# * `step_optimizer`: nothing else sees whether the trial clips gradients that are still
+#   scaled.
+# * `_average_gradients`, where gradients accumulate: Determined's starts a kernel per
+#   parameter.
 
 
 class BatchCollector(SafeController):
-    """The loop of a trial whose batches are collected, not trained; no schedule moves."""
+    """The loop of a trial whose batches are collected, not trained; no schedule
+    moves.
+    """
 
     def _auto_step_lr_scheduler_per_batch(self, *_: Any) -> None:
         """Do nothing: torch warns of a schedule that moves without its optimizer."""
 
 
 @contextmanager
-def controlled_by(controller: Callable[..., pytorch._PyTorchTrialController]) -> Iterator[None]:
+def controlled_by(
+    controller: Callable[..., pytorch._PyTorchTrialController],
+) -> Iterator[None]:
     """Let `pytorch.Trainer.fit` run its loop in `controller`."""
     with patched(pytorch, "_PyTorchTrialController", controller):
         yield
@@ -405,7 +464,9 @@ def is_determineds_own_loop() -> bool:
 
 
 def safe_loop() -> AbstractContextManager[None]:
-    """Let `pytorch.Trainer.fit` run a `SafeController`, unless a command has chosen a loop."""
+    """Let `pytorch.Trainer.fit` run a `SafeController`, unless a command has chosen a
+    loop.
+    """
     return controlled_by(SafeController) if is_determineds_own_loop() else nullcontext()
 
 

@@ -1,4 +1,6 @@
-"""Hand a trial to Determined's `Trainer` with the lengths and periods of its configuration."""
+"""Hand a trial to Determined's `Trainer` with the lengths and periods of its
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,21 @@ from determined_amp.trial.mixed_precision import MixedPrecision
 
 
 @ending_the_program()
-def fit(trial: pytorch.PyTorchTrial, context: pytorch.PyTorchTrialContext, **options: Any) -> None:
+def fit(
+    trial: pytorch.PyTorchTrial, context: pytorch.PyTorchTrialContext, **options: Any
+) -> None:
     """Train to the end, or until the platform asks to stop.
 
-    The arguments of `pytorch.Trainer.fit` come from the experiment configuration, in our form
-    (`hyperparameters.training`) or in Determined's own (`searcher.max_length`,
-    `min_validation_period` and the like). On a cluster the run continues from its latest
-    checkpoint. The loop is a `SafeController`.
+    The arguments of `pytorch.Trainer.fit` come from the experiment configuration, in
+    our form (`hyperparameters.training`) or in Determined's own (`searcher.max_length`,
+    `min_validation_period` and the like). On a cluster the run continues from its
+    latest checkpoint. The loop is a `SafeController`.
 
     Args:
         trial: The trial.
         context: Its context.
-        options: Arguments of `pytorch.Trainer.fit` that replace those of the configuration.
+        options: Arguments of `pytorch.Trainer.fit` that replace those of the
+            configuration.
 
     Raises:
         ConfigError: if the configuration is wrong.
@@ -52,14 +57,16 @@ def fit(trial: pytorch.PyTorchTrial, context: pytorch.PyTorchTrialContext, **opt
 
 
 def _check_aggregation(frequency: int, context: pytorch.PyTorchTrialContext) -> None:
-    """Raise if the context was made with another frequency: it does not read the configuration."""
+    """Raise if the context was made with another frequency: it does not read the
+    configuration.
+    """
     made_with = aggregation_frequency(context)
     if frequency != made_with:
         raise ConfigError(
             "experiment configuration",
             [
-                f"aggregation_frequency: got {frequency}, but the context was made with "
-                f"{made_with}; allowed: the same, by "
+                f"aggregation_frequency: got {frequency}, but the context was made "
+                f"with {made_with}; allowed: the same, by "
                 f"pytorch.init(aggregation_frequency={frequency})"
             ],
         )
@@ -68,7 +75,9 @@ def _check_aggregation(frequency: int, context: pytorch.PyTorchTrialContext) -> 
 def _configuration(
     context: pytorch.PyTorchTrialContext,
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Configuration and hyperparameters; a script without a cluster may give neither."""
+    """Configuration and hyperparameters; a script without a cluster may give
+    neither.
+    """
     sections: list[Mapping[str, Any]] = []
     for get in (context.get_experiment_config, context.get_hparams):
         try:

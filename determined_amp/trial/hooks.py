@@ -1,8 +1,8 @@
 """What an unmodified trial's hooks see.
 
-A module with a forward hook gets float32 and returns float32, so its hooks see what the modules
-around it see. Hooks of a backward would see scaled gradients, so they are refused under a loss
-scale.
+A module with a forward hook gets float32 and returns float32, so its hooks see what the
+modules around it see. Hooks of a backward would see scaled gradients, so they are
+refused under a loss scale.
 """
 
 from __future__ import annotations
@@ -14,27 +14,42 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as of_all  # has the hooks that are called for every module
+
+# has the hooks that are called for every module
+from torch.nn.modules import (
+    module as of_all,
+)
 
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.fp32_modules import as_float32, write_back
 from determined_amp.amp.patched import patched
 from determined_amp.amp.torch_private import NODE_HOOKS
-from determined_amp.trial.unmodified_autocast import UnmodifiedAutocast, refuse_in_float16
+from determined_amp.trial.unmodified_autocast import (
+    UnmodifiedAutocast,
+    refuse_in_float16,
+)
 
 _BEFORE_FORWARD, _AFTER_FORWARD = "register_forward_pre_hook", "register_forward_hook"
 _register_before = nn.Module.register_forward_pre_hook
 _register_after = nn.Module.register_forward_hook
 
-# What registers hooks of a backward, and keeps the gradient of a tensor that is no leaf. Those of
-# `Module.register_backward_hook` are registered at nodes, in the next forward.
+# What registers hooks of a backward, and keeps the gradient of a tensor that is no
+# leaf. Those of `Module.register_backward_hook` are registered at nodes, in the next
+# forward.
 _OF_BACKWARDS: dict[Any, tuple[str, ...]] = {
     nn.Module: ("register_full_backward_pre_hook", "register_full_backward_hook"),
-    torch.Tensor: ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
+    torch.Tensor: (
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "retain_grad",
+    ),
     NODE_HOOKS[0]: (NODE_HOOKS[1],),
 }
 
-_OF_LEAVES = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
+_OF_LEAVES = (
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+)
 
 # The key of our own hook among those for every module; torch's keys are not negative.
 _OURS = -1
@@ -74,7 +89,9 @@ class ForwardHooks:
         self._put_first(self._before_all, self._cast_inputs)
         self._put_first(self._after_all, self._cast_output)
 
-    def _meet(self, module: nn.Module, hook: Callable[..., Any], *_: Any, **__: Any) -> None:
+    def _meet(
+        self, module: nn.Module, hook: Callable[..., Any], *_: Any, **__: Any
+    ) -> None:
         if _is_the_trials(hook):
             self._show(module)
 
@@ -87,7 +104,9 @@ class ForwardHooks:
         if module in self._shown:
             return
         self._shown.add(module)
-        before = _register_before(module, self._cast_all_inputs, prepend=True, with_kwargs=True)
+        before = _register_before(
+            module, self._cast_all_inputs, prepend=True, with_kwargs=True
+        )
         after = _register_after(module, self._cast_output, prepend=True)
         self._undo.callback(before.remove)
         self._undo.callback(after.remove)
@@ -123,7 +142,9 @@ class NoBackwardHooks:
         autocast: Knows whether a batch is trained.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], autocast: UnmodifiedAutocast) -> None:
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], autocast: UnmodifiedAutocast
+    ) -> None:
         self._parameters = parameters
         self._autocast = autocast
 
@@ -151,7 +172,9 @@ class NoBackwardHooks:
                 raise _refusal()
 
     def refuse_hook_of_module(self, kind: type) -> None:
-        """Refuse a kind of node that calls the backward hooks of a module, or of all modules."""
+        """Refuse a kind of node that calls the backward hooks of a module, or of all
+        modules.
+        """
         if kind.__name__ == "BackwardHookFunctionBackward":
             raise _refusal()
 
@@ -167,11 +190,14 @@ class NoBackwardHooks:
 
 def _refusal() -> ConfigError:
     return refuse_in_float16(
-        "it has a hook in the backward or calls retain_grad, which would see scaled gradients"
+        "it has a hook in the backward or calls retain_grad, which would see scaled "
+        "gradients"
     )
 
 
-def _calling_first(function: Callable[..., None], method: Callable[..., Any]) -> Callable[..., Any]:
+def _calling_first(
+    function: Callable[..., None], method: Callable[..., Any]
+) -> Callable[..., Any]:
     def call_both(owner: Any, *args: Any, **kwargs: Any) -> Any:
         function(owner, *args, **kwargs)
         return method(owner, *args, **kwargs)
@@ -196,10 +222,13 @@ def _any_of_the_trial(hooks: Mapping[int, Callable[..., Any]]) -> bool:
 
 
 def _is_the_trials(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is the trial's own, and not one of torch, Determined or this library."""
+    """Whether a hook is the trial's own, and not one of torch, Determined or this
+    library.
+    """
     function = hook.func if isinstance(hook, partial) else hook
     module = getattr(function, "__module__", None) or type(function).__module__
     name = getattr(function, "__qualname__", "")
     if name.startswith("register_multi_grad_hook.") or module == "torch.nn.functional":
-        return True  # torch's own around the trial's, and what torch does not register itself
+        # torch's own around the trial's, and what torch does not register itself
+        return True
     return module.partition(".")[0] not in ("torch", "determined", "determined_amp")

@@ -1,7 +1,8 @@
-"""Gives a trial's own batches to the finder and the score, before a training or at its start.
+"""Gives a trial's own batches to the finder and the score, before a training or at its
+start.
 
-The trial's `train_batch` runs in Determined's loop, so data, model, loss and accumulation are the
-same as in training.
+The trial's `train_batch` runs in Determined's loop, so data, model, loss and
+accumulation are the same as in training.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def find_in_trial(
         trial: The trial.
         context: Its context.
         batches: Number of training batches to use.
-        latest_checkpoint: The checkpoint to start from, in the context's checkpoint storage.
+        latest_checkpoint: The checkpoint to start from, in the context's checkpoint
+            storage.
 
     Raises:
         LossScaleError: if the trial has no loss scale, or none can be found.
@@ -77,12 +79,15 @@ def find_in_trial(
 
 
 def set_found_scale(
-    amp: MixedPrecision, trial: pytorch.PyTorchTrial, batch: Any, train: Callable[[Any], object]
+    amp: MixedPrecision,
+    trial: pytorch.PyTorchTrial,
+    batch: Any,
+    train: Callable[[Any], object],
 ) -> None:
     """Find the loss scale of a training on its first batch, and train with it.
 
-    A rehearsal restores models and random state. What the trial itself keeps, such as a counter, a
-    queue or a generator of its own, sees every rehearsal.
+    A rehearsal restores models and random state. What the trial itself keeps, such as a
+    counter, a queue or a generator of its own, sees every rehearsal.
 
     Args:
         amp: The trial's mixed precision.
@@ -91,7 +96,8 @@ def set_found_scale(
         train: Trains a copy of the batch.
 
     Raises:
-        ConfigError: if no scale helps, unless `on_overflow` is `warn`, or `min_scale` overflows.
+        ConfigError: if no scale helps, unless `on_overflow` is `warn`, or `min_scale`
+            overflows.
     """
     begun = time.perf_counter()
     rehearsal = _rehearsal_of(amp.context, batch, train)
@@ -99,7 +105,9 @@ def set_found_scale(
         answer = _find(type(trial).__name__, trial, amp.context, [rehearsal])
     except LossScaleError as error:
         first = amp.settings.first_scale
-        logger.warning("init_scale: find found none: %s; starting with %g", error, first)
+        logger.warning(
+            "init_scale: find found none: %s; starting with %g", error, first
+        )
         return
     scale = _usable_scale(amp, answer)
     if scale is None:
@@ -108,7 +116,9 @@ def set_found_scale(
     note_on_master(amp.context, init_scale=scale)
     if amp.slots.rank == 0:
         needless = ("starting at",) if answer.finding.answer_log2 is None else _NEEDLESS
-        texts = [text for text in scale_sentences(answer) if not text.startswith(needless)]
+        texts = [
+            text for text in scale_sentences(answer) if not text.startswith(needless)
+        ]
         logger.info(
             "init_scale: find found %s in %.1f s, %d samples forward and backward: %s",
             *(repr(scale), time.perf_counter() - begun, answer.passed_samples),
@@ -117,7 +127,9 @@ def set_found_scale(
 
 
 def _usable_scale(amp: MixedPrecision, answer: FoundScale) -> float | None:
-    """The scale to start with; None if none helps and the settings only want a warning."""
+    """The scale to start with; None if none helps and the settings only want a
+    warning.
+    """
     settings, scale = amp.settings, answer.init_scale
     if scale is None:
         *_, verdict = scale_sentences(answer)
@@ -129,8 +141,8 @@ def _usable_scale(amp: MixedPrecision, answer: FoundScale) -> float | None:
         return None
     if settings.min_scale > 2.0**answer.finding.top_log2:
         problem = (
-            f"init_scale: got find, which found {scale:g}, and gradients overflow at min_scale "
-            f"{settings.min_scale:g}; allowed: min_scale: {scale * 2.0**-8:g}"
+            f"init_scale: got find, which found {scale:g}, and gradients overflow at "
+            f"min_scale {settings.min_scale:g}; allowed: min_scale: {scale * 2.0**-8:g}"
         )
         raise ConfigError("the trial", [problem])
     return max(scale, settings.min_scale)
@@ -144,7 +156,9 @@ def _find(
 ) -> FoundScale:
     scaler, amp = wrapped_scaler(context), MixedPrecision.of(context)
     finding = find_window(rehearsals, context.distributed)
-    samples = sum(int(trial.get_batch_length(rehearsal.batch)) for rehearsal in rehearsals)
+    samples = sum(
+        int(trial.get_batch_length(rehearsal.batch)) for rehearsal in rehearsals
+    )
     samples_of_slots = context.distributed.allgather(samples)
     run = run_now(
         name,
@@ -161,16 +175,21 @@ def _find(
 
 
 def _steps(context: pytorch.PyTorchTrialContext) -> int | None:
-    """The optimizer steps of the whole run; None unless its YAML gives a length in batches."""
+    """The optimizer steps of the whole run; None unless its YAML gives a length in
+    batches.
+    """
     length = value_at(hyperparameters(context) or {}, "training.max_length")
     batches = length.get("batches") if isinstance(length, Mapping) else None
-    return batches // aggregation_frequency(context) if isinstance(batches, int) else None
+    return (
+        batches // aggregation_frequency(context) if isinstance(batches, int) else None
+    )
 
 
 def score(
     trial: pytorch.PyTorchTrial, context: pytorch.PyTorchTrialContext, batches: int
 ) -> dict[str, float]:
-    """Score the current scale of the trial's `GradScaler` on its first training batches.
+    """Score the current scale of the trial's `GradScaler` on its first training
+    batches.
 
     Args:
         trial: The trial; it cannot be used afterwards.
@@ -214,14 +233,16 @@ def in_training(
     work: Callable[[Sequence[Rehearsal]], T],
     latest_checkpoint: str | None = None,
 ) -> T:
-    """Pass the first batches of Determined's loop to `work`, end the loop, and return the result.
+    """Pass the first batches of Determined's loop to `work`, end the loop, and return
+    the result.
 
     Args:
         trial: The trial; it cannot be used afterwards.
         context: Its context.
         batches: Number of batches to collect.
         work: Called once with the rehearsals of all of them, on every rank.
-        latest_checkpoint: The checkpoint to start from, in the context's checkpoint storage.
+        latest_checkpoint: The checkpoint to start from, in the context's checkpoint
+            storage.
 
     Raises:
         LossScaleError: if the trial has no enabled `GradScaler`, or nothing to train.
@@ -232,7 +253,8 @@ def in_training(
     def finish(rehearsals: Sequence[Rehearsal]) -> None:
         try:
             answer.set_result(work(rehearsals))
-        except Exception as error:  # Determined's loop may save a checkpoint on its way out
+        except Exception as error:
+            # Determined's loop may save a checkpoint on its way out
             answer.set_exception(error)
 
     collect = _collector(context, trial.train_batch, batches, finish)
@@ -254,7 +276,9 @@ def _collector(
     batches: int,
     finish: Callable[[Sequence[Rehearsal]], None],
 ) -> Callable[..., dict[str, Any]]:
-    """A `train_batch` that trains nothing, passes so many batches on, and ends the loop."""
+    """A `train_batch` that trains nothing, passes so many batches on, and ends the
+    loop.
+    """
     rehearsals: list[Rehearsal] = []
 
     def collect(batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
@@ -272,12 +296,15 @@ def _collector(
 
 
 def _prepared(context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrialContext:
-    """The context as the trial sees it, with nothing that would end the loop at an overflow."""
+    """The context as the trial sees it, with nothing that would end the loop at an
+    overflow.
+    """
     wrapped_scaler(context)
     if not any(p.requires_grad for model in context.models for p in model.parameters()):
         raise LossScaleError(
-            "no parameter of this trial requires a gradient: there is nothing to train, or to "
-            "scale; leave out requires_grad_(False) for what is to be trained"
+            "no parameter of this trial requires a gradient: there is nothing to "
+            "train, or to scale; leave out requires_grad_(False) for what is to be "
+            "trained"
         )
     amp = MixedPrecision.of(context)
     if amp is None:
@@ -312,14 +339,15 @@ def wrapped_scaler(context: pytorch.PyTorchTrialContext) -> torch.amp.GradScaler
     if scaler is None or not scaler.is_enabled():
         remedy = (
             "it has no enabled GradScaler that context.wrap_scaler knows; with "
-            "hyperparameters.amp.precision: amp_fp16, or --precision amp_fp16, it trains in "
-            "float16 as it is"
+            "hyperparameters.amp.precision: amp_fp16, or --precision amp_fp16, it "
+            "trains in float16 as it is"
             if MixedPrecision.of(context) is None
             else "for float16, set hyperparameters.amp.precision to amp_fp16, or add "
             "--precision amp_fp16"
         )
         raise LossScaleError(
-            f"this trial scales no loss: float32 and bfloat16 need no loss scale; {remedy}"
+            "this trial scales no loss: float32 and bfloat16 need no loss scale; "
+            f"{remedy}"
         )
     enabled: torch.amp.GradScaler = scaler
     return enabled

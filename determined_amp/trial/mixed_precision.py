@@ -1,8 +1,9 @@
 """Mixed precision for one `PyTorchTrial`: `AmpCore` in Determined's loop.
 
-The recipe stays visible in every trial: autocast, `scaler.scale`, `step_optimizer` with the scaler,
-`update`. This module takes models and optimizers from the trial's context, and connects `AmpCore`
-to the start, the reports, the checkpoints and the validations of Determined's loop.
+The recipe stays visible in every trial: autocast, `scaler.scale`, `step_optimizer` with
+the scaler, `update`. This module takes models and optimizers from the trial's context,
+and connects `AmpCore` to the start, the reports, the checkpoints and the validations of
+Determined's loop.
 """
 
 from __future__ import annotations
@@ -25,13 +26,25 @@ from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.amp.metrics import TrainingMetrics
 from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import Metrics
-from determined_amp.amp.precision import DeviceSupport, described, warn_of_slow_operations
+from determined_amp.amp.precision import (
+    DeviceSupport,
+    described,
+    warn_of_slow_operations,
+)
 from determined_amp.amp.precision_audit import Audit
-from determined_amp.amp.rehearsal import NewestBatch, Rehearsal, attributes_apart, own_copy
+from determined_amp.amp.rehearsal import (
+    NewestBatch,
+    Rehearsal,
+    attributes_apart,
+    own_copy,
+)
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.amp.tensors import parameters_in
 from determined_amp.experiment.experiment import constants
-from determined_amp.experiment.failures import ending_the_program, print_uncaught_user_errors
+from determined_amp.experiment.failures import (
+    ending_the_program,
+    print_uncaught_user_errors,
+)
 from determined_amp.experiment.fields import read_section
 from determined_amp.experiment.misplaced import misplaced
 from determined_amp.trial.accumulation import average_at_once, share_gradients_once
@@ -62,18 +75,19 @@ _ATTRIBUTE = "_determined_amp"
 class MixedPrecision(ResumedTraining):
     """Autocast, scaler, schedules, counts, metrics, guard and audit of one trial.
 
-    Make it in the trial's constructor, before `context.wrap_model`, and return its `callbacks` from
-    `build_callbacks`. Its attributes are those of `AmpCore`.
+    Make it in the trial's constructor, before `context.wrap_model`, and return its
+    `callbacks` from `build_callbacks`. Its attributes are those of `AmpCore`.
 
-    It sets torch's switches for TF32, which are global to the process, as `AmpCore` says. A
-    `UserError` ends a program with one line and exit status 2.
+    It sets torch's switches for TF32, which are global to the process, as `AmpCore`
+    says. A `UserError` ends a program with one line and exit status 2.
 
     Args:
         context: The trial's context.
         settings: By default the `amp` section of the context's hyperparameters.
 
     Raises:
-        ConfigError: if the settings are wrong, or the context already has a model or a scaler.
+        ConfigError: if the settings are wrong, or the context already has a model or a
+            scaler.
         PrecisionError: if the device only emulates the precision.
     """
 
@@ -89,10 +103,12 @@ class MixedPrecision(ResumedTraining):
             raise self._wrong(
                 "compile",
                 f"got {self.settings.compile.value} and aggregation_frequency "
-                f"{self._aggregation_frequency}: torch's CUDA graphs write the gradients of a "
-                "batch over those of the one before (pytorch issue 96693); allowed: default",
+                f"{self._aggregation_frequency}: torch's CUDA graphs write the "
+                "gradients of a batch over those of the one before (pytorch issue "
+                "96693); allowed: default",
             )
-        # A disabled scaler is saved as {}, and a later resume in amp_fp16 would crash on that.
+        # A disabled scaler is saved as {}, and a later resume in amp_fp16 would crash
+        # on that.
         if self.scaler.is_enabled():
             context.wrap_scaler(self.scaler)
         reducer: Any = self.metrics
@@ -120,24 +136,28 @@ class MixedPrecision(ResumedTraining):
 
     @ending_the_program()
     def wrap_lr_scheduler(self, scheduler: Any) -> Any:
-        """Move a torch scheduler with the applied steps of its optimizer, and resume it exactly.
+        """Move a torch scheduler with the applied steps of its optimizer, and resume it
+        exactly.
 
-        See `AmpCore.wrap_lr_scheduler`. A `ReduceLROnPlateau` is stepped after each validation
-        with the searcher's metric. For a scheduler by epochs use `context.wrap_lr_scheduler`.
+        See `AmpCore.wrap_lr_scheduler`. A `ReduceLROnPlateau` is stepped after each
+        validation with the searcher's metric. For a scheduler by epochs use
+        `context.wrap_lr_scheduler`.
 
         Raises:
             ConfigError: if its optimizer is not wrapped, or has a schedule already.
         """
         if getattr(scheduler, "optimizer", None) not in self._context.optimizers:
             raise self._wrong(
-                "wrap_lr_scheduler", "its optimizer is not one that context.wrap_optimizer returned"
+                "wrap_lr_scheduler",
+                "its optimizer is not one that context.wrap_optimizer returned",
             )
         return super().wrap_lr_scheduler(scheduler)
 
     def clip(
         self, optimizer: Optimizer, max_norm: float = math.inf
     ) -> Callable[[Iterable[torch.Tensor]], None]:
-        """Make a function for `step_optimizer(clip_grads=...)`, which calls it after accumulation.
+        """Make a function for `step_optimizer(clip_grads=...)`, which calls it after
+        accumulation.
 
         The function unscales the gradients before it clips them.
 
@@ -158,30 +178,34 @@ class MixedPrecision(ResumedTraining):
     def update(
         self, loss: torch.Tensor | float | None = None, samples: int | None = None
     ) -> dict[str, float]:
-        """End a batch: call `scaler.update()` if an optimizer was stepped, and count everything.
+        """End a batch: call `scaler.update()` if an optimizer was stepped, and count
+        everything.
 
-        Call it once per batch, or after each of several steps of one optimizer. The first call
-        counts the batch and its samples.
+        Call it once per batch, or after each of several steps of one optimizer. The
+        first call counts the batch and its samples.
 
         Args:
-            loss: Mean loss of the batch, unscaled, one number. The mean of all calls is reported as
-                `loss`.
-            samples: Samples in the batch; by default what the trial's `get_batch_length` says.
+            loss: Mean loss of the batch, unscaled, one number. The mean of all calls is
+                reported as `loss`.
+            samples: Samples in the batch; by default what the trial's
+                `get_batch_length` says.
 
         Returns:
             What `train_batch` must return. You can add your own metrics.
 
         Raises:
-            ConfigError: if `build_callbacks` of the trial does not return `callbacks`, or the loss
-                is not one number.
+            ConfigError: if `build_callbacks` of the trial does not return `callbacks`,
+                or the loss is not one number.
         """
         if self.is_rehearsing:
             return {}
         self.finish_steps()
         if not self._started:
-            with ending_the_program():  # without our callbacks the loop does not do that
+            # without our callbacks the loop does not do that
+            with ending_the_program():
                 raise self._wrong(
-                    "update", "build_callbacks of the trial must return amp.callbacks(self)"
+                    "update",
+                    "build_callbacks of the trial must return amp.callbacks(self)",
                 )
         batch_idx, counted = current_batch(self._context), self._counted_batch
         self._counted_batch = batch_idx
@@ -190,18 +214,24 @@ class MixedPrecision(ResumedTraining):
             samples = int(self._trial.get_batch_length(self._newest.batch))
         return self._count(loss, samples, again=again)
 
-    def callbacks(self, trial: pytorch.PyTorchTrial) -> dict[str, pytorch.PyTorchCallback]:
-        """The callbacks of `build_callbacks`, for counts in checkpoints, guard and audit.
+    def callbacks(
+        self, trial: pytorch.PyTorchTrial
+    ) -> dict[str, pytorch.PyTorchCallback]:
+        """The callbacks of `build_callbacks`, for counts in checkpoints, guard and
+        audit.
 
         Args:
-            trial: The trial itself. The guard rehearses its newest batch to find a fault.
+            trial: The trial itself. The guard rehearses its newest batch to find a
+                fault.
         """
         if self._trial is None:
             self._time_the_loader(trial)
         self._trial = trial
         return {
             CALLBACK: self,
-            "determined_amp.guard": TrialGuard(self._context, self.guard, self.settings),
+            "determined_amp.guard": TrialGuard(
+                self._context, self.guard, self.settings
+            ),
             PortableCheckpoint.NAME: portable_checkpoint(self._context),
         }
 
@@ -215,7 +245,8 @@ class MixedPrecision(ResumedTraining):
         self._begin()
         if self._context.distributed.rank == 0:
             logger.info(described(self.device, self._context.distributed.size))
-            if self.guard.enabled:  # not where the finder or the doctor borrows this loop
+            # not where the finder or the doctor borrows this loop
+            if self.guard.enabled:
                 warn_of_slow_operations(self.settings.precision, self.device)
         if self._aggregation_frequency > 1:
             self._check_averaging()
@@ -244,8 +275,9 @@ class MixedPrecision(ResumedTraining):
             if name not in metrics:
                 raise self._wrong(
                     "wrap_lr_scheduler",
-                    f"ReduceLROnPlateau moves by searcher.metric, {name}, which the trial does "
-                    f"not report; it reports {', '.join(map(str, metrics)) or 'nothing'}",
+                    f"ReduceLROnPlateau moves by searcher.metric, {name}, which the "
+                    "trial does not report; it reports "
+                    f"{', '.join(map(str, metrics)) or 'nothing'}",
                 )
             for schedule in by_metric:
                 schedule.validated(float(metrics[name]))
@@ -270,13 +302,18 @@ class MixedPrecision(ResumedTraining):
         return what_steps(self._context)
 
     def _is_update_batch(self, batch_idx: int) -> bool:
-        return not self.is_rehearsing and (batch_idx + 1) % self._aggregation_frequency == 0
+        return (
+            not self.is_rehearsing
+            and (batch_idx + 1) % self._aggregation_frequency == 0
+        )
 
     def _note_clips(self) -> None:
         """Let `context.step_optimizer` tell the scaler whether the trial clips."""
         scaler, step_optimizer = self.scaler, self._context.step_optimizer
 
-        def step(optimizer: Any, clip_grads: Any = None, *others: Any, **named: Any) -> None:
+        def step(
+            optimizer: Any, clip_grads: Any = None, *others: Any, **named: Any
+        ) -> None:
             scaler.clips = clip_grads is not None
             step_optimizer(optimizer, clip_grads, *others, **named)
             scaler.clips = False
@@ -298,8 +335,9 @@ class MixedPrecision(ResumedTraining):
             frequency = self._aggregation_frequency
             raise self._wrong(
                 "average_aggregated_gradients",
-                f"got false, which sums the gradients of the {frequency} batches of a step; "
-                "allowed: true, its default, which takes their mean (then do not divide the loss)",
+                f"got false, which sums the gradients of the {frequency} batches of a "
+                "step; allowed: true, its default, which takes their mean (then do not "
+                "divide the loss)",
             )
 
     def _time_the_loader(self, trial: pytorch.PyTorchTrial) -> None:
@@ -308,9 +346,13 @@ class MixedPrecision(ResumedTraining):
         def build_and_time() -> Any:
             return timed(build(), self.metrics.waited)
 
-        self._patches.enter_context(patched(trial, "build_training_data_loader", build_and_time))
+        self._patches.enter_context(
+            patched(trial, "build_training_data_loader", build_and_time)
+        )
 
-    def _find_first(self, trial: pytorch.PyTorchTrial, train_batch: Callable[..., Any]) -> None:
+    def _find_first(
+        self, trial: pytorch.PyTorchTrial, train_batch: Callable[..., Any]
+    ) -> None:
         """Find the loss scale before the next batch is trained or audited.
 
         Args:
@@ -337,11 +379,18 @@ class MixedPrecision(ResumedTraining):
         """Keep the newest batch for the guard, and audit the first one."""
         train_batch = trial.train_batch
         self._newest = NewestBatch(train_batch)
-        self._patches.enter_context(patched(trial, "train_batch", self._watched_train_batch))
+        self._patches.enter_context(
+            patched(trial, "train_batch", self._watched_train_batch)
+        )
         if self.settings.audit:
             rehearsal_of = partial(self._first_rehearsal, trial, train_batch)
-            precision, has_tf32 = self.settings.precision, DeviceSupport.of(self.device).tf32
-            audited(trial, rehearsal_of, precision, self._report_audit, has_tf32=has_tf32)
+            precision, has_tf32 = (
+                self.settings.precision,
+                DeviceSupport.of(self.device).tf32,
+            )
+            audited(
+                trial, rehearsal_of, precision, self._report_audit, has_tf32=has_tf32
+            )
 
     def _report_audit(self, audit: Audit) -> None:
         logger.info("audit of the first batch:\n%s", audit.table())
@@ -354,7 +403,9 @@ class MixedPrecision(ResumedTraining):
         batch: Any,
         **indices: int,
     ) -> Rehearsal:
-        """The rehearsal of a batch that leaves no trace in the trial's own attributes either."""
+        """The rehearsal of a batch that leaves no trace in the trial's own attributes
+        either.
+        """
         context = self._context
         modules = [module for model in context.models for module in model.modules()]
         tensors = parameters_in(context.models, context.optimizers)
@@ -373,7 +424,9 @@ class MixedPrecision(ResumedTraining):
         result = self._newest.train(batch, epoch_idx=epoch_idx, batch_idx=batch_idx)
         if not self.is_rehearsing:
             self.scaler.check_end()
-        if isinstance(result, torch.Tensor) or (isinstance(result, dict) and "loss" in result):
+        if isinstance(result, torch.Tensor) or (
+            isinstance(result, dict) and "loss" in result
+        ):
             self.metrics.trial_reports_loss = True
         return result
 
@@ -387,10 +440,13 @@ class MixedPrecision(ResumedTraining):
 def _check_order(context: pytorch.PyTorchTrialContext) -> None:
     if MixedPrecision.of(context) is not None:
         raise MixedPrecision._wrong(
-            "MixedPrecision", "this context has one already; allowed: one, also for GANs"
+            "MixedPrecision",
+            "this context has one already; allowed: one, also for GANs",
         )
     if context.models:
-        raise MixedPrecision._wrong("MixedPrecision", "make it before context.wrap_model")
+        raise MixedPrecision._wrong(
+            "MixedPrecision", "make it before context.wrap_model"
+        )
     _refuse_scaler(context)
 
 
@@ -413,8 +469,8 @@ def _settings_of(context: pytorch.PyTorchTrialContext) -> AmpSettings:
     if hparams is None:
         raise MixedPrecision._wrong(
             "MixedPrecision",
-            "the context has no hyperparameters; allowed: pytorch.init(hparams=...), or "
-            "MixedPrecision(context, AmpSettings(...))",
+            "the context has no hyperparameters; allowed: pytorch.init(hparams=...), "
+            "or MixedPrecision(context, AmpSettings(...))",
         )
     elsewhere = misplaced({}, constants(hparams))
     if elsewhere:
@@ -422,10 +478,15 @@ def _settings_of(context: pytorch.PyTorchTrialContext) -> AmpSettings:
     if "amp" not in hparams:
         raise ConfigError(
             "hyperparameters",
-            ["amp: missing; allowed: amp: {precision: amp_fp16}, or fp32, tf32, amp_bf16 there"],
+            [
+                "amp: missing; allowed: amp: {precision: amp_fp16}, or fp32, tf32, "
+                "amp_bf16 there"
+            ],
         )
     settings = read_section(AmpSettings, hparams["amp"], "hyperparameters.amp")
     if settings.ignored:
         precision = settings.precision.value
-        logger.info("%s has no loss scale: ignoring %s", precision, ", ".join(settings.ignored))
+        logger.info(
+            "%s has no loss scale: ignoring %s", precision, ", ".join(settings.ignored)
+        )
     return settings

@@ -22,17 +22,21 @@ from determined_amp.trial.determined_private import (
 
 logger = logging.getLogger(__name__)
 
-# Characters of a status that the page of a run shows well; its card shows the first twenty.
+# Characters of a status that the page of a run shows well; its card shows the first
+# twenty.
 _STATUS_WIDTH = 100
 
-# What a reason may begin with before it names its cause: the symptom, or the place of a key.
+# What a reason may begin with before it names its cause: the symptom, or the place of a
+# key.
 _BEFORE_THE_CAUSE = re.compile(
-    r"^(.*?\. Cause: )?(experiment: )?(the |forward |gradient |hyperparameters\.)?", re.DOTALL
+    r"^(.*?\. Cause: )?(experiment: )?(the |forward |gradient |hyperparameters\.)?",
+    re.DOTALL,
 )
 
 
 def note_on_master(context: pytorch.PyTorchTrialContext, **values: Any) -> None:
-    """Note values in the metadata of the run, which lists of the WebUI can show as columns.
+    """Note values in the metadata of the run, which lists of the WebUI can show as
+    columns.
 
     It does nothing except on the chief of a cluster. None removes a value.
     """
@@ -75,7 +79,9 @@ def cause_first(reason: str) -> str:
 
 @contextmanager
 def failure_noted(info: det.ClusterInfo) -> Iterator[None]:
-    """Note a `UserError` that ends a task before it has a context; other errors pass."""
+    """Note a `UserError` that ends a task before it has a context; other errors
+    pass.
+    """
     try:
         yield
     except UserError as error:

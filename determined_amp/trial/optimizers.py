@@ -16,9 +16,9 @@ from determined_amp.amp.torch_private import give_found_inf
 def fuse(optimizer: Optimizer, models: Iterable[nn.Module] = ()) -> bool:
     """Make an optimizer fused, before its first step; returns whether it is fused now.
 
-    On CUDA a fused optimizer reads loss scale and overflow flag on the device. With any other,
-    `GradScaler.step` waits for the device. An optimizer stays as it is if more than its speed would
-    change: a fused one takes no sparse gradients.
+    On CUDA a fused optimizer reads loss scale and overflow flag on the device. With any
+    other, `GradScaler.step` waits for the device. An optimizer stays as it is if more
+    than its speed would change: a fused one takes no sparse gradients.
 
     Args:
         optimizer: Any of torch.
@@ -30,7 +30,12 @@ def fuse(optimizer: Optimizer, models: Iterable[nn.Module] = ()) -> bool:
     if all(group.get("fused") for group in groups):
         return True
     modules = (module for model in models for module in model.modules())
-    sparse = {p for m in modules if getattr(m, "sparse", False) is True for p in m.parameters()}
+    sparse = {
+        p
+        for m in modules
+        if getattr(m, "sparse", False) is True
+        for p in m.parameters()
+    }
     if _has_own_step(optimizer) or not sparse.isdisjoint(parameters_of(optimizer)):
         return False
     if optimizer.state or any(
@@ -52,5 +57,8 @@ def _has_own_step(optimizer: Optimizer) -> bool:
 
     Schedulers of torch wrap it.
     """
-    step, of_class = inspect.unwrap(optimizer.step), inspect.unwrap(type(optimizer).step)
+    step, of_class = (
+        inspect.unwrap(optimizer.step),
+        inspect.unwrap(type(optimizer).step),
+    )
     return getattr(step, "__func__", step) is not of_class

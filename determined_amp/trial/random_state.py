@@ -1,9 +1,10 @@
 """Lets a resumed run draw the same random numbers as an undisturbed one.
 
-Determined restores the random state of the chief on every rank, and skips the batches that were
-trained before. But it draws the order of `DataLoader(shuffle=True)` from that state too, and only
-with the first batch: a resumed run sees its batches in another order, and ranks whose states differ
-share samples. Here the order is a function of the trial's seed, and each rank gets its own state.
+Determined restores the random state of the chief on every rank, and skips the batches
+that were trained before. But it draws the order of `DataLoader(shuffle=True)` from that
+state too, and only with the first batch: a resumed run sees its batches in another
+order, and ranks whose states differ share samples. Here the order is a function of the
+trial's seed, and each rank gets its own state.
 """
 
 from __future__ import annotations
@@ -31,15 +32,18 @@ from determined_amp.amp.plain_data import StateDict
 
 logger = logging.getLogger(__name__)
 
-# The samplers of torch that draw from the global random state unless they have a generator.
+# The samplers of torch that draw from the global random state unless they have a
+# generator.
 _DRAWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def settle_order(loader: Any, seed: int, *, warns: bool) -> None:
-    """Seed the order of a training loader if it is drawn at random; before its first batch.
+    """Seed the order of a training loader if it is drawn at random; before its first
+    batch.
 
-    The order continues from one epoch to the next, so a resumed run that skips the trained batches
-    repeats it. The trial's own sampler is not changed: a validation may use it, too.
+    The order continues from one epoch to the next, so a resumed run that skips the
+    trained batches repeats it. The trial's own sampler is not changed: a validation may
+    use it, too.
 
     Args:
         loader: The loader that Determined iterates over.
@@ -47,11 +51,15 @@ def settle_order(loader: Any, seed: int, *, warns: bool) -> None:
         warns: Whether to log what a resume depends on if the order is the trial's own.
     """
     repeated = getattr(loader, "batch_sampler", None)
-    while repeated is not None and not isinstance(repeated, samplers.RepeatBatchSampler):
+    while repeated is not None and not isinstance(
+        repeated, samplers.RepeatBatchSampler
+    ):
         repeated = getattr(repeated, "batch_sampler", None)
     conditions = []
     if repeated is None:
-        conditions.append("the trial skips them: its loader is no determined.pytorch.DataLoader")
+        conditions.append(
+            "the trial skips them: its loader is no determined.pytorch.DataLoader"
+        )
     else:
         batches = repeated.batch_sampler
         sampler: Any = batches.sampler if type(batches) is BatchSampler else batches
@@ -59,9 +67,16 @@ def settle_order(loader: Any, seed: int, *, warns: bool) -> None:
             repeated.batch_sampler = _SeededBatches(batches, seed)
             return
         if type(sampler) in _DRAWN:
-            conditions.append("the generator of its loader starts with the same seed again")
-        elif type(sampler) is not SequentialSampler and getattr(sampler, "seed", None) is None:
-            conditions.append(f"its {type(sampler).__name__} gives the same order again")
+            conditions.append(
+                "the generator of its loader starts with the same seed again"
+            )
+        elif (
+            type(sampler) is not SequentialSampler
+            and getattr(sampler, "seed", None) is None
+        ):
+            conditions.append(
+                f"its {type(sampler).__name__} gives the same order again"
+            )
     level = logging.WARNING if conditions else logging.INFO
     if getattr(loader, "num_workers", 0):
         conditions.append("its loader's workers draw nothing at random")
@@ -75,7 +90,8 @@ class _SeededBatches(BatchSampler):
 
     Args:
         batches: Makes the batches of one epoch.
-        seed: The seed of the order, and of what the loader's workers draw for each batch.
+        seed: The seed of the order, and of what the loader's workers draw for each
+            batch.
     """
 
     def __init__(self, batches: BatchSampler, seed: int) -> None:
@@ -94,8 +110,8 @@ class _SeededBatches(BatchSampler):
 class _SeedingIndices(list[int]):
     """The samples of a batch, which seed the worker that reads them.
 
-    Otherwise what a worker draws would depend on its earlier batches, and a resumed run has new
-    workers.
+    Otherwise what a worker draws would depend on its earlier batches, and a resumed run
+    has new workers.
     """
 
     seed: int
@@ -109,7 +125,8 @@ class _SeedingIndices(list[int]):
 
 
 def random_state(gpu: int) -> StateDict:
-    """The state of this process in plain types, under the names that Determined gives its parts.
+    """The state of this process in plain types, under the names that Determined gives
+    its parts.
 
     Args:
         gpu: The index of this process's GPU, if the machine has any.
@@ -125,7 +142,9 @@ def random_state(gpu: int) -> StateDict:
 
 
 def plain_numbers(state: Any) -> tuple[str, list[int], int, int, float]:
-    """The state of numpy's generator without its array, which cannot be loaded without code."""
+    """The state of numpy's generator without its array, which cannot be loaded without
+    code.
+    """
     name, keys, position, has_gauss, gauss = state
     return name, keys.tolist(), position, has_gauss, gauss
 

@@ -1,4 +1,6 @@
-"""Saves the state of mixed precision in a checkpoint, and restores it in a resumed run."""
+"""Saves the state of mixed precision in a checkpoint, and restores it in a resumed
+run.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ CALLBACK = "determined_amp.mixed_precision"
 
 
 class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
-    """Mixed precision for a context, whose checkpoints already hold models and loss scale.
+    """Mixed precision for a context, whose checkpoints already hold models and loss
+    scale.
 
     Args:
         context: The trial's context.
@@ -51,7 +54,9 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
     source = "the trial"
     remedies = IN_A_TRIAL
 
-    def __init__(self, context: pytorch.PyTorchTrialContext, settings: AmpSettings) -> None:
+    def __init__(
+        self, context: pytorch.PyTorchTrialContext, settings: AmpSettings
+    ) -> None:
         super().__init__(
             settings,
             context.device,
@@ -71,11 +76,15 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
         return {**self.metrics.state_dict(), "constructed": self._constructed}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Determined calls it after weights, optimizers and scaler have been restored."""
+        """Determined calls it after weights, optimizers and scaler have been
+        restored.
+        """
         if not self._warm_start:
             self.metrics.load_state_dict(state_dict)
 
-    def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
+    def on_trial_startup(
+        self, first_batch_idx: int, checkpoint_uuid: str | None
+    ) -> None:
         self._warm_start = first_batch_idx == 0 and checkpoint_uuid is not None
 
     def on_checkpoint_of(self, *, same_trial: bool) -> None:
@@ -91,7 +100,8 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
             warn_of_what_cannot_be_restored(states_of_schedulers(self._context))
 
     def on_checkpoint_save_start(self, checkpoint: StateDict) -> None:
-        if is_determineds_own_loop() and not self._has_saved:  # ours warns before the training
+        # ours warns before the training
+        if is_determineds_own_loop() and not self._has_saved:
             self._has_saved = True
             states = checkpoint["callbacks"]
             of_each = {f"callback {name}": partial(states.get, name) for name in states}
@@ -99,27 +109,29 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
         batch_idx = current_batch(self._context)
         if batch_idx is not None and (batch_idx + 1) % self._aggregation_frequency:
             logger.warning(
-                "this checkpoint is in the middle of a window of %d batches, and does not hold the "
-                "gradients so far: checkpoint and validate at multiples of aggregation_frequency",
+                "this checkpoint is in the middle of a window of %d batches, and does "
+                "not hold the gradients so far: checkpoint and validate at multiples "
+                "of aggregation_frequency",
                 self._aggregation_frequency,
             )
 
     def on_checkpoint_load_start(self, checkpoint: StateDict) -> None:
         """Let the checkpoint win in a resumed run, and this trial in a warm start.
 
-        A resumed run keeps its current scale and growth tracker, and the settings of its
-        optimizers. A warm start (weights from another trial) begins with this trial's, which a
-        search relies on. The scaler's factors and interval always come from this trial, and so do
-        rates that follow applied steps.
+        A resumed run keeps its current scale and growth tracker, and the settings of
+        its optimizers. A warm start (weights from another trial) begins with this
+        trial's, which a search relies on. The scaler's factors and interval always come
+        from this trial, and so do rates that follow applied steps.
 
         Raises:
-            ConfigError: in Determined's own `Trainer` off a cluster, which begins again at batch 0.
+            ConfigError: in Determined's own `Trainer` off a cluster, which begins again
+                at batch 0.
         """
         if is_determineds_own_loop() and det.get_cluster_info() is None:
             raise self._wrong(
                 "latest_checkpoint",
-                "without a cluster pytorch.Trainer begins again at the first batch; allowed: "
-                "determined_amp.fit(trial, context, latest_checkpoint=...)",
+                "without a cluster pytorch.Trainer begins again at the first batch; "
+                "allowed: determined_amp.fit(trial, context, latest_checkpoint=...)",
             )
         self._settle_optimizers(checkpoint)
         state = checkpoint.pop("scaler_state_dict", None)
@@ -130,8 +142,9 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
             return
         if not state and not self.finds_scale:
             logger.info(
-                "the checkpoint has no loss scale; starting with %g, which may cost the first "
-                "steps; amp.init_scale: find finds it on the first batch instead",
+                "the checkpoint has no loss scale; starting with %g, which may cost "
+                "the first steps; amp.init_scale: find finds it on the first batch "
+                "instead",
                 self.settings.first_scale,
             )
         if not state or self._warm_start:
@@ -141,7 +154,9 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
         checkpoint["scaler_state_dict"] = state
 
     def _settle_optimizers(self, checkpoint: StateDict) -> None:
-        """Take what comes from this trial, and log what the YAML has changed in vain."""
+        """Take what comes from this trial, and log what the YAML has changed in
+        vain.
+        """
         constructed = self._remember_constructed()
         before = checkpoint.get("callbacks", {}).get(CALLBACK) or {}
         made_then = before.get("constructed") or [[]] * len(constructed)
@@ -156,9 +171,10 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
             take_settings(state, optimizer, ours)
         if kept:
             logger.warning(
-                "the optimizer goes on with the settings of the checkpoint, although this trial "
-                "has others: %s. A new run from its weights (searcher.source_checkpoint_uuid on a "
-                "cluster) begins with those of its YAML",
+                "the optimizer goes on with the settings of the checkpoint, although "
+                "this trial has others: %s. A new run from its weights "
+                "(searcher.source_checkpoint_uuid on a cluster) begins with those of "
+                "its YAML",
                 "; ".join(dict.fromkeys(kept)),
             )
 
@@ -169,20 +185,31 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
             follows = self.metrics.of(optimizer).is_scheduled
             return KERNELS | MOVED_BY_SCHEDULERS if follows else KERNELS
         settings = frozenset(key for group in optimizer.param_groups for key in group)
-        # Determined restores the schedulers of the context, which go on from where they were.
+        # Determined restores the schedulers of the context, which go on from where they
+        # were.
         by_context = optimizer in scheduled(self._context)
         return settings - MOVED_BY_SCHEDULERS if by_context else settings
 
     def _remember_constructed(self) -> list[list[dict[str, Any]]]:
-        """The settings of the optimizers as made, before a checkpoint or a step changes them."""
+        """The settings of the optimizers as made, before a checkpoint or a step changes
+        them.
+        """
         if self._constructed is None:
-            self._constructed = [plain_groups(optimizer) for optimizer in self.optimizers]
+            self._constructed = [
+                plain_groups(optimizer) for optimizer in self.optimizers
+            ]
         return self._constructed
 
 
 def scheduled(
     context: pytorch.PyTorchTrialContext, *modes: pytorch.LRScheduler.StepMode
 ) -> frozenset[Optimizer]:
-    """The optimizers with a scheduler of `context.wrap_lr_scheduler`, of these modes or any."""
-    moved = (scheduler for scheduler, mode in schedulers(context) if not modes or mode in modes)
+    """The optimizers with a scheduler of `context.wrap_lr_scheduler`, of these modes or
+    any.
+    """
+    moved = (
+        scheduler
+        for scheduler, mode in schedulers(context)
+        if not modes or mode in modes
+    )
     return frozenset(s.optimizer for s in moved if hasattr(s, "optimizer"))

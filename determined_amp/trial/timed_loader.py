@@ -18,7 +18,8 @@ def timed(loader: Any, waited: Callable[[float], None]) -> Any:
 
     def get_data_loader(*arguments: Any, **options: Any) -> Any:
         made = make(*arguments, **options)
-        # A trial may use one loader for its validation, too, whose type Determined checks.
+        # A trial may use one loader for its validation, too, whose type Determined
+        # checks.
         return _Timed(made, waited) if options.get("repeat") else made
 
     loader.get_data_loader = get_data_loader
@@ -39,7 +40,8 @@ class _Timed:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        # Now, not with the first batch: Determined starts the workers before it restores a state.
+        # Now, not with the first batch: Determined starts the workers before it
+        # restores a state.
         return self._time(iter(self._loader))
 
     def _time(self, batches: Iterator[Any]) -> Iterator[Any]:

@@ -25,13 +25,14 @@ from determined_amp.trial.notes import note_on_master
 
 logger = logging.getLogger(__name__)
 
-# With these searchers a NaN makes the master stop the whole search, not only the trial (0.38.1
-# sends it as a string where it expects a number).
+# With these searchers a NaN makes the master stop the whole search, not only the trial
+# (0.38.1 sends it as a string where it expects a number).
 _STOPPED_BY_NAN = ("adaptive_asha", "async_halving")
 
 
 class TrialGuard(pytorch.PyTorchCallback):
-    """Asks the guard after every report and validation; `MixedPrecision.callbacks` makes it.
+    """Asks the guard after every report and validation; `MixedPrecision.callbacks`
+    makes it.
 
     Args:
         context: The trial's context. How a failed trial ends depends on its searcher.
@@ -67,7 +68,9 @@ class TrialGuard(pytorch.PyTorchCallback):
             machine=asdict(machine),
         )
 
-    def on_training_workload_end(self, avg_metrics: Metrics, batch_metrics: Any) -> None:
+    def on_training_workload_end(
+        self, avg_metrics: Metrics, batch_metrics: Any
+    ) -> None:
         """Called on every rank with the same numbers, right after their report."""
         with self._ending_the_trial():
             self._guard.judge(avg_metrics)
@@ -76,7 +79,9 @@ class TrialGuard(pytorch.PyTorchCallback):
         self._guard.repair()
 
     def on_validation_end(self, metrics: Metrics) -> None:
-        """Called before the report, so a metric that is not finite never reaches a search."""
+        """Called before the report, so a metric that is not finite never reaches a
+        search.
+        """
         value = metrics.get(self._metric)
         if not self._guard.enabled or not is_not_finite(value):
             return
@@ -87,7 +92,8 @@ class TrialGuard(pytorch.PyTorchCallback):
             self._guard.fail(failure)
 
     def on_trial_shutdown(self) -> None:
-        if sys.exc_info()[1] is None:  # else the run ends with an error, which says more
+        # else the run ends with an error, which says more
+        if sys.exc_info()[1] is None:
             self._guard.warn_of_no_applied_step()
 
     @contextmanager

@@ -1,14 +1,17 @@
-"""Unscales gradients right after the backward of a scaled loss, for code written for float32.
+"""Unscales gradients right after the backward of a scaled loss, for code written for
+float32.
 
-Such code reads, clips and changes `.grad` wherever it likes. So a backward ends by unscaling the
-gradients of all parameters, and of every other leaf that the loss reaches.
+Such code reads, clips and changes `.grad` wherever it likes. So a backward ends by
+unscaling the gradients of all parameters, and of every other leaf that the loss
+reaches.
 
-* What earlier backwards left in `.grad` is first scaled again in place, because in the last batch
-  of a window DistributedDataParallel averages the sums over the window.
-* A backward that overflows leaves gradients of 0, so that nothing that a trial computes from them
-  outlives the step.
-* Each optimizer has a window, which ends with its step. An overflow in a window skips the step. Any
-  step also ends the windows of optimizers without gradients. `found_inf` stays on the device.
+* What earlier backwards left in `.grad` is first scaled again in place, because in the
+  last batch of a window DistributedDataParallel averages the sums over the window.
+* A backward that overflows leaves gradients of 0, so that nothing that a trial computes
+  from them outlives the step.
+* Each optimizer has a window, which ends with its step. An overflow in a window skips
+  the step. Any step also ends the windows of optimizers without gradients. `found_inf`
+  stays on the device.
 
 Nothing here waits for the device.
 """
@@ -54,23 +57,31 @@ class TrueGradients:
         self._scaler.leaves_true_gradients = True
         self._parameters: list[torch.Tensor] = []
         self._known: set[torch.Tensor] = set()  # the same
-        self._groups: list[tuple[int, int]] = []  # id and length of each list of parameters
-        # Whether a backward overflowed, (), float32: in each window, and under None since any step.
+        self._groups: list[
+            tuple[int, int]
+        ] = []  # id and length of each list of parameters
+        # Whether a backward overflowed, (), float32: in each window, and under None
+        # since any step.
         self._found_inf: dict[Optimizer | None, torch.Tensor] = {}
         self._stepped: set[Optimizer] = set()  # since the last backward
-        self._left: list[int | None] = []  # the versions of the gradients after the last backward
+        self._left: list[
+            int | None
+        ] = []  # the versions of the gradients after the last backward
         self._norms: dict[Optimizer, torch.Tensor] = {}
         self._met: set[type] = set()  # kinds of nodes
 
     def begin_batch(self, *, in_window: bool) -> None:
-        """End a window that the trial has ended without a step, so that its outcome counts.
+        """End a window that the trial has ended without a step, so that its outcome
+        counts.
 
         Args:
-            in_window: Whether the last batch was in the middle of a window of the context.
+            in_window: Whether the last batch was in the middle of a window of the
+                context.
         """
         if None not in self._found_inf or self._stepped or in_window:
             return
-        if self._left != self._versions():  # else the trial accumulates gradients itself
+        # else the trial accumulates gradients itself
+        if self._left != self._versions():
             self._scaler.note(self, self._found_inf[None])
             self._scaler.update()
             self._end_windows()
@@ -109,15 +120,17 @@ class TrueGradients:
         self._left = self._versions()
 
     def found_inf_of_step(self, optimizer: Optimizer) -> torch.Tensor:
-        """Whether a backward of its window overflowed: (), float32, on the device; not 0 if so."""
+        """Whether a backward of its window overflowed: (), float32, on the device; not
+        0 if so.
+        """
         self._stepped.add(optimizer)
         return self._found_inf.get(optimizer, torch.zeros((), device=self._amp.device))
 
     def rehearse(self, loss: torch.Tensor, run: Callable[[torch.Tensor], None]) -> None:
         """Go backward in a batch that is trained again, to see what overflows.
 
-        The gradients of parameters stay scaled, and are not finite if something has overflowed.
-        Those of other leaves, which the batch may go on with, are true.
+        The gradients of parameters stay scaled, and are not finite if something has
+        overflowed. Those of other leaves, which the batch may go on with, are true.
 
         Args:
             loss: The unscaled loss.
@@ -133,25 +146,39 @@ class TrueGradients:
 
     def _end_windows(self) -> None:
         for optimizer in [*self._found_inf]:
-            if optimizer is None or optimizer in self._stepped or not any_gradient(optimizer):
+            if (
+                optimizer is None
+                or optimizer in self._stepped
+                or not any_gradient(optimizer)
+            ):
                 del self._found_inf[optimizer]
         self._stepped.clear()
 
     @contextmanager
     def _scaled(self, leaves: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Scale the gradients that leaves have; yields 1 over the scale, (), float32."""
+        """Scale the gradients that leaves have; yields 1 over the scale, (),
+        float32.
+        """
         scale = self._amp.loss_scale()
         _multiply(leaves, scale)
         # An overflow is no anomaly: its step is skipped.
-        with torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False):
+        with torch.autograd.set_detect_anomaly(
+            torch.is_anomaly_enabled(), check_nan=False
+        ):
             yield scale.double().reciprocal().float()  # as `GradScaler` does it
 
     def _versions(self) -> list[int | None]:
         gradients = (parameter.grad for parameter in self._parameters)
-        return [None if gradient is None else version_of(gradient) for gradient in gradients]
+        return [
+            None if gradient is None else version_of(gradient) for gradient in gradients
+        ]
 
     def _update_parameters(self) -> None:
-        groups = [group["params"] for each in self._amp.optimizers for group in each.param_groups]
+        groups = [
+            group["params"]
+            for each in self._amp.optimizers
+            for group in each.param_groups
+        ]
         lengths = [(id(parameters), len(parameters)) for parameters in groups]
         if lengths != self._groups or not self._parameters:
             self._groups = lengths
@@ -185,7 +212,8 @@ class TrueGradients:
     def _refuse_moved_weights(self) -> None:
         """Refuse optimizers that move the weights away and put them back in a step.
 
-        Only a class that is not torch's own does that. With such a class a step waits anyway.
+        Only a class that is not torch's own does that. With such a class a step waits
+        anyway.
         """
         for optimizer in self._amp.optimizers:
             if type(optimizer).__module__.startswith("torch."):
@@ -196,8 +224,8 @@ class TrueGradients:
             if before is not norms and not torch.equal(before, norms):
                 name = type(optimizer).__name__
                 raise refuse_in_float16(
-                    f"{name} moves the weights between two backwards, and a skipped step would not "
-                    "put them back"
+                    f"{name} moves the weights between two backwards, and a skipped "
+                    "step would not put them back"
                 )
 
 
@@ -206,10 +234,13 @@ _Kind = tuple[torch.device, torch.dtype, list[torch.Tensor]]
 
 def by_kind(leaves: Sequence[torch.Tensor]) -> list[_Kind]:
     """The values of the gradients that there are, as real numbers; none is empty."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(
+        list
+    )
     for leaf in leaves:
         if leaf.grad is not None and leaf.grad.is_sparse:
-            leaf.grad = leaf.grad.coalesce()  # only then its values can be changed in place
+            # only then its values can be changed in place
+            leaf.grad = leaf.grad.coalesce()
     gradients = (leaf.grad for leaf in leaves if leaf.grad is not None)
     for gradient in dict.fromkeys(gradients):  # two leaves may share one
         values = gradient.values() if gradient.is_sparse else gradient
@@ -228,14 +259,17 @@ def _multiply(leaves: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 def _warn_of_function(kind: type) -> None:
     """Warn that the backward of a trial's own function gets scaled gradients."""
     made_for = (each for each in vars(kind).values() if isinstance(each, type))
-    function: Any = next((f for f in made_for if issubclass(f, torch.autograd.Function)), None)
+    function: Any = next(
+        (f for f in made_for if issubclass(f, torch.autograd.Function)), None
+    )
     backward = inspect.unwrap(getattr(function, "backward", _warn_of_function))
     code = backward.__code__ if inspect.isfunction(backward) else None
     if code is None or backward.__module__.startswith(("torch.", "determined_amp.")):
         return
     if "site-packages" not in code.co_filename:  # those of libraries are linear
         logger.warning(
-            "%s:%d: the backward of %s gets gradients times the loss scale in amp_fp16, which "
-            "is right if it is linear in them; one that clips or rounds them needs amp_bf16",
+            "%s:%d: the backward of %s gets gradients times the loss scale in "
+            "amp_fp16, which is right if it is linear in them; one that clips or "
+            "rounds them needs amp_bf16",
             *(code.co_filename, code.co_firstlineno, function.__name__),
         )

@@ -1,7 +1,8 @@
 """Mixed precision for a float32 `PyTorchTrial` whose code knows nothing of it.
 
-The trial gets a view of its context. The view hands each model that is wrapped, each backward and
-each step to `UnmodifiedTraining`, which does what a trial with a `MixedPrecision` does itself.
+The trial gets a view of its context. The view hands each model that is wrapped, each
+backward and each step to `UnmodifiedTraining`, which does what a trial with a
+`MixedPrecision` does itself.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ logger = logging.getLogger(__name__)
 MakeTrial = Callable[[pytorch.PyTorchTrialContext], pytorch.PyTorchTrial]
 
 
-def trial_of(experiment: Experiment, context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrial:
-    """Make the trial of an experiment, in the precision of its `amp` section if it has one.
+def trial_of(
+    experiment: Experiment, context: pytorch.PyTorchTrialContext
+) -> pytorch.PyTorchTrial:
+    """Make the trial of an experiment, in the precision of its `amp` section if it has
+    one.
 
     Args:
         experiment: Names the trial.
@@ -49,8 +53,8 @@ def trial_of_run(
 ) -> pytorch.PyTorchTrial:
     """Make the trial of a run as `trial_of` does, and name its precision in the log.
 
-    That is the first line where there is an `amp` section. Otherwise the trial must be made first,
-    which may give a `MixedPrecision` settings of its own.
+    That is the first line where there is an `amp` section. Otherwise the trial must be
+    made first, which may give a `MixedPrecision` settings of its own.
     """
     is_chief = context.distributed.rank == 0
     if is_chief and experiment.amp is not None:
@@ -65,7 +69,10 @@ def precision_of(experiment: Experiment, context: pytorch.PyTorchTrialContext) -
     """The precision in which a trial that has been made trains, in words."""
     amp = MixedPrecision.of(context)
     if experiment.amp is None and amp is not None:
-        return f"{amp.settings.precision.value} (by AmpSettings in the trial; no amp section)"
+        return (
+            f"{amp.settings.precision.value} (by AmpSettings in the trial; no amp"
+            " section)"
+        )
     return experiment.precision
 
 
@@ -83,8 +90,8 @@ def make_with_amp(
         settings: The precision, and all else of the `amp` section.
 
     Raises:
-        ConfigError: if the trial cannot be trained that way, saying why and what to write. Some
-            reasons show in the first batch only.
+        ConfigError: if the trial cannot be trained that way, saying why and what to
+            write. Some reasons show in the first batch only.
     """
     view = AmpContext(context, settings)
     trial = make_trial(view)
@@ -100,7 +107,8 @@ def make_with_amp(
 class TrialAsItIs(pytorch.PyTorchTrial):
     """For an entrypoint that names a class: `entrypoint: determined_amp:TrialAsItIs`.
 
-    It makes the trial of `hyperparameters.trial` in the precision of `hyperparameters.amp`.
+    It makes the trial of `hyperparameters.trial` in the precision of
+    `hyperparameters.amp`.
 
     Args:
         context: The trial's context.
@@ -121,24 +129,29 @@ class TrialAsItIs(pytorch.PyTorchTrial):
 
 
 class AmpContext(pytorch.PyTorchTrialContext):
-    """A view of a trial's context that shares all of its attributes, and adds to three methods.
+    """A view of a trial's context that shares all of its attributes, and adds to three
+    methods.
 
     Args:
         context: The one that Determined's loop has.
         settings: The `amp` section.
 
     Attributes:
-        unmodified: What the three methods call. It is made when a trial without a `MixedPrecision`
-            wraps its first model.
+        unmodified: What the three methods call. It is made when a trial without a
+            `MixedPrecision` wraps its first model.
     """
 
-    def __init__(self, context: pytorch.PyTorchTrialContext, settings: AmpSettings) -> None:
+    def __init__(
+        self, context: pytorch.PyTorchTrialContext, settings: AmpSettings
+    ) -> None:
         self.__dict__ = context.__dict__
         self.unmodified: UnmodifiedTraining | None = None
         self._amp_settings = settings
 
     def hand_over(self) -> None:
-        """Become a plain context, for a trial that has made a `MixedPrecision` itself."""
+        """Become a plain context, for a trial that has made a `MixedPrecision`
+        itself.
+        """
         self.__class__ = pytorch.PyTorchTrialContext  # type: ignore[assignment]
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
@@ -156,7 +169,9 @@ class AmpContext(pytorch.PyTorchTrialContext):
         create_graph: bool = False,
     ) -> None:
         def run(scaled: torch.Tensor) -> None:
-            super(AmpContext, self).backward(scaled, gradient, retain_graph, create_graph)
+            super(AmpContext, self).backward(
+                scaled, gradient, retain_graph, create_graph
+            )
 
         if self.unmodified is None or not self.unmodified.is_attached:
             run(loss)
@@ -171,7 +186,9 @@ class AmpContext(pytorch.PyTorchTrialContext):
         scaler: Any = None,
     ) -> None:
         def run(clip: Callable[[Any], Any] | None, scaler: Any) -> None:
-            super(AmpContext, self).step_optimizer(optimizer, clip, auto_zero_grads, scaler)
+            super(AmpContext, self).step_optimizer(
+                optimizer, clip, auto_zero_grads, scaler
+            )
 
         if self.unmodified is None or not self.unmodified.is_attached:
             run(clip_grads, scaler)

@@ -13,18 +13,21 @@ from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.fp32_modules import as_float32
 from determined_amp.amp.precision import autocast_is_on
 
-_CONVERT = "or write the AMP in the trial itself: docs/your_trial.md shows the ten lines"
+_CONVERT = (
+    "or write the AMP in the trial itself: docs/your_trial.md shows the ten lines"
+)
 NO_AMP = (
-    "neither autocast nor a GradScaler: here both come from outside (python -m determined_amp "
-    "check examines AMP of the trial's own if its YAML has no hyperparameters.amp)"
+    "neither autocast nor a GradScaler: here both come from outside (python -m "
+    "determined_amp check examines AMP of the trial's own if its YAML has no "
+    "hyperparameters.amp)"
 )
 
 
 class UnmodifiedAutocast:
     """Runs a model's forward under autocast, and casts its results to float32.
 
-    A copy of the model, such as an average of its weights, shares this object. A pickled model
-    loses it, because it leaves the training.
+    A copy of the model, such as an average of its weights, shares this object. A
+    pickled model loses it, because it leaves the training.
 
     Args:
         amp: Makes the autocast of a training batch and that of a validation batch.
@@ -44,7 +47,9 @@ class UnmodifiedAutocast:
         self.in_backward = False
         self.before_forward: Callable[[], None] | None = None
 
-    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         is_on = autocast_is_on(self._amp.device.type)
         # A wrapped model calls another one, or a checkpoint repeats such a call.
         if self._inside or (self.in_backward and is_on):

@@ -1,12 +1,13 @@
-"""What makes a float32 trial train in mixed precision, between the trial and its context.
+"""What makes a float32 trial train in mixed precision, between the trial and its
+context.
 
-The forward of each wrapped model, and of its members, runs under autocast, `context.backward`
-scales the loss and leaves true gradients, a step of any optimizer is skipped if they overflowed,
-and each batch ends with one `update`. Everything else is `MixedPrecision`, as in a trial that was
-written for it.
+The forward of each wrapped model, and of its members, runs under autocast,
+`context.backward` scales the loss and leaves true gradients, a step of any optimizer is
+skipped if they overflowed, and each batch ends with one `update`. Everything else is
+`MixedPrecision`, as in a trial that was written for it.
 
-What a model returns is cast to float32. So is what its hooks see, and what it keeps in attributes:
-a loss that is computed outside the model is never in 16 bits.
+What a model returns is cast to float32. So is what its hooks see, and what it keeps in
+attributes: a loss that is computed outside the model is never in 16 bits.
 """
 
 from __future__ import annotations
@@ -61,10 +62,12 @@ logger = logging.getLogger(__name__)
 
 
 def _called(model: nn.Module, *, with_members: bool) -> Iterator[nn.Module]:
-    """The modules whose forwards a trial may call: the model, and its members with parameters.
+    """The modules whose forwards a trial may call: the model, and its members with
+    parameters.
 
-    A trial calls a member in its own code, as in `model.decoder(z)`, or by a method of the model,
-    as in `model.encode(x)`. The members of a module without a forward stand for it.
+    A trial calls a member in its own code, as in `model.decoder(z)`, or by a method of
+    the model, as in `model.encode(x)`. The members of a module without a forward stand
+    for it.
     """
     # TorchScript's classes have no `forward`, but their models do.
     has_forward = getattr(type(model), "forward", None) is not nn.Module.forward
@@ -73,7 +76,9 @@ def _called(model: nn.Module, *, with_members: bool) -> Iterator[nn.Module]:
     if with_members or not has_forward:
         for member in model.children():
             if any(True for _ in member.parameters()):
-                yield from _called(member, with_members=with_members and not has_forward)
+                yield from _called(
+                    member, with_members=with_members and not has_forward
+                )
 
 
 class UnmodifiedTraining(pytorch.PyTorchCallback):
@@ -84,10 +89,13 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         settings: The `amp` section.
 
     Attributes:
-        is_attached: Whether the trial has been made; before that its context works as usual.
+        is_attached: Whether the trial has been made; before that its context works as
+            usual.
     """
 
-    def __init__(self, context: pytorch.PyTorchTrialContext, settings: AmpSettings) -> None:
+    def __init__(
+        self, context: pytorch.PyTorchTrialContext, settings: AmpSettings
+    ) -> None:
         theirs = scaler_of(context)
         if theirs is not None and not theirs.is_enabled():
             forget_scaler(context)  # a trial whose own AMP is switched off
@@ -150,7 +158,11 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         return {**named, **metrics}
 
     def backward(
-        self, loss: torch.Tensor, backward: Callable[[torch.Tensor], None], *, create_graph: bool
+        self,
+        loss: torch.Tensor,
+        backward: Callable[[torch.Tensor], None],
+        *,
+        create_graph: bool,
     ) -> None:
         """Go backward from a loss, and leave true gradients.
 
@@ -162,18 +174,20 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         amp, gradients = self._amp, self._gradients
         if create_graph and amp.scaler.is_enabled():
             raise refusal(
-                "it calls context.backward(create_graph=True), whose gradients would be scaled",
+                "it calls context.backward(create_graph=True), whose gradients would "
+                "be scaled",
                 "precision amp_bf16, which needs no scale",
             )
         if loss.dtype in SIXTEEN_BITS:
             raise refusal(
                 f"its loss is in {dtype_name(loss.dtype)}: it is computed from a "
-                "tensor that the model keeps, or returns in another container than a tuple, list, "
-                "dict or dataclass, so the tensor was not cast to float32",
+                "tensor that the model keeps, or returns in another container than a "
+                "tuple, list, dict or dataclass, so the tensor was not cast to float32",
                 ".float() on the tensor",
             )
         if loss.numel() == 1:
-            self._losses.append(loss.detach().clone().reshape(()))  # the trial may change it
+            # the trial may change it
+            self._losses.append(loss.detach().clone().reshape(()))
 
         def run(scaled: torch.Tensor) -> None:
             before, self._autocast.in_backward = self._autocast.in_backward, True
@@ -222,12 +236,18 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
     # Internals.
 
     def _begin_step(self, optimizer: Optimizer) -> torch.Tensor | None:
-        """End the window of an optimizer; return its `found_inf` if there is a loss scale."""
+        """End the window of an optimizer; return its `found_inf` if there is a loss
+        scale.
+        """
         scaler = self._amp.scaler
         if self._counted_as(optimizer) in scaler.outcomes:  # a second step in a batch
             self._amp.finish_steps()
         scaler.has_scaled = True
-        return None if self._gradients is None else self._gradients.found_inf_of_step(optimizer)
+        return (
+            None
+            if self._gradients is None
+            else self._gradients.found_inf_of_step(optimizer)
+        )
 
     # Calls of torch.
 
@@ -266,39 +286,53 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
                 "the trial",
                 [
                     f"train_batch: it steps {name} with a closure, for which "
-                    "no line helps in 16 bits: it compares losses and gradients of several "
-                    "backwards that must not be skipped; allowed: precision fp32 or tf32"
+                    "no line helps in 16 bits: it compares losses and gradients of "
+                    "several backwards that must not be skipped; allowed: precision "
+                    "fp32 or tf32"
                 ],
             )
         if scaled:
             raise refusal(
                 f"it steps {name} itself, which no overflow could skip",
                 "self.context.step_optimizer(optimizer) with an optimizer of "
-                "context.wrap_optimizer, or precision amp_bf16, which needs no loss scale",
+                "context.wrap_optimizer, or precision amp_bf16, which needs no loss "
+                "scale",
             )
 
     def _run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Called in place of the engine that all of torch's backwards use."""
         is_inside = not self._autocast.training or self._autocast.in_backward
-        if is_inside or any(map(is_stand_in, args[0])):  # a compiler traces this backward
+        # a compiler traces this backward
+        if is_inside or any(map(is_stand_in, args[0])):
             return run(*args, **kwargs)
         if kwargs.get("accumulate_grad"):
-            raise refusal("it calls loss.backward() itself", "self.context.backward(loss)")
+            raise refusal(
+                "it calls loss.backward() itself", "self.context.backward(loss)"
+            )
         if self._gradients is not None:
             raise refuse_in_float16(
-                "it calls torch.autograd.grad or torch.func, whose gradients would be without a "
-                "loss scale"
+                "it calls torch.autograd.grad or torch.func, whose gradients would be "
+                "without a loss scale"
             )
         return run(*args, **kwargs)
 
     # Calls of Determined's loop.
 
-    def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
-        """Make optimizers fused, now that models and hooks are complete, and before any state."""
+    def on_trial_startup(
+        self, first_batch_idx: int, checkpoint_uuid: str | None
+    ) -> None:
+        """Make optimizers fused, now that models and hooks are complete, and before any
+        state.
+        """
         for optimizer in self._context.optimizers if self._amp.fused else ():
-            if not fuse(optimizer, self._context.models) and self._amp.scaler.is_enabled():
+            if (
+                not fuse(optimizer, self._context.models)
+                and self._amp.scaler.is_enabled()
+            ):
                 name = type(optimizer).__name__
-                logger.info("%s cannot be fused, so each step waits for the device", name)
+                logger.info(
+                    "%s cannot be fused, so each step waits for the device", name
+                )
 
     def on_training_start(self) -> None:
         _refuse_16_bit_weights(self._context)
@@ -330,6 +364,7 @@ def _refuse_16_bit_weights(context: pytorch.PyTorchTrialContext) -> None:
             "the trial",
             [
                 f"its weights are in {dtype_name(dtype)}, as after .half() or "
-                ".bfloat16(); autocast computes in 16 bits with weights in float32: leave that out"
+                ".bfloat16(); autocast computes in 16 bits with weights in float32: "
+                "leave that out"
             ],
         )

@@ -1,4 +1,4 @@
-"""Mixed precision in your own loop with Determined's Core API. It also runs without a cluster.
+"""Mixed precision in your own loop with the Core API, on a cluster or without one.
 
 cluster:     det experiment create any_loop.yaml .
 no cluster:  python train.py
@@ -32,7 +32,9 @@ def batch_of(step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tenso
 
 
 def train(
-    core_context: core.Context, settings: AmpSettings, latest_checkpoint: str | None = None
+    core_context: core.Context,
+    settings: AmpSettings,
+    latest_checkpoint: str | None = None,
 ) -> nn.Module:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
@@ -48,7 +50,8 @@ def train(
     def save() -> None:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         with core_context.checkpoint.store_path({"steps_completed": step}) as (path, _):
-            torch.save({**state, "amp": amp.state_dict(), "step": step}, path / "state.pt")
+            state |= {"amp": amp.state_dict(), "step": step}
+            torch.save(state, path / "state.pt")
 
     def load(path: Path) -> int:
         state = torch.load(path / "state.pt", weights_only=True, map_location=device)
@@ -75,7 +78,7 @@ def train(
 
         if step % REPORT_EVERY == 0:
             try:
-                metrics = amp.report(batch, loss_fn)  # one synchronisation; the guard judges it
+                metrics = amp.report(batch, loss_fn)  # one synchronisation; the guard
             except GuardError as error:
                 if error.state_is_good:
                     save()
@@ -89,7 +92,8 @@ def train(
 
     with torch.no_grad(), amp.eval_autocast():
         validation_loss = loss_fn(batch_of(BATCHES, device))
-    core_context.train.report_validation_metrics(step, {"validation_loss": float(validation_loss)})
+    validated = {"validation_loss": float(validation_loss)}
+    core_context.train.report_validation_metrics(step, validated)
     return model
 
 
@@ -98,4 +102,5 @@ if __name__ == "__main__":
     info = det.get_cluster_info()  # None without a cluster
     section = info.trial.hparams["amp"] if info else {"precision": "amp_fp16"}
     with core.init() as core_context:
-        train(core_context, AmpSettings(**section), info.latest_checkpoint if info else None)
+        newest = info.latest_checkpoint if info else None
+        train(core_context, AmpSettings(**section), newest)

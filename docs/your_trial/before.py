@@ -1,4 +1,4 @@
-"""Which of ten corners of a cube is a noisy point near? A small trial, with its data."""
+"""Which of ten corners of a cube is a noisy point near? A small trial."""
 
 from typing import Any
 
@@ -26,8 +26,9 @@ class MyTrial(pytorch.PyTorchTrial):
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         self.context = context
         self.model = context.wrap_model(net())
-        parameters, learning_rate = self.model.parameters(), context.get_hparam("learning_rate")
-        self.optimizer = context.wrap_optimizer(torch.optim.AdamW(parameters, lr=learning_rate))
+        rate = context.get_hparam("learning_rate")
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate)
+        self.optimizer = context.wrap_optimizer(optimizer)
 
     def build_training_data_loader(self) -> pytorch.DataLoader:
         return pytorch.DataLoader(points(2000), self.context.get_per_slot_batch_size())

@@ -1,4 +1,6 @@
-"""Augmentation as a pure function of random numbers, and the source of these numbers."""
+"""Augmentation as a pure function of random numbers, and the source of these
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -34,27 +36,38 @@ def crop_and_flip(
     columns = torch.where(flip, columns.flip(1), columns)
     batch = torch.arange(len(images))[:, None, None]
     # Indexing on both sides of the channel dimension moves it to the end: (B, H, W, C).
-    return padded[batch, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+    return (
+        padded[batch, :, rows[:, :, None], columns[:, None, :]]
+        .permute(0, 3, 1, 2)
+        .contiguous()
+    )
 
 
-def uniform_numbers(seed: int, samples: Sequence[Sample], draws: int) -> NDArray[np.float64]:
+def uniform_numbers(
+    seed: int, samples: Sequence[Sample], draws: int
+) -> NDArray[np.float64]:
     """`draws` numbers in [0, 1) per sample, a function of (seed, epoch, image) only.
 
-    The finaliser of splitmix64 (Steele et al. 2014, doi 10.1145/2660193.2660195) computes them from
-    a counter.
+    The finaliser of splitmix64 (Steele et al. 2014, doi 10.1145/2660193.2660195)
+    computes them from a counter.
 
     Returns:
         (B, draws), float64.
     """
-    keys = np.array([(sample.epoch, sample.image) for sample in samples], dtype=np.uint64)
+    keys = np.array(
+        [(sample.epoch, sample.image) for sample in samples], dtype=np.uint64
+    )
     with np.errstate(over="ignore"):
-        # Mixed one after the other: with a sum, (seed, image + 1) would equal (seed + 1, image).
+        # Mixed one after the other: with a sum, (seed, image + 1) would equal (seed +
+        # 1, image).
         counter = _mix(np.full((1, 1), seed, dtype=np.uint64))
         for key in keys.T[:, :, None]:
             counter = _mix(counter + key)
         draw = np.arange(1, draws + 1, dtype=np.uint64)
         mixed = _mix((counter + draw).astype(np.uint64))
-    numbers: NDArray[np.float64] = (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    numbers: NDArray[np.float64] = (mixed >> np.uint64(11)).astype(
+        np.float64
+    ) * 2.0**-53
     return numbers
 
 

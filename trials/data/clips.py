@@ -1,7 +1,9 @@
-"""Datasets of video clips: moving digits made in the loader, latents from a folder, or noise.
+"""Datasets of video clips: moving digits made in the loader, latents from a folder, or
+noise.
 
-A clip is (C, F, S, S) float32: channels, frames, and the side of a square. The default is a moving
-scanned digit, which needs no file and no network and is a function of (seed, epoch, scan) only.
+A clip is (C, F, S, S) float32: channels, frames, and the side of a square. The default
+is a moving scanned digit, which needs no file and no network and is a function of
+(seed, epoch, scan) only.
 """
 
 from __future__ import annotations
@@ -35,9 +37,10 @@ VALIDATION_SEED = 20240105
 class ClipDataset(enum.Enum):
     """The source of the clips.
 
-    `moving_digits`: scikit-learn's 1797 scanned digits; each drifts and bounces in the frame.
-    `video_latents`: `directory/train/CLASS/*` and `directory/val/CLASS/*`, `.pt` or `.npy` files.
-    `synthetic`: noise, for throughput only: nothing can be learnt from it.
+    `moving_digits`: scikit-learn's 1797 scanned digits; each drifts and bounces in the
+    frame. `video_latents`: `directory/train/CLASS/*` and `directory/val/CLASS/*`, `.pt`
+    or `.npy` files. `synthetic`: noise, for throughput only: nothing can be learnt from
+    it.
     """
 
     MOVING_DIGITS = "moving_digits"
@@ -57,7 +60,8 @@ class ClipSettings(DatasetSettings):
         classes: Number of classes; checked against the dataset.
         directory: The folder of `video_latents`.
         workers: Loader processes per slot; 0 loads in the training process.
-        samples: Number of training clips of `synthetic`; it has a tenth as many for validation.
+        samples: Number of training clips of `synthetic`; it has a tenth as many for
+            validation.
     """
 
     dataset: ClipDataset = setting(ClipDataset.MOVING_DIGITS)
@@ -78,12 +82,15 @@ class ClipSettings(DatasetSettings):
         yield from super().contradictions(given)
         if self.dataset is ClipDataset.MOVING_DIGITS:
             if self.channels != 1:
-                yield "channels", f"got {self.channels}, but moving_digits are grey; allowed: 1"
+                yield (
+                    "channels",
+                    f"got {self.channels}, but moving_digits are grey; allowed: 1",
+                )
             if self.image_size < 12:
                 yield (
                     "image_size",
-                    f"got {self.image_size}, in which no digit of two thirds of it is legible; "
-                    "allowed: 12 or more",
+                    f"got {self.image_size}, in which no digit of two thirds of it is "
+                    "legible; allowed: 12 or more",
                 )
 
 
@@ -91,8 +98,8 @@ def load(settings: ClipSettings, seed: int) -> tuple[Labelled, Labelled]:
     """The training and the validation clips.
 
     Raises:
-        DataError: if a directory is missing, a file has another shape, or the number of classes
-            differs from `settings`.
+        DataError: if a directory is missing, a file has another shape, or the number of
+            classes differs from `settings`.
     """
     train: Labelled
     validation: Labelled
@@ -113,10 +120,12 @@ def load(settings: ClipSettings, seed: int) -> tuple[Labelled, Labelled]:
 
 
 class MovingDigits:
-    """One scanned digit per clip, two thirds as large as the frame, which moves in a straight line.
+    """One scanned digit per clip, two thirds as large as the frame, which moves in a
+    straight line.
 
-    Position, direction and speed are functions of (seed, epoch, scan). Per frame a digit crosses
-    between an eighth and a quarter of its free space. It bounces at the border.
+    Position, direction and speed are functions of (seed, epoch, scan). Per frame a
+    digit crosses between an eighth and a quarter of its free space. It bounces at the
+    border.
 
     Args:
         scans: (N, H, W), float32 in [0, 1].
@@ -141,7 +150,9 @@ class MovingDigits:
         self._frames = settings.frames
         digit = settings.image_size * 2 // 3
         if scans.shape[-1] != digit:
-            scans = v2.functional.resize(scans[:, None], [digit, digit], antialias=True)[:, 0]
+            scans = v2.functional.resize(
+                scans[:, None], [digit, digit], antialias=True
+            )[:, 0]
         self._scans = scans
         self._labels = labels
         self._seed = seed
@@ -163,7 +174,9 @@ class MovingDigits:
     def _path(self, samples: Sequence[Sample]) -> torch.Tensor:
         """Upper left corner of the digit in every frame, (2, B, F), in pixels."""
         room = self._side - self._scans.shape[-1]
-        draws = torch.from_numpy(uniform_numbers(self._seed, samples, draws=4)).T[..., None]
+        draws = torch.from_numpy(uniform_numbers(self._seed, samples, draws=4)).T[
+            ..., None
+        ]
         start, (angle, speed) = draws[:2] * room, draws[2:]
         angle = angle * (2 * np.pi)
         velocity = torch.stack([angle.sin(), angle.cos()]) * room * (1 + speed) / 8
@@ -172,7 +185,9 @@ class MovingDigits:
         return bounced.float()
 
     def _placement(self, offsets: torch.Tensor) -> torch.Tensor:
-        """Linear interpolation weights that put a row of the scan at an offset, (B, F, S, H)."""
+        """Linear interpolation weights that put a row of the scan at an offset, (B, F,
+        S, H).
+        """
         frame = torch.arange(self._side)[:, None]
         scan = torch.arange(self._scans.shape[-1])
         return (1.0 - (frame - offsets[..., None, None] - scan).abs()).clamp_(min=0.0)
@@ -192,7 +207,9 @@ class SyntheticClips:
         self._count = count
         generator = torch.Generator().manual_seed(seed)
         # A few clips are enough: throughput does not depend on their values.
-        self._clips = torch.randn((min(count, 8), *settings.clip_shape), generator=generator)
+        self._clips = torch.randn(
+            (min(count, 8), *settings.clip_shape), generator=generator
+        )
 
     def __len__(self) -> int:
         return self._count

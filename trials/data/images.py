@@ -36,12 +36,12 @@ from trials.data.loading import (
 class DatasetName(enum.Enum):
     """The source of the images.
 
-    `digits`: 1797 scanned handwritten digits, which are part of scikit-learn.
-    `mnist`, `cifar10`: torchvision downloads them into `directory`, once per node.
-    `image_folder`: `directory/train/CLASS/*` and `directory/val/CLASS/*`.
-    `synthetic`: noise, for throughput only: nothing can be learnt from it.
-    `device_synthetic`: one batch of noise, made on the device and trained on again and again: the
-    throughput that no loader can exceed.
+    `digits`: 1797 scanned handwritten digits, which are part of scikit-learn. `mnist`,
+    `cifar10`: torchvision downloads them into `directory`, once per node.
+    `image_folder`: `directory/train/CLASS/*` and `directory/val/CLASS/*`. `synthetic`:
+    noise, for throughput only: nothing can be learnt from it. `device_synthetic`: one
+    batch of noise, made on the device and trained on again and again: the throughput
+    that no loader can exceed.
     """
 
     DIGITS = "digits"
@@ -59,12 +59,13 @@ class DataSettings(DatasetSettings):
     Args:
         dataset: The dataset.
         image_size: Side of the square images that the model gets, in pixels.
-        channels: 1 for grey, 3 for colour; grey images are repeated, colour images averaged.
+        channels: 1 for grey, 3 for colour; grey images are repeated, colour images
+            averaged.
         classes: Number of classes; checked against the dataset.
         directory: The folder of `mnist`, `cifar10` or `image_folder`.
         workers: Loader processes per slot; 0 loads in the training process.
-        samples: Number of training images of `synthetic` and `device_synthetic`; they have a tenth
-            as many for validation.
+        samples: Number of training images of `synthetic` and `device_synthetic`; they
+            have a tenth as many for validation.
     """
 
     dataset: DatasetName = setting(DatasetName.DIGITS)
@@ -80,7 +81,10 @@ class DataSettings(DatasetSettings):
             yield "channels", "got 2; allowed: 1 (grey) or 3 (colour)"
         yield from super().contradictions(given)
         if self.dataset is DatasetName.DEVICE_SYNTHETIC and self.workers:
-            yield "workers", f"got {self.workers}, but device_synthetic loads nothing; allowed: 0"
+            yield (
+                "workers",
+                f"got {self.workers}, but device_synthetic loads nothing; allowed: 0",
+            )
 
 
 def load(
@@ -94,7 +98,8 @@ def load(
         device: Where the images of `device_synthetic` are; by default the CPU.
 
     Raises:
-        DataError: if a directory is missing, or the number of classes differs from `settings`.
+        DataError: if a directory is missing, or the number of classes differs from
+            `settings`.
     """
     train: Labelled
     validation: Labelled
@@ -153,7 +158,9 @@ class TensorImages:
         index = torch.tensor([sample.image for sample in samples])
         images = self._images[index]
         if self._augment_seed is not None:
-            images = crop_and_flip(images, uniform_numbers(self._augment_seed, samples, draws=3))
+            images = crop_and_flip(
+                images, uniform_numbers(self._augment_seed, samples, draws=3)
+            )
         return images, self._labels[index]
 
 
@@ -163,14 +170,16 @@ class FolderImages:
     Args:
         root: The folder of class folders.
         settings: Size and channels of the batches.
-        augment_seed: Seed of random crops and flips (Szegedy et al. 2015, arXiv 1409.4842); None
-            resizes and crops the centre.
+        augment_seed: Seed of random crops and flips (Szegedy et al. 2015, arXiv
+            1409.4842); None resizes and crops the centre.
 
     Raises:
         DataError: if there is no such folder, or a class in it has no file.
     """
 
-    def __init__(self, root: Path, settings: DataSettings, augment_seed: int | None) -> None:
+    def __init__(
+        self, root: Path, settings: DataSettings, augment_seed: int | None
+    ) -> None:
         self._folder = class_folders(root, "image_folder", datasets.ImageFolder)
         self.class_names = self._folder.classes
         self.classes = len(self.class_names)
@@ -181,7 +190,10 @@ class FolderImages:
         if augment_seed is None:
             shape = [v2.Resize(side * 8 // 7, antialias=True), v2.CenterCrop(side)]
         else:
-            shape = [v2.RandomResizedCrop(side, antialias=True), v2.RandomHorizontalFlip()]
+            shape = [
+                v2.RandomResizedCrop(side, antialias=True),
+                v2.RandomHorizontalFlip(),
+            ]
         self._transform = v2.Compose([*shape, v2.PILToTensor()])
 
     def __len__(self) -> int:
@@ -190,7 +202,9 @@ class FolderImages:
     def __getitems__(self, samples: Sequence[Sample]) -> Batch:
         """A batch: images (B, C, H, W) uint8, labels (B,) int64."""
         decoded = [self._decode(sample) for sample in samples]
-        images = _as_channels(torch.stack([image for image, _ in decoded]), self._channels)
+        images = _as_channels(
+            torch.stack([image for image, _ in decoded]), self._channels
+        )
         return images, torch.tensor([label for _, label in decoded])
 
     def _decode(self, sample: Sample) -> tuple[torch.Tensor, int]:
@@ -201,7 +215,8 @@ class FolderImages:
             raise DataError(f"{path}: cannot be decoded: {error}") from error
         if self._augment_seed is None:
             return self._transform(image), label
-        # torchvision draws from the global generator, so it gets the seed of this sample.
+        # torchvision draws from the global generator, so it gets the seed of this
+        # sample.
         draw = uniform_numbers(self._augment_seed, [sample], draws=1)[0, 0]
         with torch.random.fork_rng(devices=[]):
             # torch.manual_seed would seed the generators of the GPUs, too.
@@ -221,7 +236,9 @@ class DeviceNoise:
 
     on_device = True
 
-    def __init__(self, count: int, settings: DataSettings, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, count: int, settings: DataSettings, seed: int, device: torch.device
+    ) -> None:
         self.classes = settings.classes
         self._count = count
         self._shape = (settings.channels, settings.image_size, settings.image_size)
@@ -233,12 +250,16 @@ class DeviceNoise:
         return self._count
 
     def __getitems__(self, samples: Sequence[Sample]) -> Batch:
-        """A batch: images (B, C, S, S) float32 in [-1, 1], labels (B,) int64, on the device."""
+        """A batch: images (B, C, S, S) float32 in [-1, 1], labels (B,) int64, on the
+        device.
+        """
         size = len(samples)
         if self._made is None or len(self._made[1]) < size:
             draw: dict[str, Any] = {"device": self._device}
             draw["generator"] = torch.Generator(self._device).manual_seed(self._seed)
-            images = torch.randint(0, 256, (size, *self._shape), dtype=torch.uint8, **draw)
+            images = torch.randint(
+                0, 256, (size, *self._shape), dtype=torch.uint8, **draw
+            )
             labels = torch.randint(0, self.classes, (size,), **draw)
             images, labels = to_device((images, labels), self._device)
             self._made = images, labels
@@ -255,11 +276,15 @@ def _as_channels(images: torch.Tensor, channels: int) -> torch.Tensor:
 
 
 @cache
-def digit_scans() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """scikit-learn's scanned digits: scans (N, 8, 8) float32 in [0, 1], labels (N,) int64.
+def digit_scans() -> tuple[
+    tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
+]:
+    """scikit-learn's scanned digits: scans (N, 8, 8) float32 in [0, 1], labels (N,)
+    int64.
 
     Returns:
-        1437 for training and 360 for validation. The split is fixed, so all seeds are validated on
+        1437 for training and 360 for validation. The split is fixed, so all seeds are
+            validated on
         the same 360. Every call returns the same tensors; do not change them.
     """
     # scikit-learn takes two seconds to import, and only the digits need it.
@@ -275,8 +300,12 @@ def digit_scans() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor
     return (scans[train], labels[train]), (scans[validation], labels[validation])
 
 
-def _in_memory(settings: DataSettings, seed: int, *, train: bool) -> tuple[torch.Tensor, Any]:
-    """The images of a dataset that fits in memory, (N, C, H, W) uint8, and their labels."""
+def _in_memory(
+    settings: DataSettings, seed: int, *, train: bool
+) -> tuple[torch.Tensor, Any]:
+    """The images of a dataset that fits in memory, (N, C, H, W) uint8, and their
+    labels.
+    """
     if settings.dataset is DatasetName.DIGITS:
         scans, labels = digit_scans()[0 if train else 1]
         return (scans * 255.0).round().to(torch.uint8)[:, None], labels
@@ -298,7 +327,11 @@ def _in_memory(settings: DataSettings, seed: int, *, train: bool) -> tuple[torch
 
 @contextmanager
 def _node_lock(name: str) -> Iterator[None]:
-    """Let one process of this node download at a time; the others then find the files."""
-    with open(Path(tempfile.gettempdir()) / f"{name}-download-{os.getuid()}.lock", "w") as file:
+    """Let one process of this node download at a time; the others then find the
+    files.
+    """
+    with open(
+        Path(tempfile.gettempdir()) / f"{name}-download-{os.getuid()}.lock", "w"
+    ) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -17,10 +17,11 @@ from trials.data.loading import Batch, DataError, Sample, class_folders
 class LatentFolder:
     """The clips in `root/CLASS/*.npy` and `root/CLASS/*.pt`.
 
-    A file holds one clip (C, F, S, S) or several (N, C, F, S, S), in any floating dtype, already
-    scaled to a variance of about 1 by the autoencoder's `scaling_factor`. The constructor reads all
-    headers; a batch reads only its own clips. A batch opens their files again: a mapping that stays
-    open holds a file descriptor, and there may be more files than a process may open.
+    A file holds one clip (C, F, S, S) or several (N, C, F, S, S), in any floating
+    dtype, already scaled to a variance of about 1 by the autoencoder's
+    `scaling_factor`. The constructor reads all headers; a batch reads only its own
+    clips. A batch opens their files again: a mapping that stays open holds a file
+    descriptor, and there may be more files than a process may open.
 
     Args:
         root: The folder of class folders.
@@ -31,15 +32,20 @@ class LatentFolder:
         classes: Number of classes.
 
     Raises:
-        DataError: if there is no such folder, or if files lack clips of this shape; it names them.
+        DataError: if there is no such folder, or if files lack clips of this shape; it
+            names them.
     """
 
     def __init__(self, root: Path, clip_shape: tuple[int, int, int, int]) -> None:
-        read = partial(datasets.DatasetFolder, loader=mapped, extensions=(".npy", ".pt"))
+        read = partial(
+            datasets.DatasetFolder, loader=mapped, extensions=(".npy", ".pt")
+        )
         folder = class_folders(root, "video_latents", read)
         self.class_names: list[str] = folder.classes
         self.classes = len(self.class_names)
-        self._clips: list[tuple[str, int, int]] = []  # file, position in the file, label
+        self._clips: list[
+            tuple[str, int, int]
+        ] = []  # file, position in the file, label
         problems = []
         for path, label in folder.samples:
             try:
@@ -49,7 +55,9 @@ class LatentFolder:
             else:
                 self._clips.extend((path, position, label) for position in range(count))
         if problems:
-            shown = problems[:10] + [f"and {len(problems) - 10} more"] * (len(problems) > 10)
+            shown = problems[:10] + [f"and {len(problems) - 10} more"] * (
+                len(problems) > 10
+            )
             raise DataError("\n".join(shown))
 
     def __len__(self) -> int:
@@ -59,18 +67,22 @@ class LatentFolder:
         """A batch: clips (B, C, F, S, S) float32, labels (B,) int64."""
         chosen = [self._clips[sample.image] for sample in samples]
         clips = [_as_clips(mapped(path))[position] for path, position, _ in chosen]
-        return torch.stack([clip.float() for clip in clips]), torch.tensor([c[2] for c in chosen])
+        return torch.stack([clip.float() for clip in clips]), torch.tensor(
+            [c[2] for c in chosen]
+        )
 
 
 def mapped(path: str) -> torch.Tensor:
-    """The memory-mapped array of a `.npy` file or tensor of a `.pt` file; runs no code in it.
+    """The memory-mapped array of a `.npy` file or tensor of a `.pt` file; runs no code
+    in it.
 
     Raises:
         DataError: if it holds anything else or cannot be read.
     """
     try:
         if path.endswith(".npy"):
-            # torch warns of read-only arrays; a copy-on-write mapping never changes the file.
+            # torch warns of read-only arrays; a copy-on-write mapping never changes the
+            # file.
             content = torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
         else:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -87,7 +99,9 @@ def mapped(path: str) -> torch.Tensor:
         reason = str(error).partition("\n")[0]
         raise DataError(f"{path}: cannot be read as latents: {reason}") from error
     if not isinstance(content, torch.Tensor):
-        raise DataError(f"{path}: holds a {type(content).__name__}; allowed: one tensor")
+        raise DataError(
+            f"{path}: holds a {type(content).__name__}; allowed: one tensor"
+        )
     return content
 
 
@@ -96,8 +110,9 @@ def _clips_in(path: str, clip_shape: tuple[int, int, int, int]) -> int:
     latents = mapped(path)
     if latents.dim() not in (4, 5) or latents.shape[-4:] != clip_shape:
         raise DataError(
-            f"{path}: has shape {tuple(latents.shape)}; allowed by data.channels, data.frames and "
-            f"data.image_size: {clip_shape}, or several of them in one file"
+            f"{path}: has shape {tuple(latents.shape)}; allowed by data.channels, "
+            f"data.frames and data.image_size: {clip_shape}, or several of them in one "
+            "file"
         )
     if not latents.is_floating_point():
         raise DataError(f"{path}: is {latents.dtype}; allowed: a floating dtype")

@@ -1,10 +1,11 @@
 """Loaders whose order and augmentation a resumed run continues exactly.
 
-Determined resumes a trial in a new process, which skips batches of the sampler. So order and
-augmentation must not depend on the random numbers drawn before. Here both are functions of
-(seed, epoch, image) only, for every number of ranks and loader workers.
-(Determined alone draws the order of `pytorch.DataLoader(shuffle=True)` from the global generator.
-That order changes after a resume, and ranks whose generators differ train on overlapping shards.)
+Determined resumes a trial in a new process, which skips batches of the sampler. So
+order and augmentation must not depend on the random numbers drawn before. Here both are
+functions of (seed, epoch, image) only, for every number of ranks and loader workers.
+(Determined alone draws the order of `pytorch.DataLoader(shuffle=True)` from the global
+generator. That order changes after a resume, and ranks whose generators differ train on
+overlapping shards.)
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from typing_extensions import Self
 from determined_amp import UserError
 from determined_amp.experiment.fields import read_section
 
-# The most loader processes of a slot. Hundreds of thousands would take the machine down.
+# The most loader processes of a slot. Hundreds of thousands would take the machine
+# down.
 MOST_WORKERS = 256
 
 # By their names in the YAML, the datasets that read a directory, and those of any size.
@@ -79,10 +81,14 @@ class DatasetSettings:
         Raises:
             ConfigError: naming every mistake.
         """
-        return read_section(cls, context.get_experiment_config().get("data") or {}, "data")
+        return read_section(
+            cls, context.get_experiment_config().get("data") or {}, "data"
+        )
 
     def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
-        """A key and a sentence for each key that is missing or that the dataset does not use."""
+        """A key and a sentence for each key that is missing or that the dataset does
+        not use.
+        """
         name = self.dataset.value
         if name in _IN_A_DIRECTORY and self.directory is None:
             yield "directory", f"missing; dataset {name} needs a directory"
@@ -105,7 +111,8 @@ class DataError(UserError):
 
 
 class EpochSampler(Sampler[Sample]):
-    """Yields every sample once per pass, in an order that is a function of (seed, epoch).
+    """Yields every sample once per pass, in an order that is a function of (seed,
+    epoch).
 
     Args:
         size: Number of samples.
@@ -132,18 +139,21 @@ class EpochSampler(Sampler[Sample]):
 def training_loader(
     images: Samples, batch_size: int, seed: int, workers: int
 ) -> pytorch.DataLoader:
-    """Shuffled batches of exactly `batch_size`; Determined repeats, shards and skips them.
+    """Shuffled batches of exactly `batch_size`; Determined repeats, shards and skips
+    them.
 
     Raises:
-        DataError: if there is less than one whole batch: Determined would repeat the empty epoch
-            forever.
+        DataError: if there is less than one whole batch: Determined would repeat the
+            empty epoch forever.
     """
     if len(images) < batch_size:
         raise DataError(
-            f"hyperparameters.global_batch_size: batches of {batch_size} are larger than the "
-            f"training set of {len(images)} samples; use smaller batches"
+            f"hyperparameters.global_batch_size: batches of {batch_size} are larger "
+            f"than the training set of {len(images)} samples; use smaller batches"
         )
-    return _loader(images, EpochSampler(len(images), seed), batch_size, workers, drop_last=True)
+    return _loader(
+        images, EpochSampler(len(images), seed), batch_size, workers, drop_last=True
+    )
 
 
 def validation_loader(
@@ -152,18 +162,27 @@ def validation_loader(
     """Every sample once, in order; the last batch may be smaller.
 
     Raises:
-        DataError: if there are fewer batches than slots; Determined needs one for every slot.
+        DataError: if there are fewer batches than slots; Determined needs one for every
+            slot.
     """
     if math.ceil(len(images) / batch_size) < slots:
         raise DataError(
-            f"hyperparameters.global_batch_size: batches of {batch_size} leave some of {slots} "
-            f"slots without any of the {len(images)} validation samples; use smaller batches"
+            f"hyperparameters.global_batch_size: batches of {batch_size} leave some of "
+            f"{slots} slots without any of the {len(images)} validation samples; use "
+            "smaller batches"
         )
-    return _loader(images, EpochSampler(len(images), None), batch_size, workers, drop_last=False)
+    return _loader(
+        images, EpochSampler(len(images), None), batch_size, workers, drop_last=False
+    )
 
 
 def _loader(
-    images: Samples, sampler: EpochSampler, batch_size: int, workers: int, *, drop_last: bool
+    images: Samples,
+    sampler: EpochSampler,
+    batch_size: int,
+    workers: int,
+    *,
+    drop_last: bool,
 ) -> pytorch.DataLoader:
     return pytorch.DataLoader(
         cast("Dataset[Any]", images),  # an index is enough for torch
@@ -172,27 +191,34 @@ def _loader(
         drop_last=drop_last,
         num_workers=workers,
         persistent_workers=workers > 0,
-        pin_memory=torch.cuda.is_available() and not getattr(images, "on_device", False),
+        pin_memory=torch.cuda.is_available()
+        and not getattr(images, "on_device", False),
         collate_fn=_identity,
-        # Without this, a loader draws the seed of its workers from the global generator.
+        # Without this, a loader draws the seed of its workers from the global
+        # generator.
         generator=torch.Generator().manual_seed(0),
     )
 
 
 def batches_per_epoch(loader: pytorch.DataLoader, slots: int) -> int:
-    """Batches that the chief trains per epoch: Determined gives whole batches to the slots."""
+    """Batches that the chief trains per epoch: Determined gives whole batches to the
+    slots.
+    """
     return math.ceil(len(loader) / slots)
 
 
 def to_device(batch: Any, device: torch.device) -> tuple[Any, ...]:
-    """Copy the tensors of a batch without waiting: from pinned memory the copy is asynchronous.
+    """Copy the tensors of a batch without waiting: from pinned memory the copy is
+    asynchronous.
 
-    Determined's own copy waits for the device; `disable_auto_to_device` turns that off. 8-bit
-    pixels are copied as they are, a quarter of the bytes of float32, and become float32 in [-1, 1]
-    on the device. Images with three channels become channels_last, the layout that tensor cores use
-    for convolutions.
+    Determined's own copy waits for the device; `disable_auto_to_device` turns that off.
+    8-bit pixels are copied as they are, a quarter of the bytes of float32, and become
+    float32 in [-1, 1] on the device. Images with three channels become channels_last,
+    the layout that tensor cores use for convolutions.
     """
-    return tuple(_copied(v, device) if isinstance(v, torch.Tensor) else v for v in batch)
+    return tuple(
+        _copied(v, device) if isinstance(v, torch.Tensor) else v for v in batch
+    )
 
 
 def _copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -214,15 +240,20 @@ def class_folders(root: Path, dataset: str, make: Callable[[str], FolderT]) -> F
         DataError: if there is no such folder, or a class in it has no file.
     """
     if not root.is_dir():
-        raise DataError(f"data.directory: {root} is not a directory; {dataset} reads it")
+        raise DataError(
+            f"data.directory: {root} is not a directory; {dataset} reads it"
+        )
     try:
         return make(str(root))
     except FileNotFoundError as error:
         raise DataError(f"data.directory: {root}: {error}") from error
 
 
-def check_same_classes(root: Path, train: Sequence[str], validation: Sequence[str]) -> None:
-    """Check that training and validation have the same classes, so labels mean the same.
+def check_same_classes(
+    root: Path, train: Sequence[str], validation: Sequence[str]
+) -> None:
+    """Check that training and validation have the same classes, so labels mean the
+    same.
 
     Raises:
         DataError: if `root/train` and `root/val` have different class folders.
@@ -230,8 +261,8 @@ def check_same_classes(root: Path, train: Sequence[str], validation: Sequence[st
     if train != validation:
         different = sorted({*train} ^ {*validation})
         raise DataError(
-            f"data.directory: {root}/train and {root}/val have different class folders: "
-            f"{', '.join(different)}"
+            f"data.directory: {root}/train and {root}/val have different class "
+            f"folders: {', '.join(different)}"
         )
 
 

@@ -1,8 +1,10 @@
-"""Latte, the video diffusion transformer (Ma et al. 2024, arXiv 2401.03048), from diffusers.
+"""Latte, the video diffusion transformer (Ma et al. 2024, arXiv 2401.03048), from
+diffusers.
 
-Blocks that attend within a frame alternate with blocks that attend along time. The transformer is
-`diffusers.LatteTransformer3DModel`. This module gives it the paper's initial weights and, instead
-of a text encoder, a few learned tokens per class to attend to.
+Blocks that attend within a frame alternate with blocks that attend along time. The
+transformer is `diffusers.LatteTransformer3DModel`. This module gives it the paper's
+initial weights and, instead of a text encoder, a few learned tokens per class to attend
+to.
 """
 
 from __future__ import annotations
@@ -35,12 +37,14 @@ class DenoiserSettings:
     """The `model` section of the hyperparameters; names as in diffusers.
 
     Args:
-        num_layers: Pairs of a spatial and a temporal block; the paper counts the blocks.
+        num_layers: Pairs of a spatial and a temporal block; the paper counts the
+            blocks.
         num_attention_heads: Heads of every attention.
         attention_head_dim: Features of a head; the width is heads times this.
         patch_size: Side of the square that becomes one token.
-        class_tokens: Learned tokens per class that the spatial blocks attend to. With one, the
-            softmax of that attention is always 1, and its queries and keys learn nothing.
+        class_tokens: Learned tokens per class that the spatial blocks attend to. With
+            one, the softmax of that attention is always 1, and its queries and keys
+            learn nothing.
         dropout: In attention and feed-forward.
     """
 
@@ -59,8 +63,9 @@ class DenoiserSettings:
         if self.width % 4:
             yield (
                 "attention_head_dim",
-                f"got {self.attention_head_dim} x {self.num_attention_heads} heads, a width of "
-                f"{self.width}; allowed: a multiple of 4, for sine and cosine of two coordinates",
+                f"got {self.attention_head_dim} x {self.num_attention_heads} heads, a "
+                f"width of {self.width}; allowed: a multiple of 4, for sine and cosine "
+                "of two coordinates",
             )
 
 
@@ -70,28 +75,36 @@ class Denoiser(nn.Module):
     Args:
         settings: Size of the transformer.
         clips: Shape of the clips and number of classes.
-        gradient_checkpointing: Keep only the inputs of the blocks, and compute the rest again in
-            the backward. This needs less memory and about a third more matmuls.
+        gradient_checkpointing: Keep only the inputs of the blocks, and compute the rest
+            again in the backward. This needs less memory and about a third more
+            matmuls.
 
     Raises:
         ConfigError: if the frames cannot be cut into patches.
     """
 
     def __init__(
-        self, settings: DenoiserSettings, clips: ClipSettings, *, gradient_checkpointing: bool
+        self,
+        settings: DenoiserSettings,
+        clips: ClipSettings,
+        *,
+        gradient_checkpointing: bool,
     ) -> None:
         super().__init__()
         if clips.image_size % settings.patch_size:
             raise ConfigError(
                 "experiment configuration",
                 [
-                    f"hyperparameters.model.patch_size: got {settings.patch_size}, which does not "
-                    f"divide data.image_size {clips.image_size}; allowed: a divisor of it"
+                    f"hyperparameters.model.patch_size: got {settings.patch_size}, "
+                    f"which does not divide data.image_size {clips.image_size}; "
+                    "allowed: a divisor of it"
                 ],
             )
         self.null_label = clips.classes
         self._tokens = (settings.class_tokens, settings.width)
-        self.class_tokens = nn.Embedding(clips.classes + 1, settings.class_tokens * settings.width)
+        self.class_tokens = nn.Embedding(
+            clips.classes + 1, settings.class_tokens * settings.width
+        )
         self.transformer = LatteTransformer3DModel(
             num_layers=settings.num_layers,
             num_attention_heads=settings.num_attention_heads,
@@ -112,8 +125,11 @@ class Denoiser(nn.Module):
         )
         initialize(self.transformer)
         if gradient_checkpointing:
-            # Non-reentrant: only this recomputes blocks under the autocast state of their forward.
-            self.transformer.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False))
+            # Non-reentrant: only this recomputes blocks under the autocast state of
+            # their forward.
+            self.transformer.enable_gradient_checkpointing(
+                partial(checkpoint, use_reentrant=False)
+            )
 
     def forward(
         self, clips: torch.Tensor, timesteps: torch.Tensor, labels: torch.Tensor
@@ -128,16 +144,20 @@ class Denoiser(nn.Module):
         Returns:
             (B, C, F, S, S), in the autocast dtype, else float32.
         """
-        tokens = self.class_tokens(labels).unflatten(1, self._tokens)  # (B, tokens, width)
-        noise: torch.Tensor = self.transformer(clips, timesteps, tokens, return_dict=False)[0]
+        # (B, tokens, width)
+        tokens = self.class_tokens(labels).unflatten(1, self._tokens)
+        noise: torch.Tensor = self.transformer(
+            clips, timesteps, tokens, return_dict=False
+        )[0]
         return noise
 
 
 def initialize(transformer: LatteTransformer3DModel) -> None:
-    """Set Latte's initial weights, the same as in DiT (Peebles and Xie 2023, arXiv 2212.09748).
+    """Set Latte's initial weights, the same as in DiT (Peebles and Xie 2023, arXiv
+    2212.09748).
 
-    Every block starts as the identity (adaLN-Zero), and the predicted noise as 0. diffusers expects
-    trained weights, and initialises the model with torch's defaults.
+    Every block starts as the identity (adaLN-Zero), and the predicted noise as 0.
+    diffusers expects trained weights, and initialises the model with torch's defaults.
     """
     for module in transformer.modules():
         if isinstance(module, nn.Linear):
@@ -153,7 +173,8 @@ def initialize(transformer: LatteTransformer3DModel) -> None:
     blocks = [*transformer.transformer_blocks, *transformer.temporal_transformer_blocks]
     for block in blocks:
         nn.init.zeros_(block.scale_shift_table)
-        if block.attn2 is not None:  # the attention to class tokens has no gate that starts at 0
+        # the attention to class tokens has no gate that starts at 0
+        if block.attn2 is not None:
             nn.init.zeros_(block.attn2.to_out[0].weight)
     nn.init.zeros_(transformer.adaln_single.linear.weight)
     nn.init.zeros_(transformer.scale_shift_table)

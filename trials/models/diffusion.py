@@ -1,10 +1,12 @@
-"""The forward process of a denoising diffusion model (Ho et al. 2020, arXiv 2006.11239).
+"""The forward process of a denoising diffusion model (Ho et al. 2020, arXiv
+2006.11239).
 
-Noise, timesteps and withheld labels of a training batch are drawn on the device, from a seed in the
-batch. The seed is a function of (seed, epoch, first clip). So the numbers are the same after a
-resume, differ between ranks, and are the same when the guard repeats a batch to find a fault. The
-random numbers of a validation clip are drawn on the host, and depend on its index only. So all
-runs, of any precision, seed and device, are validated on the same numbers.
+Noise, timesteps and withheld labels of a training batch are drawn on the device, from a
+seed in the batch. The seed is a function of (seed, epoch, first clip). So the numbers
+are the same after a resume, differ between ranks, and are the same when the guard
+repeats a batch to find a fault. The random numbers of a validation clip are drawn on
+the host, and depend on its index only. So all runs, of any precision, seed and device,
+are validated on the same numbers.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Conditioning(enum.Enum):
 
 @dataclass(frozen=True)
 class DiffusionSettings:
-    """The `diffusion` section of the hyperparameters; the model predicts the noise (epsilon).
+    """The `diffusion` section of the hyperparameters; the model predicts the noise
+    (epsilon).
 
     Args:
         num_train_timesteps: Number of noise levels.
@@ -52,8 +55,8 @@ class DiffusionSettings:
         beta_start: Variance added at the first timestep; the cosine schedule has none.
         beta_end: Variance added at the last timestep; the cosine schedule has none.
         conditioning: Whether the model learns the classes.
-        class_dropout: Share of the training clips whose class is withheld, for sampling with
-            classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598).
+        class_dropout: Share of the training clips whose class is withheld, for sampling
+            with classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598).
     """
 
     num_train_timesteps: int = setting(1000, at_least=1)
@@ -75,8 +78,9 @@ class DiffusionSettings:
                 if key in given:
                     yield (
                         key,
-                        f"given, but beta_schedule {self.beta_schedule.value} has no such end; "
-                        "allowed: beta_schedule linear or scaled_linear, or the key left out",
+                        f"given, but beta_schedule {self.beta_schedule.value} has no "
+                        "such end; allowed: beta_schedule linear or scaled_linear, or "
+                        "the key left out",
                     )
         if self.conditioning is Conditioning.NONE and self.class_dropout:
             yield (
@@ -102,7 +106,8 @@ class Noised(NamedTuple):
     Args:
         clips: The noisy clips, (B, C, F, S, S), float32.
         timesteps: Their noise levels, (B,), int64.
-        labels: Their classes, (B,), int64; the null label (the number of classes) hides a class.
+        labels: Their classes, (B,), int64; the null label (the number of classes) hides
+            a class.
         noise: The target, (B, C, F, S, S), float32.
     """
 
@@ -121,17 +126,22 @@ class Diffusion:
         device: Where the clips are.
     """
 
-    def __init__(self, settings: DiffusionSettings, classes: int, device: torch.device) -> None:
+    def __init__(
+        self, settings: DiffusionSettings, classes: int, device: torch.device
+    ) -> None:
         self._timesteps = settings.num_train_timesteps
         self._null_label = classes
         self._unconditional = settings.conditioning is Conditioning.NONE
         self._dropout = 1.0 if self._unconditional else settings.class_dropout
         self._scheduler = DDPMScheduler(**settings.scheduler_config())
-        # Otherwise the scheduler copies this table to the device in the first batch, and waits.
+        # Otherwise the scheduler copies this table to the device in the first batch,
+        # and waits.
         self._scheduler.alphas_cumprod = self._scheduler.alphas_cumprod.to(device)
         self._generator = torch.Generator(device)
 
-    def for_training(self, clips: torch.Tensor, labels: torch.Tensor, seed: int) -> Noised:
+    def for_training(
+        self, clips: torch.Tensor, labels: torch.Tensor, seed: int
+    ) -> Noised:
         """Draw noise, timesteps and the labels to withhold from `seed`.
 
         Args:
@@ -148,7 +158,11 @@ class Diffusion:
         return self._noised(clips, noise, timesteps, labels)
 
     def for_validation(
-        self, clips: torch.Tensor, labels: torch.Tensor, noise: torch.Tensor, level: torch.Tensor
+        self,
+        clips: torch.Tensor,
+        labels: torch.Tensor,
+        noise: torch.Tensor,
+        level: torch.Tensor,
     ) -> Noised:
         """Add the noise of a batch from `ValidationClips`.
 
@@ -207,7 +221,8 @@ class ValidationClips:
         clips: The clips.
     """
 
-    # The fractional parts of multiples of the golden ratio are spread evenly for any count.
+    # The fractional parts of multiples of the golden ratio are spread evenly for any
+    # count.
     _GOLDEN = (5**0.5 - 1) / 2
 
     def __init__(self, clips: Labelled) -> None:
