@@ -89,7 +89,7 @@ ROOMS = {
         *("reports_precision_verdict", "reports_sources"),
     ),
     "runs": ("runs", "run_folder", "reports_cluster", "reports_sources"),
-    "search": ("search_plan", "search_space", "search_study"),
+    "search": ("search_plan", "search_space", "search_study", "trial_process"),
     "trial": (
         *("accumulation", "amp", "audit", "checkpoint", "contract", "equivalence"),
         *(

@@ -34,7 +34,7 @@ from determined_amp.experiment.training import Length
 from determined_amp.finder.found_scale import FoundScale
 from determined_amp.pilots import BATCHES, FINDER_BATCHES, Pilot
 from determined_amp.report.precision_report import write_precision_report
-from determined_amp.runs.folder import RunFolder
+from determined_amp.runs.folder import RunFolder, read_record
 from determined_amp.runs.run import RunState
 from determined_amp.search import optimize
 from determined_amp.search.search_folder import (
@@ -104,6 +104,8 @@ def images(
             "2",
             "--batches",
             "24",
+            "--config",
+            "hyperparameters.amp={precision: tf32, growth_interval: 7, fp32_modules: ['1']}",
         )
     (made / "printed").write_text(printed.getvalue())
     return made
@@ -154,6 +156,16 @@ class TestAnswer:
             [0] * half + [1] * half,
             [1] * half + [0] * half,
         )
+
+    def test_amp_settings_of_the_user_reach_every_run_and_every_pilot(
+        self, images: Path
+    ) -> None:
+        pilots = [read_record(folder) for folder in (images / "pilots").iterdir()]
+        runs = [*pilots, *read_search(images).runs]
+        assert len(runs) > 6
+        for made in runs:
+            assert made.settings["hyperparameters.amp.growth_interval"] == 7
+            assert made.settings["hyperparameters.amp.fp32_modules"] == ["1"]
 
     def test_answer_names_the_module_that_float16_cannot_hold(self, loud: Path) -> None:
         result = json.loads((loud / "precision.json").read_text())

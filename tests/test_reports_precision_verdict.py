@@ -27,7 +27,7 @@ from determined_amp.report.precision_report import precision_sentences, precisio
 from determined_amp.report.recommendation import recommend
 from determined_amp.report.sources import read_source
 from determined_amp.runs.run import SEED, Report, Reports, Run
-from tests.precisions import CPU, LOST, comparison_of, run, seeds, write_run
+from tests.precisions import CPU, GPU, LOST, comparison_of, run, seeds, write_run
 from tests.reporting import write_study
 
 ACCURACIES = (0.90, 0.91, 0.92)
@@ -300,6 +300,17 @@ def test_odd_speed_or_memory_counts_for_nothing(number: float) -> None:
     comparison = compared(FP32, run("amp_fp16", speed=[1000.0, 1.0], trained=odd))
     assert comparison.memory is None
     assert comparison.times_as_fast == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("device", "is_judged"), [(GPU, True), (CPU, False)])
+def test_memory_is_judged_on_a_gpu_alone(device: str, *, is_judged: bool) -> None:
+    """On a CPU it is that of the whole process, libraries included."""
+    base = seeds("fp32", ACCURACIES, device=device, memory=1000.0)
+    amp = seeds("amp_bf16", ACCURACIES, device=device, memory=500.0)
+    found = comparison_of(*base, *amp)
+    (pair,) = found.comparisons
+    assert (pair.memory is not None) is is_judged
+    assert ("; memory 0.50x" in text_of(found)) is is_judged
 
 
 @pytest.mark.parametrize(

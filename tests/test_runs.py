@@ -124,13 +124,18 @@ class TestChanged:
     def test_changed_number_of_slots_is_named(self) -> None:
         assert resumed({}, slots=2).changed == {"slots": [(0, 1), (20, 2)]}
 
-    def test_length_name_and_search_method_change_no_batch(self) -> None:
-        longer = {
-            "hyperparameters.training.max_length.batches": 200,
-            "searcher.name": "grid",
-        }
-        assert resumed(longer).changed == {}
-        assert resumed().changed == {}
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "hyperparameters.training.max_length.batches",
+            "name",
+            "searcher.name",
+            "checkpoint_policy",
+            "profiling.enabled",
+        ],
+    )
+    def test_setting_that_changes_no_batch_may_change(self, name: str) -> None:
+        assert resumed({name: "another"}).changed == {}
 
 
 def test_trials_of_a_search_are_run_folders(tmp_path: Path) -> None:
