@@ -48,8 +48,9 @@ def train(
         return functional.cross_entropy(model(x), y)
 
     def save() -> None:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        state: dict[str, Any] = {"model": model.state_dict()}
         with core_context.checkpoint.store_path({"steps_completed": step}) as (path, _):
+            state |= {"optimizer": optimizer.state_dict()}
             state |= {"amp": amp.state_dict(), "step": step}
             torch.save(state, path / "state.pt")
 
