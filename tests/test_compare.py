@@ -105,7 +105,9 @@ def images(
             "--batches",
             "24",
             "--config",
-            "hyperparameters.amp={precision: tf32, growth_interval: 7, fp32_modules: ['1']}",
+            "hyperparameters.amp={precision: tf32, growth_interval: 7}",
+            "--config",
+            "hyperparameters.amp.fp32_modules=['1']",
         )
     (made / "printed").write_text(printed.getvalue())
     return made
