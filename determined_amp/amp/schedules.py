@@ -1,13 +1,13 @@
-"""Learning-rate schedules that move with the optimizer steps that were applied, not
-attempted.
+"""Learning-rate schedules that move with the steps that were applied, not attempted.
 
 A step that GradScaler skips leaves the weights alone, so the schedule must not move
 either. Asking on the host whether a step was skipped costs a device synchronisation,
 and torch's schedulers count on the host. Here the scheduler runs ahead of the training,
-on its own copy of the groups' values. Its rates are a table on the device, indexed by
-the count of applied steps: two small kernels per step, no synchronisation, and right
-for fused optimizers, too (https://github.com/huggingface/accelerate/issues/4242 is what
-happens otherwise).
+on its own copy of the groups' values. What it makes is kept: row i is for the step
+after i applied ones. A fused optimizer gets its rate from a table of these rows on the
+device, indexed by the count of applied steps: two small kernels per step, no
+synchronisation
+(https://github.com/huggingface/accelerate/issues/4242 is what happens otherwise).
 
 A resume needs no state of the scheduler. It runs again from its first step, with the
 same operations and the same bits.
@@ -15,8 +15,10 @@ same operations and the same bits.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
+import warnings
 from functools import partial
 from typing import Any
 
@@ -25,15 +27,25 @@ from torch.optim import Optimizer, lr_scheduler
 
 from determined_amp.amp.counts import StepCounts
 from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import StateDict
-from determined_amp.amp.simulated_schedule import RateTable, Row, Simulation
 
 logger = logging.getLogger(__name__)
 
+# Steps that a scheduler runs ahead at once.
+_AHEAD = 256
+
+# torch reminds users to call `optimizer.step` first, and the SequentialLR of an older
+# torch calls a deprecated method. Neither warning is about the user's code.
+_WARNINGS_OF_RUNNING_AHEAD = (
+    r"Detected call of `lr_scheduler\.step\(\)`",
+    r"Seems like `optimizer\.step\(\)` has been overridden",
+    r"The epoch parameter in `scheduler\.step\(\)`",
+)
+
 
 class RateSchedule:
-    """Moves the rates of one optimizer; each kind overrides what moves it, and what it
-    saves.
+    """Moves the rates of one optimizer; a kind says what moves it and what it saves.
 
     Attributes:
         by_steps: Whether the rate of a step is known from the count of applied steps.
@@ -44,28 +56,17 @@ class RateSchedule:
     by_validations = False
 
     def place_rate(self, counts: StepCounts) -> None:
-        """Put the rate of the next step into the optimizer. No synchronisation if it is
-        fused.
-        """
+        """Put the rate of the next step into the optimizer."""
 
     def validated(self, metric: float) -> None:
         """Called with the metric of every validation."""
 
-    def counts_were_loaded(self) -> None:
-        """The next counts are those of a saved state, which may have skips of another
-        precision.
-        """
-
     def state_dict(self) -> StateDict | None:
-        """What a checkpoint must hold, as plain numbers; None if the counts are
-        enough.
-        """
+        """What a checkpoint must hold, in plain numbers; None if counts are enough."""
         return None
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Continue from a saved state, once the optimizer is restored; its settings
-        stay.
-        """
+        """Continue from a saved state, once the optimizer is restored."""
 
 
 class AppliedStepSchedule(RateSchedule):
@@ -75,12 +76,11 @@ class AppliedStepSchedule(RateSchedule):
     gets the rate from a table there, 4 bytes per step and group. Its other values
     (momentum, betas) must be numbers of the host and follow attempted steps. Any other
     optimizer makes the host wait for `found_inf` in `scaler.step` anyway, so the host
-    knows which steps were applied, and computes with numbers: it gets them, by applied
-    steps. A schedule that is still constant, or whose steps cannot be skipped, does not
-    use the device.
+    knows which steps were applied, and computes with numbers.
 
-    The scheduler's counters (`last_epoch`) run ahead of the training; its `get_last_lr`
-    returns the rates in use.
+    A rate takes 32 bytes of host memory per step, betas take 88. The scheduler's
+    counters (`last_epoch`) run ahead of the training; its `get_last_lr` returns the
+    rates in use.
 
     Args:
         scheduler: Any `LRScheduler` except `ReduceLROnPlateau`.
@@ -90,7 +90,6 @@ class AppliedStepSchedule(RateSchedule):
 
     Attributes:
         optimizer: The scheduler's optimizer.
-        on_device: Whether the rates come from a table on the device.
 
     Raises:
         ConfigError: if the optimizer's rate is a tensor on a device other than the CPU.
@@ -99,175 +98,184 @@ class AppliedStepSchedule(RateSchedule):
     by_steps = True
 
     def __init__(
-        self, scheduler: lr_scheduler.LRScheduler, device: torch.device, *, skips: bool
+        self,
+        scheduler: lr_scheduler.LRScheduler,
+        device: torch.device,
+        *,
+        skips: bool,
     ) -> None:
         self.optimizer = scheduler.optimizer
-        _refuse_rates_on_a_device(scheduler)
-        self._scheduler = scheduler
-        self._device = device
-        fused = bool(self.optimizer.defaults.get("fused"))
-        self.on_device = skips and fused
-        self._asks_device = skips and not fused
-        self._simulation = Simulation(scheduler)
-        scheduler.step = self._refuse_step  # type: ignore[method-assign]  # nobody else's now
-        self._last_of_scheduler = scheduler.get_last_lr
-        self._known: object = scheduler.get_last_lr()
-        scheduler.get_last_lr = partial(_rates_of, self.optimizer)  # type: ignore[method-assign]
-        self._table: RateTable | None = None
+        groups = self.optimizer.param_groups
+        _refuse_rates_on_a_device(groups)
+        not_copied = {id(group["params"]): group["params"] for group in groups}
+        # Later changes to the optimizer's own groups (`load_state_dict`, new rates) do
+        # not disturb the scheduler.
+        self._groups = copy.deepcopy(groups, not_copied)
+        self._first = _values_of(self._groups)
+        # What every row holds: the rate of each group, and what else has moved.
+        self._columns: dict[tuple[int, str], list[Any]] = {
+            (number, "lr"): [values["lr"]] for number, values in enumerate(self._first)
+        }
+        self._length = 1  # of each column
+        self._end: str | None = None  # the error that the scheduler raised past its end
+        # The rates on the device, (groups, steps), if they are read there.
+        self._table: torch.Tensor | None = None
+        if skips and self.optimizer.defaults.get("fused"):
+            # CUDA's fused kernels read a float32; those of a CPU need the same number
+            # as other kernels.
+            dtype = torch.float32 if device.type == "cuda" else torch.float64
+            rates = [[values["lr"]] for values in self._first]
+            self._table = torch.tensor(rates, dtype=dtype, device=device)
+        self._name = type(scheduler).__name__
         self._logged: set[str] = set()
-        self._skips = skips
-        self._skipped: int | None = None
+        self._step = scheduler.step
+        self._last_rates = scheduler.get_last_lr
+        self._known: object = scheduler.get_last_lr()
+        scheduler.step = self._refuse_step  # type: ignore[method-assign]
+        scheduler.get_last_lr = partial(_rates_of, self.optimizer)  # type: ignore[method-assign]
 
     def place_rate(self, counts: StepCounts) -> None:
-        known = None if self.on_device else counts.applied_on_host
+        known = counts.applied_on_host if self._table is None else None
         self.move(counts.attempted, counts.applied if known is None else known)
 
     def move(self, attempted: int, applied: torch.Tensor | int) -> None:
         """Put the values of the next step into the optimizer's groups.
 
         Call it before training, after a resume with the restored counts, and after
-        every step; the counts only grow.
+        every step. Only an optimizer that is not fused waits, if `applied` is a tensor.
 
         Args:
             attempted: Steps attempted so far.
-            applied: Steps applied so far, at most `attempted`; of a fused optimizer
-                that can skip steps (), int64, on the device. No synchronisation if it
-                is a number, if the optimizer is fused, or if the schedule has been
-                constant so far.
+            applied: Steps applied so far, at most `attempted`; for a table (), int64,
+                on the device.
 
         Raises:
             ConfigError: if the scheduler was stepped, or its state loaded, by somebody
-                else; if it
-            raises at its first step.
+                else; if it raises at its first step.
         """
         self._refuse_other_hands()
-        simulation = self._simulation
-        if simulation.constant and not simulation.is_behind(attempted):
-            self._warn_of_end(self._step_on_host(attempted, applied))
-            return
-        while simulation.is_behind(attempted):
-            self._tabulate(simulation.extend())
-            self._known = self._last_of_scheduler()
-            self._refuse_to_stand_still()
-            # forgets what is not needed
-            simulation.at(self._step_on_host(attempted, applied))
-        step = self._step_on_host(attempted, applied)
-        self._put(step, applied)
-        self._warn_of_end(step)
-
-    def _put(self, step: int, applied: torch.Tensor | int) -> None:
-        """Put the values of a step into the groups, with the rates of the table if
-        there is one.
-        """
-        simulation, groups = self._simulation, self.optimizer.param_groups
-        if simulation.has_forgotten(step):
-            problem = (
-                f"{self._name()} has moved further than the state; allowed: to go back "
-                "with a new scheduler and a new loop"
-            )
-            raise ConfigError("load_state_dict", [problem])
-        if len(groups) > simulation.groups:
-            self._warn_once(
-                f"{self._name()} does not move the parameter groups that were added "
-                "after it was made: their values stay as they are"
-            )
-        for group, values in zip(groups, simulation.at(step), strict=False):
-            group.update(values)
+        step = int(applied) if self._table is None else attempted
+        # One row more than needed: a first step that raises is met before the training.
+        while self._end is None and step + 1 >= self._length:
+            self._run_ahead()
+        row, groups = min(step, self._length - 1), self.optimizer.param_groups
+        for (number, key), values in self._columns.items():
+            groups[number][key] = values[row]
         if self._table is not None:
             assert isinstance(applied, torch.Tensor)
-            for group, rate in zip(groups, self._table.look_up(applied), strict=False):
+            index = applied.clamp(max=self._table.shape[1] - 1)
+            rates = torch.index_select(self._table, 1, index).squeeze(1).unbind()
+            for group, rate in zip(groups, rates, strict=False):
                 group["lr"] = rate
+        self._warn_of_what_stays(step)
 
-    def counts_were_loaded(self) -> None:
-        self._skipped = None
-
-    def _refuse_to_stand_still(self) -> None:
-        """Raise if the scheduler raised at its first step: that is a fault, and not its
-        end.
-        """
-        simulation = self._simulation
-        if simulation.end is not None and simulation.length == 1:
-            raise ConfigError(
-                "wrap_lr_scheduler",
-                [
-                    f"{self._name()} raised at its first step: {simulation.end}; "
-                    "allowed: one that needs only the number of steps, because it is "
-                    "stepped ahead of the training"
-                ],
+    def _run_ahead(self) -> None:
+        """Make the rows of the next steps. No synchronisation."""
+        before = self._length
+        own_groups = patched(self.optimizer, "param_groups", self._groups)
+        with own_groups, warnings.catch_warnings():
+            for message in _WARNINGS_OF_RUNNING_AHEAD:
+                warnings.filterwarnings("ignore", message, UserWarning)
+            # Past its end a scheduler may raise anything: OneCycleLR a ValueError, a
+            # list of rates an IndexError; (1 - step / steps) ** 0.9 becomes a complex
+            # number, which is no float.
+            try:
+                for _ in range(_AHEAD):
+                    self._step()
+                    self._append(_values_of(self._groups))
+            except Exception as error:
+                self._end = f"{type(error).__name__}: {error}"
+        self._known = self._last_rates()
+        if self._end is not None and self._length == 1:
+            raise _refusal(
+                f"{self._name} raised at its first step: {self._end}; allowed: one "
+                "that needs only the number of steps, because it is stepped ahead of "
+                "the training"
             )
+        if self._table is not None:
+            self._table = self._extended(self._table, before)
+            self._warn_of_what_follows_attempted_steps()
 
-    def _warn_of_end(self, step: int) -> None:
-        simulation = self._simulation
-        if simulation.end is not None and step > simulation.length:
+    def _extended(self, table: torch.Tensor, before: int) -> torch.Tensor:
+        """The table with the rates of the steps from one on."""
+        numbers = range(len(self._groups))
+        rates = [self._columns[number, "lr"][before:] for number in numbers]
+        chunk = torch.tensor(rates, dtype=table.dtype)
+        if table.device.type == "cuda":
+            chunk = chunk.pin_memory().to(table.device, non_blocking=True)
+        return torch.cat([table, chunk], dim=1)
+
+    def _append(self, row: list[dict[str, Any]]) -> None:
+        """Keep the values of a row, by columns."""
+        for number, values in enumerate(row):
+            first = self._first[number]
+            for key, value in values.items():
+                column = self._columns.get((number, key))
+                # Nearly all are the same object.
+                if column is None and value is not first[key] and value != first[key]:
+                    column = self._columns[number, key] = [first[key]] * self._length
+                if column is not None:
+                    column.append(value)
+        self._length += 1
+
+    def _warn_of_what_follows_attempted_steps(self) -> None:
+        moved = sorted({key for _, key in self._columns} - {"lr"})
+        if moved:
             self._warn_once(
-                f"{self._name()} ends after {simulation.length} steps "
-                f"({simulation.end}); later steps keep its last values"
+                f"{self._name} moves {' and '.join(moved)} of a fused optimizer, "
+                "which must be known on the host: they follow attempted steps, skipped "
+                "ones included; the learning rate follows applied steps"
             )
 
-    def _step_on_host(self, attempted: int, applied: torch.Tensor | int) -> int:
-        if self._asks_device and not self._simulation.constant:
-            return int(applied)
-        if self._skipped is None:
-            # Nothing is skipped here, but steps may have been skipped before a resume.
-            self._skipped = 0 if self._skips else attempted - int(applied)
-        return attempted - self._skipped
-
-    def _tabulate(self, rows: list[Row]) -> None:
-        simulation = self._simulation
-        if not self.on_device or simulation.constant:
-            return
-        if self._table is None:
-            rows = simulation.rows()
-            self._table = RateTable(len(rows[0]), self._device)
-        self._table.append([[values["lr"] for values in row] for row in rows])
-        if simulation.moved:
-            moved = " and ".join(sorted(simulation.moved))
+    def _warn_of_what_stays(self, step: int) -> None:
+        if self._end is not None and step > self._length:
             self._warn_once(
-                f"{self._name()} moves {moved} of a fused optimizer, which "
-                "must be known on the host: they follow attempted steps, skipped ones "
-                "included; the learning rate follows applied steps"
+                f"{self._name} ends after {self._length} steps ({self._end}); "
+                "later steps keep its last values"
             )
-
-    def _refuse_step(self, *args: Any, **kwargs: Any) -> None:
-        raise ConfigError(
-            "wrap_lr_scheduler",
-            [f"leave {self._name()}.step() to amp, which calls it for applied steps"],
-        )
-
-    def _refuse_other_hands(self) -> None:
-        """Raise if the list of rates is another one, as after a step or a load of the
-        state.
-        """
-        if self._last_of_scheduler() is not self._known:
-            raise ConfigError(
-                "wrap_lr_scheduler",
-                [
-                    f"{self._name()} was stepped, or its state loaded, outside of "
-                    "MixedPrecision, which does both itself; allowed: neither "
-                    "scheduler.step() nor context.wrap_lr_scheduler for this scheduler"
-                ],
+        if len(self.optimizer.param_groups) > len(self._groups):
+            self._warn_once(
+                f"{self._name} does not move the parameter groups that were added "
+                "after it was made: their values stay as they are"
             )
-
-    def _name(self) -> str:
-        return type(self._scheduler).__name__
 
     def _warn_once(self, line: str) -> None:
         if line not in self._logged:
             self._logged.add(line)
             logger.warning(line)
 
+    def _refuse_step(self, *args: Any, **kwargs: Any) -> None:
+        raise _refusal(
+            f"leave {self._name}.step() to amp, which calls it for applied steps"
+        )
 
-def _refuse_rates_on_a_device(scheduler: lr_scheduler.LRScheduler) -> None:
-    for index, group in enumerate(scheduler.optimizer.param_groups):
-        if isinstance(group["lr"], torch.Tensor) and group["lr"].device.type != "cpu":
-            raise ConfigError(
-                "wrap_lr_scheduler",
-                [
-                    f"lr of parameter group {index} is a tensor on "
-                    f"{group['lr'].device}; allowed: a number, which is moved to the "
-                    "device where it helps"
-                ],
+    def _refuse_other_hands(self) -> None:
+        """Raise if the list of rates is another one, as after a step or a load."""
+        if self._last_rates() is not self._known:
+            raise _refusal(
+                f"{self._name} was stepped, or its state loaded, outside of "
+                "MixedPrecision, which does both itself; allowed: neither "
+                "scheduler.step() nor context.wrap_lr_scheduler for this scheduler"
             )
+
+
+def _values_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A copy of the groups, whose rates are numbers; raises if one is not."""
+    return [{**group, "lr": float(group["lr"])} for group in groups]
+
+
+def _refuse_rates_on_a_device(groups: list[dict[str, Any]]) -> None:
+    for index, group in enumerate(groups):
+        rate = group["lr"]
+        if isinstance(rate, torch.Tensor) and rate.device.type != "cpu":
+            raise _refusal(
+                f"lr of parameter group {index} is a tensor on {rate.device}; allowed: "
+                "a number, which is moved to the device where it helps"
+            )
+
+
+def _refusal(problem: str) -> ConfigError:
+    return ConfigError("wrap_lr_scheduler", [problem])
 
 
 def _rates_of(optimizer: Optimizer) -> list[float | torch.Tensor]:
@@ -297,9 +305,7 @@ class PlateauSchedule(RateSchedule):
         scheduler.get_last_lr = partial(_rates_of, self.optimizer)  # type: ignore[method-assign]
 
     def validated(self, metric: float) -> None:
-        """Step the scheduler with the metric of a validation, unless that is not
-        finite.
-        """
+        """Step the scheduler with the metric of a validation, if it is finite."""
         if math.isfinite(metric):
             self._scheduler.step(metric)
         else:
@@ -317,9 +323,7 @@ class PlateauSchedule(RateSchedule):
 
 
 def schedule_of(scheduler: Any, device: torch.device, *, skips: bool) -> RateSchedule:
-    """The schedule that moves a scheduler of torch; see `AppliedStepSchedule` for the
-    arguments.
-    """
+    """The schedule that moves a scheduler of torch, as `AppliedStepSchedule` says."""
     if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
         return PlateauSchedule(scheduler)
     return AppliedStepSchedule(scheduler, device, skips=skips)

@@ -225,8 +225,6 @@ class StepsOfEach:
         if number < len(saved):
             steps = self.of(optimizer)
             steps.counts.load_state_dict(saved[number])
-            if steps.schedule is not None:
-                steps.schedule.counts_were_loaded()
             steps.place_rate()
             steps.reset()
 
