@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from determined_amp.experiment.dotted import flat, nested
+from determined_amp.amp.plain_data import Values
+from determined_amp.experiment.dotted import flat, put_by_name
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.scale_score import bits_from_default
 from determined_amp.report import ReportError
@@ -58,10 +59,13 @@ def test_equal_trials_are_ranked_by_their_distance_from_the_default(
     assert bits_from_default(math.nan) > bits_from_default(-100)
 
 
-def test_flat_and_nested_are_inverse() -> None:
-    values = {"a": {"b": 1, "c": {"d": [2]}}, "e": None}
-    assert flat(values) == {"a.b": 1, "a.c.d": [2], "e": None}
-    assert nested(flat(values)) == values
+def test_values_by_dotted_name_come_from_sections_and_return_to_their_keys() -> None:
+    values = {"a": {"b": 1, "c": {"d": [2]}}, "e": None, "f.g": 3, "empty": {}}
+    named = {"a.b": 1, "a.c.d": [2], "e": None, "f.g": 3}
+    assert flat(values) == named
+    again: Values = {"empty": {}}
+    put_by_name(again, {**named, "other": 4}, values)
+    assert again == values
     space = {"type": "log", "base": 2.0}
     assert flat({"a": {"b": space}, "c": {"type": "const", "val": 3}}) == {
         "a.b": space,

@@ -129,6 +129,7 @@ class TestLengths:
         ("compare", {}, Topic.COMPARISON),
         ("train", {}, Topic.SINGLE_RUN),
         ("train", {"learning_rate": True}, Topic.OTHER_SEARCH),
+        ("train", {"decoder": {"init_scale": True}}, Topic.OTHER_SEARCH),  # of weights
         ("train", {"amp": {"init_scale": True}}, Topic.LOSS_SCALES),
         ("train", {"amp": {"init_scale": True, "precision": True}}, Topic.PRECISIONS),
         ("score", {"learning_rate": True}, Topic.LOSS_SCALES),

@@ -84,13 +84,14 @@ NESTED: dict[str, Any] = {
     "listed": [{"type": "int"}],  # the platform takes a list as it is
     "nothing": None,
     "choice": {"type": "categorical", "vals": [{"deep": 1}, [2]]},
+    "with.dot": {"type": "int", "minval": 0, "maxval": 1},
 }
 
 
 class TestNesting:
     def test_a_trial_gets_constants_and_its_point(self) -> None:
         result = space(NESTED)
-        point = {"amp.init_scale": 0.25, "choice": '{"deep": 1}'}
+        point = {"amp.init_scale": 0.25, "choice": '{"deep": 1}', "with.dot": 1}
         hyperparameters = result.nested(point)
         assert hyperparameters == {
             "amp": {"init_scale": 0.25, "precision": "x"},
@@ -99,6 +100,7 @@ class TestNesting:
             "listed": [{"type": "int"}],
             "nothing": None,
             "choice": {"deep": 1},
+            "with.dot": 1,
         }
 
     def test_true_and_1_stay_apart(self) -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import optuna
@@ -80,9 +81,11 @@ def test_end_of_a_search_names_its_best_values(
     folder = write_study(tmp_path, [(2.0**scale, scored(scale)) for scale in (24, 16)])
     lines = list(closing_lines(read_search(folder), folder, stopped=stopped))
     assert "best, of trial 1:" in lines
-    assert (
-        f"go on: python -m determined_amp search --resume {folder}" in lines
-    ) is stopped
+    resume = f"go on: python -m determined_amp search --resume {folder}"
+    assert (resume in lines) is stopped
+    write_config(folder, SEARCH, workers=3)
+    lines = list(closing_lines(read_search(folder), folder, stopped=stopped))
+    assert (f"{resume} --workers 3" in lines) is stopped
     assert any("init_scale: 65536.0" in line for line in lines)
     assert [minutes(seconds) for seconds in (119.4, 120, 125.2)] == [
         "119 s",
@@ -243,6 +246,21 @@ class TestTrials:
         assert all(trial.connection.closed for trial in Staged.made)
         assert not any(trial.process.kill.called for trial in Staged.made)
         assert self.states(tmp_path) == [TrialState.COMPLETE] * 3
+
+    def test_resumed_search_goes_on_with_the_workers_that_it_was_started_with(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.run(tmp_path, COMPLETED, (DEAD,), COMPLETED, workers=3)
+        workers = []
+
+        def note(folder: Path, plan: object, at_a_time: int) -> Any:
+            workers.append(at_a_time)
+            return SimpleNamespace(stopping=False)
+
+        monkeypatch.setattr(optimize, "_optimize", note)
+        for given in (None, 2):
+            optimize.run_search(tmp_path, given)
+        assert workers == [3, 2]
 
     def test_trial_whose_process_dies_has_failed_and_the_next_one_runs(
         self, tmp_path: Path

@@ -56,8 +56,9 @@ def main(arguments: Arguments) -> int:
     # time.
     from determined_amp.search.optimize import new_search, run_search  # noqa: PLC0415
 
-    folder = options.resume if plan is None else new_search(plan, options.workers)
-    return run_search(folder, options.workers)
+    workers = options.workers
+    folder = options.resume if plan is None else new_search(plan, workers or 1)
+    return run_search(folder, workers)
 
 
 def start_server(*more: str) -> None:
@@ -99,8 +100,7 @@ def _options(arguments: Arguments) -> Namespace:
         "--workers",
         metavar="N",
         type=at_least(1, max(_MOST_WORKERS, os.cpu_count() or 1)),
-        default=1,
-        help="number of concurrent trials (1)",
+        help="number of concurrent trials (1, or as many as before a --resume)",
     )
     add_override_option(parser)
     options = parser.parse_args(arguments)

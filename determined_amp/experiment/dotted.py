@@ -34,28 +34,31 @@ def put(config: Values, path: Sequence[str], value: object) -> None:
     config[last] = value
 
 
+def put_by_name(config: Values, values: Config, like: Config) -> None:
+    """Set values by dotted name in place, at the keys that `like` has for them."""
+    for path, _ in leaves(like):
+        name = ".".join(path)
+        if name in values:
+            put(config, path, values[name])
+
+
 def flat(config: Config) -> Values:
-    """Values by dotted name. A search space stays one value; `{type: const, val: x}`
-    becomes x.
+    """The values of `leaves` by dotted name."""
+    return {".".join(path): value for path, value in leaves(config)}
+
+
+def leaves(config: Config) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Each value with the keys that lead to it; an empty section has none.
+
+    A search space stays one value; `{type: const, val: x}` becomes x.
     """
-    return dict(_leaves(config, ""))
-
-
-def _leaves(config: Config, prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in config.items():
-        name, is_section = f"{prefix}{key}", isinstance(value, Mapping)
+        is_section = isinstance(value, Mapping)
         # A hyperparameter may be called `type`, too.
         if is_section and (key == "hyperparameters" or "type" not in value):
-            yield from _leaves(value, f"{name}.")
+            for path, leaf in leaves(value):
+                yield (str(key), *path), leaf
         elif is_section and value["type"] == "const":
-            yield name, value.get("val")
+            yield (str(key),), value.get("val")
         else:
-            yield name, value
-
-
-def nested(values: Config) -> Config:
-    """The inverse of `flat`."""
-    config: Values = {}
-    for name, value in values.items():
-        put(config, name.split("."), value)
-    return config
+            yield (str(key),), value

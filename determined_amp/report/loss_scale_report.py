@@ -4,14 +4,14 @@ measured.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
-from collections.abc import Mapping
 from pathlib import Path
 
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.metric_names import MetricName
-from determined_amp.experiment.dotted import flat, nested
+from determined_amp.experiment.dotted import put_by_name
 from determined_amp.experiment.experiment import experiment_in
 from determined_amp.finder.found_scale import FoundScale, scale_lines, scale_sentences
 from determined_amp.finder.scale_score import worth_of_best
@@ -21,7 +21,7 @@ from determined_amp.report.loss_scale_figure import draw_loss_scale
 from determined_amp.report.master_runs import read_finding
 from determined_amp.report.page import Row, Table, Written, write_page
 from determined_amp.report.sources import is_experiment
-from determined_amp.runs.run import SCALE, is_scale
+from determined_amp.runs.run import SCALE
 from determined_amp.search.search_folder import Search
 from determined_amp.search.task import BATCHES
 
@@ -167,7 +167,7 @@ def over_loss_scale(search: Search) -> Search:
     if not runs:
         raise ReportError(
             f"{search.origin}: no trial has an initial loss scale; allowed: an "
-            f"experiment with amp.{SCALE}, such as hp_search/loss_scale_grid.yaml"
+            f"experiment with {SCALE}, such as hp_search/loss_scale_grid.yaml"
         )
     return dataclasses.replace(search, runs=runs)
 
@@ -182,15 +182,13 @@ def find_for_search(search: Search) -> FoundScale:
         ConfigError: if the experiment is not on this machine, or is wrong.
         LossScaleError: if no loss scale can be found.
     """
-    values = {**flat(search.config["hyperparameters"]), **search.runs[0].hparams}
-    kept = {
-        name: value
-        for name, value in values.items()
-        if not (isinstance(value, Mapping) or is_scale(name))
-    }
-    experiment = experiment_in(
-        search.config, search.origin, hyperparameters=nested(kept)
-    )
+    space = search.config["hyperparameters"]
+    values = copy.deepcopy(dict(space))
+    put_by_name(values, search.runs[0].hparams, space)
+    amp = values.get("amp")
+    if isinstance(amp, dict):
+        amp.pop("init_scale", None)
+    experiment = experiment_in(search.config, search.origin, hyperparameters=values)
     with open_trial(experiment) as opened:
         return opened.find(BATCHES, name=search.name)
 

@@ -31,7 +31,8 @@ METRIC, SMALLER_IS_BETTER = "searcher.metric", "searcher.smaller_is_better"
 TRIAL = "hyperparameters.trial"
 
 ACCURACY = "validation_accuracy"
-SCALE = "init_scale"
+# By this name `Run.hparams` has the initial loss scale that a search varies.
+SCALE = "amp.init_scale"
 
 
 class RunState(str, enum.Enum):
@@ -296,9 +297,7 @@ class Run:
         """
         if "init_scale_log2" in self.metrics:
             return self.metrics["init_scale_log2"]
-        scale = next(
-            (value for name, value in self.hparams.items() if is_scale(name)), None
-        )
+        scale = self.hparams.get(SCALE)
         if isinstance(scale, (int, float)) and scale > 0:
             return math.log2(scale)
         return math.nan
@@ -325,11 +324,6 @@ OF_A_MACHINE = ("device", "slots", "torch")
 
 # Settings that a resume may change: they do not change what a batch trains.
 _MAY_CHANGE = ("name", f"{TRAINING}.", "searcher.", "checkpoint_policy", "profiling.")
-
-
-def is_scale(name: str) -> bool:
-    """Whether a dotted name names an initial loss scale."""
-    return name.rpartition(".")[2] == SCALE
 
 
 def judged(

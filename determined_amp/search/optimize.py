@@ -72,12 +72,12 @@ def new_search(plan: SearchPlan, workers: int) -> Path:
     return folder
 
 
-def run_search(folder: Path, workers: int) -> int:
+def run_search(folder: Path, workers: int | None = None) -> int:
     """Run all trials of the search in a folder that have not ended.
 
     Args:
         folder: The folder; `new_search` makes one.
-        workers: Number of trials that run at the same time.
+        workers: Number of trials that run at the same time; None: as many as before.
 
     Returns:
         The exit status. 0: the search completed. 1: a trial failed, but others did not.
@@ -88,6 +88,7 @@ def run_search(folder: Path, workers: int) -> int:
         UserError: if it cannot continue, or no trial has a result.
     """
     plan = SearchPlan(read_config(folder))
+    workers = workers or workers_of(plan.search)
     if plan.compares and workers > 1:
         print(
             f"{workers} trials at a time share the processors, and a GPU if there are "

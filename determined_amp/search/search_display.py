@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from determined_amp.experiment.dotted import nested
+from determined_amp.amp.plain_data import Values
+from determined_amp.experiment.dotted import put_by_name
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.finder.scale_score import worth_of_best
 from determined_amp.runs.run import Run, RunState
-from determined_amp.search.search_folder import STUDY_FILE, Search, result
+from determined_amp.search.search_folder import STUDY_FILE, Search, result, workers_of
 from determined_amp.search.task import Topic
 
 
@@ -42,7 +43,7 @@ def closing_lines(search: Search, folder: Path, *, stopped: bool) -> Iterator[st
     elif ranked and all(run.overflow for run in ranked):
         yield "every scale of this search overflows: search smaller ones"
     elif ranked and ranked[0].hparams:
-        yield from _best(search.metric, ranked)
+        yield from _best(search, ranked)
     if lost:
         first = lost[0]
         yield (
@@ -50,17 +51,21 @@ def closing_lines(search: Search, folder: Path, *, stopped: bool) -> Iterator[st
             f"{first.reason}"
         )
     if stopped:
-        yield f"go on: python -m determined_amp search --resume {folder}"
+        at_a_time = workers_of(search.config)
+        workers = f" --workers {at_a_time}" if at_a_time > 1 else ""
+        yield f"go on: python -m determined_amp search --resume {folder}{workers}"
     yield f"study: sqlite:///{folder / STUDY_FILE}"
 
 
-def _best(metric: str, ranked: list[Run]) -> Iterator[str]:
+def _best(search: Search, ranked: list[Run]) -> Iterator[str]:
     lost = [(run.scale_log2, run.metrics.get("steps_lost")) for run in ranked]
-    worth = worth_of_best(metric, lost)
+    worth = worth_of_best(search.metric, lost)
     if worth is not None:
         yield worth
     yield f"best, of trial {ranked[0].number}:"
-    yield dump_yaml({"hyperparameters": nested(ranked[0].hparams)}).rstrip()
+    best: Values = {}
+    put_by_name(best, ranked[0].hparams, search.config["hyperparameters"])
+    yield dump_yaml({"hyperparameters": best}).rstrip()
 
 
 def minutes(seconds: float) -> str:

@@ -25,7 +25,7 @@ from determined_amp.experiment.files import write_whole
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.finder.scale_score import bits_from_default
 from determined_amp.runs.folder import read_trials
-from determined_amp.runs.run import Run, RunState, is_scale
+from determined_amp.runs.run import SCALE, Run, RunState
 
 SEARCH_FILE, STUDY_FILE = "search.yaml", "study.db"
 _REMARKS = "compare.json"
@@ -62,7 +62,7 @@ class Search:
         for run in self.runs:
             for name, value in run.hparams.items():
                 values[name].add(repr(value))
-        return [name for name in values if not is_scale(name) and len(values[name]) > 1]
+        return [name for name in values if name != SCALE and len(values[name]) > 1]
 
     def failed(self) -> list[Run]:
         """The failed trials, except those with hyperparameters that cannot train."""

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import getitem
 
 import numpy as np
 import optuna
@@ -206,7 +207,8 @@ class SearchPlan:
         name.
         """
         sampled = with_power_of_two(self.space.nested(self.points[number]), self.search)
-        hparams = {axis.name: value_at(sampled, axis.name) for axis in self.space.axes}
+        axes = self.space.axes
+        hparams = {axis.name: reduce(getitem, axis.path, sampled) for axis in axes}
         return self.experiment(number, sampled).config, hparams
 
     def drawn_seed(self, number: int) -> int:

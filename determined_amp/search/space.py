@@ -22,7 +22,7 @@ from optuna import distributions
 from determined_amp.amp.errors import Problem
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.amp.settings import setting
-from determined_amp.experiment.dotted import flat, put
+from determined_amp.experiment.dotted import leaves, put
 from determined_amp.experiment.fields import Contradictions, read
 
 # The platform's own limit (`MaxAllowedTrials`). The whole grid is made before its first
@@ -37,20 +37,24 @@ Scalar = float | str
 class Axis:
     """One hyperparameter that is searched."""
 
-    name: str  # its dotted name under `hyperparameters`, such as `amp.init_scale`
+    path: tuple[str, ...]  # its keys under `hyperparameters`, such as amp, init_scale
     # Optuna's distribution: uniform, or uniform in the exponent for `log`.
     distribution: distributions.BaseDistribution
     grid: tuple[Scalar, ...]  # its points in a grid; empty without a `count`
-    # all choices, or both ends of a range: if they are valid, all are
+    # All choices, or both ends of a range: if they are valid, all are.
     ends: tuple[Scalar, ...]
+
+    @property
+    def name(self) -> str:
+        """Its dotted name under `hyperparameters`."""
+        return ".".join(self.path)
 
 
 @dataclass(frozen=True)
 class Space:
     """All hyperparameters of a search."""
 
-    # the searched hyperparameters, sorted by name, level by level
-    axes: tuple[Axis, ...]
+    axes: tuple[Axis, ...]  # the searched hyperparameters, sorted by path
     hyperparameters: Config  # the section of the YAML
 
     @property
@@ -83,7 +87,7 @@ class Space:
             value = point[axis.name]
             if isinstance(value, str):  # a choice
                 value = json.loads(value)
-            put(sample, axis.name.split("."), value)
+            put(sample, axis.path, value)
         return sample
 
 
@@ -95,18 +99,16 @@ def read_space(hyperparameters: object, problems: list[Problem]) -> Space:
         text = f"got {hyperparameters!r}; allowed: a mapping of keys to values"
         problems.append(Problem("hyperparameters", text))
         return Space((), {})
-    values = flat(hyperparameters)
     axes: list[Axis] = []
-    for name in sorted(values, key=lambda name: name.split(".")):
-        raw = values[name]
+    for path, raw in sorted(leaves(hyperparameters), key=lambda leaf: leaf[0]):
         if not isinstance(raw, Mapping) or "type" not in raw:
             continue
-        place, kind = f"hyperparameters.{name}", str(raw["type"])
+        place, kind = ".".join(["hyperparameters", *path]), str(raw["type"])
         if kind not in _KINDS:
             kinds = f"const, {', '.join(_KINDS)}, or no key of that name"
             problems.append(Problem(f"{place}.type", f"got {kind!r}; allowed: {kinds}"))
         elif span := read(_KINDS[kind], raw, place, problems):
-            axes.append(span.axis(name))
+            axes.append(span.axis(path))
     return Space(tuple(axes), hyperparameters)
 
 
@@ -119,12 +121,11 @@ class _Choices:
         if not self.vals:
             yield "vals", "got []; allowed: a list of values"
 
-    def axis(self, name: str) -> Axis:
+    def axis(self, path: tuple[str, ...]) -> Axis:
         # Optuna stores only scalars, and cannot tell 1 from true.
         choices = tuple(map(json.dumps, self.vals))
-        return Axis(
-            name, distributions.CategoricalDistribution(choices), choices, choices
-        )
+        drawn = distributions.CategoricalDistribution(choices)
+        return Axis(path, drawn, choices, choices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,10 +142,10 @@ class _Double:
                 f"got {self.minval:g}; allowed: less than maxval {self.maxval:g}",
             )
 
-    def axis(self, name: str) -> Axis:
+    def axis(self, path: tuple[str, ...]) -> Axis:
         ends = self.value(self.minval), self.value(self.maxval)
         grid = dict.fromkeys(map(self.value, self.evenly_spaced()))
-        return Axis(name, self.distribution(*ends), tuple(grid), ends)
+        return Axis(path, self.distribution(*ends), tuple(grid), ends)
 
     def evenly_spaced(self) -> list[float]:
         """`count` numbers with both ends; a single number is the middle."""

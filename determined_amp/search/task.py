@@ -12,7 +12,7 @@ from determined_amp.amp.plain_data import Config
 from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.entrypoint import command_in, is_class
 from determined_amp.experiment.experiment import ranges
-from determined_amp.runs.run import is_scale
+from determined_amp.runs.run import SCALE
 
 # How many batches are scored, or used by the finder, without `--batches`, and with it
 # at most: all are in memory at once, and a few are enough.
@@ -76,7 +76,7 @@ class Topic(enum.Enum):
         searched = list(ranges(config.get("hyperparameters") or {}))
         if "hyperparameters.amp.precision" in searched:
             return Topic.PRECISIONS
-        if verb is Verb.SCORE or any(map(is_scale, searched)):
+        if verb is Verb.SCORE or f"hyperparameters.{SCALE}" in searched:
             return Topic.LOSS_SCALES
         is_single = value_at(config, "searcher.name") in (None, "single")
         return Topic.SINGLE_RUN if is_single else Topic.OTHER_SEARCH
