@@ -345,7 +345,7 @@ def test_malformed_override_is_a_config_error(override: str, problem: str) -> No
 
 
 @pytest.mark.parametrize(
-    "path", ["labels", "environment", "searcher.max_trials", "searcher.time_metric"]
+    "path", ["labels", "environment", "searcher.source_trial_id", "project"]
 )
 def test_key_that_only_determined_reads_is_accepted(path: str) -> None:
     config = with_overrides(yaml.safe_load(_YAML.read_text()), [f"{path}=1"])

@@ -44,23 +44,17 @@ SECTION = "{precision: amp_fp16}"
 MISPLACED = [
     (f"amp={SECTION}", "amp", "write hyperparameters: {amp: "),
     ("amp.init_scale=1024", "amp", "write hyperparameters: {amp: "),
-    ("precision=amp_bf16", "precision", "{amp: {precision: amp_bf16}}"),
+    ("precision=amp_bf16", "precision", "{amp: {precision: ...}}"),
     (f"optimizations.amp={SECTION}", "optimizations.amp", "{amp: "),
     (
         "optimizations.mixed_precision=O1",
         "optimizations.mixed_precision",
         "{amp: {precision: ",
     ),
-    (
-        "optimizations.mixed_precision=amp_fp16",
-        "optimizations.mixed_precision",
-        "amp_fp16}}",
-    ),
     *(
         (f"hyperparameters.{name}", f"hyperparameters.{key}", write)
         for name, key, write in [
             ("amp=amp_fp16", "amp", "{amp: {precision: amp_fp16}}"),
-            ("amp='precision: amp_fp16'", "amp", "{amp: {precision: amp_fp16}}"),
             ("amp=[{precision: amp_fp16}]", "amp", "{amp: {precision: amp_fp16}}"),
             ("amp=[precision, amp_fp16]", "amp", "{amp: {precision: amp_fp16}}"),
             (
@@ -68,7 +62,6 @@ MISPLACED = [
                 "stages",
                 "{amp: {precision: amp_fp16}}",
             ),
-            ("amp=tf32", "amp", "{amp: {precision: tf32}}"),
             ("precision=amp_bf16", "precision", "{amp: {precision: amp_bf16}}"),
             ("precision={type: const, val: Amp-BF16}", "precision", "amp_bf16}}"),
             ("use_amp=amp_fp16", "use_amp", "{amp: {precision: amp_fp16}}"),
@@ -96,6 +89,7 @@ MISPLACED = [
 OWN = {
     "amp=true": "hyperparameters.amp: True",
     "precision=16": "hyperparameters.precision: 16",
+    "dtype=fp32": "hyperparameters.dtype: fp32",
     "fp16=true": "hyperparameters.fp16: True",
     "net.use_amp=true": "hyperparameters.net.use_amp: True",
 }
@@ -129,20 +123,64 @@ def test_amp_section_within_another_section_is_one_problem(nested: str) -> None:
     assert "; write hyperparameters: {amp: {precision: " in problem
 
 
+# A key that Determined's schema closes out, with a value, and what is said of it.
+UNKNOWN = {
+    "note=4": "allowed there: its own",
+    "hyper_parameters=4": "did you mean hyperparameters?",
+    "global_batch_size=4": "allowed there: its own",
+    "searcher.max_lenght=[1]": "did you mean max_length?",
+    "searcher.foo=1": "allowed: name, metric, smaller_is_better, max_length, source_",
+    "searcher.max_trials=4": "allowed: name, metric",  # of another searcher
+    "searcher.time_metric=batches": "allowed: name, metric",
+    "optimizations.agregation_frequency=2": "did you mean aggregation_frequency?",
+    "reproducibility.seed=1": "allowed: experiment_seed",
+    "resources.slots_per_trail=2": "did you mean slots_per_trial?",
+    "profiling.on=true": "allowed: begin_on_batch, enabled",
+    "environment.imgae=a": "did you mean image?",
+    "checkpoint_storage.host_paht=/a": "did you mean host_path?",
+}
+
+
+@pytest.mark.parametrize(("override", "says"), UNKNOWN.items())
+def test_key_that_determined_refuses_is_a_problem_with_its_near_name(
+    override: str, says: str
+) -> None:
+    key, _, _ = override.partition("=")
+    (problem,) = problems_of(with_overrides(PLAIN, [override]))
+    assert problem.startswith(f"{key}: unknown key; ")
+    assert says in problem
+    parse(with_overrides(PLAIN, [f"{key}=null"]), "test")  # which a master fills in
+
+
 @pytest.mark.parametrize(
-    ("key", "says"),
+    ("name", "says"),
     [
-        ("note", "allowed there: its own"),
-        ("hyper_parameters", "did you mean hyperparameters?"),
-        ("global_batch_size", "allowed there: its own"),
+        ("singel", "did you mean single?"),
+        ("custom", "allowed: single, grid, random, adaptive_asha, async_halving"),
     ],
 )
-def test_top_level_key_that_determined_has_not_is_a_problem(
-    key: str, says: str
+def test_searcher_that_determined_refuses_is_not_trained(
+    name: str, says: str, tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
-    (problem,) = problems_of({**PLAIN, key: 4})
-    assert problem.startswith(f"{key}: unknown key")
-    assert says in problem
+    config = with_overrides(PLAIN, [f"searcher.name={name}"])
+    said = refusal("train", write_yaml(tmp_path, config))
+    assert f"searcher.name: got '{name}'; {says}" in said
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "searcher",
+    [
+        "{name: random, max_trials: 4, max_concurrent_trials: 2}",
+        "{name: grid, source_trial_id: 7}",
+        "{name: adaptive_asha, max_trials: 4, time_metric: batches, max_time: 4}",
+        "{name: async_halving, num_rungs: 2, stop_once: true}",
+    ],
+)
+def test_searcher_of_determined_is_no_problem(searcher: str) -> None:
+    length = {"max_length": {"batches": 4}}
+    config = with_overrides(PLAIN, [f"searcher={searcher}"])
+    parse({**config, "searcher": {**config["searcher"], **length}}, "test")
 
 
 @pytest.mark.parametrize(("override", "named"), OWN.items())
@@ -186,7 +224,7 @@ def test_first_line_of_an_amp_section_names_the_precision() -> None:
 def test_key_with_a_dot_in_it_is_not_taken_for_a_section() -> None:
     hyperparameters = {"lr": 0.1, "amp.precision": "amp_fp16"}
     (problem,) = problems_of({**PLAIN, "hyperparameters": hyperparameters})
-    assert problem.startswith("hyperparameters.amp: got a section of keys and values")
+    assert problem.startswith("hyperparameters.amp.precision: got 'amp_fp16', which")
 
 
 def test_hyperparameter_that_is_called_type_hides_no_other() -> None:
@@ -224,7 +262,7 @@ def test_every_command_refuses_a_misplaced_section(
     said = refusal(
         command, write_yaml(tmp_path, {**PLAIN, "amp": {"precision": "amp_fp16"}})
     )
-    assert "amp: got a section of keys and values, which nothing reads" in said
+    assert "amp: got {'precision': 'amp_fp16'}, which nothing reads here; write" in said
 
 
 def test_script_of_the_users_own_is_told_of_a_misplaced_precision() -> None:

@@ -101,15 +101,14 @@ class TestDeterminedsForm:
         )
         assert found.max_length == found.training.validation_period == read
 
-    def test_unit_is_beside_a_number_and_a_period_of_0_is_never(self) -> None:
+    def test_number_is_of_batches_and_a_period_of_0_is_never(self) -> None:
         """The master fills in such periods."""
         periods = (
             "min_validation_period={batches: 0}",
             "min_checkpoint_period={epochs: 0}",
         )
-        assert parse("searcher.max_length=7").max_length == Length(batches=7)
-        found = parse("searcher.max_length=7", "searcher.unit=epochs", *periods)
-        assert found.max_length == Length(epochs=7)
+        found = parse("searcher.max_length=7", *periods)
+        assert found.max_length == Length(batches=7)
         assert (
             found.training.validation_period is found.training.checkpoint_period is None
         )

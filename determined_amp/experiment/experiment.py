@@ -23,7 +23,7 @@ import copy
 import dataclasses
 import enum
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -338,7 +338,7 @@ def read_sections(
     config: Config,
     values: Config,
     source: str,
-    problems: Sequence[Problem] = (),
+    problems: Iterable[Problem] = (),
 ) -> tuple[CommonHyperparameters, Platform]:
     """The settings of a configuration that mean the same in every trial.
 

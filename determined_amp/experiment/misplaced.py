@@ -1,11 +1,11 @@
-"""Finds settings of ours in places where nothing reads them, and keys that Determined
-has not.
+"""Finds settings of ours where nothing reads them, and keys that Determined refuses.
 
-A section `amp` that nothing reads would leave a run in float32 without a sign of it. So
-text that is a precision of ours, or one of our keys in a section `amp`, is a mistake
-anywhere but in its own place. A trial with AMP of its own may have hyperparameters such
-as `amp: true` and `precision: 16`: those are its own, and the first line of the log
-names them.
+Determined's schema closes most sections of an experiment configuration: an unknown key
+there is a mistake. `hyperparameters` and `data` are the user's. A section `amp` in a
+wrong place would leave a run in float32 without a sign of it. So a word that only this
+library knows, such as `amp_fp16`, is a mistake in any other hyperparameter, and so is a
+section of our keys. A trial with AMP of its own may have hyperparameters such as `amp:
+true` and `precision: 16`: those are its own, and the first line of the log names them.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from determined_amp.amp.errors import Problem
 from determined_amp.amp.plain_data import Config
-from determined_amp.amp.settings import AmpSettings, Precision
-from determined_amp.experiment.dotted import flat, value_at
+from determined_amp.amp.settings import AmpSettings
+from determined_amp.experiment.dotted import leaves, value_at
 from determined_amp.experiment.fields import shown
 from determined_amp.experiment.training import UNITS, Length, TrainingSettings
 
-# Top-level keys of an experiment configuration (`schemas/expconf/v0/experiment.json`).
-_OF_DETERMINED = """
+# The keys of the top level and of its sections, in `schemas/expconf/v0/` of Determined
+# 0.38.1; sections that neither train nor measure are left to the master.
+_TOP_LEVEL = """
 bind_mounts checkpoint_policy checkpoint_storage data data_layer debug description
 entrypoint environment hyperparameters integrations internal labels log_policies
 max_restarts min_checkpoint_period min_validation_period name optimizations pbs
@@ -30,33 +33,55 @@ perform_initial_validation preemption_timeout profiling project records_per_epoc
 reproducibility resources retention_policy scheduling_unit searcher security slurm
 tensorboard_storage workspace
 """
-_TOP_LEVEL = frozenset(_OF_DETERMINED.split())
-
-# Where the section `amp` and lengths are read.
-_AMP = "hyperparameters.amp."
-_LENGTHS_ARE_READ = ("hyperparameters.training.", "searcher.")
-
-# What a user may call the section `amp`, and its keys, without case and underscores.
-_NAMES_OF_AMP = frozenset(
-    ["amp", "ampsettings", "automaticmixedprecision", "mixedprecision"]
+_OTHERWISE = (
+    "Determined 0.38.1 has none of that name at the top level; allowed there: its own; "
+    "a trial's own values belong in hyperparameters or data"
 )
-_KEYS_OF_AMP = frozenset(
-    f.name.replace("_", "") for f in dataclasses.fields(AmpSettings)
-)
+_SECTIONS = {
+    "checkpoint_storage": """
+        access_key account_url bucket checkpoint_path connection_string container
+        container_path credential endpoint_url host_path prefix propagation
+        save_experiment_best save_trial_best save_trial_latest secret_key storage_path
+        tensorboard_path type user""",
+    "environment": """
+        add_capabilities drop_capabilities environment_variables force_pull_image image
+        pod_spec ports proxy_ports registry_auth""",
+    "optimizations": """
+        aggregation_frequency auto_tune_tensor_fusion average_aggregated_gradients
+        average_training_metrics grad_updates_size_file gradient_compression
+        mixed_precision tensor_fusion_cycle_time tensor_fusion_threshold""",
+    "profiling": "begin_on_batch enabled end_after_batch sync_timings",
+    "reproducibility": "experiment_seed",
+    "resources": """
+        agent_label devices is_single_node max_slots native_parallel priority
+        resource_pool shm_size slots slots_per_trial weight""",
+}
 
+# The keys of every searcher, and by its name those that it has besides.
+_OF_EVERY_SEARCHER = """
+name metric smaller_is_better max_length source_trial_id source_checkpoint_uuid
+"""
+_SEARCHERS = {
+    "single": "",
+    "grid": "max_concurrent_trials",
+    "random": "max_concurrent_trials max_trials",
+    "adaptive_asha": """
+        bracket_rungs divisor max_concurrent_trials max_rungs max_time max_trials mode
+        stop_once time_metric""",
+    "async_halving": """
+        divisor max_concurrent_trials max_time max_trials num_rungs stop_once
+        time_metric""",
+}
+
+_AMP_KEYS = frozenset(field.name for field in dataclasses.fields(AmpSettings))
 _LENGTHS = frozenset(
-    f.name
-    for f in dataclasses.fields(TrainingSettings)
-    if f.name.endswith(("_length", "_period"))
+    field.name
+    for field in dataclasses.fields(TrainingSettings)
+    if field.name.endswith(("_length", "_period"))
 )
 
-_SECTION = "a section of keys and values"
-
-# A precision that no other software calls so, alone or in a list; and any text that
-# names one.
-_AUTOCAST = r"amp[\W_]*(?:fp16|bf16)"
-_ALONE = re.compile(rf"(?<![^']){_AUTOCAST}(?![^'])")
-_NAMED = re.compile(rf"{_AUTOCAST}|(?<![^'])(?:fp32|tf32)(?![^'])")
+# A precision that no other software calls so, alone or in a list.
+_OURS_ALONE = re.compile(r"(?<![^'])amp[\W_]*(fp16|bf16)(?![^'])")
 
 # Words in the name of a hyperparameter that is about precision.
 _ABOUT_PRECISION = re.compile(
@@ -65,89 +90,96 @@ _ABOUT_PRECISION = re.compile(
 )
 
 
-def misplaced(config: Config, values: Config) -> list[Problem]:
-    """A problem for each setting of ours that is in a wrong place, and each unknown
-    top-level key.
+def misplaced(config: Config, values: Config) -> Iterator[Problem]:
+    """A problem for each setting of ours in a wrong place, and for each key that
+    Determined refuses.
 
     Args:
         config: An experiment configuration.
         values: The hyperparameters of the trial, which count instead of those of
             `config`.
     """
-    sections = {**config, "hyperparameters": values}
-    found = []
-    for path, value in flat(sections).items():
-        # A key with a dot in it only looks as if it were in its place.
-        is_read = path.startswith(_AMP) and value_at(sections, path) is not None
+    yield from _unknown("", config, _TOP_LEVEL.split(), _OTHERWISE)
+    for name, keys in _SECTIONS.items():
+        yield from _unknown(name, config.get(name), keys.split())
+    yield from _of_the_searcher(config.get("searcher"))
+    mode = value_at(config, "optimizations.mixed_precision")
+    if mode not in (None, "O0"):
+        yield _belongs("optimizations.mixed_precision", mode, "precision")
+    for path, value in leaves(values):
+        is_read = path[0] == "amp" and len(path) > 1
         if value is not None and not is_read:
-            found.append(_misplaced(path, value))
-    problems = dict.fromkeys(problem for problem in found if problem is not None)
-    named = {problem.key.partition(".")[0] for problem in problems}
-    unknown = [str(key) for key in config if key not in _TOP_LEVEL | named]
-    return [*problems, *(Problem(key, _unknown(key)) for key in unknown)]
+            yield from _of_ours(path, value)
 
 
 def of_the_trial(values: Config) -> list[str]:
-    """The hyperparameters about precision that are the trial's own, as `name:
-    value`.
-    """
+    """The trial's own hyperparameters about precision, as `name: value`."""
     return [
-        f"{name}: {value}"
-        for name, value in flat({"hyperparameters": values}).items()
-        if _ABOUT_PRECISION.search(name.rpartition(".")[2])
-        and not name.startswith(_AMP)
+        f"{'.'.join(['hyperparameters', *path])}: {value}"
+        for path, value in leaves(values)
+        if _ABOUT_PRECISION.search(path[-1])
+        and (path[0] != "amp" or len(path) == 1)
         and value is not None
     ]
 
 
-def _misplaced(path: str, value: object) -> Problem | None:
-    """The problem of a value that is not in the section `amp`; None if it is none of
-    ours.
+def _unknown(
+    section: str, found: Any, allowed: Collection[str], otherwise: str = ""
+) -> Iterator[Problem]:
+    """A problem for each key of a section that is not allowed; null is no key.
+
+    It has the nearest key; without a near one the text `otherwise`, or all that are
+    allowed.
     """
-    section, _, key = path.rpartition(".")
-    name, text = section.rpartition(".")[2], str(value)
-    if _plain_name(name) in _NAMES_OF_AMP and _plain_name(key) in _KEYS_OF_AMP:
-        return _belongs(section, _SECTION, "{amp: {precision: ...}}")
-    precision = _precision_in(path, key, text.lower())
-    if path == "optimizations.mixed_precision" and text != "O0":
-        precision = precision or "..."
-    if precision is not None:
-        return _belongs(path, shown(value), f"{{amp: {{precision: {precision}}}}}")
-    if path.startswith(_LENGTHS_ARE_READ):
-        return None
-    if name in _LENGTHS and key in UNITS:
-        return _belongs(section, _SECTION, f"{{training: {{{name}: ...}}}}")
-    if key in _LENGTHS and Length.section_of(text) is not None:
-        return _belongs(path, shown(value), f"{{training: {{{key}: {text}}}}}")
-    return None
+    if not isinstance(found, Mapping):
+        return
+    for key, value in found.items():
+        if value is None or key in allowed:
+            continue
+        place = f"{section}.{key}" if section else key
+        if key.lower() == "amp" or key in _AMP_KEYS | _LENGTHS:
+            yield _belongs(place, value, key)
+        else:
+            yield Problem(place, f"unknown key; {_near(key, allowed, otherwise)}")
 
 
-def _precision_in(path: str, key: str, text: str) -> str | None:
-    """The value of the `Precision` that a text in this place asks for; None if it asks
-    for none.
-    """
-    if _ABOUT_PRECISION.search(key):
-        found = _NAMED.search(text)
+def _of_the_searcher(section: Any) -> Iterator[Problem]:
+    if not isinstance(section, Mapping):
+        return
+    name = str(section.get("name") or "single")
+    if name in _SEARCHERS:
+        keys = f"{_OF_EVERY_SEARCHER} {_SEARCHERS[name]}".split()
+        yield from _unknown("searcher", section, keys)
     else:
-        found = _ALONE.search(text) if path.startswith("hyperparameters.") else None
-    by_name = {_plain_name(precision.value): precision.value for precision in Precision}
-    return None if found is None else by_name[_plain_name(found[0])]
+        yield Problem("searcher.name", f"got {name!r}; {_near(name, _SEARCHERS)}")
 
 
-def _belongs(path: str, what: str, line: str) -> Problem:
-    text = f"got {what}, which nothing reads here; write hyperparameters: {line}"
-    return Problem(path, text)
-
-
-def _unknown(key: str) -> str:
-    near = difflib.get_close_matches(key.lower(), _TOP_LEVEL, n=1, cutoff=0.7)
+def _near(word: str, allowed: Collection[str], otherwise: str = "") -> str:
+    near = difflib.get_close_matches(word.lower(), allowed, n=1, cutoff=0.75)
     if near:
-        return f"unknown key; did you mean {near[0]}?"
-    return (
-        "unknown key: Determined 0.38.1 has none of that name at the top level; "
-        "allowed there: its own; a trial's own values belong in hyperparameters or data"
-    )
+        return f"did you mean {near[0]}?"
+    return otherwise or f"allowed: {', '.join(allowed)}"
 
 
-def _plain_name(key: str) -> str:
-    return re.sub(r"[\W_]", "", key).lower()
+def _of_ours(path: Sequence[str], value: object) -> Iterator[Problem]:
+    """The problem of a hyperparameter that is a setting of ours in a wrong place."""
+    place, text = ".".join(["hyperparameters", *path]), str(value)
+    section, key = ["", *path][-2:]
+    word = _OURS_ALONE.search(text.lower())
+    if section.lower() == "amp" and key in _AMP_KEYS:
+        yield _belongs(place.removesuffix(f".{key}"), {key: value}, "amp")
+    elif word is not None:
+        yield _belongs(place, value, "precision", f"amp_{word[1]}")
+    elif path[0] != "training" and section in _LENGTHS and key in UNITS:
+        yield _belongs(place.removesuffix(f".{key}"), {key: value}, section)
+    elif path[0] != "training" and key in _LENGTHS and Length.section_of(text):
+        yield _belongs(place, value, key, text)
+
+
+def _belongs(place: str, value: object, key: str, shown_there: str = "...") -> Problem:
+    """The problem of a value that belongs to a key of `amp` or `training`."""
+    section = "training" if key in _LENGTHS else "amp"
+    named = "precision" if key.lower() == "amp" else key
+    line = f"{{{section}: {{{named}: {shown_there}}}}}"
+    given = f"got {shown(value)}, which nothing reads here"
+    return Problem(place, f"{given}; write hyperparameters: {line}")

@@ -184,8 +184,7 @@ def in_our_form(config: Config, values: Config) -> Values:
     batch_size = values.get("global_batch_size")
     length = value_at(config, "searcher.max_length")
     if isinstance(length, int) and not isinstance(length, bool):
-        unit = value_at(config, "searcher.unit")
-        length = {unit if unit in UNITS else "batches": length}
+        length = {"batches": length}
     scheduling_unit = config.get("scheduling_unit")
     training = {
         "max_length": _in_batches(length, batch_size),

@@ -472,7 +472,7 @@ def _settings_of(context: pytorch.PyTorchTrialContext) -> AmpSettings:
             "the context has no hyperparameters; allowed: pytorch.init(hparams=...), "
             "or MixedPrecision(context, AmpSettings(...))",
         )
-    elsewhere = misplaced({}, constants(hparams))
+    elsewhere = list(misplaced({}, constants(hparams)))
     if elsewhere:
         raise ConfigError("hyperparameters", elsewhere)
     if "amp" not in hparams:
