@@ -1,0 +1,66 @@
+"""Folders that an older checkout has left are gone on with, and reported.
+
+`kept_folders/` holds what commit 1ab76da (torch 2.15.0) left of the YAMLs beside it: a
+run that was killed in batch 14 of 32, the end of the same run undisturbed, a search
+that was stopped after one of three trials, and a comparison of three precisions with
+two seeds. All numbers are powers of two, so that their bits do not depend on a machine.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from determined_amp import __main__ as door
+from determined_amp.amp.plain_data import Values
+from determined_amp.runs.run import RunState
+from determined_amp.search.search_folder import read_search
+from tests import training
+
+KEPT = Path(__file__).parent / "kept_folders"
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the folders, with their trial, as the working directory."""
+    folder = tmp_path / "kept"
+    shutil.copytree(KEPT, folder)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def numbers(folder: Path) -> list[Values]:
+    """The reports of a run without the audit, which a resume makes again."""
+    reports = training.same_numbers(folder)
+    return [{**report, "watch_audit_share": 1.0} for report in reports]
+
+
+def test_killed_run_of_an_older_checkout_ends_as_one_that_nothing_disturbed(
+    kept: Path,
+) -> None:
+    assert door.main(["train", "--resume", "killed"]) == 0
+    before = training.checkpoint(kept / "undisturbed", 32)
+    after = training.checkpoint(kept / "killed", 32)
+    for part in before:
+        assert training.digest(after[part]) == training.digest(before[part]), part
+    assert numbers(kept / "killed") == numbers(kept / "undisturbed")
+
+
+def test_stopped_search_of_an_older_checkout_goes_on(kept: Path) -> None:
+    (first,) = read_search(kept / "stopped_search").runs
+    assert door.main(["search", "--resume", "stopped_search"]) == 0
+    runs = read_search(kept / "stopped_search").runs
+    assert [run.state for run in runs] == [RunState.COMPLETED] * 3
+    assert [run.scale_log2 for run in runs] == [2, 10, 24]
+    assert runs[0].curve("loss_scale_score") == first.curve("loss_scale_score")
+
+
+def test_comparison_of_an_older_checkout_is_reported(
+    kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert door.main(["report", "precision", "comparison"]) == 0
+    said = capsys.readouterr().out
+    for precision in ("fp32", "amp_bf16", "amp_fp16"):
+        assert f"{precision}: 2 runs, seeds 0, 1" in said
