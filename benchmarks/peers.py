@@ -49,7 +49,7 @@ LOOPS: dict[str, Callable[[loops.Case, Turns], nn.Module]] = {
     TEN_LINES: loops.ours,
 }
 
-# How the line of the README and the table of docs/amp.md begin.
+# How the line of the README and the table of docs/evidence.md begin.
 SENTENCE_BEGINS = (
     "CPU time of a tiny batch in bfloat16, with a bare PyTorch loop as 1: "
 )
@@ -140,7 +140,7 @@ def calls_of(precision: str, name: str) -> Counter[str]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The table that `docs/amp.md` quotes."""
+    """The table that `docs/evidence.md` quotes."""
     precisions = result["precisions"]
     heads = [
         "loop",

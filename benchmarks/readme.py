@@ -1,5 +1,4 @@
-"""Draws the README's picture, and writes its tables and those of docs/amp.md, from the
-results.
+"""Draws the README's picture, and writes tables of the pages, from the results.
 
     python -m benchmarks.readme
 
@@ -33,7 +32,7 @@ from determined_amp.report.precision_report import spread_text
 from determined_amp.runs.run import Spread
 
 README = ROOT / "README.md"
-AMP_PAGE = ROOT / "docs" / "amp.md"
+EVIDENCE_PAGE = ROOT / "docs" / "evidence.md"
 PICTURE = ROOT / "docs" / "pictures" / "answers.png"
 # The report on precisions, by the name of the model.
 PRECISIONS = {
@@ -186,8 +185,9 @@ def with_table(readme: str, rows: str) -> str:
 
 
 def with_costs(page: str, result: Mapping[str, Any]) -> str:
-    """The text of a page with what a batch costs: the README has a line, docs/amp.md
-    the table.
+    """The text of a page with what a batch costs.
+
+    The README has a line, docs/evidence.md the table.
     """
     line = rf"{re.escape(SENTENCE_BEGINS)}[^\n]*"
     page = re.sub(line, lambda _: sentence_of_costs(result), page)
@@ -228,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     PICTURE.write_bytes(as_png(draw(precisions, json.loads(SCALES.read_text()))))
     costs = json.loads(COSTS.read_text())
     readme = with_costs(with_table(README.read_text(), table(precisions)), costs)
-    AMP_PAGE.write_text(with_costs(AMP_PAGE.read_text(), costs))
+    EVIDENCE_PAGE.write_text(with_costs(EVIDENCE_PAGE.read_text(), costs))
     README.write_text(
         with_gpu(readme, json.loads(GPU.read_text())) if GPU.exists() else readme
     )

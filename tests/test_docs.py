@@ -23,6 +23,7 @@ from torch import nn
 from benchmarks import loss_scale
 from benchmarks.loss_scale_rows import Row
 from determined_amp import __main__ as door
+from determined_amp.amp import settings
 from determined_amp.amp.loop import AmpLoop
 from determined_amp.amp.metric_names import AuditMetricName, MetricName
 from determined_amp.amp.settings import AmpSettings
@@ -40,9 +41,9 @@ from trials import latte, mlp, resnet50
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
-AMP, CLUSTER, LOSS_SCALE, PRECISION = (
+AMP, CLUSTER, EVIDENCE, LOSS_SCALE, METRICS, PRECISION = (
     (DOCS / f"{name}.md").read_text()
-    for name in ("amp", "cluster", "loss_scale", "precision")
+    for name in ("amp", "cluster", "evidence", "loss_scale", "metrics", "precision")
 )
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -162,7 +163,7 @@ def test_what_does_not_exist_would_be_noticed() -> None:
     ("name", "lines"),
     [
         ("README", 120),
-        ("docs/amp", 225),
+        ("docs/amp", 110),
         ("docs/your_trial", 230),
         ("docs/loss_scale", 185),
     ],
@@ -255,15 +256,43 @@ def test_install_line_brings_every_extra_of_a_user(page: str) -> None:
     assert listed.split(",") == ["search", "reports", "examples"]
 
 
-def section(title: str) -> str:
-    (found,) = re.findall(
-        rf"^## {title}\n(.*?)(?=^## |\Z)", AMP, re.DOTALL | re.MULTILINE
+def allowed(field: dataclasses.Field[Any]) -> str:
+    """What a setting may be: the words of its enumeration, its bounds, or its type."""
+    said = {"bool": "true or false", "tuple[str, ...]": "a list of patterns"}
+    found = [said[str(field.type)]] if field.type in said else []
+    for kind in str(field.type).split(" | "):
+        words: Any = getattr(settings, kind, ())
+        found += [f"`{str(word.value).lower()}`" for word in words]
+    bounds = [
+        f"{sign} {field.metadata[key]:g}"
+        for key, (sign, _) in settings.BOUNDS.items()
+        if key in field.metadata
+    ]
+    return ", ".join(found + ([" and ".join(bounds)] if bounds else []))
+
+
+def table_of_settings() -> str:
+    """Every key of the section `amp`, as docs/amp.md shows it."""
+    said = inspect.getdoc(AmpSettings) or ""
+    arguments = said.partition("Args:\n")[2]
+    meanings = dict(
+        re.findall(r"^    (\w+): ((?:.|\n     )+)", arguments, re.MULTILINE)
     )
-    return str(found)
+    rows = ["| key | default | allowed | meaning |", "|---|---|---|---|"]
+    for field in dataclasses.fields(AmpSettings):
+        default = getattr(field.default, "value", field.default)
+        shown = "" if default is dataclasses.MISSING else f"`{json.dumps(default)}`"
+        meaning = " ".join(meanings[field.name].split())
+        rows.append(f"| `{field.name}` | {shown} | {allowed(field)} | {meaning} |")
+    return "\n".join(rows).replace('`"', "`").replace('"`', "`")
+
+
+def test_page_has_the_table_of_all_settings() -> None:
+    assert table_of_settings() in AMP, table_of_settings()
 
 
 def test_metrics_of_the_table_are_those_that_are_reported() -> None:
-    names = re.findall(r"^\| `(\w+)`", section("What is reported"), re.MULTILINE)
+    names = re.findall(r"^\| `(\w+)`", METRICS, re.MULTILINE)
     constants = {**vars(MetricName), **vars(AuditMetricName)}
     ours = [value for name, value in constants.items() if name.isupper()]
     of_these_trials = ["validation_loss", "validation_accuracy"]
@@ -271,8 +300,7 @@ def test_metrics_of_the_table_are_those_that_are_reported() -> None:
 
 
 def test_each_of_the_thirteen_defects_has_a_test() -> None:
-    defects = section("Thirteen defects of other systems")
-    lines = re.findall(r"^\| (\d+) (.*)", defects, re.MULTILINE)
+    lines = re.findall(r"^\| (\d+) (.*)", EVIDENCE, re.MULTILINE)
     assert [int(number) for number, _ in lines] == [*range(1, 14)]
     for _, line in lines:
         assert named_tests(line), line

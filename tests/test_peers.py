@@ -70,7 +70,7 @@ def test_pages_quote_the_table_of_the_committed_numbers() -> None:
     result = json.loads((RESULTS / "peers_cpu.json").read_text())
     table = peers.markdown(result)
     assert (RESULTS / "peers_cpu.md").read_text() == table
-    pages = [path.read_text() for path in (readme.README, readme.AMP_PAGE)]
+    pages = [path.read_text() for path in (readme.README, readme.EVIDENCE_PAGE)]
     assert pages == [readme.with_costs(page, result) for page in pages]
     assert peers.sentence(result) in pages[0]
     assert table in pages[1]
