@@ -72,7 +72,7 @@ def draw(
         compared = {
             f"{c['precision']}, {model}": c
             for model, found in precisions.items()
-            for c in found["comparisons"]
+            for c in found["pairs"]
             if c["precision"] in _SHOWN
         }
         _draw_speed(speed, compared)
@@ -85,13 +85,13 @@ def _draw_speed(ax: Axes, compared: Mapping[str, Mapping[str, Any]]) -> None:
     ax.set_title("Is it faster?")
     for row, comparison in enumerate(compared.values()):
         speed, colour = comparison["speed"], _COLOURS[comparison["precision"]]
-        ax.barh(row, speed["median"], height=0.5, color=colour, alpha=0.3)
+        ax.barh(row, speed["mean"], height=0.5, color=colour, alpha=0.3)
         ax.plot([speed["low"], speed["high"]], [row, row], color=colour, linewidth=2)
-        ax.text(speed["high"] + 0.03, row, f"{speed['median']:.2f}x", va="center")
+        ax.text(speed["high"] + 0.03, row, f"{speed['mean']:.2f}x", va="center")
     ax.axvline(1, color=INK, linewidth=1)
     ax.text(0.98, -0.78, "fp32", ha="right", va="top", color=MUTED)
     ax.set_xlim(0, max(1.15, *(c["speed"]["high"] * 1.3 for c in compared.values())))
-    ax.set_xlabel("speed, fp32 is 1; median, range")
+    ax.set_xlabel("speed, fp32 is 1; mean, 95 % interval")
     _label_rows(ax, list(compared))
 
 
@@ -102,12 +102,12 @@ def _draw_accuracy(
     ax.axvspan(-100 * margin, 100 * margin, color=GREEN, alpha=0.1, linewidth=0)
     ax.axvline(0, color=INK, linewidth=1)
     for row, comparison in enumerate(compared.values()):
-        found, colour = comparison["difference"], _COLOURS[comparison["precision"]]
+        found, colour = comparison["metric"], _COLOURS[comparison["precision"]]
         ends = [100 * found["low"], 100 * found["high"]]
         ax.plot(ends, [row, row], color=colour, linewidth=2)
         ax.plot(100 * found["mean"], row, "o", color=colour)
     far = [
-        abs(100 * c["difference"][end])
+        abs(100 * c["metric"][end])
         for c in compared.values()
         for end in ("low", "high")
     ]
@@ -156,7 +156,7 @@ def table(precisions: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _rows(model: str, found: Mapping[str, Any]) -> Iterator[str]:
     by_precision = {row["precision"]: row for row in found["precisions"]}
-    ratios = {c["precision"]: c["speed"] for c in found["comparisons"]}
+    ratios = {c["precision"]: c["speed"] for c in found["pairs"]}
     for name in _SHOWN:
         row = by_precision.get(name)
         if row is None:  # left out of this comparison
@@ -168,7 +168,7 @@ def _rows(model: str, found: Mapping[str, Any]) -> Iterator[str]:
             for run in found["runs"]
             if run["precision"] == name
         ]
-        times = f"{ratio['median']:.2f}x" if ratio else "1"
+        times = f"{ratio['mean']:.2f}x" if ratio else "1"
         accuracy = f"{row['mean']:.3f}, {row['std']:.3f}"
         speeds = spread_text(Spread(**speed))
         yield (

@@ -37,11 +37,11 @@ from determined_amp.pilots import (
     train_briefly,
 )
 from determined_amp.report import ReportError
-from determined_amp.report.precision_comparison import counted
 from determined_amp.report.precision_report import (
     PrecisionReport,
     write_precision_report,
 )
+from determined_amp.report.precision_runs import counted
 from determined_amp.runs.folder import fresh_folder, read_record
 from determined_amp.runs.run import Run, RunState
 from determined_amp.search.optimize import GRACE, INTERRUPTED, run_comparison

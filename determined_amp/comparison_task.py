@@ -105,14 +105,14 @@ def _leave(core_context: core.Context, compared: Compared) -> None:
     # There is no report if only fp32 could be trained.
     noted: Values = {"answer": ONLY_FP32, "precision": Precision.FP32.value}
     if compared.report is not None:
-        found = compared.report.compared
-        advised = compared.report.recommended
-        noted = {"answer": advised.answer, "precision": advised.precision.value}
-        batches = max(run.batches for run in found.runs)
-        comparison = found.against_baseline(advised.precision)
-        if comparison is not None and comparison.speed is not None:
-            noted["verdict"] = comparison.verdict.value
-            speed = round(comparison.speed.median, 3)
+        comparison = compared.report.comparison
+        answer = compared.report.answer
+        noted = {"answer": answer.text, "precision": answer.precision.value}
+        batches = max(run.batches for run in comparison.runs)
+        pair = comparison.against_baseline(answer.precision)
+        if pair is not None and pair.speed is not None:
+            noted["verdict"] = pair.metric.judgement.value
+            speed = round(pair.times_as_fast, 3)
     times = "" if speed == 1.0 else f": {speed:.1f}x"
     status = f"use {noted['precision']}{times}"
     leave_answer(

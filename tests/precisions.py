@@ -12,7 +12,7 @@ from typing import Any
 
 from determined_amp.experiment.dotted import flat, put
 from determined_amp.experiment.machine import Machine
-from determined_amp.report.compared_runs import ComparedRuns, compare_runs
+from determined_amp.report.comparison import Comparison, compare_runs
 from determined_amp.runs.run import Part, Report, Reports, Run, RunState, judged
 from determined_amp.search.search_folder import Search
 
@@ -172,7 +172,7 @@ def seeds(precision: str, values: Sequence[float], **others: Any) -> list[Run]:
     ]
 
 
-def comparison_of(*runs: Run, **options: Any) -> ComparedRuns:
+def comparison_of(*runs: Run, **options: Any) -> Comparison:
     """The comparison of some runs."""
     return compare_runs([Search("", runs)], **options)
 

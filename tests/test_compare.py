@@ -262,7 +262,8 @@ def test_task_of_a_cluster_leaves_the_answer_in_metadata_metrics_and_checkpoint(
     made = tmp_path / "made"
     made.mkdir()
     write_remarks(made, [], [])
-    source = Search("", (run("fp32"), run("amp_bf16", speed=2000.0)))
+    amp = (run("amp_bf16", seed, speed=2000.0) for seed in (1, 2))
+    source = Search("", (run("fp32"), run("fp32", 2), *amp))
     report = write_precision_report([source], made)
     compared = Mock(return_value=Compared(made, report))
     monkeypatch.setattr(comparison_task, "compare", compared)

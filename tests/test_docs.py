@@ -30,7 +30,7 @@ from determined_amp.amp.settings import AmpSettings
 from determined_amp.experiment import experiment
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.report.precision_comparison import MIN_EFFECT
+from determined_amp.report.change import MIN_RATIO
 from determined_amp.report.precision_report import WAITS_FOR_DATA
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.trial.mixed_precision import MixedPrecision
@@ -331,7 +331,7 @@ class TestResults:
         assert "\n".join(said) in LOSS_SCALE
 
     def test_limits_are_those_of_the_code(self) -> None:
-        assert f"by {100 * (MIN_EFFECT - 1):.0f} % or more" in PRECISION
+        assert f"by {100 * (MIN_RATIO - 1):.0f} % or more" in PRECISION
         assert f"`watch_data_wait_share` above {100 * WAITS_FOR_DATA:g} %" in PRECISION
 
     def test_page_on_precision_quotes_what_the_last_comparison_said(self) -> None:

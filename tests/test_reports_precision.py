@@ -20,7 +20,7 @@ from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.machine import Machine
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.report import ReportError
-from determined_amp.report.compared_runs import compare_runs
+from determined_amp.report.comparison import compare_runs
 from determined_amp.report.master_runs import read_experiment
 from determined_amp.runs.folder import read_run
 from determined_amp.runs.run import RunState
@@ -65,7 +65,9 @@ def test_real_runs_are_compared_by_the_numbers_that_they_reported(
         "amp_fp16",
         "amp_bf16",
     ]
-    assert {c["verdict"] for c in record["comparisons"]} == {"cannot tell yet"}
+    assert {pair["metric"]["verdict"] for pair in record["pairs"]} == {
+        "cannot tell yet"
+    }
     (run,) = [run for run in record["runs"] if run["precision"] == "amp_fp16"]
     assert record["machine"] == run["machine"]
     lines = metrics(trained / "amp")

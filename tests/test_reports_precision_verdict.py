@@ -15,16 +15,11 @@ import pytest
 from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import SCALER_KEYS
 from determined_amp.report import ReportError
-from determined_amp.report.compared_runs import ComparedRuns, compare_runs
-from determined_amp.report.precision_comparison import (
-    Comparison,
-    Effect,
-    Equivalence,
-    Ratio,
-    interval_of,
-)
+from determined_amp.report.answer import answer_of
+from determined_amp.report.change import Judgement, change_of
+from determined_amp.report.comparison import Comparison, compare_runs
 from determined_amp.report.precision_report import precision_sentences, precision_table
-from determined_amp.report.recommendation import recommend
+from determined_amp.report.precision_runs import Pair
 from determined_amp.report.sources import read_source
 from determined_amp.runs.run import SEED, Report, Reports, Run
 from tests.precisions import CPU, GPU, LOST, comparison_of, run, seeds, write_run
@@ -51,83 +46,74 @@ def at_speeds(*speeds: float, accuracies: Sequence[float] = ACCURACIES) -> list[
     ]
 
 
-def text_of(compared: ComparedRuns) -> str:
-    return "\n".join([recommend(compared).answer, *precision_sentences(compared)])
+def text_of(found: Comparison) -> str:
+    return "\n".join([answer_of(found).text, *precision_sentences(found)])
 
 
-def compared(*runs: Run, **options: Any) -> Comparison:
-    """The only comparison of some runs."""
-    (comparison,) = comparison_of(*runs, **options).comparisons
-    return comparison
+def compared(*runs: Run, **options: Any) -> Pair:
+    """The only pair of some runs."""
+    (pair,) = comparison_of(*runs, **options).pairs
+    return pair
 
 
-def test_interval_of_pairs_is_students_t_interval() -> None:
+def test_interval_of_a_change_is_students() -> None:
     """By hand: mean 2, deviation 1, t of 2 degrees of freedom 4.3026527."""
-    interval = interval_of([1.0, 2.0, 3.0])
-    assert (interval.mean, interval.std, interval.pairs) == (2.0, 1.0, 3)
+    change = change_of([1.0, 2.0, 3.0], 0.003, more_is_better=True)
+    assert (change.mean, change.pairs) == (2.0, 3)
     half = 4.3026527 / math.sqrt(3)
-    assert (interval.low, interval.high) == pytest.approx((2.0 - half, 2.0 + half))
+    assert (change.low, change.high) == pytest.approx((2.0 - half, 2.0 + half))
 
 
 @pytest.mark.parametrize(
     ("differences", "verdict"),
     [
-        ((-0.001, 0.0, 0.001), Equivalence.EQUAL),  # half width 0.0025
-        ((0.001, 0.0011, 0.0012), Equivalence.EQUAL),  # real, and too small to matter
-        ((0.01, 0.011, 0.012), Equivalence.DIFFERENT),
-        # not significant, which is not equal
-        (
-            (-0.002, 0.0, 0.002),
-            Equivalence.UNKNOWN,
-        ),
-        ((1.0, 1.0, 1.0), Equivalence.UNKNOWN),  # without a spread
-        ((0.0,), Equivalence.UNKNOWN),
-        ((math.inf, 0.0), Equivalence.UNKNOWN),  # beyond float64
+        ((-0.001, 0.0, 0.001), Judgement.EQUAL),  # half width 0.0025
+        ((0.001, 0.0011, 0.0012), Judgement.EQUAL),  # real, and too small to matter
+        ((0.01, 0.011, 0.012), Judgement.BETTER),
+        ((-0.01, -0.011, -0.012), Judgement.WORSE),
+        # Real, but by how much is not known: the interval is 0.0006 to 0.0038.
+        ((0.0015, 0.0022, 0.0029), Judgement.UNKNOWN),
+        ((-0.002, 0.0, 0.002), Judgement.UNKNOWN),  # no change is not shown either
+        ((1.0, 1.0, 1.0), Judgement.BETTER),  # as memory on a GPU
+        ((0.1 + 0.2, 0.3, 0.3), Judgement.BETTER),  # but for rounding
+        ((0.5,), Judgement.UNKNOWN),
+        ((math.inf, 0.0), Judgement.UNKNOWN),  # beyond float64
     ],
 )
-def test_verdict_depends_on_interval_and_margin(
-    differences: Sequence[float], verdict: Equivalence
+def test_verdict_is_that_of_an_interval_and_a_margin(
+    differences: Sequence[float], verdict: Judgement
 ) -> None:
-    assert interval_of(differences).verdict(0.003) is verdict
+    """The same change is for the worse where less is better."""
+    change = change_of(differences, 0.003, more_is_better=True)
+    assert change.judgement is verdict
+    opposite = {Judgement.BETTER: Judgement.WORSE, Judgement.WORSE: Judgement.BETTER}
+    mirrored = change_of(differences, 0.003, more_is_better=False)
+    assert mirrored.judgement is opposite.get(verdict, verdict)
+
+
+def test_rounding_alone_is_no_spread() -> None:
+    change = change_of((0.1 + 0.2, 0.3, 0.3), 0.003, more_is_better=True)
+    assert change.low == change.high == change.mean
 
 
 @pytest.mark.parametrize(
     ("amp", "words"),
     [
-        (seeds("amp_fp16", ALIKE), "equal within the margin of 0.003"),
-        (seeds("amp_fp16", WORSE), "different, worse"),
-        (seeds("amp_fp16", DOUBTFUL), "cannot tell yet with 3 seeds (margin 0.003)"),
+        (seeds("amp_fp16", ALIKE), "+0.00025): equal (margin 0.003)"),
+        (seeds("amp_fp16", WORSE), "-0.048): worse (margin 0.003)"),
+        (seeds("amp_fp16", DOUBTFUL), "+0.025): cannot tell yet (margin 0.003)"),
+        # With a metric of few samples.
+        (seeds("amp_fp16", ACCURACIES), "+0 (no interval yet): cannot tell yet ("),
+        ([FP16], "amp_fp16 against fp32, 1 pair of equal seed: speed 1.00x (no in"),
+        ([FP16], "tell yet, more seeds tell: `python -m determined_amp compare "),
+        (at_speeds(690, 630, 870), "interval 0.48 to 1.09): cannot tell yet;"),
+        (at_speeds(1190, 1610), "9.45): cannot tell yet;"),
+        (at_speeds(690, 670, 700), "0.69x (95 % interval 0.65 to 0.73): worse;"),
+        (at_speeds(1190, 1200), "1.19x (95 % interval 1.13 to 1.26): better;"),
+        (at_speeds(1020, 1021, 1022), "1.02x (95 % interval 1.02 to 1.02): equal;"),
         (
-            seeds("amp_fp16", ACCURACIES),
-            "cannot tell yet with 3 seeds, without a spread between seeds",
-        ),
-        ([FP16], "cannot tell yet with 1 seed, without a spread between seeds"),
-        (
-            [FP16],
-            (
-                "where this cannot tell yet, more seeds tell: `python -m determined_amp"
-                " compare "
-            ),
-        ),
-        # Of a busy machine.
-        (
-            at_speeds(690, 630, 870),
-            "slower in every pair, cannot tell yet by how much beyond ch",
-        ),
-        (
-            at_speeds(1190, 1610),
-            "faster in every pair, cannot tell yet by how much beyond chance;",
-        ),
-        (at_speeds(1090, 970, 1600), "3 pairs of equal seed): cannot tell yet;"),
-        (at_speeds(690, 670, 700), "slower (1.4 times the time);"),
-        (at_speeds(1190, 1200), "faster;"),
-        (at_speeds(1020, 1021, 1022), "not faster;"),  # by an effect that matters
-        (
-            [run("amp_fp16", speed=[2000.0, 2200.0], memory=500.0)],
-            (
-                "speed 2.10x (2.00 to 2.20 over the reports of one pair of runs):"
-                " faster; memory 0.50x (in one pair of runs): less; "
-            ),
+            seeds("amp_fp16", ALIKE, memory=500.0),
+            "memory 0.50x (95 % interval 0.50 to 0.50): better;",
         ),
         (
             [run("amp_fp16", speed=[1000.0], trained={"watch_data_wait_share": 0.6})],
@@ -201,15 +187,16 @@ def test_runs_without_a_partner_of_equal_seed_are_not_compared() -> None:
     amp = (
         run("amp_fp16", seed, speed=speed) for seed, speed in ((2, 2000.0), (7, 9000.0))
     )
-    comparison = compared(*BASE, *amp)
-    assert comparison.difference.pairs == 1
-    assert comparison.times_as_fast == pytest.approx(2.0)
+    pair = compared(*BASE, *amp)
+    assert pair.metric.pairs == 1
+    assert pair.times_as_fast == pytest.approx(2.0)
 
 
 def test_margin_of_the_user_decides_the_verdict() -> None:
     runs = (*BASE, *seeds("amp_fp16", DOUBTFUL))
-    verdicts = [compared(*runs, margin=margin).verdict for margin in (None, 0.1)]
-    assert verdicts == [Equivalence.UNKNOWN, Equivalence.EQUAL]
+    changes = [compared(*runs, margin=margin).metric for margin in (None, 0.1)]
+    verdicts = [change.judgement for change in changes]
+    assert verdicts == [Judgement.UNKNOWN, Judgement.EQUAL]
 
 
 @pytest.mark.parametrize(
@@ -243,42 +230,52 @@ def test_direction_is_that_of_the_searcher_or_of_the_name(
     runs = (
         run(p, accuracy=a, loss=b, settings=settings) for p, (a, b) in values.items()
     )
-    assert compared(*runs, metric=metric).is_better is is_better
+    assert (compared(*runs, metric=metric).metric.gain > 0) is is_better
 
 
 @pytest.mark.parametrize(
     ("shift", "may_be_worse"), [(-0.002, False), (-0.02, True), (0.02, False)]
 )
-def test_faster_precision_is_not_advised_if_its_mean_is_worse_beyond_the_margin(
+def test_faster_precision_whose_mean_may_be_worse_is_not_advised(
     shift: float, may_be_worse: bool
 ) -> None:
-    faster = run("amp_fp16", accuracy=0.9 + shift, speed=2000.0)
-    assert recommend(comparison_of(FP32, faster)).is_certain is not may_be_worse
+    faster = at_speeds(2000.0, 2001.0, accuracies=[0.9 + shift, 0.91 + shift])
+    assert answer_of(comparison_of(*BASE, *faster)).is_certain is not may_be_worse
 
 
 @pytest.mark.parametrize(
     ("fp32", "fp16", "ratio"),
     [
         # The machine slows down from seed to seed; in each, AMP is twice as fast.
-        ((1000.0, 500.0, 250.0), (2000.0, 1000.0, 500.0), (2.0, 2.0, 2.0, 3)),
+        ((1000.0, 500.0, 250.0), (2000.0, 1000.0, 500.0), (2.0, 3)),
         # The geometric mean, so that the ratio inverts if both are swapped.
-        ((1000.0, 1000.0), (2000.0, 8000.0), (4.0, 2.0, 8.0, 2)),
-        # Of one pair, the range is what its reports make of it; a zero counts for
-        # nothing.
-        (([100.0, 0.0, 300.0, 110.0],), (220.0,), (2.0, 220 / 300, 2.2, 1)),
+        ((1000.0, 1000.0), (2000.0, 8000.0), (4.0, 2)),
+        # Of a run the median of its reports; a zero counts for nothing.
+        (([100.0, 0.0, 300.0, 110.0],), (220.0,), (2.0, 1)),
     ],
 )
 def test_ratio_is_over_pairs_of_runs(
-    fp32: Sequence[Any], fp16: Sequence[Any], ratio: tuple[float, ...]
+    fp32: Sequence[Any], fp16: Sequence[Any], ratio: tuple[float, int]
 ) -> None:
     base = (run("fp32", seed, speed=speed) for seed, speed in enumerate(fp32, 1))
-    speed = compared(*base, *at_speeds(*fp16)).speed
-    assert speed is not None
-    assert (speed.median, speed.low, speed.high, speed.pairs) == pytest.approx(ratio)
+    pair = compared(*base, *at_speeds(*fp16))
+    assert pair.speed is not None
+    assert (pair.times_as_fast, pair.speed.pairs) == pytest.approx(ratio)
 
 
-def test_effect_below_5_percent_is_none_however_certain() -> None:
-    assert Ratio(0.98, 0.97, 0.99, 3, 0.97, 0.99).effect is Effect.NOT_LARGER
+@pytest.mark.parametrize("device", [GPU, CPU])
+def test_one_seed_tells_nothing_and_the_report_says_what_to_type(device: str) -> None:
+    amp = run("amp_bf16", accuracy=0.5, speed=9000.0, memory=9.0, device=device)
+    found = comparison_of(run("fp32", device=device), amp)
+    (pair,) = found.pairs
+    changes = [change for change in (pair.speed, pair.memory, pair.metric) if change]
+    assert len(changes) == (3 if device == GPU else 2)
+    assert {change.judgement for change in changes} == {Judgement.UNKNOWN}
+    answer = answer_of(found)
+    assert answer.text.startswith("cannot tell yet: whether amp_bf16 is faster, at 9.")
+    assert "tell: `python -m determined_amp compare YAML --seeds 5`" in answer.text
+    for word in ("not faster", "slower", "worse", "equal", "better"):
+        assert word not in text_of(found).replace("of equal seed", "")
 
 
 def test_numbers_of_several_runs_are_their_medians() -> None:
@@ -297,9 +294,9 @@ def test_numbers_of_several_runs_are_their_medians() -> None:
 @pytest.mark.parametrize("number", [math.inf, math.nan, -1])
 def test_odd_speed_or_memory_counts_for_nothing(number: float) -> None:
     odd = {"samples_per_second": number, "watch_peak_memory_mib": number}
-    comparison = compared(FP32, run("amp_fp16", speed=[1000.0, 1.0], trained=odd))
-    assert comparison.memory is None
-    assert comparison.times_as_fast == pytest.approx(1.0)
+    pair = compared(FP32, run("amp_fp16", speed=[1000.0, 1.0], trained=odd))
+    assert pair.memory is None
+    assert pair.times_as_fast == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("device", "is_judged"), [(GPU, True), (CPU, False)])
@@ -308,7 +305,7 @@ def test_memory_is_judged_on_a_gpu_alone(device: str, *, is_judged: bool) -> Non
     base = seeds("fp32", ACCURACIES, device=device, memory=1000.0)
     amp = seeds("amp_bf16", ACCURACIES, device=device, memory=500.0)
     found = comparison_of(*base, *amp)
-    (pair,) = found.comparisons
+    (pair,) = found.pairs
     assert (pair.memory is not None) is is_judged
     assert ("; memory 0.50x" in text_of(found)) is is_judged
 
@@ -328,7 +325,7 @@ def test_memory_is_judged_on_a_gpu_alone(device: str, *, is_judged: bool) -> Non
         (
             seeds("amp_fp16", ALIKE, speed=300.0),
             "fp32",
-            "amp_fp16 is slower (0.30 times the speed",
+            "amp_fp16 is slower: 0.30x (95 % interval 0.30 to 0.30)",
         ),
         (
             seeds("amp_fp16", WORSE, speed=2000.0),
@@ -339,7 +336,7 @@ def test_memory_is_judged_on_a_gpu_alone(device: str, *, is_judged: bool) -> Non
         (
             seeds("amp_bf16", DOUBTFUL, speed=500.0),
             "fp32",
-            "slower (0.50 times the speed)",
+            "amp_bf16 is slower: 0.50x (",
         ),
         (
             seeds("amp_bf16", ALIKE, speed=1010.0),
@@ -370,39 +367,35 @@ def test_memory_is_judged_on_a_gpu_alone(device: str, *, is_judged: bool) -> Non
         ),
         (
             [run("amp_bf16", speed=2000.0)],
-            "amp_bf16",
-            (
-                "it is 2.00 times as fast as fp32 in one pair of runs, but whether its"
-                " validation_accuracy is the same cannot be told with 1 seed: train"
-                " more before you rely on it"
-            ),
+            None,
+            "whether amp_bf16 is faster, at 2.00x (no interval yet); more seeds tell:",
         ),
-        ([run("amp_bf16", speed=0.0)], "fp32", "amp_bf16 has no measured speed"),
+        (
+            [run("amp_bf16", speed=0.0)],
+            None,
+            "the speed of amp_bf16 was not measured; runs that are trained one after",
+        ),
+        (
+            at_speeds(2000.0, 2010.0, accuracies=[0.902, 0.91]),
+            "amp_fp16",
+            "2.00 times as fast as fp32, but whether its validation_accuracy is the "
+            "same cannot be told with 2 seeds; more seeds tell: `python -m determined",
+        ),
         (
             seeds("amp_bf16", BETTER, speed=2000.0),
             "amp_bf16",
             "with better validation_accuracy",
         ),
+        # It is not faster, though whether it is slower cannot be told.
         (
-            at_speeds(690.0, 630.0, 870.0, accuracies=ALIKE),
+            at_speeds(690.0, 630.0, 840.0, accuracies=ALIKE),
             "fp32",
-            "amp_fp16 was slower in every pair of runs (0.69 times the speed)",
+            "amp_fp16 is not faster by 5% or more: 0.71x (95 % interval 0.50 to 1.03)",
         ),
         (
             at_speeds(1190.0, 1610.0, accuracies=ALIKE),
             None,
-            (
-                "amp_fp16 was faster in every pair of runs, at 1.38x (1.19 to 1.61 over"
-                " 2 pairs of equ"
-            ),
-        ),
-        (
-            at_speeds(1200.0, 990.0, 1300.0, accuracies=ALIKE),
-            None,
-            (
-                "whether amp_fp16 is faster, at 1.20x (0.99 to 1.30 over 3 pairs of"
-                " equal seed); more"
-            ),
+            "whether amp_fp16 is faster, at 1.38x (95 % interval 0.20 to 9.45); more",
         ),
         (
             seeds("amp_bf16", DOUBTFUL, speed=2000.0),
@@ -421,12 +414,12 @@ def test_fastest_precision_that_is_not_worse_is_advised(
     """The report is on three seeds in fp32 at 1000 samples/s, and these; None: no
     advice yet.
     """
-    recommended = recommend(comparison_of(*BASE, *amp))
-    certain = f"use {advised} here: {recommended.why}"
-    unknown = f"cannot tell yet: {recommended.why}; use fp32 until then"
-    assert recommended.answer == (certain if advised else unknown)
-    assert recommended.precision.value == (advised or "fp32")
-    assert why in recommended.why
+    answer = answer_of(comparison_of(*BASE, *amp))
+    certain = f"use {advised} here: {answer.why}"
+    unknown = f"cannot tell yet: {answer.why}; use fp32 until then"
+    assert answer.text == (certain if advised else unknown)
+    assert answer.precision.value == (advised or "fp32")
+    assert why in answer.why
 
 
 LOST_RUNS = [run(p, last_batch=50, end=LOST) for p in ("fp32", "amp_fp16")]
@@ -468,10 +461,10 @@ LOST_RUNS = [run(p, last_batch=50, end=LOST) for p in ("fp32", "amp_fp16")]
         ),
         (
             [run("fp32", last_batch=50)],
-            "no run has finished; fp32, seed 1 (fp32-1): 50 of 100 bat",
+            "no finished run can be compared; fp32, seed 1 (fp32-1): 50 of 10",
         ),
-        ([], "no run has finished; allowed: a finished run in fp32"),
-        (LOST_RUNS, "no run has finished; 100% of the optimizer"),
+        ([], "no finished run can be compared; allowed: a finished run in fp32"),
+        (LOST_RUNS, "no finished run can be compared; 100% of the optimizer"),
         (
             [FP32, run("amp_fp16", 11)],
             "amp_fp16 and fp32 have no seed in common; allowed: runs",
@@ -511,7 +504,7 @@ def test_runs_that_cannot_be_compared_are_an_error_that_says_why(
 def test_runs_may_differ_in_names_and_scaler_settings_and_be_trained_again(
     runs: Sequence[Run],
 ) -> None:
-    assert comparison_of(FP32, *runs).comparisons
+    assert comparison_of(FP32, *runs).pairs
 
 
 def reporting(one: Run, **metrics: float) -> Run:
@@ -573,7 +566,7 @@ def test_tf32_is_compared_where_the_device_has_it(
     runs: Sequence[Run], pairs: list[tuple[str, str]], is_fp32: bool
 ) -> None:
     found = comparison_of(*runs)
-    assert [(c.precision.value, c.against.value) for c in found.comparisons] == pairs
+    assert [(c.precision.value, c.against.value) for c in found.pairs] == pairs
     assert ("tf32 is fp32 on this device" in text_of(found)) is is_fp32
 
 

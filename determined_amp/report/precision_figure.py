@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from determined_amp.amp.settings import Precision
-from determined_amp.report.compared_runs import ComparedRuns
+from determined_amp.report.comparison import Comparison
 from determined_amp.report.page import AMBER, BLUE, GREEN, INK, MUTED, STYLE, VERMILION
 
 COLORS = {
@@ -23,22 +23,22 @@ _SIZE = (10.0, 4.2)
 _COLUMN_WIDTH = 0.6
 
 
-def draw_comparison(compared: ComparedRuns) -> Figure:
+def draw_comparison(comparison: Comparison) -> Figure:
     """Draw both panels; a panel says if something was not measured."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=_SIZE, layout="constrained")
         left, right = figure.subplots(1, 2)
-        _draw_speeds(left, compared)
-        _draw_differences(right, compared)
-        figure.suptitle(compared.setting, x=0.01, ha="left", fontsize=9.0, color=INK)
+        _draw_speeds(left, comparison)
+        _draw_differences(right, comparison)
+        figure.suptitle(comparison.setting, x=0.01, ha="left", fontsize=9.0, color=INK)
         return figure
 
 
-def _draw_speeds(axes: Axes, compared: ComparedRuns) -> None:
+def _draw_speeds(axes: Axes, comparison: Comparison) -> None:
     """Draw a dot per run, a column up to their median, and above it the ratio to the
     baseline.
     """
-    for place, same in enumerate(compared.precisions):
+    for place, same in enumerate(comparison.precisions):
         speed = same.speed
         if speed is None:
             axes.text(
@@ -54,34 +54,34 @@ def _draw_speeds(axes: Axes, compared: ComparedRuns) -> None:
         left = place - _COLUMN_WIDTH / 2
         places = np.linspace(left, left + _COLUMN_WIDTH, len(values) + 2)[1:-1]
         axes.plot(places, values, "o", color=color, markersize=4)
-        label = compared.speed_label(same.precision, "baseline")
+        label = comparison.speed_label(same.precision, "baseline")
         at = (place, speed.high)
         axes.annotate(
             label, at, (0, 6), textcoords="offset points", ha="center", va="bottom"
         )
-    _name_places(axes, [same.name for same in compared.precisions])
+    _name_places(axes, [same.name for same in comparison.precisions])
     axes.set_ylim(bottom=0)
     axes.set_title("Samples per second (more is better)")
 
 
-def _draw_differences(axes: Axes, compared: ComparedRuns) -> None:
+def _draw_differences(axes: Axes, comparison: Comparison) -> None:
     """Draw the differences of the metric with their 95 % intervals, and the margin as a
     band.
     """
-    margin = compared.margin
+    margin = comparison.margin
     axes.axhspan(-margin, margin, color=GREEN, alpha=0.14, linewidth=0)
     axes.axhline(0.0, color=MUTED, linewidth=0.8)
     names = []
-    for place, comparison in enumerate(compared.comparisons):
-        interval = comparison.difference
-        length = interval.high - interval.mean
-        color = COLORS[comparison.precision]
-        axes.errorbar(place, interval.mean, length, color=color, marker="o", capsize=5)
-        verdict, _, _ = comparison.verdict.value.partition(" within")
-        against = comparison.against.value
-        names.append(f"{comparison.precision.value}\n- {against}:\n{verdict}")
+    for place, pair in enumerate(comparison.pairs):
+        change = pair.metric
+        length = change.high - change.mean
+        color = COLORS[pair.precision]
+        axes.errorbar(place, change.mean, length, color=color, marker="o", capsize=5)
+        against = pair.against.value
+        verdict = change.judgement.value
+        names.append(f"{pair.precision.value}\n- {against}:\n{verdict}")
     _name_places(axes, names)
-    axes.set_title(f"Difference of {compared.metric}")
+    axes.set_title(f"Difference of {comparison.metric}")
     axes.set_ylabel(f"band: margin of {margin:.2g}")
     if not names:
         text = "no other precision has a finished run"

@@ -4,31 +4,29 @@ JSON.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from determined_amp.amp.metric_names import MetricName
 from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import SCALER_KEYS, Precision, yaml_lines
+from determined_amp.finder.scale_score import DEFAULT_LOG2
 from determined_amp.report import Sentences
-from determined_amp.report.compared_runs import ComparedRuns, compare_runs, differences
-from determined_amp.report.page import Table, Written, write_page
-from determined_amp.report.precision_comparison import (
-    Comparison,
-    Effect,
-    Equivalence,
-    PrecisionRuns,
-    Ratio,
-)
-from determined_amp.report.precision_figure import draw_comparison
-from determined_amp.report.recommendation import (
+from determined_amp.report.answer import (
     RULE,
-    Recommendation,
-    in_words,
-    more_seeds,
-    recommend,
+    Answer,
+    answer_of,
+    interval_text,
+    ratio_text,
+    what_to_type,
 )
+from determined_amp.report.change import Change, Judgement
+from determined_amp.report.comparison import Comparison, compare_runs, differences
+from determined_amp.report.page import Table, Written, write_page
+from determined_amp.report.precision_figure import draw_comparison
+from determined_amp.report.precision_runs import Pair, PrecisionRuns, counted
 from determined_amp.runs.run import AMP, TRIAL, Run, Spread
 from determined_amp.search.search_folder import Search
 
@@ -63,16 +61,14 @@ _CAPTION = (
     "interval is inside the green band. A dot without an interval has one seed."
 )
 
-_UNKNOWN = Equivalence.UNKNOWN.value
-
 
 @dataclass(frozen=True)
 class PrecisionReport:
     """A report that was written, and what it says."""
 
     written: Written
-    compared: ComparedRuns
-    recommended: Recommendation
+    comparison: Comparison
+    answer: Answer
 
 
 def write_precision_report(
@@ -87,28 +83,29 @@ def write_precision_report(
     Raises:
         ReportError: if the runs cannot be compared, or the report cannot be written.
     """
-    compared = compare_runs(sources, metric, margin)
-    recommended = recommend(compared)
+    comparison = compare_runs(sources, metric, margin)
+    answer = answer_of(comparison)
     record = {
-        "use": recommended.precision,
-        "why": recommended.why,
-        **vars(compared),
-        "precisions": [_precision_record(same) for same in compared.precisions],
-        "runs": [_run_record(run, compared.metric) for run in compared.runs],
+        "use": answer.precision,
+        "why": answer.why,
+        **vars(comparison),
+        "precisions": [_precision_record(same) for same in comparison.precisions],
+        "pairs": [_pair_record(pair) for pair in comparison.pairs],
+        "runs": [_run_record(run, comparison.metric) for run in comparison.runs],
     }
     written = write_page(
         folder,
         "precision",
-        answer=recommended.answer,
-        yaml=yaml_of(compared, recommended),
-        sentences=list(precision_sentences(compared)),
-        figure=draw_comparison(compared),
+        answer=answer.text,
+        yaml=yaml_of(comparison, answer),
+        sentences=list(precision_sentences(comparison)),
+        figure=draw_comparison(comparison),
         caption=_CAPTION,
-        table=precision_table(compared),
-        origin=_method(compared),
+        table=precision_table(comparison),
+        origin=_method(comparison),
         record=record,
     )
-    return PrecisionReport(written, compared, recommended)
+    return PrecisionReport(written, comparison, answer)
 
 
 def _precision_record(same: PrecisionRuns) -> Values:
@@ -123,6 +120,27 @@ def _precision_record(same: PrecisionRuns) -> Values:
         "peak_memory_mib": same.last(MetricName.PEAK_MEMORY_MIB),
         "data_wait_share": same.data_wait_share,
     }
+
+
+def _pair_record(pair: Pair) -> Values:
+    """The numbers of a pair for the JSON; speed and memory are ratios."""
+    return {
+        "precision": pair.precision,
+        "against": pair.against,
+        "speed": _change_record(pair.speed, math.exp),
+        "memory": _change_record(pair.memory, math.exp),
+        "metric": _change_record(pair.metric, float),
+        "lost_runs": pair.lost_runs,
+    }
+
+
+def _change_record(
+    change: Change | None, shown: Callable[[float], float]
+) -> Values | None:
+    if change is None:
+        return None
+    numbers = {name: shown(getattr(change, name)) for name in ("mean", "low", "high")}
+    return {**numbers, "pairs": change.pairs, "verdict": change.judgement}
 
 
 def _run_record(run: Run, metric: str) -> Values:
@@ -142,90 +160,69 @@ def _scaler(run: Run) -> Values:
     return {key: run.settings.get(f"{AMP}.{key}") for key in SCALER_KEYS}
 
 
-def yaml_of(compared: ComparedRuns, recommended: Recommendation) -> str:
-    """Lines to paste into an experiment YAML."""
-    changes: Values = {"precision": recommended.precision.value}
-    islands = compared.settings.get(f"{AMP}.fp32_modules")
-    if recommended.precision.autocasts and islands:
+def yaml_of(comparison: Comparison, answer: Answer) -> str:
+    """Lines to paste into an experiment YAML; PyTorch's default scale needs none."""
+    changes: Values = {"precision": answer.precision.value}
+    islands = comparison.settings.get(f"{AMP}.fp32_modules")
+    if answer.precision.autocasts and islands:
         changes["fp32_modules"] = list(islands)
-    if recommended.precision is Precision.AMP_FP16:
-        run = next(
-            run for run in compared.runs if run.precision is recommended.precision
-        )
-        changes["init_scale"] = run.settings[f"{AMP}.init_scale"]
+    if answer.precision is Precision.AMP_FP16:
+        run = next(run for run in comparison.runs if run.precision is answer.precision)
+        scale = run.settings[f"{AMP}.init_scale"]
+        if scale != 2.0**DEFAULT_LOG2:
+            changes["init_scale"] = scale
     return yaml_lines(changes)
 
 
-def precision_sentences(compared: ComparedRuns) -> Sentences:
-    """All sentences besides the answer, the comparisons first."""
-    told = [
-        _compared(comparison, compared.metric) for comparison in compared.comparisons
-    ]
-    yield from told
-    if any(_UNKNOWN in sentence for sentence in told):
-        yield f"where this cannot tell yet, {more_seeds(compared.comparisons)}"
-    yield from compared.notes
-    yield from _waiting(compared)
-    yield from _failed(compared)
-    if compared.left_out:
-        yield f"left out: {'; '.join(compared.left_out)}"
-    yield from _audited(compared)
-    yield from _mixed(compared)
-    yield from _caveats(compared)
+def precision_sentences(comparison: Comparison) -> Sentences:
+    """All sentences besides the answer, the pairs first."""
+    for pair in comparison.pairs:
+        yield _pair_sentence(pair, comparison.metric)
+    if any(_is_open(pair) for pair in comparison.pairs):
+        yield f"where this cannot tell yet, {what_to_type(comparison.pairs)}"
+    yield from comparison.notes
+    yield from _waiting(comparison)
+    yield from _failed(comparison)
+    if comparison.left_out:
+        yield f"left out: {'; '.join(comparison.left_out)}"
+    yield from _audited(comparison)
+    yield from _mixed(comparison)
+    yield from _caveats(comparison)
     seeds = "; ".join(
-        f"{same.name}: {same.seeds_in_words}" for same in compared.precisions
+        f"{same.name}: {same.seeds_in_words}" for same in comparison.precisions
     )
-    yield f"measured on {compared.setting}; {seeds}"
+    yield f"measured on {comparison.setting}; {seeds}"
     yield (
-        "this says nothing about accuracy after more batches, other sizes or other"
-        " devices"
+        "this says nothing about accuracy after more batches, other sizes or other "
+        "devices"
     )
 
 
-def _compared(comparison: Comparison, metric: str) -> str:
-    speed = comparison.speed
-    memory = comparison.memory
-    parts = ["speed not measured"]
-    if speed is not None:
-        is_slower = speed.effect is Effect.SMALLER
-        inverse = f" ({1 / speed.median:.1f} times the time)" if is_slower else ""
-        parts = [f"speed {_ratio(speed, 'faster', 'slower')}{inverse}"]
-    if memory is not None:
-        parts.append(f"memory {_ratio(memory, 'more', 'less')}")
-    difference = comparison.difference
-    interval = ""
-    if difference.std:
-        ends = f"{difference.low:+.2g} to {difference.high:+.2g}"
-        interval = f" (95 % interval {ends}, paired by seed)"
-    parts.append(f"{metric} {difference.mean:+.2g}{interval}: {_verdict(comparison)}")
-    return (
-        f"{comparison.precision.value} against {comparison.against.value}:"
-        f" {'; '.join(parts)}"
-    )
+def _is_open(pair: Pair) -> bool:
+    """Whether something that was compared cannot be told yet."""
+    changes = [pair.speed, pair.memory, pair.metric]
+    return any(c is not None and c.judgement is Judgement.UNKNOWN for c in changes)
 
 
-def _ratio(ratio: Ratio, larger: str, smaller: str) -> str:
-    effect = ratio.effect.value.format(larger=larger, smaller=smaller)
-    return f"{in_words(ratio)}: {effect}"
+def _pair_sentence(pair: Pair, metric: str) -> str:
+    parts = []
+    for name, ratio in (("speed", pair.speed), ("memory", pair.memory)):
+        if ratio is not None:
+            parts.append(f"{name} {ratio_text(ratio)}: {ratio.judgement.value}")
+        elif name == "speed":
+            parts.append("speed not measured")
+    change = pair.metric
+    interval = interval_text(change.low, change.high, "+.2g")
+    verdict = f"{change.judgement.value} (margin {change.margin:.2g})"
+    parts.append(f"{metric} {change.mean:+.2g} ({interval}): {verdict}")
+    pairs = f"{counted(change.pairs, 'pair')} of equal seed"
+    names = f"{pair.precision.value} against {pair.against.value}"
+    return f"{names}, {pairs}: {'; '.join(parts)}"
 
 
-def _verdict(comparison: Comparison) -> str:
-    verdict = comparison.verdict
-    difference = comparison.difference
-    if verdict is Equivalence.EQUAL:
-        return f"{verdict.value} of {comparison.margin:.2g}"
-    if verdict is Equivalence.DIFFERENT:
-        return f"{verdict.value}, {'better' if comparison.is_better else 'worse'}"
-    unknown = f"{verdict.value} with {difference.seeds}"
-    # as with a single seed, or a metric of few validation samples
-    if not difference.std:
-        return f"{unknown}, without a spread between seeds"
-    return f"{unknown} (margin {comparison.margin:.2g})"
-
-
-def _waiting(compared: ComparedRuns) -> Sentences:
+def _waiting(comparison: Comparison) -> Sentences:
     waiting = []
-    for same in compared.precisions:
+    for same in comparison.precisions:
         share = same.data_wait_share
         if share is not None and share > WAITS_FOR_DATA:
             waiting.append(f"{same.name} {share:.0%}")
@@ -237,8 +234,8 @@ def _waiting(compared: ComparedRuns) -> Sentences:
         )
 
 
-def _failed(compared: ComparedRuns) -> Sentences:
-    for same in compared.precisions:
+def _failed(comparison: Comparison) -> Sentences:
+    for same in comparison.precisions:
         if same.failed:
             failed = [
                 f"{run.seed_name} ({run.name}): {run.reason}" for run in same.failed
@@ -253,11 +250,15 @@ def _failed(compared: ComparedRuns) -> Sentences:
             )
 
 
-def _audited(compared: ComparedRuns) -> Sentences:
+def _audited(comparison: Comparison) -> Sentences:
     unaudited = [
-        run.short_name for run in compared.completed if run.reports.audit_share is None
+        run.short_name
+        for run in comparison.completed
+        if run.reports.audit_share is None
     ]
-    shares = {same.name: same.audit_share for same in compared.precisions if same.runs}
+    shares = {
+        same.name: same.audit_share for same in comparison.precisions if same.runs
+    }
     if unaudited:
         yield (
             "not audited, so whether the precision was on is unknown:"
@@ -281,27 +282,27 @@ def _share(share: float) -> str:
     return f"{share if share == 1.0 else min(share, 0.999):.1%}"
 
 
-def _mixed(compared: ComparedRuns) -> Sentences:
+def _mixed(comparison: Comparison) -> Sentences:
     """Allowed differences between runs, other than the precision."""
-    scaled = [run for run in compared.runs if run.precision is Precision.AMP_FP16]
+    scaled = [run for run in comparison.runs if run.precision is Precision.AMP_FP16]
     by_scaler = differences(scaled, _scaler)
-    by_version = differences(compared.completed, lambda run: run.machine.versions)
+    by_version = differences(comparison.completed, lambda run: run.machine.versions)
     for difference in (*by_scaler, *by_version):
         yield f"the runs differ in {difference}"
 
 
-def _caveats(compared: ComparedRuns) -> Sentences:
-    if any(run.is_only_fp32 for run in compared.completed):
+def _caveats(comparison: Comparison) -> Sentences:
+    if any(run.is_only_fp32 for run in comparison.completed):
         yield (
             "tf32 is fp32 on this device, which has no TF32: it is shown, and not"
             " compared"
         )
-    if any(run.shares_device for run in compared.runs):
+    if any(run.shares_device for run in comparison.runs):
         yield (
             "several trials ran at the same time: their speeds are left out; compare "
             "speeds with one worker"
         )
-    if not compared.machine.on_gpu:
+    if not comparison.machine.on_gpu:
         yield (
             "on a CPU speed drifts from run to run, with heat and load: trust only "
             "ratios far outside the range of the runs. The memory is that of the whole "
@@ -309,22 +310,22 @@ def _caveats(compared: ComparedRuns) -> Sentences:
         )
 
 
-def precision_table(compared: ComparedRuns) -> Table:
+def precision_table(comparison: Comparison) -> Table:
     """A row per precision."""
-    return [list(_cells(same, compared)) for same in compared.precisions]
+    return [list(_cells(same, comparison)) for same in comparison.precisions]
 
 
-def _cells(same: PrecisionRuns, compared: ComparedRuns) -> Iterator[tuple[str, str]]:
+def _cells(same: PrecisionRuns, comparison: Comparison) -> Iterator[tuple[str, str]]:
     """The heads and cells of a precision."""
     yield "precision", same.name
     failed = f", {len(same.failed)} failed" if same.failed else ""
     yield "runs", f"{len(same.runs)}{failed}"
     mean = "" if same.mean is None else f"{same.mean:.4g}"
     std = "" if same.std is None else f" ± {same.std:.2g}"
-    yield compared.metric, f"{mean}{std}"
+    yield comparison.metric, f"{mean}{std}"
     yield "samples/s", spread_text(same.speed)
-    yield "speed", compared.speed_label(same.precision, "1")
-    memory = "allocated" if compared.machine.on_gpu else "resident, not judged"
+    yield "speed", comparison.speed_label(same.precision, "1")
+    memory = "allocated" if comparison.machine.on_gpu else "resident, not judged"
     yield f"peak MiB, {memory}", spread_text(same.last(MetricName.PEAK_MEMORY_MIB))
     yield "applied steps", spread_text(same.last(MetricName.APPLIED_STEPS))
     yield "skipped", spread_text(same.last(MetricName.SKIPPED_STEPS))
@@ -357,12 +358,12 @@ def _short(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _method(compared: ComparedRuns) -> str:
+def _method(comparison: Comparison) -> str:
     """The trial, how the answer was found, and the versions."""
-    versions = compared.machine.versions.items()
+    versions = comparison.machine.versions.items()
     known = ", ".join(f"{name} {value}" for name, value in versions if value)
     return (
-        f"Precisions: {compared.settings[TRIAL]}. Speed is that of the steady reports: "
-        f"the first report of every process is left out. The rule: {RULE}. Versions: "
-        f"{known}."
+        f"Precisions: {comparison.settings[TRIAL]}. Speed is that of the steady "
+        f"reports: the first report of every process is left out. The rule: {RULE}. "
+        f"Versions: {known}."
     )

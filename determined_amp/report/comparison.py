@@ -14,12 +14,12 @@ from determined_amp.amp.plain_data import Config, Values
 from determined_amp.amp.settings import SCALER_KEYS, Precision
 from determined_amp.experiment.machine import Machine
 from determined_amp.report import ReportError, Runs, Sentences
-from determined_amp.report.precision_comparison import (
-    Comparison,
+from determined_amp.report.precision_runs import (
+    Pair,
     PrecisionRuns,
     by_precision,
-    compare_precisions,
     counted,
+    pair_of,
 )
 from determined_amp.runs.run import (
     ACCURACY,
@@ -48,8 +48,8 @@ _MAY_DIFFER = frozenset(
 
 
 @dataclass(frozen=True)
-class ComparedRuns:
-    """The comparison of some runs, in plain values."""
+class Comparison:
+    """Runs that differ in precision and seed only, and what each precision changes."""
 
     metric: str  # the compared metric
     smaller_is_better: bool  # direction of the metric
@@ -58,9 +58,9 @@ class ComparedRuns:
     # The settings that all compared runs have in common, by dotted name.
     settings: Config
     machine: Machine  # the machine of all completed runs
-    # the runs per precision, in the order of `Precision`
+    # The runs per precision, in the order of `Precision`.
     precisions: Sequence[PrecisionRuns]
-    comparisons: Sequence[Comparison]  # comparisons, those with the baseline first
+    pairs: Sequence[Pair]  # those with the baseline first
     left_out: Sequence[str]  # a sentence for each run that does not count
     notes: Sequence[str] = ()  # further sentences from the sources
 
@@ -84,12 +84,13 @@ class ComparedRuns:
         return f"{device}, {batches} batches of {self.settings[BATCH_SIZE]}, {dates}"
 
     @property
-    def with_baseline(self) -> list[Comparison]:
-        return [c for c in self.comparisons if c.against is self.baseline]
+    def with_baseline(self) -> list[Pair]:
+        return [pair for pair in self.pairs if pair.against is self.baseline]
 
-    def against_baseline(self, precision: Precision) -> Comparison | None:
-        """The comparison of a precision with the baseline, if there is one."""
-        return next((c for c in self.with_baseline if c.precision is precision), None)
+    def against_baseline(self, precision: Precision) -> Pair | None:
+        """The pair of a precision with the baseline, if there is one."""
+        pairs = self.with_baseline
+        return next((pair for pair in pairs if pair.precision is precision), None)
 
     def speed_label(self, precision: Precision, of_baseline: str) -> str:
         """How many times as fast as the baseline a precision is; empty if that is
@@ -97,13 +98,13 @@ class ComparedRuns:
         """
         if precision is self.baseline:
             return of_baseline
-        compared = self.against_baseline(precision)
-        return f"{compared.times_as_fast:.2f}x" if compared and compared.speed else ""
+        pair = self.against_baseline(precision)
+        return f"{pair.times_as_fast:.2f}x" if pair and pair.speed else ""
 
 
 def compare_runs(
     sources: Sequence[Search], metric: str | None = None, margin: float | None = None
-) -> ComparedRuns:
+) -> Comparison:
     """Compare all runs of some sources.
 
     Args:
@@ -126,12 +127,13 @@ def compare_runs(
     precisions = by_precision(runs, metric)
     if margin is None:
         margin = _margin(precisions, baseline)
-    comparisons = [
-        compare_precisions(*pair, smaller_is_better=smaller_is_better, margin=margin)
-        for pair in _to_compare(precisions, baseline)
+    more_is_better = not smaller_is_better
+    pairs = [
+        pair_of(candidate, base, margin, more_is_better=more_is_better)
+        for candidate, base in _to_compare(precisions, baseline)
     ]
     notes = dict.fromkeys(note for source in sources for note in source.notes)
-    return ComparedRuns(
+    return Comparison(
         metric=metric,
         smaller_is_better=smaller_is_better,
         margin=margin,
@@ -139,7 +141,7 @@ def compare_runs(
         settings=_fixed(first),
         machine=first.machine,
         precisions=precisions,
-        comparisons=comparisons,
+        pairs=pairs,
         left_out=left_out,
         notes=list(notes),
     )
@@ -279,7 +281,7 @@ def _baseline(runs: Runs, left_out: Sequence[str]) -> Precision:
         if precision in finished:
             return precision
     ends = dict.fromkeys(run.reason for run in runs if run.state.is_failure)
-    missing = "there is no baseline" if finished else "no run has finished"
+    missing = "there is no baseline" if finished else "no finished run can be compared"
     raise ReportError(
         f"{'; '.join([missing, *ends, *left_out])}; allowed: a finished run in fp32 or "
         "tf32: give more sources, or train it with `python -m determined_amp compare "

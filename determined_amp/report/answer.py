@@ -1,0 +1,144 @@
+"""Which precision to use, by the pairs of a comparison, or what to type to know it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from determined_amp.amp.settings import Precision
+from determined_amp.report.change import MIN_RATIO, RATIO_MARGIN, Change, Judgement
+from determined_amp.report.comparison import Comparison
+from determined_amp.report.precision_runs import Pair, counted
+
+RULE = (
+    "the fastest of those that are faster than the baseline beyond chance and by "
+    f"{MIN_RATIO - 1:.0%} or more, are not worse, and lost no run; else the baseline"
+)
+
+# The number of seeds to try next, for fewer; of more, twice as many.
+_SEEDS = 5
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The precision to use."""
+
+    # The baseline where the runs cannot tell yet.
+    precision: Precision
+    why: str  # the reason, in words
+    is_certain: bool = True  # whether the runs tell it
+
+    @property
+    def text(self) -> str:
+        """The sentence that names the precision to use, and the reason."""
+        if self.is_certain:
+            return f"use {self.precision.value} here: {self.why}"
+        return f"cannot tell yet: {self.why}; use {self.precision.value} until then"
+
+
+def answer_of(comparison: Comparison) -> Answer:
+    """Apply `RULE`."""
+    faults = [
+        f"{same.name} has no finished run"
+        for same in comparison.precisions
+        if not same.runs
+    ]
+    pairs = comparison.with_baseline
+    if not (faults or pairs):
+        why = _nothing_to_compare(comparison)
+        return Answer(comparison.baseline, why, is_certain=False)
+    doubts = []
+    usable = []
+    for pair in pairs:
+        if fault := _fault(pair, comparison.metric):
+            faults.append(f"{pair.precision.value} {fault}")
+        elif doubt := _doubt(pair, comparison.metric):
+            doubts.append(doubt)
+        else:
+            usable.append(pair)
+    if usable:
+        best = max(usable, key=lambda pair: pair.times_as_fast)
+        return Answer(best.precision, _advantage(best, comparison.metric))
+    if doubts:
+        why = "; ".join([*doubts, what_to_type(pairs)])
+        return Answer(comparison.baseline, why, is_certain=False)
+    return Answer(comparison.baseline, "; ".join(faults))
+
+
+def _nothing_to_compare(comparison: Comparison) -> str:
+    """What is there, what is missing, and what to type."""
+    names = " and ".join(same.name for same in comparison.precisions)
+    return (
+        f"all finished runs are in {names}, and one in another precision is missing: "
+        "ask again when there is one, or type `python -m determined_amp compare YAML`"
+    )
+
+
+def what_to_type(pairs: Sequence[Pair]) -> str:
+    """What to type where these pairs cannot tell."""
+    if any(pair.speed is None for pair in pairs):
+        return (
+            "runs that are trained one after the other, of 20 batches or more, tell "
+            "their speed: `python -m determined_amp compare YAML`"
+        )
+    seeds = max(pair.metric.pairs for pair in pairs)
+    wanted = _SEEDS if seeds < _SEEDS else 2 * seeds
+    return f"more seeds tell: `python -m determined_amp compare YAML --seeds {wanted}`"
+
+
+def _fault(pair: Pair, metric: str) -> str:
+    """The strongest reason against a precision; empty if there is none."""
+    if pair.lost_runs:
+        return "lost a run"
+    if pair.metric.judgement is Judgement.WORSE:
+        return f"has a worse {metric}"
+    speed = pair.speed
+    if speed is None or not speed.most_gain < RATIO_MARGIN:
+        return ""
+    is_slower = speed.judgement is Judgement.WORSE
+    reason = (
+        "is slower" if is_slower else f"is not faster by {MIN_RATIO - 1:.0%} or more"
+    )
+    return f"{reason}: {ratio_text(speed)}"
+
+
+def _doubt(pair: Pair, metric: str) -> str:
+    """Why a precision without a fault cannot be recommended yet; or nothing."""
+    name = pair.precision.value
+    if pair.speed is None:
+        return f"the speed of {name} was not measured"
+    if pair.speed.judgement is not Judgement.BETTER:
+        return f"whether {name} is faster, at {ratio_text(pair.speed)}"
+    is_known = pair.metric.judgement is not Judgement.UNKNOWN
+    if is_known or pair.metric.gain >= -pair.metric.margin:
+        return ""
+    return (
+        f"{name} is {pair.times_as_fast:.2f} times as fast, but whether its worse mean "
+        f"{metric} is chance cannot be told with {counted(pair.metric.pairs, 'seed')}"
+    )
+
+
+def _advantage(pair: Pair, metric: str) -> str:
+    why = f"it is {pair.times_as_fast:.2f} times as fast as {pair.against.value}"
+    judgement = pair.metric.judgement
+    if judgement is not Judgement.UNKNOWN:
+        return f"{why} with {judgement.value} {metric}"
+    return (
+        f"{why}, but whether its {metric} is the same cannot be told with "
+        f"{counted(pair.metric.pairs, 'seed')}; {what_to_type([pair])}"
+    )
+
+
+def ratio_text(change: Change) -> str:
+    """The ratio of a speed or memory, and its interval."""
+    ratio = math.exp(change.mean)
+    low, high = math.exp(change.low), math.exp(change.high)
+    return f"{ratio:.2f}x ({interval_text(low, high, '.2f')})"
+
+
+def interval_text(low: float, high: float, form: str) -> str:
+    """An interval with its ends in this form."""
+    if math.isnan(low):
+        return "no interval yet"
+    return f"95 % interval {low:{form}} to {high:{form}}"

@@ -1,0 +1,92 @@
+"""What a precision changes, as an interval, and the verdict on it.
+
+A change that is not significant does not prove equality: two precisions are equal only
+if the whole interval of the change lies inside the margin.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+from scipy import stats  # type: ignore[import-untyped]
+
+# Speed and memory are judged by the logarithm of their ratio: a smaller change does not
+# matter.
+MIN_RATIO = 1.05
+RATIO_MARGIN = math.log(MIN_RATIO)
+
+_CONFIDENCE = 0.95
+
+# Changes that differ by less, relative to the largest, differ by rounding alone.
+_ROUNDING = 1e-9
+
+
+class Judgement(enum.Enum):
+    """The verdict on a change."""
+
+    BETTER = "better"
+    WORSE = "worse"
+    EQUAL = "equal"
+    UNKNOWN = "cannot tell yet"
+
+
+@dataclass(frozen=True)
+class Change:
+    """The change of a number from one precision to another, over pairs of runs."""
+
+    mean: float  # mean over the pairs; of speed and memory, of the log of the ratio
+    low: float  # lower end of its 95 % interval; NaN where the pairs tell none
+    high: float  # upper end
+    pairs: int
+    margin: float  # a smaller change does not matter
+    more_is_better: bool
+
+    @property
+    def gain(self) -> float:
+        """The mean, positive if it is for the better."""
+        return self.mean if self.more_is_better else -self.mean
+
+    @property
+    def most_gain(self) -> float:
+        """The end of the interval that is best; NaN without an interval."""
+        return self.high if self.more_is_better else -self.low
+
+    @property
+    def judgement(self) -> Judgement:
+        """The verdict.
+
+        A change is better or worse if its interval excludes 0 and its mean reaches the
+        margin. Without an interval nothing can be told.
+        """
+        if -self.margin <= self.low and self.high <= self.margin:
+            return Judgement.EQUAL
+        excludes_zero = self.low > 0 or self.high < 0
+        if not excludes_zero or abs(self.mean) < self.margin:
+            return Judgement.UNKNOWN
+        return Judgement.BETTER if self.gain > 0 else Judgement.WORSE
+
+
+def change_of(
+    differences: Sequence[float], margin: float, *, more_is_better: bool
+) -> Change:
+    """The change with its interval by Student's t-test.
+
+    Args:
+        differences: One per pair of runs, at least one.
+        margin: What does not matter.
+        more_is_better: Whether a positive difference is for the better.
+    """
+    middle = mean(differences)
+    pairs = len(differences)
+    low = high = math.nan
+    if pairs > 1 and math.isfinite(middle):
+        low = high = middle
+        spread = max(differences) - min(differences)
+        if spread > _ROUNDING * max(map(abs, differences)):
+            test = stats.ttest_1samp(differences, 0.0)
+            low, high = map(float, test.confidence_interval(_CONFIDENCE))
+    return Change(middle, low, high, pairs, margin, more_is_better)

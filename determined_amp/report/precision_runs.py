@@ -1,0 +1,180 @@
+"""The runs in one precision, and the pair of two precisions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean, stdev
+
+from determined_amp.amp.metric_names import MetricName
+from determined_amp.amp.settings import Precision
+from determined_amp.report import ReportError, Runs
+from determined_amp.report.change import RATIO_MARGIN, Change, change_of
+from determined_amp.runs.run import Run, Spread
+
+
+def counted(count: int, noun: str) -> str:
+    """Such as "1 seed" and "2 seeds"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+@dataclass(frozen=True)
+class PrecisionRuns:
+    """The runs in one precision."""
+
+    precision: Precision
+    runs: list[Run]  # the completed runs, by seed
+    failed: list[Run]  # the failed runs
+    metric: str  # the compared metric
+
+    @property
+    def name(self) -> str:
+        return self.precision.value
+
+    @property
+    def seeds_in_words(self) -> str:
+        """The number of runs, and their seeds."""
+        count = len(self.runs)
+        words = counted(count, "run")
+        if self.failed:
+            words = f"{words} and {len(self.failed)} failed"
+        if not count:
+            return words
+        seeds = ", ".join(str(run.seed) for run in self.runs)
+        return f"{words}, seed{'s' * (count > 1)} {seeds}"
+
+    @property
+    def values(self) -> list[float]:
+        """The compared metric at the end of each completed run."""
+        return [run.metrics[self.metric] for run in self.runs]
+
+    @property
+    def mean(self) -> float | None:
+        """Mean of the compared metric; None without a completed run."""
+        return mean(self.values) if self.runs else None
+
+    @property
+    def std(self) -> float | None:
+        """Standard deviation of the compared metric; None with fewer than two runs."""
+        return stdev(self.values) if len(self.runs) > 1 else None
+
+    @property
+    def speed(self) -> Spread | None:
+        """Samples per second: the spread of the runs' medians."""
+        return self.spread(speed_of)
+
+    @property
+    def data_wait_share(self) -> float | None:
+        """Share of the time that the loop waited for data: the median over the runs."""
+        waits = self.spread(lambda run: run.reports.data_wait_share)
+        return waits.median if waits else None
+
+    @property
+    def audit_share(self) -> float | None:
+        """Smallest audited share; None if no run was audited."""
+        shares = self.spread(lambda run: run.reports.audit_share)
+        return shares.low if shares else None
+
+    def last(self, name: str) -> Spread | None:
+        """The spread of a number of the last training report."""
+        return self.spread(lambda run: run.last(name))
+
+    def spread(self, value: Callable[[Run], float | None]) -> Spread | None:
+        """The spread over the completed runs that have the value."""
+        values = [value(run) for run in self.runs]
+        return Spread.of([number for number in values if number is not None])
+
+
+def by_precision(runs: Runs, metric: str) -> list[PrecisionRuns]:
+    """The runs of each precision that has one, in the order of `Precision`."""
+    made = {
+        precision: PrecisionRuns(precision, [], [], metric) for precision in Precision
+    }
+    for run in sorted(runs, key=lambda run: (run.seed or 0, run.name)):
+        same = made[run.precision]
+        if run.state.is_failure:
+            same.failed.append(run)
+        else:
+            same.runs.append(run)
+    return [same for same in made.values() if same.runs or same.failed]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What one precision changes against another, in pairs of runs with equal seeds."""
+
+    precision: Precision  # the precision to judge
+    against: Precision  # the precision to compare with
+    speed: Change | None  # of samples per second; None if not measured
+    memory: Change | None  # of allocated memory; None if not measured, as on a CPU
+    metric: Change  # of the compared metric
+    lost_runs: int  # number of failed runs of the precision to judge
+
+    @property
+    def times_as_fast(self) -> float:
+        """The ratio of samples per second; 0 if it was not measured."""
+        return math.exp(self.speed.mean) if self.speed else 0.0
+
+
+def pair_of(
+    candidate: PrecisionRuns,
+    base: PrecisionRuns,
+    margin: float,
+    *,
+    more_is_better: bool,
+) -> Pair:
+    """Compare a precision with another one; the margin is that of the metric.
+
+    Raises:
+        ReportError: if they have no seed in common.
+    """
+    others = {run.seed: run for run in base.runs if run.seed is not None}
+    twins = [(run, others[run.seed]) for run in candidate.runs if run.seed in others]
+    if not twins:
+        raise ReportError(
+            f"{candidate.name} and {base.name} have no seed in common; allowed: runs "
+            "with equal seeds, as `hyperparameters.trial_seed` gives the trials of a "
+            "search"
+        )
+    name = candidate.metric
+    differences = [run.metrics[name] - other.metrics[name] for run, other in twins]
+    speed = _ratio(twins, speed_of, more_is_better=True)
+    memory = None
+    if candidate.runs[0].machine.on_gpu:
+        memory = _ratio(twins, _allocated, more_is_better=False)
+    metric = change_of(differences, margin, more_is_better=more_is_better)
+    if metric.low == metric.high:  # few validation samples can agree by chance
+        metric = replace(metric, low=math.nan, high=math.nan)
+    lost = len(candidate.failed)
+    return Pair(candidate.precision, base.precision, speed, memory, metric, lost)
+
+
+def _ratio(
+    twins: Sequence[tuple[Run, Run]],
+    value: Callable[[Run], float | None],
+    *,
+    more_is_better: bool,
+) -> Change | None:
+    """The log of the ratio of a number, over those pairs of which both runs have it."""
+    logs = []
+    for run, other in twins:
+        mine = value(run)
+        its = value(other)
+        if mine and its:
+            logs.append(math.log(mine / its))
+    if not logs:
+        return None
+    return change_of(logs, RATIO_MARGIN, more_is_better=more_is_better)
+
+
+def speed_of(run: Run) -> float | None:
+    """The median of its samples per second; None if it tells none."""
+    return run.speed.median if run.speed else None
+
+
+def _allocated(run: Run) -> float | None:
+    # The last report has the largest peak: after the reset that follows the first
+    # batches, peaks only grow.
+    peak = run.last(MetricName.PEAK_MEMORY_MIB)
+    return peak if peak and peak > 0 else None
