@@ -20,13 +20,15 @@ import yaml
 from determined.cli.ntsc import parse_config_overrides
 from torch import nn
 
+import determined_amp
 from benchmarks import loss_scale
 from benchmarks.loss_scale_rows import Row
 from determined_amp import __main__ as door
 from determined_amp.amp import settings
+from determined_amp.amp.core import AmpCore
 from determined_amp.amp.loop import AmpLoop
 from determined_amp.amp.metric_names import AuditMetricName, MetricName
-from determined_amp.amp.settings import AmpSettings
+from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.experiment import experiment
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.overrides import with_overrides
@@ -103,7 +105,8 @@ def unknown_settings(text: str) -> set[str]:
     """What `text` calls `amp.NAME` and neither a setting nor a loop or a trial has."""
     named = set(re.findall(r"`amp\.(\w+)", text))
     settings = {field.name for field in dataclasses.fields(AmpSettings)}
-    return named - settings - {*dir(MixedPrecision), *dir(AmpLoop)}
+    of_a_loop = {*dir(AmpLoop), *vars(AmpLoop(AmpSettings(Precision.FP32), "cpu"))}
+    return named - settings - of_a_loop - {*dir(MixedPrecision)}
 
 
 def unknown_commands(text: str) -> set[str]:
@@ -365,3 +368,13 @@ def test_room_of_planted_faults_names_tests_that_exist(room: str) -> None:
 def test_what_planted_faults_leave_out_is_there(test: str) -> None:
     file, _, name = test.partition("::")
     assert re.search(rf"^(class|def) {name}\b", (ROOT / file).read_text(), re.MULTILINE)
+
+
+def test_page_of_the_library_names_everything_public() -> None:
+    page = (DOCS / "api.md").read_text()
+    loop = {name for name in vars(AmpLoop) | vars(AmpCore) if not name.startswith("_")}
+    inside = {"remedies", "source", "rehearsal", "rehearsal_by", "without_steps"}
+    names = {*determined_amp.__all__, *(loop - inside)} - {"__version__"}
+    assert {
+        name for name in names if not re.search(rf"`[^`]*\b{name}\b", page)
+    } == set()
