@@ -183,6 +183,7 @@ LONGEST = (
         "test_search_optimize.py",
         "test_check.py",
         "test_check_invariants.py",
+        "test_doctor_answers.py",
         "test_compiled.py",
     ),
     *("test_score.py", "test_processes.py", "test_compare.py", "test_at_once.py"),

@@ -107,7 +107,7 @@ ROOMS = {
 # Those that take long or start other programs: mutmut does not see which faults a
 # program reaches.
 AFTERWARDS = {
-    "check": ("check", "check_invariants"),
+    "check": ("check", "check_invariants", "doctor_answers"),
     "cli": ("check", "main", "search_optimize", "words"),
     "determined_amp": (
         "imports",

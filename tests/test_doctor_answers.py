@@ -1,0 +1,100 @@
+"""What `check` says of right scripts, and of scripts with one mistake each.
+
+An answer that is not right yet is in `NOT_YET`, with the kind of what is missing; its
+test turns red when the answer becomes right, and the name is then taken out.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch.torch_version import TorchVersion
+
+from determined_amp.check import watching
+from determined_amp.check.finding import CheckFindings
+from tests.right_scripts import PRELUDE, RIGHT
+from tests.wrong_scripts import WRONG
+
+# A CPU has fused optimizers from here on; the oldest torch has other NaN gradients.
+IS_NEWER = TorchVersion(torch.__version__) >= "2.4"
+
+NOT_YET = {
+    "schedules": "torch_swa warm_restarts_by_place plateau_after_warmup",
+    "divided": "maml window_with_a_lower_rate",
+    "raises": "raises_where_gradients_are_not_finite",
+    "line": "large_limit_before_unscale scaler_is_switched_off_in_float16",
+    "added": "noise_before_unscale decay_before_unscale proximal_term_before_unscale",
+    "cause": "update_before_step unscale_twice_in_sam log_of_a_half_probability "
+    "ignores_what_the_scaler_found decays_the_gradients_in_place_of_zeroing",
+    "advice": "nan_in_the_data mean_of_nothing rows_that_are_all_masked",
+    "level": "new_scaler_each_epoch_of_one_step nan_to_num_of_the_loss "
+    "window_not_divided schedule_moves_twice schedule_never_moves "
+    "autocast_around_the_loss_alone autocast_is_not_entered backward_in_autocast "
+    "scaler_is_never_used",
+    "silent": "scaled_twice scale_set_in_each_step features_are_detached "
+    "warmup_in_first_epoch_moves_on_skipped_steps rounds_its_weights "
+    "leaves_out_most_batches validates_in_half",
+}
+
+
+def names_in(scripts: Iterable[str]) -> list[Any]:
+    """Their names, as parameters of a test."""
+    parameters = []
+    for name in scripts:
+        missing = [kind for kind, names in NOT_YET.items() if name in names.split()]
+        marks = [pytest.mark.xfail(reason=kind, strict=IS_NEWER) for kind in missing]
+        if "fused" in name:
+            needs = "fused optimizers of a CPU need torch 2.4"
+            marks.append(pytest.mark.skipif(not IS_NEWER, reason=needs))
+        parameters.append(pytest.param(name, marks=marks))
+    return parameters
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _libraries_are_collected_once() -> None:
+    """The doctor looks at all objects when it begins: not at those of torch again."""
+    with watching():
+        pass  # it imports more of torch
+    gc.collect()
+    gc.freeze()
+
+
+def prepared() -> dict[str, Any]:
+    """The names that scripts begin with."""
+    names: dict[str, Any] = {}
+    exec(compile(PRELUDE, "prelude.py", "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("name", names_in(RIGHT))
+def test_right_script_has_no_fault(name: str) -> None:
+    names = prepared()
+    with watching() as findings:
+        exec(compile(RIGHT[name], f"{name}.py", "exec"), names)
+    assert [finding.text() for finding in findings.faults] == []
+
+
+def findings_of(name: str) -> CheckFindings:
+    """What is said of a script with a mistake, which may raise."""
+    names = prepared()
+    with suppress(Exception), watching() as findings:
+        exec(compile(WRONG[name].script, f"{name}.py", "exec"), names)
+    return findings
+
+
+@pytest.mark.parametrize("name", names_in(WRONG))
+def test_mistake_is_told_with_its_cause_and_its_line(name: str) -> None:
+    mistake = WRONG[name]
+    findings = findings_of(name)
+    told = [each for each in findings if each.key in mistake.findings.split("|")]
+    assert {each.level.value for each in told} & set(mistake.level.split("|"))
+    assert [each.key for each in findings.faults if each not in told] == []
+    lines = enumerate(mistake.script.splitlines(), start=1)
+    here = {number for number, line in lines if line.endswith("# HERE")}
+    assert here <= {where.line for each in told for where in each.where}
+    assert [word for word in mistake.misleading if word in str(findings)] == []

@@ -1,0 +1,1707 @@
+"""Scripts with one mistake each, in the shapes of public threads about AMP.
+
+The line to name, where there is one, ends in `# HERE`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mistake(NamedTuple):
+    """A script behind `PRELUDE`, and what a good tool says of it."""
+
+    level: str  # of the finding, or two with a | between them
+    findings: str  # that may tell it, the cause before its effects, with | between them
+    script: str
+    misleading: tuple[str, ...] = ()  # words that would send its owner the wrong way
+
+
+# What helps where float16 is the cause.
+OTHER_PRECISIONS = ("bfloat16", "enabled=False")
+
+WRONG: dict[str, Mistake] = {
+    # Clips of gradients that are still scaled.
+    "clip_before_unscale": Mistake(
+        "fault",
+        "clip_scaled",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # HERE
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "clip_value_before_unscale": Mistake(
+        "fault",
+        "clip_value_scaled",
+        """\
+model = net()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+scaler = torch.cuda.amp.GradScaler()
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with torch.cuda.amp.autocast():
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.5)  # HERE
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "large_limit_before_unscale": Mistake(
+        "fault",
+        "clip_scaled|depends_on_scale",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda", init_scale=1024.0)
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 40.0)  # HERE
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "clip_of_the_other_model": Mistake(
+        "fault",
+        "clip_scaled",
+        """\
+critic, generator = net(1), net(8)
+opt_d = torch.optim.SGD(critic.parameters(), lr=0.05)
+opt_g = torch.optim.SGD(generator.parameters(), lr=0.05)
+scaler = GradScaler("cuda")
+for real, _ in loader():
+    opt_d.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        fake = generator(torch.randn(len(real), 8))
+        d_fake = critic(fake.detach())
+        loss = F.softplus(-critic(real)).mean() + F.softplus(d_fake).mean()
+    scaler.scale(loss).backward()
+    scaler.unscale_(opt_d)
+    nn.utils.clip_grad_norm_(critic.parameters(), 1.0)
+    scaler.step(opt_d)
+    opt_g.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.softplus(-critic(fake)).mean()
+    scaler.scale(loss).backward()
+    nn.utils.clip_grad_norm_(generator.parameters(), 0.1)  # HERE
+    scaler.step(opt_g)
+    scaler.update()
+""",
+    ),
+    "clip_in_hooks": Mistake(
+        "fault",
+        "depends_on_scale|overflow_hidden|clip_value_scaled",
+        """\
+model = net()
+for p in model.parameters():
+    p.register_hook(lambda grad: torch.clamp(grad, -1.0, 1.0))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "clip_by_hand": Mistake(
+        "fault",
+        "depends_on_scale|clip_scaled",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    for p in model.parameters():
+        p.grad.mul_(1.0 / norm.clamp(min=1.0))
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "adaptive_clip_before_unscale": Mistake(
+        "fault",
+        "depends_on_scale|clip_scaled",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    for p in model.parameters():
+        limit = 0.01 * p.detach().norm().clamp(min=1e-3)
+        p.grad.mul_((limit / p.grad.norm().clamp(min=1e-6)).clamp(max=1.0))
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "clip_of_each_micro_batch": Mistake(
+        "fault",
+        "clip_scaled",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for i, (inputs, targets) in enumerate(loader(4)):
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets) / 2
+    scaler.scale(loss).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # HERE
+    if i % 2:
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+""",
+    ),
+    # Added while the gradients are scaled.
+    "noise_before_unscale": Mistake(
+        "fault",
+        "added_while_scaled|depends_on_scale",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    for p in model.parameters():
+        p.grad.add_(torch.randn_like(p.grad), alpha=0.05)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "decay_before_unscale": Mistake(
+        "fault",
+        "added_while_scaled|depends_on_scale",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.grad.add_(p, alpha=0.05)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "proximal_term_before_unscale": Mistake(
+        "fault",
+        "added_while_scaled|depends_on_scale",
+        """\
+model = net()
+start = [p.detach().clone() + 0.1 for p in model.parameters()]
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    for p, anchor in zip(model.parameters(), start):
+        p.grad += 0.1 * (p.detach() - anchor)
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    # Scaling, stepping, updating.
+    "loss_not_scaled": Mistake(
+        "fault",
+        "unscaled_loss",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss)
+    loss.backward()  # HERE
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "auxiliary_loss_not_scaled": Mistake(
+        "fault",
+        "unscaled_loss",
+        """\
+model = net(5)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        outputs = model(inputs)
+        loss = F.cross_entropy(outputs[:, :4], targets)
+        auxiliary = F.mse_loss(outputs[:, 4], inputs.sum(1))
+    scaler.scale(loss).backward(retain_graph=True)
+    auxiliary.backward()  # HERE
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "penalty_added_to_scaled_loss": Mistake(
+        "fault",
+        "unscaled_loss|depends_on_scale",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    decay = 0.1 * sum(p.square().sum() for p in model.parameters())
+    (scaler.scale(loss) + decay).backward()  # HERE
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "last_micro_batch_alone_is_scaled": Mistake(
+        "fault",
+        "unscaled_loss|depends_on_scale",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for i, (inputs, targets) in enumerate(loader(4)):
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets) / 2
+    if i % 2 == 0:
+        loss.backward()  # HERE
+    else:
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+""",
+    ),
+    "scaled_twice": Mistake(
+        "fault",
+        "scales_mixed|depends_on_scale|no_steps",
+        """\
+def training_step(inputs, targets):
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    return scaler.scale(loss)
+
+
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+scaler = GradScaler("cuda", init_scale=1024.0)
+for batch in loader():
+    optimizer.zero_grad()
+    loss = training_step(*batch)
+    scaler.scale(loss).backward()  # HERE
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "optimizer_steps_itself": Mistake(
+        "fault",
+        "step_without_scaler|update_in_window",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    optimizer.step()  # HERE
+""",
+    ),
+    "optimizer_steps_itself_then_update": Mistake(
+        "fault",
+        "step_without_scaler",
+        """\
+model = net()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    optimizer.step()  # HERE
+    scaler.update()
+""",
+    ),
+    "unscales_and_steps_itself": Mistake(
+        "fault",
+        "step_without_scaler",
+        """\
+model = net()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()  # HERE
+    scaler.update()
+""",
+    ),
+    "divides_and_steps_itself": Mistake(
+        "fault",
+        "step_without_scaler",
+        """\
+model = net()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    for p in model.parameters():
+        p.grad.div_(scaler.get_scale())
+    optimizer.step()  # HERE
+""",
+    ),
+    "one_of_two_optimizers_steps_itself": Mistake(
+        "fault",
+        "step_without_scaler",
+        """\
+body, head = net(8), nn.Linear(8, 4)
+opt_b = torch.optim.SGD(body.parameters(), lr=0.05)
+opt_h = torch.optim.SGD(head.parameters(), lr=0.05)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    opt_b.zero_grad()
+    opt_h.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(head(body(inputs)), targets)
+    scaler.scale(loss).backward()
+    scaler.step(opt_b)
+    opt_h.step()  # HERE
+    scaler.update()
+""",
+    ),
+    "steps_twice": Mistake(
+        "fault",
+        "step_twice",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    optimizer.step()  # HERE
+    scaler.update()
+""",
+    ),
+    "no_update": Mistake(
+        "fault",
+        "update_missing",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)  # HERE
+""",
+    ),
+    "no_update_with_clip": Mistake(
+        "fault",
+        "update_missing",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)  # HERE
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+""",
+    ),
+    "update_before_step": Mistake(
+        "fault",
+        "unscaled_twice|depends_on_scale|update_in_window",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.update()
+    scaler.step(optimizer)  # HERE
+""",
+    ),
+    "update_after_each_optimizer": Mistake(
+        "fault",
+        "scales_mixed",
+        """\
+models = [net(), net()]
+optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in models]
+scaler = GradScaler("cuda", growth_interval=2, init_scale=16.0)
+for inputs, targets in loader():
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(models[0](inputs) + models[1](inputs), targets)
+    scaler.scale(loss).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+        scaler.update()  # HERE
+""",
+    ),
+    "update_in_each_micro_batch": Mistake(
+        "fault",
+        "update_in_window|scales_mixed|unscale_in_window",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for i, (inputs, targets) in enumerate(loader(4)):
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets) / 2
+    scaler.scale(loss).backward()
+    if i % 2:
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+    scaler.update()  # HERE
+""",
+    ),
+    "unscale_in_each_micro_batch": Mistake(
+        "fault",
+        "unscale_in_window|unscaled_twice",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for i, (inputs, targets) in enumerate(loader(4)):
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets) / 2
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)  # HERE
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if i % 2:
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+""",
+    ),
+    "unscale_in_first_micro_batch": Mistake(
+        "fault",
+        "unscale_in_window",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+scaler = GradScaler("cuda", init_scale=1024.0)
+for i, (inputs, targets) in enumerate(loader(4)):
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets) / 2
+    scaler.scale(loss).backward()
+    if i % 2 == 0:
+        scaler.unscale_(optimizer)  # HERE
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+""",
+    ),
+    "unscale_twice_in_sam": Mistake(
+        "fault",
+        "unscaled_twice",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+weights = list(model.parameters())
+for inputs, targets in loader():
+    for is_second in (False, True):
+        optimizer.zero_grad()
+        with autocast("cuda", dtype=torch.float16):
+            loss = F.cross_entropy(model(inputs), targets)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)  # HERE
+        if not is_second:
+            moves = [0.05 * p.grad for p in weights]
+        sign = -1 if is_second else 1
+        with torch.no_grad():
+            for p, move in zip(weights, moves):
+                p.add_(move, alpha=sign)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "divides_by_the_scale_too": Mistake(
+        "fault",
+        "unscaled_twice|depends_on_scale",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    for p in model.parameters():
+        p.grad /= scaler.get_scale()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)  # HERE
+    scaler.update()
+""",
+    ),
+    "new_scaler_each_step": Mistake(
+        "fault",
+        "scaler_made_anew|no_steps",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for inputs, targets in loader():
+    scaler = GradScaler("cuda", init_scale=2.0**30)  # HERE
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "new_scaler_each_epoch_of_one_step": Mistake(
+        "suspicion",
+        "scaler_made_anew",
+        """\
+def train_step(inputs, targets):
+    scaler = GradScaler("cuda", init_scale=1024.0)  # HERE
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in loader():
+    train_step(*batch)
+""",
+    ),
+    "scale_set_in_each_step": Mistake(
+        "fault",
+        "no_steps",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda", init_scale=2.0**24)
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update(2.0**24)
+""",
+    ),
+    "ignores_what_the_scaler_found": Mistake(
+        "fault",
+        "overflow_hidden|step_without_scaler",
+        """\
+class Scaler(GradScaler):
+    def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
+        return optimizer.step(*args, **kwargs)
+
+
+model = net()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+scaler = Scaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "nan_to_num_of_gradients": Mistake(
+        "fault",
+        "overflow_hidden",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    for p in model.parameters():
+        torch.nan_to_num(p.grad, nan=0, posinf=1e5, neginf=-1e5, out=p.grad)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "nan_to_num_of_the_loss": Mistake(
+        "suspicion",
+        "nan_hidden",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    loss = torch.nan_to_num(loss)  # HERE
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "closure_with_a_scaler": Mistake(
+        "fault",
+        "closure",
+        """\
+model = net()
+optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+
+    def closure():
+        optimizer.zero_grad()
+        with autocast("cuda", dtype=torch.float16):
+            loss = F.cross_entropy(model(inputs), targets)
+        scaler.scale(loss).backward()
+        return loss
+
+    scaler.step(optimizer, closure)  # HERE
+    scaler.update()
+""",
+    ),
+    "steps_what_took_no_part": Mistake(
+        "fault",
+        "no_gradients",
+        """\
+critic, generator = net(1), net(8)
+opt_d = torch.optim.SGD(critic.parameters(), lr=0.05)
+opt_g = torch.optim.SGD(generator.parameters(), lr=0.05)
+scaler = GradScaler("cuda")
+for i, (real, _) in enumerate(loader()):
+    opt_d.zero_grad()
+    opt_g.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        fake = generator(torch.randn(len(real), 8))
+        d_fake = critic(fake.detach())
+        loss = F.softplus(-critic(real)).mean() + F.softplus(d_fake).mean()
+    scaler.scale(loss).backward()
+    scaler.step(opt_d)
+    if i % 2 == 0:
+        with autocast("cuda", dtype=torch.float16):
+            loss = F.softplus(-critic(fake)).mean()
+        scaler.scale(loss).backward()
+    scaler.step(opt_g)  # HERE
+    scaler.update()
+""",
+    ),
+    "constant_loss_of_an_empty_batch": Mistake(
+        "fault",
+        "constant_loss",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for i, (inputs, targets) in enumerate(loader()):
+    rows = targets >= (0 if i != 12 else 4)
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        outputs = model(inputs)
+        loss = torch.zeros((), requires_grad=True)
+        if rows.any():
+            loss = F.cross_entropy(outputs[rows], targets[rows])
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    # Gradients that do not reach their step, or reach it twice.
+    "zero_grad_in_each_micro_batch": Mistake(
+        "fault",
+        "zero_grad_in_window",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for i, (inputs, targets) in enumerate(loader(4)):
+    optimizer.zero_grad()  # HERE
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets) / 2
+    scaler.scale(loss).backward()
+    if i % 2:
+        scaler.step(optimizer)
+        scaler.update()
+""",
+    ),
+    "zero_grad_before_the_step": Mistake(
+        "fault",
+        "zero_grad_in_window",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    optimizer.zero_grad(set_to_none=False)  # HERE
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "zero_grad_to_none_before_the_step": Mistake(
+        "fault",
+        "zero_grad_in_window",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    optimizer.zero_grad()  # HERE
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "never_zeroes": Mistake(
+        "fault",
+        "not_zeroed",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()  # HERE
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "zeroes_one_of_two_optimizers": Mistake(
+        "fault",
+        "not_zeroed",
+        """\
+body, head = net(8), nn.Linear(8, 4)
+opt_b = torch.optim.SGD(body.parameters(), lr=0.01)
+opt_h = torch.optim.SGD(head.parameters(), lr=0.01)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    opt_b.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(head(body(inputs)), targets)
+    scaler.scale(loss).backward()  # HERE
+    scaler.step(opt_b)
+    scaler.step(opt_h)
+    scaler.update()
+""",
+    ),
+    "decays_the_gradients_in_place_of_zeroing": Mistake(
+        "fault",
+        "not_zeroed",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    for p in model.parameters():
+        p.grad.mul_(0.9)
+""",
+    ),
+    "only_the_model_is_a_copy": Mistake(
+        "fault",
+        "other_parameters",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model = copy.deepcopy(model)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)  # HERE
+    scaler.update()
+""",
+    ),
+    "new_head_after_the_optimizer": Mistake(
+        "suspicion",
+        "other_parameters",
+        """\
+model = net(10)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model[2] = nn.Linear(16, 4)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "features_are_detached": Mistake(
+        "suspicion",
+        "no_gradient_reaches|other_parameters",
+        """\
+body, head = net(8), nn.Linear(8, 4)
+optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        features = body(inputs)
+        loss = F.cross_entropy(head(features.detach()), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "loss_is_rewrapped": Mistake(
+        "fault",
+        "loss_cut_off",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    loss = torch.tensor(loss.item(), requires_grad=True)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)  # HERE
+    scaler.update()
+""",
+    ),
+    "never_steps": Mistake(
+        "fault",
+        "step_missing",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()  # HERE
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+""",
+    ),
+    "assigns_unscaled_gradients": Mistake(
+        "fault",
+        "unscaled_loss|depends_on_scale",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+weights = list(model.parameters())
+for inputs, targets in loader():
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss)
+    for p, g in zip(weights, torch.autograd.grad(loss, weights)):
+        p.grad = g
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "window_not_divided": Mistake(
+        "suspicion",
+        "loss_not_divided",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for i, (inputs, targets) in enumerate(loader(2)):
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()  # HERE
+    if i % 4 == 3:
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+""",
+    ),
+    # Schedules.
+    "schedule_moves_on_skipped_steps": Mistake(
+        "fault",
+        "schedule_on_skipped",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    scheduler.step()  # HERE
+""",
+    ),
+    "one_cycle_moves_on_skipped_steps": Mistake(
+        "fault",
+        "schedule_on_skipped",
+        """\
+model = net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=24)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scheduler.step()  # HERE
+    scaler.update()
+""",
+    ),
+    "warmup_in_first_epoch_moves_on_skipped_steps": Mistake(
+        "fault",
+        "schedule_on_skipped",
+        """\
+def train_one_epoch(epoch):
+    warmup = None
+    if epoch == 0:
+        warmup = lr_scheduler.LinearLR(optimizer, 0.001, total_iters=23)
+    for inputs, targets in data:
+        with autocast("cuda", dtype=torch.float16):
+            loss = F.cross_entropy(model(inputs), targets)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if warmup is not None:
+            warmup.step()  # HERE
+
+
+model, data = net(), loader()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+scheduler = lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.1)
+scaler = torch.cuda.amp.GradScaler()
+for epoch in range(2):
+    train_one_epoch(epoch)
+    scheduler.step()
+""",
+    ),
+    "schedule_moves_twice": Mistake(
+        "suspicion",
+        "schedule_twice",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = lr_scheduler.ExponentialLR(optimizer, 0.99)
+scaler = GradScaler("cuda")
+
+
+def log(number, loss):
+    scheduler.step()
+    return number, loss.item(), scheduler.get_last_lr()
+
+
+for number, (inputs, targets) in enumerate(loader()):
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    before = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    if scaler.get_scale() >= before:
+        scheduler.step()  # HERE
+        log(number, loss)
+""",
+    ),
+    "schedule_moves_in_each_micro_batch": Mistake(
+        "suspicion",
+        "schedule_per_batch|schedule_on_skipped",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + 0.01 * n))
+scaler = GradScaler("cuda")
+for i, (inputs, targets) in enumerate(loader(2)):
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets) / 4
+    scaler.scale(loss).backward()
+    if i % 4 == 3:
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    scheduler.step()  # HERE
+""",
+    ),
+    "schedule_never_moves": Mistake(
+        "suspicion",
+        "schedule_never",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)  # HERE
+scaler = GradScaler("cuda")
+for epoch in range(3):
+    for inputs, targets in loader():
+        optimizer.zero_grad()
+        with autocast("cuda", dtype=torch.float16):
+            loss = F.cross_entropy(model(inputs), targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+    ),
+    # Checkpoints.
+    "scale_is_not_saved": Mistake(
+        "fault",
+        "scaler_not_saved",
+        """\
+model = net()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+scaler = GradScaler("cuda")
+for epoch in range(2):
+    for inputs, targets in loader():
+        optimizer.zero_grad()
+        with autocast("cuda", dtype=torch.float16):
+            loss = F.cross_entropy(model(inputs), targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({"epoch": epoch, **state}, io.BytesIO())  # HERE
+""",
+    ),
+    # What is computed in what.
+    "half_model_with_a_scaler": Mistake(
+        "fault",
+        "half_weights",
+        """\
+model = net().half()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs.half()), targets)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "half_model_loses_its_updates": Mistake(
+        "fault|suspicion",
+        "half_weights",
+        """\
+model = net().half()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(inputs.half()).float(), targets)
+    loss.backward()
+    optimizer.step()
+""",
+    ),
+    "half_model_with_small_eps": Mistake(
+        "fault",
+        "half_weights|not_finite",
+        """\
+model = net().half()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-8)
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    inputs[:, 0] = 0
+    loss = F.cross_entropy(model(inputs.half()).float(), targets)
+    loss.backward()
+    optimizer.step()
+""",
+    ),
+    "bfloat16_weights_under_autocast_lose_updates": Mistake(
+        "fault|suspicion",
+        "half_weights",
+        """\
+model = net().bfloat16()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.bfloat16):
+        loss = F.cross_entropy(model(inputs), targets)
+    loss.backward()
+    optimizer.step()
+""",
+    ),
+    "rounds_its_weights": Mistake(
+        "fault|suspicion",
+        "half_weights",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+for inputs, targets in loader():
+    model.half()
+    outputs = model(inputs.half())
+    loss = F.cross_entropy(outputs.float(), targets)
+    optimizer.zero_grad()
+    loss.backward()
+    model.float()
+    for p in model.parameters():
+        p.grad = p.grad.float()
+    optimizer.step()
+""",
+    ),
+    "autocast_around_the_loss_alone": Mistake(
+        "suspicion",
+        "autocast_covers_nothing",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    outputs = model(inputs)
+    with autocast("cuda", dtype=torch.float16):  # HERE
+        loss = F.cross_entropy(outputs, targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "autocast_is_not_entered": Mistake(
+        "suspicion",
+        "autocast_covers_nothing",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    autocast("cuda", dtype=torch.float16)
+    loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "backward_in_autocast": Mistake(
+        "suspicion",
+        "autocast_backward",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+        scaler.scale(loss).backward()  # HERE
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "one_region_around_the_training": Mistake(
+        "fault",
+        "stale_casts",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+with autocast("cuda", dtype=torch.float16):  # HERE
+    for inputs, targets in loader():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+    ),
+    "no_scaler": Mistake(
+        "suspicion",
+        "no_loss_scale",
+        """\
+model = net()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):  # HERE
+        loss = F.cross_entropy(model(inputs), targets)
+    loss.backward()
+    optimizer.step()
+""",
+    ),
+    "scaler_is_never_used": Mistake(
+        "suspicion",
+        "no_loss_scale",
+        """\
+model = net()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+scaler = GradScaler("cuda")  # HERE
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    loss.backward()
+    optimizer.step()
+""",
+    ),
+    "scaler_is_switched_off_in_float16": Mistake(
+        "suspicion",
+        "no_loss_scale",
+        """\
+model = net()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+scaler = GradScaler("cuda", enabled=False)  # HERE
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "mask_beyond_float16": Mistake(
+        "fault",
+        "beyond_float16",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        scores = model(inputs)
+        scores = scores.masked_fill(torch.zeros(4, dtype=torch.bool), -1e9)  # HERE
+        loss = F.cross_entropy(scores, targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "sigmoid_and_bce": Mistake(
+        "fault",
+        "unsafe_to_autocast",
+        """\
+model = nn.Sequential(net(1), nn.Sigmoid())
+criterion = nn.BCELoss()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = criterion(model(inputs)[:, 0], (targets > 1).float())  # HERE
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "writes_half_into_float32": Mistake(
+        "fault",
+        "mixed_dtypes",
+        """\
+experts = nn.ModuleList([net(), net()])
+optimizer = torch.optim.SGD(experts.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        outputs = torch.zeros(len(inputs), 4)
+        for i, expert in enumerate(experts):
+            rows = (inputs[:, 0] > 0) == bool(i)
+            outputs[rows] = expert(inputs[rows])  # HERE
+        loss = F.cross_entropy(outputs, targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "half_output_outside_of_autocast": Mistake(
+        "fault",
+        "mixed_dtypes",
+        """\
+body, head = net(8), nn.Linear(8, 4)
+optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        features = body(inputs)
+    loss = F.cross_entropy(head(features), targets)  # HERE
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "custom_function_without_casts": Mistake(
+        "fault",
+        "mixed_dtypes",
+        """\
+class MyMM(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a.mm(b)
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        return grad.mm(b.t()), a.t().mm(grad)  # HERE
+
+
+weight = nn.Parameter(torch.randn(8, 4) * 0.1)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(MyMM.apply(inputs, weight), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    # Numbers that float16 does not have.
+    "activations_overflow": Mistake(
+        "fault",
+        "no_steps|not_finite",
+        """\
+model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(3e5 * inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "scores_overflow": Mistake(
+        "fault",
+        "no_steps|not_finite",
+        """\
+q, k, head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+model = nn.ModuleList([q, k, head])
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        scores = q(400 * inputs) @ k(400 * inputs).t()
+        loss = F.cross_entropy(head(scores.softmax(1) @ inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "eps_is_zero_in_half": Mistake(
+        "fault",
+        "no_steps|not_finite",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        outputs = torch.relu(model(inputs) - 0.5)
+        share = outputs / (outputs.mean(1, keepdim=True) + 1e-8)
+        loss = F.cross_entropy(share, targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "log_of_a_half_probability": Mistake(
+        "fault",
+        "no_steps|not_finite",
+        """\
+model = net(1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    labels = (targets > 1).float()
+    with autocast("cuda", dtype=torch.float16):
+        p = torch.sigmoid(500 * model(inputs)[:, 0]).clamp(1e-4, 1 - 1e-4)
+        loss = -(labels * p.log() + (1 - labels) * (1 - p).log()).mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "log_of_half_plus_eps": Mistake(
+        "fault",
+        "no_steps|not_finite",
+        """\
+model = net(1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    labels = (targets > 1).float()
+    with autocast("cuda", dtype=torch.float16):
+        p = torch.sigmoid(500 * model(inputs)[:, 0])
+        loss = labels * (p + 1e-8).log() + (1 - labels) * (1 - p + 1e-8).log()
+        loss = -loss.mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "sum_of_squares_overflows": Mistake(
+        "fault",
+        "no_steps|not_finite|loss_16_bits",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        difference = model(inputs) - 400 * F.one_hot(targets, 4)
+        loss = (difference * difference).mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "loss_in_half": Mistake(
+        "fault",
+        "loss_16_bits",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        outputs = model(inputs)
+    loss = 1e5 * (outputs - inputs[:, :4].half()).abs().mean()
+    scaler.scale(loss).backward()  # HERE
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "nan_in_the_data": Mistake(
+        "fault",
+        "no_steps|not_finite",
+        """\
+x[:, 5] = math.nan
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        OTHER_PRECISIONS,
+    ),
+    "mean_of_nothing": Mistake(
+        "fault",
+        "no_steps|not_finite",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for number, (inputs, targets) in enumerate(loader()):
+    mask = targets >= (4 if number % 2 else 0)
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        losses = F.cross_entropy(model(inputs), targets, reduction="none")
+        loss = (losses * mask).sum() / mask.sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        OTHER_PRECISIONS,
+    ),
+    "rows_that_are_all_masked": Mistake(
+        "fault",
+        "no_steps|not_finite",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    mask = inputs > 0
+    mask[0] = True
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        share = inputs.masked_fill(mask, -math.inf).softmax(1)
+        loss = F.cross_entropy(model(share), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        OTHER_PRECISIONS,
+    ),
+    "leaves_out_most_batches": Mistake(
+        "fault",
+        "left_out|no_steps",
+        """\
+model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for number, (inputs, targets) in enumerate(loader(2)):
+    if number % 4:
+        inputs = 3e5 * inputs
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    if not torch.isfinite(loss):
+        continue
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "validates_in_half": Mistake(
+        "fault",
+        "eval_16_bits",
+        """\
+model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+model.eval()
+with torch.no_grad(), autocast("cuda", dtype=torch.float16):
+    total = F.cross_entropy(model(3e5 * x), y)
+print("validation", total.item())
+""",
+    ),
+    # Gradients of gradients.
+    "penalty_of_scaled_gradients": Mistake(
+        "fault",
+        "penalty_scaled|depends_on_scale|no_steps",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+scaler = GradScaler("cuda", init_scale=256.0)
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    inputs.requires_grad_()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    (g,) = torch.autograd.grad(scaler.scale(loss), inputs, create_graph=True)
+    loss = loss + g.norm(2, dim=1).mean()
+    scaler.scale(loss).backward()  # HERE
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "inner_step_with_scaled_gradients": Mistake(
+        "fault",
+        "penalty_scaled|depends_on_scale|no_steps",
+        """\
+model = nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+scaler = GradScaler("cuda", init_scale=256.0)
+for inputs, targets in loader():
+    with autocast("cuda", dtype=torch.float16):
+        inner = F.cross_entropy(model(inputs[:4]), targets[:4])
+    weights = list(model.parameters())
+    grads = torch.autograd.grad(scaler.scale(inner), weights, create_graph=True)
+    fast = [w - 0.01 * g for w, g in zip(weights, grads)]
+    with autocast("cuda", dtype=torch.float16):
+        outer = F.cross_entropy(F.linear(inputs[4:], *fast), targets[4:])
+    optimizer.zero_grad()
+    scaler.scale(outer).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "bfloat16_with_a_scaler": Mistake(
+        "cost",
+        "bfloat16_with_scaler",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")  # HERE
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.bfloat16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+}
