@@ -1,5 +1,6 @@
 # Each target sets up the environment it needs; the first one takes a minute or two.
 # They need only Python 3.10 to 3.12. To choose one: make run PYTHON=/path/to/python3.11
+# An environment that make did not make stays as it is: make test ENV=.venv-make makes another.
 
 ENV ?= .venv
 CONSTRAINTS ?= constraints.txt
@@ -10,15 +11,20 @@ WORKERS ?= 1
 # The newest local search; `report` also takes the id of an experiment on the master of DET_MASTER.
 STUDY ?= $(patsubst %/study.db,%,$(firstword $(shell ls -t runs/*/*/study.db 2>/dev/null)))
 RUN = $(ENV)/bin/python
+# Whether make has made an environment: it is ready, or being set up, as its prompt tells.
+PROMPT = determined-amp of make
+is_made = { test -e $(1)/ready || grep -qs '$(PROMPT)' $(1)/pyvenv.cfg; }
 
 given_python = $(if $(filter command% environment,$(origin PYTHON)),$(PYTHON))
 
 works = $(firstword $(foreach p,$(1),$(shell $(p) -c 'import sys; exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $(p))))
 
-.PHONY: help run search dashboard report compare test test-oldest test-gpu test-cluster test-readme mutants lint format tensorboard clean
+.PHONY: help install run search dashboard report compare test test-oldest test-gpu test-cluster test-readme mutants lint format tensorboard clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+install: $(ENV)/ready ## set up .venv, with all packages of the library, the examples and the tests
 
 run: $(ENV)/ready ## train the main job here: make run [CONFIG=experiment_configs/mlp/fp32.yaml]
 	@$(RUN) -m determined_amp train $(CONFIG)
@@ -73,13 +79,16 @@ format: $(ENV)/ready ## format the code as lint requires
 tensorboard: $(ENV)/ready ## open the curves of all local runs
 	@$(ENV)/bin/tensorboard --logdir runs
 
-clean: ## remove the environments and caches; runs/ stays
-	@rm -rf .venv .venv-oldest .mypy_cache .pytest_cache .ruff_cache
+clean: ## remove the environments of make, and caches; runs/ stays
+	@for made in .venv .venv-oldest; do if $(call is_made,$$made); then rm -rf $$made; fi; done
+	@rm -rf .mypy_cache .pytest_cache .ruff_cache
 
 $(ENV)/ready: pyproject.toml $(CONSTRAINTS)
 	@test -n "$(PYTHON)" || { echo "no Python 3.10 to 3.12 found; name one: make PYTHON=..." >&2; exit 1; }
+	@test ! -e $(ENV) || $(call is_made,$(ENV)) || { echo "$(ENV): make has not made it, so it stays" \
+	    "as it is; allowed: another folder, as in make $(MAKECMDGOALS) ENV=.venv-make" >&2; exit 2; }
 	@echo "setting up $(ENV) with $$($(PYTHON) --version)"
-	@$(PYTHON) -m venv --clear $(ENV)
+	@test -e $(ENV)/bin/pip || $(PYTHON) -m venv --prompt '$(PROMPT)' $(ENV)
 	@$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) uv
 	@# Compiled once: without bytecode every process spends seconds more on importing torch.
 	@$(ENV)/bin/uv pip install --quiet --compile-bytecode --python $(RUN) -c $(CONSTRAINTS) \

@@ -12,6 +12,7 @@
         read -ra missing
         mapfile -t installed
     } < <(python3 -c '
+import json
 from contextlib import suppress
 from importlib import metadata, util
 from os import environ, path
@@ -19,10 +20,13 @@ from os import environ, path
 needed = {"yaml": "pyyaml", "tensorboard": "tensorboard", "rich": "rich"}
 if path.isdir("trials/data"):
     needed["sklearn"] = "scikit-learn"
-if "determined_amp compare" in environ.get("DET_EXPERIMENT_CONFIG", ""):
+entrypoint = json.loads(environ.get("DET_EXPERIMENT_CONFIG", "{}")).get("entrypoint") or ""
+words = entrypoint if isinstance(entrypoint, str) else " ".join(map(str, entrypoint))
+words = words.split()
+if "determined_amp" in words and "compare" in words:
     needed |= {name: name for name in ("optuna", "matplotlib", "scipy")}
-hparams = environ.get("DET_HPARAMS", "")
-if "trials.latte" in hparams:
+words.append(str(json.loads(environ.get("DET_HPARAMS", "{}")).get("trial")))
+if any(word.startswith("trials.latte:") for word in words):
     torch = path.dirname(getattr(util.find_spec("torch"), "origin", None) or "")
     newest = path.exists(path.join(torch, "accelerator"))
     needed["diffusers"] = "diffusers" if newest else "diffusers<0.36"

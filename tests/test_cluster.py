@@ -441,22 +441,8 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("stranger") / "context"
     shutil.copytree(ROOT / "docs" / "your_trial", folder)
-    # From a copy: setuptools leaves folders behind where it builds, and reads old ones.
-    source = tmp_path_factory.mktemp("source")
-    shutil.copytree(ROOT / "determined_amp", source / "determined_amp")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    wheel = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "-w",
-        str(folder),
-    ]
-    subprocess.run([*wheel, str(source)], check=True)
+    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w"]
+    subprocess.run([*wheel, str(folder), str(ROOT)], check=True)
     hook, trial = folder / "startup-hook.sh", folder / "model_def.py"
     hook.write_text(
         f"{hook.read_text()}python3 -m pip install --quiet humanize==4.9.0\n"

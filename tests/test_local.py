@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,16 @@ def test_warning_that_no_user_can_act_on_is_in_the_log_file_alone(
     assert "TensorFlow writer not found" in (tmp_path / "log.txt").read_text()
     printed: Any = shown.file
     assert printed.getvalue().split() == ["WARNING", "something", "else"]
+
+
+def test_warning_of_python_is_in_the_log_and_on_the_terminal(tmp_path: Path) -> None:
+    shown = Console(file=io.StringIO())
+    with warnings.catch_warnings(), logging_to(tmp_path / "log.txt", shown):
+        warnings.simplefilter("always")
+        warnings.warn("this will go away", DeprecationWarning, stacklevel=1)
+    printed: Any = shown.file
+    for text in ((tmp_path / "log.txt").read_text(), printed.getvalue()):
+        assert "DeprecationWarning: this will go away" in " ".join(text.split())
 
 
 def test_log_on_a_full_disk_ends_without_a_word(
@@ -340,6 +351,23 @@ def test_run_stays_in_its_folder_when_the_trial_changes_the_directory(
     arguments = training.arguments("mlp/amp.yaml")
     assert find.main([*arguments, "--batches", "2", "--json", "scale.json"]) == 0
     assert (tmp_path / "here" / "scale.json").is_file()
+
+
+def test_command_that_goes_on_is_named_when_the_trial_changed_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+    def leave(trial: MLPTrial) -> None:
+        os.chdir(tmp_path)
+        interrupt_twice(trial)
+
+    words = ["train", *training.arguments("mlp/fp32.yaml"), "--run-folder", "run"]
+    with training.before_batch(8, leave):
+        assert door.main(words) == 130
+    shown = capsys.readouterr().out
+    assert "go on: python -m determined_amp train --resume run\n" in shown
 
 
 def test_closed_pipe_ends_the_output_and_not_the_run(

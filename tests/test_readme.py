@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 OURS = "python -m determined_amp "
 # The lines that a new user types once; the test of the whole page does what they do.
-SET_UP = ("git clone ", "cd ", "python3 -m venv ", ". .venv", "pip install ")
+SET_UP = ("git clone ", "cd ", "make install", ". .venv")
 # What only the folder of the clone has: its examples, and the runs of them.
 OF_THE_CLONE = ("experiment_configs/", "hp_search/", "runs/")
 
@@ -86,7 +86,8 @@ def test_find_command_of_the_readme_runs_in_another_folder(own_folder: Path) -> 
 def test_all_commands_of_the_readme_run_from_a_fresh_clone(
     tmp_path: Path, own_folder: Path
 ) -> None:
-    clone, python = tmp_path / "clone", tmp_path / "venv" / "bin" / "python"
+    clone = tmp_path / "clone"
+    python = clone / ".venv" / "bin" / "python"
     without_ours = {
         key: value for key, value in os.environ.items() if key != "PYTHONPATH"
     }
@@ -95,17 +96,7 @@ def test_all_commands_of_the_readme_run_from_a_fresh_clone(
         subprocess.run([str(word) for word in words], check=True, env=without_ours)
 
     call("git", "clone", "--quiet", ROOT, clone)
-    call(sys.executable, "-m", "venv", python.parents[1])
-    call(
-        python,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "-c",
-        clone / "constraints.txt",
-        f"{clone}[all]",
-    )
+    call("make", "-C", clone, "install")
     for command in commands():
         if command.startswith(OURS):
             is_of_the_clone = any(name in command for name in OF_THE_CLONE)

@@ -9,12 +9,15 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 import tempfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,7 +33,7 @@ from determined_amp.local.checkpoint_storage import (
     is_of_the_machine,
     read_metadata,
 )
-from determined_amp.local.trainer import _not_finite
+from determined_amp.local.trainer import _copy_user_code, _not_finite
 from determined_amp.runs.folder import (
     FolderError,
     FolderInUseError,
@@ -398,3 +401,47 @@ def test_reports_after_a_checkpoint_are_forgotten_and_that_of_its_batch_is_kept(
         folder.append_metrics({"group": "training", "batches": batches})
     folder.forget_metrics_after(4)
     assert [line["batches"] for line in training.metrics(tmp_path)] == [2, 4]
+
+
+def test_reports_on_a_full_disk_are_all_kept_when_some_are_forgotten(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path)
+    for batches in range(8):
+        folder.append_metrics({"group": "training", "batches": batches})
+    before = folder.metrics.read_bytes()
+    full = training.no_file_larger_than(len(before) // 4)
+    with full, pytest.raises(OSError, match="large"):
+        folder.forget_metrics_after(6)
+    assert folder.metrics.read_bytes() == before
+
+
+def test_code_in_a_checkpoint_is_that_of_the_directory_without_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    names = ("model.py", "parts/layer.py")
+    packages = ("env/lib/site-packages/a.py", "env/dist-packages/b.py")
+    for name in (*names, *packages, "../elsewhere.py"):
+        file = here / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        monkeypatch.setitem(sys.modules, f"of {name}", Mock(__file__=str(file)))
+    _copy_user_code(here, tmp_path / "saved", on_cluster=False)
+    code = tmp_path / "saved" / "code"
+    copied = [path.relative_to(code) for path in code.rglob("*") if path.is_file()]
+    assert {path.as_posix() for path in copied} == {*names}
+
+
+def test_commit_of_a_run_tells_whether_files_were_changed_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Machine.of_this_process().versions["commit"] is None
+    (tmp_path / "model.py").touch()
+    git = ("git", "-c", "user.name=a", "-c", "user.email=a@b.c")
+    for command in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "a")):
+        subprocess.run([*git, *command], check=True)
+    commit = Machine.of_this_process().versions["commit"]
+    (tmp_path / "model.py").write_text("import torch")
+    assert Machine.of_this_process().versions["commit"] == f"{commit}-dirty"

@@ -42,6 +42,26 @@ def resumed(*changes: Values, **machine: Any) -> Run:
 
 
 @pytest.mark.parametrize(
+    ("name", "is_another"),
+    [
+        ("name", False),
+        ("profiling.enabled", False),
+        ("checkpoint_policy", False),
+        ("searcher.metric", False),
+        ("hyperparameters.training.max_length.batches", False),
+        ("hyperparameters.learning_rate", True),
+        ("resources.slots_per_trial", True),
+    ],
+)
+def test_resume_with_a_changed_setting_is_another_training_if_batches_differ(
+    name: str, is_another: bool
+) -> None:
+    changed = resumed({name: "another"}).changed
+    assert (name in changed) is is_another
+    assert len(changed) == is_another
+
+
+@pytest.mark.parametrize(
     ("reported", "sampled", "known"),
     [
         ({}, 2.0**10, 10.0),

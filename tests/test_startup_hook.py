@@ -180,9 +180,13 @@ LATTE = {
 MLP = {"DET_HPARAMS": LATTE["DET_HPARAMS"].replace("latte", "mlp")}
 
 
-def entrypoint(command: str) -> dict[str, str]:
-    config = {"entrypoint": f"python3 -m determined_amp {command}"}
-    return {"DET_EXPERIMENT_CONFIG": json.dumps(config)}
+def config(entrypoint: object, **others: str) -> dict[str, str]:
+    return {"DET_EXPERIMENT_CONFIG": json.dumps({"entrypoint": entrypoint, **others})}
+
+
+OF_COMPARE = ["optuna", "matplotlib", "scipy"]
+COMPARE = "python3 -m determined_amp compare"
+TRAIN_LATTE = "python3 -m determined_amp train --trial trials.latte:LatteTrial"
 
 
 # What an image lacks, a folder that is in it, what is started, and what pip then adds.
@@ -196,7 +200,13 @@ ADDED: dict[str, tuple[Sequence[str], str, dict[str, str], Sequence[str]]] = {
     "latte, older torch": ((), "", LATTE, ["diffusers<0.36"]),
     "latte": ((), "site/torch/accelerator", LATTE, ["diffusers"]),
     "another trial": ((), "", MLP, ()),
-    "compare": ((), "", entrypoint("compare"), ["optuna", "matplotlib", "scipy"]),
+    "latte of the entrypoint": ((), "", config(TRAIN_LATTE), ["diffusers<0.36"]),
+    "compare": ((), "", config(COMPARE), OF_COMPARE),
+    "compare as a list": ((), "", config(COMPARE.split()), OF_COMPARE),
+    "compare by a shell": ((), "", config(["sh", "-c", COMPARE]), OF_COMPARE),
+    "compare with spaces": ((), "", config(COMPARE.replace(" ", "  ")), OF_COMPARE),
+    "compare elsewhere": ((), "", config("python3 a.py", description=COMPARE), ()),
+    "no entrypoint": ((), "", config(None), ()),
 }
 
 

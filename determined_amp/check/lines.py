@@ -5,31 +5,18 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-import sysconfig
 import traceback
 from pathlib import Path
 from types import FrameType
 
+from determined_amp.amp.users_code import is_users
 from determined_amp.check.finding import Where
 
 _DOCTOR = str(Path(__file__).parent) + os.sep
-_RUNS_SCRIPTS = runpy.run_path.__code__.co_filename
 _LIBRARY = str(Path(__file__).parents[1]) + os.sep
-_PATHS = {
-    sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
-}
-_NOT_THE_USERS = (_LIBRARY, "<", *(path + os.sep for path in _PATHS if path))
-# Also of packages for one user alone, as in a task of a cluster.
-_INSTALLED = tuple(f"{os.sep}{name}-packages{os.sep}" for name in ("site", "dist"))
+_RUNS_SCRIPTS = runpy.run_path.__code__.co_filename
 # What calls a trial: what it does by itself is not done by a line of the user's.
 _LOOP = ("determined/pytorch/_pytorch_trial.py", "determined/pytorch/_trainer.py")
-
-
-def is_users(file: str) -> bool:
-    """Whether a file is neither this library's nor an installed package's."""
-    return not (
-        file.startswith(_NOT_THE_USERS) or any(part in file for part in _INSTALLED)
-    )
 
 
 def is_doctors(file: str) -> bool:

@@ -41,11 +41,11 @@ from determined_amp.amp.tensors import (
     tensors_of,
 )
 from determined_amp.amp.torch_private import backwards_through, states_of_steps
+from determined_amp.amp.users_code import is_users
 from determined_amp.check.forwards import Forwards
 from determined_amp.check.lines import (
     called_by_library,
     caller,
-    is_users,
     users_line,
     where_in,
     where_raised,

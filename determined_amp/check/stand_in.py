@@ -17,7 +17,7 @@ from determined_amp.amp.fp32_modules import as_float32
 from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import autocast_is_on
 from determined_amp.amp.torch_private import backwards_through
-from determined_amp.check.lines import is_users
+from determined_amp.amp.users_code import is_users
 
 # What only a GPU can show.
 ONLY_ON_A_GPU = (

@@ -10,16 +10,14 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 
 from determined_amp.amp.errors import UserError, one_line, printable
+from determined_amp.amp.users_code import is_users
 
 # A log policy in the YAMLs matches these words, so the cluster does not restart the
 # trial.
 _NO_RETRY = "no retry can help: "
-
-_OURS = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[1]), "<")
 
 # Torch's names of 16-bit dtypes in its messages; `scatter` has a message of its own.
 _IN_16_BITS = re.compile(
@@ -114,7 +112,7 @@ def fault_in_16_bits(error: Exception) -> str | None:
         return None
     place, frames = "", traceback.extract_tb(error.__traceback__)
     for frame in frames:
-        if not frame.filename.startswith(_OURS):
+        if is_users(frame.filename):
             place = f" ({frame.filename}, line {frame.lineno})"
             if frame is frames[-1] and str(frame.line).startswith(
                 ("raise ", "assert ")

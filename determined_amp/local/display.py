@@ -50,7 +50,7 @@ class Display:
         self._progress = Progress(
             console=console, transient=True, disable=console.quiet
         )
-        self._folder = folder.shown
+        self._folder = folder
         if not console.quiet:
             stop.answer = (
                 "stopping at the next report, with a checkpoint; Ctrl-C once more stops"
@@ -100,16 +100,13 @@ class Display:
         """Remove the bar, and say where the run is."""
         if self._progress.live.is_started:
             self._progress.stop()
+        shown = self._folder.shown
         if error is None:
             state = "stopped" if stopped else "completed"
-            self._say(
-                f"{self._title}: {state}; {self._precision}\nrun folder: {self._folder}"
-            )
+            self._say(f"{self._title}: {state}; {self._precision}\nrun folder: {shown}")
         interrupted = isinstance(error, KeyboardInterrupt)
-        if stopped or (
-            interrupted and complete_checkpoints(self._folder / "checkpoints")
-        ):
-            self._say(f"go on: python -m determined_amp train --resume {self._folder}")
+        if stopped or (interrupted and complete_checkpoints(self._folder.checkpoints)):
+            self._say(f"go on: python -m determined_amp train --resume {shown}")
 
     def _say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)

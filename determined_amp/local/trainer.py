@@ -24,6 +24,7 @@ from determined_amp.amp.errors import UserError
 from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.amp.tensors import is_finite, numbered
+from determined_amp.amp.users_code import is_installed
 from determined_amp.experiment.experiment import CheckpointPolicy, Experiment
 from determined_amp.experiment.failures import faults_of_the_trial
 from determined_amp.experiment.files import directory_kept
@@ -365,11 +366,7 @@ def _copy_user_code(here: Path, path: Path, on_cluster: bool) -> None:
     inside = f"{here}{os.sep}"
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None) or ""
-        if (
-            file.startswith(inside)
-            and file.endswith(".py")
-            and "site-packages" not in file
-        ):
+        if file.startswith(inside) and file.endswith(".py") and not is_installed(file):
             copy = path / "code" / file.removeprefix(inside)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)

@@ -1,0 +1,28 @@
+"""Which code is the user's own; it needs nothing but Python."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from pathlib import Path
+
+_LIBRARY = str(Path(__file__).parents[1]) + os.sep
+_PATHS = {
+    sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
+}
+_OF_PYTHON = tuple(path + os.sep for path in _PATHS if path)
+# Also of packages for one user alone, as in a task of a cluster.
+_INSTALLED = tuple(f"{os.sep}{name}-packages{os.sep}" for name in ("site", "dist"))
+
+
+def is_installed(file: str) -> bool:
+    """Whether a file belongs to Python or to an installed package.
+
+    A folder below Python's prefix need not: with the Python of a system that is `/usr`.
+    """
+    return file.startswith(_OF_PYTHON) or any(part in file for part in _INSTALLED)
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is neither this library's nor an installed package's."""
+    return not (file.startswith((_LIBRARY, "<")) or is_installed(file))
