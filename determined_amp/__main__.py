@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import itertools
 import os
 import re
 import shlex
@@ -76,15 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["--version"]:
         print(f"determined_amp {__version__}")
         return 0
-    command = " ".join(words[: 2 if " ".join(words[:2]) in _COMMANDS else 1])
-    if command not in _COMMANDS:
-        problem = f"got {command!r}" if words else "no command given"
-        print(
-            f"{problem}; allowed: {', '.join(_COMMANDS)}\n\n{usage()}", file=sys.stderr
-        )
-        return 2
     try:
-        return _run(command, words)
+        return _run(words)
     except UserError as error:
         print_failure(error)
         if is_task():
@@ -95,8 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _run(command: str, words: Sequence[str]) -> int:
+def _run(words: Sequence[str]) -> int:
     """Import a command and run it; its exit status."""
+    command = " ".join(words[: 2 if " ".join(words[:2]) in _COMMANDS else 1])
+    if command not in _COMMANDS:
+        problem = f"got {command!r}" if words else "no command given"
+        raise UserError(f"{problem}; allowed: {', '.join(_COMMANDS)}")
     _refuse_empty(words)
     # `python -m` puts the working directory on the path; an installed script does not.
     if os.getcwd() not in sys.path and "" not in sys.path:
@@ -153,8 +151,11 @@ def _note(error: UserError) -> None:
 def _refuse_empty(words: Sequence[str]) -> None:
     """Raise for an empty argument, which is often a variable of the shell that is not
     set.
+
+    What stands behind a script belongs to the script.
     """
-    if any(not word or re.fullmatch(r"--[\w-]+=", word) for word in words):
+    own = itertools.takewhile(lambda word: not word.endswith(".py"), words)
+    if any(not word or re.fullmatch(r"--[\w-]+=", word) for word in own):
         raise UserError(
             f"got an empty argument in {shlex.join(words)}; allowed: a value"
         )

@@ -117,9 +117,10 @@ def task_without_trial() -> Iterator[tuple[Values, core.Context]]:
     """
     info = task_info()
     if _has_several_slots(info):
+        slots = max(len(info.slot_ids), 1) * len(info.container_addrs)
         raise UserError(
-            "resources.slots_per_trial: got more than one slot; allowed: 1 for compare "
-            "and check, whose runs are single processes"
+            f"resources.slots_per_trial: got {slots}; allowed: 1 for compare and "
+            "check, whose runs are single processes"
         )
     config = {
         **task_configuration(info),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from determined import core
 
+from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import Precision
 from determined_amp.cluster import leave_answer, task_info, task_without_trial
@@ -20,6 +21,7 @@ from determined_amp.comparison import (
     go_on,
     planned_runs,
 )
+from determined_amp.experiment.failures import MISSING_BATCH_SIZE
 from determined_amp.pilots import BATCHES
 from determined_amp.runs.folder import fresh_folder
 from determined_amp.search.search_folder import read_search
@@ -40,14 +42,19 @@ def compare_on_cluster(options: Namespace) -> None:
         UserError: see `compare`.
     """
     with task_without_trial() as (config, core_context):
+        if config["hyperparameters"].get("global_batch_size") is None:
+            raise ConfigError("experiment", [MISSING_BATCH_SIZE])
         is_paused = core_context.preempt.should_preempt
+        saved = task_info().latest_checkpoint
         try:
-            folder = _left_by_a_pause(
-                core_context.checkpoint, f"compare-{config.get('name')}"
-            )
-            if folder is None:
+            if saved is None:
                 compared = compare(config, "experiment", options, is_paused)
             else:
+                name = f"compare-{config.get('name')}"
+                folder = _left_by_a_pause(core_context.checkpoint, saved, name)
+                if folder is None:
+                    print("nothing is left to do: the answer is in the checkpoint")
+                    return
                 compared = go_on(folder, is_paused)
         except ComparisonPaused as paused:
             if paused.folder is not None:
@@ -56,15 +63,13 @@ def compare_on_cluster(options: Namespace) -> None:
         _leave(core_context, compared)
 
 
-def _left_by_a_pause(checkpoints: core.CheckpointContext, name: str) -> Path | None:
-    """The comparison that an earlier process of this task kept; None for the first
-    process.
+def _left_by_a_pause(
+    checkpoints: core.CheckpointContext, saved: str, name: str
+) -> Path | None:
+    """The comparison that an earlier process of this task kept; None for its answer,
+    after which it was paused, or failed.
     """
-    saved = task_info().latest_checkpoint
-    if saved is None:
-        return None
     with checkpoints.restore_path(saved) as stored:
-        # the answer of a process that failed after it
         if not (stored / _FOLDER).is_dir():
             return None
         folder = fresh_folder(Path("runs"), name)

@@ -234,6 +234,14 @@ class WithMarkers(Stranger):
         path: str = "nowhere"
 
 
+class WithBatchSize(Stranger):
+    """Asks for what only a YAML with `global_batch_size` has."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.batch_size = context.get_per_slot_batch_size()
+
+
 class WithoutData(Stranger):
     """Its filter has left nothing."""
 

@@ -243,16 +243,25 @@ def test_comparison_of_too_few_runs_says_how_to_go_on(
 @pytest.fixture
 def on_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TaskMaster:
     """The master of a task."""
-    hparams = {"learning_rate": {"type": "const", "val": 0.5}}
+    hparams = {
+        "learning_rate": {"type": "const", "val": 0.5},
+        "global_batch_size": 4,
+    }
     return start_task(monkeypatch, tmp_path, {"name": "a"}, hparams)
 
 
 @pytest.mark.usefixtures("on_cluster")
 def test_task_of_several_slots_is_refused() -> None:
     det.get_cluster_info().slot_ids.append(1)  # type: ignore[union-attr]
-    with pytest.raises(
-        UserError, match="slots_per_trial: got more than one slot; allowed: 1"
-    ):
+    with pytest.raises(UserError, match="slots_per_trial: got 2; allowed: 1"):
+        compare_on_cluster(Namespace())
+
+
+@pytest.mark.usefixtures("on_cluster")
+def test_task_without_a_batch_size_is_refused_before_its_pilots() -> None:
+    info: Any = det.get_cluster_info()
+    del info.trial.hparams["global_batch_size"]
+    with pytest.raises(UserError, match=r"hyperparameters\.global_batch_size: missing"):
         compare_on_cluster(Namespace())
 
 
@@ -268,7 +277,8 @@ def test_task_of_a_cluster_leaves_the_answer_in_metadata_metrics_and_checkpoint(
     compared = Mock(return_value=Compared(made, report))
     monkeypatch.setattr(comparison_task, "compare", compared)
     compare_on_cluster(Namespace(minutes=1))
-    config = {"name": "a", "hyperparameters": {"learning_rate": 0.5}}
+    hparams = {"learning_rate": 0.5, "global_batch_size": 4}
+    config = {"name": "a", "hyperparameters": hparams}
     assert compared.call_args.args[:3] == (config, "experiment", Namespace(minutes=1))
     (saved,) = tmp_path.glob("checkpoints/*")
     assert {"precision.png", "precision.md", "precision.json", "compare.json"} <= {
@@ -339,6 +349,14 @@ def test_paused_task_stops_at_a_report_and_goes_on_with_its_finished_runs(
     assert runs[0].date == first.date
     assert runs[1].parts[1].first_batch == second.trained_batches
     assert master.reports["validation"][0][0] == 24
+
+    # Paused after the answer: activated again, it ends.
+    (answer,) = set(tmp_path.glob("checkpoints/*")) - {kept}
+    info.latest_checkpoint = answer.name
+    monkeypatch.setattr(comparison_task, "compare", Mock(side_effect=AssertionError))
+    compare_on_cluster(options)
+    assert len(master.reports["validation"]) == 1
+    assert len([*tmp_path.glob("checkpoints/*")]) == 2
 
 
 @pytest.mark.parametrize(

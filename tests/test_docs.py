@@ -378,3 +378,36 @@ def test_page_of_the_library_names_everything_public() -> None:
     assert {
         name for name in names if not re.search(rf"`[^`]*\b{name}\b", page)
     } == set()
+
+
+def commands_for_own_yamls(text: str) -> list[list[str]]:
+    """The words of each `det experiment create` whose YAML is not this repository's.
+
+    The options alone, in backticks, are for one, too.
+    """
+    text = re.sub(r"\\\n[#\s]*", " ", text)
+    lines = re.findall(r"det experiment create [^`\n]+", text)
+    commands = [shlex.split(line, comments=True) for line in lines]
+    options = re.findall(r"`(--config [^`]*entrypoint=[^`]*)`", text)
+    own = [words for words in commands if words[3].startswith("YOUR")]
+    return [*own, *(shlex.split(each) for each in options)]
+
+
+WITH_COMMANDS = [*PAGES, *ROOT.glob("*/*.yaml"), *ROOT.glob("*/*/*.yaml")]
+
+
+def test_command_for_an_own_yaml_on_a_cluster_is_not_retried() -> None:
+    """A YAML of ours has a log policy for mistakes; one of another has none."""
+    commands = [
+        (page.name, words)
+        for page in WITH_COMMANDS
+        for words in commands_for_own_yamls(page.read_text())
+    ]
+    assert len(commands) > 5
+    retried = [each for each in commands if "max_restarts=0" not in each[1]]
+    assert retried == []
+    control = "det experiment create YOUR.yaml . \\\n#   --config entrypoint='a'\n"
+    options = "or with `--config entrypoint=a`"
+    for words in commands_for_own_yamls(f"{control} {options}"):
+        assert "max_restarts=0" not in words
+        assert words[-1] == "entrypoint=a"

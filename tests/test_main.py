@@ -45,6 +45,7 @@ BF16, FP16 = (f"experiment_configs/mlp/{name}.yaml" for name in ("bf16", "amp"))
         ("report a --margin 0", "--margin: got 0; allowed: a number above 0"),
         ("report a --output=", "got an empty argument in report a --output="),
         ("find ''", "got an empty argument"),
+        ("check no/such.py --name ''", "no/such.py: no such file"),
         ("train missing.yaml --config=name=", "missing.yaml: cannot be read"),
         ("train --resume missing", "cannot be read"),
         ("train", "give an experiment YAML"),
@@ -195,6 +196,37 @@ def test_package_that_is_missing_is_named_with_the_remedy(
     )
     with pytest.raises(ModuleNotFoundError):  # of the trial
         door.main(["audit", "model_def"])
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "reason"),
+    [
+        ("trian", "got 'trian'; allowed: train, "),
+        ("", "no command given"),
+        ("train --tral x:Y", "unrecognized arguments: --tral x:Y"),
+        ("find --batches 0", "--batches: got 0; allowed: an integer >= 1"),
+        ("check --jsn", "unrecognized arguments: --jsn"),
+        ("compare --seeds", "--seeds: expected one argument"),
+        ("train --trial trials.mlp:MLPTrail", "did you mean 'MLPTrial'?"),
+        ("train --trial trials.late:LatteTrial", "did you mean 'latte'?"),
+    ],
+)
+def test_mistake_in_an_entrypoint_is_noted_on_the_master_and_not_retried(
+    entrypoint: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = read_yaml(str(ROOT / FP16))
+    master = start_task(monkeypatch, tmp_path, config, config["hyperparameters"])
+    monkeypatch.chdir(ROOT)
+    assert door.main(shlex.split(entrypoint)) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("no retry can help: ")
+    assert reason in last
+    assert reason in master.metadata["failure"]
+    assert master.status
 
 
 def test_image_without_a_package_is_one_line_without_a_retry_and_noted_on_the_master(

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from determined_amp.cli import search as command
 from tests import searching, training
 
 GRID, COMPARISON = "loss_scale_grid.yaml", "compare_precisions.yaml"
@@ -95,14 +94,9 @@ def test_mistake_in_a_search_is_one_message_and_no_trial(
     ],
 )
 def test_mistake_in_the_command_is_one_message(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], words: str, refusal: Callable[..., str]
 ) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        command.main(arguments)
-    assert stopped.value.code == 2
-    (line,) = (
-        line for line in capsys.readouterr().err.splitlines() if "error: " in line
-    )
+    (line,) = refusal("search", *arguments).splitlines()
     assert words in line
 
 

@@ -594,6 +594,21 @@ class TestTrialsThatCannotTrain:
         names = ["--trial", f"tests.strangers:{trial}", "--precision", "amp_fp16"]
         assert said in refusal(command, "config.yaml", *names)
 
+    @pytest.mark.parametrize("command", ["train", "find", "audit", "score"])
+    def test_batch_size_that_the_yaml_lacks_is_named_by_its_key(
+        self, command: str, tmp_path: Path, refusal: Callable[..., str]
+    ) -> None:
+        text = "searcher: {max_length: {batches: 2}}\n"
+        (tmp_path / "config.yaml").write_text(text)
+        names = ["--trial", "tests.strangers:WithBatchSize"]
+        names += ["--precision", "amp_fp16"]
+        if command == "score":
+            names[2:] = ["--config", "hyperparameters.amp={precision: amp_fp16}"]
+        said = refusal(command, "config.yaml", *names)
+        key = "hyperparameters.global_batch_size"
+        assert f"{key}: missing; allowed: " in said
+        assert f"--config {key}=32" in said
+
     @pytest.mark.parametrize("command", ["train", "find", "audit"])
     def test_code_that_runs_in_float32_alone_is_named_with_its_line(
         self, command: str, refusal: Callable[..., str]

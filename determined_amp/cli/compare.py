@@ -16,14 +16,12 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from determined_amp.amp.errors import ConfigError, Problem
+from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.plain_data import Config
 from determined_amp.cli import Arguments
 from determined_amp.cli.options import INTERRUPTED, at_least, experiment_of, parser_of
 from determined_amp.cli.search import start_server
-from determined_amp.experiment.failures import is_task
-
-_BATCH_SIZE = "hyperparameters.global_batch_size"
+from determined_amp.experiment.failures import MISSING_BATCH_SIZE, is_task
 
 
 def main(arguments: Arguments) -> int:
@@ -36,12 +34,7 @@ def main(arguments: Arguments) -> int:
         experiment = experiment_of(options)
         config = experiment.config
         if experiment.global_batch_size is None:
-            text = (
-                "missing; allowed: the number of samples in a batch, which turns a "
-                "speed into the time of a batch, for instance by --config "
-                f"{_BATCH_SIZE}=32"
-            )
-            raise ConfigError(options.config, [Problem(_BATCH_SIZE, text)])
+            raise ConfigError(options.config, [MISSING_BATCH_SIZE])
     start_server()
     # Imported after the server starts: both spend seconds importing torch, at the same
     # time.

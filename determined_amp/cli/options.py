@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
+from typing import NoReturn
 
+from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Config
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment.experiment import Experiment, experiment_in, read_yaml
@@ -17,6 +19,13 @@ from determined_amp.search.task import BATCHES, MOST_BATCHES
 
 # The exit status of a command that a signal has stopped, so that `a && b` stops, too.
 INTERRUPTED = 130
+
+
+class Parser(ArgumentParser):
+    """Raises a `UserError` for a mistake, which the door prints and a task notes."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{self.prog}: {message}; {self.prog} --help lists all")
 
 
 def parser_of(
@@ -33,9 +42,7 @@ def parser_of(
         precision: Whether it has the option `--precision`.
         needs_config: Whether the experiment YAML is required.
     """
-    parser = ArgumentParser(
-        prog=f"python -m determined_amp {command}", description=description
-    )
+    parser = Parser(prog=f"python -m determined_amp {command}", description=description)
     parser.add_argument(
         "--trial",
         metavar="MODULE:CLASS",

@@ -10,11 +10,12 @@ experiment of `hp_search/find_loss_scale.yaml`, which ran on the cluster's own d
 from __future__ import annotations
 
 import math
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 
 from determined_amp.amp.errors import UserError
 from determined_amp.cli import Arguments
+from determined_amp.cli.options import Parser
 from determined_amp.report import ReportError
 from determined_amp.report.master_runs import fetch_comparison
 from determined_amp.report.page import Written
@@ -89,8 +90,8 @@ def _fetch_comparison(number: int, options: Namespace, folder: Path) -> Written:
     return fetch_comparison(number, folder)
 
 
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m determined_amp report [precision|loss-scale]",
         description=(
             "Compare runs that differ in precision and seed only, or draw the predicted"

@@ -15,13 +15,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from determined_amp.cli import Arguments
-from determined_amp.cli.options import add_override_option, at_least
+from determined_amp.cli.options import Parser, add_override_option, at_least
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 
@@ -85,7 +85,7 @@ def start_server(*more: str) -> None:
 
 
 def _options(arguments: Arguments) -> Namespace:
-    parser = ArgumentParser(
+    parser = Parser(
         prog="python -m determined_amp search",
         description="Run a search on this machine.",
     )

@@ -12,6 +12,7 @@ from typing import Any
 from determined import pytorch
 
 from determined_amp.amp.errors import ConfigError
+from determined_amp.experiment.trial_text import near_name, refuse_typo
 
 # Takes a context, and the hyperparameters if it requires a second argument.
 Factory = Callable[..., pytorch.PyTorchTrial]
@@ -26,11 +27,15 @@ def load_factory(import_path: str) -> Factory:
     """
     module_name, _, name = import_path.partition(":")
     try:
+        refuse_typo(import_path)
         module = importlib.import_module(module_name)
         target: Any = functools.reduce(getattr, name.split("."), module)
     except (ImportError, AttributeError, TypeError, ValueError, SyntaxError) as error:
+        near = ""
+        if isinstance(error, AttributeError) and error.name:
+            near = near_name(error.name, dir(error.obj))
         raise ValueError(
-            f"got {import_path!r}, which cannot be imported: {error}; searched: "
+            f"got {import_path!r}, which cannot be imported: {error}{near}; searched: "
             f"{os.getcwd()}"
         ) from error
     is_class = isinstance(target, type)

@@ -12,12 +12,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from determined_amp.amp.errors import UserError, one_line, printable
+from determined_amp.amp.errors import (
+    ConfigError,
+    Problem,
+    UserError,
+    one_line,
+    printable,
+)
 from determined_amp.amp.users_code import is_users
 
 # A log policy in the YAMLs matches these words, so the cluster does not restart the
 # trial.
 _NO_RETRY = "no retry can help: "
+
+# For a command, or a trial, that needs the number of samples in a batch.
+MISSING_BATCH_SIZE = Problem(
+    "hyperparameters.global_batch_size",
+    "missing; allowed: the number of samples in a batch, over all slots, for instance "
+    "by --config hyperparameters.global_batch_size=32",
+)
+
+# What Determined says to a trial that asks its context for a batch size without one.
+_NO_BATCH_SIZE = "batch_size is undefined in this Trial"
 
 # Torch's names of 16-bit dtypes in its messages; `scatter` has a message of its own.
 _IN_16_BITS = re.compile(
@@ -74,9 +90,9 @@ _FAULTS_IN_16_BITS = {
 def faults_of_the_trial() -> Iterator[None]:
     """Raise a `UserError` of one sentence for an error of a trial that a user can fix.
 
-    It is code that runs in float32 but not under autocast, a `UserError` from a loader
-    process, to whose text torch adds the whole traceback, or `sys.exit`: status 0 would
-    say that it trained.
+    It is code that runs in float32 but not under autocast, a batch size that the YAML
+    lacks, a `UserError` from a loader process, to whose text torch adds the whole
+    traceback, or `sys.exit`: status 0 would say that it trained.
     """
     try:
         yield
@@ -94,6 +110,8 @@ def faults_of_the_trial() -> Iterator[None]:
             "failed, context.set_stop_requested(True) to stop early"
         ) from left
     except (RuntimeError, TypeError, ValueError) as error:
+        if _NO_BATCH_SIZE in str(error):
+            raise ConfigError("the trial", [MISSING_BATCH_SIZE]) from error
         fault = fault_in_16_bits(error)
         if fault is None:
             raise
