@@ -25,7 +25,7 @@ from determined.common import storage
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from determined_amp import AmpSettings, ConfigError
+from determined_amp import AmpSettings, ConfigError, MixedPrecision
 from determined_amp.amp.plain_data import Config, Metrics, StateDict, Values
 from determined_amp.experiment.fields import read_section
 from determined_amp.trial.determined_private import SafeController, controlled_by
@@ -302,6 +302,21 @@ class Context:
     def wrap_reducer(self, reducer: Any, **when: bool) -> Any:
         self.registered.append((reducer, when))
         return reducer
+
+
+def batches_of(
+    train_batch: Callable[..., Any], settings: AmpSettings
+) -> tuple[Any, MixedPrecision]:
+    """A trial that has no model, and its mixed precision around its `train_batch`."""
+
+    def train(batch: Any, epoch_idx: int = 0, batch_idx: int = 0) -> Any:
+        return train_batch(batch)
+
+    context: Any = Context()
+    trial: Any = SimpleNamespace(train_batch=train, build_training_data_loader=list)
+    amp = MixedPrecision(context, settings)
+    amp.callbacks(trial)
+    return trial, amp
 
 
 def _has_fused_on_cpu() -> bool:

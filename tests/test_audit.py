@@ -5,9 +5,9 @@ stops.
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,15 +20,13 @@ from torch import nn
 from determined_amp.amp import precision_audit as module
 from determined_amp.amp.plain_data import Metrics
 from determined_amp.amp.precision_audit import Audit, AuditError, ProductCount
-from determined_amp.amp.rehearsal import Rehearsal
-from determined_amp.amp.settings import Precision
+from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.cli import audit_batch as command
 from determined_amp.experiment import experiment
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.open_trial import audit_here
-from determined_amp.trial.audited import audited
 from tests import training
-from tests.harness import fit, same_bits
+from tests.harness import batches_of, fit, same_bits
 from tests.strangers import Stranger
 from tests.trials import Converted
 
@@ -53,16 +51,6 @@ def audit_of(config: str) -> Audit:
     )
     assert asked is audit.precision
     return audit
-
-
-def trial_of(train_batch: Callable[[], object]) -> Any:
-    """What `audited` needs of a trial."""
-    return SimpleNamespace(train_batch=lambda **batch: train_batch())
-
-
-def rehearsal_of(train_batch: Callable[..., object]) -> Callable[..., Rehearsal]:
-    """The rehearsals of a function that takes a batch and has no model."""
-    return lambda **batch: Rehearsal(lambda scale: train_batch(**batch), [])
 
 
 def multiply(dtype: torch.dtype = FP32) -> torch.Tensor:
@@ -219,43 +207,48 @@ class TestVerdict:
 
 
 class TestAudited:
-    def test_audit_counts_one_batch_and_puts_train_batch_back(self) -> None:
-        trial, audits = trial_of(multiply), list[Audit]()
-        before = trial.train_batch
-        audited(
-            trial, rehearsal_of(before), Precision.FP32, audits.append, has_tf32=False
-        )
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.cudnn.allow_tf32 = False
-        for _ in range(3):
-            assert torch.equal(trial.train_batch(batch=0), multiply())
-        assert [audit.flops for audit in audits] == [{("mm", FP32): 60}]
-        assert trial.train_batch is before
+    def test_audit_counts_the_first_batch_alone(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO)
+        trial, amp = batches_of(lambda batch: multiply(), AmpSettings(Precision.FP32))
+        for index in range(3):
+            trained = trial.train_batch(batch=0, epoch_idx=0, batch_idx=index)
+            assert torch.equal(trained, multiply())
+        (table,) = (line for line in caplog.messages if line.startswith("audit of"))
+        assert table.splitlines()[2].split() == ["mm", "float32", "6e-08", "100.0%"]
+        assert amp.metrics.once == {"watch_audit_share": 1.0}
 
-    def test_batch_without_a_product_is_not_judged(self) -> None:
+    def test_batch_without_a_product_is_not_judged(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         """Embeddings, a recurrent layer, a batch that trains nothing: no sign of a
         mistake.
         """
-        audits: list[Audit] = []
-        trial = trial_of(lambda: torch.ones(2) + 1)
-        own = trial.train_batch
-        audited(
-            trial, rehearsal_of(own), Precision.AMP_FP16, audits.append, has_tf32=False
-        )
-        trial.train_batch(batch=0)
-        (audit,) = audits
-        assert (audit.total_flops, audit.failure()) == (0, None)
+        caplog.set_level(logging.INFO)
+        settings = AmpSettings(Precision.AMP_FP16)
+        trial, _ = batches_of(lambda batch: torch.ones(2) + 1, settings)
+        trial.train_batch(batch=0, epoch_idx=0, batch_idx=0)
+        assert "audit of the first batch" in caplog.text
 
     def test_error_of_the_rehearsal_alone_skips_the_audit_and_the_run_goes_on(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
-        trial, judged = trial_of(multiply), list[Audit]()
-        rehearsals = rehearsal_of(lambda batch: batch / 0)
-        audited(trial, rehearsals, Precision.FP32, judged.append, has_tf32=False)
-        assert torch.equal(trial.train_batch(batch=1), multiply())
-        assert not judged
+        divisors = iter([0, 1])
+        trial, amp = batches_of(
+            lambda batch: torch.ones(1) * (batch / next(divisors)),
+            AmpSettings(Precision.FP32),
+        )
+        trained = trial.train_batch(batch=1, epoch_idx=0, batch_idx=0)
+        assert torch.equal(trained, torch.ones(1))
+        assert not amp.metrics.once
         (line,) = caplog.messages
         assert line == "the first batch is trained, but not audited: division by zero"
+
+    def test_error_of_the_rehearsal_and_of_the_batch_is_the_trials_own(self) -> None:
+        trial, _ = batches_of(lambda batch: batch / 0, AmpSettings(Precision.FP32))
+        with pytest.raises(ZeroDivisionError):
+            trial.train_batch(batch=1, epoch_idx=0, batch_idx=0)
 
 
 class Keeps(Converted):

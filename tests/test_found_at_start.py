@@ -19,7 +19,7 @@ from determined_amp.amp import rehearsal
 from determined_amp.amp.settings import FindScale
 from determined_amp.experiment.fields import plain, read_section
 from determined_amp.finder.prediction import LossScaleError
-from determined_amp.trial import loss_scale
+from determined_amp.trial import first_scale
 from tests.harness import fit_as_it_is, same_bits
 from tests.trials import CLASSES, FEATURES, Converted, Plain
 
@@ -104,7 +104,8 @@ def test_what_a_trial_keeps_itself_sees_the_rehearsals_of_the_finder() -> None:
 def test_resume_keeps_the_saved_scale(caplog: pytest.LogCaptureFixture) -> None:
     first = fit_as_it_is(Converted, {**FIND, "init_scale": 8.0}, batches=2)
     second = fit_as_it_is(Converted, FIND, batches=4, resume=first)
-    assert second.trial.amp.scaler.get_scale() == 8.0
+    amp = second.trial.amp
+    assert amp.scaler.get_scale() == amp.settings.init_scale == 8.0
     assert "find found" not in caplog.text
 
 
@@ -119,7 +120,8 @@ def test_resume_without_a_saved_scale_warns_or_finds_one(
     words = "the checkpoint has no loss scale; starting with 65536, which may cost"
     assert (words in caplog.text) == (init_scale != "find")
     if init_scale == "find":
-        assert second.trial.amp.scaler.get_scale() == found(caplog)
+        amp = second.trial.amp
+        assert amp.scaler.get_scale() == amp.settings.init_scale == found(caplog)
 
 
 def test_saved_scale_that_a_resume_does_not_need_is_named(
@@ -166,7 +168,7 @@ def test_finder_without_an_answer_starts_with_the_default_scale_and_says_so(
     def refuse(*given: object, **named: object) -> None:
         raise LossScaleError("all 16-bit gradients are exactly 0")
 
-    monkeypatch.setattr(loss_scale, "find_window", refuse)
+    monkeypatch.setattr(first_scale, "find_window", refuse)
     run(Converted)
     said = (
         "init_scale: find found none: all 16-bit gradients are exactly 0; starting with"

@@ -28,8 +28,8 @@ from determined_amp.amp.metrics import (
 from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.amp.steps import OptimizerSteps
 from determined_amp.amp.throughput import Stopwatch
+from determined_amp.trial.batches import timed
 from determined_amp.trial.mixed_precision import MixedPrecision
-from determined_amp.trial.timed_loader import timed
 from tests.harness import Context
 
 
@@ -77,7 +77,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of the metrics."""
     made = Clock()
     monkeypatch.setattr("determined_amp.amp.throughput.time", made)
-    monkeypatch.setattr("determined_amp.trial.timed_loader.time", made)
+    monkeypatch.setattr("determined_amp.trial.batches.time", made)
     return made
 
 

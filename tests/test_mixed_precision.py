@@ -18,10 +18,10 @@ from determined_amp import AmpSettings, ConfigError, MixedPrecision, Precision
 from determined_amp.amp.metrics import WARMUP_BATCHES
 from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import Metrics, Values
-from determined_amp.amp.rehearsal import NewestBatch, undisturbed
+from determined_amp.amp.rehearsal import undisturbed
 from determined_amp.experiment.failures import ending_the_program
 from tests import training
-from tests.harness import Context, fit
+from tests.harness import Context, batches_of, fit
 from tests.trials import FP16_SECTION as FP16
 from tests.trials import FP32_SECTION as FP32
 from tests.trials import Weights
@@ -192,24 +192,31 @@ def test_newest_batch_is_copied_once_a_training_has_changed_one() -> None:
     changes = iter([False, False, True, False, True])
     trained = []
 
-    def train_batch(batch: Values, epoch_idx: int, batch_idx: int) -> int:
+    def train_batch(batch: Values) -> Metrics:
         (rows,) = batch.pop("inputs")
-        trained.append((rows.tolist(), epoch_idx, batch_idx))
+        trained.append(rows.tolist())
         if next(changes):
             rows.zero_()
-        return batch_idx
+        return {}
 
-    newest: Any = NewestBatch(train_batch)
-    assert [newest.batch] == [None]  # before the first
+    settings = AmpSettings(Precision.FP32, audit=False)
+    trial, amp = batches_of(train_batch, settings)
+    batches = trial.train_batch
+    assert batches.rehearsal() is None  # before the first
     shared = []
     for index in range(4):
         rows = torch.ones(3)
-        assert newest.train({"inputs": [rows]}, epoch_idx=7, batch_idx=index) == index
-        shared.append(newest.batch["inputs"][0] is rows)
-    newest.train_again()
-    assert trained[-1] == trained[-2] == ([1.0, 1.0, 1.0], 7, 3)
-    assert newest.batch["inputs"][0].tolist() == [1.0, 1.0, 1.0]
+        assert trial.train_batch({"inputs": [rows]}, 7, index) == {}
+        shared.append(batches.newest["inputs"][0] is rows)
+    rehearsal = batches.rehearsal()
+    assert rehearsal is not None
+    rehearsal.run()
+    assert trained[-1] == trained[-2] == [1.0, 1.0, 1.0]
+    assert batches.newest["inputs"][0].tolist() == [1.0, 1.0, 1.0]
     assert shared == [False, True, True, False]
+    amp.on_trial_shutdown()
+    assert trial.train_batch is not batches
+    assert batches.rehearsal() is None
 
 
 def test_only_errors_of_the_user_are_printed_in_place_of_a_traceback(

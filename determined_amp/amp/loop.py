@@ -35,10 +35,10 @@ from torch.optim import Optimizer
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.mistakes import IN_A_LOOP, Mistake, error_of
 from determined_amp.amp.plain_data import Metrics, StateDict
-from determined_amp.amp.rehearsal import Rehearsal, own_copy
+from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.amp.slots import ProcessGroup, Slots
-from determined_amp.amp.tensors import parameters_in, parameters_of
+from determined_amp.amp.tensors import own_copy, parameters_in, parameters_of
 from determined_amp.amp.torch_private import version_of
 
 _NOT_REHEARSED = (

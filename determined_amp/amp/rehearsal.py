@@ -29,13 +29,12 @@ from determined_amp.amp.precision import autocast, autocast_is_on
 from determined_amp.amp.tensors import (
     SIXTEEN_BITS,
     largest_of,
-    mapped,
     named_parameters,
     parameters_in,
     tensors_of,
     values_of,
 )
-from determined_amp.amp.torch_private import backwards_through, version_of
+from determined_amp.amp.torch_private import backwards_through
 
 logger = logging.getLogger(__name__)
 
@@ -225,72 +224,6 @@ def largest_working(
             tried = (works + broken) // 2
         step *= 2
     return works
-
-
-# What a batch is made of, and the newest one.
-
-
-def own_copy(batch: Any, *, shared: bool = False) -> Any:
-    """A copy of a batch, which a trial may take apart and change in place.
-
-    Args:
-        batch: Tensors in any containers. A container that cannot be copied is returned
-            itself.
-        shared: Whether to copy the containers only, and share the tensors.
-    """
-    return mapped(batch, partial(_own_item, shared=shared))
-
-
-def _own_item(item: Any, *, shared: bool) -> Any:
-    if isinstance(item, torch.Tensor):
-        # torch's own deepcopy of a view copies all of the memory that the view is a
-        # part of.
-        return (
-            item if shared else item.detach().clone().requires_grad_(item.requires_grad)
-        )
-    try:
-        if shared:
-            return copy.copy(item)
-        known = {id(tensor): own_copy(tensor) for tensor in tensors_of(item)}
-        return copy.deepcopy(item, known)
-    except Exception:  # copying runs code of the item's own, which can raise anything
-        return item
-
-
-class NewestBatch:
-    """Trains batches, and keeps the newest one so that it can be rehearsed.
-
-    A training may take its batch apart and change tensors in place. Tensors are costly
-    to copy, so those of later batches are copied only if it has changed a tensor
-    before.
-
-    Args:
-        train: Called with `batch=` and its indices by name.
-
-    Attributes:
-        batch: The newest batch as the training got it; None before the first.
-    """
-
-    def __init__(self, train: Callable[..., Any]) -> None:
-        self.batch: Any = None
-        self._train = train
-        self._indices: dict[str, int] = {}
-        self._changes_batches: bool | None = None  # not known before the first one
-
-    def train(self, batch: Any, **indices: int) -> Any:
-        """Train a batch, and return what the training returns."""
-        self.batch = own_copy(batch, shared=self._changes_batches is False)
-        self._indices = indices
-        tensors = [tensor for tensor in tensors_of(batch) if not tensor.is_inference()]
-        versions = [version_of(tensor) for tensor in tensors]
-        result = self._train(batch=batch, **indices)
-        has_changed = versions != [version_of(tensor) for tensor in tensors]
-        self._changes_batches = has_changed or bool(self._changes_batches)
-        return result
-
-    def train_again(self) -> None:
-        """Train a copy of the newest batch with the same indices."""
-        self._train(batch=own_copy(self.batch), **self._indices)
 
 
 # What a rehearsal leaves out, and what it puts back.

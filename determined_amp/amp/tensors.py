@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +43,33 @@ def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     if kind is dict:
         return {key: mapped(item, function) for key, item in value.items()}
     return function(value)
+
+
+def own_copy(batch: Any, *, shared: bool = False) -> Any:
+    """A copy of a batch, which a trial may take apart and change in place.
+
+    Args:
+        batch: Tensors in any containers. A container that cannot be copied is returned
+            itself.
+        shared: Whether to copy the containers only, and share the tensors.
+    """
+    return mapped(batch, partial(_own_item, shared=shared))
+
+
+def _own_item(item: Any, *, shared: bool) -> Any:
+    if isinstance(item, torch.Tensor):
+        # torch's own deepcopy of a view copies all of the memory that the view is a
+        # part of.
+        return (
+            item if shared else item.detach().clone().requires_grad_(item.requires_grad)
+        )
+    try:
+        if shared:
+            return copy.copy(item)
+        known = {id(tensor): own_copy(tensor) for tensor in tensors_of(item)}
+        return copy.deepcopy(item, known)
+    except Exception:  # copying runs code of the item's own, which can raise anything
+        return item
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from determined_amp.amp.rehearsal import Rehearsal, own_copy
+from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.amp.slots import OneSlot
-from determined_amp.amp.tensors import mapped, tensors_of
+from determined_amp.amp.tensors import mapped, own_copy, tensors_of
 from determined_amp.finder.found_scale import FoundScale, run_now
 from determined_amp.finder.prediction import LossScaleError
 from determined_amp.finder.scale_finding import find_window

@@ -181,7 +181,6 @@ def audit_here(experiment: Experiment) -> tuple[Audit, Precision | None]:
         precision = None if amp is None else amp.settings.precision
         if amp is not None:
             amp.guard.enabled = False  # otherwise it audits the batch as well
-            amp.finds_scale = False
         asked, has_tf32 = (
             precision or Precision.FP32,
             DeviceSupport.of(context.device).tf32,

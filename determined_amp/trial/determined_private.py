@@ -431,13 +431,9 @@ class SafeController(_Controller):
 #   nothing else gives a script of the user's exit status 2 and the line that a log
 #   policy matches.
 #
-# And on the context of a trial that makes a `MixedPrecision`, which has the context
-# itself and no view of it, while it trains:
-#
-# * `step_optimizer`: nothing else sees whether the trial clips gradients that are still
-#   scaled.
-# * `_average_gradients`, where gradients accumulate: Determined's starts a kernel per
-#   parameter.
+# On a trial that has a `MixedPrecision` and on its context, while it trains: see
+# `trial/batches.py`, and `_average_gradients`, where gradients accumulate, because
+# Determined's starts a kernel per parameter.
 
 
 class BatchCollector(SafeController):

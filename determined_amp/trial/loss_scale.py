@@ -1,5 +1,4 @@
-"""Gives a trial's own batches to the finder and the score, before a training or at its
-start.
+"""Gives a trial's own batches to the finder and the score, without a training.
 
 The trial's `train_batch` runs in Determined's loop, so data, model, loss and
 accumulation are the same as in training.
@@ -9,45 +8,35 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
-from functools import partial
 from typing import Any, TypeVar
 
 import determined as det
 import torch
 from determined import pytorch
 
-from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.patched import patched
-from determined_amp.amp.rehearsal import Rehearsal, own_copy, without_steps
-from determined_amp.amp.settings import OnOverflow
-from determined_amp.experiment.dotted import value_at
-from determined_amp.finder.found_scale import FoundScale, run_now, scale_sentences
+from determined_amp.amp.rehearsal import Rehearsal, without_steps
+from determined_amp.amp.tensors import own_copy
+from determined_amp.finder.found_scale import FoundScale
 from determined_amp.finder.prediction import LossScaleError
-from determined_amp.finder.scale_finding import find_window
 from determined_amp.finder.scale_score import Score
 from determined_amp.finder.scoring import NoScaleError, score_batches
 from determined_amp.trial.determined_private import (
     BatchCollector,
-    aggregation_frequency,
     controlled_by,
     end_loop,
-    hyperparameters,
     scaler_of,
     what_steps,
 )
+from determined_amp.trial.first_scale import find_on_batches
 from determined_amp.trial.mixed_precision import MixedPrecision
-from determined_amp.trial.notes import note_on_master
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-# How the sentences of a finding begin that are of no use in the log of a training.
-_NEEDLESS = ("starting at", "verdict:")
 
 # Longer than any training, so that a resumed loop does not end before its first batch.
 _NEVER = pytorch.Batch(2**40)
@@ -74,115 +63,12 @@ def find_in_trial(
     Raises:
         LossScaleError: if the trial has no loss scale, or none can be found.
     """
-    find = partial(_find, name, trial, context)
+    amp = MixedPrecision.of(context)
+
+    def find(rehearsals: Sequence[Rehearsal]) -> FoundScale:
+        return find_on_batches(rehearsals, name, trial, context, amp)
+
     return in_training(trial, context, batches, find, latest_checkpoint)
-
-
-def set_found_scale(
-    amp: MixedPrecision,
-    trial: pytorch.PyTorchTrial,
-    batch: Any,
-    train: Callable[[Any], object],
-) -> None:
-    """Find the loss scale of a training on its first batch, and train with it.
-
-    A rehearsal restores models and random state. What the trial itself keeps, such as a
-    counter, a queue or a generator of its own, sees every rehearsal.
-
-    Args:
-        amp: The trial's mixed precision.
-        trial: The trial.
-        batch: The first batch, on the device.
-        train: Trains a copy of the batch.
-
-    Raises:
-        ConfigError: if no scale helps, unless `on_overflow` is `warn`, or `min_scale`
-            overflows.
-    """
-    begun = time.perf_counter()
-    rehearsal = _rehearsal_of(amp.context, batch, train)
-    try:
-        answer = _find(type(trial).__name__, trial, amp.context, [rehearsal])
-    except LossScaleError as error:
-        first = amp.settings.first_scale
-        logger.warning(
-            "init_scale: find found none: %s; starting with %g", error, first
-        )
-        return
-    scale = _usable_scale(amp, answer)
-    if scale is None:
-        return
-    amp.scaler.load_state_dict({**amp.scaler.state_dict(), "scale": scale})
-    note_on_master(amp.context, init_scale=scale)
-    if amp.slots.rank == 0:
-        needless = ("starting at",) if answer.finding.answer_log2 is None else _NEEDLESS
-        texts = [
-            text for text in scale_sentences(answer) if not text.startswith(needless)
-        ]
-        logger.info(
-            "init_scale: find found %s in %.1f s, %d samples forward and backward: %s",
-            *(repr(scale), time.perf_counter() - begun, answer.passed_samples),
-            "; ".join(texts),
-        )
-
-
-def _usable_scale(amp: MixedPrecision, answer: FoundScale) -> float | None:
-    """The scale to start with; None if none helps and the settings only want a
-    warning.
-    """
-    settings, scale = amp.settings, answer.init_scale
-    if scale is None:
-        *_, verdict = scale_sentences(answer)
-        because = verdict.removeprefix("verdict: ")
-        problem = f"init_scale: got find, and {because}; allowed: amp_bf16"
-        if settings.on_overflow is OnOverflow.ABORT:
-            raise ConfigError("the trial", [problem])
-        logger.warning("%s", problem)
-        return None
-    if settings.min_scale > 2.0**answer.finding.top_log2:
-        problem = (
-            f"init_scale: got find, which found {scale:g}, and gradients overflow at "
-            f"min_scale {settings.min_scale:g}; allowed: min_scale: {scale * 2.0**-8:g}"
-        )
-        raise ConfigError("the trial", [problem])
-    return max(scale, settings.min_scale)
-
-
-def _find(
-    name: str,
-    trial: pytorch.PyTorchTrial,
-    context: pytorch.PyTorchTrialContext,
-    rehearsals: Sequence[Rehearsal],
-) -> FoundScale:
-    scaler, amp = wrapped_scaler(context), MixedPrecision.of(context)
-    finding = find_window(rehearsals, context.distributed)
-    samples = sum(
-        int(trial.get_batch_length(rehearsal.batch)) for rehearsal in rehearsals
-    )
-    samples_of_slots = context.distributed.allgather(samples)
-    run = run_now(
-        name,
-        context.device,
-        batches=len(rehearsals),
-        samples=sum(samples_of_slots),
-        init_scale=float(scaler.get_scale()),
-        growth_interval=int(scaler.get_growth_interval()),
-        is_ours=amp is not None,
-        min_scale=amp.settings.min_scale if amp else 0.0,
-        steps=_steps(context),
-    )
-    return FoundScale(finding, run)
-
-
-def _steps(context: pytorch.PyTorchTrialContext) -> int | None:
-    """The optimizer steps of the whole run; None unless its YAML gives a length in
-    batches.
-    """
-    length = value_at(hyperparameters(context) or {}, "training.max_length")
-    batches = length.get("batches") if isinstance(length, Mapping) else None
-    return (
-        batches // aggregation_frequency(context) if isinstance(batches, int) else None
-    )
 
 
 def score(
@@ -310,7 +196,6 @@ def _prepared(context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrialConte
     if amp is None:
         return context
     amp.guard.enabled = False
-    amp.finds_scale = False
     return amp.context
 
 

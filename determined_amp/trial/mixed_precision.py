@@ -13,7 +13,6 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import determined as det
@@ -24,22 +23,16 @@ from torch.optim import Optimizer
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.amp.metrics import TrainingMetrics
-from determined_amp.amp.patched import patched
+from determined_amp.amp.mistakes import IN_A_TRIAL
 from determined_amp.amp.plain_data import Metrics
 from determined_amp.amp.precision import (
-    DeviceSupport,
     described,
     warn_of_slow_operations,
 )
-from determined_amp.amp.precision_audit import Audit
 from determined_amp.amp.rehearsal import (
-    NewestBatch,
     Rehearsal,
-    attributes_apart,
-    own_copy,
 )
 from determined_amp.amp.settings import AmpSettings
-from determined_amp.amp.tensors import parameters_in
 from determined_amp.experiment.experiment import constants
 from determined_amp.experiment.failures import (
     ending_the_program,
@@ -48,11 +41,11 @@ from determined_amp.experiment.failures import (
 from determined_amp.experiment.fields import read_section
 from determined_amp.experiment.misplaced import misplaced
 from determined_amp.trial.accumulation import average_at_once, share_gradients_once
-from determined_amp.trial.audited import audited
+from determined_amp.trial.batches import Batches
 from determined_amp.trial.checkpoint import PortableCheckpoint
 from determined_amp.trial.determined_private import (
+    aggregation_frequency,
     averages_gradients,
-    current_batch,
     hyperparameters,
     portable_checkpoint,
     scaler_of,
@@ -60,7 +53,6 @@ from determined_amp.trial.determined_private import (
     what_steps,
 )
 from determined_amp.trial.resumed import CALLBACK, ResumedTraining, scheduled
-from determined_amp.trial.timed_loader import timed
 from determined_amp.trial.trial_guard import TrialGuard
 
 logger = logging.getLogger(__name__)
@@ -72,7 +64,7 @@ pytorch.MetricReducer.register(TrainingMetrics)
 _ATTRIBUTE = "_determined_amp"
 
 
-class MixedPrecision(ResumedTraining):
+class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
     """Autocast, scaler, schedules, counts, metrics, guard and audit of one trial.
 
     Make it in the trial's constructor, before `context.wrap_model`, and return its
@@ -85,11 +77,18 @@ class MixedPrecision(ResumedTraining):
         context: The trial's context.
         settings: By default the `amp` section of the context's hyperparameters.
 
+    Attributes:
+        is_unmodified: Whether the trial's code knows nothing of it.
+
     Raises:
         ConfigError: if the settings are wrong, or the context already has a model or a
             scaler.
         PrecisionError: if the device only emulates the precision.
     """
+
+    source = "the trial"
+    remedies = IN_A_TRIAL
+    is_unmodified = False
 
     @ending_the_program()
     def __init__(
@@ -98,7 +97,15 @@ class MixedPrecision(ResumedTraining):
         _check_order(context)
         settings = _settings_of(context) if settings is None else settings
         self._require_settings(settings)
-        super().__init__(context, settings)
+        super().__init__(
+            settings,
+            context.device,
+            slots=context.distributed,
+            models=context.models,
+            optimizers=context.optimizers,
+        )
+        self._context = context
+        self._aggregation_frequency = aggregation_frequency(context)
         if self.settings.compile.replays_graphs and self._aggregation_frequency > 1:
             raise self._wrong(
                 "compile",
@@ -113,10 +120,8 @@ class MixedPrecision(ResumedTraining):
             context.wrap_scaler(self.scaler)
         reducer: Any = self.metrics
         context.wrap_reducer(reducer, for_validation=False)
-        self._trial: pytorch.PyTorchTrial | None = None
-        self._newest: NewestBatch | None = None
+        self._batches: Batches | None = None
         self._patches = ExitStack()
-        self._counted_batch: int | None = None
         setattr(context, _ATTRIBUTE, self)
 
     @staticmethod
@@ -207,11 +212,10 @@ class MixedPrecision(ResumedTraining):
                     "update",
                     "build_callbacks of the trial must return amp.callbacks(self)",
                 )
-        batch_idx, counted = current_batch(self._context), self._counted_batch
-        self._counted_batch = batch_idx
-        again = batch_idx is not None and batch_idx == counted
-        if samples is None and self._trial is not None and self._newest is not None:
-            samples = int(self._trial.get_batch_length(self._newest.batch))
+        batches, again = self._batches, False
+        if batches is not None:
+            again, batches.is_counted = batches.is_counted, True
+            samples = batches.samples() if samples is None else samples
         return self._count(loss, samples, again=again)
 
     def callbacks(
@@ -224,11 +228,13 @@ class MixedPrecision(ResumedTraining):
             trial: The trial itself. The guard rehearses its newest batch to find a
                 fault.
         """
-        if self._trial is None:
-            self._time_the_loader(trial)
-        self._trial = trial
+        if self._batches is None:
+            self._batches = Batches(
+                self, trial, self._context, checks_clips=not self.is_unmodified
+            )
         return {
-            CALLBACK: self,
+            CALLBACK: ResumedTraining(self, self._context),
+            "determined_amp.loop": self,
             "determined_amp.guard": TrialGuard(
                 self._context, self.guard, self.settings
             ),
@@ -238,10 +244,8 @@ class MixedPrecision(ResumedTraining):
     # Calls of Determined's loop.
 
     def on_training_start(self) -> None:
-        super().on_training_start()
         _refuse_scaler(self._context, self.scaler)
         self._check_schedules()
-        self._remember_constructed()
         self._begin()
         if self._context.distributed.rank == 0:
             logger.info(described(self.device, self._context.distributed.size))
@@ -257,16 +261,9 @@ class MixedPrecision(ResumedTraining):
             modes = pytorch.LRScheduler.StepMode
             by_step = modes.STEP_EVERY_BATCH, modes.STEP_EVERY_OPTIMIZER_STEP
             self.metrics.drifting = scheduled(self._context, *by_step)
-        self._note_clips()
         for optimizer in self._context.optimizers:
             self._meet(optimizer)
             self.metrics.of(optimizer).begin(optimizer)
-        if self._trial is not None:
-            train_batch = self._trial.train_batch
-            if self.guard.enabled:
-                self._watch(self._trial)
-            if self.finds_scale:
-                self._find_first(self._trial, train_batch)
 
     def on_validation_end(self, metrics: Metrics) -> None:
         by_metric = [s for s in self.metrics.schedules() if s.by_validations]
@@ -287,7 +284,8 @@ class MixedPrecision(ResumedTraining):
             hook.remove()
         self._hooks.clear()
         self._patches.close()
-        self._newest = None
+        if self._batches is not None:
+            self._batches.remove()
         if isinstance(sys.exc_info()[1], UserError):  # on its way out of the loop
             print_uncaught_user_errors()
 
@@ -306,19 +304,6 @@ class MixedPrecision(ResumedTraining):
             not self.is_rehearsing
             and (batch_idx + 1) % self._aggregation_frequency == 0
         )
-
-    def _note_clips(self) -> None:
-        """Let `context.step_optimizer` tell the scaler whether the trial clips."""
-        scaler, step_optimizer = self.scaler, self._context.step_optimizer
-
-        def step(
-            optimizer: Any, clip_grads: Any = None, *others: Any, **named: Any
-        ) -> None:
-            scaler.clips = clip_grads is not None
-            step_optimizer(optimizer, clip_grads, *others, **named)
-            scaler.clips = False
-
-        self._patches.enter_context(patched(self._context, "step_optimizer", step))
 
     def _check_schedules(self) -> None:
         optimizers = self._context.optimizers
@@ -340,101 +325,8 @@ class MixedPrecision(ResumedTraining):
                 "divide the loss)",
             )
 
-    def _time_the_loader(self, trial: pytorch.PyTorchTrial) -> None:
-        build = trial.build_training_data_loader
-
-        def build_and_time() -> Any:
-            return timed(build(), self.metrics.waited)
-
-        self._patches.enter_context(
-            patched(trial, "build_training_data_loader", build_and_time)
-        )
-
-    def _find_first(
-        self, trial: pytorch.PyTorchTrial, train_batch: Callable[..., Any]
-    ) -> None:
-        """Find the loss scale before the next batch is trained or audited.
-
-        Args:
-            trial: The trial.
-            train_batch: Its own `train_batch`, without guard and audit.
-        """
-        following = trial.train_batch
-
-        def find_and_train(batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-            trial.train_batch = following  # type: ignore[method-assign]
-            # The finder imports this module, and takes a while to import.
-            from determined_amp.trial.loss_scale import set_found_scale  # noqa: PLC0415
-
-            def train(own: Any) -> object:
-                return train_batch(batch=own, epoch_idx=epoch_idx, batch_idx=batch_idx)
-
-            self.finds_scale = False
-            set_found_scale(self, trial, batch, train)
-            return following(batch=batch, epoch_idx=epoch_idx, batch_idx=batch_idx)
-
-        trial.train_batch = find_and_train  # type: ignore[method-assign]
-
-    def _watch(self, trial: pytorch.PyTorchTrial) -> None:
-        """Keep the newest batch for the guard, and audit the first one."""
-        train_batch = trial.train_batch
-        self._newest = NewestBatch(train_batch)
-        self._patches.enter_context(
-            patched(trial, "train_batch", self._watched_train_batch)
-        )
-        if self.settings.audit:
-            rehearsal_of = partial(self._first_rehearsal, trial, train_batch)
-            precision, has_tf32 = (
-                self.settings.precision,
-                DeviceSupport.of(self.device).tf32,
-            )
-            audited(
-                trial, rehearsal_of, precision, self._report_audit, has_tf32=has_tf32
-            )
-
-    def _report_audit(self, audit: Audit) -> None:
-        logger.info("audit of the first batch:\n%s", audit.table())
-        self.metrics.once = audit.metrics()
-
-    def _first_rehearsal(
-        self,
-        trial: pytorch.PyTorchTrial,
-        train_batch: Callable[..., Any],
-        batch: Any,
-        **indices: int,
-    ) -> Rehearsal:
-        """The rehearsal of a batch that leaves no trace in the trial's own attributes
-        either.
-        """
-        context = self._context
-        modules = [module for model in context.models for module in model.modules()]
-        tensors = parameters_in(context.models, context.optimizers)
-        owners = [owner for owner, _ in self._others_that_step()]
-        shared = [self, *vars(context).values(), *context.optimizers]
-        shared += [*owners, *modules, *tensors]
-
-        def train_apart() -> None:
-            with attributes_apart(trial, shared):
-                train_batch(batch=own_copy(batch), **indices)
-
-        return self.rehearsal_by(train_apart)
-
-    def _watched_train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        assert self._newest is not None
-        result = self._newest.train(batch, epoch_idx=epoch_idx, batch_idx=batch_idx)
-        if not self.is_rehearsing:
-            self.scaler.check_end()
-        if isinstance(result, torch.Tensor) or (
-            isinstance(result, dict) and "loss" in result
-        ):
-            self.metrics.trial_reports_loss = True
-        return result
-
     def _rehearsal(self) -> Rehearsal | None:
-        newest = self._newest
-        if newest is None or newest.batch is None:
-            return None
-        return self.rehearsal_by(newest.train_again, newest.batch)
+        return None if self._batches is None else self._batches.rehearsal()
 
 
 def _check_order(context: pytorch.PyTorchTrialContext) -> None:

@@ -4,6 +4,7 @@ run.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from functools import partial
 from typing import Any
@@ -13,9 +14,8 @@ from determined import pytorch
 from torch.optim import Optimizer
 
 from determined_amp.amp.core import AmpCore
-from determined_amp.amp.mistakes import IN_A_TRIAL
+from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.plain_data import StateDict
-from determined_amp.amp.settings import AmpSettings
 from determined_amp.trial.checkpoint import (
     KERNELS,
     MOVED_BY_SCHEDULERS,
@@ -39,48 +39,31 @@ logger = logging.getLogger(__name__)
 CALLBACK = "determined_amp.mixed_precision"
 
 
-class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
-    """Mixed precision for a context, whose checkpoints already hold models and loss
-    scale.
+class ResumedTraining(pytorch.PyTorchCallback):
+    """What a checkpoint holds beside models and loss scale, which Determined saves.
 
     Args:
+        amp: The mixed precision of the trial.
         context: The trial's context.
-        settings: The `amp` section.
-
-    Attributes:
-        finds_scale: Whether the loss scale has yet to be found, on the first batch.
     """
 
-    source = "the trial"
-    remedies = IN_A_TRIAL
-
-    def __init__(
-        self, context: pytorch.PyTorchTrialContext, settings: AmpSettings
-    ) -> None:
-        super().__init__(
-            settings,
-            context.device,
-            slots=context.distributed,
-            models=context.models,
-            optimizers=context.optimizers,
-        )
-        self.finds_scale = settings.finds_scale
+    def __init__(self, amp: AmpCore, context: pytorch.PyTorchTrialContext) -> None:
+        self._amp = amp
         self._context = context
-        self._aggregation_frequency = aggregation_frequency(context)
         self._constructed: list[list[dict[str, Any]]] | None = None
         self._warm_start = False
         self._has_saved = False
 
     def state_dict(self) -> StateDict:
         """Counts and schedules; Determined saves the loss scale itself."""
-        return {**self.metrics.state_dict(), "constructed": self._constructed}
+        return {**self._amp.metrics.state_dict(), "constructed": self._constructed}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Determined calls it after weights, optimizers and scaler have been
         restored.
         """
         if not self._warm_start:
-            self.metrics.load_state_dict(state_dict)
+            self._amp.metrics.load_state_dict(state_dict)
 
     def on_trial_startup(
         self, first_batch_idx: int, checkpoint_uuid: str | None
@@ -98,6 +81,7 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
     def on_training_start(self) -> None:
         if is_determineds_own_loop() and self._context.distributed.rank == 0:
             warn_of_what_cannot_be_restored(states_of_schedulers(self._context))
+        self._remember_constructed()
 
     def on_checkpoint_save_start(self, checkpoint: StateDict) -> None:
         # ours warns before the training
@@ -107,12 +91,13 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
             of_each = {f"callback {name}": partial(states.get, name) for name in states}
             warn_of_what_cannot_be_restored(of_each)
         batch_idx = current_batch(self._context)
-        if batch_idx is not None and (batch_idx + 1) % self._aggregation_frequency:
+        frequency = aggregation_frequency(self._context)
+        if batch_idx is not None and (batch_idx + 1) % frequency:
             logger.warning(
                 "this checkpoint is in the middle of a window of %d batches, and does "
                 "not hold the gradients so far: checkpoint and validate at multiples "
                 "of aggregation_frequency",
-                self._aggregation_frequency,
+                frequency,
             )
 
     def on_checkpoint_load_start(self, checkpoint: StateDict) -> None:
@@ -128,29 +113,33 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
                 at batch 0.
         """
         if is_determineds_own_loop() and det.get_cluster_info() is None:
-            raise self._wrong(
-                "latest_checkpoint",
-                "without a cluster pytorch.Trainer begins again at the first batch; "
-                "allowed: determined_amp.fit(trial, context, latest_checkpoint=...)",
+            raise ConfigError(
+                "the trial",
+                [
+                    "latest_checkpoint: without a cluster pytorch.Trainer begins again "
+                    "at the first batch; allowed: determined_amp.fit(trial, context, "
+                    "latest_checkpoint=...)"
+                ],
             )
         self._settle_optimizers(checkpoint)
         state = checkpoint.pop("scaler_state_dict", None)
-        if not self.scaler.is_enabled():
+        amp, settings = self._amp, self._amp.settings
+        if not amp.scaler.is_enabled():
             if state:
-                precision = self.settings.precision.value
+                precision = settings.precision.value
                 logger.info("the checkpoint has a loss scale; %s needs none", precision)
             return
-        if not state and not self.finds_scale:
+        if not state and not settings.finds_scale:
             logger.info(
                 "the checkpoint has no loss scale; starting with %g, which may cost "
                 "the first steps; amp.init_scale: find finds it on the first batch "
                 "instead",
-                self.settings.first_scale,
+                settings.first_scale,
             )
         if not state or self._warm_start:
-            state = self.scaler.state_dict()
-        else:
-            self.finds_scale = False
+            state = amp.scaler.state_dict()
+        elif settings.finds_scale:
+            amp.settings = dataclasses.replace(settings, init_scale=state["scale"])
         checkpoint["scaler_state_dict"] = state
 
     def _settle_optimizers(self, checkpoint: StateDict) -> None:
@@ -162,7 +151,9 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
         made_then = before.get("constructed") or [[]] * len(constructed)
         kept: list[str] = []
         states = checkpoint.get("optimizers_state_dict", [])
-        of_each = zip(self.optimizers, states, made_then, constructed, strict=False)
+        of_each = zip(
+            self._amp.optimizers, states, made_then, constructed, strict=False
+        )
         for optimizer, state, then, now in of_each:
             ours = self._settings_of_this_trial(optimizer)
             if not self._warm_start:
@@ -182,7 +173,7 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
         """The settings that do not come from a checkpoint."""
         if not self._warm_start:
             # A rate that follows the applied steps is computed again from their count.
-            follows = self.metrics.of(optimizer).is_scheduled
+            follows = self._amp.metrics.of(optimizer).is_scheduled
             return KERNELS | MOVED_BY_SCHEDULERS if follows else KERNELS
         settings = frozenset(key for group in optimizer.param_groups for key in group)
         # Determined restores the schedulers of the context, which go on from where they
@@ -196,7 +187,7 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
         """
         if self._constructed is None:
             self._constructed = [
-                plain_groups(optimizer) for optimizer in self.optimizers
+                plain_groups(optimizer) for optimizer in self._amp.optimizers
             ]
         return self._constructed
 

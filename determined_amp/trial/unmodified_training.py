@@ -105,6 +105,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         self.is_attached = False
         self._context = context
         self._amp = MixedPrecision(context, settings)
+        self._amp.is_unmodified = True
         self._autocast = UnmodifiedAutocast(self._amp)
         self._losses: list[torch.Tensor] = []
         self._gradients: TrueGradients | None = None

@@ -1,0 +1,229 @@
+"""What happens to every batch of a training, between Determined's loop and the trial.
+
+A trial whose `callbacks` are those of a `MixedPrecision` has these names of its own
+replaced while it trains:
+
+* `build_training_data_loader` of the trial: the wait for each batch is timed.
+* `train_batch` of the trial: see `Batches.__call__` for what is done in which order.
+* `step_optimizer` of the context: nothing else sees whether the trial clips gradients
+  with a function that leaves them scaled.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from determined import pytorch
+
+from determined_amp.amp.core import AmpCore
+from determined_amp.amp.errors import one_line
+from determined_amp.amp.patched import patched
+from determined_amp.amp.precision import DeviceSupport
+from determined_amp.amp.precision_audit import AuditError, audit_rehearsal
+from determined_amp.amp.rehearsal import Rehearsal, attributes_apart
+from determined_amp.amp.tensors import own_copy, parameters_in, tensors_of
+from determined_amp.amp.torch_private import version_of
+from determined_amp.trial.determined_private import what_steps
+from determined_amp.trial.first_scale import settings_with_found_scale
+
+logger = logging.getLogger(__name__)
+
+
+class Batches:
+    """Trains the batches of a trial, and does around each what its settings ask for.
+
+    Args:
+        amp: The mixed precision of the trial.
+        trial: The trial; its `train_batch` trains a batch.
+        context: Its context, as the trial sees it.
+        checks_clips: Whether the trial itself unscales gradients before it clips them.
+
+    Attributes:
+        newest: The newest batch as the trial got it; None before the first.
+        is_counted: Whether `update` has counted it.
+    """
+
+    def __init__(
+        self,
+        amp: AmpCore,
+        trial: pytorch.PyTorchTrial,
+        context: pytorch.PyTorchTrialContext,
+        *,
+        checks_clips: bool,
+    ) -> None:
+        self.newest: Any = None
+        self.is_counted = False
+        self._amp = amp
+        self._trial = trial
+        self._context = context
+        self._train_batch = trial.train_batch
+        self._build_loader = trial.build_training_data_loader
+        self._step_optimizer = context.step_optimizer
+        self._indices: dict[str, int] = {}
+        self._is_first = True
+        self._changes_batches: bool | None = None  # not known before the first one
+        self._patches = ExitStack()
+        replaced: list[tuple[object, str, object]] = [
+            (trial, "build_training_data_loader", self._build_timed_loader),
+            (trial, "train_batch", self),
+        ]
+        if checks_clips:
+            replaced.append((context, "step_optimizer", self._step))
+        for owner, name, ours in replaced:
+            self._patches.enter_context(patched(owner, name, ours))
+
+    def remove(self) -> None:
+        """Give the trial and its context their own methods back."""
+        self._patches.close()
+        self.newest = None
+
+    def __call__(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        """Find, audit, keep, train, check the end; return what the trial returns."""
+        self._indices = {"epoch_idx": epoch_idx, "batch_idx": batch_idx}
+        self.is_counted = False
+        audit_error = None
+        if self._is_first:
+            self._is_first = False
+            self._find_scale(batch)
+            audit_error = self._audit(batch)
+        versions = self._keep(batch)
+        result = self._train_batch(batch=batch, **self._indices)
+        if self._changes_batches is not True:
+            self._changes_batches = any(version_of(t) != v for t, v in versions)
+        self._amp.scaler.check_end()
+        if audit_error is not None:
+            problem = one_line(audit_error)
+            logger.warning("the first batch is trained, but not audited: %s", problem)
+        if isinstance(result, torch.Tensor) or "loss" in result:
+            self._amp.metrics.trial_reports_loss = True
+        return result
+
+    def rehearsal(self) -> Rehearsal | None:
+        """The rehearsal of the newest batch; None before the first."""
+        batch = self.newest
+        if batch is None:
+            return None
+        return self._amp.rehearsal_by(lambda: self._train_copy(batch), batch)
+
+    def samples(self) -> int:
+        """The samples in the newest batch, as the trial counts them."""
+        return int(self._trial.get_batch_length(self.newest))
+
+    # What is done around a batch.
+
+    def _find_scale(self, batch: Any) -> None:
+        amp = self._amp
+        if amp.guard.enabled and amp.settings.finds_scale:
+            rehearsal = amp.rehearsal_by(lambda: self._train_copy(batch), batch)
+            trial, context = self._trial, self._context
+            amp.settings = settings_with_found_scale(amp, trial, context, rehearsal)
+
+    def _audit(self, batch: Any) -> Exception | None:
+        """Audit a rehearsal of a batch; return the error that the trial raised in it.
+
+        If the batch cannot be trained either, training it raises the error again.
+        """
+        amp = self._amp
+        if not (amp.guard.enabled and amp.settings.audit):
+            return None
+        rehearsal = amp.rehearsal_by(lambda: self._train_apart(batch))
+        precision, has_tf32 = amp.settings.precision, DeviceSupport.of(amp.device).tf32
+        try:
+            audit = audit_rehearsal(rehearsal, precision, has_tf32=has_tf32)
+        except AuditError:
+            raise
+        except Exception as error:  # whatever the trial raises
+            return error
+        logger.info("audit of the first batch:\n%s", audit.table())
+        amp.metrics.once = audit.metrics()
+        return None
+
+    def _keep(self, batch: Any) -> list[tuple[torch.Tensor, int]]:
+        """Keep a batch for the guard; return its tensors with their versions.
+
+        A trial may take its batch apart and change tensors in place. Tensors are costly
+        to copy, so those of later batches are copied only if it has changed one before.
+        """
+        self.newest = own_copy(batch, shared=self._changes_batches is False)
+        tensors = [tensor for tensor in tensors_of(batch) if not tensor.is_inference()]
+        return [(tensor, version_of(tensor)) for tensor in tensors]
+
+    def _train_copy(self, batch: Any) -> Any:
+        return self._train_batch(batch=own_copy(batch), **self._indices)
+
+    def _train_apart(self, batch: Any) -> None:
+        """Train a copy of a batch without a trace in the trial's own attributes."""
+        amp, context = self._amp, self._context
+        modules = [module for model in amp.models for module in model.modules()]
+        tensors = parameters_in(amp.models, amp.optimizers)
+        owners = [owner for owner, _ in what_steps(context)]
+        shared = [amp, self, *vars(context).values(), *amp.optimizers]
+        with attributes_apart(self._trial, [*shared, *owners, *modules, *tensors]):
+            self._train_copy(batch)
+
+    def _step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        clip_grads: Callable[[Any], Any] | None = None,
+        *others: Any,
+        **named: Any,
+    ) -> None:
+        self._amp.scaler.clips = clip_grads is not None
+        self._step_optimizer(optimizer, clip_grads, *others, **named)
+        self._amp.scaler.clips = False
+
+    def _build_timed_loader(self) -> Any:
+        return timed(self._build_loader(), self._amp.metrics.waited)
+
+
+def timed(loader: Any, waited: Callable[[float], None]) -> Any:
+    """Call `waited` with the seconds that the loop waits for each batch of `loader`.
+
+    A loader that is not Determined's own is returned unchanged.
+    """
+    make = getattr(loader, "get_data_loader", None)
+    if make is None:
+        return loader
+
+    def get_data_loader(*arguments: Any, **options: Any) -> Any:
+        made = make(*arguments, **options)
+        # A trial may use one loader for its validation, too, whose type Determined
+        # checks.
+        return _Timed(made, waited) if options.get("repeat") else made
+
+    loader.get_data_loader = get_data_loader
+    return loader
+
+
+class _Timed:
+    """A loader that times the wait for each batch."""
+
+    def __init__(self, loader: Any, waited: Callable[[float], None]) -> None:
+        self._loader = loader
+        self._waited = waited
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Now, not with the first batch: Determined starts the workers before it
+        # restores a state.
+        return self._time(iter(self._loader))
+
+    def _time(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            start = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self._waited(time.perf_counter() - start)
+            yield batch
