@@ -49,10 +49,8 @@ LOOPS: dict[str, Callable[[loops.Case, Turns], nn.Module]] = {
     TEN_LINES: loops.ours,
 }
 
-# How the line of the README and the table of docs/evidence.md begin.
-SENTENCE_BEGINS = (
-    "CPU time of a tiny batch in bfloat16, with a bare PyTorch loop as 1: "
-)
+# How the tables of the README and of docs/evidence.md begin.
+LINE_BEGINS = "| CPU time of a tiny batch | "
 TABLE_BEGINS = "| loop | "
 
 
@@ -161,13 +159,13 @@ def _cell(row: Mapping[str, float] | None) -> str:
     return f"{row['cpu_us']:.0f}, {middle:.2f} ({low:.2f} to {high:.2f})"
 
 
-def sentence(result: Mapping[str, Any]) -> str:
-    """The line that the README quotes, in bfloat16."""
+def line(result: Mapping[str, Any]) -> str:
+    """The table of one line that the README quotes, in bfloat16."""
     rows = next(iter(result["precisions"].values()))
-    costs = [
-        f"{name} {row['ratio']:.2f}" for name, row in rows.items() if name != REFERENCE
-    ]
-    return f"{SENTENCE_BEGINS}{'; '.join(costs)}."
+    ratios = [f"{row['ratio']:.2f}" for row in rows.values()]
+    marks = "|---" * (len(rows) + 1) + "|"
+    heads, values = " | ".join(rows), " | ".join(ratios)
+    return f"{LINE_BEGINS}{heads} |\n{marks}\n| in bfloat16 | {values} |\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -23,9 +23,9 @@ from benchmarks.gpu import report as gpu_report
 from benchmarks.loss_scale_rows import DEFAULT, FINDER, STEPS
 from benchmarks.loss_scale_tasks import TASKS
 from benchmarks.measured import RESULTS, ROOT
-from benchmarks.peers import SENTENCE_BEGINS, TABLE_BEGINS
+from benchmarks.peers import LINE_BEGINS, TABLE_BEGINS
+from benchmarks.peers import line as line_of_costs
 from benchmarks.peers import markdown as table_of_costs
-from benchmarks.peers import sentence as sentence_of_costs
 from determined_amp.finder.scale_score import DEFAULT_LOG2
 from determined_amp.report.page import BLUE, GREEN, INK, MUTED, STYLE, VERMILION, as_png
 from determined_amp.report.precision_report import spread_text
@@ -187,12 +187,12 @@ def with_table(readme: str, rows: str) -> str:
 def with_costs(page: str, result: Mapping[str, Any]) -> str:
     """The text of a page with what a batch costs.
 
-    The README has a line, docs/evidence.md the table.
+    The README has one line of the table in docs/evidence.md.
     """
-    line = rf"{re.escape(SENTENCE_BEGINS)}[^\n]*"
-    page = re.sub(line, lambda _: sentence_of_costs(result), page)
-    rows = rf"{re.escape(TABLE_BEGINS)}[^\n]*\n(\|[^\n]*\n)+"
-    return re.sub(rows, lambda _: table_of_costs(result), page)
+    for begins, of in ((LINE_BEGINS, line_of_costs), (TABLE_BEGINS, table_of_costs)):
+        there = rf"{re.escape(begins)}[^\n]*\n(\|[^\n]*\n)+"
+        page = re.sub(there, of(result), page)
+    return page
 
 
 def with_gpu(readme: str, result: Mapping[str, Any]) -> str:

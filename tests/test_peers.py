@@ -72,7 +72,7 @@ def test_pages_quote_the_table_of_the_committed_numbers() -> None:
     assert (RESULTS / "peers_cpu.md").read_text() == table
     pages = [path.read_text() for path in (readme.README, readme.EVIDENCE_PAGE)]
     assert pages == [readme.with_costs(page, result) for page in pages]
-    assert peers.sentence(result) in pages[0]
+    assert peers.line(result) in pages[0]
     assert table in pages[1]
     in_bfloat16, in_float16 = (result["precisions"][each] for each in peers.PRECISIONS)
     assert list(in_float16) == list(peers.LOOPS)

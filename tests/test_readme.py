@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 OURS = "python -m determined_amp "
 # The lines that a new user types once; the test of the whole page does what they do.
-SET_UP = ("git clone ", "cd ", "make install", ". .venv")
+SET_UP = ("git clone ", "cd ", "make compare ")
 # What only the folder of the clone has: its examples, and the runs of them.
 OF_THE_CLONE = ("experiment_configs/", "hp_search/", "runs/")
 
