@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from determined_amp.amp.errors import ConfigError, GuardError, UserError
+    from determined_amp.amp.fields import setting
     from determined_amp.amp.loop import AmpLoop
     from determined_amp.amp.precision_audit import AuditError
     from determined_amp.amp.settings import (
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
         EvalPrecision,
         OnOverflow,
         Precision,
-        setting,
     )
     from determined_amp.finder import find_loss_scale
     from determined_amp.trial.fitting import fit
@@ -60,7 +60,7 @@ _MODULES = {
     "UserError": "amp.errors",
     "find_loss_scale": "finder",
     "fit": "trial.fitting",
-    "setting": "amp.settings",
+    "setting": "amp.fields",
 }
 
 

@@ -10,6 +10,7 @@ import copy
 import importlib.util
 import math
 import re
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,10 +33,12 @@ from determined_amp import (
     OnOverflow,
     Precision,
 )
+from determined_amp.amp.fields import read_section
 from determined_amp.amp.plain_data import Metrics, StateDict, Values
 from determined_amp.amp.precision_audit import audit_loss
 from determined_amp.amp.settings import Compile
 from determined_amp.amp.slots import ProcessGroup
+from determined_amp.experiment.experiment import read_yaml
 from tests.fake_cuda import fake_cuda, needs_fake_cuda
 from tests.harness import Reports, core_context_of, needs_fused, same_bits
 from tests.loops import (
@@ -260,7 +263,7 @@ class TestSettings:
             "on_overflow": "warn",
             "eval_precision": "same",
             "compile": "default",
-            "fp32_modules": "head",
+            "fp32_modules": ["head"],
         }
         settings = AmpSettings(**words)
         assert settings == AmpSettings(
@@ -284,16 +287,45 @@ class TestSettings:
             AmpSettings(**wrong)
         assert list(error.value.problems) == [
             "precision: got 'fp17'; allowed: fp32, tf32, amp_fp16, amp_bf16",
-            "init_scale: got -1.0; allowed: find, > 0 and <= 1.70141e+38",
-            "growth_factor: got nan; allowed: > 1",
+            "init_scale: got -1.0; allowed: a number > 0 and <= 1.701411835e+38, find",
+            "growth_factor: got nan; allowed: a number > 1",
             "compile: got True; allowed: false, default, reduce-overhead, max-autotune",
         ]
 
-    def test_init_scale_below_min_scale_is_refused(self) -> None:
-        with pytest.raises(
-            ConfigError, match=r"^the loop: init_scale: got 0\.25, which is below"
-        ):
-            AmpLoop(AmpSettings(Precision.AMP_FP16, init_scale=0.25), "cpu")
+    @pytest.mark.parametrize(
+        ("section", "key"),
+        [
+            ({}, "precision"),
+            ({"precision": "fp32", "growth_intervall": 5}, "growth_intervall"),
+            ({"precision": "fp32", "audit": "no"}, "audit"),
+            ({"precision": "fp32", "growth_factor": math.inf}, "growth_factor"),
+            ({"precision": "fp32", "init_scale": True}, "init_scale"),
+            ({"precision": "fp32", "growth_interval": 1.5}, "growth_interval"),
+            ({"precision": "fp32", "fp32_modules": [3]}, "fp32_modules"),
+            ({"precision": "fp32", "fp32_modules": "head"}, "fp32_modules"),
+            ({"precision": "amp_fp16", "init_scale": 0.25}, "init_scale"),
+        ],
+    )
+    def test_script_is_refused_what_a_yaml_is_refused_in_the_same_words(
+        self, section: Values, key: str
+    ) -> None:
+        with pytest.raises(ConfigError) as in_a_yaml:
+            read_section(AmpSettings, section, "")
+        with pytest.raises(ConfigError) as in_a_script:
+            AmpSettings(**section)
+        assert in_a_script.value.problems == in_a_yaml.value.problems
+        (problem,) = in_a_script.value.problems
+        assert problem.key == key
+
+    def test_misspelt_setting_of_the_script_is_named_and_not_tried_again(self) -> None:
+        (policy,) = read_yaml(str(SCRIPT.parent / "any_loop.yaml"))["log_policies"]
+        misspelt: Values = {"precision": "fp32", "growth_intervall": 5}
+        with pytest.raises(ConfigError, match="did you mean growth_interval") as raised:
+            AmpSettings(**misspelt)
+        lines = traceback.format_exception_only(raised.value)
+        assert any(re.match(policy["pattern"], line) for line in lines)
+        lines = traceback.format_exception_only(TypeError("growth_intervall"))
+        assert not any(re.match(policy["pattern"], line) for line in lines)
 
 
 class TestLoss:

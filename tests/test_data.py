@@ -18,7 +18,7 @@ from PIL import Image
 from torchvision import datasets
 
 from determined_amp.amp.errors import Problem
-from determined_amp.experiment.fields import read
+from determined_amp.amp.fields import read
 from trials.data.augment import crop_and_flip, uniform_numbers
 from trials.data.images import DatasetName, DataSettings, TensorImages, load
 from trials.data.loading import Batch, DataError, Labelled, Sample, to_device

@@ -24,7 +24,7 @@ import determined_amp
 from benchmarks import loss_scale
 from benchmarks.loss_scale_rows import Row
 from determined_amp import __main__ as door
-from determined_amp.amp import settings
+from determined_amp.amp import fields, settings
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.loop import AmpLoop
 from determined_amp.amp.metric_names import AuditMetricName, MetricName
@@ -268,7 +268,7 @@ def allowed(field: dataclasses.Field[Any]) -> str:
         found += [f"`{str(word.value).lower()}`" for word in words]
     bounds = [
         f"{sign} {field.metadata[key]:g}"
-        for key, (sign, _) in settings.BOUNDS.items()
+        for key, (sign, _) in fields.BOUNDS.items()
         if key in field.metadata
     ]
     return ", ".join(found + ([" and ".join(bounds)] if bounds else []))

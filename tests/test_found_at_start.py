@@ -16,8 +16,8 @@ from torch import nn
 
 from determined_amp import AmpLoop, AmpSettings, ConfigError, Precision
 from determined_amp.amp import rehearsal
+from determined_amp.amp.fields import plain, read_section
 from determined_amp.amp.settings import FindScale
-from determined_amp.experiment.fields import plain, read_section
 from determined_amp.finder.prediction import LossScaleError
 from determined_amp.trial import first_scale
 from tests.harness import fit_as_it_is, same_bits

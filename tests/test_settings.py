@@ -1,4 +1,4 @@
-"""`experiment.fields`: every mistake in a section is named, and nothing is guessed."""
+"""`amp.fields`: every mistake in a section is named, and nothing is guessed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import pytest
 
 from determined_amp.amp.errors import ConfigError, Problem, UserError
+from determined_amp.amp.fields import read, read_section, setting
 from determined_amp.amp.plain_data import Values
-from determined_amp.amp.settings import setting
-from determined_amp.experiment.fields import read, read_section
 
 
 class Colour(enum.Enum):

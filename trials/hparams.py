@@ -10,8 +10,7 @@ from determined import pytorch
 from typing_extensions import Self
 
 from determined_amp import AmpSettings, ConfigError
-from determined_amp.amp.settings import setting
-from determined_amp.experiment.fields import read_section
+from determined_amp.amp.fields import read_section, setting
 from determined_amp.experiment.training import Length, TrainingSettings
 from trials.schedule import LRSchedule
 

@@ -58,8 +58,7 @@ class AmpLoop(AmpCore):
             is no group.
 
     Raises:
-        ConfigError: if the settings ask for the loss scale to be found, or contradict
-            each other.
+        ConfigError: if the settings ask for the loss scale to be found.
         PrecisionError: if the device only emulates the precision.
     """
 
@@ -81,8 +80,6 @@ class AmpLoop(AmpCore):
                 "such as determined_amp.find_loss_scale(model, loss_fn, "
                 "batches).init_scale",
             )
-        for key, problem in settings.contradictions(frozenset()):
-            raise self._wrong(key, problem)
         slots = slots or ProcessGroup(torch.device(device))
         super().__init__(settings, device, slots=slots, models=[], optimizers=[])
         self.guard.without_rehearsal = _NOT_REHEARSED

@@ -6,46 +6,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import operator
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.errors import ConfigError, Problem
+from determined_amp.amp.fields import fill, setting
 from determined_amp.amp.plain_data import Config
 
 if TYPE_CHECKING:
     import torch
-
-
-# Metadata keys of the bounds of a field, each with its sign.
-BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
-    "at_least": (">=", operator.ge),
-    "above": (">", operator.gt),
-    "at_most": ("<=", operator.le),
-    "below": ("<", operator.lt),
-}
-
-# Metadata key that marks a field as declared by `setting`.
-DECLARED = "declared by setting"
-
-
-def setting(
-    default: object = dataclasses.MISSING,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-) -> Any:
-    """Declare a field of a settings class; without a default the key is required."""
-    bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
-    metadata: dict[str, Any] = {
-        n: bound for n, bound in bounds.items() if bound is not None
-    }
-    metadata[DECLARED] = True
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 class Precision(enum.Enum):
@@ -124,16 +94,6 @@ class FindScale(enum.Enum):
     FIND = "find"
 
 
-# Fields that are a word in a YAML, and may be one in a script. `init_scale` may be a
-# number, too.
-_WORDS: dict[str, type[enum.Enum]] = {
-    "precision": Precision,
-    "init_scale": FindScale,
-    "on_overflow": OnOverflow,
-    "eval_precision": EvalPrecision,
-    "compile": Compile,
-}
-
 # PyTorch's own default.
 DEFAULT_SCALE = 65536.0
 
@@ -154,7 +114,8 @@ class AmpSettings:
     """The `amp` section of the hyperparameters; the scaler's names and defaults are
     torch's own.
 
-    A word of the YAML, such as "amp_fp16", stands for the member of its enumeration.
+    A word of the YAML, such as "amp_fp16", stands for the member of its enumeration,
+    in a script, too.
 
     Args:
         precision: Precision of training.
@@ -180,6 +141,9 @@ class AmpSettings:
         set_backends: Set torch's TF32 switches to match `precision`. They are global to
             the process.
         compile: Mode of `torch.compile` for the models given to `prepare`.
+
+    Raises:
+        ConfigError: naming every mistake, as for a YAML.
     """
 
     precision: Precision = setting()
@@ -197,36 +161,14 @@ class AmpSettings:
     set_backends: bool = setting(True)
     compile: Compile = setting(Compile.OFF)
 
-    def __post_init__(self) -> None:
-        modules: Any = self.fp32_modules
-        patterns = (modules,) if isinstance(modules, str) else tuple(modules)
-        object.__setattr__(self, "fp32_modules", patterns)
-        for name, words in _WORDS.items():
-            with suppress(ValueError):  # it may be a number, or wrong
-                object.__setattr__(self, name, words(getattr(self, name)))
-        if problems := list(self._mistakes()):
-            raise ConfigError("AmpSettings", problems)
+    if not TYPE_CHECKING:  # type checkers know what the fields take
 
-    def _mistakes(self) -> Iterator[str]:
-        for field in dataclasses.fields(self):
-            value, words = getattr(self, field.name), _WORDS.get(field.name, ())
-            if isinstance(value, words):
-                continue
-            bounds = [
-                (*BOUNDS[key], limit)
-                for key, limit in field.metadata.items()
-                if key in BOUNDS
-            ]
-            is_number = isinstance(value, (int, float)) and bool(bounds)
-            if is_number and all(holds(value, limit) for _, holds, limit in bounds):
-                continue
-            allowed = [str(word.value).lower() for word in words]
-            if bounds:
-                allowed.append(
-                    " and ".join(f"{sign} {limit:g}" for sign, _, limit in bounds)
-                )
-            if allowed:
-                yield f"{field.name}: got {value!r}; allowed: {', '.join(allowed)}"
+        def __init__(self, *values: object, **named: object) -> None:
+            names = (field.name for field in dataclasses.fields(self))
+            given = {**dict(zip(names, values, strict=False)), **named}
+            problems: list[Problem] = []
+            if not fill(self, given, "", problems):
+                raise ConfigError("AmpSettings", problems)
 
     @property
     def scales_the_loss(self) -> bool:

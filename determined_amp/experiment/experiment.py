@@ -28,11 +28,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from determined_amp.amp.errors import ConfigError, Problem
+from determined_amp.amp.fields import is_settings_class, plain, read, setting
 from determined_amp.amp.plain_data import Config, Values
-from determined_amp.amp.settings import AmpSettings, setting
+from determined_amp.amp.settings import AmpSettings
 from determined_amp.experiment.dotted import flat, value_at
 from determined_amp.experiment.entrypoint import is_class, trial_in
-from determined_amp.experiment.fields import is_settings_class, plain, read
 from determined_amp.experiment.misplaced import misplaced, of_the_trial
 from determined_amp.experiment.training import (
     Length,

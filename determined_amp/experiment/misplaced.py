@@ -17,10 +17,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from determined_amp.amp.errors import Problem
+from determined_amp.amp.fields import shown
 from determined_amp.amp.plain_data import Config
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.experiment.dotted import leaves, value_at
-from determined_amp.experiment.fields import shown
 from determined_amp.experiment.training import UNITS, Length, TrainingSettings
 
 # The keys of the top level and of its sections, in `schemas/expconf/v0/` of Determined

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from determined_amp.amp.errors import Problem
+from determined_amp.amp.fields import Contradictions, setting
 from determined_amp.amp.plain_data import Config, Values
-from determined_amp.amp.settings import setting
 from determined_amp.experiment.dotted import value_at
-from determined_amp.experiment.fields import Contradictions
 
 if TYPE_CHECKING:
     from determined import pytorch

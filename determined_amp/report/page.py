@@ -18,8 +18,8 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from determined_amp.amp.fields import plain
 from determined_amp.amp.plain_data import Values
-from determined_amp.experiment.fields import plain
 from determined_amp.experiment.files import write_together
 from determined_amp.report import ReportError
 

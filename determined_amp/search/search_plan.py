@@ -14,8 +14,8 @@ import optuna
 from optuna.distributions import BaseDistribution
 
 from determined_amp.amp.errors import ConfigError, Problem
+from determined_amp.amp.fields import Contradictions, read, setting
 from determined_amp.amp.plain_data import Config, Values
-from determined_amp.amp.settings import setting
 from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.experiment import (
     TRIAL_SEED,
@@ -25,7 +25,6 @@ from determined_amp.experiment.experiment import (
     parse,
     with_power_of_two,
 )
-from determined_amp.experiment.fields import Contradictions, read
 from determined_amp.experiment.score_check import check_score
 from determined_amp.experiment.training import LENGTH_UNITS
 from determined_amp.search.space import MOST_TRIALS, Space, read_space

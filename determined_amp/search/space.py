@@ -20,10 +20,9 @@ from typing import Any
 from optuna import distributions
 
 from determined_amp.amp.errors import Problem
+from determined_amp.amp.fields import Contradictions, read, setting
 from determined_amp.amp.plain_data import Config, Values
-from determined_amp.amp.settings import setting
 from determined_amp.experiment.dotted import leaves, put
-from determined_amp.experiment.fields import Contradictions, read
 
 # The platform's own limit (`MaxAllowedTrials`). The whole grid is made before its first
 # trial.

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError, UserError
+from determined_amp.amp.fields import read_section
 from determined_amp.amp.metrics import TrainingMetrics
 from determined_amp.amp.mistakes import IN_A_TRIAL
 from determined_amp.amp.plain_data import Metrics
@@ -38,7 +39,6 @@ from determined_amp.experiment.failures import (
     ending_the_program,
     print_uncaught_user_errors,
 )
-from determined_amp.experiment.fields import read_section
 from determined_amp.experiment.misplaced import misplaced
 from determined_amp.trial.accumulation import average_at_once, share_gradients_once
 from determined_amp.trial.batches import Batches

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torchvision.transforms import v2
 
-from determined_amp.amp.settings import setting
+from determined_amp.amp.fields import setting
 from trials.data.augment import uniform_numbers
 from trials.data.images import digit_scans
 from trials.data.latents import LatentFolder

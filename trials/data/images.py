@@ -18,7 +18,7 @@ import torch
 from torchvision import datasets
 from torchvision.transforms import v2
 
-from determined_amp.amp.settings import setting
+from determined_amp.amp.fields import setting
 from trials.data.augment import crop_and_flip, uniform_numbers
 from trials.data.loading import (
     MOST_WORKERS,

@@ -24,7 +24,7 @@ from torchvision import datasets
 from typing_extensions import Self
 
 from determined_amp import UserError
-from determined_amp.experiment.fields import read_section
+from determined_amp.amp.fields import read_section
 
 # The most loader processes of a slot. Hundreds of thousands would take the machine
 # down.

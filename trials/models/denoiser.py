@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from determined_amp import ConfigError
-from determined_amp.amp.settings import setting
+from determined_amp.amp.fields import setting
 from trials.data.clips import ClipSettings
 
 try:

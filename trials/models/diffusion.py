@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from diffusers import DDPMScheduler
 
-from determined_amp.amp.settings import setting
+from determined_amp.amp.fields import setting
 from trials.data.augment import uniform_numbers
 from trials.data.clips import VALIDATION_SEED
 from trials.data.loading import Labelled, Sample

@@ -1,10 +1,10 @@
-"""Reads a section of an experiment YAML into a frozen dataclass, and names every
-mistake in it.
+"""Checks settings, whether a YAML or a script gives them, and names every mistake.
 
 A settings class is a frozen dataclass whose fields are declared with `setting`. `read`
-checks types and bounds, and asks the class for contradictions between fields. It
-guesses nothing: an unknown key, a string instead of a number and a float instead of an
-integer are mistakes.
+makes one from a section of a YAML, `fill` from the arguments of a call. Both check
+types and bounds, and ask the class for contradictions between fields. Nothing is
+guessed: an unknown key, a string instead of a number and a float instead of an integer
+are mistakes.
 
 There is one exception: a float field accepts an integer, because a cluster passes
 hyperparameters as JSON, where 65536.0 becomes 65536.
@@ -16,6 +16,7 @@ import dataclasses
 import difflib
 import enum
 import json
+import operator
 import sys
 import types
 import typing
@@ -23,7 +24,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from determined_amp.amp.errors import ConfigError, Problem
-from determined_amp.amp.settings import BOUNDS, DECLARED
 
 T = TypeVar("T")
 
@@ -41,12 +41,40 @@ _IN_WORDS = {
 }
 _MAPPING = "a mapping of keys to values"
 
+# Metadata keys of the bounds of a field, each with its sign.
+BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "at_least": (">=", operator.ge),
+    "above": (">", operator.gt),
+    "at_most": ("<=", operator.le),
+    "below": ("<", operator.lt),
+}
+
+# Metadata key that marks a field as declared by `setting`.
+_DECLARED = "declared by setting"
+
+
+def setting(
+    default: object = dataclasses.MISSING,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """Declare a field of a settings class; without a default the key is required."""
+    bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
+    metadata: dict[str, Any] = {
+        n: bound for n, bound in bounds.items() if bound is not None
+    }
+    metadata[_DECLARED] = True
+    return dataclasses.field(default=default, metadata=metadata)
+
 
 def is_settings_class(cls: object) -> bool:
     """Whether `cls` is a dataclass, and `setting` declares all of its fields."""
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         return False
-    return all(DECLARED in field.metadata for field in dataclasses.fields(cls))
+    return all(_DECLARED in field.metadata for field in dataclasses.fields(cls))
 
 
 def read(cls: type[T], raw: object, path: str, problems: list[Problem]) -> T | None:
@@ -73,29 +101,46 @@ def read(cls: type[T], raw: object, path: str, problems: list[Problem]) -> T | N
     if not isinstance(raw, Mapping):
         problems.append(Problem(path, f"got {shown(raw)}; allowed: {_MAPPING}"))
         return None
+    settings = cls.__new__(cls)
+    return settings if fill(settings, raw, path, problems) else None
+
+
+def fill(
+    settings: object, raw: Mapping[Any, object], path: str, problems: list[Problem]
+) -> bool:
+    """Give a settings object its values, which it has not yet.
+
+    Args:
+        settings: An empty object of a settings class.
+        raw: See `read`; a script may give a member of an enumeration, and not its word.
+        path: See `read`.
+        problems: See `read`.
+
+    Returns:
+        False after appending mistakes to `problems`.
+    """
+    cls: Any = type(settings)
     in_part = getattr(cls, "READ_IN_PART", False)
     if in_part:
         raw = {key: value for key, value in raw.items() if value is not None}
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    found = list(
-        _unknown_keys(raw, path, [field.name for field in fields], in_part=in_part)
-    )
+    fields = dataclasses.fields(cls)
+    names = [field.name for field in fields]
+    found = list(_unknown_keys(raw, path, names, in_part=in_part))
     hints = typing.get_type_hints(cls)
-    values = {
-        field.name: _value(
-            hints[field.name], raw, _join(path, field.name), field, found
-        )
-        for field in fields
-    }
-    problems.extend(found)
-    if found:
-        return None
-    settings = cls(**values)
-    given = frozenset(name for name in values if raw.get(name) is not None)
+    for field in fields:
+        place = _join(path, field.name)
+        value = _value(hints[field.name], raw, place, field, found)
+        object.__setattr__(settings, field.name, value)
+    after = getattr(settings, "__post_init__", None)
+    if after is not None and not found:
+        after()
     contradictions = getattr(settings, "contradictions", None)
-    pairs = [] if contradictions is None else list(contradictions(given))
-    problems.extend(Problem(_join(path, key), text) for key, text in pairs)
-    return None if pairs else settings
+    if contradictions is not None and not found:
+        given = frozenset(name for name in names if raw.get(name) is not None)
+        pairs = contradictions(given)
+        found += [Problem(_join(path, key), text) for key, text in pairs]
+    problems.extend(found)
+    return not found
 
 
 def read_section(cls: type[T], raw: object, path: str) -> T:
@@ -189,6 +234,8 @@ def _value(
 def _converted(kind: Any, raw: Any) -> object:
     """`raw` as a value of type `kind`, or None if it is not one."""
     if _is_enum(kind):
+        if isinstance(raw, kind):
+            return raw
         # By their text: a member's value may be a bool, and Python's bools equal
         # numbers.
         return {repr(member.value): member for member in kind}.get(repr(raw))
