@@ -35,7 +35,7 @@ class TestAverage:
     @pytest.fixture
     def context(self) -> Any:
         made: Any = SimpleNamespace()
-        average_at_once(made, lambda parameters: None)
+        average_at_once(made)
         return made
 
     def test_average_divides_all_gradients_in_one_kernel(self, context: Any) -> None:

@@ -505,6 +505,7 @@ class TestGuard:
             ended.value
         )
         assert ended.value.state_is_good
+        assert ended.value.metrics["watch_consecutive_skips"] == 2
         weights = [each[:-1] for each in made.bits]
         assert same_bits(*weights)
         assert made.amp.steps(made.optimizer).attempted == 3

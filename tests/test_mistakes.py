@@ -8,6 +8,7 @@ switched.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from determined_amp import (
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.amp.settings import Compile
+from determined_amp.check.recorder import Recorder
 from tests import habits
 from tests.harness import (
     EVERY_PRECISION,
@@ -425,6 +427,7 @@ class OwnLoop:
         self.amp = AmpLoop(AmpSettings(Precision(precision)), "cpu")
         self.model = self.amp.prepare(nn.Linear(1, 1, bias=False))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        self.before = next(self.model.parameters()).item()
 
     def backward(self, *, scales: bool = True) -> None:
         loss = self.model(torch.ones(1, 1)).sum()
@@ -432,6 +435,31 @@ class OwnLoop:
 
     def step(self) -> None:
         self.amp.scaler.step(self.optimizer)
+
+
+class Wrapper:
+    """Holds an optimizer, and is none."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+
+class MovesByHand(torch.optim.Optimizer):
+    """Never calls `Optimizer.__init__`, so torch has no hooks for it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.param_groups = [{"params": list(model.parameters())}]
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data -= 0.5 * parameter.grad
 
 
 def steps_twice(loop: OwnLoop) -> None:
@@ -448,11 +476,29 @@ def steps_the_optimizer(loop: OwnLoop) -> None:
 
 
 def steps_an_unknown_optimizer(loop: OwnLoop) -> None:
-    loop.amp.start()
     loop.backward()
     loop.optimizer.step()
+
+
+def steps_another_model_itself(loop: OwnLoop) -> None:
+    """As the generator of a GAN, whose discriminator is stepped by the scaler."""
+    generator = loop.amp.prepare(nn.Linear(1, 1))
+    loop.backward()
+    loop.step()
+    torch.optim.SGD(generator.parameters()).step()
+
+
+def steps_inside_a_wrapper(loop: OwnLoop) -> None:
+    loop.amp.start()
+    Wrapper(loop.optimizer).step()
+
+
+def steps_a_wrapper_without_hooks(loop: OwnLoop) -> None:
+    by_hand = MovesByHand(loop.model)
+    loop.backward()
+    loop.amp.scaler.step(by_hand)
     loop.amp.update()
-    loop.amp.report()
+    by_hand.step()
 
 
 def forgets_the_update(loop: OwnLoop) -> None:
@@ -475,6 +521,9 @@ def schedules_twice(loop: OwnLoop) -> None:
 MISTAKES_IN_A_LOOP: dict[Callable[[OwnLoop], None], str] = {
     steps_the_optimizer: r"the loop: it steps .* amp\.scaler\.step\(optim",
     steps_an_unknown_optimizer: r"the loop: it steps .* amp\.scaler\.step\(optim",
+    steps_another_model_itself: r"the loop: it steps .* amp\.scaler\.step\(optim",
+    steps_inside_a_wrapper: r"the loop: it steps .* amp\.scaler\.step\(optim",
+    steps_a_wrapper_without_hooks: r"the loop: it steps .* amp\.scaler\.step\(optim",
     forgets_the_update: (
         r"amp\.update\(\.\.\.\) at the end of each batch, with amp\.fin"
     ),
@@ -493,6 +542,92 @@ def test_mistake_in_a_loop_is_one_sentence(
 ) -> None:
     with pytest.raises(ConfigError, match=MISTAKES_IN_A_LOOP[mistake]):
         mistake(OwnLoop(precision))
+
+
+def rehearses(loop: OwnLoop) -> None:
+    with loop.amp.without_steps():
+        loop.backward()
+        loop.optimizer.step()
+
+
+def has_not_begun(loop: OwnLoop) -> None:
+    loop.backward(scales=False)
+    loop.optimizer.step()
+
+
+def steps_a_model_of_its_own(loop: OwnLoop) -> None:
+    loop.amp.start()
+    loop.backward()
+    torch.optim.SGD(nn.Linear(1, 1).parameters()).step()
+
+
+def trains_two_loops_in_turn(loop: OwnLoop) -> None:
+    other = OwnLoop()
+    other.amp.prepare(loop.model)
+    other.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.5)
+    other.model = loop.model
+    for each in (loop, other, loop, other):
+        each.backward()
+        each.step()
+        each.amp.update()
+        loop.model.zero_grad()
+
+
+def steps_a_wrapper(loop: OwnLoop) -> None:
+    loop.backward()
+    wrapper: Any = Wrapper(loop.optimizer)
+    loop.amp.scaler.step(wrapper)
+    assert next(loop.model.parameters()).item() != loop.before
+    loop.amp.update()
+    assert loop.amp.attempted_steps == int(loop.amp.applied_steps) == 1
+
+
+NO_MISTAKES_IN_A_LOOP = [
+    rehearses,
+    has_not_begun,
+    steps_a_model_of_its_own,
+    trains_two_loops_in_turn,
+    steps_a_wrapper,
+]
+
+
+@pytest.mark.parametrize("way", NO_MISTAKES_IN_A_LOOP)
+@every_precision
+def test_step_that_uses_no_scaled_gradient_is_not_refused(
+    way: Callable[[OwnLoop], None], precision: str
+) -> None:
+    way(OwnLoop(precision))
+
+
+@every_precision
+def test_loop_that_is_over_keeps_nothing_and_refuses_nothing(precision: str) -> None:
+    loop = OwnLoop(precision)
+    loop.amp.start()
+    for _ in range(2):
+        loop.backward()
+        loop.step()
+        loop.amp.update()
+    loop.amp.report((torch.ones(1, 1),), lambda batch: loop.model(*batch).sum())
+    amp, model = weakref.ref(loop.amp), weakref.ref(loop.model)
+    optimizer = loop.optimizer
+    with pytest.raises(ConfigError, match="it steps an optimizer whose gradients"):
+        optimizer.step()
+    loop = None  # type: ignore[assignment]
+    assert amp() is None  # at once: nothing waits for Python to collect it
+    optimizer.step()
+    del optimizer
+    assert model() is None
+
+
+def test_step_that_is_refused_is_none_for_the_doctor() -> None:
+    recorder = Recorder()
+    with recorder.watching():
+        loop = OwnLoop()
+        loop.backward()
+        loop.step()
+        with pytest.raises(ConfigError, match="it steps an optimizer whose gradients"):
+            loop.optimizer.step()
+    assert len(recorder.record.of("step")) == 1
 
 
 def test_step_with_a_closure_and_a_loss_scale_is_refused() -> None:

@@ -295,6 +295,16 @@ def test_regions_of_float16_compute_in_the_other_dtype_and_only_meanwhile() -> N
     assert computed(region) == torch.float16
 
 
+@pytest.mark.parametrize("keeps_casts", [True, False])
+def test_region_of_another_dtype_keeps_casts_only_if_its_own_does(
+    keeps_casts: bool,
+) -> None:
+    region = torch.autocast("cpu", torch.float16, cache_enabled=keeps_casts)
+    with float16_as(torch.bfloat16), region:
+        assert torch.is_autocast_cache_enabled() is keeps_casts
+    assert torch.is_autocast_cache_enabled()
+
+
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.AMP_BF16])
 def test_trial_without_an_enabled_scaler_is_refused(precision: Precision) -> None:
     context: Any = harness.Context()

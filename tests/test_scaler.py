@@ -59,10 +59,11 @@ class Stepped:
     def another(self, optimizer_class: Any = torch.optim.SGD) -> Any:
         """One more optimizer, with a weight of its own."""
         made = optimizer_class([nn.Parameter(torch.ones(1))], lr=1.0)
-        made.register_step_pre_hook(
-            lambda optimizer, *call: self.scaler.check_step(optimizer)
-        )
+        made.register_step_pre_hook(self.sees_step)
         return made
+
+    def sees_step(self, *call: Any) -> None:
+        self.scaler.sees_step()
 
     def backward(self, gradient: float, optimizer: Any = None) -> nn.Parameter:
         weight: nn.Parameter = (optimizer or self.optimizer).param_groups[0]["params"][

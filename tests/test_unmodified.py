@@ -633,6 +633,34 @@ def test_losses_that_a_trial_adds_up_in_place_are_reported_as_they_were() -> Non
     assert made.report["loss"] == pytest.approx(sum(totals) / len(totals))
 
 
+class KeepsFeatures(nn.Sequential):
+    """Keeps what its first layer has computed."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        first, smooth, last = self
+        self.features = first(inputs)
+        return last(smooth(self.features))  # type: ignore[no-any-return]
+
+
+class LooksAtFeatures(habits.Habit):
+    """Punishes large features, which it takes from its model as float32."""
+
+    def net(self) -> Any:
+        return KeepsFeatures(*super().net())
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        logits = self.model(inputs)
+        if self.model.training:
+            self.training_dtypes = logits.dtype, self.model.features.dtype
+        penalty = self.model.features.float().square().mean()
+        return functional.cross_entropy(logits, classes) + penalty
+
+
+def test_output_of_a_model_is_float32_and_what_it_keeps_is_not() -> None:
+    trial = in_16_bits(LooksAtFeatures, "amp_bf16").made.trial
+    assert trial.training_dtypes == (torch.float32, torch.bfloat16)
+
+
 class Sharper(habits.Habit):
     """Clips in the backward of a function of its own."""
 

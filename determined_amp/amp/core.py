@@ -7,14 +7,16 @@ One step, from top to bottom: the forward in `autocast`, the backward of
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from determined_amp.amp.casts import drop_casts_when_loaded
 from determined_amp.amp.compiled import compile_forward
@@ -23,7 +25,7 @@ from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.fp32_modules import keep_in_float32, matching
 from determined_amp.amp.guard import Guard
 from determined_amp.amp.metrics import TrainingMetrics
-from determined_amp.amp.mistakes import Mistake
+from determined_amp.amp.mistakes import Mistake, error_of
 from determined_amp.amp.precision import autocast, prepare_backend
 from determined_amp.amp.rehearsal import Rehearsal, without_steps
 from determined_amp.amp.scaler import LossScaler
@@ -31,7 +33,9 @@ from determined_amp.amp.schedules import schedule_of
 from determined_amp.amp.settings import AmpSettings, Compile, EvalPrecision
 from determined_amp.amp.slots import Slots
 from determined_amp.amp.steps import StepHook
-from determined_amp.amp.tensors import parameters_in, unwrapped
+from determined_amp.amp.tensors import parameters_in, parameters_of, unwrapped
+
+T = TypeVar("T")
 
 
 class AmpCore:
@@ -60,6 +64,8 @@ class AmpCore:
         metrics: What is reported.
         guard: Ends a run that no longer trains.
         is_rehearsing: Whether a batch runs in `without_steps`.
+        own_step: Called before every step first; it may make the step one of the
+            scaler's. An unmodified trial sets it.
 
     Raises:
         PrecisionError: if the device only emulates the precision.
@@ -70,6 +76,7 @@ class AmpCore:
     remedies: Mapping[Mistake, str]
 
     is_rehearsing = False
+    own_step: Callable[..., None] | None = None
     _started = False
 
     def __init__(
@@ -91,16 +98,16 @@ class AmpCore:
         self.scaler = LossScaler(
             settings,
             where.type,
-            self._meet,
+            _weakly(self._meet),
             self.remedies,
-            trained=self._trained,
-            optimizers=optimizers,
+            trained=_weakly(self._trained),
         )
         self._dtype = settings.precision.autocast_dtype
         self._one = torch.ones((), device=where)
         scaled = settings.scales_the_loss
+        scales = partial(self.scaler.scales, self._one)
         self.metrics = TrainingMetrics(
-            where, optimizers, slots.size, self._scales, scaled=scaled
+            where, optimizers, slots.size, scales, scaled=scaled
         )
         self.guard = Guard(
             settings,
@@ -109,11 +116,11 @@ class AmpCore:
             models=models,
             optimizers=optimizers,
             slots=slots,
-            newest=self._rehearsal,
+            newest=_weakly(self._rehearsal),
         )
         self._prepared: list[nn.Module] = []
         self._unmatched = list(settings.fp32_modules)
-        self._hooks: dict[Optimizer, RemovableHandle | StepHook] = {}
+        self._step_hooks: list[StepHook] = []
 
     # Before the training.
 
@@ -208,11 +215,27 @@ class AmpCore:
         self.metrics.of(optimizer).clip(parameters, max_norm, self.loss_scale)
 
     def _before_step(self, optimizer: Optimizer, *call: Any) -> None:
-        """A hook before every step. It runs in every precision, so fp32 shows a
+        """A hook before every step in the process, in every precision: fp32 shows a
         mistake, too.
+
+        Raises:
+            ConfigError: if it is a step of this training that no scaler makes.
         """
-        self.metrics.of(optimizer).begin(optimizer)
-        self.scaler.check_step(optimizer)
+        if self.own_step is not None:
+            self.own_step(optimizer, *call)
+        is_known = optimizer in self.optimizers
+        if is_known:
+            self.metrics.of(optimizer).begin(optimizer)
+        if self.scaler.sees_step() or self.is_rehearsing:
+            return
+        if is_known or self._moves(optimizer):
+            raise error_of(Mistake.STEPS_ITSELF, self.remedies)
+
+    def _moves(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer moves what this training has begun to train."""
+        if not (self._started or self.scaler.has_scaled):
+            return False
+        return not set(parameters_in(self.models)).isdisjoint(parameters_of(optimizer))
 
     def finish_steps(self) -> None:
         """Update the loss scale and the counts; `update` does that at the end of a
@@ -256,9 +279,6 @@ class AmpCore:
     def loss_scale(self) -> torch.Tensor:
         """The current loss scale, (), float32, on the device; 1 without a scaler."""
         return self.scaler.times(self._one)
-
-    def _scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.loss_scale(), self.scaler.scale_of_newest_step(self._one)
 
     def steps(self, optimizer: Optimizer) -> StepCounts:
         """The steps of one optimizer, counted on the device."""
@@ -328,7 +348,6 @@ class AmpCore:
 
     def _meet(self, optimizer: Optimizer) -> None:
         """Called with each optimizer before its first step."""
-        raise NotImplementedError
 
     def _rehearsal(self) -> Rehearsal | None:
         """The rehearsal of the newest batch; None if there is no batch."""
@@ -358,12 +377,25 @@ class AmpCore:
                 "AmpSettings(**section)",
             )
 
-    def _watch_steps(self, optimizer: Optimizer) -> None:
+    def _see_steps(self) -> Callable[[], object]:
+        """See all steps in the process, as long as somebody holds this training.
+
+        Returns:
+            What ends it before that.
+        """
+        handle = register_optimizer_step_pre_hook(_weakly(self._before_step))
+        hooks: Any = handle.hooks_dict_ref()
+        # First: the doctor must not count a step that is refused.
+        hooks.move_to_end(handle.id, last=False)
+        return weakref.finalize(self, handle.remove)
+
+    def _see_steps_of(self, optimizer: Optimizer) -> None:
+        """See those of a wrapper, too, that torch has no hooks for."""
         try:
-            self._hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
-        except AttributeError:
-            # a wrapper that never calls `Optimizer.__init__`, or is none
-            self._hooks[optimizer] = StepHook(optimizer, self._before_step)
+            optimizer.register_step_pre_hook(_nothing).remove()
+        except AttributeError:  # it never calls `Optimizer.__init__`, or is none
+            hook = StepHook(optimizer, _weakly(self._before_step))
+            self._step_hooks.append(hook)
 
     def _check_norm(self, max_norm: float | None, place: str) -> None:
         if max_norm is None or not max_norm > 0:
@@ -374,3 +406,22 @@ class AmpCore:
     @classmethod
     def _wrong(cls, place: str, problem: str) -> ConfigError:
         return ConfigError(cls.source, [f"{place}: {problem}"])
+
+
+def _nothing(*call: Any) -> None:
+    """A hook that does nothing."""
+
+
+def _weakly(method: Callable[..., T]) -> Callable[..., T | None]:
+    """A function that calls a method as long as somebody else holds its object.
+
+    A loop that is over refuses no step, so it must be gone at once, and not when Python
+    collects it: its parts, and torch, hold it like this.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> T | None:
+        alive = reference()
+        return None if alive is None else alive(*args)
+
+    return call

@@ -6,6 +6,8 @@ import re
 import textwrap
 from collections.abc import Iterable
 
+from determined_amp.amp.plain_data import Metrics
+
 
 class UserError(Exception):
     """An error that a user can fix; programs print its message without a traceback.
@@ -60,11 +62,13 @@ class GuardError(UserError):
     Args:
         message: What happened, why, and what to do.
         state_is_good: Whether the weights are worth a checkpoint.
+        metrics: The report, or the metrics of the validation, that the run ends with.
     """
 
-    def __init__(self, message: str, *, state_is_good: bool) -> None:
+    def __init__(self, message: str, *, state_is_good: bool, metrics: Metrics) -> None:
         super().__init__(message)
         self.state_is_good = state_is_good
+        self.metrics = metrics
 
 
 def one_line(value: object) -> str:

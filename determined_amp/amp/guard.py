@@ -163,7 +163,7 @@ class Guard:
         self._warn_of_grown_loss(report, loss)
         failure = next(self._failures(report, loss), None)
         if failure is not None:
-            self.fail(failure)
+            self.fail(failure, metrics)
 
     def repair(self) -> None:
         """Put back running statistics that are not finite; called before a validation,
@@ -171,11 +171,12 @@ class Guard:
         """
         self._statistics.repair()
 
-    def fail(self, failure: str) -> None:
+    def fail(self, failure: str, metrics: Metrics) -> None:
         """End the run, or warn, with the cause of a failure.
 
         Args:
             failure: A sentence without its full stop.
+            metrics: The report that shows it.
 
         Raises:
             GuardError: unless `on_overflow` is `warn`.
@@ -190,7 +191,8 @@ class Guard:
             f" {'Its cause is not looked for again' if is_known else self._cause()}"
         )
         if not warns:
-            raise GuardError(message, state_is_good=self._settings.scales_the_loss)
+            is_good = self._settings.scales_the_loss
+            raise GuardError(message, state_is_good=is_good, metrics=metrics)
         logger.warning("%s", message)
 
     def _cause(self) -> str:

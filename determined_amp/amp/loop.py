@@ -33,13 +33,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from determined_amp.amp.core import AmpCore
-from determined_amp.amp.mistakes import IN_A_LOOP, Mistake, error_of
+from determined_amp.amp.mistakes import IN_A_LOOP
 from determined_amp.amp.plain_data import Metrics, StateDict
 from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.amp.slots import ProcessGroup, Slots
-from determined_amp.amp.tensors import own_copy, parameters_in, parameters_of
-from determined_amp.amp.torch_private import version_of
+from determined_amp.amp.tensors import own_copy, parameters_of
 
 _NOT_REHEARSED = (
     "Its cause was not looked for: give the newest batch and the loss function, "
@@ -84,7 +83,7 @@ class AmpLoop(AmpCore):
         super().__init__(settings, device, slots=slots, models=[], optimizers=[])
         self.guard.without_rehearsal = _NOT_REHEARSED
         self._newest: Rehearsal | None = None
-        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._see_steps()
 
     # Before the training.
 
@@ -111,8 +110,6 @@ class AmpLoop(AmpCore):
             ConfigError: if a setting of the models has no effect.
         """
         self._begin()
-        known = (p for p in parameters_in(self.models) if not p.is_inference())
-        self._versions = [(parameter, version_of(parameter)) for parameter in known]
         self.metrics.reset()
         self.guard.start()
 
@@ -183,16 +180,14 @@ class AmpLoop(AmpCore):
             GuardError: if the run no longer trains; save a checkpoint if its
                 `state_is_good`.
         """
-        has_moved = any(
-            version_of(parameter) != version for parameter, version in self._versions
-        )
-        if has_moved and self.scaler.has_scaled and not self.optimizers:
-            raise error_of(Mistake.STEPS_ITSELF, self.remedies)
         everywhere = self.slots.allgather(self.metrics.per_slot_reduce())
         metrics = self.metrics.cross_slot_reduce(everywhere)
         self.metrics.reset()
         self._newest = None if loss_fn is None else self.rehearsal(batch, loss_fn)
-        self.guard.judge(metrics)
+        try:
+            self.guard.judge(metrics)
+        finally:
+            self._newest = None  # it holds this loop
         return metrics
 
     def validated(self, metric: float) -> None:
@@ -265,10 +260,9 @@ class AmpLoop(AmpCore):
         return self._newest
 
     def _meet(self, optimizer: Optimizer) -> None:
-        if optimizer not in self._hooks:
-            if optimizer not in self.optimizers:
-                self.optimizers.append(optimizer)
-            self._watch_steps(optimizer)
+        if optimizer not in self.optimizers:
+            self.optimizers.append(optimizer)
+            self._see_steps_of(optimizer)
             self.metrics.restore(optimizer)
             if self._started:
                 self.guard.begin_with(optimizer)

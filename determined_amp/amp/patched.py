@@ -11,10 +11,15 @@ These attributes of torch are replaced this way, for the whole process:
   float32.
 * What registers hooks of a backward, and `Tensor.retain_grad`, while an unmodified
   trial trains with a loss scale: they are refused.
-* A function that torch's clips call, between a scaled loss and its step: clips of
-  scaled gradients are refused; see `amp/scaled_gradients.py`.
+* A function that torch's clips call, while a training with a loss scale lives, which
+  refuses clips of scaled gradients, and while the doctor watches, which hears of the
+  others: `amp/clips.py` alone replaces it, and asks the trainings first.
 * `GradScaler.scale`, while the finder looks: a loss may be scaled by a scaler of the
-trial's own.
+  trial's own.
+
+Steps need no replacement: torch has hooks for those of all optimizers. That of the
+newest training runs first (`amp/core.py`), in an unmodified trial after it has made
+the step one of ours, and that of the doctor last.
 """
 
 from __future__ import annotations

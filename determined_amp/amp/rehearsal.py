@@ -25,7 +25,7 @@ from determined_amp.amp.casts import drop_casts
 from determined_amp.amp.compiled import as_written
 from determined_amp.amp.fp32_modules import meanwhile_in_float32
 from determined_amp.amp.patched import patched
-from determined_amp.amp.precision import autocast, autocast_is_on
+from determined_amp.amp.precision import autocast_is_on
 from determined_amp.amp.tensors import (
     SIXTEEN_BITS,
     largest_of,
@@ -428,8 +428,14 @@ def float16_as(dtype: torch.dtype | None) -> Iterator[set[torch.dtype]]:
             return region
         entered.add(region.fast_dtype)
         if region.fast_dtype in replaced:
+            keeps_casts = torch.is_autocast_cache_enabled()
             region.__exit__(None, None, None)
-            other: Any = autocast(region.device, None if in_float32 else dtype)
+            other: Any = torch.autocast(
+                region.device,
+                dtype=None if in_float32 else dtype,
+                enabled=not in_float32,
+                cache_enabled=keeps_casts,
+            )
             enter(other)  # type: ignore[no-untyped-call]
             before = {
                 name: value for name, value in vars(other).items() if "prev" in name

@@ -13,7 +13,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,17 +23,17 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from determined_amp.amp.casts import drop_casts
+from determined_amp.amp.clips import Clip, listen_to_clips
 from determined_amp.amp.mistakes import IN_A_LOOP, TRANSITIONS, Mistake, Stage, error_of
 from determined_amp.amp.plain_data import StateDict
-from determined_amp.amp.scaled_gradients import ScaledGradients
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.amp.tensors import (
     any_gradient,
     closure_of,
     parameters_of,
-    tensors_of,
 )
 from determined_amp.amp.torch_private import (
+    GROWTH_TRACKER,
     scale_tensor,
     states_of_steps,
     takes_found_inf,
@@ -42,9 +43,12 @@ from determined_amp.amp.torch_private import (
 # float32, on the device, not 0 for a skipped step.
 Skipped = bool | torch.Tensor
 
-# The optimizers that a scaler is stepping. A loop that is over still has its hook on
-# them.
-_STEPPED_NOW: set[Optimizer] = set()
+# It clips what it has just unscaled.
+_OUR_CLIP = "determined_amp.amp.steps"
+
+# All scalers of the process. A step that one of them makes is no mistake in another
+# training of the same model.
+_SCALERS: weakref.WeakSet[LossScaler] = weakref.WeakSet()
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -56,7 +60,6 @@ class LossScaler(torch.amp.GradScaler):
         meet: Called with each optimizer before its first step.
         remedies: What error messages suggest for each mistake.
         trained: Returns the parameters of the training that no clip may touch now.
-        optimizers: The optimizers of the training; more may come later.
 
     Attributes:
         clips: Whether the current step clips with a function of the trial's own.
@@ -72,11 +75,10 @@ class LossScaler(torch.amp.GradScaler):
         self,
         settings: AmpSettings,
         device_type: str,
-        meet: Callable[[Optimizer], None] = lambda optimizer: None,
+        meet: Callable[[Optimizer], object] = lambda optimizer: None,
         remedies: Mapping[Mistake, str] = IN_A_LOOP,
         *,
-        trained: Callable[[], Sequence[torch.Tensor]] = tuple,
-        optimizers: Sequence[Optimizer] = (),
+        trained: Callable[[], Sequence[torch.Tensor] | None] = tuple,
     ) -> None:
         super().__init__(
             device_type,
@@ -89,7 +91,6 @@ class LossScaler(torch.amp.GradScaler):
         self.clips = False
         self.has_scaled = False
         self.leaves_true_gradients = False
-        self.scaled_gradients = ScaledGradients(self._refuse_clip, optimizers, trained)
         self.stepping = False
         self._trained = trained
         self._scales = self.is_enabled()
@@ -100,7 +101,9 @@ class LossScaler(torch.amp.GradScaler):
         self._outcomes: dict[Optimizer, Skipped] = {}
         self._has_moved = False
         self._needs_update = False
+        self._refuses_clips = False
         self._used: torch.Tensor | None = None
+        _SCALERS.add(self)
 
     # The calls of torch's recipe.
 
@@ -109,21 +112,16 @@ class LossScaler(torch.amp.GradScaler):
         self.has_scaled = True
         if self._stages:
             self._forget_dropped_gradients()
-        if not self._scales:
-            return outputs
-        scaled = super().scale(outputs)
-        if not self.leaves_true_gradients:
-            for tensor in tensors_of(scaled):
-                self.scaled_gradients.begin(tensor)
-        return scaled
+        if self._scales and not (self._refuses_clips or self.leaves_true_gradients):
+            self._refuses_clips = True
+            listen_to_clips(self._refuse_clip, first=True)
+        return super().scale(outputs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Call `GradScaler.unscale_`, before anything reads or clips the gradients."""
         stage = self._check(optimizer, "unscale")
         self._stages[optimizer] = stage
         if self._scales:
-            if self.scaled_gradients.noted:
-                self.scaled_gradients.compare(parameters_of(optimizer))
             super().unscale_(optimizer)
             if not any_gradient(optimizer):
                 self._note_nothing(optimizer)
@@ -141,20 +139,16 @@ class LossScaler(torch.amp.GradScaler):
         elif not self.has_scaled and any_gradient(optimizer):
             raise error_of(Mistake.SCALES_NO_LOSS, self._remedies)
         self._meet(optimizer)
-        if self.scaled_gradients.noted and not self.is_unscaled(optimizer):
-            self.scaled_gradients.compare(parameters_of(optimizer))
         if self._scales and not any_gradient(optimizer):
             # torch raises an error here. In float32 such a step changes nothing, nor
             # does it here.
             self._note_nothing(optimizer)
         self._has_moved = False
         self.stepping = True
-        _STEPPED_NOW.add(optimizer)
         try:
             result = super().step(optimizer, *args, **kwargs)
         finally:
             self.stepping = False
-            _STEPPED_NOW.discard(optimizer)
         if self._scales and takes_found_inf(optimizer):
             self.has_stepped(optimizer, self._found_inf(optimizer))
         else:  # torch has asked the device
@@ -182,7 +176,6 @@ class LossScaler(torch.amp.GradScaler):
                 else skipped
                 for optimizer, skipped in self._outcomes.items()
             }
-        self.scaled_gradients.end()
         super().update(new_scale)
         scale_tensor(self).clamp_(min=self._min_scale)
 
@@ -191,7 +184,7 @@ class LossScaler(torch.amp.GradScaler):
         settings.
         """
         if self._scales:
-            kept = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
+            kept = {key: state_dict[key] for key in ("scale", GROWTH_TRACKER)}
             super().load_state_dict({**self.state_dict(), **kept})
 
     # The calls of the loop around it.
@@ -216,15 +209,12 @@ class LossScaler(torch.amp.GradScaler):
         if self._stages.get(optimizer) is not Stage.UNSCALED:
             self.unscale_(optimizer)
 
-    def check_step(self, optimizer: Optimizer) -> None:
-        """Every optimizer calls it at the beginning of a step.
-
-        Raises:
-            ConfigError: if the optimizer is stepped without the scaler.
+    def sees_step(self) -> bool:
+        """Note that an optimizer steps; whether this or another scaler makes the
+        step.
         """
         self._has_moved = True
-        if not self.stepping and optimizer not in _STEPPED_NOW:
-            raise error_of(Mistake.STEPS_ITSELF, self._remedies)
+        return self.stepping or any(scaler.stepping for scaler in _SCALERS)
 
     def check_end(self) -> None:
         """Every batch ends with this call.
@@ -251,6 +241,10 @@ class LossScaler(torch.amp.GradScaler):
         """The scale itself, (), float32, on the device of `one`; 1 without a scaler."""
         scaled: torch.Tensor = super().scale(one)
         return scaled
+
+    def scales(self, one: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The present scale, and that of the newest step; see `times`."""
+        return self.times(one), self.scale_of_newest_step(one)
 
     def scale_of_newest_step(self, one: torch.Tensor) -> torch.Tensor:
         """The scale that the newest step was made with, (), float32; the present one
@@ -302,13 +296,15 @@ class LossScaler(torch.amp.GradScaler):
             raise error_of(after, self._remedies)
         return after
 
-    def _refuse_clip(self, gradients: Iterable[torch.Tensor]) -> None:
-        """Raise if one of these gradients is still scaled."""
-        scaled = {parameter.grad for parameter in self._trained()}
+    def _refuse_clip(self, clip: Clip) -> None:
+        """Raise if torch is about to clip a gradient that is still scaled."""
+        if not self.has_scaled or clip.by == _OUR_CLIP:
+            return
+        scaled = {parameter.grad for parameter in self._trained() or ()}
         for optimizer, stage in self._stages.items():
             if stage is not Stage.SCALED:
                 scaled -= {parameter.grad for parameter in parameters_of(optimizer)}
-        if not scaled.isdisjoint(gradients):
+        if not scaled.isdisjoint(clip.gradients):
             raise error_of(Mistake.CLIPS_SCALED, self._remedies)
 
     def _note_nothing(self, optimizer: Optimizer) -> None:

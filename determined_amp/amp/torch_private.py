@@ -1,4 +1,5 @@
-"""All private names of torch that the library uses, but for `torch._foreach_*`.
+"""All private names of torch that the library uses, but for `torch._foreach_*`, and
+`_saved_*` of the nodes of a graph, which torch documents.
 
 torch offers no public way to do what is done here. To support another version of torch
 is to review this file: `tests/test_private_names.py` has a test for each name.
@@ -20,10 +21,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from determined_amp.amp.patched import patched
 
-__all__ = ["CAST", "NODE_HOOKS", "TorchDispatchMode"]
+__all__ = [
+    "CAST",
+    "CASTS_OF_AUTOCAST",
+    "GROWTH_TRACKER",
+    "NODE_HOOKS",
+    "TorchDispatchMode",
+]
 
 # The operation that casts a tensor.
 CAST = torch.ops.aten._to_copy
+
+# Casts each argument of a function that autocast treats.
+CASTS_OF_AUTOCAST: tuple[Any, str] = (torch.amp.autocast_mode, "_cast")
+
+# What a `GradScaler` counts its applied steps by, in its state.
+GROWTH_TRACKER = "_growth_tracker"
 
 # Registers each hook of a node of the autograd graph.
 NODE_HOOKS: tuple[Any, str] = (torch.autograd.Function, "_register_hook")
@@ -76,16 +89,6 @@ class _Engine:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
-
-
-def call_after_backward(function: Callable[[], None]) -> None:
-    """Call a function when the backward that runs now has ended, and all exchange of
-    gradients.
-    """
-    engine: Any = torch.autograd.Variable._execution_engine
-    # DistributedDataParallel queues the end of its exchange, which this one must
-    # follow.
-    engine.queue_callback(lambda: engine.queue_callback(function))
 
 
 # Loss scales.

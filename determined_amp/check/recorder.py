@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 import math
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +20,6 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.nn.utils import clip_grad
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import (
     Optimizer,
@@ -30,6 +28,7 @@ from torch.optim.optimizer import (
 )
 from torch.overrides import TorchFunctionMode
 
+from determined_amp.amp.clips import Clip, listen_to_clips
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import autocast_is_on
@@ -160,6 +159,7 @@ class Recorder:
                 register_module_forward_hook(self._forwards.after, always_call=True),
             ):
                 stack.callback(handle.remove)
+            stack.callback(listen_to_clips(self._clip))
             stack.enter_context(backwards_through(self._backward))
             stack.enter_context(_eager())
             stack.enter_context(_Functions(self._function))
@@ -219,9 +219,6 @@ class Recorder:
             (torch.autocast, "__enter__", self._autocast),
             (torch, "clear_autocast_cache", self._drop_casts),
             (torch, "save", self._save),
-            # All of torch's clips sort their gradients by this, however they were
-            # imported.
-            (clip_grad, "_group_tensors_by_device_and_dtype", self._clip),
         ]
 
     def _in_place_of(self, own: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
@@ -401,12 +398,10 @@ class Recorder:
             if scaler.is_enabled() and gradients.pending:
                 gradients.unscale(float(scaler.get_scale()))
 
-    def _clip(self, run: Run, lists: Any, *args: Any, **kwargs: Any) -> Any:
-        """Before a clip: it gets lists of gradients, and its limit stands in one of its
-        frames.
-        """
-        known = _locals_of_clip()
-        given = {gradient for gradients in lists for gradient in gradients}
+    def _clip(self, clip: Clip) -> None:
+        """Before a clip by torch, whose limit stands in one of its frames."""
+        known = _locals_of(clip)
+        given = set(clip.gradients)
         pending = [each for each in self._gradients if each.pending]
         clipped = [each for each in pending if not given.isdisjoint(each.dense())]
         for of in {"max_norm", "clip_value"} & known.keys() if clipped else ():
@@ -420,7 +415,6 @@ class Recorder:
             self.record.note(
                 "clip", of=of, limit=float(known[of]), norm=norm, factor=factor
             )
-        return run()
 
     # Step, update, zero_grad.
 
@@ -595,14 +589,10 @@ def _scale_of(scaler: torch.amp.GradScaler) -> float:
     return float(scaler.get_scale()) if scaler.is_enabled() else 0.0
 
 
-def _locals_of_clip() -> dict[str, Any]:
-    """What a clip of torch's knows, by its own names; nothing if it has begun
-    before.
-    """
+def _locals_of(clip: Clip) -> dict[str, Any]:
+    """What torch knows of a clip, by its own names; nothing if it has begun before."""
     known: dict[str, Any] = {}
-    for frame, _ in traceback.walk_stack(caller()):
-        if frame.f_code.co_filename != clip_grad.__file__:
-            break
+    for frame in clip.frames:
         known |= frame.f_locals
     return {} if "total_norm" in known else known
 

@@ -10,13 +10,12 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch.amp import autocast_mode
 from torch.overrides import TorchFunctionMode
 
 from determined_amp.amp.fp32_modules import as_float32
 from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import autocast_is_on
-from determined_amp.amp.torch_private import backwards_through
+from determined_amp.amp.torch_private import CASTS_OF_AUTOCAST, backwards_through
 from determined_amp.amp.users_code import is_users
 
 # What only a GPU can show.
@@ -145,12 +144,11 @@ def _replacements() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     is_on, dtype, cast = (
         torch.is_autocast_enabled,
         torch.get_autocast_dtype,
-        autocast_mode._cast,
+        getattr(*CASTS_OF_AUTOCAST),
     )
     yield torch, "is_autocast_enabled", lambda device="cuda": is_on(_on_cpu(device))
     yield torch, "get_autocast_dtype", lambda device: dtype(_on_cpu(device))
     yield (
-        autocast_mode,
-        "_cast",
+        *CASTS_OF_AUTOCAST,
         lambda value, device, to: cast(value, _on_cpu(device), to),
     )

@@ -20,21 +20,15 @@ from torch.utils.hooks import RemovableHandle
 from determined_amp.trial.determined_private import average_gradients_by
 
 
-def average_at_once(
-    context: pytorch.PyTorchTrialContext,
-    before: Callable[[Iterable[torch.Tensor]], None],
-) -> None:
+def average_at_once(context: pytorch.PyTorchTrialContext) -> None:
     """Average the gradients of an accumulation window in one kernel, not one per
     parameter.
 
     Args:
         context: The trial's context.
-        before: Called with the parameters whose gradients are about to be divided.
     """
 
     def average_gradients(parameters: Iterable[torch.Tensor], divisor: int) -> None:
-        parameters = list(parameters)
-        before(parameters)
         gradients = [p.grad for p in parameters if p.grad is not None]
         if (
             divisor > 1

@@ -254,15 +254,16 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
                 warn_of_slow_operations(self.settings.precision, self.device)
         if self._aggregation_frequency > 1:
             self._check_averaging()
-            average_at_once(self._context, self.scaler.scaled_gradients.compare)
+            average_at_once(self._context)
             for hook in share_gradients_once(self._context, self._is_update_batch):
                 self._patches.callback(hook.remove)
         if self.scaler.is_enabled():
             modes = pytorch.LRScheduler.StepMode
             by_step = modes.STEP_EVERY_BATCH, modes.STEP_EVERY_OPTIMIZER_STEP
             self.metrics.drifting = scheduled(self._context, *by_step)
+        self._patches.callback(self._see_steps())
         for optimizer in self._context.optimizers:
-            self._meet(optimizer)
+            self._see_steps_of(optimizer)
             self.metrics.of(optimizer).begin(optimizer)
 
     def on_validation_end(self, metrics: Metrics) -> None:
@@ -280,9 +281,8 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
                 schedule.validated(float(metrics[name]))
 
     def on_trial_shutdown(self) -> None:
-        for hook in self._hooks.values():
+        for hook in self._step_hooks:
             hook.remove()
-        self._hooks.clear()
         self._patches.close()
         if self._batches is not None:
             self._batches.remove()
@@ -290,11 +290,6 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
             print_uncaught_user_errors()
 
     # Internals.
-
-    def _meet(self, optimizer: Optimizer) -> None:
-        """Watch the steps of an optimizer, once the training has begun."""
-        if self._started and optimizer not in self._hooks:
-            self._watch_steps(optimizer)
 
     def _others_that_step(self) -> list[tuple[object, str]]:
         return what_steps(self._context)

@@ -89,7 +89,7 @@ class TrialGuard(pytorch.PyTorchCallback):
         if self._method in _STOPPED_BY_NAN:
             self._end_search_trial(failure)
         with self._ending_the_trial():
-            self._guard.fail(failure)
+            self._guard.fail(failure, metrics)
 
     def on_trial_shutdown(self) -> None:
         # else the run ends with an error, which says more

@@ -6,8 +6,9 @@ The forward of each wrapped model, and of its members, runs under autocast,
 skipped if they overflowed, and each batch ends with one `update`. Everything else is
 `MixedPrecision`, as in a trial that was written for it.
 
-What a model returns is cast to float32. So is what its hooks see, and what it keeps in
-attributes: a loss that is computed outside the model is never in 16 bits.
+What a model returns is cast to float32, and so is what its forward hooks see: a loss
+that is computed from them is never in 16 bits. What the model keeps in an attribute
+stays in 16 bits, and a loss that is in 16 bits because of it is refused.
 """
 
 from __future__ import annotations
@@ -22,13 +23,11 @@ import torch
 from determined import pytorch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.fp32_modules import as_float32
+from determined_amp.amp.patched import patched
 from determined_amp.amp.settings import AmpSettings, Compile
 from determined_amp.amp.tensors import (
     SIXTEEN_BITS,
@@ -337,11 +336,9 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
 
     def on_training_start(self) -> None:
         _refuse_16_bit_weights(self._context)
-        for handle in (
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ):
-            self._patches.callback(handle.remove)
+        self._patches.enter_context(patched(self._amp, "own_step", self._before_step))
+        handle = register_optimizer_step_post_hook(self._after_step)
+        self._patches.callback(handle.remove)
         self._patches.enter_context(backwards_through(self._run_backward))
         if self._autocast.casts:
             hooks = ForwardHooks(self._amp.models)

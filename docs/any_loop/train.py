@@ -81,6 +81,7 @@ def train(
             try:
                 metrics = amp.report(batch, loss_fn)  # one synchronisation; the guard
             except GuardError as error:
+                core_context.train.report_training_metrics(step, error.metrics)
                 if error.state_is_good:
                     save()
                 raise

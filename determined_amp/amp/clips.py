@@ -1,0 +1,81 @@
+"""Tells of every clip by torch before it changes gradients.
+
+torch has no hook for its clips. All of its functions that clip sort their gradients by
+one function of their module, however they were imported. That function is replaced
+while anybody listens.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.utils import clip_grad
+
+from determined_amp.amp.torch_private import sort_gradients, sort_gradients_by
+
+
+class Clip(NamedTuple):
+    """A call of a function of torch that clips.
+
+    Args:
+        gradients: The gradients that it is about to clip.
+        frames: Those of torch's functions, the innermost first.
+        by: The name of the module that calls them.
+    """
+
+    gradients: list[torch.Tensor]
+    frames: list[FrameType]
+    by: str
+
+
+Listener = Callable[[Clip], None]
+
+# In the order in which they hear of a clip. None is kept alive: a training may be over.
+_listeners: list[weakref.WeakMethod[Listener]] = []
+
+
+def listen_to_clips(listener: Listener, *, first: bool = False) -> Callable[[], None]:
+    """Call a method before each clip, as long as somebody else holds its object.
+
+    Args:
+        listener: The method; it may refuse the clip by an error.
+        first: Whether to call it before those that listen already.
+
+    Returns:
+        What ends it.
+    """
+
+    def end(*_: object) -> None:
+        if reference in _listeners:
+            _listeners.remove(reference)
+        if not _listeners:
+            sort_gradients_by(sort_gradients)
+
+    reference = weakref.WeakMethod(listener, end)
+    _listeners.insert(0 if first else len(_listeners), reference)
+    sort_gradients_by(_tell_and_sort)
+    return end
+
+
+def _tell_and_sort(
+    tensors: list[list[torch.Tensor]], *others: Any, **named: Any
+) -> Any:
+    """In place of the function that torch's clips sort their gradients by."""
+    frame: Any = sys._getframe(1)
+    frames: list[FrameType] = []
+    while frame.f_globals is vars(clip_grad):
+        frames.append(frame)
+        frame = frame.f_back
+    # Others of these functions only measure a norm.
+    if any(each.f_code.co_name.startswith("clip_grad") for each in frames):
+        clip = Clip(tensors[0], frames, frame.f_globals.get("__name__", ""))
+        for reference in list(_listeners):
+            listener = reference()
+            if listener is not None:
+                listener(clip)
+    return sort_gradients(tensors, *others, **named)
