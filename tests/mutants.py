@@ -60,7 +60,8 @@ ROOMS = {
     ),
     "check": ("check", "amp_examples"),
     "cli": ("compare", "finder", "misplaced", "reports", "reports_precision"),
-    "determined_amp": ("compare", "context", "reports_cluster"),
+    "compare": ("compare",),
+    "determined_amp": ("context", "reports_cluster"),
     "experiment": (
         *("experiment", "configs", "misplaced", "mistyped", "settings", "strangers"),
         "yaml_text",

@@ -11,9 +11,9 @@ import json
 import math
 import shutil
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -22,28 +22,31 @@ import pytest
 from determined import core
 
 from determined_amp import __main__ as door
-from determined_amp import comparison, comparison_task, pilots
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.amp.settings import Precision
-from determined_amp.comparison import Compared, PilotResults
-from determined_amp.comparison_task import compare_on_cluster
+from determined_amp.compare import comparison_task, pilots, plan, runs
+from determined_amp.compare.comparison_task import compare_on_cluster
+from determined_amp.compare.pilots import BATCHES, FINDER_BATCHES, Pilot, PilotResults
+from determined_amp.compare.plan import ComparisonPlan
+from determined_amp.compare.runs import ComparisonEnd, RunConfigs
 from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.overrides import in_precision
 from determined_amp.experiment.training import Length
 from determined_amp.finder.found_scale import FoundScale
-from determined_amp.pilots import BATCHES, FINDER_BATCHES, Pilot
 from determined_amp.report.precision_report import write_precision_report
 from determined_amp.runs.folder import RunFolder, read_record
-from determined_amp.runs.run import RunState
+from determined_amp.runs.run import Run, RunState
 from determined_amp.search import optimize
 from determined_amp.search.search_folder import (
     Search,
+    read_config,
     read_search,
     write_config,
     write_remarks,
 )
 from determined_amp.search.task import Task, Verb
+from determined_amp.search.trial_process import Job
 from tests import searching, shapes
 from tests.cluster_task import TaskMaster, start_task
 from tests.precisions import run
@@ -182,7 +185,7 @@ class TestAnswer:
 def test_answer_counts_missing_runs_and_does_not_list_them() -> None:
     ended, stopped = run("fp32"), run("fp32", 2, last_batch=60)
     source = Search("", (dataclasses.replace(ended, number=3), stopped))
-    answer = comparison._of_answer(source, 6, "within 3 min")
+    answer = runs.of_answer(source, 6, "within 3 min")
     assert [run.name for run in answer.runs] == ["run 3"]
     assert answer.left_out == ("5 of 6 runs were not finished within 3 min",)
 
@@ -207,29 +210,23 @@ def test_comparison_says_why_it_ended_early(
 
 
 def test_time_limit_is_what_the_user_allows_or_1_3_times_a_longer_estimate() -> None:
-    short = comparison.ComparisonPlan(
-        batches=200, reporting_period=25, seconds=8.0, allowed=180.0
-    )
-    long = comparison.ComparisonPlan(
-        batches=20, reporting_period=2, seconds=400.0, allowed=180.0
-    )
+    short = ComparisonPlan(200, 25, seconds=8.0, allowed=180.0)
+    long = ComparisonPlan(20, 2, seconds=400.0, allowed=180.0)
     assert (short.time_limit, long.time_limit) == (180.0, 520.0)
 
 
-def pilots_of_two(trials: Any, results: PilotResults, *_: Any) -> None:
+def pilots_of_two(_: Any, precisions: Any, results: PilotResults, *more: Any) -> None:
     """In place of the pilots."""
-    for precision, seconds in ((Precision.FP32, 0.001), (Precision.AMP_BF16, 0.002)):
-        results.add(Pilot(precision, seconds, overhead=1.0))
+    results.pilots[Precision.FP32] = Pilot(0.001, overhead=1.0)
+    results.pilots[Precision.AMP_BF16] = Pilot(0.002, overhead=1.0)
 
 
 def test_comparison_of_too_few_runs_says_how_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(comparison, "run_pilots", pilots_of_two)
-    monkeypatch.setattr(comparison, "run_comparison", lambda *call: "within 3 min")
-    monkeypatch.setattr(
-        comparison, "read_search", lambda folder: Search(str(folder), ())
-    )
+    monkeypatch.setattr(runs, "run_pilots", pilots_of_two)
+    monkeypatch.setattr(runs, "run_comparison", lambda *call: "within 3 min")
+    monkeypatch.setattr(runs, "read_search", lambda folder: Search(str(folder), ()))
     compare("Images", tmp_path, status=2)
     shown = capsys.readouterr()
     assert shown.err.startswith(
@@ -238,6 +235,60 @@ def test_comparison_of_too_few_runs_says_how_to_go_on(
     )
     assert "  amp_bf16       2.0 ms a batch\n" in shown.out
     assert "plan: fp32, amp_bf16 in turn, 3 runs of " in shown.out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        # Only a master refuses it, and a search does as a master.
+        (
+            ["--config", "hyperparameters.optimizer={type: adam}"],
+            "hyperparameters.optimizer.type: got 'adam'; allowed: const, ",
+        ),
+        (
+            ["--precisions", "amp_bf16"],
+            "--precisions: got amp_bf16; allowed: fp32",
+        ),
+        (
+            ["--precisions", "fp32", "fp32"],
+            "--precisions: got fp32 fp32; allowed:",
+        ),
+        (
+            ["--config", "hyperparameters.global_batch_size=null"],
+            "hyperparameters.global_batch_size: missing; allowed: the number of sam",
+        ),
+    ],
+)
+def test_mistake_is_one_sentence_before_the_first_pilot(
+    options: Sequence[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refusal: Callable[..., str],
+) -> None:
+    pilot = Mock()
+    monkeypatch.setattr(runs, "run_pilots", pilot)
+    shutil.copy(shapes.__file__, tmp_path / "shapes.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = write_yaml(tmp_path, experiment("Images"))
+    assert words in refusal("compare", path, *options)
+    assert not pilot.called
+
+
+def test_chosen_precisions_are_trained_whatever_that_of_the_yaml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A section `amp` of a trial that is only compared needs no precision."""
+    pilot = Mock(side_effect=pilots_of_two)
+    monkeypatch.setattr(runs, "run_pilots", pilot)
+    monkeypatch.setattr(runs, "go_on", Mock(return_value=ComparisonEnd(tmp_path)))
+    amp = ("--config", "hyperparameters.amp={growth_interval: 7}")
+    folder = compare("Images", tmp_path, *amp, "--precisions", "amp_bf16", "fp32")
+    assert pilot.call_args.args[1] == [Precision.FP32, Precision.AMP_BF16]
+    section = read_config(folder)["hyperparameters"]["amp"]
+    precisions = {"type": "categorical", "vals": ["amp_bf16", "fp32"]}
+    assert section == {"growth_interval": 7, "precision": precisions}
 
 
 @pytest.fixture
@@ -274,7 +325,7 @@ def test_task_of_a_cluster_leaves_the_answer_in_metadata_metrics_and_checkpoint(
     amp = (run("amp_bf16", seed, speed=2000.0) for seed in (1, 2))
     source = Search("", (run("fp32"), run("fp32", 2), *amp))
     report = write_precision_report([source], made)
-    compared = Mock(return_value=Compared(made, report))
+    compared = Mock(return_value=ComparisonEnd(made, report))
     monkeypatch.setattr(comparison_task, "compare", compared)
     compare_on_cluster(Namespace(minutes=1))
     hparams = {"learning_rate": 0.5, "global_batch_size": 4}
@@ -300,18 +351,17 @@ def test_task_of_a_cluster_leaves_the_answer_in_metadata_metrics_and_checkpoint(
 def test_task_that_can_train_only_fp32_leaves_that_answer_as_its_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def pilots_of_one(trials: Any, results: PilotResults, *_: Any) -> None:
-        results.add(Pilot(Precision.FP32, 0.001))
-        results.add(Pilot(Precision.AMP_BF16, failure="it is emulated here"))
+    def pilots_of_one(_: Any, chosen: Any, results: PilotResults, *more: Any) -> None:
+        results.pilots[Precision.FP32] = Pilot(0.001)
+        results.leave_out(Precision.AMP_BF16, "it is emulated here")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(comparison, "run_pilots", pilots_of_one)
+    monkeypatch.setattr(runs, "run_pilots", pilots_of_one)
     master = start_task(monkeypatch, tmp_path, IMAGES, IMAGES["hyperparameters"])
-    compare_on_cluster(Namespace(trial=None, seeds=1))
+    compare_on_cluster(Namespace(trial=None, seeds=1, precisions=[*Precision]))
     (page,) = tmp_path.glob("checkpoints/*/precision.md")
     assert (
-        page.read_text()
-        == f"# {comparison.ONLY_FP32}\n\n* amp_bf16: it is emulated here\n"
+        page.read_text() == f"# {runs.ONLY_FP32}\n\n* amp_bf16: it is emulated here\n"
     )
     assert master.status == "use fp32"
 
@@ -322,13 +372,15 @@ def test_paused_task_stops_at_a_report_and_goes_on_with_its_finished_runs(
 ) -> None:
     """Paused in the second of its two runs."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(comparison, "run_pilots", pilots_of_two)
+    monkeypatch.setattr(runs, "run_pilots", pilots_of_two)
     master = start_task(monkeypatch, tmp_path, IMAGES, IMAGES["hyperparameters"])
     paused = Mock(side_effect=lambda *_: any(tmp_path.glob("runs/*/*/trials/0001")))
     monkeypatch.setattr(core.DummyPreemptContext, "should_preempt", paused)
     info: Any = det.get_cluster_info()
     info.trial.experiment_id = 7
-    options = Namespace(trial=None, seeds=1, batches=24, minutes=20)
+    options = Namespace(
+        trial=None, precisions=[*Precision], seeds=1, batches=24, minutes=20
+    )
     compare_on_cluster(options)
     (kept,) = tmp_path.glob("checkpoints/*")
     assert not master.reports
@@ -343,11 +395,11 @@ def test_paused_task_stops_at_a_report_and_goes_on_with_its_finished_runs(
     paused.side_effect = lambda *_: False
     compare_on_cluster(options)
     (folder,) = tmp_path.glob("runs/*/*")
-    runs = read_search(folder).runs
-    assert {run.state for run in runs} == {RunState.COMPLETED}
-    assert [len(run.parts) for run in runs] == [1, 2]
-    assert runs[0].date == first.date
-    assert runs[1].parts[1].first_batch == second.trained_batches
+    first_now, second_now = read_search(folder).runs
+    assert first_now.state is second_now.state is RunState.COMPLETED
+    assert [len(run.parts) for run in (first_now, second_now)] == [1, 2]
+    assert first_now.date == first.date
+    assert second_now.parts[1].first_batch == second.trained_batches
     assert master.reports["validation"][0][0] == 24
 
     # Paused after the answer: activated again, it ends.
@@ -377,29 +429,47 @@ def test_plan_is_no_longer_than_the_experiment(
     """
     precisions = (Precision.FP32, Precision.AMP_BF16)
     results = PilotResults(
-        {p: Pilot(p, 0.01, overhead=1.0, epoch_batches=16) for p in precisions}
+        {p: Pilot(0.01, overhead=1.0, epoch_batches=16) for p in precisions}
     )
     experiment: Any = SimpleNamespace(
         aggregation_frequency=window,
         training=SimpleNamespace(max_length=length and Length(**length)),
     )
     options: Any = SimpleNamespace(seeds=3, batches=None, minutes=3)
-    plan = comparison.make_plan(results, experiment, options)
-    assert plan.batches == batches
-    assert plan.reporting_period % window == 0
-    assert plan.seconds == pytest.approx(6 + 0.06 * plan.batches)
+    made = plan.plan_of(results, experiment, options)
+    assert made.batches == batches
+    assert made.reporting_period % window == 0
+    assert made.seconds == pytest.approx(6 + 0.06 * made.batches)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shorter"), [(180.0, False), (181.0, True), (2000.0, True)]
+)
+def test_plan_beyond_the_minutes_says_so_and_what_to_type(
+    seconds: float, *, shorter: bool
+) -> None:
+    results = PilotResults({p: Pilot(0.01) for p in Precision})
+    made = ComparisonPlan(40, 5, 3, seconds, allowed=180.0)
+    said = "\n".join(plan.plan_lines(results, made))
+    assert ("that is more than the 3 min of --minutes; shorter: " in said) is shorter
+    for option in ("--precisions fp32 amp_bf16", "--seeds 2", "--batches 20"):
+        assert (f"`{option}`" in said) is shorter
+
+
+def test_plan_without_a_pilot_that_validated_says_so() -> None:
+    results = PilotResults({Precision.FP32: Pilot(0.01, is_cut_short=True)})
+    _, said = plan.plan_lines(results, ComparisonPlan(40, 5))
+    assert said == "  validation is not in this estimate: no pilot came so far"
 
 
 def test_runs_of_a_comparison_differ_in_precision_and_seed_alone() -> None:
     config = {**IMAGES, "reproducibility": {"experiment_seed": 5}}
     config |= {"optimizations": {"aggregation_frequency": 3}}
-    trials = comparison._Trials(parse(in_precision(config, "fp32"), "x"), config, 2)
-    plan = comparison.ComparisonPlan(
-        batches=42, reporting_period=6, seconds=1.0, allowed=1.0
-    )
+    configs = RunConfigs(parse(in_precision(config, "fp32"), "x"), {}, 2)
     precisions = {"type": "categorical", "vals": ["amp_bf16", "fp32"]}
     whole, searcher = {"batches": 42}, config["searcher"]
-    made = trials.search([Precision.FP32, Precision.AMP_BF16], plan)
+    chosen = [Precision.FP32, Precision.AMP_BF16]
+    made = configs.search(chosen, ComparisonPlan(42, 6))
     assert {key: made[key] for key in made if made[key] != config.get(key)} == {
         "name": "compare-shape",
         "hyperparameters": {
@@ -411,7 +481,7 @@ def test_runs_of_a_comparison_differ_in_precision_and_seed_alone() -> None:
         **dict.fromkeys(("min_validation_period", "min_checkpoint_period"), whole),
         "scheduling_unit": 6,
     }
-    pilot = trials.pilot(Precision.TF32, BATCHES)
+    pilot = configs.pilot(Precision.TF32, BATCHES)
     assert pilot["hyperparameters"]["amp"] == {"precision": "tf32"}
     # whole windows
     assert pilot["searcher"] == {
@@ -430,7 +500,7 @@ def test_pilots_are_of_every_precision_that_the_device_has(
     has_tf32: bool,
 ) -> None:
     """The log says which pilot of how many is trained."""
-    results = stage_pilots(tmp_path, monkeypatch, {}, has_tf32=has_tf32)
+    results = stage_pilots(tmp_path, monkeypatch, has_tf32=has_tf32)
     assert list(results.pilots) == [
         p for p in Precision if has_tf32 or p is not Precision.TF32
     ]
@@ -448,8 +518,9 @@ def test_pilots_are_of_every_precision_that_the_device_has(
 def test_no_loss_scale_is_sought_in_a_precision_that_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results = stage_pilots(tmp_path, monkeypatch, {Precision.AMP_FP16: "for time"})
-    assert results.left_out == {"amp_fp16": "for time"}
+    failures = {Precision.AMP_FP16: "for time"}
+    results = stage_pilots(tmp_path, monkeypatch, failures=failures)
+    assert results.left_out == failures
     assert results.scale is None
     assert Precision.AMP_BF16 in results.pilots
 
@@ -457,24 +528,31 @@ def test_no_loss_scale_is_sought_in_a_precision_that_is_left_out(
 def stage_pilots(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    failures: dict[Precision, str],
     *,
+    failures: Mapping[Precision, str] = MappingProxyType({}),
     has_tf32: bool = True,
 ) -> PilotResults:
     """The results of pilots that end at once."""
 
-    def train(config: Any, precision: Precision, *_: Any) -> Pilot:
-        return Pilot(precision, 1.0, failure=failures.get(precision))
+    def train(
+        _: Any, precision: Precision, __: Any, made: PilotResults, *more: Any
+    ) -> None:
+        if why := failures.get(precision):
+            made.leave_out(precision, why)
+        else:
+            made.pilots[precision] = Pilot(1.0)
+
+    def find(job: Job, goes_on: object) -> Run:
+        (job.folder.path / "loss_scale.json").write_text(found_scale().json_text())
+        return Run("", RunState.COMPLETED)
 
     record = SimpleNamespace(machine=SimpleNamespace(has_tf32=has_tf32))
-    monkeypatch.setattr(comparison, "read_record", Mock(return_value=record))
-    monkeypatch.setattr(comparison, "find_the_scale", Mock(return_value=found_scale()))
-    monkeypatch.setattr(comparison, "train_briefly", train)
+    monkeypatch.setattr(pilots, "read_record", Mock(return_value=record))
+    monkeypatch.setattr(pilots, "_run", find)
+    monkeypatch.setattr(pilots, "train_pilot", train)
     results = PilotResults()
-    trials: Any = Mock()
-    comparison.run_pilots(trials, results, tmp_path / "pilots", bool)
-    changes = [call.args for call in trials.change_amp.call_args_list]
-    assert changes == ([] if failures else [({"init_scale": 2.0**17},)])
+    config_of = Mock(return_value={})
+    pilots.run_pilots(config_of, [*Precision], results, tmp_path / "pilots", bool)
     return results
 
 
@@ -483,32 +561,25 @@ def reports(*batches: int, **metrics: float) -> list[Metrics]:
 
 
 class TestPilot:
-    """Process and clock are staged: reports come after 100, 101, 103 and 106 s, and so
-    on.
-    """
-
-    @pytest.fixture(autouse=True)
-    def _staged(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        searching.stage(monkeypatch, pilots)
+    """Reports come after 100, 101, 103, 106 s and so on, without a process."""
 
     @pytest.fixture
     def train(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> Callable[..., Pilot]:
-        """Runs a pilot in TF32 that sends messages at the seconds 100, 101, 103, 106,
-        and so on.
-        """
+    ) -> Callable[..., PilotResults]:
+        """Runs a pilot in TF32 that sends these messages."""
+        searching.stage(monkeypatch, pilots)
 
-        def pilot(*messages: object, base: float = 1.0) -> Pilot:
+        def pilot(
+            *messages: object, base: float = 1.0, watch: Any = id
+        ) -> PilotResults:
             ticks = iter([0.0, *(100.0 + n * (n + 1) / 2 for n in range(20))])
             clock = SimpleNamespace(monotonic=lambda: next(ticks))
             monkeypatch.setattr(pilots, "time", clock)
             monkeypatch.setattr(Staged, "script", messages)
             config = experiment("Images")
-            fp32 = Pilot(Precision.FP32, shortest=base)
-            made = pilots.train_briefly(
-                config, Precision.TF32, tmp_path, fp32, lambda batches: None
-            )
+            results = PilotResults({Precision.FP32: Pilot(base)})
+            pilots.train_pilot(config, Precision.TF32, tmp_path, results, watch)
             (job,) = Staged.jobs
             assert (job.task, job.config, job.folder.path) == (
                 Task(Verb.TRAIN),
@@ -517,45 +588,57 @@ class TestPilot:
             )
             assert not (tmp_path / "checkpoints").exists()
             assert Staged.made[0].connection.closed
-            return made
+            return results
 
         return pilot
 
     def test_seconds_per_batch_exclude_the_start_of_the_run(
-        self, train: Callable[..., Pilot]
+        self, train: Callable[..., PilotResults]
     ) -> None:
-        """The command ends at 106 s, of which 6 batches take half a second each."""
-        pilot = train(*reports(2, 4, 6), *DONE)
-        assert pilot == Pilot(
-            Precision.TF32, 0.5, 0.5, overhead=103.0, epoch_batches=16
-        )
+        """It ends at 106 s; between reports of 2 batches there are 1 s and 2 s."""
+        made = train(*reports(2, 4, 6), *DONE)
+        assert made.pilots[Precision.TF32] == Pilot(0.75, 101.5, epoch_batches=16)
 
     def test_reported_speed_gives_the_seconds_per_batch(
-        self, train: Callable[..., Pilot]
+        self, train: Callable[..., PilotResults]
     ) -> None:
-        """64 samples/s are 0.25 s for a batch of 16, also where there is only one
-        report.
-        """
-        spoken = reports(32, samples_per_second=64.0)
-        pilot = train(*spoken, *DONE)
-        assert (pilot.seconds_per_batch, pilot.shortest) == (0.25, 0.25)
+        """64 samples/s are 0.25 s for a batch of 16, also in the only report."""
+        made = train(*reports(32, samples_per_second=64.0), *DONE)
+        assert made.pilots[Precision.TF32].seconds_per_batch == 0.25
 
-    def test_much_slower_precision_is_stopped_after_two_intervals_between_reports(
-        self, train: Callable[..., Pilot]
+    @pytest.mark.parametrize("times", [5.1, 7.0])
+    def test_precision_of_more_than_five_times_the_time_of_fp32_is_stopped_and_left_out(
+        self, train: Callable[..., PilotResults], times: float
     ) -> None:
+        """The same time of a batch is printed for both, and judged."""
         stopped = Ended(RunState.PRUNED)
-        pilot = train(*reports(2, 4, 6), stopped, base=0.09)
-        assert str(pilot.failure).startswith(
-            "for time: a batch takes 6 times as long as in fp32 (`python -m "
+        made = train(*reports(2, 4, 6), stopped, base=0.75 / times)
+        assert made.left_out[Precision.TF32].startswith(
+            f"for time: a batch takes {times:.0f} times as long as in fp32 (`python -m "
             "determined_amp train YAML --precision tf32` trains"
         )
         assert Staged.made[0].connection.answers == [True, True, False]
 
-    def test_precision_with_one_short_interval_between_reports_is_kept(
-        self, train: Callable[..., Pilot]
+    def test_precision_whose_last_report_tells_that_it_is_slow_is_left_out(
+        self, train: Callable[..., PilotResults]
     ) -> None:
-        pilot = train(*reports(2, 4, 6, 8), *DONE, base=0.11)
-        assert pilot.failure is None
+        """Its speed is 7 times less than that of fp32, in a pilot that ended."""
+        told = reports(2, 4) + reports(12, samples_per_second=16 / 7.0)
+        assert Precision.TF32 in train(*told, *DONE).left_out
+
+    def test_precision_of_less_than_five_times_the_time_of_fp32_is_kept(
+        self, train: Callable[..., PilotResults]
+    ) -> None:
+        made = train(*reports(2, 4, 6, 8), *DONE, base=1.0 / 4.9)
+        assert made.left_out == {}
+
+    def test_pilot_that_was_timed_for_long_is_cut_short(
+        self, train: Callable[..., PilotResults]
+    ) -> None:
+        """After 8 intervals, which take 36 s."""
+        made = train(*reports(*range(2, 22, 2)), Ended(RunState.PRUNED))
+        assert made.pilots[Precision.TF32].is_cut_short
+        assert Staged.made[0].connection.answers == [*[True] * 8, False, False]
 
     @pytest.mark.parametrize(
         ("message", "failure"),
@@ -565,21 +648,52 @@ class TestPilot:
             (Ended(), "its reports tell no speed"),
         ],
     )
-    def test_pilot_without_an_end_or_a_speed_has_failed(
-        self, message: object, failure: str, train: Callable[..., Pilot]
+    def test_precision_whose_pilot_has_no_end_or_no_speed_is_left_out(
+        self, message: object, failure: str, train: Callable[..., PilotResults]
     ) -> None:
-        assert train(message) == Pilot(Precision.TF32, failure=failure)
+        assert train(message).left_out == {Precision.TF32: failure}
 
-    def test_finder_has_an_answer_or_has_failed(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    def test_display_shows_the_batches_and_the_rest_of_the_time(
+        self, train: Callable[..., PilotResults]
     ) -> None:
-        (RunFolder(tmp_path).path / "loss_scale.json").write_text(
-            found_scale().json_text()
-        )
-        for message, answer in (
-            (Ended(), found_scale()),
-            (Ended(RunState.FAILED, "why"), "why"),
-        ):
-            monkeypatch.setattr(Staged, "script", (message,))
-            assert pilots.find_the_scale({}, tmp_path) == answer
-        assert Staged.jobs[0].task == Task(Verb.FIND, FINDER_BATCHES)
+        status, console = Mock(), Mock()
+        shown: list[pilots.PilotDisplay] = []
+
+        def watch(times: pilots.BatchTimes) -> None:
+            if not shown:
+                shown.append(pilots.PilotDisplay("pilot 2 of 4", status, console))
+            shown[0].show(times)
+
+        train(*reports(2, 4, 6, 8), *DONE, watch=watch)
+        told = [call.args[0] for call in status.update.call_args_list]
+        assert told[0] == "pilot 2 of 4: 2 of 20 batches"
+        assert told[1].startswith("pilot 2 of 4: 4 of 20 batches, about ")
+
+
+@pytest.mark.parametrize(
+    ("end", "left_out"), [(Ended(), {}), (Ended(RunState.FAILED, "why"), "why")]
+)
+def test_finder_has_an_answer_or_float16_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Ended, left_out: Any
+) -> None:
+    searching.stage(monkeypatch, pilots)
+    monkeypatch.setattr(Staged, "script", (end,))
+    place = RunFolder(tmp_path / "pilots" / "loss-scale").path
+    (place / "loss_scale.json").write_text(found_scale().json_text())
+    results = PilotResults({Precision.AMP_FP16: Pilot(0.1)})
+    pilots._find(Mock(return_value={}), results, tmp_path / "pilots")
+    assert Staged.jobs[0].task == Task(Verb.FIND, FINDER_BATCHES)
+    if left_out:
+        assert results.left_out == {Precision.AMP_FP16: left_out}
+    else:
+        assert results.scale == found_scale()
+
+
+def test_finder_of_slow_batches_takes_fewer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searching.stage(monkeypatch, pilots)
+    monkeypatch.setattr(Staged, "script", (Ended(RunState.FAILED, "why"),))
+    results = PilotResults({Precision.AMP_FP16: Pilot(20.0)})
+    pilots._find(Mock(return_value={}), results, tmp_path)
+    assert Staged.jobs[0].task == Task(Verb.FIND, 1)

@@ -7,7 +7,8 @@ batches. Each run has its own process. Ctrl-C ends the command with a report on 
 so far.
 
 It can be the entrypoint of an experiment on a cluster, with the options `--trial`,
-`--seeds`, `--batches` and `--minutes`. The whole comparison is then one task.
+`--precisions`, `--seeds`, `--batches` and `--minutes`. The whole comparison is then one
+task.
 
 It writes `runs/compare-NAME/TIME/`, a search folder with the page `precision.md`.
 """
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.amp.plain_data import Config
+from determined_amp.amp.settings import Precision
 from determined_amp.cli import Arguments
 from determined_amp.cli.options import INTERRUPTED, at_least, experiment_of, parser_of
 from determined_amp.cli.search import start_server
@@ -31,27 +33,36 @@ def main(arguments: Arguments) -> int:
     options = _options(arguments)
     config: Config = {}
     if not is_task():
+        options.precision = Precision.FP32.value  # that of the YAML counts for nothing
         experiment = experiment_of(options)
-        config = experiment.config
         if experiment.global_batch_size is None:
             raise ConfigError(options.config, [MISSING_BATCH_SIZE])
+        config = experiment.config
     start_server()
     # Imported after the server starts: both spend seconds importing torch, at the same
     # time.
     if is_task():
-        from determined_amp.comparison_task import compare_on_cluster  # noqa: PLC0415
+        from determined_amp.compare.comparison_task import compare_on_cluster  # noqa: PLC0415
 
         compare_on_cluster(options)
         return 0
-    from determined_amp.comparison import compare  # noqa: PLC0415
+    from determined_amp.compare.runs import compare  # noqa: PLC0415
 
-    compared = compare(config, options.config, options)
-    return INTERRUPTED if compared.is_interrupted else 0
+    end = compare(config, options.config, options)
+    return INTERRUPTED if end.is_interrupted else 0
 
 
 def _options(arguments: Arguments) -> Namespace:
     description = "Train in every precision in turn, and say which one to use."
     parser = parser_of("compare", description, precision=False)
+    parser.add_argument(
+        "--precisions",
+        type=Precision,
+        nargs="+",
+        default=list(Precision),
+        metavar="PRECISION",
+        help=f"of {', '.join(p.value for p in Precision)}, with fp32 (all)",
+    )
     parser.add_argument(
         "--seeds",
         type=at_least(1),
@@ -72,4 +83,12 @@ def _options(arguments: Arguments) -> Namespace:
         metavar="N",
         help="time for all runs together; each has at least 20 batches (3)",
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    chosen = [p for p in Precision if p in options.precisions]
+    if len(chosen) < 2 or Precision.FP32 not in chosen:
+        names = " ".join(p.value for p in options.precisions)
+        raise UserError(
+            f"--precisions: got {names}; allowed: fp32, and what to compare with it"
+        )
+    options.precisions = chosen
+    return options

@@ -12,17 +12,16 @@ from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import Precision
 from determined_amp.cluster import leave_answer, task_info, task_without_trial
-from determined_amp.comparison import (
+from determined_amp.compare.pilots import BATCHES, ComparisonPaused
+from determined_amp.compare.runs import (
     ONLY_FP32,
-    Compared,
-    ComparisonPaused,
+    ComparisonEnd,
     compare,
     ended_runs,
     go_on,
     planned_runs,
 )
 from determined_amp.experiment.failures import MISSING_BATCH_SIZE
-from determined_amp.pilots import BATCHES
 from determined_amp.runs.folder import fresh_folder
 from determined_amp.search.search_folder import read_search
 from determined_amp.trial.notes import show_status
@@ -48,19 +47,19 @@ def compare_on_cluster(options: Namespace) -> None:
         saved = task_info().latest_checkpoint
         try:
             if saved is None:
-                compared = compare(config, "experiment", options, is_paused)
+                end = compare(config, "experiment", options, is_paused)
             else:
                 name = f"compare-{config.get('name')}"
                 folder = _left_by_a_pause(core_context.checkpoint, saved, name)
                 if folder is None:
                     print("nothing is left to do: the answer is in the checkpoint")
                     return
-                compared = go_on(folder, is_paused)
+                end = go_on(folder, is_paused)
         except ComparisonPaused as paused:
             if paused.folder is not None:
                 _keep(core_context, paused.folder)
             return
-        _leave(core_context, compared)
+        _leave(core_context, end)
 
 
 def _left_by_a_pause(
@@ -103,15 +102,15 @@ def _so_far(folder: Path) -> str:
     )
 
 
-def _leave(core_context: core.Context, compared: Compared) -> None:
+def _leave(core_context: core.Context, end: ComparisonEnd) -> None:
     """Report the answer to the master, and store the page."""
     batches = BATCHES
     speed = 1.0
     # There is no report if only fp32 could be trained.
     noted: Values = {"answer": ONLY_FP32, "precision": Precision.FP32.value}
-    if compared.report is not None:
-        comparison = compared.report.comparison
-        answer = compared.report.answer
+    if end.report is not None:
+        comparison = end.report.comparison
+        answer = end.report.answer
         noted = {"answer": answer.text, "precision": answer.precision.value}
         batches = max(run.batches for run in comparison.runs)
         pair = comparison.against_baseline(answer.precision)
@@ -123,9 +122,7 @@ def _leave(core_context: core.Context, compared: Compared) -> None:
     leave_answer(
         core_context.train, status, batches, {"speed": speed}, **noted, speed=speed
     )
-    files = [
-        path for path in compared.folder.iterdir() if path.is_file() and path.suffix
-    ]
+    files = [path for path in end.folder.iterdir() if path.is_file() and path.suffix]
     with core_context.checkpoint.store_path({"steps_completed": batches}) as (
         stored,
         _,

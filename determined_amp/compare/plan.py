@@ -1,0 +1,96 @@
+"""The plan of a comparison: the length of its runs, and what makes it shorter."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from determined_amp.amp.settings import Precision
+from determined_amp.compare.pilots import BATCHES, PilotResults
+from determined_amp.experiment.experiment import Experiment
+from determined_amp.report.precision_runs import counted
+from determined_amp.search.optimize import GRACE
+from determined_amp.search.search_display import minutes
+
+# Number of reports per run. The first report of a process has no steady speed.
+_REPORTS = 8
+
+# Time limit of the runs as a multiple of their estimate, and seconds for the report
+# after them.
+_RESERVE = 1.3
+_REPORT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class ComparisonPlan:
+    """The planned runs."""
+
+    batches: int  # length of each run, in batches
+    reporting_period: int  # interval of its reports, in batches
+    seeds: int = 1  # number of runs in each precision
+    seconds: float = 0.0  # estimated time of all runs
+    allowed: float = 0.0  # seconds that the user allows the runs
+
+    @property
+    def time_limit(self) -> float:
+        """Seconds after which the runs are stopped."""
+        return max(self.seconds * _RESERVE, self.allowed)
+
+    @property
+    def announced(self) -> float:
+        """Upper limit of the total time, including the report, in seconds."""
+        return self.time_limit + GRACE + _REPORT_SECONDS
+
+
+def plan_of(
+    results: PilotResults, experiment: Experiment, options: Namespace
+) -> ComparisonPlan:
+    """The runs that fit into the time that the options give, of `BATCHES` at least."""
+    pilots = results.pilots.values()
+    per_batch = options.seeds * sum(pilot.seconds_per_batch for pilot in pilots)
+    overhead = options.seeds * sum(pilot.overhead for pilot in pilots)
+    window = experiment.aggregation_frequency
+    allowed = 60.0 * options.minutes
+    if options.batches is None:
+        wanted = (allowed / _RESERVE - overhead) / per_batch
+        own = experiment.training.max_length
+        epoch = results.pilots[Precision.FP32].epoch_batches
+        if own is not None and (own.batches or epoch):
+            wanted = min(wanted, own.in_batches(epoch or 1))  # a schedule may end there
+        wanted = max(wanted, BATCHES)  # shorter runs report no speed
+    else:
+        wanted = options.batches
+    period = max(int(wanted) // _REPORTS // window, 1) * window
+    batches = options.batches or max(int(wanted) // period, 1) * period
+    seconds = overhead + batches * per_batch
+    return ComparisonPlan(batches, period, options.seeds, seconds, allowed)
+
+
+def plan_lines(results: PilotResults, plan: ComparisonPlan) -> Iterator[str]:
+    """What will be run, its time, and what to type where that is too long."""
+    names = [precision.value for precision in results.pilots]
+    yield (
+        f"plan: {', '.join(names)} in turn, {counted(plan.seeds, 'run')} of "
+        f"{plan.batches} batches each: about {minutes(plan.seconds)}, at most "
+        f"{minutes(plan.announced)}"
+    )
+    if any(pilot.is_cut_short for pilot in results.pilots.values()):
+        yield "  validation is not in this estimate: no pilot came so far"
+    if plan.seconds > plan.allowed:
+        yield (
+            f"  that is more than the {minutes(plan.allowed)} of --minutes; shorter: "
+            f"{' or '.join(_shorter(names, plan))}; Ctrl-C reports what is finished"
+        )
+
+
+def _shorter(names: list[str], plan: ComparisonPlan) -> Iterator[str]:
+    """Options that make a plan shorter."""
+    if len(names) > 2:
+        faster = [name for name in names if name != Precision.AMP_FP16.value]
+        yield f"`--precisions {' '.join(faster[:1] + faster[-1:])}`"
+    if plan.seeds > 2:
+        yield "`--seeds 2`"
+    if plan.batches > BATCHES:
+        yield f"`--batches {BATCHES}`"
+    yield "a smaller batch or model by `--config`"
