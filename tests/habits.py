@@ -512,6 +512,18 @@ class Adversarial(Habit):
         return super().train_batch((moved, batch[1]), epoch_idx, batch_idx)
 
 
+class AdversarialLater(Adversarial):
+    """The same from the fifth batch on, in a graph that is as large as before."""
+
+    def net(self) -> Any:
+        return nn.Sequential(nn.LayerNorm(FEATURES), super().net())
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        if batch_idx < 4:
+            return Habit.train_batch(self, batch, epoch_idx, batch_idx)
+        return super().train_batch(batch, epoch_idx, batch_idx)
+
+
 class LooksForAnomalies(Habit):
     """Raises an error for NaN in the backward."""
 

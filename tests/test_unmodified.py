@@ -32,6 +32,7 @@ from determined_amp.amp.plain_data import Values
 from determined_amp.amp.precision import autocast_is_on
 from determined_amp.trial.loss_scale import find_in_trial
 from determined_amp.trial.optimizers import fuse
+from determined_amp.trial.true_gradients import TrueGradients
 from tests import habits
 from tests.harness import (
     Fitted,
@@ -686,6 +687,39 @@ def test_warning_names_an_autograd_function_of_the_trials_own_once(
     way(Sharper, {"precision": "amp_fp16"})
     (said,) = [message for message in caplog.messages if words in message]
     assert re.match(rf"{__file__}:\d+: the backward of Clip ", said)
+
+
+class SharperLater(Sharper):
+    """The same from its fourth loss on."""
+
+    losses = 0
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        self.losses += self.model.training
+        loss = super().loss if self.losses > 3 else super(Sharper, self).loss
+        return loss(inputs, classes)
+
+
+def test_graph_is_looked_through_again_only_when_its_size_changes(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, look = [], TrueGradients._leaves_of
+
+    def looking(self: TrueGradients, loss: torch.Tensor) -> list[torch.Tensor]:
+        looked.append(loss)
+        return list(look(self, loss))
+
+    monkeypatch.setattr(TrueGradients, "_leaves_of", looking)
+    amp = {"precision": "amp_fp16", "init_scale": 64.0, "audit": False}
+    # The number of the first loss counts from the start of the process.
+    for batches, habit, times in (
+        *((8, habits.Habit, 2), (120, habits.Habit, 3), (8, SharperLater, 3)),
+        (8, habits.Adversarial, 8 + 1),
+    ):
+        looked.clear()
+        way(habit, amp, batches=batches, reporting_period=batches)
+        assert len(looked) == times
+    assert "the backward of Clip" in caplog.text
 
 
 def test_callbacks_of_any_name_are_called_beside_the_guard() -> None:

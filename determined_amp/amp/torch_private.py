@@ -49,6 +49,11 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 states_of_steps: Callable[[Any], Any] = attrgetter("_per_optimizer_states")
 
 
+def number_of(node: Any) -> int:
+    """How many nodes of autograd graphs this thread had made when it made this one."""
+    return int(node._sequence_nr())
+
+
 def is_compiled(model: nn.Module) -> bool:
     """Whether the user has compiled it, with `torch.compile(model)` or
     `model.compile()`.

@@ -32,14 +32,20 @@ from torch.optim import Optimizer
 
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.tensors import any_gradient, parameters_in, parameters_of
-from determined_amp.amp.torch_private import version_of
+from determined_amp.amp.torch_private import number_of, version_of
 from determined_amp.trial.hooks import NoBackwardHooks
-from determined_amp.trial.unmodified_autocast import refuse_in_float16
+from determined_amp.trial.unmodified_autocast import (
+    UnmodifiedAutocast,
+    refuse_in_float16,
+)
 
 logger = logging.getLogger(__name__)
 
 # Integers as wide as the numbers: times 0 they are 0, which infinity is not.
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+# Backwards after which a graph of a known size is looked through again.
+_PERIOD = 100
 
 
 class TrueGradients:
@@ -48,11 +54,15 @@ class TrueGradients:
     Args:
         amp: The mixed precision of the training, with a loss scale.
         hooks: Refuses the trial's hooks of a backward.
+        autocast: Knows the inputs of the models.
     """
 
-    def __init__(self, amp: AmpCore, hooks: NoBackwardHooks) -> None:
+    def __init__(
+        self, amp: AmpCore, hooks: NoBackwardHooks, autocast: UnmodifiedAutocast
+    ) -> None:
         self._amp = amp
         self._hooks = hooks
+        self._autocast = autocast
         self._scaler = amp.scaler
         self._scaler.leaves_true_gradients = True
         self._parameters: list[torch.Tensor] = []
@@ -69,6 +79,10 @@ class TrueGradients:
         ] = []  # the versions of the gradients after the last backward
         self._norms: dict[Optimizer, torch.Tensor] = {}
         self._met: set[type] = set()  # kinds of nodes
+        # The sizes of the graphs that were looked through and have no other leaves.
+        self._plain_sizes: set[int] = set()
+        self._number = 0  # of the newest loss among all nodes
+        self._backwards = 0
 
     def begin_batch(self, *, in_window: bool) -> None:
         """End a window that the trial has ended without a step, so that its outcome
@@ -186,10 +200,36 @@ class TrueGradients:
             self._known = set(self._parameters)
 
     def _other_leaves_of(self, loss: torch.Tensor) -> list[torch.Tensor]:
-        """The leaves that a loss reaches, without the parameters."""
+        """The leaves that a loss reaches, without the parameters.
+
+        To look through a graph costs the host some microseconds a node, so a graph is
+        taken to be like an earlier one of the same size, as long as no input of a
+        model is a leaf itself.
+        """
         if loss.grad_fn is None:
             return [] if loss in self._known else [loss]
-        seen, waiting = {loss.grad_fn}, [loss.grad_fn]
+        number = number_of(loss.grad_fn)
+        size, self._number = number - self._number, number
+        self._backwards += 1
+        is_due = self._backwards % _PERIOD == 0 or self._autocast.took_leaf
+        self._autocast.took_leaf = False
+        if size in self._plain_sizes and not is_due:
+            return []
+        others = self._leaves_of(loss)
+        if others:
+            self._plain_sizes.discard(size)
+        else:
+            self._plain_sizes.add(size)
+        return others
+
+    def _leaves_of(self, loss: torch.Tensor) -> list[torch.Tensor]:
+        """Look through the graph of a loss for other leaves than the parameters.
+
+        Raises:
+            ConfigError: if a node or a leaf has a hook of the trial.
+        """
+        root: Any = loss.grad_fn
+        seen, waiting = {root}, [root]
         others = []
         while waiting:
             node = waiting.pop()

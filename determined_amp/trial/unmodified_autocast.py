@@ -12,6 +12,7 @@ from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.fp32_modules import as_float32
 from determined_amp.amp.precision import autocast_is_on
+from determined_amp.amp.tensors import tensors_of
 
 _CONVERT = (
     "or write the AMP in the trial itself: docs/your_trial.md shows the ten lines"
@@ -36,6 +37,8 @@ class UnmodifiedAutocast:
         casts: Whether the precision has an autocast in 16 bits.
         training: Whether `train_batch` is running.
         in_backward: Whether a backward is running.
+        took_leaf: Whether an input of a trained model was a leaf of the graph. Who
+            reads it sets it back.
         before_forward: Called before each forward.
     """
 
@@ -45,19 +48,23 @@ class UnmodifiedAutocast:
         self._inside = False
         self.training = False
         self.in_backward = False
+        self.took_leaf = False
         self.before_forward: Callable[[], None] | None = None
 
     def __call__(
         self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
+        if self._inside:  # a wrapped model calls another one
+            return forward(*args, **kwargs)
         is_on = autocast_is_on(self._amp.device.type)
-        # A wrapped model calls another one, or a checkpoint repeats such a call.
-        if self._inside or (self.in_backward and is_on):
+        if self.in_backward and is_on:  # a checkpoint repeats such a call
             return forward(*args, **kwargs)
         if self.training and is_on:
             raise refusal("it enters autocast itself", NO_AMP)
         if self.before_forward is not None:
             self.before_forward()
+        for tensor in tensors_of((args, kwargs)) if self.training else ():
+            self.took_leaf |= tensor.requires_grad and tensor.is_leaf
         amp, self._inside = self._amp, True
         try:
             with amp.autocast() if self.training else amp.eval_autocast():

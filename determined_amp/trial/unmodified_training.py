@@ -348,7 +348,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
             parameters = parameters_in(self._amp.models, self._amp.optimizers)
             refused = NoBackwardHooks(parameters, self._autocast)
             self._patches.enter_context(refused.refused())
-            self._gradients = TrueGradients(self._amp, refused)
+            self._gradients = TrueGradients(self._amp, refused, self._autocast)
 
     def on_trial_shutdown(self) -> None:
         self._patches.close()
