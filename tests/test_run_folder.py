@@ -99,8 +99,19 @@ class TestRefusedResume:
         self, run: Path, change: str, refusal: Callable[..., str]
     ) -> None:
         before = content(run)
-        refusal("train", "--resume", str(run), "--config", change)
+        said = refusal("train", "--resume", str(run), "--config", change)
         assert content(run) == before
+        assert len(said.splitlines()) == 1
+
+    def test_resume_in_another_width_counts_what_does_not_fit(
+        self, run: Path, refusal: Callable[..., str]
+    ) -> None:
+        change = "hyperparameters.hidden_features=24"
+        said = refusal("train", "--resume", str(run), "--config", change)
+        assert "hyperparameters.hidden_features changed from " in said
+        assert ": size mismatch for " in said
+        assert said.endswith(" (1 of 3 problems)\n")
+        assert len(said) < 600
 
     @pytest.mark.parametrize(
         ("file", "text", "words"),

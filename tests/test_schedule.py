@@ -738,12 +738,12 @@ def test_resume_keeps_settings_of_the_checkpoint_and_logs_what_the_yaml_changed(
 
     first = run(0.5)(4)
     assert run(0.5)(6, first).trial.seen == [(0.5, 0.9)] * 2
-    assert "settings of the checkpoint" not in caplog.text
+    assert "of the checkpoint (YAML" not in caplog.text
     assert run(0.25, 0.0)(6, first).trial.seen == [(0.5, 0.9)] * 2
-    (line,) = (line for line in caplog.messages if "settings of the checkpoint" in line)
-    assert (
-        "has others: lr 0.5, not 0.25; momentum 0.9, not 0.0. A new run from its"
-        in line
+    (line,) = (line for line in caplog.messages if "of the checkpoint (YAML" in line)
+    assert line.startswith(
+        "optimizer 0 (SGD) keeps lr 0.5 of the checkpoint (YAML: 0.25), momentum 0.9 "
+        "of the checkpoint (YAML: 0.0). A new run from the weights"
     )
 
 
@@ -768,7 +768,7 @@ def test_resume_takes_a_scheduled_rate_from_the_new_yaml_at_once(
 
     resumed = run(0.25)(8, run(0.5)(4))
     assert [rate for rate, *_ in resumed.trial.seen] == [0.25, 0.25, 0.125, 0.125]
-    assert "settings of the checkpoint" not in caplog.text
+    assert "of the checkpoint (YAML" not in caplog.text
 
 
 @needs_fused

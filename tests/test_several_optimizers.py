@@ -128,3 +128,32 @@ def test_optimizer_that_steps_seldom_or_never_has_counts_of_its_own(
     report = weigh_two([GOOD] * 4, AMP, Seldom).report
     assert counts(report) == (4, steps)
     assert "watch_grad_norm_0" not in report  # nobody clips, so nothing was measured
+
+
+class WithRates(TwoWeights):
+    """Plain SGD with the first rate, and Adam with the second."""
+
+    rates = (0.5, 0.01)
+
+    def optimizer_of(self, parameters: Any) -> torch.optim.Optimizer:
+        if not self.context.optimizers:
+            return torch.optim.SGD(parameters, lr=self.rates[0])
+        return torch.optim.Adam(parameters, lr=self.rates[1])
+
+
+class WithOtherRates(WithRates):
+    rates = (0.5, 0.1)
+
+
+def test_resume_says_for_each_optimizer_whose_settings_it_has(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = weigh_two([GOOD] * 2, AMP, WithRates)
+    weigh_two([GOOD] * 4, AMP, WithRates, resume=first)
+    assert "YAML" not in caplog.text
+    weigh_two([GOOD] * 4, AMP, WithOtherRates, resume=first)
+    (line,) = (line for line in caplog.messages if "YAML" in line)
+    assert line.startswith(
+        "optimizer 0 (SGD) follows the YAML; optimizer 1 (Adam) keeps lr 0.01 of the "
+        "checkpoint (YAML: 0.1). A new run "
+    )

@@ -94,8 +94,17 @@ def restoring(checkpoint: Path) -> Iterator[None]:
         yield
     except _NOT_RESTORED as error:
         raise CheckpointError(
-            f"{checkpoint}: cannot be restored into this trial: {error}"
+            f"{checkpoint}: cannot be restored into this trial: "
+            f"{_in_one_sentence(error)}"
         ) from error
+
+
+def _in_one_sentence(error: Exception) -> str:
+    """The text of an error; torch has a line for each tensor that does not fit."""
+    first, *others = str(error).splitlines() or [""]
+    if not others:
+        return first
+    return f"{first} {one_line(others[0].strip())} (1 of {len(others)} problems)"
 
 
 def load_plain(load: Callable[..., Any], *args: Any, **kwargs: Any) -> StateDict:
@@ -197,8 +206,8 @@ def kept_settings(
     now: Sequence[Mapping[str, Any]],
     ours: Collection[str],
 ) -> list[str]:
-    """Say which settings of a saved optimizer a resume keeps although its YAML has
-    changed them.
+    """The settings of a saved optimizer that a resume keeps, in words, although its
+    YAML has changed them.
 
     Args:
         saved: The state of the optimizer.
@@ -211,8 +220,8 @@ def kept_settings(
         for key in sorted(was.keys() & here.keys() & saved_group.keys()):
             value = _plain(saved_group[key])
             if key not in ours and was[key] != here[key] != value:
-                kept.append(f"{key} {value}, not {here[key]}")
-    return kept
+                kept.append(f"{key} {value} of the checkpoint (YAML: {here[key]})")
+    return list(dict.fromkeys(kept))
 
 
 def _groups_in(saved: Mapping[str, Any]) -> Sequence[dict[str, Any]]:

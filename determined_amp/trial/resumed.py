@@ -149,24 +149,27 @@ class ResumedTraining(pytorch.PyTorchCallback):
         constructed = self._remember_constructed()
         before = checkpoint.get("callbacks", {}).get(CALLBACK) or {}
         made_then = before.get("constructed") or [[]] * len(constructed)
-        kept: list[str] = []
+        told: dict[str, str] = {}
         states = checkpoint.get("optimizers_state_dict", [])
         of_each = zip(
             self._amp.optimizers, states, made_then, constructed, strict=False
         )
-        for optimizer, state, then, now in of_each:
+        for number, (optimizer, state, then, now) in enumerate(of_each):
+            name = f"optimizer {number} ({type(optimizer).__name__})"
+            told[name] = "follows the YAML"
             ours = self._settings_of_this_trial(optimizer)
             if not self._warm_start:
                 check_kind(state, optimizer)
-                kept += kept_settings(state, then, now, ours)
+                kept = kept_settings(state, then, now, ours)
+                if kept:
+                    told[name] = f"keeps {', '.join(kept)}"
             take_settings(state, optimizer, ours)
-        if kept:
+        if {*told.values()} - {"follows the YAML"}:
             logger.warning(
-                "the optimizer goes on with the settings of the checkpoint, although "
-                "this trial has others: %s. A new run from its weights "
-                "(searcher.source_checkpoint_uuid on a cluster) begins with those of "
-                "its YAML",
-                "; ".join(dict.fromkeys(kept)),
+                "%s. A new run from the weights of the checkpoint "
+                "(searcher.source_checkpoint_uuid on a cluster) begins with the "
+                "settings of its YAML",
+                "; ".join(f"{name} {does}" for name, does in told.items()),
             )
 
     def _settings_of_this_trial(self, optimizer: Optimizer) -> frozenset[str]:
