@@ -23,7 +23,7 @@ if path.isdir("trials/data"):
 entrypoint = json.loads(environ.get("DET_EXPERIMENT_CONFIG", "{}")).get("entrypoint") or ""
 words = entrypoint if isinstance(entrypoint, str) else " ".join(map(str, entrypoint))
 words = words.split()
-if "determined_amp" in words and "compare" in words:
+if "compare" in words and not {"determined_amp", "det-amp"}.isdisjoint(words):
     needed |= {name: name for name in ("optuna", "matplotlib", "scipy")}
 words.append(str(json.loads(environ.get("DET_HPARAMS", "{}")).get("trial")))
 if any(word.startswith("trials.latte:") for word in words):

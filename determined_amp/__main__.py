@@ -1,40 +1,34 @@
-"""The command line: `python -m determined_amp COMMAND`, installed as `det-amp
-COMMAND`.
-"""
+"""The command line: `det-amp COMMAND`, or `python -m determined_amp COMMAND`."""
 
 from __future__ import annotations
 
 import errno
-import importlib
-import itertools
 import os
 import re
 import shlex
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 
 from determined_amp import __version__
 from determined_amp.amp.errors import UserError
+from determined_amp.cli.audit_batch import add_audit
+from determined_amp.cli.check import add_check
+from determined_amp.cli.compare import add_compare
+from determined_amp.cli.find import add_find
+from determined_amp.cli.options import Parser
+from determined_amp.cli.report import add_report
+from determined_amp.cli.score_scale import add_score
+from determined_amp.cli.search import add_search
+from determined_amp.cli.train import add_train
 from determined_amp.experiment.failures import is_task, print_failure
 
-# By command: the module of its `main(arguments)`, and its help text. `main` returns the
-# exit status, and raises a `UserError` for an error that a user can fix.
-_COMMANDS = {
-    "train": ("train", "train an experiment, here or as a task of a cluster"),
-    "audit": ("audit_batch", "show what one training batch is computed in"),
-    "find": ("find", "find the initial loss scale in one pass"),
-    "score": ("score_scale", "measure the steps that a loss scale loses"),
-    "compare": ("compare", "train in every precision, and say which to use"),
-    "check": ("check", "say what is wrong with the AMP of a trial"),
-    "search": ("search", "run a search without a cluster"),
-    "report": ("report", "write the report that fits the source"),
-    "report precision": ("report", "compare precisions, with a verdict"),
-    "report loss-scale": ("report", "draw the loss scale, predicted and observed"),
-}
-
-# Commands that write their result into a folder. The others print it.
-_KEEP_THEIR_RESULT = ("train", "compare", "search", "report")
+# Each adds its options; what a command runs, and torch, is imported when it runs.
+COMMANDS = (
+    *(add_train, add_audit, add_find, add_score),
+    *(add_compare, add_check, add_search, add_report),
+)
 
 # Packages of ours that an installation or an image may lack: their module, and their
 # name for pip.
@@ -52,33 +46,13 @@ _PACKAGES = {
 }
 
 
-def usage() -> str:
-    """The text of `--help`."""
-    width = max(map(len, _COMMANDS))
-    commands = [
-        f"  {command:{width}}  {text}" for command, (_, text) in _COMMANDS.items()
-    ]
-    lines = "\n".join(commands)
-    return (
-        f"usage: python -m determined_amp COMMAND [ARGUMENTS]\n\n{lines}\n\n"
-        "python -m determined_amp COMMAND --help lists the arguments of a command;\n"
-        "python -m determined_amp --version prints the version."
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit status, 2 for an unknown command or a
-    `UserError`.
-    """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] in (["--help"], ["-h"]):
-        print(usage())
-        return 0
-    if words[:1] == ["--version"]:
-        print(f"determined_amp {__version__}")
-        return 0
+    """Run a command; returns its exit status, 2 for a `UserError`."""
     try:
-        return _run(words)
+        try:
+            return run(sys.argv[1:] if arguments is None else arguments)
+        finally:
+            _flush()
     except UserError as error:
         print_failure(error)
         if is_task():
@@ -87,42 +61,88 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stopped:
         print(str(stopped) or "interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        return 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        file = error.filename or "standard output"
+        print_failure(UserError(f"{file} cannot be written: {error.strerror}"))
+        return 2
 
 
-def _run(words: Sequence[str]) -> int:
-    """Import a command and run it; its exit status."""
-    command = " ".join(words[: 2 if " ".join(words[:2]) in _COMMANDS else 1])
-    if command not in _COMMANDS:
-        problem = f"got {command!r}" if words else "no command given"
-        raise UserError(f"{problem}; allowed: {', '.join(_COMMANDS)}")
-    _refuse_empty(words)
+def _flush() -> None:
+    """Write what is left for standard output.
+
+    Raises:
+        OSError: if its reader is gone, or the disk is full.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # As Python's documentation has it: at exit nothing is left to be written.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the command that some words name; its exit status.
+
+    Raises:
+        UserError: for an error that a user can fix.
+    """
+    own, of_a_script = _parted(words)
+    if any(not word or re.fullmatch(r"--[\w-]+=", word) for word in own):
+        raise UserError(  # often a variable of the shell that is not set
+            f"got an empty argument in {shlex.join(words)}; allowed: a value"
+        )
+    options, unknown = _parser().parse_known_args(own)
+    if unknown:
+        options.parser.refuse(unknown)
+    options.words, options.arguments = words, of_a_script
     # `python -m` puts the working directory on the path; an installed script does not.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
-    try:
-        # Imports take seconds, and a package may be missing: here both end in a
-        # sentence.
-        from determined_amp.local.logs import surviving_closed_output  # noqa: PLC0415
+    return _status(options)
 
-        module = importlib.import_module(f"determined_amp.cli.{_COMMANDS[command][0]}")
-        with surviving_closed_output() as output:
-            status = int(module.main(words[1:]))
+
+def _parted(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a command, and those behind the script that it checks."""
+    files = [
+        number
+        for number, word in enumerate(words)
+        if word.endswith((".py", ".yaml", ".yml")) and not re.search("^-|=", word)
+    ]
+    if words[:1] != ["check"] or not files or not words[files[0]].endswith(".py"):
+        return list(words), []
+    return list(words[: files[0] + 1]), list(words[files[0] + 1 :])
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="det-amp",
+        description="Mixed precision for Determined AI, and for any loop of PyTorch.",
+        epilog="det-amp COMMAND --help lists the arguments of a command.",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"determined_amp {__version__}"
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add in COMMANDS:
+        add(commands.add_parser)
+    return parser
+
+
+def _status(options: Namespace) -> int:
+    """The exit status of a command, after it has run."""
+    try:
+        return int(options.run(options))
     except ModuleNotFoundError as error:
         package = _PACKAGES.get(str(error.name).partition(".")[0])
         if package is None:
             raise
-        raise UserError(
-            f"{command} needs {package}, which is not {_how_to_add(package)}"
-        ) from error
-    lost = output.error
-    if (
-        status
-        or lost is None
-        or lost.errno == errno.EPIPE
-        or words[0] in _KEEP_THEIR_RESULT
-    ):
-        return status
-    raise UserError(f"{command}: standard output cannot be written: {lost.strerror}")
+        program, lacks = options.parser.prog, _how_to_add(package)
+        raise UserError(f"{program} needs {package}, which is not {lacks}") from error
 
 
 def _how_to_add(package: str) -> str:
@@ -146,19 +166,6 @@ def _note(error: UserError) -> None:
     if info is not None:
         with suppress(UserError), failure_noted(info):
             raise error
-
-
-def _refuse_empty(words: Sequence[str]) -> None:
-    """Raise for an empty argument, which is often a variable of the shell that is not
-    set.
-
-    What stands behind a script belongs to the script.
-    """
-    own = itertools.takewhile(lambda word: not word.endswith(".py"), words)
-    if any(not word or re.fullmatch(r"--[\w-]+=", word) for word in own):
-        raise UserError(
-            f"got an empty argument in {shlex.join(words)}; allowed: a value"
-        )
 
 
 if __name__ == "__main__":

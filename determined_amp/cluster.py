@@ -12,7 +12,7 @@ scale loses;
 find     Finds the loss scale in one pass over a few batches. The log ends with tables
 and verdict.
          The checkpoint holds everything in `loss_scale.json`, which
-         `python -m determined_amp report loss-scale SEARCH --finding ID` reads.
+         `det-amp report loss-scale SEARCH --finding ID` reads.
 check    Says what is wrong with the trial's own AMP. The findings end the log.
 """
 
@@ -54,11 +54,11 @@ from determined_amp.trial.unmodified import trial_of_run
 logger = logging.getLogger(__name__)
 
 
-def train_task(trial: str | None, arguments: Sequence[str]) -> None:
-    """Train the trial of this task; `arguments` are those of the command."""
+def train_task(trial: str | None, words: Sequence[str]) -> None:
+    """Train the trial of this task; `words` are those of its command line."""
     info = task_info()
     experiment = _experiment(info, trial)
-    start_ranks(info, "train", *arguments)
+    start_ranks(info, *words)
     if TRIAL_SEED in info.trial.hparams:
         info.trial.trial_seed = experiment.seed
     with _context(experiment) as context:
@@ -79,13 +79,13 @@ def score_task(trial: str | None, batches: int) -> None:
         )
 
 
-def find_task(trial: str | None, batches: int, arguments: Sequence[str]) -> None:
-    """Find the loss scale of the trial of this task; `arguments` are those of the
-    command.
+def find_task(trial: str | None, batches: int, words: Sequence[str]) -> None:
+    """Find the loss scale of the trial of this task; `words` are those of its command
+    line.
     """
     info = task_info()
     experiment = _experiment(info, trial)
-    start_ranks(info, "find", *arguments)
+    start_ranks(info, *words)
     with _opened(info, experiment) as opened:
         answer = opened.find(batches)
         if opened.context.distributed.rank == 0:

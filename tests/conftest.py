@@ -32,7 +32,7 @@ import torch
 from determined import core
 
 from determined_amp import __main__ as door
-from determined_amp.cli import search as command
+from determined_amp.search import server
 
 gc.disable()  # until all tests are imported
 
@@ -173,7 +173,7 @@ def _workers_import_once() -> None:
     Each would spend seconds on it.
     """
     modules = ["sklearn.model_selection", "trials.mlp"]
-    multiprocessing.set_forkserver_preload([*command.PRELOADED, *modules])
+    multiprocessing.set_forkserver_preload([*server.PRELOADED, *modules])
     forkserver.ensure_running()
 
 

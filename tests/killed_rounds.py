@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from determined_amp.cli import train
+from determined_amp import __main__ as door
 from determined_amp.local.checkpoint_storage import complete_checkpoints, read_metadata
 from tests import training
 from tests.training import fork, wait
@@ -63,9 +63,14 @@ def start_or_resume(folder: Path) -> int:
     yet.
     """
     if complete_checkpoints(folder / "checkpoints"):
-        return train.main(["--resume", str(folder)])
-    return train.main(
-        [*training.arguments("mlp/amp.yaml", *LONG), "--run-folder", str(folder)]
+        return door.run(["train", "--resume", str(folder)])
+    return door.run(
+        [
+            "train",
+            *training.arguments("mlp/amp.yaml", *LONG),
+            "--run-folder",
+            str(folder),
+        ]
     )
 
 

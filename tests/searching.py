@@ -12,8 +12,8 @@ from unittest.mock import Mock
 
 import pytest
 
+from determined_amp import __main__ as door
 from determined_amp.amp.plain_data import Values
-from determined_amp.cli import search as command
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.runs.run import RunState
@@ -65,7 +65,7 @@ def run(
     `directory`.
     """
     path = write(directory, search, *overrides)
-    assert command.main([path, "--workers", str(workers)]) == status
+    assert door.run(["search", path, "--workers", str(workers)]) == status
     return read_search(only_folder(directory))
 
 

@@ -84,6 +84,22 @@ MISTAKES = {
     },
     **{f"{name} wrong.yaml": WRONG_KEYS for name in COMMANDS},
     "search search.yaml": WRONG_SEARCH,
+    **{
+        f"{name} {MLP} --trial trials.mpl:X": [
+            "--trial: got 'trials.mpl:X', which cannot be imported: 'trials' has no 'm"
+        ]
+        for name in COMMANDS
+    },
+    **{
+        f"{name} {MLP} --trial trials.mlp:MLPTrail": ["did you mean 'MLPTrial'?"]
+        for name in COMMANDS
+    },
+    f"check {MLP} --trial trials.mlp:MLPTrail": ["did you mean 'MLPTrial'?"],
+    "check nofile.py": ["nofile.py: no such file"],
+    "check nofile.yaml": ["nofile.yaml: cannot be read"],
+    "report nofolder": ["nofolder: there is no such folder"],
+    "find a.yaml --batchs 3": ["did you mean '--batches'?"],
+    "trian": ["invalid choice: 'trian'"],
     "compare plain.yaml": ["hyperparameters.global_batch_size: missing; "],
 }
 REPORT = "report precision fp32 amp_fp16"

@@ -17,11 +17,11 @@ import torch
 from determined import pytorch
 from torch import nn
 
+from determined_amp import __main__ as door
 from determined_amp.amp import precision_audit as module
 from determined_amp.amp.plain_data import Metrics
 from determined_amp.amp.precision_audit import Audit, AuditError, ProductCount
 from determined_amp.amp.settings import AmpSettings, Precision
-from determined_amp.cli import audit_batch as command
 from determined_amp.experiment import experiment
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.open_trial import audit_here
@@ -339,7 +339,7 @@ class TestCommand:
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         monkeypatch.chdir(tmp_path)
-        assert command.main(options("mlp/bf16.yaml")) == 0
+        assert door.run(["audit", *options("mlp/bf16.yaml")]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].split() == ["operation", "dtype", "GFLOP", "share"]
         assert "amp_bf16 asks for bfloat16: 100.0% of the FLOPs" in lines
@@ -349,7 +349,7 @@ class TestCommand:
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         trial = "hyperparameters.trial=tests.trials:LeavesAutocast"
-        assert command.main(options("mlp/bf16.yaml", trial)) == 1
+        assert door.run(["audit", *options("mlp/bf16.yaml", trial)]) == 1
         assert (
             "audit: hyperparameters.amp.precision is amp_bf16, but"
             in capsys.readouterr().out

@@ -231,7 +231,7 @@ def test_comparison_of_too_few_runs_says_how_to_go_on(
     shown = capsys.readouterr()
     assert shown.err.startswith(
         "error: stopped before there was anything to compare: too few runs were "
-        "finished within 3 min; python -m determined_amp search --resume "
+        "finished within 3 min; det-amp search --resume "
     )
     assert "  amp_bf16       2.0 ms a batch\n" in shown.out
     assert "plan: fp32, amp_bf16 in turn, 3 runs of " in shown.out
@@ -614,8 +614,8 @@ class TestPilot:
         stopped = Ended(RunState.PRUNED)
         made = train(*reports(2, 4, 6), stopped, base=0.75 / times)
         assert made.left_out[Precision.TF32].startswith(
-            f"for time: a batch takes {times:.0f} times as long as in fp32 (`python -m "
-            "determined_amp train YAML --precision tf32` trains"
+            f"for time: a batch takes {times:.0f} times as long as in fp32 (`det-amp "
+            "train YAML --precision tf32` trains"
         )
         assert Staged.made[0].connection.answers == [True, True, False]
 

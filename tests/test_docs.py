@@ -114,12 +114,12 @@ def unknown_commands(text: str) -> set[str]:
     there.
     """
     modules = set(re.findall(r"python -m ((?:benchmarks|determined_amp)[\w.]*)", text))
-    verbs = set(re.findall(r"-m determined_amp (\w+)", text))
+    verbs = set(re.findall(r"(?:-m determined_amp|det-amp) (\w+)", text))
     targets = set(re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE))
     unknown = {name for name in modules if importlib.util.find_spec(name) is None}
     return (
         unknown
-        | (verbs - {name.partition(" ")[0] for name in door._COMMANDS})
+        | (verbs - {add.__name__.removeprefix("add_") for add in door.COMMANDS})
         | (targets - TARGETS)
     )
 
@@ -155,10 +155,7 @@ def test_what_does_not_exist_would_be_noticed() -> None:
         "pictures/none.png",
     }
     assert unknown_settings("`amp.min_scale` and `amp.min_scales: 2`") == {"min_scales"}
-    commands = (
-        "`make tests` `make test` python -m determined_amp finds, python -m"
-        " benchmarks.no"
-    )
+    commands = "`make tests` `make test` det-amp finds, python -m benchmarks.no"
     assert unknown_commands(commands) == {"tests", "finds", "benchmarks.no"}
 
 
@@ -320,7 +317,7 @@ class TestResults:
 
     def test_every_picture_of_the_loss_scale_says_what_made_it(self) -> None:
         pictures = re.findall(
-            r"!\[[^\]]+\]\(pictures/.*?\)\n\n\*.*?\*\n`python -m ",
+            r"!\[[^\]]+\]\(pictures/.*?\)\n\n\*.*?\*\n`(?:python -m|det-amp) ",
             LOSS_SCALE,
             re.DOTALL,
         )

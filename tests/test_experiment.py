@@ -119,6 +119,10 @@ def test_initial_validation_and_averaging_are_read_in_this_librarys_form() -> No
             ({"hp.training.max_length": text}, "hp.training.max_length")
             for text in ("0 epochs", "2 records", "2")
         ),
+        (
+            {"hp.trial": None, "entrypoint": "trials.mlp.MLPTrial"},
+            ("hp.trial: missing, and the entrypoint 'trials.mlp.MLPTrial' names none"),
+        ),
         # A key that is nearly one of Determined's is no other.
         ({"nae": 1}, "nae: unknown key; did you mean name?"),
         # Without the class its keys cannot be known: `hidden_features` is not called a
@@ -126,9 +130,7 @@ def test_initial_validation_and_averaging_are_read_in_this_librarys_form() -> No
         *(
             ({"hp.trial": path}, f"hp.trial: got {path!r}, which {because}")
             for path, because in {
-                "trials.nope:MLPTrial": (
-                    "cannot be imported: No module named 'trials.nope'"
-                ),
+                "trials.nope:MLPTrial": ("cannot be imported: 'trials' has no 'nope'"),
                 "": "cannot be imported: Empty module name",
                 "trials.mlp:MLPHparams": "is not a PyTorchTrial",
             }.items()

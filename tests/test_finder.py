@@ -21,8 +21,8 @@ from benchmarks.small_trials import (
     SmallTrial,
     SummedLoss,
 )
+from determined_amp import __main__ as door
 from determined_amp.amp.rehearsal import Rehearsal
-from determined_amp.cli import find as finder
 from determined_amp.experiment.experiment import experiment_in, read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.scale_finding import (
@@ -158,7 +158,7 @@ class TestCommand:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         data = tmp_path / "finding.json"
-        assert finder.main([*arguments("mlp/amp.yaml"), "--json", str(data)]) == 0
+        assert door.run(["find", *arguments("mlp/amp.yaml"), "--json", str(data)]) == 0
         printed = capsys.readouterr().out
         assert "verdict: default is fine" in printed
         lines = yaml.safe_load(printed[printed.index("hyperparameters:") :])
@@ -174,8 +174,14 @@ class TestCommand:
         for options in ([], ["--checkpoint", str(run)]):
             target = tmp_path / f"{len(options)}.json"
             assert (
-                finder.main(
-                    [*arguments("mlp/amp.yaml"), "--json", str(target), *options]
+                door.run(
+                    [
+                        "find",
+                        *arguments("mlp/amp.yaml"),
+                        "--json",
+                        str(target),
+                        *options,
+                    ]
                 )
                 == 0
             )

@@ -10,8 +10,8 @@ import torch
 import yaml
 from torch.nn import functional
 
+from determined_amp import __main__ as door
 from determined_amp.amp.errors import ConfigError
-from determined_amp.cli import train
 from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.overrides import with_overrides
 from tests.training import ROOT, checkpoint, metrics
@@ -45,7 +45,7 @@ def run_tiny(config: str, folder: Path, *overrides: str) -> Path:
         word for override in (*TINY, *overrides) for word in ("--config", override)
     ]
     path = str(ROOT / "experiment_configs" / "latte" / config)
-    assert train.main([path, *changes, "--run-folder", str(folder)]) == 0
+    assert door.run(["train", path, *changes, "--run-folder", str(folder)]) == 0
     return folder
 
 

@@ -23,7 +23,6 @@ from rich.console import Console
 
 from determined_amp import UserError
 from determined_amp import __main__ as door
-from determined_amp.cli import find, train
 from determined_amp.experiment.experiment import parse
 from determined_amp.local.checkpoint_storage import Resume, complete_checkpoints
 from determined_amp.local.display import Display
@@ -105,7 +104,10 @@ def test_resolved_config_has_the_defaults_and_the_recorded_one_trains_the_same_a
     resolved = yaml.safe_load((folder / "resolved.yaml").read_text())
     assert resolved["hyperparameters"]["amp"]["init_scale"] == 65536.0
     again = tmp_path / "again"
-    assert train.main([str(folder / "config.yaml"), "--run-folder", str(again)]) == 0
+    assert (
+        door.run(["train", str(folder / "config.yaml"), "--run-folder", str(again)])
+        == 0
+    )
     assert training.same_numbers(again) == training.same_numbers(folder)
     assert same_bits(*(training.checkpoint(path, 12) for path in (folder, again)))
     assert (again / "resolved.yaml").read_text() == (
@@ -175,8 +177,8 @@ class TestRecordOfTheEnd:
         with training.before_batch(
             4, lambda trial: signal.raise_signal(signal.SIGTERM)
         ):
-            assert train.main([*arguments, "--run-folder", str(tmp_path)]) == 130
-        assert f"go on: python -m determined_amp train --resume {tmp_path}\n" in (
+            assert door.run(["train", *arguments, "--run-folder", str(tmp_path)]) == 130
+        assert f"go on: det-amp train --resume {tmp_path}\n" in (
             capsys.readouterr().out
         )
         stopped = training.end(tmp_path)
@@ -317,7 +319,7 @@ def test_run_inside_a_repository_leaves_nothing_but_its_folder(
     (tmp_path / "venv").mkdir()
     (tmp_path / "venv" / "big").write_bytes(b"0" * 1000)
     monkeypatch.chdir(tmp_path)
-    assert train.main(training.arguments("mlp/bf16.yaml")) == 0
+    assert door.run(["train", *training.arguments("mlp/bf16.yaml")]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"venv", "runs"}
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mlp-bf16"]
     assert not list(tmp_path.rglob("checkpoints/**/big"))
@@ -342,14 +344,15 @@ def test_run_stays_in_its_folder_when_the_trial_changes_the_directory(
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(MLPTrial, "__init__", make)
     assert (
-        train.main([*training.arguments("mlp/bf16.yaml"), "--run-folder", "run"]) == 0
+        door.run(["train", *training.arguments("mlp/bf16.yaml"), "--run-folder", "run"])
+        == 0
     )
     assert training.end(tmp_path / "here" / "run")[0] == "completed"
     assert "run folder: run\n" in capsys.readouterr().out
     assert [path.name for path in elsewhere.iterdir()] == ["trials"]
     assert not list(tmp_path.rglob("other.py"))[1:]
     arguments = training.arguments("mlp/amp.yaml")
-    assert find.main([*arguments, "--batches", "2", "--json", "scale.json"]) == 0
+    assert door.run(["find", *arguments, "--batches", "2", "--json", "scale.json"]) == 0
     assert (tmp_path / "here" / "scale.json").is_file()
 
 
@@ -367,7 +370,7 @@ def test_command_that_goes_on_is_named_when_the_trial_changed_the_directory(
     with training.before_batch(8, leave):
         assert door.main(words) == 130
     shown = capsys.readouterr().out
-    assert "go on: python -m determined_amp train --resume run\n" in shown
+    assert "go on: det-amp train --resume run\n" in shown
 
 
 def test_closed_pipe_ends_the_output_and_not_the_run(
@@ -380,7 +383,6 @@ def test_closed_pipe_ends_the_output_and_not_the_run(
         monkeypatch.setattr(sys, "stdout", stream)
         assert door.main(["train", *arguments, "--run-folder", str(tmp_path)]) == 0
     assert training.end(tmp_path) == ("completed", "", 12)
-    assert "output continues in this log" in (tmp_path / "log.txt").read_text()
 
 
 def shown_of(reports: list[tuple[str, dict[str, float]]], total: int = 80) -> str:

@@ -5,14 +5,16 @@ printed.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,7 +22,7 @@ from determined_amp import __main__ as door
 from determined_amp import cluster
 from determined_amp.amp.errors import UserError
 from determined_amp.cli import audit_batch
-from determined_amp.experiment.experiment import read_yaml
+from determined_amp.experiment.experiment import Experiment, read_yaml
 from tests.cluster_task import start_task
 from tests.training import ROOT
 from trials.data.images import digit_scans
@@ -31,9 +33,8 @@ BF16, FP16 = (f"experiment_configs/mlp/{name}.yaml" for name in ("bf16", "amp"))
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("", "no command given; allowed: train, audit, "),
-        ("tran --help", "got 'tran'; allowed: train, audit, "),
-        ("tran", "report precision, report loss-scale"),
+        ("", "the following arguments are required: COMMAND"),
+        ("tran --help", "invalid choice: 'tran' (choose from "),
         ("report speed", "speed: there is no such folder; allowed: a run fol"),
         # An empty argument is a variable that is not set; an empty value of a key is a
         # value.
@@ -49,6 +50,12 @@ BF16, FP16 = (f"experiment_configs/mlp/{name}.yaml" for name in ("bf16", "amp"))
         ("train missing.yaml --config=name=", "missing.yaml: cannot be read"),
         ("train --resume missing", "cannot be read"),
         ("train", "give an experiment YAML"),
+        ("find a.yaml --batchs 3", "arguments: --batchs 3; did you mean '--batches'?"),
+        ("report a --metrc b", "did you mean '--metric'?"),
+        ("check a.yaml --minutes 3", "--minutes and --in-place are for a SCRIPT.py"),
+        ("check a.py --trial b:C", "a.py: no such file"),
+        ("check --trial b:C a.py", "--trial and --config are for a YAML"),
+        ("report precision", "the following arguments are required: SOURCE"),
         (f"audit {BF16} --config hyperparameters.amp.precision=bf16", "amp.precision"),
         (f"audit {BF16} --config data.classes=11", "data.classes"),
         (f"find {BF16}", "scales no loss"),
@@ -85,49 +92,58 @@ def test_mistake_of_the_user_is_one_sentence_and_status_2(
 
 
 @pytest.mark.parametrize(
-    ("redirected", "command", "status"),
+    ("redirected", "length", "status", "said"),
     [
-        (">/dev/full", "audit", 2),
-        (">/dev/full", "train", 0),
-        (">/dev/full", "report loss-scale", 0),
-        ("| true", "audit", 0),
+        (">/dev/full", 9, 2, "error: standard output cannot be written: No space"),
+        (
+            ">/dev/full",
+            99999,
+            2,
+            "error: standard output cannot be written: No space",
+        ),
+        ("| true", 99999, 1, ""),  # the status of Python's own recipe
+        ("| cat", 99999, 0, ""),
     ],
 )
-def test_lost_standard_output_fails_a_command_that_only_prints(
-    redirected: str, command: str, status: int, tmp_path: Path
+def test_lost_standard_output_is_a_sentence_or_the_end_and_no_traceback(
+    redirected: str, length: int, status: int, said: str, tmp_path: Path
 ) -> None:
-    """A training goes on: its result is in its folder."""
     (tmp_path / "x.py").write_text(
-        "import sys\nfrom types import SimpleNamespace\n"
-        "from determined_amp import __main__ as door\n"
-        "sys.modules['command'] = SimpleNamespace(main=lambda given: print('x' * 9999) "
-        "or 0)\nsys.modules['determined_amp.cli.command'] = sys.modules['command']\n"
-        f"door._COMMANDS['{command}'] = ('command', '')\n"
-        f"sys.exit(door.main('{command} a'.split()))\n"
+        "import sys\nfrom determined_amp import __main__ as door\n"
+        f"door._status = lambda options: print('x' * {length}) or 0\n"
+        "sys.exit(door.main(['search', 'a']))\n"
     )
-    words = f"PYTHONPATH={ROOT} {sys.executable} {tmp_path / 'x.py'} {redirected}"
+    python = f"PYTHONPATH={ROOT} {sys.executable} {tmp_path / 'x.py'} {redirected}"
     done = subprocess.run(
-        words, shell=True, stderr=subprocess.PIPE, text=True, check=False
+        ["bash", "-c", f"set -o pipefail; {python}"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert done.returncode == status, done.stderr
-    assert ("audit: standard output cannot be written" in done.stderr) is (status == 2)
+    assert done.returncode == status
+    assert done.stderr.startswith(said)
+    assert len(done.stderr.splitlines()) == bool(said)
+
+
+NAMES = [add.__name__.removeprefix("add_") for add in door.COMMANDS]
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert door.main(["--help"]) == 0
-    assert capsys.readouterr().out == door.usage() + "\n"
+    with pytest.raises(SystemExit) as ended:
+        door.main(["--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert re.findall(r"^    (\w+) ", shown, re.MULTILINE) == NAMES
 
 
-@pytest.mark.parametrize("command", door._COMMANDS)
+@pytest.mark.parametrize("command", NAMES)
 def test_help_of_a_command_lists_its_arguments(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        door.main([*command.split(), "--help"])
+        door.main([command, "--help"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith(
-        f"usage: python -m determined_amp {command.partition(' ')[0]} "
-    )
+    assert capsys.readouterr().out.startswith(f"usage: det-amp {command} ")
 
 
 @pytest.mark.parametrize(
@@ -147,14 +163,10 @@ def test_user_error_is_one_message_and_status_2(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def fail(arguments: Sequence[str]) -> int:
-        assert arguments == ["given"]
-        raise UserError(text)
-
-    monkeypatch.setattr(audit_batch, "main", fail)
+    monkeypatch.setattr(door, "_status", Mock(side_effect=UserError(text)))
     if task is not None:
         monkeypatch.setenv("DET_TASK_TYPE", task)
-    assert door.main(["audit", "given"]) == 2
+    assert door.main(["audit", "--trial=a:B", *["a.yaml"] * (task is None)]) == 2
     assert capsys.readouterr().err == message
 
 
@@ -185,10 +197,10 @@ def test_commands_of_several_slots_are_started_by_the_launcher(
 def test_package_that_is_missing_is_named_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def lacks(arguments: Sequence[str]) -> int:
-        raise ModuleNotFoundError(name=arguments[0])
+    def lacks(options: Namespace) -> Experiment:
+        raise ModuleNotFoundError(name=options.config)
 
-    monkeypatch.setattr(audit_batch, "main", lacks)
+    monkeypatch.setattr(audit_batch, "experiment_of", lacks)
     assert door.main(["audit", "optuna"]) == 2
     assert (
         "audit needs optuna, which is not installed; pip install"
@@ -201,8 +213,8 @@ def test_package_that_is_missing_is_named_with_the_remedy(
 @pytest.mark.parametrize(
     ("entrypoint", "reason"),
     [
-        ("trian", "got 'trian'; allowed: train, "),
-        ("", "no command given"),
+        ("trian", "invalid choice: 'trian' (choose from "),
+        ("", "the following arguments are required: COMMAND"),
         ("train --tral x:Y", "unrecognized arguments: --tral x:Y"),
         ("find --batches 0", "--batches: got 0; allowed: an integer >= 1"),
         ("check --jsn", "unrecognized arguments: --jsn"),
@@ -242,8 +254,8 @@ def test_image_without_a_package_is_one_line_without_a_retry_and_noted_on_the_ma
     assert door.main(["train"]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     reason = (
-        "train needs scikit-learn, which is not in the image; allowed: an image with"
-        " it, or "
+        "det-amp train needs scikit-learn, which is not in the image; allowed: an image"
+        " with it, or "
     )
     assert last.startswith(f"no retry can help: {reason}")
     assert master.metadata["failure"].startswith(reason)
@@ -252,9 +264,9 @@ def test_image_without_a_package_is_one_line_without_a_retry_and_noted_on_the_ma
 def test_ctrl_c_prints_interrupted_and_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(arguments: Sequence[str]) -> None:
+    def interrupted(options: Namespace) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(audit_batch, "main", interrupted)
-    assert door.main(["audit"]) == 130
+    monkeypatch.setattr(audit_batch, "experiment_of", interrupted)
+    assert door.main(["audit", "a.yaml"]) == 130
     assert capsys.readouterr().err == "interrupted\n"

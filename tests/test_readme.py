@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-OURS = "python -m determined_amp "
+OURS = "det-amp "
 # The lines that a new user types once; the test of the whole page does what they do.
 SET_UP = ("git clone ", "cd ", "make compare ")
 # What only the folder of the clone has: its examples, and the runs of them.
@@ -51,7 +51,8 @@ def run(
     folder: Path,
     env: dict[str, str] | None = None,
 ) -> None:
-    words = [str(python), *with_names(command, clone, folder)[1:]]
+    program = str(python.with_name("det-amp"))
+    words = [program, *with_names(command, clone, folder)[1:]]
     done = subprocess.run(
         words, cwd=folder, env=env, capture_output=True, text=True, check=False
     )

@@ -13,7 +13,6 @@ import pytest
 from matplotlib.figure import Figure
 
 from determined_amp import __main__ as door
-from determined_amp.cli import report as loss_scale
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.found_scale import FoundScale
@@ -51,7 +50,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_report_on_a_local_search_runs_the_finder_itself(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert loss_scale.main(["loss-scale", "study"]) == 0
+    assert door.run(["report", "loss-scale", "study"]) == 0
     output = capsys.readouterr().out
     page = (workplace / "study/loss_scale.md").read_text()
     # The small MLP, four batches of 32 samples in four passes.
@@ -80,7 +79,7 @@ def test_report_takes_a_finding_in_place_of_running_the_finder(
 ) -> None:
     (workplace / "finding.json").write_text(json.dumps(finding()))
     arguments = ["study", "--finding", "finding.json", "--output", "elsewhere"]
-    assert loss_scale.main(["loss-scale", *arguments]) == 0
+    assert door.run(["report", "loss-scale", *arguments]) == 0
     shown = capsys.readouterr().out
     assert "verdict: use 2^17" in shown
     # It may be another trial's: a search and a finding rarely have the same name.
@@ -299,7 +298,7 @@ def test_report_on_a_trial_that_is_not_here_draws_the_observation_alone(
     monkeypatch.chdir(tmp_path)
     elsewhere = with_overrides(SEARCH, ["hyperparameters.trial=nowhere:Trial"])
     write_study(tmp_path / "study", TRIALS, elsewhere)
-    assert loss_scale.main(["loss-scale", "study"]) == 0
+    assert door.run(["report", "loss-scale", "study"]) == 0
     output = capsys.readouterr().out
     assert "no prediction: " in output
     assert "nowhere:Trial" in output

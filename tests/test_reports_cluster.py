@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from determined.experimental import client
 
+from determined_amp import __main__ as door
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import StateDict, Values
-from determined_amp.cli import report as any_report
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.found_scale import FoundScale
 from determined_amp.finder.prediction import LossScaleError
@@ -154,15 +154,15 @@ class TestComparison:
         master.checkpoints = [checkpoint(tmp_path, "precision.md", "use amp_bf16 here")]
         (tmp_path / "uuid" / "compare.json").write_text("{}")  # of the search
         for _ in range(2):
-            assert any_report.main(["7", "--output", str(tmp_path / "out")]) == 0
+            assert door.run(["report", "7", "--output", str(tmp_path / "out")]) == 0
             assert capsys.readouterr().out.startswith("use amp_bf16 here")
         assert (tmp_path / "out" / "precision.md").read_text() == "use amp_bf16 here"
         assert [path.name for path in (tmp_path / "out").iterdir()] == ["precision.md"]
         for more in (["--margin", "1"], ["7"]):
             with pytest.raises(
-                ReportError, match="its task has written the report; allowed: no"
+                UserError, match="its task has written the report; allowed: no"
             ):
-                any_report.main(["7", *more, "--output", str(tmp_path)])
+                door.run(["report", "7", *more, "--output", str(tmp_path)])
 
     def test_comparison_without_an_answer_is_a_sentence(
         self, master: Master, tmp_path: Path
@@ -313,9 +313,9 @@ def test_report_on_the_answer_of_a_finder_or_a_check_is_refused(
     """Its settings are not read: those of a trial with AMP of its own could not be."""
     master.config = {**master.config, "entrypoint": entrypoint}
     with pytest.raises(ReportError, match=words):
-        any_report.main(command)
+        door.run(["report", *command])
     master.reports["validation"].clear()
     master.trials = [{**master.trials[0], "state": "STATE_ERROR"}]
     master.metadata = {11: {"failure": "this trial scales no loss"}}
     with pytest.raises(ReportError, match="has no answer: this trial scales no loss"):
-        any_report.main(command)
+        door.run(["report", *command])

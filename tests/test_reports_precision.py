@@ -14,7 +14,6 @@ import yaml
 
 from determined_amp import __main__ as door
 from determined_amp.amp.plain_data import Metrics, Values
-from determined_amp.cli import report as precision
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.machine import Machine
@@ -48,7 +47,7 @@ def test_real_runs_are_compared_by_the_numbers_that_they_reported(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = [str(trained / name) for name in ("fp32", "amp", "bf16")]
-    assert precision.main(["precision", *runs, "--output", str(tmp_path)]) == 0
+    assert door.run(["report", "precision", *runs, "--output", str(tmp_path)]) == 0
     output = capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == FILES
     record = json.loads((tmp_path / "precision.json").read_text())
@@ -113,7 +112,7 @@ def test_json_of_failed_runs_has_no_nan(tmp_path: Path) -> None:
         write_run(tmp_path / "b", "amp_bf16", 1, last_batch=60, end=LOST),
         write_run(tmp_path / "c", "amp_bf16", 2, loss=float("nan")),
     ]
-    assert precision.main(["precision", *map(str, folders)]) == 0
+    assert door.run(["report", "precision", *map(str, folders)]) == 0
     text = (tmp_path / "a/precision.json").read_text()
     assert json.loads(text)["precisions"][1]["failed"] == 2
     assert "NaN" not in text
@@ -308,6 +307,6 @@ def test_report_on_an_experiment_of_a_master_is_written_into_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert precision.main(["precision", "7"]) == 0
+    assert door.run(["report", "precision", "7"]) == 0
     assert "use amp_bf16 here: it is 2.00 times as fast" in capsys.readouterr().out
     assert (tmp_path / "runs/experiment-7/precision.md").exists()

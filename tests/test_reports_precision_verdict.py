@@ -105,7 +105,7 @@ def test_rounding_alone_is_no_spread() -> None:
         # With a metric of few samples.
         (seeds("amp_fp16", ACCURACIES), "+0 (no interval yet): cannot tell yet ("),
         ([FP16], "amp_fp16 against fp32, 1 pair of equal seed: speed 1.00x (no in"),
-        ([FP16], "tell yet, more seeds tell: `python -m determined_amp compare "),
+        ([FP16], "tell yet, more seeds tell: `det-amp compare "),
         (at_speeds(690, 630, 870), "interval 0.48 to 1.09): cannot tell yet;"),
         (at_speeds(1190, 1610), "9.45): cannot tell yet;"),
         (at_speeds(690, 670, 700), "0.69x (95 % interval 0.65 to 0.73): worse;"),
@@ -273,7 +273,7 @@ def test_one_seed_tells_nothing_and_the_report_says_what_to_type(device: str) ->
     assert {change.judgement for change in changes} == {Judgement.UNKNOWN}
     answer = answer_of(found)
     assert answer.text.startswith("cannot tell yet: whether amp_bf16 is faster, at 9.")
-    assert "tell: `python -m determined_amp compare YAML --seeds 5`" in answer.text
+    assert "tell: `det-amp compare YAML --seeds 5`" in answer.text
     for word in ("not faster", "slower", "worse", "equal", "better"):
         assert word not in text_of(found).replace("of equal seed", "")
 
@@ -403,7 +403,7 @@ def test_memory_is_judged_on_a_gpu_alone(device: str, *, is_judged: bool) -> Non
             (
                 "amp_bf16 is 2.00 times as fast, but whether its worse mean "
                 "validation_accuracy is chance cannot be told with 3 seeds; more seeds "
-                "tell: `python -m determined_amp compare YAML --seeds 5`"
+                "tell: `det-amp compare YAML --seeds 5`"
             ),
         ),
     ],

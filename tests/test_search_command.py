@@ -89,7 +89,7 @@ def test_mistake_in_a_search_is_one_message_and_no_trial(
     ("arguments", "words"),
     [
         (["a.yaml", "--resume", "b"], "give either a search YAML, or --resume FOLDER"),
-        (["--resume", "b", "--config", "a=1"], "leave --config out"),
+        (["--resume", "b", "--config", "a=1"], "leave --config and --trial out"),
         (["a", "--workers", "9" * 5000], "99; allowed: an integer >= 1 and <= "),
     ],
 )
@@ -107,7 +107,7 @@ def test_ctrl_c_does_not_reach_the_server_while_it_imports(tmp_path: Path) -> No
     program = (
         "import signal\n"
         "from multiprocessing import forkserver\n"
-        "from determined_amp.cli import search as command\n"
+        "from determined_amp.search import server as command\n"
         "command.PRELOADED = ['takes_long']\n"
         "command.start_server()\n"
         "server = forkserver._forkserver._forkserver_pid\n"

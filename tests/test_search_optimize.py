@@ -16,8 +16,7 @@ import pytest
 import yaml
 from optuna.trial import TrialState
 
-from determined_amp.cli import search as command
-from determined_amp.cli import train
+from determined_amp import __main__ as door
 from determined_amp.runs.run import Run, RunState
 from determined_amp.search import optimize
 from determined_amp.search.optimize import SearchError
@@ -83,7 +82,7 @@ def test_invalid_trial_has_its_reason_and_is_not_replaced(tmp_path: Path) -> Non
     with pytest.raises(
         SearchError, match="no trial of 2 has a result; trial 0: no loss scale"
     ):
-        command.main([path, "--workers", "2"])
+        door.run(["search", path, "--workers", "2"])
     runs = read_search(searching.only_folder(tmp_path)).runs
     assert [run.state for run in runs] == [RunState.INVALID] * 2
     assert all("no loss scale helps" in run.reason for run in runs)
@@ -103,7 +102,7 @@ def test_full_disk_stops_the_search_and_a_resume_goes_on_with_its_half_trained_t
     assert f"--resume {folder.relative_to(tmp_path)}" in message
     assert not read_search(folder).ranked()
     (tmp_path / "free").touch()
-    assert command.main(["--resume", str(folder)]) == 0
+    assert door.run(["search", "--resume", str(folder)]) == 0
     runs = read_search(folder).runs
     assert len(runs) == 4
     assert {run.state for run in runs} == {RunState.COMPLETED, RunState.PRUNED}
@@ -114,7 +113,7 @@ def test_full_disk_stops_the_search_and_a_resume_goes_on_with_its_half_trained_t
     assert [batches for batches, _ in resumed.curve("validation_loss")] == [2, 4, 6, 8]
     # The same trial, undisturbed and without a search.
     alone, config = tmp_path / "alone", Path(resumed.name) / "config.yaml"
-    assert train.main([str(config), "--run-folder", str(alone)]) == 0
+    assert door.run(["train", str(config), "--run-folder", str(alone)]) == 0
     weights = [
         training.digest(training.checkpoint(run, 8)["models_state_dict"])
         for run in (Path(resumed.name), alone)
@@ -148,7 +147,7 @@ def test_trials_of_a_comparison_are_runs_of_their_own_seed_and_process(
     assert training.digest(searched) == training.digest(expected)
     shown = capsys.readouterr().out
     folder = searching.only_folder(tmp_path).relative_to(tmp_path)
-    assert f"python -m determined_amp report precision {folder}\n" in shown
+    assert f"det-amp report precision {folder}\n" in shown
     assert "best" not in shown
     assert "speeds cannot" not in shown
 
@@ -188,7 +187,7 @@ def test_killed_search_continues_where_it_was(
             forkserver._forkserver,
         ):
             planted.setattr(server, "ensure_running", lambda: None)
-        work = partial(command.main, [path, "--workers", "2"])
+        work = partial(door.run, ["search", path, "--workers", "2"])
         search = training.fork(work, tmp_path / "printed")
         assert training.wait(search) == -signal.SIGKILL
     folder = searching.only_folder(tmp_path)
@@ -200,7 +199,7 @@ def test_killed_search_continues_where_it_was(
 
 def assert_goes_on(folder: Path, before: Search, points: int) -> None:
     """Resume: all points are there once, and what had ended is as it was."""
-    assert command.main(["--resume", str(folder)]) == 0
+    assert door.run(["search", "--resume", str(folder)]) == 0
     storage = f"sqlite:///{folder / STUDY_FILE}"
     trials = optuna.load_study(study_name=None, storage=storage).trials
     assert [trial.state for trial in trials] == [TrialState.COMPLETE] * points

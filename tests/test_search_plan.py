@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.dotted import flat
+from determined_amp.experiment.entrypoint import trial_in
 from determined_amp.experiment.experiment import parse
-from determined_amp.experiment.overrides import with_overrides
+from determined_amp.experiment.overrides import with_overrides, with_trial
 from determined_amp.search.search_plan import (
     AshaSearcher,
     SearchPlan,
@@ -150,3 +152,69 @@ def test_topic_of_a_configuration_is_what_its_command_measures_or_its_search_var
     }
     assert Topic.of(config) is topic
     assert Topic.of({}) is Topic.SINGLE_RUN
+
+
+THEIRS: Values = {
+    "name": "adaptive search",
+    "hyperparameters": {"lr": {"type": "double", "minval": 0.01, "maxval": 0.1}},
+    "searcher": {
+        "name": "adaptive_asha",
+        "metric": "val_loss",
+        "max_trials": 4,
+        "max_length": {"batches": 16},
+    },
+    "min_validation_period": {"batches": 4},
+    "entrypoint": "tests.strangers:Stranger",
+}
+
+
+def problems_of(**searcher: Any) -> list[str]:
+    section = {**THEIRS["searcher"], **searcher}
+    try:
+        SearchPlan({**THEIRS, "searcher": section})
+    except ConfigError as error:
+        return [str(problem) for problem in error.problems]
+    return []
+
+
+def test_length_of_older_versions_is_refused_with_the_lines_that_a_master_takes() -> (
+    None
+):
+    (said,) = problems_of()
+    assert said.startswith("searcher.max_length: got {'batches': 16}, the old form ")
+    assert said.endswith("searcher.time_metric: batches and searcher.max_time: 16")
+    assert problems_of(time_metric="batches", max_time=16) == []
+    epochs, *_ = problems_of(max_length={"epochs": 2})
+    assert epochs.endswith("searcher.time_metric: epochs and searcher.max_time: 2")
+
+
+@pytest.mark.parametrize("name", ["adaptive", "adaptive_simple"])
+def test_searcher_of_older_versions_is_one_problem(name: str) -> None:
+    (said,) = problems_of(name=name)
+    assert said.startswith(f"searcher.name: got {name}, which Determined has removed; ")
+    assert said.endswith(", adaptive_asha")
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "runs"),
+    [
+        ("python3 train.py", "train --trial a:B"),
+        ("old:Trial", "train --trial a:B"),
+        (
+            [*["python3", "-m", "determined_amp", "train", "--trial", "old:Trial"]],
+            "train --trial old:Trial --trial a:B",
+        ),
+        (None, "train --trial a:B"),
+        (
+            "python3 -m determined_amp score --batches 8",
+            "score --batches 8 --trial a:B",
+        ),
+    ],
+)
+def test_option_names_the_trial_of_any_entrypoint(
+    entrypoint: object, runs: str
+) -> None:
+    config = with_trial({"entrypoint": entrypoint}, "a:B")
+    assert config["entrypoint"] == f"python3 -m determined_amp {runs}"
+    assert trial_in(config["entrypoint"]) == "a:B"
+    assert with_trial(config, None) is config

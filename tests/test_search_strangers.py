@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from determined_amp import __main__ as door
 from determined_amp.amp.plain_data import Values
-from determined_amp.cli import search as command
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.experiment.training import Length
 from determined_amp.runs.run import RunState
@@ -98,7 +98,7 @@ def test_comparison_trains_a_stranger_with_each_seed() -> None:
     loading = {"entrypoint": "tests.strangers:WithLoaderProcesses", "optimizations": {}}
     overrides = ("searcher.name=grid", SEEDS)
     config = with_overrides({**STRANGER, **loading}, overrides)
-    assert command.main([write_yaml(Path(), config)]) == 0
+    assert door.run(["search", write_yaml(Path(), config)]) == 0
     runs = read_search(searching.only_folder(Path.cwd())).runs
     assert [run.state for run in runs] == [RunState.COMPLETED, RunState.COMPLETED]
     assert [[batches for batches, _ in run.curve("val_loss")] for run in runs] == [

@@ -81,7 +81,7 @@ def test_end_of_a_search_names_its_best_values(
     folder = write_study(tmp_path, [(2.0**scale, scored(scale)) for scale in (24, 16)])
     lines = list(closing_lines(read_search(folder), folder, stopped=stopped))
     assert "best, of trial 1:" in lines
-    resume = f"go on: python -m determined_amp search --resume {folder}"
+    resume = f"go on: det-amp search --resume {folder}"
     assert (resume in lines) is stopped
     write_config(folder, SEARCH, workers=3)
     lines = list(closing_lines(read_search(folder), folder, stopped=stopped))

@@ -204,6 +204,7 @@ ADDED: dict[str, tuple[Sequence[str], str, dict[str, str], Sequence[str]]] = {
     "compare": ((), "", config(COMPARE), OF_COMPARE),
     "compare as a list": ((), "", config(COMPARE.split()), OF_COMPARE),
     "compare by a shell": ((), "", config(["sh", "-c", COMPARE]), OF_COMPARE),
+    "compare of a wheel": ((), "", config("det-amp compare"), OF_COMPARE),
     "compare with spaces": ((), "", config(COMPARE.replace(" ", "  ")), OF_COMPARE),
     "compare elsewhere": ((), "", config("python3 a.py", description=COMPARE), ()),
     "no entrypoint": ((), "", config(None), ()),

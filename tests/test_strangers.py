@@ -20,7 +20,6 @@ from torch import nn
 from determined_amp import __main__ as door
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.plain_data import Config, Metrics, Values
-from determined_amp.cli import audit_batch, train
 from determined_amp.experiment import experiment
 from determined_amp.experiment.experiment import experiment_in
 from determined_amp.experiment.factory import load_factory
@@ -250,7 +249,7 @@ class TestConstructors:
 
 
 def run(folder: Path, *arguments: str) -> Path:
-    assert train.main([*arguments, "--run-folder", str(folder)]) == 0
+    assert door.run(["train", *arguments, "--run-folder", str(folder)]) == 0
     return folder
 
 
@@ -282,7 +281,7 @@ class TestTraining:
         short = write(tmp_path, f"searcher.max_length.batches={batches}")
         again = run(tmp_path / "again", short)
         longer = ["--resume", str(again), "--config", "searcher.max_length.batches=12"]
-        assert train.main(longer) == 0
+        assert door.run(["train", *longer]) == 0
         assert same_bits(*(training.checkpoint(path, 12) for path in (folder, again)))
         (schedule,) = training.checkpoint(again, 12)["lr_schedulers_state_dict"]
         assert schedule["last_epoch"] == 12
@@ -295,7 +294,7 @@ class TestTraining:
         assert recorded["reproducibility"] == {"experiment_seed": 0}
         assert recorded["hyperparameters"] == {"lr": 0.1}  # as the trial gets them
         longer = ["--resume", str(found), "--config", "searcher.max_length.batches=14"]
-        assert train.main(longer) == 0
+        assert door.run(["train", *longer]) == 0
         assert training.checkpoint(found, 14)
 
     @pytest.mark.parametrize(
@@ -407,7 +406,7 @@ def test_audit_of_a_trial_without_mixed_precision_judges_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path, without=("entrypoint", "searcher"))
-    assert audit_batch.main([path, "--trial", "tests.test_strangers:InBFloat16"]) == 0
+    assert door.run(["audit", path, "--trial", "tests.test_strangers:InBFloat16"]) == 0
     printed = capsys.readouterr().out
     assert " bfloat16 " in printed
     assert "not judged: the trial has no MixedPrecision" in printed
@@ -555,6 +554,43 @@ class TestFit:
             found.context._aggregation_frequency = 7
             with pytest.raises(ConfigError, match=words):
                 fit(found.trial, found.context)
+
+
+# In the form of Determined's own tutorials: its script is started by the platform.
+TUTORIAL = """\
+name: tutorial
+hyperparameters: {lr: 0.1}
+searcher:
+  name: single
+  metric: val_loss
+  max_length: {batches: 4}
+  smaller_is_better: true
+entrypoint: python3 train.py
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train",
+        "audit",
+        "find --precision amp_fp16",
+        "score --config hyperparameters.amp.precision=amp_fp16",
+    ],
+)
+def test_yaml_of_a_tutorial_needs_its_trial_alone(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refusal: Callable[..., str],
+) -> None:
+    (tmp_path / "const.yaml").write_text(TUTORIAL)
+    monkeypatch.chdir(tmp_path)
+    name, *options = command.split()
+    words = [name, "const.yaml", *options]
+    said = refusal(*words)
+    assert "the entrypoint 'python3 train.py' names none; allowed: module:Class" in said
+    assert door.main([*words, "--trial", "tests.strangers:WithHparams"]) == 0
 
 
 class TestTrialsThatCannotTrain:

@@ -24,9 +24,9 @@ import torch
 import yaml
 from torchvision.models.resnet import Bottleneck, ResNet
 
+from determined_amp import __main__ as door
 from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import Config, Metrics, StateDict, Values
-from determined_amp.cli import train
 from determined_amp.runs.folder import read_record
 from trials.mlp import MLPTrial
 
@@ -43,7 +43,7 @@ SMALL = (
 
 
 def arguments(config: str, *overrides: str) -> list[str]:
-    """What `python -m determined_amp train` is given to train the small MLP."""
+    """What `det-amp train` is given to train the small MLP."""
     changes = [
         word for override in (*SMALL, *overrides) for word in ("--config", override)
     ]
@@ -60,14 +60,15 @@ def write_yaml(folder: Path, config: Config) -> str:
 def run_small(config: str, folder: Path, *overrides: str) -> Path:
     """Train in this process; the run folder."""
     assert (
-        train.main([*arguments(config, *overrides), "--run-folder", str(folder)]) == 0
+        door.run(["train", *arguments(config, *overrides), "--run-folder", str(folder)])
+        == 0
     )
     return folder
 
 
 def resume(folder: Path, *options: str) -> Path:
     """Go on training in this process; the run folder."""
-    assert train.main(["--resume", str(folder), *options]) == 0
+    assert door.run(["train", "--resume", str(folder), *options]) == 0
     return folder
 
 

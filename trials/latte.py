@@ -1,7 +1,7 @@
 """Latte, a video diffusion transformer with EMA and gradient checkpointing, in four
 precisions.
 
-    python -m determined_amp train experiment_configs/latte/fp32.yaml      # without a
+    det-amp train experiment_configs/latte/fp32.yaml      # without a
     cluster det experiment create experiment_configs/latte/amp.yaml .      # on a
     cluster python -m trials.sample runs/latte-fp32/TIME                   # a clip, as
     GIF and as PNG

@@ -1,6 +1,6 @@
 """A 784-512-10 multilayer perceptron with Adam, in any of the four precisions.
 
-    python -m determined_amp train experiment_configs/mlp/amp.yaml       # without a
+    det-amp train experiment_configs/mlp/amp.yaml       # without a
     cluster det experiment create experiment_configs/mlp/amp.yaml .              # on a
     cluster
 

@@ -1,6 +1,6 @@
 """ResNet-50 with momentum SGD, in any of the four precisions.
 
-    python -m determined_amp train experiment_configs/resnet50/bf16.yaml      # without
+    det-amp train experiment_configs/resnet50/bf16.yaml      # without
     a cluster det experiment create experiment_configs/resnet50/amp.yaml .
     # on a cluster
 

@@ -138,7 +138,7 @@ def warn_of_slow_operations(precision: Precision, device: torch.device) -> None:
     if precision.autocast_dtype is not None and device.type == "cpu":
         logger.warning(
             "amp.precision is %s on a CPU, which may compute many times slower in 16 "
-            "bits than in float32: `python -m determined_amp compare` measures it",
+            "bits than in float32: `det-amp compare` measures it",
             precision.value,
         )
 

@@ -1,7 +1,7 @@
 """The doctor: says what is wrong with the mixed precision that a training has of its
 own.
 
-`python -m determined_amp check CONFIG` examines a trial, `check SCRIPT.py` any script.
+`det-amp check CONFIG` examines a trial, `check SCRIPT.py` any script.
 Around any loop:
 
     with determined_amp.check.watching() as findings:

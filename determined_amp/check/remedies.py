@@ -190,7 +190,7 @@ REMEDIES = {
     ),
     "resume_fails": Remedy(
         "the checkpoint of this run cannot be resumed",
-        "python -m determined_amp train YOUR_YAML resumes every trial that it trains",
+        "det-amp train YOUR_YAML resumes every trial that it trains",
     ),
     "zero_grad_in_window": Remedy(
         "zero_grad() runs between a backward and its step, and throws the gradients "

@@ -1,5 +1,1 @@
-"""Commands of `python -m determined_amp` that combine several packages."""
-
-from collections.abc import Sequence
-
-Arguments = Sequence[str]  # what stands behind a command
+"""The commands of `det-amp`: their options, and what each does."""

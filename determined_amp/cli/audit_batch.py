@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from determined_amp.cli import Arguments
-from determined_amp.cli.options import experiment_of, parser_of
+from argparse import Namespace
+
+from determined_amp.cli.options import (
+    AddParser,
+    add_command,
+    add_trial_options,
+    experiment_of,
+)
 
 
-def main(arguments: Arguments) -> int:
+def add_audit(add_parser: AddParser) -> None:
+    """Add the command."""
+    text = "show what one training batch is computed in"
+    add_trial_options(add_command(add_parser, "audit", text, _audit))
+
+
+def _audit(options: Namespace) -> int:
     """Audit a batch and print the table; 0 if the audit passed, 1 if it failed."""
-    parser = parser_of("audit", "Train one batch and print what it was computed in.")
-    experiment = experiment_of(parser.parse_args(arguments))
+    experiment = experiment_of(options)
     # These import torch, which takes seconds.
     from determined_amp.amp.precision_audit import AuditError  # noqa: PLC0415
     from determined_amp.local.open_trial import audit_here  # noqa: PLC0415

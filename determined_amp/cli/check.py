@@ -13,45 +13,67 @@ seen enough. Determined is not needed for that.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import traceback
+from argparse import Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from determined_amp.amp.errors import UserError
-from determined_amp.check.finding import CheckFindings
-from determined_amp.cli import Arguments
+from determined_amp.cli.options import (
+    AddParser,
+    add_command,
+    add_trial_options,
+    experiment_of,
+)
 from determined_amp.experiment.failures import is_task
 
+if TYPE_CHECKING:
+    from determined_amp.check.finding import CheckFindings
 
-def main(arguments: Arguments) -> int:
+
+def add_check(add_parser: AddParser) -> None:
+    """Add the command."""
+    text = "say what is wrong with the AMP of a trial, or of a script and its arguments"
+    parser = add_command(add_parser, "check", text, _check)
+    add_trial_options(parser, precision=False)
+    parser.add_argument(
+        "--json", action="store_true", help="print the findings as JSON"
+    )
+    if is_task():
+        return
+    parser.usage = "det-amp check [options] (YAML | SCRIPT.py ITS ARGUMENTS)"
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="how long a script may run (default: 2)",
+    )
+    parser.add_argument(
+        "--in-place",
+        action="store_true",
+        help="let a script save, log and upload where it says",
+    )
+
+
+def _check(options: Namespace) -> int:
     """Examine a trial and print the findings; 0 without a fault, else 1.
 
     In a task on a cluster it is 0 even with faults, so that the cluster does not
     restart it.
     """
-    paths = [word for word in arguments if word.endswith((".py", ".yaml", ".yml"))]
-    if paths and paths[0].endswith(".py"):
-        return _check_script(arguments)
-    # Imported here: a script needs nothing of it, nor what it imports.
-    from determined_amp.cli.options import experiment_of, parser_of  # noqa: PLC0415
-    from determined_amp.cli.search import start_server  # noqa: PLC0415
-
-    parser = parser_of(
-        "check", "Say what is wrong with the AMP of a trial.", precision=False
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the findings as JSON"
-    )
-    options = parser.parse_args(arguments)
+    # Imported late: a script needs none of them, and a task has no script.
     if is_task():
-        start_server("determined_amp.check.doctor")
+        _start_server()
         from determined_amp.cluster import check_task  # noqa: PLC0415  # torch
 
         check_task(options.trial, as_json=options.json)
         return 0
+    if options.config.endswith(".py"):
+        return _check_script(options)
+    if options.minutes or options.in_place:
+        options.parser.error("--minutes and --in-place are for a SCRIPT.py")
     experiment = experiment_of(options)
-    start_server("determined_amp.check.doctor")
+    _start_server()
     # Imported after the server starts: both spend seconds importing torch, at the same
     # time.
     from determined_amp.check.doctor import RUNS, examine  # noqa: PLC0415
@@ -66,6 +88,12 @@ def main(arguments: Arguments) -> int:
     )
 
 
+def _start_server() -> None:
+    from determined_amp.search.server import start_server  # noqa: PLC0415
+
+    start_server("determined_amp.check.doctor")
+
+
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -75,31 +103,14 @@ def _answer(findings: CheckFindings, *, as_json: bool) -> int:
     return 1 if findings.faults else 0
 
 
-def _check_script(arguments: Arguments) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m determined_amp check",
-        description="Say what is wrong with the mixed precision of a script.",
-    )
-    add = parser.add_argument
-    add("--json", action="store_true", help="print the findings as JSON")
-    add(
-        "--minutes",
-        type=float,
-        default=2.0,
-        help="how long the script may run (default: 2)",
-    )
-    add(
-        "--in-place",
-        action="store_true",
-        help="save, log and upload where the script says",
-    )
-    add("script")
-    add("arguments", nargs=argparse.REMAINDER, help="its own")
-    options = parser.parse_args(arguments)
-    if not Path(options.script).is_file():
-        raise UserError(
-            f"{options.script}: no such file; allowed: a script that trains"
+def _check_script(options: Namespace) -> int:
+    if options.trial or options.overrides:
+        options.parser.error(
+            "--trial and --config are for a YAML; those of a script stand behind it"
         )
+    script_file, minutes = options.config, options.minutes or 2.0
+    if not Path(script_file).is_file():
+        raise UserError(f"{script_file}: no such file; allowed: a script that trains")
     from determined_amp.check import script  # noqa: PLC0415  # torch
 
     first = script.is_first_rank()
@@ -110,13 +121,13 @@ def _check_script(arguments: Arguments) -> int:
             else "into a scratch folder, loggers are off"
         )
         _say(
-            f"running {options.script} until each of its optimizers has made "
-            f"{script.STEPS} steps or {options.minutes:g} minutes are over; two steps "
+            f"running {script_file} until each of its optimizers has made "
+            f"{script.STEPS} steps or {minutes:g} minutes are over; two steps "
             "of each are made to overflow, and the loss scale moves in others. "
             f"torch.save and safetensors write {saved}; {script.ONE_RUN}"
         )
     findings, raised = script.examine_script(
-        options.script, options.arguments, options.minutes, in_place=options.in_place
+        script_file, options.arguments, minutes, in_place=options.in_place
     )
     status = _answer(findings, as_json=options.json) if first else 0
     sys.stdout.flush()

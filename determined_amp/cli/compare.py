@@ -20,41 +20,23 @@ from argparse import Namespace
 from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.amp.plain_data import Config
 from determined_amp.amp.settings import Precision
-from determined_amp.cli import Arguments
-from determined_amp.cli.options import INTERRUPTED, at_least, experiment_of, parser_of
-from determined_amp.cli.search import start_server
+from determined_amp.cli.options import (
+    INTERRUPTED,
+    AddParser,
+    add_command,
+    add_trial_options,
+    at_least,
+    experiment_of,
+)
 from determined_amp.experiment.failures import MISSING_BATCH_SIZE, is_task
+from determined_amp.search.server import start_server
 
 
-def main(arguments: Arguments) -> int:
-    """Compare the precisions of a trial, until there is an answer or a signal stops
-    it.
-    """
-    options = _options(arguments)
-    config: Config = {}
-    if not is_task():
-        options.precision = Precision.FP32.value  # that of the YAML counts for nothing
-        experiment = experiment_of(options)
-        if experiment.global_batch_size is None:
-            raise ConfigError(options.config, [MISSING_BATCH_SIZE])
-        config = experiment.config
-    start_server()
-    # Imported after the server starts: both spend seconds importing torch, at the same
-    # time.
-    if is_task():
-        from determined_amp.compare.comparison_task import compare_on_cluster  # noqa: PLC0415
-
-        compare_on_cluster(options)
-        return 0
-    from determined_amp.compare.runs import compare  # noqa: PLC0415
-
-    end = compare(config, options.config, options)
-    return INTERRUPTED if end.is_interrupted else 0
-
-
-def _options(arguments: Arguments) -> Namespace:
-    description = "Train in every precision in turn, and say which one to use."
-    parser = parser_of("compare", description, precision=False)
+def add_compare(add_parser: AddParser) -> None:
+    """Add the command."""
+    text = "train in every precision in turn, and say which one to use"
+    parser = add_command(add_parser, "compare", text, _compare)
+    add_trial_options(parser, precision=False)
     parser.add_argument(
         "--precisions",
         type=Precision,
@@ -83,7 +65,12 @@ def _options(arguments: Arguments) -> Namespace:
         metavar="N",
         help="time for all runs together; each has at least 20 batches (3)",
     )
-    options = parser.parse_args(arguments)
+
+
+def _compare(options: Namespace) -> int:
+    """Compare the precisions of a trial, until there is an answer or a signal stops
+    it.
+    """
     chosen = [p for p in Precision if p in options.precisions]
     if len(chosen) < 2 or Precision.FP32 not in chosen:
         names = " ".join(p.value for p in options.precisions)
@@ -91,4 +78,22 @@ def _options(arguments: Arguments) -> Namespace:
             f"--precisions: got {names}; allowed: fp32, and what to compare with it"
         )
     options.precisions = chosen
-    return options
+    config: Config = {}
+    if not is_task():
+        options.precision = Precision.FP32.value  # that of the YAML counts for nothing
+        experiment = experiment_of(options)
+        if experiment.global_batch_size is None:
+            raise ConfigError(options.config, [MISSING_BATCH_SIZE])
+        config = experiment.config
+    start_server()
+    # Imported after the server starts: both spend seconds importing torch, at the same
+    # time.
+    if is_task():
+        from determined_amp.compare.comparison_task import compare_on_cluster  # noqa: PLC0415
+
+        compare_on_cluster(options)
+        return 0
+    from determined_amp.compare.runs import compare  # noqa: PLC0415
+
+    end = compare(config, options.config, options)
+    return INTERRUPTED if end.is_interrupted else 0

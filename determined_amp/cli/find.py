@@ -16,8 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from determined_amp.amp.errors import ConfigError, UserError
-from determined_amp.cli import Arguments
-from determined_amp.cli.options import add_batches_option, experiment_of, parser_of
+from determined_amp.cli.options import (
+    AddParser,
+    add_batches_option,
+    add_command,
+    add_trial_options,
+    experiment_of,
+)
 from determined_amp.experiment.failures import is_task
 from determined_amp.experiment.files import write_together, write_whole
 
@@ -25,13 +30,40 @@ if TYPE_CHECKING:
     from determined_amp.finder.found_scale import FoundScale
 
 
-def main(arguments: Arguments) -> int:
+def add_find(add_parser: AddParser) -> None:
+    """Add the command."""
+    text = "find the initial loss scale in one pass"
+    parser = add_command(add_parser, "find", text, _find)
+    add_trial_options(parser)
+    add_batches_option(parser)
+    if is_task():
+        return
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="FOLDER",
+        help="start from this checkpoint, or from the newest one of this run folder",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the whole answer as JSON, in place of an old FILE",
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="draw the prediction, in place of an old FILE",
+    )
+
+
+def _find(options: Namespace) -> int:
     """Find the scale, print it, and write the files that the options name."""
-    options = _options(arguments)
     if is_task():
         from determined_amp.cluster import find_task  # noqa: PLC0415
 
-        find_task(options.trial, options.batches, arguments)
+        find_task(options.trial, options.batches, options.words)
         return 0
     for option, target, suffix in (
         ("--json", options.json, ".json"),
@@ -71,29 +103,3 @@ def _save(answer: FoundScale, options: Namespace) -> None:
         raise UserError(
             f"the answer cannot be written: {error}; allowed: another file"
         ) from error
-
-
-def _options(arguments: Arguments) -> Namespace:
-    parser = parser_of("find", "Find the initial loss scale in one pass.")
-    add_batches_option(parser)
-    if is_task():
-        return parser.parse_args(arguments)
-    parser.add_argument(
-        "--checkpoint",
-        type=Path,
-        metavar="FOLDER",
-        help="start from this checkpoint, or from the newest one of this run folder",
-    )
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="write the whole answer as JSON, in place of an old FILE",
-    )
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE.png",
-        help="draw the prediction, in place of an old FILE",
-    )
-    return parser.parse_args(arguments)

@@ -5,17 +5,21 @@ Nothing here imports torch: a mistake in an option or in a YAML is named at once
 
 from __future__ import annotations
 
+import re
+import shlex
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Config
 from determined_amp.amp.settings import Precision
-from determined_amp.experiment.experiment import Experiment, experiment_in, read_yaml
+from determined_amp.experiment.entrypoint import BATCHES, MOST_BATCHES
 from determined_amp.experiment.failures import is_task
-from determined_amp.experiment.overrides import in_precision, with_overrides
-from determined_amp.search.task import BATCHES, MOST_BATCHES
+from determined_amp.experiment.trial_text import near_name
+
+if TYPE_CHECKING:
+    from determined_amp.experiment.experiment import Experiment
 
 # The exit status of a command that a signal has stopped, so that `a && b` stops, too.
 INTERRUPTED = 130
@@ -27,32 +31,54 @@ class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog}: {message}; {self.prog} --help lists all")
 
+    def refuse(self, words: Sequence[str]) -> NoReturn:
+        """Raise for words that no option takes."""
+        known = re.findall(r"--[\w-]+", self.format_help())
+        near = near_name(words[0].partition("=")[0], known)
+        self.error(f"unrecognized arguments: {shlex.join(words)}{near}")
 
-def parser_of(
-    command: str, description: str, *, precision: bool = True, needs_config: bool = True
-) -> ArgumentParser:
-    """The parser of a command that opens a trial.
+
+AddParser = Callable[..., Parser]  # adds a command to the program, as argparse does it
+
+
+def add_command(
+    add_parser: AddParser, name: str, text: str, run: Callable[[Namespace], int]
+) -> Parser:
+    """Add a command; returns its parser.
+
+    Args:
+        add_parser: Adds it to the program.
+        name: Its name.
+        text: What it does, for `--help`.
+        run: Does it, given the options; returns the exit status.
+    """
+    description = f"{text[0].upper()}{text[1:]}."
+    parser = add_parser(name, help=text, description=description)
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def add_trial_options(
+    parser: Parser, *, precision: bool = True, needs_config: bool = True
+) -> None:
+    """Add what opens a trial.
 
     In a task on a cluster the only option is `--trial`: the task has its own
     configuration.
 
     Args:
-        command: The name of the command.
-        description: What it does, for `--help`.
+        parser: Of the command.
         precision: Whether it has the option `--precision`.
         needs_config: Whether the experiment YAML is required.
     """
-    parser = Parser(prog=f"python -m determined_amp {command}", description=description)
     parser.add_argument(
         "--trial",
         metavar="MODULE:CLASS",
-        help=(
-            "the trial class, or a function that makes the trial, if the YAML does not"
-            " name it"
-        ),
+        help="the trial class, or a function that makes the trial, if the YAML does "
+        "not name it",
     )
     if is_task():
-        return parser
+        return
     parser.add_argument(
         "config", nargs=None if needs_config else "?", help="experiment YAML"
     )
@@ -61,12 +87,9 @@ def parser_of(
         parser.add_argument(
             "--precision",
             choices=[member.value for member in Precision],
-            help=(
-                "overrides hyperparameters.amp.precision; a trial without AMP needs no"
-                " change"
-            ),
+            help="overrides hyperparameters.amp.precision; a trial without AMP needs "
+            "no change",
         )
-    return parser
 
 
 def configuration_of(options: Namespace) -> Config:
@@ -78,6 +101,10 @@ def configuration_of(options: Namespace) -> Config:
     Raises:
         ConfigError: if the YAML cannot be read, or an override is malformed.
     """
+    # A loop of PyTorch needs none of the packages that read YAML.
+    from determined_amp.experiment.experiment import read_yaml  # noqa: PLC0415
+    from determined_amp.experiment.overrides import in_precision, with_overrides  # noqa: PLC0415
+
     config = with_overrides(read_yaml(options.config), options.overrides)
     return in_precision(config, getattr(options, "precision", None))
 
@@ -89,10 +116,15 @@ def experiment_of(options: Namespace) -> Experiment:
     Raises:
         ConfigError: naming every mistake.
     """
-    return experiment_in(configuration_of(options), options.config, trial=options.trial)
+    from determined_amp.experiment.experiment import experiment_in  # noqa: PLC0415
+
+    config = configuration_of(options)
+    experiment = experiment_in(config, options.config, trial=options.trial)
+    experiment.check_files()
+    return experiment
 
 
-def add_override_option(parser: ArgumentParser) -> None:
+def add_override_option(parser: Parser) -> None:
     """Add the repeatable option `--config KEY=VALUE`, stored as `overrides`."""
     parser.add_argument(
         "--config",
@@ -107,7 +139,7 @@ def add_override_option(parser: ArgumentParser) -> None:
     )
 
 
-def add_batches_option(parser: ArgumentParser) -> None:
+def add_batches_option(parser: Parser) -> None:
     """Add `--batches`, the number of batches to measure on."""
     parser.add_argument(
         "--batches",

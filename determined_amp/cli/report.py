@@ -12,92 +12,27 @@ from __future__ import annotations
 import math
 from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from determined_amp.amp.errors import UserError
-from determined_amp.cli import Arguments
-from determined_amp.cli.options import Parser
-from determined_amp.report import ReportError
-from determined_amp.report.master_runs import fetch_comparison
-from determined_amp.report.page import Written
-from determined_amp.report.precision_report import write_precision_report
-from determined_amp.report.sources import (
-    LOSS_SCALE,
-    PRECISION,
-    folder_beside,
-    read_source,
-    report_on,
-)
-from determined_amp.search.task import Topic
+from determined_amp.cli.options import AddParser, add_command
+
+if TYPE_CHECKING:
+    from determined_amp.report.page import Written
+    from determined_amp.search.search_folder import Search
 
 # By report: its own options.
-_OPTIONS = {PRECISION: ("metric", "margin"), LOSS_SCALE: ("finding",)}
+_OPTIONS = {"precision": ("metric", "margin"), "loss-scale": ("finding",)}
 
 
-def main(arguments: Arguments) -> int:
-    """Write the report that the first argument names, or the one that fits the first
-    source.
-    """
-    named = arguments[0] if arguments and arguments[0] in _OPTIONS else None
-    options = _parser().parse_args(arguments[named is not None :])
-    searches = []
-    report = named
-    for source in options.sources:
-        search = read_source(source)
-        report = report_on(source, search, report)
-        searches.append(search)
-    _check_options(report, options)
-    first = options.sources[0]
-    folder = options.output or folder_beside(first)
-    if report == LOSS_SCALE:
-        # The finder imports torch.
-        from determined_amp.report import loss_scale_report  # noqa: PLC0415
-
-        written = loss_scale_report.write_loss_scale_report(
-            searches[0], folder, options.finding
-        )
-    elif Topic.of(searches[0].config) is Topic.COMPARISON:
-        written = _fetch_comparison(int(first), options, folder)
-    else:
-        precisions = write_precision_report(
-            searches, folder, options.metric, options.margin
-        )
-        written = precisions.written
-    print(f"{written.text}\n\nwritten: {', '.join(map(str, written.files))}")
-    return 0
-
-
-def _check_options(report: str | None, options: Namespace) -> None:
-    """Raise if an option belongs to the other report, or there are too many sources."""
-    other = PRECISION if report == LOSS_SCALE else LOSS_SCALE
-    foreign = [name for name in _OPTIONS[other] if getattr(options, name)]
-    if foreign:
-        raise UserError(
-            f"--{foreign[0]}: belongs to report {other}; this one is report {report}"
-        )
-    if report == LOSS_SCALE and len(options.sources) > 1:
-        raise UserError(
-            f"report loss-scale: got {len(options.sources)} sources; allowed: one "
-            "search"
-        )
-
-
-def _fetch_comparison(number: int, options: Namespace, folder: Path) -> Written:
-    if options.metric or options.margin or options.sources[1:]:
-        raise ReportError(
-            f"experiment {number}: its task has written the report; allowed: no other "
-            "source, and no --metric and --margin"
-        )
-    return fetch_comparison(number, folder)
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="python -m determined_amp report [precision|loss-scale]",
-        description=(
-            "Compare runs that differ in precision and seed only, or draw the predicted"
-            " and the observed effects of the initial loss scale."
-        ),
+def add_report(add_parser: AddParser) -> None:
+    """Add the command."""
+    text = (
+        "compare runs that differ in precision and seed only, or draw the predicted "
+        "and the observed effects of the initial loss scale"
     )
+    parser = add_command(add_parser, "report", text, _report)
+    parser.usage = "det-amp report [precision|loss-scale] SOURCE ... [options]"
     parser.add_argument(
         "sources",
         nargs="+",
@@ -134,7 +69,79 @@ def _parser() -> Parser:
         metavar="FILE_OR_EXPERIMENT_ID",
         help="loss-scale: the finder's JSON, or its experiment; default: runs it here",
     )
-    return parser
+
+
+def _report(options: Namespace) -> int:
+    """Write the report that the first argument names, or the one that fits the first
+    source.
+    """
+    # Numpy and the SDK take a second.
+    from determined_amp.report.sources import read_source, report_on  # noqa: PLC0415
+
+    named = options.sources[0] if options.sources[0] in _OPTIONS else None
+    options.sources = options.sources[named is not None :]
+    if not options.sources:
+        options.parser.error("the following arguments are required: SOURCE")
+    searches = []
+    report = named
+    for source in options.sources:
+        search = read_source(source)
+        report = report_on(source, search, report)
+        searches.append(search)
+    _check_options(report, options)
+    written = _write(report, searches, options)
+    print(f"{written.text}\n\nwritten: {', '.join(map(str, written.files))}")
+    return 0
+
+
+def _write(report: str | None, searches: list[Search], options: Namespace) -> Written:
+    from determined_amp.report.sources import folder_beside  # noqa: PLC0415
+    from determined_amp.search.task import Topic  # noqa: PLC0415
+
+    first = options.sources[0]
+    folder = options.output or folder_beside(first)
+    if report == "loss-scale":
+        # The finder imports torch.
+        from determined_amp.report import loss_scale_report  # noqa: PLC0415
+
+        return loss_scale_report.write_loss_scale_report(
+            searches[0], folder, options.finding
+        )
+    if Topic.of(searches[0].config) is Topic.COMPARISON:
+        return _fetch_comparison(int(first), options, folder)
+    # It draws: matplotlib takes a second, too.
+    from determined_amp.report.precision_report import write_precision_report  # noqa: PLC0415
+
+    precisions = write_precision_report(
+        searches, folder, options.metric, options.margin
+    )
+    return precisions.written
+
+
+def _check_options(report: str | None, options: Namespace) -> None:
+    """Raise if an option belongs to the other report, or there are too many sources."""
+    other = "precision" if report == "loss-scale" else "loss-scale"
+    foreign = [name for name in _OPTIONS[other] if getattr(options, name)]
+    if foreign:
+        raise UserError(
+            f"--{foreign[0]}: belongs to report {other}; this one is report {report}"
+        )
+    if report == "loss-scale" and len(options.sources) > 1:
+        raise UserError(
+            f"report loss-scale: got {len(options.sources)} sources; allowed: one "
+            "search"
+        )
+
+
+def _fetch_comparison(number: int, options: Namespace, folder: Path) -> Written:
+    from determined_amp.report.master_runs import fetch_comparison  # noqa: PLC0415
+
+    if options.metric or options.margin or options.sources[1:]:
+        raise UserError(
+            f"experiment {number}: its task has written the report; allowed: no other "
+            "source, and no --metric and --margin"
+        )
+    return fetch_comparison(number, folder)
 
 
 def _positive(text: str) -> float:

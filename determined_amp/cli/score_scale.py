@@ -9,24 +9,35 @@ It can be the entrypoint of an experiment on a cluster, with the options `--tria
 
 from __future__ import annotations
 
-from determined_amp.cli import Arguments
-from determined_amp.cli.options import add_batches_option, experiment_of, parser_of
+from argparse import Namespace
+
+from determined_amp.cli.options import (
+    AddParser,
+    add_batches_option,
+    add_command,
+    add_trial_options,
+    experiment_of,
+)
 from determined_amp.experiment.failures import is_task
-from determined_amp.experiment.score_check import check_score
 
 
-def main(arguments: Arguments) -> int:
-    """Score the loss scale and print its metrics."""
-    parser = parser_of(
-        "score", "Measure how many optimizer steps an initial loss scale loses."
-    )
+def add_score(add_parser: AddParser) -> None:
+    """Add the command."""
+    text = "measure the optimizer steps that an initial loss scale loses"
+    parser = add_command(add_parser, "score", text, _score)
+    add_trial_options(parser)
     add_batches_option(parser)
-    options = parser.parse_args(arguments)
+
+
+def _score(options: Namespace) -> int:
+    """Score the loss scale and print its metrics."""
     if is_task():
         from determined_amp.cluster import score_task  # noqa: PLC0415  # torch
 
         score_task(options.trial, options.batches)
         return 0
+    from determined_amp.experiment.score_check import check_score  # noqa: PLC0415
+
     experiment = experiment_of(options)
     check_score(experiment)
     from determined_amp.local.open_trial import open_trial  # noqa: PLC0415  # torch: seconds

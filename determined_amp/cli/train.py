@@ -14,30 +14,52 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from determined_amp.amp.errors import ConfigError
-from determined_amp.cli import Arguments
-from determined_amp.cli.options import INTERRUPTED, experiment_of, parser_of
-from determined_amp.experiment.experiment import Experiment
+from determined_amp.cli.options import (
+    INTERRUPTED,
+    AddParser,
+    add_command,
+    add_trial_options,
+    experiment_of,
+)
 from determined_amp.experiment.failures import is_task
 
 if TYPE_CHECKING:
+    from determined_amp.experiment.experiment import Experiment
     from determined_amp.runs.folder import RunFolder
 
 
-def main(arguments: Arguments) -> int:
+def add_train(add_parser: AddParser) -> None:
+    """Add the command."""
+    text = "train an experiment, here or as a task of a cluster"
+    parser = add_command(add_parser, "train", text, _train)
+    add_trial_options(parser, needs_config=False)
+    if is_task():
+        return
+    parser.add_argument(
+        "--resume",
+        metavar="RUN_FOLDER",
+        help="continue a run from its newest checkpoint",
+    )
+    parser.add_argument(
+        "--run-folder", metavar="FOLDER", help="default: runs/NAME/TIME"
+    )
+
+
+def _train(options: Namespace) -> int:
     """Train until the run has completed, or a signal stops it; then the status is
     130.
     """
     if is_task():
-        trial = (
-            parser_of("train", "Train the trial of this task.")
-            .parse_args(arguments)
-            .trial
-        )
         from determined_amp.cluster import train_task  # noqa: PLC0415  # torch
 
-        train_task(trial, arguments)
+        train_task(options.trial, options.words)
         return 0
-    options = _options(arguments)
+    if not (options.config or options.resume):
+        options.parser.error("give an experiment YAML, or --resume RUN_FOLDER")
+    if options.resume and options.run_folder:
+        options.parser.error(
+            "--resume continues in its own folder: leave --run-folder out"
+        )
     options.config = options.config or os.path.join(options.resume, "config.yaml")
     return _train_here(options, experiment_of(options))
 
@@ -74,23 +96,3 @@ def _train_here(options: Namespace, experiment: Experiment) -> int:
     with ExitStack() as held:
         stopped = train(experiment, choose_folder, resume)
     return INTERRUPTED if stopped else 0
-
-
-def _options(arguments: Arguments) -> Namespace:
-    parser = parser_of(
-        "train", "Train one experiment on this machine.", needs_config=False
-    )
-    parser.add_argument(
-        "--resume",
-        metavar="RUN_FOLDER",
-        help="continue a run from its newest checkpoint",
-    )
-    parser.add_argument(
-        "--run-folder", metavar="FOLDER", help="default: runs/NAME/TIME"
-    )
-    options = parser.parse_args(arguments)
-    if not (options.config or options.resume):
-        parser.error("give an experiment YAML, or --resume RUN_FOLDER")
-    if options.resume and options.run_folder:
-        parser.error("--resume continues in its own folder: leave --run-folder out")
-    return options

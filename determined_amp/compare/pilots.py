@@ -274,9 +274,9 @@ def train_pilot(
         factor = TOO_SLOW * seconds / slowest
         results.leave_out(
             precision,
-            f"for time: a batch takes {factor:.0f} times as long as in fp32 (`python "
-            f"-m determined_amp train YAML --precision {precision.value}` trains in it "
-            "all the same)",
+            f"for time: a batch takes {factor:.0f} times as long as in fp32 "
+            f"(`det-amp train YAML --precision {precision.value}` trains in it all the "
+            "same)",
         )
     else:
         overhead = max(wall - times.batches * seconds, 0.0)

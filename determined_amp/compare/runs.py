@@ -183,7 +183,7 @@ def _page(folder: Path) -> str:
     info = det.get_cluster_info()
     if info is None:
         return str(folder / "precision.md")
-    return f"python -m determined_amp report {info.trial.experiment_id}"
+    return f"det-amp report {info.trial.experiment_id}"
 
 
 def _to_go_on(folder: Path) -> list[str]:
@@ -192,7 +192,7 @@ def _to_go_on(folder: Path) -> list[str]:
         longer = "python3 -m determined_amp compare --minutes MORE"
         return [f"det experiment create ... --config entrypoint='{longer}'"]
     commands = ("search --resume", "report")
-    return [f"python -m determined_amp {command} {folder}" for command in commands]
+    return [f"det-amp {command} {folder}" for command in commands]
 
 
 def own_amp(config: Config) -> Config:

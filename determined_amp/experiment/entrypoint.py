@@ -8,8 +8,15 @@ import shlex
 from contextlib import suppress
 from typing import TypeGuard
 
+# How many batches are scored, or used by the finder, without `--batches`, and with it
+# at most: all are in memory at once, and a few are enough.
+BATCHES, MOST_BATCHES = 4, 1000
+
 # Matches an entrypoint that Determined itself imports.
 _CLASS = re.compile(r"[\w.]+:[\w.]+")
+
+# What starts this library, as a module or as an installed program.
+_PROGRAM = ("determined_amp", "det-amp")
 
 # The task reads all of its options, and refuses what is wrong with them.
 _OPTIONS = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -37,7 +44,8 @@ def command_in(entrypoint: object) -> tuple[str, argparse.Namespace]:
     elif isinstance(entrypoint, str):
         with suppress(ValueError):  # a quotation mark without its partner
             words = shlex.split(entrypoint)
-    at = words.index("determined_amp") + 1 if "determined_amp" in words else len(words)
+    ours = [at for at, word in enumerate(words, 1) if word in _PROGRAM]
+    at = ours[0] if ours else len(words)
     options, _ = _OPTIONS.parse_known_args(words[at + 1 :])
     return "".join(words[at : at + 1]), options
 

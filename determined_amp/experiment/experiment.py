@@ -24,11 +24,12 @@ import dataclasses
 import enum
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from determined_amp.amp.errors import ConfigError, Problem
-from determined_amp.amp.fields import is_settings_class, plain, read, setting
+from determined_amp.amp.fields import is_settings_class, plain, read, setting, shown
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.experiment.dotted import flat, value_at
@@ -44,6 +45,7 @@ from determined_amp.experiment.training import (
     key_of,
     mistakes_of_our_form,
 )
+from determined_amp.experiment.trial_text import refuse_typo
 from determined_amp.experiment.yaml_text import load_yaml, read_text
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ NO_AMP_SECTION = (
 
 _ONE_VALUE = (
     "got a range to search; allowed: one value, for instance by --config {}=VALUE, or "
-    "all of them by python -m determined_amp search"
+    "all of them by det-amp search"
 )
 
 # The hyperparameter that sets the seed of a trial, in place of one that the platform
@@ -236,6 +238,25 @@ class Experiment(CommonHyperparameters):
         """All settings in our form, defaults included, by dotted name."""
         return flat(self.resolved())
 
+    def check_files(self) -> None:
+        """Refuse a trial whose files show that it cannot be imported; nothing is
+        imported.
+
+        Raises:
+            ConfigError: naming what is missing.
+        """
+        with self._naming_the_trial():
+            refuse_typo(self.trial)
+
+    @contextmanager
+    def _naming_the_trial(self) -> Iterator[None]:
+        """Raise a `ConfigError` with the key of the trial for a `ValueError`."""
+        try:
+            yield
+        except ValueError as error:
+            text = f"{error}; allowed: module:Class of a PyTorchTrial"
+            raise ConfigError(self.source, [Problem(self.trial_key, text)]) from error
+
     def with_trial(self) -> Experiment:
         """Import the trial, and check the sections that only it knows.
 
@@ -246,11 +267,8 @@ class Experiment(CommonHyperparameters):
 
         if self.factory is not None:
             return self
-        try:
+        with self._naming_the_trial():
             factory = load_factory(self.trial)
-        except ValueError as error:
-            text = f"{error}; allowed: module:Class of a PyTorchTrial"
-            raise ConfigError(self.source, [Problem(self.trial_key, text)]) from error
         problems: list[Problem] = []
         values, data, hparams = dict(self.hyperparameters), self.data, None
         strict, data_class = _own_class(factory, "Hparams"), _own_class(factory, "Data")
@@ -502,9 +520,12 @@ def _named_trial(
         return name, "hyperparameters.trial"
     if is_class(entrypoint):
         return entrypoint, "entrypoint"
+    given = "missing" if name is None else f"got {name!r}"
+    if name is None and entrypoint is not None:
+        given = f"missing, and the entrypoint {shown(entrypoint)} names none"
     text = (
-        f"{'missing' if name is None else f'got {name!r}'}; allowed: module:Class of a "
-        "PyTorchTrial there, as the entrypoint, or as --trial module:Class"
+        f"{given}; allowed: module:Class of a PyTorchTrial there, as the entrypoint, "
+        "or as --trial module:Class"
     )
     problems.append(Problem("hyperparameters.trial", text))
     return "", ""

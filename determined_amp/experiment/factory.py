@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import os
 from collections.abc import Callable
 from typing import Any
 
 from determined import pytorch
 
 from determined_amp.amp.errors import ConfigError
-from determined_amp.experiment.trial_text import near_name, refuse_typo
+from determined_amp.experiment.trial_text import near_name, not_importable, refuse_typo
 
 # Takes a context, and the hyperparameters if it requires a second argument.
 Factory = Callable[..., pytorch.PyTorchTrial]
@@ -26,18 +25,15 @@ def load_factory(import_path: str) -> Factory:
             two.
     """
     module_name, _, name = import_path.partition(":")
+    refuse_typo(import_path)
     try:
-        refuse_typo(import_path)
         module = importlib.import_module(module_name)
         target: Any = functools.reduce(getattr, name.split("."), module)
     except (ImportError, AttributeError, TypeError, ValueError, SyntaxError) as error:
         near = ""
         if isinstance(error, AttributeError) and error.name:
             near = near_name(error.name, dir(error.obj))
-        raise ValueError(
-            f"got {import_path!r}, which cannot be imported: {error}{near}; searched: "
-            f"{os.getcwd()}"
-        ) from error
+        raise not_importable(import_path, f"{error}{near}") from error
     is_class = isinstance(target, type)
     if is_class and any(base.__name__ == "DeepSpeedTrial" for base in target.__mro__):
         raise ValueError(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import shlex
 from collections.abc import Sequence
 
 from determined_amp.amp.errors import ConfigError, Problem
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment.dotted import put
+from determined_amp.experiment.entrypoint import command_in
 from determined_amp.experiment.training import UNITS
 from determined_amp.experiment.yaml_text import load_yaml
 
@@ -37,6 +39,20 @@ def with_overrides(
         except TypeError as error:
             raise ConfigError(option, [Problem(key, str(error))]) from error
     return changed
+
+
+def with_trial(config: Config, trial: str | None) -> Config:
+    """A configuration whose entrypoint runs another trial; None changes nothing.
+
+    A command of this library stays; any other entrypoint becomes `train`.
+    """
+    if trial is None:
+        return config
+    entrypoint = config.get("entrypoint")
+    command, _ = command_in(entrypoint)
+    start = entrypoint if command else "python3 -m determined_amp train"
+    words = shlex.join(start) if isinstance(start, list) else start
+    return {**config, "entrypoint": f"{words} --trial {shlex.quote(trial)}"}
 
 
 def in_precision(config: Config, precision: str | None) -> Config:

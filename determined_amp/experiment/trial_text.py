@@ -8,31 +8,49 @@ from __future__ import annotations
 import ast
 import difflib
 import os
-import pkgutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib import util
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 # With one of these names a module can get attributes that its text does not show.
-_DYNAMIC = {"globals", "locals", "vars", "exec", "sys.modules", "__getattr__", "*"}
+_DYNAMIC = {"globals", "locals", "vars", "exec", "sys", "__getattr__", "*"}
 
 
 def refuse_typo(import_path: str) -> None:
-    """Refuse `module:name` if there is no such module, or its text has no such name.
+    """Refuse `module:name` if files show that it cannot be imported.
+
+    `importlib.util.find_spec` of a whole dotted name would import the packages above
+    it.
 
     Raises:
         ValueError: naming what is missing, with a near name.
-        SyntaxError: if the module is no Python.
     """
     module, _, name = import_path.partition(":")
-    spec = _spec_of(module) if module else None
-    names = None if spec is None else _names_in(spec)
-    wanted = name.partition(".")[0]
-    if names is not None and wanted not in names:
-        near = near_name(wanted, names)
-        raise ValueError(f"module {module!r} has no attribute {wanted!r}{near}")
+    first, *others = [*module.split("."), name.partition(".")[0]]
+    if module in sys.modules or not first:
+        return
+    spec, above = util.find_spec(first), first
+    if spec is None:
+        near = near_name(first, _files_in([os.getcwd()]))
+        raise not_importable(import_path, f"No module named {first!r}{near}")
+    for part in others:
+        names = None if spec is None else _names_in(spec)
+        if spec is None or names is None:
+            return
+        if part not in names:
+            text = f"{above!r} has no {part!r}{near_name(part, names)}"
+            raise not_importable(import_path, text)
+        folders = spec.submodule_search_locations or []
+        spec, above = PathFinder.find_spec(part, list(folders)), f"{above}.{part}"
+
+
+def not_importable(import_path: str, why: str) -> ValueError:
+    """The error of a trial that cannot be imported."""
+    return ValueError(
+        f"got {import_path!r}, which cannot be imported: {why}; searched: {os.getcwd()}"
+    )
 
 
 def near_name(name: str, names: Iterable[str]) -> str:
@@ -41,55 +59,24 @@ def near_name(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _spec_of(module: str) -> ModuleSpec | None:
-    """Where a module is; None if only an import can tell.
-
-    `importlib.util.find_spec` would import the packages above it.
-
-    Raises:
-        ValueError: if there is no such module.
-    """
-    first, *others = module.split(".")
-    if module in sys.modules or not first:
-        return None
-    spec = util.find_spec(first)
-    folders: Iterable[str] = [os.getcwd()]
-    for part in others:
-        if spec is None:
-            break
-        if _names_in(spec) is None:
-            return None
-        folders = spec.submodule_search_locations or ()
-        # By its last name alone: a whole one would look for the packages above it.
-        spec = PathFinder.find_spec(part, list(folders))
-    if spec is None:
-        there = [found.name for found in pkgutil.iter_modules(folders)]
-        near = near_name(module.rpartition(".")[2], there)
-        raise ValueError(f"No module named {module!r}{near}")
-    return spec
-
-
 def _names_in(spec: ModuleSpec) -> set[str] | None:
-    """The names that a module can have; None if its text does not tell."""
-    folders = spec.submodule_search_locations
-    names = {found.name for found in pkgutil.iter_modules(folders or ())}
+    """The names that a module may have; None if only an import can tell."""
+    names = _files_in(spec.submodule_search_locations or ())
     if spec.origin is None:  # a folder without an __init__.py
         return names
-    if not spec.origin.endswith(".py"):
+    try:
+        tree = ast.parse(Path(spec.origin).read_bytes())
+    except (OSError, SyntaxError, ValueError):  # built in, no text, or no Python
         return None
-    tree = ast.parse(Path(spec.origin).read_bytes(), spec.origin)
     for node in ast.walk(tree):
-        names.update(_bound_by(node))
+        for field in ("id", "name", "asname"):
+            value = getattr(node, field, None)
+            if isinstance(value, str):
+                names.add(value.partition(".")[0])
     return None if names & _DYNAMIC else names
 
 
-def _bound_by(node: ast.AST) -> Iterator[str]:
-    """The names that a piece of a program may bind, and those that make it dynamic."""
-    if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-        yield node.name
-    elif isinstance(node, ast.alias):
-        yield node.asname or node.name.partition(".")[0]
-    elif isinstance(node, ast.Name):
-        yield node.id
-    elif isinstance(node, ast.Attribute):
-        yield ast.unparse(node) if node.attr == "modules" else ""
+def _files_in(folders: Iterable[str]) -> set[str]:
+    """The names of modules and packages in some folders."""
+    there = [Path(folder) for folder in folders if Path(folder).is_dir()]
+    return {path.name.partition(".")[0] for each in there for path in each.iterdir()}

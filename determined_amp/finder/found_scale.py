@@ -91,7 +91,7 @@ class FoundScale:
         return self.run.samples * (1 + len(self.finding.measured))
 
     def as_json(self) -> Values:
-        """The JSON that `python -m determined_amp find --json` writes.
+        """The JSON that `det-amp find --json` writes.
 
         It has the fields of `ScaleFinding`, those of `FinderRun` under `run`, and the
         advice in words.
@@ -137,7 +137,7 @@ class FoundScale:
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise LossScaleError(
                 f"{source}: is not a finding: {type(error).__name__} {error}; allowed: "
-                "what `python -m determined_amp find CONFIG --json FILE` of this "
+                "what `det-amp find CONFIG --json FILE` of this "
                 "version writes"
             ) from error
 

@@ -106,7 +106,7 @@ class Display:
             self._say(f"{self._title}: {state}; {self._precision}\nrun folder: {shown}")
         interrupted = isinstance(error, KeyboardInterrupt)
         if stopped or (interrupted and complete_checkpoints(self._folder.checkpoints)):
-            self._say(f"go on: python -m determined_amp train --resume {shown}")
+            self._say(f"go on: det-amp train --resume {shown}")
 
     def _say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)

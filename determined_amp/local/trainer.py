@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from determined import core, util
-from rich.console import Console
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -36,7 +35,7 @@ from determined_amp.local.checkpoint_storage import (
 )
 from determined_amp.local.display import Display
 from determined_amp.local.local_reports import LocalReports
-from determined_amp.local.logs import logging_to
+from determined_amp.local.logs import Terminal, logging_to
 from determined_amp.local.open_trial import (
     outcome,
     translating_invalid_trials,
@@ -281,7 +280,7 @@ def train(
     ):
         chief = processes.rank == 0
         folder = processes.broadcast(choose_folder() if chief else None)
-        console = Console(quiet=goes_on is not None or not chief)
+        console = Terminal(quiet=goes_on is not None or not chief)
         log = logging_to(folder.log if chief else None, console)
         with translating_disk_errors(folder.path), log:
             run = None

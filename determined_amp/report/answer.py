@@ -71,7 +71,7 @@ def _nothing_to_compare(comparison: Comparison) -> str:
     names = " and ".join(same.name for same in comparison.precisions)
     return (
         f"all finished runs are in {names}, and one in another precision is missing: "
-        "ask again when there is one, or type `python -m determined_amp compare YAML`"
+        "ask again when there is one, or type `det-amp compare YAML`"
     )
 
 
@@ -80,11 +80,11 @@ def what_to_type(pairs: Sequence[Pair]) -> str:
     if any(pair.speed is None for pair in pairs):
         return (
             "runs that are trained one after the other, of 20 batches or more, tell "
-            "their speed: `python -m determined_amp compare YAML`"
+            "their speed: `det-amp compare YAML`"
         )
     seeds = max(pair.metric.pairs for pair in pairs)
     wanted = _SEEDS if seeds < _SEEDS else 2 * seeds
-    return f"more seeds tell: `python -m determined_amp compare YAML --seeds {wanted}`"
+    return f"more seeds tell: `det-amp compare YAML --seeds {wanted}`"
 
 
 def _fault(pair: Pair, metric: str) -> str:

@@ -284,7 +284,7 @@ def _baseline(runs: Runs, left_out: Sequence[str]) -> Precision:
     missing = "there is no baseline" if finished else "no finished run can be compared"
     raise ReportError(
         f"{'; '.join([missing, *ends, *left_out])}; allowed: a finished run in fp32 or "
-        "tf32: give more sources, or train it with `python -m determined_amp compare "
+        "tf32: give more sources, or train it with `det-amp compare "
         "CONFIG`"
     )
 

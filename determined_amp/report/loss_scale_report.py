@@ -12,6 +12,7 @@ from pathlib import Path
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.metric_names import MetricName
 from determined_amp.experiment.dotted import put_by_name
+from determined_amp.experiment.entrypoint import BATCHES
 from determined_amp.experiment.experiment import experiment_in
 from determined_amp.finder.found_scale import FoundScale, scale_lines, scale_sentences
 from determined_amp.finder.scale_score import worth_of_best
@@ -23,7 +24,6 @@ from determined_amp.report.page import Row, Table, Written, write_page
 from determined_amp.report.sources import is_experiment
 from determined_amp.runs.run import SCALE
 from determined_amp.search.search_folder import Search
-from determined_amp.search.task import BATCHES
 
 # Columns of the trial table, after the searcher's metric, where a trial has them.
 _METRICS = (
@@ -102,8 +102,8 @@ def _prediction(search: Search, finding: str | None) -> tuple[FoundScale | None,
         if finding:
             raise
         return None, (  # the report is useful without it, too
-            f"no prediction: {one_line(error)}. Where the experiment is, `python -m "
-            "determined_amp find CONFIG --json FILE` makes one for --finding; on a "
+            f"no prediction: {one_line(error)}. Where the experiment is, `det-amp "
+            "find CONFIG --json FILE` makes one for --finding; on a "
             f"cluster, {_FIND_THERE} does"
         )
     run = predicted.run

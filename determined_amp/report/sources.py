@@ -17,7 +17,7 @@ LOSS_SCALE = "loss-scale"
 _ANSWERS = {
     Topic.FINDING: (
         "is the finder's answer, which ends its log, and no search; with a search: "
-        "python -m determined_amp report loss-scale SEARCH --finding {source}"
+        "det-amp report loss-scale SEARCH --finding {source}"
     ),
     Topic.CHECK: "is the check of a trial's own AMP; its findings end its log",
 }
@@ -82,8 +82,8 @@ def report_on(source: str, search: Search, named: str | None) -> str:
         return named or fitting
     if named not in (None, fitting):
         raise ReportError(
-            f"{search.origin}: has no report {named}; its report: python -m "
-            f"determined_amp report {fitting} {source}"
+            f"{search.origin}: has no report {named}; its report: det-amp "
+            f"report {fitting} {source}"
         )
     return fitting
 

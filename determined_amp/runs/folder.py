@@ -236,8 +236,8 @@ def read_record(folder: Path) -> Run:
     ) as error:
         raise RunError(
             f"{folder}: is not a run folder that this version reads: {_RECORD}: "
-            f"{type(error).__name__} {one_line(error)}; allowed: what `python -m "
-            "determined_amp train` leaves in runs/NAME/TIME"
+            f"{type(error).__name__} {one_line(error)}; allowed: what `det-amp "
+            "train` leaves in runs/NAME/TIME"
         ) from error
 
 

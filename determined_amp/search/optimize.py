@@ -258,7 +258,7 @@ class Objective:
         if ended.state is RunState.STOPPED:
             raise SearchError(
                 f"{ended.reason}; the search stopped, and its open trials "
-                "continue with: python -m determined_amp search --resume "
+                "continue with: det-amp search --resume "
                 f"{self._folder}"
             )
         metric = self._plan.settings.metric

@@ -39,7 +39,7 @@ def closing_lines(search: Search, folder: Path, *, stopped: bool) -> Iterator[st
     state = "completed" if ranked else "failed"
     yield f"{search.name}: {'stopped' if stopped else state}"
     if Topic.of(search.config) is Topic.PRECISIONS:
-        yield f"compare: python -m determined_amp report precision {folder}"
+        yield f"compare: det-amp report precision {folder}"
     elif ranked and all(run.overflow for run in ranked):
         yield "every scale of this search overflows: search smaller ones"
     elif ranked and ranked[0].hparams:
@@ -53,7 +53,7 @@ def closing_lines(search: Search, folder: Path, *, stopped: bool) -> Iterator[st
     if stopped:
         at_a_time = workers_of(search.config)
         workers = f" --workers {at_a_time}" if at_a_time > 1 else ""
-        yield f"go on: python -m determined_amp search --resume {folder}{workers}"
+        yield f"go on: det-amp search --resume {folder}{workers}"
     yield f"study: sqlite:///{folder / STUDY_FILE}"
 
 

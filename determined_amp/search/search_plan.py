@@ -92,6 +92,9 @@ _METHODS: dict[str, type[GridSearcher]] = {
     "adaptive_asha": AshaSearcher,
 }
 
+# Searchers of older versions: 0.38.1 reads their names, and refuses to run them.
+_REMOVED = ("adaptive", "adaptive_simple", "sync_halving", "custom")
+
 
 class SearchPlan:
     """A search, read from its YAML and checked as far as that is possible without
@@ -123,7 +126,10 @@ class SearchPlan:
             problems.extend(self._mistakes_of_a_trial(probe, task, settings))
         problems.extend(in_space)
         if settings is None or task is None or problems:
-            raise ConfigError(source, list(dict.fromkeys(problems)))
+            first: dict[str, Problem] = {}
+            for problem in problems:
+                first.setdefault(problem.key, problem)
+            raise ConfigError(source, first.values())
         self.task: Task = task
         self.settings: GridSearcher = settings
         self._seed = int(value_at(search, "reproducibility.experiment_seed") or 0)
@@ -137,6 +143,7 @@ class SearchPlan:
         try:
             sampled = self.space.nested(probe)
             experiment = experiment_in(self.search, "search", hyperparameters=sampled)
+            experiment.check_files()
             if task is not None and task.verb is Verb.SCORE:
                 check_score(experiment)
             elif isinstance(settings, AshaSearcher):
@@ -222,12 +229,23 @@ def read_searcher(raw: object, problems: list[Problem]) -> GridSearcher | None:
     section = raw if isinstance(raw, Mapping) else {}
     name = str(section.get("name"))
     if name not in _METHODS:
-        problems.append(
-            Problem("searcher.name", f"got {name}; allowed: {', '.join(_METHODS)}")
-        )
+        removed = ", which Determined has removed" if name in _REMOVED else ""
+        text = f"got {name}{removed}; allowed: {', '.join(_METHODS)}"
+        problems.append(Problem("searcher.name", text))
         return None
     # The length of a trial in Determined's own form is no key of the search.
     own = {key: value for key, value in section.items() if key != "max_length"}
+    length = section.get("max_length")
+    if name == "adaptive_asha" and length and not {"time_metric", "max_time"} & {*own}:
+        theirs = length if isinstance(length, Mapping) else {"batches": length}
+        unit, count = next(iter(theirs.items()))
+        own |= {"time_metric": unit, "max_time": count}
+        text = (
+            f"got {length}, the old form of the longest time of a trial, which a "
+            "master refuses alone; allowed beside it: searcher.time_metric: "
+            f"{unit} and searcher.max_time: {count}"
+        )
+        problems.append(Problem("searcher.max_length", text))
     return read(_METHODS[name], own, "searcher", problems)
 
 

@@ -85,6 +85,6 @@ def storing(folder: Path) -> Iterator[None]:
             cause = cause.__cause__
         raise StudyError(
             f"{folder}: its files cannot be read or written: {one_line(cause)}; "
-            "free some space, or let this user write there, and go on with: python -m "
-            f"determined_amp search --resume {folder}"
+            "free some space, or let this user write there, and go on with: det-amp "
+            f"search --resume {folder}"
         ) from error

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from determined_amp.amp.errors import ConfigError, Problem
 from determined_amp.amp.plain_data import Config
 from determined_amp.experiment.dotted import value_at
-from determined_amp.experiment.entrypoint import command_in, is_class
+from determined_amp.experiment.entrypoint import (
+    BATCHES,
+    MOST_BATCHES,
+    command_in,
+    is_class,
+)
 from determined_amp.experiment.experiment import ranges
 from determined_amp.runs.run import SCALE
-
-# How many batches are scored, or used by the finder, without `--batches`, and with it
-# at most: all are in memory at once, and a few are enough.
-BATCHES, MOST_BATCHES = 4, 1000
 
 
 class Verb(enum.Enum):

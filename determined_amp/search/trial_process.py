@@ -1,7 +1,7 @@
 """The process of one trial of a search: it trains the trial, or scores or finds its
 loss scale.
 
-The process is a fork of a server that has imported torch: `python -m determined_amp
+The process is a fork of a server that has imported torch: `det-amp
 score` of a small trial takes 7 s of processor time (2026-11-25), nearly all of it for
 imports. The connection carries the reports of the trial, and whether it goes on after
 each. How the trial ended is in its run folder.

@@ -18,8 +18,8 @@ _CONVERT = (
     "or write the AMP in the trial itself: docs/your_trial.md shows the ten lines"
 )
 NO_AMP = (
-    "neither autocast nor a GradScaler: here both come from outside (python -m "
-    "determined_amp check examines AMP of the trial's own if its YAML has no "
+    "neither autocast nor a GradScaler: here both come from outside (det-amp "
+    "check examines AMP of the trial's own if its YAML has no "
     "hyperparameters.amp)"
 )
 

@@ -1,0 +1,85 @@
+"""What the files of a trial tell before it is imported, and what they cannot tell."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from determined_amp.experiment.factory import load_factory
+from determined_amp.experiment.trial_text import refuse_typo
+
+FILES = {
+    "model_def.py": "import torch\nclass MyTrial: pass\nAlias = MyTrial\n",
+    "by_star.py": "from model_def import *\n",
+    "by_getattr.py": "def __getattr__(name): return name\n",
+    "by_globals.py": "globals()['Hidden'] = int\n",
+    "by_modules.py": "import sys\nsys.modules[__name__] = int\n",
+    "guarded.py": "if 1:\n    from model_def import MyTrial\n",
+    "broken.py": "def f(:\n",
+    "package/__init__.py": "raise AssertionError('imported')\n",
+    "package/deep/__init__.py": "",
+    "package/deep/trial.py": "class Deep:\n    class Inner: pass\n",
+    "made/__init__.py": "import sys\nsys.modules['made.up'] = sys\n",
+    "folder/inner/trial.py": "class InAFolder: pass\n",
+}
+
+
+@pytest.fixture(autouse=True)
+def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in {Path(file).stem for file in FILES}:
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("model_def:MyTrial", "model_def:Alias", "guarded:MyTrial", "model_def:torch"),
+        # Only an import can tell.
+        *("by_star:MyTrial", "by_getattr:Any", "by_globals:Hidden", "by_modules:real"),
+        *("made.up:path", "package.deep.trial:Deep.Inner", "package:deep"),
+        *("folder.inner.trial:InAFolder", "sys:path", "zlib:anything", "os.path:join"),
+        *("broken:Trial", "", ".model_def:MyTrial", "concurrent.futures.process:any"),
+    ],
+)
+def test_name_that_may_be_there_is_left_to_the_import(path: str) -> None:
+    before = set(sys.modules)
+    refuse_typo(path)
+    assert set(sys.modules) == before
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("model_def:MyTrail", "'model_def' has no 'MyTrail'; did you mean 'MyTrial'?"),
+        ("model_deff:MyTrial", "named 'model_deff'; did you mean 'model_def'?"),
+        ("package.deep.trail:Deep", "'package.deep' has no 'trail'; did you mean 'tr"),
+        ("package.deep.trial:Dep", "'package.deep.trial' has no 'Dep'; did you mean"),
+        ("package:dep", "'package' has no 'dep'; did you mean 'deep'?"),
+        ("folder.inner.trial:X", "'folder.inner.trial' has no 'X'; searched: "),
+        ("folder.inner2.trial:X", "'folder' has no 'inner2'; did you mean 'inner'?"),
+        ("model_def.part:X", "'model_def' has no 'part'"),
+    ],
+)
+def test_typo_is_named_and_nothing_is_imported(path: str, said: str) -> None:
+    before = set(sys.modules)
+    with pytest.raises(ValueError, match="cannot be imported: ") as refused:
+        refuse_typo(path)
+    assert said in str(refused.value)
+    assert set(sys.modules) == before
+
+
+def test_name_that_a_loaded_module_lacks_gets_a_near_one() -> None:
+    load = "determined.pytorch:PyTorchTrail"
+    with pytest.raises(ValueError, match="did you mean 'PyTorchTrial'"):
+        load_factory(load)
