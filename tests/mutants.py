@@ -132,10 +132,7 @@ AFTERWARDS = {
 }
 
 # Tests of the first list that start other programs themselves.
-NOT_FOLLOWED = (
-    "tests/test_check.py::TestCommand",
-    "tests/test_check.py::test_scales_that_ranks_do_not_share_are_found",
-)
+NOT_FOLLOWED = ("tests/test_check.py::TestCommand",)
 
 _SETTINGS = """\
 [mutmut]

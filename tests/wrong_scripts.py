@@ -886,26 +886,9 @@ for inputs, targets in loader():
     scaler.update()
 """,
     ),
-    "new_head_after_the_optimizer": Mistake(
-        "suspicion",
-        "other_parameters",
-        """\
-model = net(10)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model[2] = nn.Linear(16, 4)
-scaler = GradScaler("cuda")
-for inputs, targets in loader():
-    optimizer.zero_grad()
-    with autocast("cuda", dtype=torch.float16):
-        loss = F.cross_entropy(model(inputs), targets)
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-""",
-    ),
     "features_are_detached": Mistake(
         "suspicion",
-        "no_gradient_reaches|other_parameters",
+        "cut_off|other_parameters",
         """\
 body, head = net(8), nn.Linear(8, 4)
 optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
@@ -1480,7 +1463,7 @@ for inputs, targets in loader():
 """,
     ),
     "log_of_a_half_probability": Mistake(
-        "fault",
+        "fault|suspicion",
         "no_steps|not_finite",
         """\
 model = net(1)
@@ -1668,7 +1651,7 @@ for inputs, targets in loader():
 """,
     ),
     "inner_step_with_scaled_gradients": Mistake(
-        "fault",
+        "fault|suspicion",
         "penalty_scaled|depends_on_scale|no_steps",
         """\
 model = nn.Linear(8, 4)

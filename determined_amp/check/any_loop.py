@@ -6,20 +6,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import distributed
 from torch.utils.data import DataLoader
 
 from determined_amp.amp.patched import patched
 from determined_amp.check.finding import CheckFindings
+from determined_amp.check.interventions import Moves
 from determined_amp.check.judge import interventions, judge_record
 from determined_amp.check.lines import is_doctors
-from determined_amp.check.record import Record
 from determined_amp.check.recorder import OVERFLOWS, Recorder
-from determined_amp.check.scale_moves import Moves
 from determined_amp.check.stand_in import ONLY_ON_A_GPU, cpu_for_cuda
 
 
@@ -68,7 +66,6 @@ def watched(recorder: Recorder, findings: CheckFindings) -> Iterator[None]:
     try:
         with cpu_for_cuda(), _batches_of_loaders(recorder), recorder.watching():
             yield
-            _gather_scales(record)
     finally:
         vars(findings).update(vars(judge_record(record)))
         findings.notes += interventions(record)
@@ -84,17 +81,6 @@ def leave_out_doctor(error: BaseException) -> None:
             trace.tb_next = below.tb_next
         else:
             trace = below
-
-
-def _gather_scales(record: Record) -> None:
-    """Let each rank know the scales of all, at their newest update."""
-    if distributed.is_available() and distributed.is_initialized():
-        gathered: list[Any] = [None] * distributed.get_world_size()
-        with suppress(RuntimeError):  # a rank has left
-            distributed.all_gather_object(gathered, record.of("update")[-1:])
-            record.scales_of_ranks = [
-                update.after for updates in gathered for update in updates
-            ]
 
 
 def _kind_of_iterators() -> type:
@@ -122,7 +108,7 @@ def _batches_of_loaders(recorder: Recorder) -> Iterator[None]:
         except StopIteration:
             recorder.record.epochs += 1
             raise
-        recorder.begin_batch()
+        recorder.begin_batch(batch)
         return batch
 
     with patched(kind, "__next__", take):

@@ -11,16 +11,24 @@ from typing import Any
 from determined_amp.amp.plain_data import Config
 from determined_amp.check.finding import CheckFindings
 from determined_amp.check.fresh_process import run_afresh
-from determined_amp.check.judge import judge_record, without_consequences
+from determined_amp.check.judge import (
+    PROVEN_BY,
+    judge_record,
+    merged,
+    without_consequences,
+)
 from determined_amp.check.probe import RESUMED, Probe
 from determined_amp.check.record import Record
-from determined_amp.check.ruling import SUSPICION, Found, found, number
+from determined_amp.check.ruling import FAULT, SUSPICION, Found, found, number
 from determined_amp.check.stand_in import ONLY_ON_A_GPU
 from determined_amp.experiment.files import temporary_folder
 
 # Runs at most: one, one less disturbed, its resume, and one that moves the scale
 # further.
 RUNS = 4
+
+# What the last of these can prove.
+_SHOWN_BY_SCALES = {"depends_on_scale", *PROVEN_BY["depends_on_scale"]}
 
 
 def examine(
@@ -60,12 +68,10 @@ def examine(
                 findings.notes.append(
                     "it raises an error on an overflow, so none was forced"
                 )
-        known = {finding.key for finding in findings}
-        for finding in _found_by_further_runs(record, probe, notify, run):
-            findings.all += [] if finding.key in known else [finding]
+        findings.all += _found_by_further_runs(record, probe, notify, run)
     if not record.has_cuda:
         findings.notes.append(ONLY_ON_A_GPU)
-    findings.all = without_consequences(findings.all)
+    findings.all = without_consequences(merged(findings.all))
     findings.sort()
     return findings
 
@@ -82,7 +88,7 @@ def _found_by_further_runs(
     if record.scales and not record.error:
         notify("training while the loss scale moves, in float32")
         for finding in judge_record(run(replace(first, overflows=(), exact=True))):
-            if finding.key == "depends_on_scale":
+            if finding.key in _SHOWN_BY_SCALES and finding.level is FAULT:
                 yield finding
 
 

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
+NOTHING = "nothing was trained, nothing was examined"
+
 
 class Level(str, enum.Enum):
     """How sure the doctor is, and of what."""
@@ -37,7 +39,8 @@ class CheckFinding:
     sentence: str  # what is wrong
     where: tuple[Where, ...]  # the lines of the user's that do it; empty if none does
     effect: str  # what it does to this training, in numbers
-    write: str  # the lines to write instead
+    write: str  # the lines to write instead, or where to look
+    orders: bool = False  # whether `write` holds, or was tried
     page: str = "docs/check.md"  # explains it
 
     def text(self) -> str:
@@ -46,11 +49,11 @@ class CheckFinding:
         head = f"{self.level.value}: {self.sentence}" + (
             f" ({places})" if places else ""
         )
-        write = self.write.replace("\n", "\n         ")
+        label = "write:" if self.orders else "look at:"
+        advice = self.write.replace("\n", "\n  " + " " * (len(label) + 1))
+        shown = f"\n  {label} {advice}" if advice else ""
         anchor = self.key.replace("_", "-")
-        return (
-            f"{head}\n  {self.effect}\n  write: {write}\n  read: {self.page}#{anchor}"
-        )
+        return f"{head}\n  {self.effect}{shown}\n  read: {self.page}#{anchor}"
 
 
 @dataclass
@@ -60,6 +63,7 @@ class CheckFindings:
     all: list[CheckFinding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what was not examined, and why
     seen: str = ""  # what was examined, in one sentence
+    trained: bool = True  # something was, so that something was examined
 
     def __iter__(self) -> Iterator[CheckFinding]:
         return iter(self.all)
@@ -68,16 +72,21 @@ class CheckFindings:
     def faults(self) -> list[CheckFinding]:
         return [finding for finding in self.all if finding.level is Level.FAULT]
 
+    @property
+    def are_right(self) -> bool:
+        """Whether something was examined, and has no fault."""
+        return self.trained and not self.faults
+
     def sort(self) -> None:
         order = list(Level)
         self.all.sort(key=lambda finding: order.index(finding.level))
 
     def __str__(self) -> str:
         counts = Counter(finding.level for finding in self.all)
-        parts = []
+        parts = [] if self.trained else [NOTHING]
         for level in Level:
             plural = "" if counts[level] == 1 else "s"
-            if counts[level] or level is Level.FAULT:
+            if counts[level] or (level is Level.FAULT and self.trained):
                 parts.append(f"{counts[level]} {level.value}{plural}")
         head = ", ".join(parts) + (f": {self.seen}" if self.seen else "")
         body = [finding.text() for finding in self.all]
@@ -86,5 +95,8 @@ class CheckFindings:
     def to_json(self) -> str:
         """The same for programs; `faults` is the number of the first line."""
         findings = [asdict(finding) for finding in self.all]
-        content = {"faults": len(self.faults), "seen": self.seen, "findings": findings}
+        content = {
+            **{"faults": len(self.faults), "trained": self.trained, "seen": self.seen},
+            "findings": findings,
+        }
         return json.dumps({**content, "notes": self.notes}, indent=2)

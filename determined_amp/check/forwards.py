@@ -1,11 +1,9 @@
-"""Watches the forwards of a training: autocast, the weights that it has cast, and
-overflows.
-"""
+"""Watches forwards: autocast, the weights that it has cast, validations."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -13,8 +11,9 @@ import torch
 from torch import nn
 
 from determined_amp.amp.precision import autocast_is_on
-from determined_amp.amp.tensors import is_finite, tensors_of
+from determined_amp.amp.tensors import SIXTEEN_BITS, is_finite, tensors_of
 from determined_amp.amp.torch_private import version_of
+from determined_amp.check.lines import users_line
 from determined_amp.check.record import Record
 
 
@@ -25,17 +24,21 @@ class Forwards:
         record: What they do is noted there.
 
     Attributes:
-        looks: Whether to look for the first output that is not finite, which takes
-            time.
-        met: The modules that have run, each with its buffers that were finite when it
-            was met.
+        met: The modules that have run, each with its buffers that were finite then.
+        roots: The modules that the training itself has called.
     """
 
     def __init__(self, record: Record) -> None:
-        self.looks = False
         self.met: dict[nn.Module, list[str]] = {}
+        self.roots: dict[nn.Module, None] = {}
         self._record = record
         self._running: list[nn.Module] = []
+        self._newest_root: nn.Module | None = None
+        self._validates = True  # until a validation was not finite
+        self._reached: set[torch.Tensor] = set()  # weights that had a gradient
+        self._trained: dict[
+            torch.Tensor, nn.Module
+        ] = {}  # weights, by a module that ran
         # Versions of weights at their first use since autocast has dropped its casts.
         self._cast: dict[int, int] = {}
 
@@ -44,8 +47,17 @@ class Forwards:
         if self._running and torch.is_grad_enabled():
             self._record.forwards[True] += 1
 
+    def begins_again(self, module: nn.Module) -> bool:
+        """Whether the training calls the module with which its newest batch began."""
+        if self._running:
+            return False
+        first, self._newest_root = self._newest_root, self._newest_root or module
+        return first is module
+
     def before(self, module: nn.Module, inputs: Any) -> None:
         """A hook of all modules."""
+        if not self._running:
+            self.roots[module] = None
         self._running.append(module)
         if module not in self.met:
             self.met[module] = [
@@ -59,31 +71,39 @@ class Forwards:
         on = autocast_is_on(weights[0].device.type)
         if torch.is_grad_enabled():
             self._record.forwards[on] += 1
+            self._trained.update(dict.fromkeys(weights, module))
         if on and torch.is_autocast_cache_enabled():
             matrices = [p for p in weights if p.dtype is torch.float32 and p.dim() > 1]
-            old = [
-                p
-                for p in matrices
-                if self._cast.setdefault(id(p), version_of(p)) != version_of(p)
-            ]
-            if old:
-                self._record.note("stale")
+            for weight in matrices:
+                version = version_of(weight)
+                if self._cast.setdefault(id(weight), version) != version:
+                    self._record.note("stale")
+                    break
 
     def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """A hook of all modules."""
+        is_root = len(self._running) == 1
+        if is_root and self._validates and not torch.is_grad_enabled():
+            bad = has_overflown(output) and not has_overflown(inputs)
+            if bad and _is_finite_in_float32(module, inputs):
+                self._validates = False
+                name = f"the output of {type(module).__name__}"
+                self._record.validation = name, users_line()
         if self._running:
             self._running.pop()
-        looks = (
-            self.looks and not self._record.first_overflow and torch.is_grad_enabled()
-        )
-        if looks and _has_overflown(output) and not _has_overflown(inputs):
-            self._record.first_overflow = self._name_of(module) + _remedy(
-                module, inputs
-            )
 
     def drop_casts(self) -> None:
         """Autocast has dropped its casts."""
         self._cast.clear()
+
+    def note_gradients(self, weights: Collection[torch.Tensor]) -> None:
+        """An optimizer steps with the gradients of these weights."""
+        self._reached.update(weight for weight in weights if weight.grad is not None)
+
+    def cut_off(self, weights: Collection[torch.Tensor]) -> list[str]:
+        """Those of these weights whose module ran and that never had a gradient."""
+        never = self._trained.keys() & {*weights} - self._reached
+        return sorted(self._name_of(self._trained[weight]) for weight in never)
 
     def buffers_not_finite(self) -> Iterator[str]:
         """Those that were finite when they were met."""
@@ -95,14 +115,14 @@ class Forwards:
 
     def _name_of(self, module: nn.Module) -> str:
         """Its name in the model whose forward runs, or that of its class."""
-        for root in [*self._running[:1], *self.met]:
+        for root in self.roots:
             for name, each in root.named_modules():
                 if each is module and name:
                     return f"{name} ({type(module).__name__})"
         return type(module).__name__
 
 
-def _has_overflown(value: Any) -> bool:
+def has_overflown(value: Any) -> bool:
     """Whether it has NaN or infinity; minus infinity is a mask."""
     tensors = [each for each in tensors_of(value) if each.is_floating_point()]
     return any(bool((each.isnan() | each.isposinf()).any()) for each in tensors)
@@ -114,20 +134,14 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
-def _remedy(module: nn.Module, inputs: Any) -> str:
-    """What was tried on a module without others inside and without buffers."""
-    if any(True for _ in module.children()) or any(True for _ in module.buffers()):
-        return ""
-    helps = []
-    for dtype in (torch.float32, torch.bfloat16):
-        # It may not take another dtype. The casts that autocast keeps are those of
-        # float16.
-        with (
-            suppress(Exception),
-            torch.no_grad(),
-            torch.autocast(inputs[0].device.type, enabled=False),
-        ):
-            given = [each.to(dtype) for each in inputs]
-            if is_finite(copy.deepcopy(module).to(dtype).forward(*given)):
-                helps.append(f"in {str(dtype).removeprefix('torch.')}")
-    return f"; tried: finite {' and '.join(helps)}" if helps else ""
+def _is_finite_in_float32(module: nn.Module, inputs: Any) -> bool:
+    """Whether a module that computes in 16 bits is finite if it does not."""
+    dtypes = {parameter.dtype for parameter in module.parameters()}
+    device = next((p.device.type for p in module.parameters()), "cpu")
+    if not (autocast_is_on(device) or dtypes.intersection(SIXTEEN_BITS)):
+        return False
+    # It may not take another dtype.
+    with suppress(Exception), torch.autocast(device, enabled=False):
+        given = [each.float() if each.is_floating_point() else each for each in inputs]
+        return not has_overflown(copy.deepcopy(module).float().forward(*given))
+    return False

@@ -5,42 +5,49 @@ lines.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from determined_amp.check import invariants, rules  # noqa: F401  # they list themselves
-from determined_amp.check.finding import CheckFinding, CheckFindings
+from determined_amp.check.finding import CheckFinding, CheckFindings, Level
 from determined_amp.check.record import Record
-from determined_amp.check.remedies import REMEDIES
-from determined_amp.check.ruling import RULES
+from determined_amp.check.ruling import REMEDIES, RULES
 
 _WRONG_GRADIENTS = {
-    *("unscaled_loss", "unscaled_twice", "step_without_scaler", "unscale_in_window"),
-    *(
-        "clip_scaled",
-        "clip_value_scaled",
-        "penalty_scaled",
-        "step_twice",
-        "scales_mixed",
-    ),
-    *(
-        "half_weights",
-        "no_loss_scale",
-        "nan_hidden",
-        "update_missing",
-        "update_in_window",
-    ),
-    *("not_zeroed", "no_gradients", "scaler_made_anew"),
+    "unscaled_loss",
+    "unscaled_twice",
+    "step_without_scaler",
+    "unscale_in_window",
+    "clip_scaled",
+    "clip_value_scaled",
+    "penalty_scaled",
+    "step_twice",
+    "scales_mixed",
+    "half_weights",
+    "no_loss_scale",
+    "nan_hidden",
+    "update_missing",
+    "update_in_window",
+    "not_zeroed",
+    "no_gradients",
+    "scaler_made_anew",
 }
 # What is measured, and the faults that are its cause: one cause is one finding.
 EXPLAINED = {
     "overflow_hidden": {"clip_value_scaled", "nan_hidden", "depends_on_scale"},
     "depends_on_scale": _WRONG_GRADIENTS,
-    "no_steps": {*_WRONG_GRADIENTS, "depends_on_scale", "loss_16_bits"},
+    "no_steps": {*_WRONG_GRADIENTS, "depends_on_scale", "loss_16_bits", "left_out"},
     "not_finite": {
         *_WRONG_GRADIENTS,
-        *("no_steps", "overflow_hidden", "depends_on_scale", "loss_16_bits"),
+        *(
+            "no_steps",
+            "overflow_hidden",
+            "depends_on_scale",
+            "loss_16_bits",
+            "left_out",
+        ),
     },
+    "left_out": {"loss_16_bits"},
     "unscaled_loss": {"no_loss_scale"},
     "unscaled_twice": {"unscale_in_window"},
     "update_in_window": {"step_without_scaler"},
@@ -50,21 +57,23 @@ EXPLAINED = {
     "loss_16_bits": {"half_weights"},
     "scales_mixed": {"not_zeroed", "unscale_in_window", "update_in_window"},
     "schedule_not_saved": {"scaler_not_saved", "resume_fails"},
+    "schedule_per_batch": {"schedule_twice"},
+}
+# Suspicions that what was measured proves, so that they are faults.
+PROVEN_BY = {
+    "depends_on_scale": {"penalty_scaled", "autocast_backward"},
+    "overflow_hidden": {"nan_hidden"},
 }
 
 
 def judge_record(record: Record) -> CheckFindings:
     """All findings of one run: one for each kind of mistake, with all of its lines."""
-    by_key: dict[str, list[CheckFinding]] = defaultdict(list)
-    for judge in RULES:
-        for finding in judge(record):
-            by_key[finding.key].append(finding)
-    merged = [_merged(same) for same in by_key.values()]
-    findings = CheckFindings(without_consequences(merged), seen=_seen(record))
+    told = merged(finding for judge in RULES for finding in judge(record))
+    trained = bool(record.of("backward") or record.of("left_out"))
+    seen = _seen(record) if trained else ""
+    findings = CheckFindings(without_consequences(told), seen=seen, trained=trained)
     if not record.determined:
-        findings.all = [
-            replace(f, write=REMEDIES[f.key].in_a_loop or f.write) for f in findings
-        ]
+        findings.all = [_in_a_loop(finding) for finding in findings]
     if record.disturbed and not record.determined:
         findings.all = [finding for finding in findings if finding.key != "raised"]
         findings.notes.append(
@@ -80,19 +89,52 @@ def judge_record(record: Record) -> CheckFindings:
     return findings
 
 
-def _merged(same: Sequence[CheckFinding]) -> CheckFinding:
+def _in_a_loop(finding: CheckFinding) -> CheckFinding:
+    """The finding with the advice for a loop, unless what was tried is its advice."""
+    remedy = REMEDIES[finding.key]
+    lines = remedy.get("in_a_loop")
+    is_of_trial = finding.write == "\n".join(remedy.get("write") or remedy["look"])
+    return (
+        replace(finding, write="\n".join(lines)) if lines and is_of_trial else finding
+    )
+
+
+def merged(findings: Iterable[CheckFinding]) -> list[CheckFinding]:
     """One finding of those with the same key: as sure as the surest."""
+    by_key: dict[str, list[CheckFinding]] = defaultdict(list)
+    for finding in findings:
+        by_key[finding.key].append(finding)
+    return [_merged(same) for same in by_key.values()]
+
+
+def _merged(same: Sequence[CheckFinding]) -> CheckFinding:
     findings = CheckFindings([*same])
     findings.sort()
     lines = dict.fromkeys(line for finding in findings for line in finding.where)
-    effects = dict.fromkeys(finding.effect for finding in findings)
-    return replace(findings.all[0], where=tuple(lines), effect="; ".join(effects))
+    surest = findings.all[0]
+    equal = (finding for finding in findings if finding.level is surest.level)
+    effects = dict.fromkeys(finding.effect for finding in equal)
+    return replace(surest, where=tuple(lines), effect="; ".join(effects))
 
 
 def without_consequences(findings: list[CheckFinding]) -> list[CheckFinding]:
-    """The findings, without what a fault among them explains."""
-    faults = {finding.key for finding in CheckFindings(findings).faults}
-    return [each for each in findings if faults.isdisjoint(EXPLAINED.get(each.key, ()))]
+    """The findings, without what another one explains that is as sure."""
+    known = {finding.key: finding for finding in findings}
+    for effect, causes in PROVEN_BY.items():
+        for cause in causes & known.keys() if effect in known else ():
+            orders = "write" in REMEDIES[cause]
+            text = f"{known[cause].effect}; {known[effect].effect}"
+            known[cause] = replace(
+                known[cause], level=Level.FAULT, effect=text, orders=orders
+            )
+    faults = {key for key, each in known.items() if each.level is Level.FAULT}
+    return [
+        each
+        for each in known.values()
+        if (faults if each.key in faults else known.keys()).isdisjoint(
+            EXPLAINED.get(each.key, ())
+        )
+    ]
 
 
 def interventions(record: Record) -> list[str]:
@@ -110,8 +152,6 @@ def interventions(record: Record) -> list[str]:
 
 def _seen(record: Record) -> str:
     backwards = record.of("backward")
-    if not backwards:
-        return "nothing was trained, so nothing was examined"
     dtypes = sorted({region.dtype for region in record.regions})
     amp = f"autocast in {' and '.join(dtypes)}" if dtypes else "no autocast"
     scaler = "a GradScaler" if record.scales else "no GradScaler"

@@ -93,24 +93,25 @@ def _read_graph(loss: Loss, roots: list[Any], scales: Sequence[float]) -> None:
     """Find what multiplies a loss or parts of it, and gradients in it."""
     gradients: list[float] = []
     numbers: list[float] = []
-    waiting = [(root, False) for root in roots]
+    waiting: list[tuple[Any, float | None]] = [(root, None) for root in roots]
     seen = {*waiting}
     while waiting and len(seen) < _MOST_NODES:
-        node, is_scaled = waiting.pop()
+        node, factor = waiting.pop()
         number = _number_in(node)
         by_hand = number in scales and node.name() == "MulBackward0"
         scale = node.metadata.get(_SCALE, number if by_hand else None)
         if scale:
-            is_scaled, loss.scale = True, loss.scale or scale
+            factor = scale * (factor or 1.0)
+            loss.scale = max(loss.scale or factor, factor)
         elif number:
             numbers.append(max(number, 1 / number))
         if "AccumulateGrad" in node.name():
-            loss.unscaled = loss.unscaled or not is_scaled
+            loss.unscaled = loss.unscaled or factor is None
             loss.trains = loss.trains or isinstance(node.variable, torch.nn.Parameter)
         if _GRADIENT in node.metadata:  # what is behind it is another graph
             gradients.append(node.metadata[_GRADIENT])
             continue
-        behind = {(each, is_scaled) for each in _behind(node)} - seen
+        behind = {(each, factor) for each in _behind(node)} - seen
         seen |= behind
         waiting += behind
     # What is multiplied or divided by the scale is unscaled.

@@ -20,10 +20,10 @@ from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import Config, Metrics
 from determined_amp.amp.rehearsal import float16_as
+from determined_amp.check.interventions import Moves
 from determined_amp.check.lines import where_raised
 from determined_amp.check.record import Record
 from determined_amp.check.recorder import OVERFLOWS, Recorder
-from determined_amp.check.scale_moves import Moves
 from determined_amp.check.stand_in import cpu_for_cuda
 from determined_amp.experiment.experiment import parse
 from determined_amp.local.open_trial import trial_context
@@ -200,7 +200,7 @@ class Examined(SafeController):
         recorder = self._recorder
         if self._probe.resumes and not recorder.record.batches:
             recorder.take_state("resumed")
-        recorder.begin_batch()
+        recorder.begin_batch(batch)
         try:
             metrics: Metrics = super().train_one_batch(batch, epoch_idx, batch_idx)
         finally:

@@ -20,22 +20,34 @@ class Event(SimpleNamespace):
     if code of others alone did it) and its `batch` (-1 before the first). What else is
     known of it:
 
-    | kind | | |---|---| | `backward` | its `loss`, whether under `autocast`, whether
-    the loss is `finite`, how many | | | optimizers it `reached`, the norm that it
-    `added`, the largest `scale` then, whether a | | | scaler has `divided` its
-    gradients for a step | | `unscale` | | | `clip` | of `norm` or value, to what
-    `limit`, the `norm` it saw, the `factor` of gradients | | `zero_grad` | | | `step` |
-    of which `optimizer`, `scaled` by a scaler or not, `skipped`, `again` with the same
-    | | | gradients; their `norm`, and what it was before a clip (`unclipped`); their
-    `factor`, and | | | by what code of the user's changed their norm (`by_hand`);
-    `rates`; the `scale`, whether | | | the doctor has `moved` it, and `disturbed`
-    gradients; if `after_save` of a checkpoint | | `stale` | forward of a module whose
-    weights autocast had cast before they changed | | `closure` | a scaler is given one
-    for its step | | `update` | the scale `after` it | | `move` | of which `schedule` |
-    | `autocast`, `autocast_off` | `dtype`, whether `explicit`, with `grad`, `in_batch`,
-    | | | `by_library` | | `hide` | whether `nan_to_num` was given a `scalar` | | `tf32`
-    | the new `value` of the precision of float32 products | | `save` | whether the
-    state of an `optimizer`, and a `scale` |
+    | kind | what is known |
+    |---|---|
+    | `backward` | its `loss`; whether it runs under `autocast`; whether the loss is |
+    | | `finite`; how many optimizers it `reached`; the norm that it `added`; the |
+    | | largest `scale` then; whether a scaler has `divided` its gradients |
+    | `left_out` | a batch with a loss that is not finite, and no backward |
+    | `unscale` | |
+    | `clip` | the argument that limits (`of`), the `limit`, the `norm` before, and |
+    | | the `factor` of the gradients |
+    | `zero_grad` | |
+    | `step` | the number of the `optimizer`; whether a scaler makes it (`scaled`), |
+    | | whether it is `skipped`, or made `again` with the same gradients; the `norm` |
+    | | that it used, and the norm before a clip (`unclipped`); what was `added` to |
+    | | scaled gradients; their `factor`, and what the training multiplied them by |
+    | | (`by_hand`); the `rates` of the groups; the `scale`, and whether the doctor |
+    | | `moved` it; whether the doctor `disturbed` gradients since the newest update, |
+    | | and whether the step would have used its overflow (`overflows`); whether a |
+    | | checkpoint was saved before (`after_save`) |
+    | `stale` | a forward of weights that autocast had cast before they changed |
+    | `closure` | a scaler is given one for its step |
+    | `update` | the scale `after` it |
+    | `move` | the `schedule`, and whether it was told its `place` |
+    | `autocast`, `autocast_off` | the `dtype`, and whether that is `explicit`; |
+    | | with `grad`; `in_batch` |
+    | `hide` | `nan_to_num`, of a `scalar` or not |
+    | `cast` | weights of a module were cast to a 16-bit `dtype` |
+    | `gpu_refuses` | an `operation` without a 16-bit kernel on CUDA |
+    | `save` | whether the state of an `optimizer` is saved, and a `scale` |
     """
 
 
@@ -58,7 +70,7 @@ class Schedule:
     kind: str  # the name of its class
     where: Where | None  # the line that made it
     optimizer: int  # the number of its optimizer
-    ours: bool = False  # this library moves it, or another scheduler
+    ours: bool = False  # this library moves it
     wrapped: bool = False  # Determined moves it
     by_hand: bool = False  # it is none: code of the user's sets the rate
     states: dict[str, Any] = field(default_factory=dict)  # its place, as with a scaler
@@ -111,7 +123,18 @@ class StepWindow:
 
     def movers_of(self, schedule: Schedule) -> set[Where | None]:
         """The lines that moved a schedule."""
-        return {move.where for move in self.moves if move.schedule is schedule}
+        moves = (move for move in self.moves if not move.place)
+        return {move.where for move in moves if move.schedule is schedule}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a loss is not finite."""
+
+    text: str
+    where: Where | None  # the line whose operation makes it so
+    module: str
+    helps: list[str]  # what was tried, with a loss that is finite
 
 
 @dataclass
@@ -135,18 +158,15 @@ class Record:
     # Forwards of modules with weights of their own that train: by whether autocast was
     # on for them.
     forwards: Counter[bool] = field(default_factory=Counter)
-    # reads on the host, by what
-    syncs: Counter[tuple[Where, str]] = field(default_factory=Counter)
     # Validation metrics of the same weights: as they are, and in float32.
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     # weights and buffers, at the end
     not_finite: list[str] = field(default_factory=list)
-    # Weights of no module, without a gradient: optimizers hold them, and lack those of
-    # a module.
-    replaced: int = 0
-    first_overflow: str = (
-        ""  # what a forward has first that is not finite, and what helps
-    )
+    # Weights of an optimizer whose module runs, and that never get a gradient.
+    cut_off: list[str] = field(default_factory=list)
+    # A forward without gradients that is not finite, and is in float32.
+    validation: tuple[str, Where | None] | None = None
+    cause: Cause | None = None  # of a loss that is not finite
     error: str = ""  # what was raised: its type and its text
     raised: Where | None = None  # by which line
     disturbed: bool = False  # when the doctor had made gradients overflow
@@ -154,7 +174,6 @@ class Record:
     empty_scaler_state: bool = (
         False  # its checkpoint has the state of a disabled scaler
     )
-    scales_of_ranks: list[float] = field(default_factory=list)  # at the end
 
     def note(self, kind: str, **known: Any) -> Event:
         """Add an event that the line of the user's does which is being executed."""

@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn, overrides
-from torch.amp import autocast_mode
+from torch import nn
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -33,26 +35,31 @@ from determined_amp.amp.errors import UserError
 from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import autocast_is_on
 from determined_amp.amp.tensors import (
+    SIXTEEN_BITS,
     closure_of,
+    dtype_name,
     is_finite,
-    parameters_in,
     parameters_of,
     tensors_of,
 )
 from determined_amp.amp.torch_private import backwards_through, states_of_steps
 from determined_amp.amp.users_code import is_users
+from determined_amp.check.causes import Attempts
 from determined_amp.check.forwards import Forwards
+from determined_amp.check.interventions import (
+    ForcedOverflows,
+    Moves,
+    ScaleMoves,
+)
 from determined_amp.check.lines import (
     called_by_library,
     caller,
     users_line,
-    where_in,
     where_raised,
 )
 from determined_amp.check.losses import loss_of, mark, mark_gradients
-from determined_amp.check.record import Record, Scaler, Schedule
-from determined_amp.check.scale_moves import Moves, ScaleMoves
-from determined_amp.check.step_gradients import StepGradients
+from determined_amp.check.record import Event, Record, Scaler, Schedule
+from determined_amp.check.step_gradients import SCALED, StepGradients
 
 Run = Callable[..., Any]  # makes the call that a hook is called in place of
 Hook = Callable[..., Any]  # called with that and the arguments of the call
@@ -60,22 +67,11 @@ Hook = Callable[..., Any]  # called with that and the arguments of the call
 # Windows of an optimizer, from 0, in which the doctor makes the gradients overflow.
 OVERFLOWS = (5, 8)
 
-_READS = frozenset(
-    (
-        *(
-            "item",
-            "tolist",
-            "cpu",
-            "numpy",
-            "__float__",
-            "__int__",
-            "__bool__",
-            "__index__",
-        ),
-        *("__format__", "__repr__", "__array__", "get_scale"),
-    )
-)
 _SCALER = torch.amp.GradScaler
+# Functions without a 16-bit kernel on CUDA, or with a restricted one.
+_KERNELS = re.compile(
+    "fft_|linalg_|i?stft$|(nan)?quantile$|lstsq|svd|qr$|inverse$|det$"
+)
 # Those that do not make themselves as the others do.
 _SCHEDULERS = ("LRScheduler", "ReduceLROnPlateau", "SequentialLR", "ChainedScheduler")
 
@@ -103,30 +99,36 @@ class Recorder:
         self._scalers: dict[torch.amp.GradScaler, Scaler] = {}
         self._gradients: list[StepGradients] = []
         self._parts: dict[Any, list[StepGradients]] = {}  # see `_parts_of`
-        self._overflows = overflows
+        self._overflows = ForcedOverflows(overflows)
         self._moves = ScaleMoves(self._rests, moves)
         self._forwards = Forwards(self.record)
+        self._attempts = Attempts(self.record, self._forwards.roots)
         self._disturbed = False  # gradients, since the newest update of a scale
         self._stack = ExitStack()  # of what is watched
         self._hooked: set[tuple[type, str]] = set()
         self._in_batch = False
         self._running: dict[str, Any] = {}  # see `_outermost`
+        self._backward_now: tuple[Event, dict[StepGradients, Any]] | None = None
         self._scaler_that_steps: torch.amp.GradScaler | None = None
-        self._steps = 0  # of optimizers, nested in each other
-        # weights that had a gradient at a step
-        self._stepped: set[torch.Tensor] = set()
-        self._products = torch.get_float32_matmul_precision()
+        self._stepping: FrameType | None = None  # in which the outermost step runs
+        self._skips, self._divisor = False, 1.0  # of that step
+        self._means_cuda = (
+            False  # the newest region of autocast, though it runs on a CPU
+        )
         self._ended = False
 
     # What the loop around the training calls.
 
-    def begin_batch(self) -> None:
+    def begin_batch(self, batch: Any = None) -> None:
         self.record.batches += 1
         self._in_batch = True
         self._moves.begin(self._scalers)
+        self._attempts.begin(batch)
 
     def end_batch(self) -> None:
         self._in_batch = False
+        self._attempts.end_forward()
+        self._attempts.leave()
 
     def take_state(self, moment: str) -> None:
         """Keep the scale of each scaler and the place of each schedule."""
@@ -163,6 +165,7 @@ class Recorder:
             stack.enter_context(backwards_through(self._backward))
             stack.enter_context(_eager())
             stack.enter_context(_Functions(self._function))
+            stack.callback(self._attempts.leave)
             stack.callback(self._look_at_the_end)
             try:
                 yield
@@ -181,9 +184,7 @@ class Recorder:
         self.record.disturbed = self._disturbed
 
     def _look_at_the_end(self) -> None:
-        """Note which weights and buffers are not finite, and which weights were
-        replaced.
-        """
+        """Note which weights and buffers are not finite."""
         reached = [each for each in self._gradients if each.window.place]
         given = (weight for each in reached for weight in each.weights)
         weights = {weight for weight in given if weight.requires_grad}
@@ -191,13 +192,7 @@ class Recorder:
         if bad:
             self.record.not_finite.append(f"{bad} of {len(weights)} weights")
         self.record.not_finite += self._forwards.buffers_not_finite()
-        used = {
-            weight
-            for weight in parameters_in(self._forwards.met)
-            if weight.requires_grad
-        }
-        if used - weights:
-            self.record.replaced = len(weights - used - self._stepped)
+        self.record.cut_off = self._forwards.cut_off(weights)
 
     # What is watched, and by what.
 
@@ -212,9 +207,9 @@ class Recorder:
             (_SCALER, "unscale_", self._unscale),
             (_SCALER, "step", self._scaler_step),
             (_SCALER, "update", self._update),
-            (_SCALER, "get_scale", self._read),
             (Optimizer, "__init__", self._make),
             (nn.Module, "zero_grad", self._zero),
+            *((nn.Module, name, self._cast) for name in ("half", "bfloat16", "to")),
             *((kind, "__init__", self._make_schedule) for kind in makes),
             (torch.autocast, "__enter__", self._autocast),
             (torch, "clear_autocast_cache", self._drop_casts),
@@ -263,7 +258,8 @@ class Recorder:
             weights = set(parameters_of(optimizer))
             inside = [g for g in self._gradients if weights.issuperset(g.weights)]
             if weights != {weight for each in inside for weight in each.weights}:
-                inside = [StepGradients(optimizer, self.record, self._overflows)]
+                new = StepGradients(optimizer, self.record, self._overflows)
+                inside = [new]
                 self._gradients += inside
             self._parts[optimizer] = inside
             self._hook_into(optimizer, "zero_grad", self._zero)
@@ -302,15 +298,15 @@ class Recorder:
         self._known_schedule(it)
 
     def _move_schedule(self, run: Run, it: Any, *args: Any, **kwargs: Any) -> Any:
+        before = _place_of(it)
         with self._outermost("schedule", it) as outer:
             result = run()
-        # A class of the user's may call the method that it overrides: that is no inner
-        # one.
-        if outer not in (None, it) or (outer is None and called_by_library()):
-            self._known_schedule(it).ours = True
-        elif outer is None:
+        if outer is None:  # a scheduler moves those that it consists of
             schedule = self._known_schedule(it)
-            move = self.record.note("move", schedule=schedule)
+            schedule.ours = called_by_library()
+            place = any(each is not None for each in [*args, *kwargs.values()])
+            moves = _place_of(it) != before
+            move = self.record.note("move", schedule=schedule, place=place or not moves)
             move.where = move.where or schedule.where
             self._parts_of(it.optimizer)[0].window.moves.append(move)
         return result
@@ -344,42 +340,57 @@ class Recorder:
             if outer is not None:
                 return run()
             if kwargs.get("accumulate_grad"):
-                return self._watch_backward(run, outputs)
-            scale = loss_of(outputs, self._scales()).scale  # `torch.autograd.grad`
-            gradients = run()
-            mark_gradients(gradients, scale)
-            return gradients
+                result = self._watch_backward(run, outputs)
+            else:  # `torch.autograd.grad`
+                scale = loss_of(outputs, self._scales()).scale
+                result = run()
+                mark_gradients(result, scale)
+            for each in self._gradients:
+                each.is_new = True
+            return result
 
     def _watch_backward(self, run: Run, outputs: Any) -> Any:
         self.before_backward()
-        self._look_at_switches()
         scales = self._scales()
+        losses = tensors_of(outputs)
         event = self.record.note(
             "backward",
             loss=loss_of(outputs, scales),
             autocast=autocast_is_on("cpu") or autocast_is_on("cuda"),
-            finite=all(map(is_finite, tensors_of(outputs))),
+            finite=all(map(is_finite, losses)),
             scale=max(scales, default=0.0),
             reached=0,
             added=0.0,
             divided=False,
         )
-        self._forwards.looks = not event.finite
-        before = {}
+        versions = {}
         for gradients in self._gradients:
             gradients.look()
             gradients.before_backward()
-            before[gradients] = gradients.versions()
-        result = run()
-        reached = [
-            each for each, versions in before.items() if each.versions() != versions
-        ]
-        event.reached = len(reached)
-        may_force = not self._moves.is_moved
-        for gradients in reached:
-            if gradients.add(event, may_force=may_force):
-                self._disturb(gradients)
+            versions[gradients] = gradients.versions()
+        self._backward_now = event, versions
+        try:
+            result = run()
+        finally:
+            self._arrive()
+            self._backward_now = None
+        for gradients in self._gradients:
+            gradients.after_backward()
+        self._attempts.backward(losses, event.added)
         return result
+
+    def _arrive(self) -> None:
+        """Note which gradients the backward that runs has changed by now."""
+        if self._backward_now is None:
+            return
+        event, before = self._backward_now
+        may_force = not self._moves.is_moved
+        for gradients in [*before]:
+            if gradients.versions() != before[gradients]:
+                del before[gradients]
+                event.reached += 1
+                if gradients.add(event, may_force=may_force):
+                    self._disturb(gradients)
 
     def _disturb(self, forced: StepGradients) -> None:
         """Gradients were made to overflow: those of all who train any of the same
@@ -401,79 +412,96 @@ class Recorder:
     def _clip(self, clip: Clip) -> None:
         """Before a clip by torch, whose limit stands in one of its frames."""
         known = _locals_of(clip)
-        given = set(clip.gradients)
-        pending = [each for each in self._gradients if each.pending]
-        clipped = [each for each in pending if not given.isdisjoint(each.dense())]
-        for of in {"max_norm", "clip_value"} & known.keys() if clipped else ():
+        given = [*clip.gradients]
+        clipped = [g for g in self._gradients if not {*given}.isdisjoint(g.dense())]
+        for gradients in clipped:
+            gradients.look()
+        factors = [each.factor for each in clipped if each.pending]
+        if self._backward_now is not None:  # a hook of it clips
+            factors = [self._backward_now[0].loss.scale or 1.0]
+        for of in {"max_norm", "clip_value"} & known.keys() if factors else ():
+            self._spare(clipped, known)
             for gradients in clipped:
-                gradients.look()
                 gradients.clipped = True
-            norm = math.hypot(*(each.norm for each in clipped))
-            factor = max(
-                (each.factor for each in clipped if each.factor > 1.5), default=1.0
-            )
-            self.record.note(
-                "clip", of=of, limit=float(known[of]), norm=norm, factor=factor
-            )
+            norm = math.hypot(*(float(each.detach().float().norm()) for each in given))
+            factor = max((each for each in factors if each > SCALED), default=1.0)
+            if math.isfinite(norm):
+                limit = float(known[of])
+                self.record.note("clip", of=of, limit=limit, norm=norm, factor=factor)
+
+    def _spare(self, clipped: list[StepGradients], known: dict[str, Any]) -> None:
+        """A clip that raises an error on an overflow gets none."""
+        if known.get("error_if_nonfinite"):
+            for gradients in clipped:
+                self._overflows.give_back(gradients.weights)
+            self._overflows.windows = ()
 
     # Step, update, zero_grad.
 
     def _scaler_step(
         self, run: Run, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        self._steps = 0  # an earlier one may have raised
         if closure_of(args, kwargs) is not None:
             self.record.note("closure")
-        parts, before = self._seen_parts_of(optimizer), self.record.of("step")
+        parts, before = self._seen_parts_of(optimizer), len(self.record.of("step"))
         self._scaler_that_steps = scaler
         try:
             result = run()
         finally:
             self._scaler_that_steps = None
-        if len(self.record.of("step")) == len(before):
-            found: Any = states_of_steps(scaler)[id(optimizer)]["found_inf_per_device"]
+        if len(self.record.of("step")) == before:
+            known: Any = states_of_steps(scaler)[id(optimizer)]["found_inf_per_device"]
+            skipped = not known or any(map(bool, known.values()))
             for gradients in parts:
-                self._step(
-                    gradients,
-                    scaler,
-                    skipped=not found or any(map(bool, found.values())),
-                )
+                gradients.begin_step(skips=skipped)
+                self._end_step(gradients, scaler, skipped=skipped, divisor=1.0)
         return result
 
+    def _is_stepping(self) -> bool:
+        """Whether an optimizer steps; the frame of one that raised an error is gone."""
+        frames = traceback.walk_stack(sys._getframe(1))
+        return self._stepping is not None and any(
+            frame is self._stepping for frame, _ in frames
+        )
+
     def _before_step(self, optimizer: Any, *call: Any) -> None:
-        self._steps += 1
-        if self._steps > 1:
+        if self._is_stepping():
             return
+        self._stepping = sys._getframe(1)
+        self._attempts.leave()
+        self._arrive()
+        self._skips = bool(getattr(optimizer, "found_inf", None) or False)
         # What a scaler leaves to a fused optimizer.
-        divisor = float(getattr(optimizer, "grad_scale", None) or 1.0)
-        skipped = bool(getattr(optimizer, "found_inf", None) or False)
-        for gradients in self._seen_parts_of(optimizer):
-            self._step(
-                gradients, self._scaler_that_steps, skipped=skipped, divisor=divisor
+        self._divisor = float(getattr(optimizer, "grad_scale", None) or 1.0)
+        for gradients in self._parts_of(optimizer):
+            gradients.begin_step(skips=self._skips)
+
+    def _after_step(self, optimizer: Optimizer, *call: Any) -> None:
+        if self._stepping is not sys._getframe(1):
+            return
+        self._stepping = None
+        for gradients in self._parts_of(optimizer):
+            self._end_step(
+                gradients,
+                self._scaler_that_steps,
+                skipped=self._skips,
+                divisor=self._divisor,
             )
 
-    def _step(
-        self, gradients: StepGradients, scaler: Any, *, skipped: bool, **how: Any
+    def _end_step(
+        self, gradients: StepGradients, scaler: Any, *, skipped: bool, divisor: float
     ) -> None:
-        self._stepped.update(
-            weight for weight in gradients.weights if weight.grad is not None
-        )
+        self._forwards.note_gradients(gradients.weights)
         scaled = scaler is not None and scaler.is_enabled()
-        gradients.step(
+        gradients.end_step(
+            divisor=divisor,
             skipped=skipped,
             scaled=scaled,
             scale=_scale_of(scaler) if scaled else gradients.scale,
             moved=self._moves.is_moved,
             disturbed=self._disturbed,
             after_save=self.record.saved,
-            **how,
         )
-
-    def _after_step(self, optimizer: Optimizer, *call: Any) -> None:
-        self._steps = max(self._steps - 1, 0)
-        if not self._steps:
-            for gradients in self._parts_of(optimizer):
-                gradients.note_used()
 
     def _update(self, run: Run, scaler: Any, new_scale: Any = None) -> None:
         for gradients in self._gradients:
@@ -482,22 +510,27 @@ class Recorder:
         self._disturbed = False
         if scaler.is_enabled():
             self.record.note("update", after=_scale_of(scaler))
+        self._attempts.look()
 
     def _zero(self, run: Run, *args: Any, **kwargs: Any) -> Any:
         with self._outermost("zero") as outer:
-            is_a_call = outer is None and not self._steps
+            is_a_call = outer is None and not self._is_stepping()
             if is_a_call:
                 self.record.note("zero_grad")
             result = run()
         for gradients in self._gradients if is_a_call else ():
             gradients.look_for_zeros()
+        if is_a_call:
+            self._attempts.look()
         return result
 
-    # Forwards, and what costs, hides, switches or is saved.
+    # Forwards, and what hides, casts or is saved.
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled():
             self._moves.begin(self._scalers)
+            if not self._in_batch and self._forwards.begins_again(module):
+                self._attempts.end_forward()
         self._forwards.before(module, inputs)
 
     def _drop_casts(self, run: Run) -> None:
@@ -509,53 +542,39 @@ class Recorder:
         is_enabled = autocast_is_on(region.device)
         if is_enabled:
             self._forwards.enter_autocast()
+        self._means_cuda = getattr(region, "_means_cuda", False)
         made_before = region.device == "cuda" and not self.record.has_cuda
-        file = caller().f_code.co_filename
-        if is_enabled or made_before or is_users(file):
+        if is_enabled or made_before or is_users(caller().f_code.co_filename):
             self.record.note(
                 "autocast" if is_enabled else "autocast_off",
                 dtype=str(region.fast_dtype).removeprefix("torch."),
                 explicit=getattr(region, "_given_dtype", True),
                 grad=torch.is_grad_enabled(),
                 in_batch=self._in_batch,
-                by_library=not (is_users(file) or file == autocast_mode.__file__),
             )
         return entered
 
-    def _function(self, name: str, tensor: torch.Tensor | None) -> None:
-        """A function of torch is called, with the caller three frames above."""
-        if self._in_batch and name in _READS:
-            self._note_read(name)
-        elif (
-            self._in_batch
-            and tensor is not None
-            and name in ("nan_to_num", "nan_to_num_")
-        ):
-            self.record.note(
-                "hide", scalar=tensor.requires_grad and tensor.numel() == 1
-            )
+    def _cast(self, run: Run, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with self._outermost("cast") as outer:
+            before = _dtypes_of(module)
+            result = run()
+            for dtype in _dtypes_of(module) - before if outer is None else ():
+                self.record.note("cast", dtype=dtype)
+        return result
 
-    def _read(self, run: Run, scaler: Any) -> Any:
-        self._note_read("get_scale")
-        return run()
-
-    def _note_read(self, name: str) -> None:
-        """The host reads; what torch and this library read by themselves is not
-        counted.
-        """
-        frame: Any = sys._getframe(3)
-        # on its way from a method in Python
-        if frame.f_code.co_filename == overrides.__file__:
-            frame = frame.f_back.f_back
-        if self._in_batch and is_users(frame.f_code.co_filename):
-            where = where_in(frame.f_code.co_filename, frame.f_lineno)
-            self.record.syncs[where, name.strip("_")] += 1
-
-    def _look_at_switches(self) -> None:
-        """The precision of float32 products, which is one for the whole process."""
-        before, self._products = self._products, torch.get_float32_matmul_precision()
-        if self._products != before and self._in_batch:
-            self.record.note("tf32", value=self._products)
+    def _function(self, name: str, given: Any, result: Any) -> None:
+        """A function of torch has been called."""
+        if name in ("nan_to_num", "nan_to_num_"):
+            tensor = tensors_of(given)[0]
+            is_scalar = tensor.requires_grad and tensor.numel() == 1
+            self.record.note("hide", scalar=is_scalar)
+        if _KERNELS.match(name) and self._means_cuda and autocast_is_on("cpu"):
+            dtypes = {each.dtype for each in tensors_of(given)}
+            if dtypes.intersection(SIXTEEN_BITS):
+                self.record.note("gpu_refuses", operation=name)
+        is_number = isinstance(result, torch.Tensor) and result.numel() == 1
+        if is_number and result.requires_grad and result.is_floating_point():
+            self._attempts.loss = result.detach()
 
     def _save(self, run: Run, obj: Any, *args: Any, **kwargs: Any) -> Any:
         scales = [scale for scale in self._scales() if scale]
@@ -569,9 +588,9 @@ class Recorder:
 
 
 class _Functions(TorchFunctionMode):
-    """Tells a hook which functions of torch are called, and with which tensor."""
+    """Tells a hook of each function of torch what it got and what it made."""
 
-    def __init__(self, hook: Callable[[str, Any], None]) -> None:
+    def __init__(self, hook: Callable[[str, Any, Any], None]) -> None:
         super().__init__()
         self._hook = hook
 
@@ -579,14 +598,25 @@ class _Functions(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        self._hook(
-            getattr(func, "__name__", ""), args[0] if args else kwargs.get("input")
-        )
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._hook(getattr(func, "__name__", ""), (args, kwargs), result)
+        return result
+
+
+def _dtypes_of(module: nn.Module) -> set[str]:
+    """The 16-bit dtypes of its weights."""
+    dtypes = {parameter.dtype for parameter in module.parameters()}
+    return {dtype_name(dtype) for dtype in dtypes.intersection(SIXTEEN_BITS)}
 
 
 def _scale_of(scaler: torch.amp.GradScaler) -> float:
     return float(scaler.get_scale()) if scaler.is_enabled() else 0.0
+
+
+def _place_of(scheduler: Any) -> Any:
+    """What differs as soon as a scheduler has moved."""
+    rates = [group.get("lr") for group in scheduler.optimizer.param_groups]
+    return getattr(scheduler, "last_epoch", None), rates
 
 
 def _locals_of(clip: Clip) -> dict[str, Any]:

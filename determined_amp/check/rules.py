@@ -5,7 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
 
+from determined_amp.check.finding import Level
 from determined_amp.check.record import Event, Record, Schedule, StepWindow
 from determined_amp.check.ruling import (
     COST,
@@ -19,20 +24,18 @@ from determined_amp.check.ruling import (
     rule,
     share_of,
 )
+from determined_amp.check.step_gradients import SCALED
 from determined_amp.experiment.failures import name_in_16_bits
 
 # A schedule that moves in this share of the steps moves by steps, not by epochs.
 _BY_STEPS = 0.75
 
-# Relative change of a validation metric by 16 bits that is no rounding, and one that
-# may be some.
-_CHANGED, _MAYBE_CHANGED = 0.05, 0.01
+# A limit that is this share of the scale was multiplied by it, if it is not the same
+# number at scales that differ by the factor.
+_LIMIT, _APART = 0.01, 4.0
 
-# Gradients that are multiplied by more than this are still scaled.
-_SCALED = 1.5
-
-# A limit that is this share of the scale was multiplied by it.
-_LIMIT = 0.01
+# In this share of 16-bit weights a lost update is no exception.
+_LOST = 0.1
 
 # What an update must be at least, as a share of a weight in this dtype.
 _UPDATES = {"float16": "1/2048", "bfloat16": "1/256"}
@@ -86,8 +89,10 @@ def _error(record: Record) -> Found:
     effect = (
         f"the training stops in batch {record.batches}: {record.first_line_of_error}"
     )
-    zeroed = record.windows[-1].zeroed if key == "zero_grad_in_window" else []
-    yield found(key, [*zeroed, record.raised], effect, level)
+    at = [*record.windows[-1].zeroed] if key == "zero_grad_in_window" else []
+    if key == "update_in_window" and "unscale_" in record.error:
+        at = [*record.of("update")[-1:], *record.of("step")[-1:]]
+    yield found(key, [*at, record.raised], effect, level)
 
 
 def _cause(record: Record, key: str) -> str:
@@ -96,14 +101,30 @@ def _cause(record: Record, key: str) -> str:
         return "closure"
     losses = record.of("backward")
     kinds = ("backward", "unscale", "step", "update")
-    last = [event.kind for event in record.events if event.kind in kinds][-1:]
+    events = [event for event in record.events if event.kind in kinds]
+    last = [event.kind for event in events][-1:]
     causes = {
         "no_gradients": _cause_of_no_gradients(record, losses),
-        "unscaled_twice": "update_missing" if last == ["backward"] else key,
+        "unscaled_twice": _cause_of_second_unscale(events),
         "update_missing": "step_twice" if losses and last == ["step"] else key,
         "update_in_window": key if record.scales else "no_loss_scale",
     }
     return causes.get(key, key)
+
+
+def _cause_of_second_unscale(events: list[Event]) -> str:
+    """Why gradients were divided before the newest update."""
+    backwards = [
+        number for number, each in enumerate(events) if each.kind == "backward"
+    ]
+    before = events[backwards[-2] + 1 : backwards[-1]] if len(backwards) > 1 else []
+    kinds = [event.kind for event in before]
+    if not before or events[-1].kind != "backward":
+        return "unscaled_twice"
+    if {"update", "step"} <= {*kinds} and kinds.index("update") < kinds.index("step"):
+        return "update_in_window"
+    is_same_batch = before[-1].batch == events[-1].batch and "step" not in kinds
+    return "unscaled_twice" if is_same_batch else "update_missing"
 
 
 def _cause_of_no_gradients(record: Record, losses: list[Event]) -> str:
@@ -115,29 +136,73 @@ def _cause_of_no_gradients(record: Record, losses: list[Event]) -> str:
     return "no_gradients" if trained else "other_parameters"
 
 
-# Scaling, stepping, updating.
+# Events of one kind that are wrong by themselves.
+
+
+class Row(NamedTuple):
+    """A rule that filters the events of one kind."""
+
+    key: str
+    kind: str
+    is_wrong: Callable[[Event], bool]
+    effect: str  # with their `count`, their `share` of the kind, and the `last` of them
+    level: Level = SUSPICION
+
+
+_ROWS = (
+    Row(
+        "autocast_backward",
+        "backward",
+        lambda event: bool(event.autocast),
+        "{share} ran under autocast",
+    ),
+    Row(
+        "penalty_scaled",
+        "backward",
+        lambda event: event.loss.penalty is not None,
+        "the gradients in it are {last.loss.penalty:g} times as large",
+    ),
+    Row(
+        "nan_hidden",
+        "hide",
+        lambda event: bool(event.scalar),
+        "{count} losses whose NaN would be 0, and which the scaler cannot see",
+    ),
+    Row(
+        "no_16_bit_kernel",
+        "gpu_refuses",
+        lambda event: True,
+        "{last.operation} got 16 bits {count} times: a CPU's autocast computes it in "
+        "float32, CUDA's does not",
+    ),
+)
 
 
 @rule
-def _scales_of_ranks(record: Record) -> Found:
-    scales = sorted(set(record.scales_of_ranks))
-    if len(scales) > 1:
-        lines = [scaler.where for scaler in record.scalers if scaler.used]
-        effect = f"at the end they have the scales {' and '.join(map(number, scales))}"
-        yield found("scale_differs_by_rank", lines, effect)
+def _rows(record: Record) -> Found:
+    for row in _ROWS if record.is_amp else ():
+        wrong = [event for event in record.of(row.kind) if row.is_wrong(event)]
+        if wrong:
+            share, last = share_of(record, wrong), wrong[-1]
+            effect = row.effect.format(count=len(wrong), share=share, last=last)
+            yield found(row.key, wrong, effect, row.level)
+
+
+# Scaling, stepping, updating.
 
 
 @rule
 def _scalers(record: Record) -> Found:
     """One scaler lasts for the whole training."""
     steps = record.of("step", scaled=True)
+    skipped = record.of("step", scaled=True, skipped=True, disturbed=False)
     made = Counter(scaler.where for scaler in record.scalers if scaler.used)
     for line, times in made.items():
         if times > max(2, len(steps) / 2):
-            effect = (
-                f"{times} scalers for {len(steps)} steps: each begins at init_scale"
-            )
-            yield found("scaler_made_anew", [line], effect)
+            many = count_of(skipped, steps, "step")
+            effect = f"{times} scalers: each begins at init_scale, and {many} skipped"
+            level = FAULT if len(skipped) > len(steps) / 2 else SUSPICION
+            yield found("scaler_made_anew", [line], effect, level)
 
 
 @rule
@@ -177,19 +242,16 @@ def _unscaled_loss(record: Record) -> Found:
 @rule
 def _step_without_scaler(record: Record) -> Found:
     steps = record.of("step", scaled=False, again=False)
-    scaled = [
-        step for step in steps if step.factor > _SCALED and math.isfinite(step.norm)
-    ]
-    blind = [step for step in steps if step.disturbed and not math.isfinite(step.norm)]
+    calm = [step for step in steps if not step.disturbed]
+    scaled = [step for step in calm if step.factor > SCALED]
+    blind = [step for step in steps if step.overflows]
     if scaled:
         times = number(scaled[-1].factor)
-        effect = (
-            f"{share_of(record, scaled)} got gradients {times} times as large as they"
-            " should be"
-        )
+        many = share_of(record, scaled)
+        effect = f"{many} got gradients {times} times as large as they should be"
         yield found("step_without_scaler", scaled, effect)
     elif blind:
-        effect = f"{len(blind)} forced overflows reached the weights"
+        effect = f"{len(blind)} forced overflows were stepped with"
         yield found("step_without_scaler", blind, effect)
 
 
@@ -208,7 +270,7 @@ def _unscaled_by_hand(record: Record) -> Found:
     steps = [
         step
         for step in record.of("step", scaled=True, skipped=False)
-        if step.scale > _SCALED
+        if step.scale > SCALED
     ]
     twice = [
         step
@@ -226,9 +288,13 @@ def _unscaled_by_hand(record: Record) -> Found:
 @rule
 def _clips(record: Record) -> Found:
     for of, key in (("max_norm", "clip_scaled"), ("clip_value", "clip_value_scaled")):
-        scaled = [clip for clip in record.of("clip", of=of) if clip.factor > _SCALED]
+        scaled = [clip for clip in record.of("clip", of=of) if clip.factor > SCALED]
+        same = _same_at_two_scales(scaled)
+        bites = [clip for clip in scaled if clip.limit < clip.norm]
         wrong = [
-            clip for clip in scaled if clip.limit < min(clip.norm, _LIMIT * clip.factor)
+            clip
+            for clip in bites
+            if clip.limit < _LIMIT * clip.factor or (clip.where, clip.limit) in same
         ]
         if wrong:
             last = wrong[-1]
@@ -240,65 +306,88 @@ def _clips(record: Record) -> Found:
             yield found(key, wrong, effect)
 
 
-@rule
-def _penalty(record: Record) -> Found:
-    penalties = [
-        backward for backward in record.of("backward") if backward.loss.penalty
-    ]
-    if penalties:
-        times = number(penalties[-1].loss.penalty)
-        yield found(
-            "penalty_scaled",
-            penalties,
-            f"the gradients in it are {times} times as large",
-        )
+def _same_at_two_scales(clips: list[Event]) -> set[object]:
+    """The lines and limits of clips that are the same number at two scales."""
+    factors: dict[object, list[float]] = {}
+    for clip in clips:
+        factors.setdefault((clip.where, clip.limit), []).append(clip.factor)
+    return {key for key, at in factors.items() if max(at) > _APART * min(at)}
 
 
-# Schedules.
+# Schedules: what counts is the rate of each group over the steps of an optimizer.
 
 
 @rule
 def _schedules(record: Record) -> Found:
-    for schedule in record.schedules:
-        windows = [w for w in record.complete if w.optimizer == schedule.optimizer]
-        if schedule.ours or len(windows) < 3:
+    for optimizer in range(record.optimizers):
+        windows = [w for w in record.complete if w.optimizer == optimizer]
+        own = [s for s in record.schedules if s.optimizer == optimizer]
+        if len(windows) < 3 or _is_range_test(windows) or any(s.ours for s in own):
             continue
-        if record.of("move", schedule=schedule):
-            yield from _moves(record, schedule, windows)
-        elif (
-            not schedule.wrapped
-            and record.is_amp
-            and (record.determined or record.epochs)
-        ):
-            effect = (
-                f"{schedule.kind} did not move in {len(windows)} steps, {record.epochs}"
-                " epochs"
-            )
-            # It may move where an epoch ends, and the only one has just ended.
-            level = FAULT if record.epochs > 1 else SUSPICION
-            yield found("schedule_never", [schedule.where], effect, level)
+        moves = [move for move in record.of("move") if move.schedule in own]
+        if moves:
+            yield from _moves(record, own, windows, moves)
+        elif own and record.is_amp and (record.determined or record.epochs):
+            waits = [schedule for schedule in own if not schedule.wrapped]
+            if waits and not any(_has_moved(*pair) for pair in pairwise(windows)):
+                kinds = " and ".join(schedule.kind for schedule in waits)
+                ends = f"{len(windows)} steps and {record.epochs} epochs"
+                effect = f"{kinds} did not move in {ends}"
+                at = [schedule.where for schedule in waits]
+                yield found("schedule_never", at, effect, SUSPICION)
 
 
-def _moves(record: Record, schedule: Schedule, windows: list[StepWindow]) -> Found:
-    moves = record.of("move", schedule=schedule)
-    moving = [window for window in windows if window.movers_of(schedule)]
+def _has_moved(window: StepWindow, after: StepWindow) -> bool:
+    """Whether a rate is another one at the step of the next window."""
+    return bool(window.steps[0].rates != after.steps[0].rates)
+
+
+def _is_range_test(windows: list[StepWindow]) -> bool:
+    """Whether the rate grows by one factor, as where a good one is looked for."""
+    rates = [float((window.steps[0].rates or [0])[0] or 0) for window in windows]
+    pairs = pairwise(rates)
+    ratios = {round(after / rate, 3) for rate, after in pairs if rate}
+    return len(ratios - {1.0}) == 1 and max(ratios) > 1
+
+
+def _moves(
+    record: Record,
+    own: list[Schedule],
+    windows: list[StepWindow],
+    moves: list[Event],
+) -> Found:
     skipped = [window for window in windows if window.skipped]
     steps = len(windows)
-    by_epochs = record.epochs >= _BY_STEPS * steps  # an epoch is one step
-    if by_epochs or len(moving) < _BY_STEPS * (steps - len(skipped)):
+    if record.epochs >= _BY_STEPS * steps:  # an epoch is one step
         return
-    effect = f"the rate moved {len(moves)} times in {steps} steps"
-    twice = [window for window in moving if len(window.movers_of(schedule)) > 1]
-    if len(twice) > steps / 2:
-        effect += f": the schedule ends at {steps / len(moves):.0%} of the training"
-        yield found("schedule_twice", moves, effect)
-    elif len(moves) > 1.5 * steps and not schedule.wrapped:
-        yield found("schedule_per_batch", moves, effect, SUSPICION)
+    moving: list[StepWindow] = []
+    for schedule in own:
+        those = [w for w in windows if w.movers_of(schedule)]
+        if not _moves_by_steps(windows, those):
+            continue
+        moving += those
+        at = [move for move in moves if move.schedule is schedule]
+        effect = f"the rate moved {len(at)} times in {steps} steps"
+        twice = [window for window in those if len(window.movers_of(schedule)) > 1]
+        if len(twice) > steps / 2:
+            effect += f": the schedule ends at {steps / len(at):.0%} of the training"
+            yield found("schedule_twice", at, effect, SUSPICION)
+        elif len(at) > 1.5 * steps and not schedule.wrapped:
+            yield found("schedule_per_batch", at, effect, SUSPICION)
     wrong = [window for window in skipped if window in moving]
     if wrong:
         effect = f"{count_of(wrong, skipped, 'skipped step')} moved the schedule"
-        level = SUSPICION if schedule.by_hand else FAULT
+        level = SUSPICION if own[0].by_hand else FAULT
         yield found("schedule_on_skipped", moves, effect, level)
+
+
+def _moves_by_steps(windows: list[StepWindow], moving: list[StepWindow]) -> bool:
+    """Whether a schedule moves in most steps, as long as it moves."""
+    if len(moving) < 3:
+        return False
+    span = windows[windows.index(moving[0]) : windows.index(moving[-1]) + 1]
+    applied = [window for window in span if not window.skipped]
+    return len(moving) >= _BY_STEPS * len(applied)
 
 
 # Windows of several batches.
@@ -327,14 +416,14 @@ def _accumulation(record: Record) -> Found:
     if record.aggregation > 1 and record.averages:
         if math.isclose(divisor, record.aggregation, rel_tol=1e-3):
             effect = f"gradients are 1/{record.aggregation} of the mean over the window"
-            yield found("loss_divided_twice", last.backwards, effect)
+            yield found("loss_divided_twice", last.backwards, effect, SUSPICION)
     elif math.isclose(divisor, 1, rel_tol=1e-3) and not math.isclose(
         size * by_hand, 1, rel_tol=0.01
     ):
         effect = (
             f"a step has {size} times the mean gradient of its {size} micro-batches"
         )
-        yield found("loss_not_divided", last.backwards, effect, level)
+        yield found("loss_not_divided", last.backwards, effect, SUSPICION)
 
 
 def _is_accumulated(record: Record, window: StepWindow) -> bool:
@@ -353,44 +442,34 @@ def _is_accumulated(record: Record, window: StepWindow) -> bool:
 
 
 @rule
-def _backward_under_autocast(record: Record) -> Found:
-    inside = record.of("backward", autocast=True)
-    if inside:
-        # A library that opens it around all of a step, as Lightning does, leaves no
-        # choice.
-        level = (
-            SUSPICION if all(region.by_library for region in record.regions) else FAULT
-        )
-        effect = f"{share_of(record, inside)} ran under autocast"
-        yield found("autocast_backward", inside, effect, level)
-
-
-@rule
 def _weights_in_16_bits(record: Record) -> Found:
     for dtype, least in _UPDATES.items():
         # Weights in bfloat16 alone are a choice, which saves memory.
         if dtype in record.weights and (record.is_amp or dtype == "float16"):
+            steps = record.of("step", skipped=False)
+            lost = median([step.lost for step in steps] or [0.0])
             effect = (
                 f"weights are in {dtype}: an update of less than {least} of one is lost"
             )
-            steps = [step for step in record.of("step") if step.where]
-            level = FAULT if record.is_amp else SUSPICION
-            yield found("half_weights", steps[:1], effect, level)
+            if lost > _LOST:
+                effect += (
+                    f"; a step left {lost:.0%} of those with a gradient as they were"
+                )
+            lines = record.of("cast", dtype=dtype) or [
+                each for each in steps if each.where
+            ]
+            level = FAULT if lost > _LOST else SUSPICION
+            yield found("half_weights", lines[:1], effect, level)
 
 
 @rule
 def _autocast_of_nothing(record: Record) -> Found:
     is_float32 = record.forwards[False] and not record.forwards[True]
     if record.is_amp and is_float32 and _UPDATES.keys().isdisjoint(record.weights):
-        off = record.of("autocast_off")
-        # A region that is switched off here may be on with a GPU.
-        is_off_here = off and not record.regions and not record.has_cuda
-        effect = (
-            f"0 of {record.forwards[False]} forwards of modules with weights ran"
-            " under it"
-        )
-        level = SUSPICION if is_off_here else FAULT
-        yield found("autocast_covers_nothing", record.regions or off, effect, level)
+        count = record.forwards[False]
+        effect = f"0 of {count} forwards of modules with weights ran under it"
+        lines = record.regions or record.of("autocast_off")
+        yield found("autocast_covers_nothing", lines, effect, SUSPICION)
 
 
 @rule
@@ -403,17 +482,6 @@ def _loss_in_16_bits(record: Record) -> Found:
             level = FAULT if len(bad) > len(events) / 2 else SUSPICION
             effect = f"{share_of(record, events)} began at a loss in {dtype}: {limit}"
             yield found("loss_16_bits", events, effect, level)
-
-
-@rule
-def _hidden_nan(record: Record) -> Found:
-    hidden = record.of("hide", scalar=True)
-    if hidden and record.is_amp:
-        effect = (
-            f"{len(hidden)} losses whose NaN would be 0, and which the scaler"
-            " cannot see"
-        )
-        yield found("nan_hidden", hidden, effect)
 
 
 @rule
@@ -433,23 +501,13 @@ def _need_of_scaler(record: Record) -> Found:
     by_hand = any(loss.scale or loss.divisor < 1 / 8 for loss in losses)
     regions = [region for region in record.regions if region.dtype == "float16"]
     if regions and losses and not (by_hand or record.scales):
-        effect = (
-            f"{len(losses)} backwards, 0 scaled: gradients of 16-bit products below"
-            " 6e-8 are 0"
-        )
-        unused = record.lines_of_scalers
-        level = FAULT if unused else SUSPICION
-        yield found("no_loss_scale", unused or regions, effect, level)
-
-
-@rule
-def _metrics(record: Record) -> Found:
-    for name, (as_is, exact) in record.metrics.items():
-        change = abs(as_is - exact) / max(abs(exact), 1e-12) if as_is != exact else 0.0
-        if math.isfinite(exact) and not change <= _MAYBE_CHANGED:
-            level = SUSPICION if change <= _CHANGED else FAULT
-            effect = f"{name} of the same weights: {as_is:.4g}, in float32 {exact:.4g}"
-            yield found("eval_16_bits", record.regions_of_validation, effect, level)
+        many = f"{len(losses)} backwards, 0 scaled"
+        effect = f"{many}: gradients of 16-bit products below 6e-8 are 0"
+        scalers = [scaler for scaler in record.scalers if not scaler.ours]
+        if any(not scaler.enabled for scaler in scalers):
+            effect += "; the GradScaler is switched off"
+        lines = [scaler.where for scaler in scalers] or regions
+        yield found("no_loss_scale", lines, effect, SUSPICION)
 
 
 # What is saved, switched and waited for.
@@ -472,34 +530,6 @@ def _checkpoint_of_a_loop(record: Record) -> Found:
 def _state_of_disabled_scaler(record: Record) -> Found:
     """Without a GPU what is off may be on elsewhere, unless AMP needs no scaler."""
     if record.empty_scaler_state and (record.has_cuda or record.is_amp):
-        bfloat16 = any(
-            each.explicit and each.dtype == "bfloat16" for each in record.regions
-        )
-        level = FAULT if record.has_cuda or bfloat16 else SUSPICION
         off = [scaler.where for scaler in record.scalers if not scaler.enabled]
-        effect = (
-            "a run with AMP that goes on from it ends: 0 of 5 values of its state are"
-            " there"
-        )
-        yield found("empty_scaler_state", off, effect, level)
-
-
-@rule
-def _tf32(record: Record) -> Found:
-    for event in record.of("tf32")[:1]:
-        effect = (
-            f"float32 products became {event.value!r} while batch {event.batch} trained"
-        )
-        yield found("tf32", [event], effect)
-
-
-@rule
-def _waits(record: Record) -> Found:
-    often = {
-        read: n for read, n in record.syncs.items() if n >= 0.5 * record.batches > 0
-    }
-    if often and record.is_amp:
-        many = sum(often.values()) / record.batches
-        by = ", ".join(sorted({name for _, name in often}))
-        effect = f"{many:.3g} in each batch, by {by}"
-        yield found("synchronisation", [line for line, _ in often], effect, COST)
+        effect = "a run with AMP cannot go on from it: it has 0 of 5 values of a state"
+        yield found("empty_scaler_state", off, effect, SUSPICION)

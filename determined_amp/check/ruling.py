@@ -2,45 +2,67 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 from determined_amp.check.finding import CheckFinding, Level, Where
 from determined_amp.check.record import Event, Record
-from determined_amp.check.remedies import REMEDIES
 
 Found = Iterator[CheckFinding]
 Rule = Callable[[Record], Found]
 
 FAULT, SUSPICION, COST = Level.FAULT, Level.SUSPICION, Level.COST
 RULES: list[Rule] = []
+# Of each key: the `sentence` of its finding, and the lines to `write` or to `look` at,
+# which may be others `in_a_loop`.
+REMEDIES: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("remedies.json").read_text()
+)
 
 # Scales so far apart, with so many norms at each, tell whether norms follow the scale.
 _LEAST_RATIO, _LEAST_NORMS = 15.0, 3
+# Scaled gradients below this norm are not told: float16 may have lost most of them.
+_TINY = 1e-3
 # In this share of the pairs of a low and a high scale the norm differs in the same
 # direction.
 _SEPARATED = 0.8
 
 
 def rule(judges: Rule) -> Rule:
-    """Let a function be one of the rules; equal levels are told in the order of the
-    rules.
-    """
+    """Let a function be one of the rules, in whose order equal levels are told."""
     RULES.append(judges)
     return judges
 
 
 def found(
-    key: str, at: Iterable[Event | Where | None], effect: str, level: Level = FAULT
+    key: str,
+    at: Iterable[Event | Where | None],
+    effect: str,
+    level: Level = FAULT,
+    advice: tuple[str, str] | None = None,
 ) -> CheckFinding:
-    """A finding at these lines, or at those of these events."""
+    """A finding at these lines, or at those of these events.
+
+    Args:
+        key: Its name, which is one of `REMEDIES`.
+        at: The lines or events.
+        effect: What was measured.
+        level: How sure it is.
+        advice: What was tried, in place of the advice of the key: `write` or `look`,
+            and the lines.
+    """
     lines = [each.where if isinstance(each, Event) else each for each in at]
     where = tuple(dict.fromkeys(line for line in lines if line is not None))
-    return CheckFinding(
-        key, level, REMEDIES[key].sentence, where, effect, REMEDIES[key].in_a_trial
-    )
+    remedy = REMEDIES[key]
+    kind = "write" if "write" in remedy else "look"
+    kind, text = advice or (kind, "\n".join(remedy[kind]))
+    orders = kind == "write" and level is not SUSPICION
+    return CheckFinding(key, level, remedy["sentence"], where, effect, text, orders)
 
 
 def count_of(part: Sized, whole: Sized, what: str) -> str:
@@ -82,24 +104,31 @@ class Dependence:
 def dependence(
     scales_and_norms: Iterable[tuple[float | None, float]],
 ) -> Dependence | None:
-    """How norms follow the scale; None where the scale has not changed enough to
-    tell.
+    """How norms follow the scale; None where it has not changed enough to tell.
+
+    An infinite norm is that of a step that was skipped at a scale that was right.
     """
     points = [
         (scale, norm)
         for scale, norm in scales_and_norms
-        if scale and 0 < norm < math.inf
+        if scale and norm * scale > _TINY
     ]
-    scales = [scale for scale, _ in points] or [1.0]
-    middle = math.sqrt(min(scales) * max(scales))
-    low = [norm for scale, norm in points if scale < middle]
-    high = [norm for scale, norm in points if scale >= middle]
-    norms = min(len(low), len(high))
-    if max(scales) < _LEAST_RATIO * min(scales) or norms < _LEAST_NORMS:
+    measured = [scale for scale, norm in points if norm < math.inf] or [1.0]
+    middle = math.sqrt(min(measured) * max(measured))
+    low = [point for point in points if point[0] < middle]
+    high = [point for point in points if point[0] >= middle]
+    (low_scales, low_norms), (high_scales, high_norms) = map(_finite, (low, high))
+    norms = min(len(low_norms), len(high_norms))
+    if max(measured) < _LEAST_RATIO * min(measured) or norms < _LEAST_NORMS:
         return None
-    scales.sort()
-    ratio = median(scales[len(low) :]) / median(scales[: len(low)])
-    larger = sum(above > below for above in high for below in low)
+    ratio = median(high_scales) / median(low_scales)
+    larger = sum(above > below for _, above in high for _, below in low)
     share = larger / (len(high) * len(low))
     is_clear = max(share, 1 - share) >= _SEPARATED
-    return Dependence(median(high) / median(low), ratio, norms, is_clear)
+    return Dependence(median(high_norms) / median(low_norms), ratio, norms, is_clear)
+
+
+def _finite(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """The scales and the norms of the points that have one."""
+    finite = [(scale, norm) for scale, norm in points if norm < math.inf]
+    return [scale for scale, _ in finite], [norm for _, norm in finite]

@@ -14,8 +14,8 @@ from pathlib import Path
 from determined_amp.amp.patched import patched
 from determined_amp.check.any_loop import leave_out_doctor, watched
 from determined_amp.check.finding import CheckFindings
+from determined_amp.check.interventions import Moves
 from determined_amp.check.recorder import Recorder
-from determined_amp.check.scale_moves import Moves
 from determined_amp.check.scratch import saving_into
 
 # Steps of each optimizer: two that overflow, and nine at each of two scales.

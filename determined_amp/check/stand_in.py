@@ -111,7 +111,8 @@ def _making_autocast(own: Callable[..., Any], here: _OnCpu) -> Callable[..., Any
         elif is_users(sys._getframe(1).f_code.co_filename):
             # not torch's own for a checkpoint
             here.applies = False
-        if is_cuda and not torch.cuda.is_available():
+        region._means_cuda = is_cuda and not torch.cuda.is_available()
+        if region._means_cuda:
             # float16 is CUDA's own.
             device_type, dtype = "cpu", torch.float16 if dtype is None else dtype
         own(region, device_type, dtype, *args, **kwargs)

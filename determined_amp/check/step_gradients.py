@@ -1,26 +1,30 @@
-"""Follows the gradients of an optimizer: what multiplies them, and what happens to
-them.
-"""
+"""Follows the gradients of an optimizer: what multiplies and what changes them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from determined_amp.amp.tensors import parameters_of, values_of
+from determined_amp.amp.tensors import SIXTEEN_BITS, parameters_of, values_of
 from determined_amp.amp.torch_private import version_of
+from determined_amp.check.interventions import ForcedOverflows
 from determined_amp.check.record import Event, Record, Schedule, StepWindow
 
 Versions = list[tuple[int, int]]
+
+# Gradients that are multiplied by more than this are still scaled.
+SCALED = 1.5
 
 # So often a window is made to overflow: what the first backward leaves may be zeroed
 # before the step, as the gradients that a generator's loss leaves in the discriminator
 # are.
 _MOST_OVERFLOWS = 2
+
+# Numbers of each gradient that are compared before and after a change.
+_SAMPLED = 256
 
 
 class StepGradients:
@@ -28,34 +32,55 @@ class StepGradients:
 
     Args:
         optimizer: The optimizer.
-        record: What happens to them is noted there.
-        overflows: Windows of them that are made to overflow.
+        record: What happens to the gradients is noted there.
+        overflows: Makes them overflow in some windows.
+
+    Attributes:
+        number: The place of the optimizer among all.
+        factor: What the gradients are multiplied by; NaN if that is not known.
+        scale: What the newest backward was scaled by.
+        pending: Whether there are gradients that no step has used.
+        clipped: Whether torch has clipped them since they were looked at.
+        norm: Of all of them together, when they were looked at last.
+        window: The newest.
+        is_new: Whether autograd has computed something since the newest step.
     """
 
     def __init__(
-        self, optimizer: Optimizer, record: Record, overflows: Collection[int]
+        self, optimizer: Optimizer, record: Record, overflows: ForcedOverflows
     ) -> None:
-        self.number = record.optimizers  # the place of the optimizer among all
-        self.factor = 1.0  # what they are multiplied by; NaN if that is not known
-        self.scale: float | None = None  # that the newest backward was scaled by
-        self.pending = False  # there are some that no step has used
-        self.norm = 0.0  # when they were looked at last
-        self.clipped = False  # by torch, since they were looked at
-        self.window = StepWindow(self.number)  # the newest
+        self.number = record.optimizers
+        self.factor = 1.0
+        self.scale: float | None = None
+        self.pending = False
+        self.clipped = False
+        self.norm = 0.0
+        self.is_new = False
+        self.window = StepWindow(self.number)
+        self.overflows = overflows
         self._optimizer = optimizer
         self._record = record
-        self._overflows = overflows
-        self._stale = (
-            0  # of them, those that a step has used and nobody has zeroed since
-        )
-        self._emptied = False  # after the newest backward
-        self._to_force = 0  # overflows in this window
-        self._overflown = 0  # windows that were made to overflow
-        self._used: Versions = []  # by the newest step
+        self._stale = 0  # gradients that a step has used and nobody has zeroed since
+        self._emptied = False  # they were zeroed after the newest backward
+        self._used: Versions = []  # of the newest step
         self._unclipped: float | None = None  # the norm that the scaler left
         self._by_hand = 1.0  # what code of the user's has multiplied their norm by
+        self._values = torch.zeros(0)  # some of them, when they were looked at last
+        self._added = 0.0  # the norm of what code of the user's has added, unscaled
         self._rates: list[Any] | None = None  # at the newest step
-        self._stepped = self.window  # that of the newest step
+        self._stepped = self.window  # the window of the newest step
+        self._to_force = 0  # overflows that this window may still get
+        self._overflown = 0  # windows that were made to overflow
+        self._usually = 1.0  # `_by_hand` of the newest window without an overflow
+        # When a step began: norm and versions, and whether an overflow was taken out.
+        self._before = (0.0, self._used)
+        self._was_pending = self._gave_back = False
+        self._is_rounded: bool | None = None  # the weights, at the newest look
+        self._was_rounded = False  # since the newest step
+        self._halves: list[tuple[torch.Tensor, torch.Tensor]] = []  # before a step
+        self._goes_on = (
+            False  # the true gradients are back while a backward adds to them
+        )
         record.optimizers += 1
 
     @property
@@ -69,52 +94,67 @@ class StepGradients:
         return [values_of(g) if g.is_sparse else g for g in gradients]
 
     def versions(self) -> Versions:
-        """What differs as soon as one of them is another or has other values."""
+        """What differs as soon as a gradient is another or has other values."""
         gradients = (p.grad for p in self.weights)
         return [(0, 0) if g is None else (id(g), version_of(g)) for g in gradients]
 
     def measure(self) -> None:
-        """Take the norm of all of their numbers together, in float32."""
-        norms = [
-            torch.linalg.vector_norm(each.detach().float()) for each in self.dense()
-        ]
-        self.norm = math.hypot(*map(float, norms))
+        """Take the norm of all of their numbers, and a few of them, in float32."""
+        flat = [each.detach().float().flatten() for each in self.dense()]
+        self.norm = math.hypot(*(float(torch.linalg.vector_norm(g)) for g in flat))
+        few = [gradient[:: max(1, len(gradient) // _SAMPLED)] for gradient in flat]
+        self._values = torch.cat(few).clone() if few else torch.zeros(0)
+
+    # Between a backward and the step.
 
     def look(self) -> None:
-        """Note what code of the user's has done to them since they were looked at
-        last.
-        """
+        """Note what code of the user's has done since they were looked at last."""
         if not self.pending:
-            # Those that no backward has left were set by the training, as `p.grad = g`.
-            if self._used and self.versions() != self._used and self.dense():
-                self.measure()
-                if self.norm:  # zeroing in place sets them, too
-                    self.pending, self.factor = True, math.nan
-                    self._open_window()
-            return
-        before = self.norm
-        self.measure()
-        if self.clipped:
+            self._look_for_new()
+        elif not self.overflows.are_in(self.weights):
+            before, values = self.norm, self._values
+            self.measure()
+            if not self.clipped:
+                self._compare(self.norm / before if before else math.nan, values)
             self.clipped = False
-            return
-        ratio = self.norm / before if before else math.nan
+
+    def _compare(self, ratio: float, before: torch.Tensor) -> None:
         if abs(ratio - 1) > 1e-3:
             self._by_hand *= ratio
-        if self.factor > 1.5 and not ratio * self.factor > 1.01:
+        if self.factor > SCALED and len(before) == len(self._values):
+            change = float(torch.linalg.vector_norm(self._values - before))
+            self._added = math.hypot(self._added, change / self.factor)
+        if self.factor > SCALED and not ratio * self.factor > 1.01:
             self.factor = math.nan  # divided by the scale, and clipped perhaps
+
+    def _look_for_new(self) -> None:
+        """Gradients of no backward were set by the training, as `p.grad = g`."""
+        versions = self.versions()
+        if self._used and versions != self._used and self.dense():
+            self.measure()
+            is_same = [g for g, _ in versions] == [g for g, _ in self._used]
+            # Zeroing in place sets them, too; what a step has used may have been
+            # clipped.
+            if self.norm and (self.is_new or not is_same):
+                self.pending, self.factor = True, math.nan
+                self._open_window()
 
     def before_backward(self) -> None:
         """They may have been zeroed, by hand perhaps, or not at all."""
         self.look_for_zeros()
+        self._goes_on = self.overflows.are_untouched(self.weights)
+        if self._goes_on:  # the backward adds to the true ones
+            self.overflows.give_back(self.weights)
         self._stale = 0
         if not self.pending:
             now = zip(self.weights, self.versions(), self._used, strict=False)
-            same = [
-                p.grad
-                for p, version, old in now
-                if version == old and p.grad is not None
-            ]
-            self._stale = sum(bool(values_of(gradient).any()) for gradient in same)
+            same = (p.grad for p, key, used in now if self._is_used(key, used))
+            left = [each for each in same if each is not None]
+            self._stale = sum(bool(values_of(gradient).any()) for gradient in left)
+
+    def _is_used(self, now: tuple[int, int], used: tuple[int, int]) -> bool:
+        """Whether it is a gradient that a step has used, perhaps changed in place."""
+        return now == used or (now[0] == used[0] and not self.is_new)
 
     def look_for_zeros(self) -> None:
         """Note if they were zeroed before any step has used them."""
@@ -123,20 +163,20 @@ class StepGradients:
             self.window.zeroed += self._record.of("zero_grad")[-1:]
             self.window.lost, self.window.stale = len(self.window.backwards), 0
             self.factor, self.norm, self._emptied = 1.0, 0.0, True
+            self.overflows.forget(self.weights)
 
     def unscale(self, scale: float) -> None:
         """A scaler has looked for an overflow and divided them."""
         self.factor /= scale
+        self.overflows.divide(self.weights, scale)
         self.window.unscales.append(self._record.note("unscale"))
         self.measure()
         self._unclipped = self.norm
 
     def is_due(self) -> bool:
         """Whether the next window is one to make overflow."""
-        return (
-            sum(number <= self.window.place for number in self._overflows)
-            > self._overflown
-        )
+        due = sum(number <= self.window.place for number in self.overflows.windows)
+        return due > self._overflown
 
     def add(self, backward: Event, *, may_force: bool) -> bool:
         """A backward has added to them.
@@ -154,13 +194,9 @@ class StepGradients:
             self._to_force = _MOST_OVERFLOWS if may_force and self.is_due() else 0
             self._open_window()
             self.window.stale = self._stale
-        scale, is_first = (
-            backward.loss.scale,
-            self._emptied or not self.window.backwards,
-        )
-        forces = bool(scale) and is_first and self._to_force > 0
-        if forces:
-            self._force()
+        scale = backward.loss.scale
+        is_first = self._emptied or not self.window.backwards
+        begins = bool(scale) and is_first and self._to_force > 0
         self.window.backwards.append(backward)
         if backward.loss.has_gradient and not scale:
             self.factor = math.nan  # that of the gradient it was given
@@ -170,68 +206,122 @@ class StepGradients:
         self.pending, self._emptied, self.scale = True, False, scale
         self.measure()
         backward.added = math.hypot(backward.added, self.norm - before)
-        return forces
+        if begins:
+            self.overflows.make(self.weights)
+            self._goes_on = False
+            self._to_force -= 1
+            self._overflown += not self.window.forced
+            self.window.forced = True
+        return begins
 
-    def _force(self) -> None:
-        """Make them overflow."""
-        for weight in self.weights:
-            if weight.grad is not None:
-                # Through `data`, which is a copy of a sparse one: it is no change of
-                # the user's.
-                weight.grad.data = weight.grad.data.mul_(math.inf)
-        self._to_force -= 1
-        self._overflown += not self.window.forced
-        self.window.forced = True
+    def after_backward(self) -> None:
+        """The gradients of a window that was made to overflow do so again."""
+        if self._goes_on:
+            self.overflows.make(self.weights)
+            self._goes_on = False
 
     def _open_window(self) -> None:
+        self.overflows.forget(self.weights)
         self.window = StepWindow(self.number, self.window.place + 1)
-        self._unclipped, self._by_hand = None, 1.0
+        self._unclipped, self._by_hand, self._added = None, 1.0, 0.0
         self._record.windows.append(self.window)
 
-    def step(self, *, divisor: float = 1.0, **known: Any) -> None:
-        """The optimizer steps with them, or a scaler skips that.
+    # The step.
+
+    def begin_step(self, *, skips: bool) -> None:
+        """The optimizer is about to step with them, or a scaler has skipped that."""
+        self.look()
+        self._gave_back = not skips and self.overflows.give_back(
+            self.weights, self._usually
+        )
+        self.measure()
+        if not self.window.forced:
+            self._usually = self._by_hand
+        self._before = self.norm, self.versions()
+        self._was_pending = self.pending
+        rates = [group.get("lr") for group in self._optimizer.param_groups]
+        if self._rates not in (None, rates):
+            self._move_by_hand()
+        self._rates = rates
+        is_rounded, self._is_rounded = self._is_rounded, self._are_rounded()
+        self._was_rounded = self._is_rounded and is_rounded is False
+        halves = [p for p in self.weights if p.dtype in SIXTEEN_BITS]
+        self._halves = [(weight, weight.detach().clone()) for weight in halves]
+
+    def _are_rounded(self) -> bool:
+        """Whether all float32 weights are exactly 16-bit numbers."""
+        weights = [p.detach() for p in self.weights if p.dtype is torch.float32]
+        return any(
+            all(torch.equal(each, each.to(dtype).float()) for each in weights)
+            for dtype in (SIXTEEN_BITS if weights else ())
+        )
+
+    def _share_lost(self) -> float:
+        """The share of 16-bit weights with a gradient that a step has not changed."""
+        same, moved = 0, 0
+        for weight, before in self._halves:
+            if weight.grad is not None:
+                pulled = values_of(weight.grad) != 0
+                same += int((pulled & (weight.detach() == before)).sum())
+                moved += int(pulled.sum())
+        self._halves = []
+        return same / max(moved, 1)
+
+    def end_step(self, *, divisor: float, **known: Any) -> None:
+        """The optimizer has stepped with them, or a scaler has skipped that.
 
         Args:
             divisor: What the step itself divides them by.
             known: What else is known of the step.
         """
+        norm = self._norm_of_step(divisor)
+        again = not self._was_pending and norm != 0
+        step = self._record.note(
+            "step",
+            optimizer=self.number,
+            again=again,
+            norm=norm,
+            unclipped=norm if self._unclipped is None else self._unclipped,
+            added=self._added,
+            factor=self.factor / divisor,
+            by_hand=self._by_hand,
+            rates=self._rates,
+            overflows=self._gave_back,
+            rounded=self._was_rounded,
+            lost=self._share_lost(),
+            **known,
+        )
         dtypes = {str(p.dtype) for p in self.weights if p.requires_grad}
         self._record.weights |= {dtype.removeprefix("torch.") for dtype in dtypes}
-        self.measure()
-        norm = self.norm / divisor
-        rates = [group.get("lr") for group in self._optimizer.param_groups]
-        again = not self.pending and norm != 0
-        step = self._record.note(
-            "step", optimizer=self.number, again=again, norm=norm, **known
-        )
-        step.factor, step.by_hand = self.factor / divisor, self._by_hand
-        step.unclipped = norm if self._unclipped is None else self._unclipped
-        step.rates = rates
-        if self._rates not in (None, rates):
-            self._move_by_hand()
         if self.pending or norm:  # there are some
             self.window.steps.append(step)
         for backward in self.window.used:
             backward.divided = backward.divided or step.scaled
-        self._rates, self._stepped = rates, self.window
-        self.pending, self.factor = False, 1.0
-        self.note_used()
+        self._stepped = self.window
+        self._is_rounded = self._are_rounded()
+        self.pending, self.factor, self.is_new = False, 1.0, False
+        self._used = self.versions()
+
+    def _norm_of_step(self, divisor: float) -> float:
+        """The norm of what it has used: hooks and the step itself may change that."""
+        norm, versions = self._before
+        norm /= divisor
+        now = self.versions()
+        is_same = [g for g, _ in now] == [g for g, _ in versions]
+        if is_same and now != versions:
+            self.measure()
+            if self.norm:  # it has not zeroed them
+                self._by_hand *= self.norm / norm if norm else 1.0
+                norm = self.norm
+        return norm
 
     def _move_by_hand(self) -> None:
-        """The rate has moved since the last step; no scheduler does that if the record
-        has none.
-        """
-        schedules = [
-            each for each in self._record.schedules if each.optimizer == self.number
-        ]
+        """The rate has moved since the last step, without a scheduler."""
+        schedules = [s for s in self._record.schedules if s.optimizer == self.number]
         if not schedules:
             schedules = [Schedule("rate by hand", None, self.number, by_hand=True)]
             self._record.schedules += schedules
         if schedules[0].by_hand:
-            move = self._record.note("move", schedule=schedules[0])
+            move = self._record.note("move", schedule=schedules[0], place=False)
             move.where = None
             self._stepped.moves.append(move)
-
-    def note_used(self) -> None:
-        """Keep what a step has used: what differs from it later is new."""
-        self._used = self.versions()

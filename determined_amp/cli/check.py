@@ -100,7 +100,7 @@ def _say(text: str) -> None:
 
 def _answer(findings: CheckFindings, *, as_json: bool) -> int:
     print(findings.to_json() if as_json else findings)
-    return 1 if findings.faults else 0
+    return 0 if findings.are_right else 1
 
 
 def _check_script(options: Namespace) -> int:

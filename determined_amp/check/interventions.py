@@ -1,16 +1,23 @@
-"""Moves loss scales by powers of two in some windows: a right training gets the same
-updates.
+"""What the doctor does to a training: it makes overflows and moves loss scales.
+
+A right training gets the same updates: steps with an overflow are skipped, and a scale
+that is a power of two changes nothing beyond rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from determined_amp.amp.torch_private import replace_scale_tensor, scale_tensor
+from determined_amp.amp.torch_private import (
+    replace_scale_tensor,
+    scale_tensor,
+    version_of,
+)
 
 # Where less than this is left to divide by, a scale stays.
 _WORTH = 4.0
@@ -107,3 +114,81 @@ class ScaleMoves:
             if moved.kept is not None:
                 replace_scale_tensor(scaler, moved.kept)
                 moved.kept = None
+
+
+class ForcedOverflows:
+    """Makes gradients overflow in some windows, and keeps the true ones.
+
+    A step that is about to use an overflow gets the true gradients back, so that no
+    overflow of the doctor's reaches weights, moments or averages.
+
+    Args:
+        windows: The windows of each optimizer, from 0.
+    """
+
+    def __init__(self, windows: Collection[int]) -> None:
+        self.windows = windows
+        # Of a weight: which gradient was made to overflow, and its values.
+        self._true: dict[torch.Tensor, tuple[tuple[int, int], torch.Tensor]] = {}
+
+    def make(self, weights: Iterable[torch.Tensor]) -> None:
+        """Make the gradients of these weights overflow."""
+        for weight in weights:
+            gradient = weight.grad
+            if gradient is not None:
+                made = id(gradient), version_of(gradient)
+                self._true[weight] = made, gradient.detach().clone()
+                _write(gradient, gradient.data * math.inf)
+
+    def divide(self, weights: Iterable[torch.Tensor], divisor: float) -> None:
+        """A scaler has divided the gradients: their true ones are divided, too."""
+        for weight in weights:
+            if weight in self._true:
+                self._true[weight][1].div_(divisor)
+
+    def give_back(self, weights: Iterable[torch.Tensor], factor: float = 1.0) -> bool:
+        """Replace overflows by the true gradients.
+
+        Args:
+            weights: Those of the gradients.
+            factor: What the training multiplies true gradients by.
+
+        Returns:
+            Whether there were any.
+        """
+        has_given = False
+        for weight in weights:
+            _, values = self._true.pop(weight, (None, None))
+            if values is not None and weight.grad is not None:
+                _write(weight.grad, values * factor)
+                has_given = True
+        return has_given
+
+    def are_untouched(self, weights: Iterable[torch.Tensor]) -> bool:
+        """Whether the gradients are still those that were made to overflow."""
+        made = [
+            (weight.grad, self._true[weight][0])
+            for weight in weights
+            if weight in self._true
+        ]
+        return bool(made) and all(
+            gradient is not None and (id(gradient), version_of(gradient)) == key
+            for gradient, key in made
+        )
+
+    def are_in(self, weights: Iterable[torch.Tensor]) -> bool:
+        """Whether overflows are in the gradients of these weights."""
+        return not self._true.keys().isdisjoint(weights)
+
+    def forget(self, weights: Iterable[torch.Tensor]) -> None:
+        """These gradients are gone."""
+        for weight in weights:
+            self._true.pop(weight, None)
+
+
+def _write(gradient: torch.Tensor, values: torch.Tensor) -> None:
+    """Give a gradient other values, which does not change its version."""
+    if gradient.is_sparse:
+        gradient.data = values  # `data` of a sparse one is a copy
+    else:
+        gradient.data.copy_(values)
