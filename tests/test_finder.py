@@ -28,9 +28,9 @@ from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.scale_finding import (
     ScaleFinding,
     Verdict,
-    choice_of,
     find_window,
 )
+from determined_amp.finder.scale_score import choice_of
 from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.loss_scale import in_training
 from tests.loss_scale import ALL, Context, Trial, looked_at, skipped_steps

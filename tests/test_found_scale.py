@@ -78,9 +78,12 @@ def found(**changes: Any) -> FoundScale:
     return FoundScale(dataclasses.replace(FINDING, **changes), RUN)
 
 
-def of_run(**changes: Any) -> FoundScale:
+def of_run(same: FoundScale = FOUND, **changes: Any) -> FoundScale:
     """The same finding of another run."""
-    return FoundScale(FINDING, dataclasses.replace(RUN, **changes))
+    return FoundScale(same.finding, dataclasses.replace(RUN, **changes))
+
+
+FINE = found(verdict=Verdict.DEFAULT, top_log2=18, choice_log2=13)
 
 
 BF16 = found(verdict=Verdict.BF16, low_log2=16, choice_log2=13)
@@ -97,6 +100,11 @@ def rows(text: str, title: str) -> list[list[str]]:
 
 
 SCALES, MODULES = "16-bit gradients by loss scale", "modules that limit it"
+
+
+def test_text_on_a_fine_default_has_no_lines_to_paste() -> None:
+    assert str(FINE).endswith("\n".join(scale_sentences(FINE)))
+    assert FINE.finding.answer_log2 == 16
 
 
 def test_text_has_tables_sentences_and_the_lines_to_paste() -> None:
@@ -199,11 +207,13 @@ class TestChanges:
     @pytest.mark.parametrize(
         ("given", "changes"),
         [
+            (FINE, {}),
+            (of_run(FINE, init_scale=2.0**20), {"init_scale": 65536.0}),
             (FOUND, {"init_scale": 8192.0}),
             (of_run(min_scale=8192.0), {"init_scale": 8192.0}),
             (of_run(min_scale=8193.0), {"init_scale": 8192.0, "min_scale": 32.0}),
         ],
-        ids=["scale", "at the limit", "below the limit"],
+        ids=["fine", "not in the YAML", "scale", "at the limit", "below the limit"],
     )
     def test_changes_are_those_of_the_verdict(
         self, given: FoundScale, changes: dict[str, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -16,10 +17,16 @@ from determined_amp import __main__ as door
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.found_scale import FoundScale
+from determined_amp.finder.scale_finding import Verdict
+from determined_amp.finder.scale_score import choice_of
 from determined_amp.report import page
-from determined_amp.report.loss_scale_report import search_sentences
+from determined_amp.report.loss_scale_report import (
+    search_sentences,
+    write_loss_scale_report,
+)
 from determined_amp.runs.run import Report, Reports, Run, RunState
-from determined_amp.search.search_folder import Search
+from determined_amp.search.search_display import closing_lines
+from determined_amp.search.search_folder import Search, read_search
 from tests import training
 from tests.reporting import (
     SEARCH,
@@ -59,7 +66,7 @@ def test_report_on_a_local_search_runs_the_finder_itself(
     choice = int(window[1]) - 6
     assert "best trial: 2^16 with loss_scale_score 0\n" in output
     assert (
-        "no step is lost in 4 of 6 trials, at 2^8 to 2^18: a search can find nothing"
+        "no step is lost in 4 of 6 trials, at 2^8 to 2^18: default is fine: 2^16 is"
         in output
     )
     for line in output.splitlines()[:-1]:
@@ -229,7 +236,7 @@ WRONG = [*of_scores(8, 18, 19), (20.0, None, scored(20, top=20), {})]
         (of_scores(19, 18, 8, 14, -8), "best trial: 2^18 with loss_scale_score 0\n"),
         (
             of_scores(19, 18, 8, 14, -8),
-            "in 3 of 5 trials, at 2^8 to 2^18: a search can find nothi",
+            "in 3 of 5 trials, at 2^8 to 2^18: default is fine: 2^16 i",
         ),
         (of_scores(21, 20, -8), "best trial: 2^20 with loss_scale_score 1.585"),
         (
@@ -240,6 +247,30 @@ WRONG = [*of_scores(8, 18, 19), (20.0, None, scored(20, top=20), {})]
 )
 def test_scores_are_held_against_the_prediction(rows: Rows, words: str) -> None:
     assert words in lines_of(rows)
+
+
+@pytest.mark.parametrize(
+    ("low", "top", "scale"), [(0, 18, None), (0, 14, 8), (2, 5, 3)]
+)
+def test_search_report_and_finder_recommend_the_same_scale(
+    low: int, top: int, scale: int | None, tmp_path: Path
+) -> None:
+    """A line to paste, or none and that the default is fine."""
+    rows = [(2.0**log2, scored(log2, top=top)) for log2 in range(low, 25)]
+    search = read_search(write_study(tmp_path / "study", rows))
+    known = found_scale(low, top)
+    choice = choice_of(low, top)
+    verdict = Verdict.DEFAULT if scale is None else Verdict.SCALE
+    found = dataclasses.replace(known.finding, choice_log2=choice, verdict=verdict)
+    predicted = dataclasses.replace(known, finding=found)
+    (tmp_path / "finding.json").write_text(predicted.json_text())
+    reported = write_loss_scale_report(search, tmp_path, str(tmp_path / "finding.json"))
+    said = [str(predicted), reported.text]
+    said.append("\n".join(closing_lines(search, tmp_path, stopped=False)))
+    for text in said:
+        scales = re.findall(r"^ +init_scale: (.*)$", text, re.MULTILINE)
+        assert scales == ([] if scale is None else [str(2.0**scale)])
+        assert ("default is fine" in text) is (scale is None)
 
 
 def searched(

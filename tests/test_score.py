@@ -23,8 +23,8 @@ from determined_amp.finder.scale_finding import find_window
 from determined_amp.finder.scale_score import (
     FLUSHED_LIMIT,
     Score,
+    advice_of,
     bits_from_default,
-    worth_of_best,
 )
 from determined_amp.finder.scoring import NoScaleError, score_batches
 from determined_amp.local.open_trial import open_trial
@@ -272,9 +272,17 @@ def trials(*steps: float | None) -> list[tuple[float, float | None]]:
     [
         (
             trials(3, 0, 0, 0, 2),
-            "no step is lost in 3 of 5 trials, at 2^15 to 2^17: a search can find "
-            "nothing better. The best trial is the one of these that is nearest to "
-            "PyTorch's default, 2^16",
+            "no step is lost in 3 of 5 trials, at 2^15 to 2^17: default is fine: 2^16 "
+            "is among them; a search can find nothing better",
+        ),
+        # As the finder chooses in this window: half of it is left to the top.
+        (
+            [(8.0, 0.0), (9.0, 0.0), (15.0, 0.0), (16.0, 1.0)],
+            "no step is lost in 3 of 4 trials, at 2^8 to 2^15: use 2^11",
+        ),
+        (
+            [(14.25, 0.0), (14.5, 0.0)],
+            "no step is lost in 2 of 2 trials, at 2^14.25 to 2^14.5: use 2^14.25",
         ),
         (
             trials(3, 0.5, 4),
@@ -287,6 +295,8 @@ def trials(*steps: float | None) -> list[tuple[float, float | None]]:
     ],
     ids=[
         "some lose none",
+        "the default loses some",
+        "no power of two",
         "all lose some",
         "no trial",
         "one trial",
@@ -297,5 +307,6 @@ def trials(*steps: float | None) -> list[tuple[float, float | None]]:
 def test_search_says_what_its_best_score_is_worth(
     found: list[tuple[float, float | None]], sentence: str | None
 ) -> None:
-    assert worth_of_best("loss_scale_score", found) == sentence
-    assert worth_of_best("validation_loss", found) is None
+    advice = advice_of("loss_scale_score", found)
+    assert (advice and advice.text) == sentence
+    assert advice_of("validation_loss", found) is None

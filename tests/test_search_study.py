@@ -80,13 +80,13 @@ def test_end_of_a_search_names_its_best_values(
 ) -> None:
     folder = write_study(tmp_path, [(2.0**scale, scored(scale)) for scale in (24, 16)])
     lines = list(closing_lines(read_search(folder), folder, stopped=stopped))
-    assert "best, of trial 1:" in lines
+    assert any("default is fine: 2^16 is among them" in line for line in lines)
     resume = f"go on: det-amp search --resume {folder}"
     assert (resume in lines) is stopped
     write_config(folder, SEARCH, workers=3)
     lines = list(closing_lines(read_search(folder), folder, stopped=stopped))
     assert (f"{resume} --workers 3" in lines) is stopped
-    assert any("init_scale: 65536.0" in line for line in lines)
+    assert not any("init_scale:" in line for line in lines)
     assert [minutes(seconds) for seconds in (119.4, 120, 125.2)] == [
         "119 s",
         "2 min",

@@ -168,7 +168,7 @@ class FoundScale:
             "\n".join(scale_sentences(self)),
             scale_lines(self),
         ]
-        return "\n\n".join(parts)
+        return "\n\n".join(filter(None, parts))
 
 
 def _scale_table(finding: ScaleFinding) -> str:
@@ -317,10 +317,14 @@ def growth_advice(answer: FoundScale) -> Iterator[str]:
 
 
 def yaml_changes(answer: FoundScale) -> Values:
-    """The changes to the `amp` section for this verdict, by key; None removes the
-    key.
+    """The changes to the `amp` section for this verdict, by key; None removes the key.
+
+    Where the default is fine, a YAML whose scale is safe, too, needs none.
     """
     finding, run = answer.finding, answer.run
+    if finding.verdict is Verdict.DEFAULT:
+        is_safe = math.log2(run.init_scale) in finding
+        return {} if is_safe else {"init_scale": 2.0**DEFAULT_LOG2}
     if finding.verdict in (Verdict.BF16, Verdict.FORWARD_OVERFLOW):
         return {"precision": "amp_bf16", **dict.fromkeys(SCALER_KEYS)}
     assert finding.choice_log2 is not None
@@ -331,8 +335,10 @@ def yaml_changes(answer: FoundScale) -> Values:
 
 
 def scale_lines(answer: FoundScale) -> str:
-    """Lines for the experiment YAML, or Python for a trial without an `amp` section."""
+    """Lines for the YAML, or Python for a trial without `amp`; empty if all is fine."""
     changes = yaml_changes(answer)
+    if not changes:
+        return ""
     if answer.run.is_ours:
         return yaml_lines(changes)
     if changes.get("init_scale") is not None:  # None removes the key

@@ -16,7 +16,11 @@ from determined_amp.finder.prediction import (
     overflows,
     predict_float16,
 )
-from determined_amp.finder.scale_score import DEFAULT_LOG2, FLUSHED_LIMIT
+from determined_amp.finder.scale_score import (
+    DEFAULT_LOG2,
+    FLUSHED_LIMIT,
+    choice_of,
+)
 
 # How many powers of two a table shows on each side of the window, and in total.
 _MARGIN = 4
@@ -31,11 +35,6 @@ LARGEST_LOG2 = 127
 # How far below the predicted top a scale is tried. A kernel that accumulates in float16
 # can overflow a few bits before its result does.
 _LOWER = 24
-
-# Bits between the choice and the top, where the window has them. While learning begins,
-# the largest gradient can grow by 2 to 5 bits (`benchmarks.loss_scale`), and later
-# batches differ from the first ones by another.
-_ROOM = 6
 
 
 class Verdict(enum.Enum):
@@ -115,12 +114,10 @@ class ScaleFinding:
 
     @property
     def answer_log2(self) -> int | None:
-        """`choice_log2` if the verdict is to use it, otherwise None."""
-        return (
-            self.choice_log2
-            if self.verdict in (Verdict.DEFAULT, Verdict.SCALE)
-            else None
-        )
+        """The scale that the verdict recommends; None if it recommends none."""
+        if self.verdict is Verdict.DEFAULT:
+            return DEFAULT_LOG2
+        return self.choice_log2 if self.verdict is Verdict.SCALE else None
 
     def expected_skips(self, init_scale_log2: float) -> int:
         """Number of steps that a run skips from this initial scale; each skip halves
@@ -136,19 +133,6 @@ class ScaleFinding:
     def shown_scales(self) -> list[int]:
         """log2 of scales from below the window to above it, including 2^16."""
         return _shown_scales(self.low_log2, self.top_log2, self.measured)
-
-
-def choice_of(low: int, top: int) -> int:
-    """log2 of the scale to start with, given a safe window from 2^`low` to 2^`top`.
-
-    It leaves 6 bits to the top, because gradients grow while learning begins, and each
-    bit too few is a skipped step. It never leaves more than to the bottom, because
-    gradients may shrink, too, and a bit there costs thousands of steps until the scale
-    has grown. Inside the window, nothing else depends on the scale, so PyTorch's
-    default is chosen where it leaves as much.
-    """
-    room = min(_ROOM, (top - low + 1) // 2) if low <= top else 1
-    return DEFAULT_LOG2 if low <= DEFAULT_LOG2 <= top - room else top - room
 
 
 def find_window(rehearsals: Sequence[Rehearsal], slots: Slots) -> ScaleFinding:

@@ -22,6 +22,11 @@ from dataclasses import dataclass
 # log2 of the default init_scale of PyTorch's GradScaler.
 DEFAULT_LOG2 = 16
 
+# Bits between the choice and the top, where the window has them. While learning begins,
+# the largest gradient can grow by 2 to 5 bits (`benchmarks.loss_scale`), and later
+# batches differ from the first ones by another.
+_ROOM = 6
+
 # Twice float16's rounding error. If every tensor loses less, the parameters' gradients
 # are about as close to float32 as they can be. If tensors lose 1 %, the gradients are
 # off by a few percent.
@@ -65,10 +70,31 @@ def bits_from_default(scale_log2: float) -> float:
     return math.inf if math.isnan(scale_log2) else abs(scale_log2 - DEFAULT_LOG2)
 
 
-def worth_of_best(
+def choice_of(low: int, top: int) -> int:
+    """log2 of the scale to start with, given a safe window from 2^`low` to 2^`top`.
+
+    It leaves 6 bits to the top, because gradients grow while learning begins, and each
+    bit too few is a skipped step. It never leaves more than to the bottom, because
+    gradients may shrink, too, and a bit there costs thousands of steps until the scale
+    has grown. Inside the window, nothing else depends on the scale, so PyTorch's
+    default is chosen where it leaves as much.
+    """
+    room = min(_ROOM, (top - low + 1) // 2) if low <= top else 1
+    return DEFAULT_LOG2 if low <= DEFAULT_LOG2 <= top - room else top - room
+
+
+@dataclass(frozen=True)
+class ScaleAdvice:
+    """What the scores of a search say."""
+
+    text: str
+    scale_log2: float | None  # the scale to set; None where the default is fine
+
+
+def advice_of(
     metric: str | None, trials: Sequence[tuple[float, float | None]]
-) -> str | None:
-    """A sentence on what the best of a search's scored trials means.
+) -> ScaleAdvice | None:
+    """The advice of a search's scored trials, by the rule of the finder.
 
     Args:
         metric: What the search ranks its trials by.
@@ -76,8 +102,7 @@ def worth_of_best(
 
     Returns:
         None with fewer than two trials, with another metric than the score, or if one
-            of them
-        does not tell its loss scale and its lost steps.
+        of them does not tell its loss scale and its lost steps.
     """
     if metric != "loss_scale_score" or len(trials) < 2:
         return None
@@ -90,10 +115,16 @@ def worth_of_best(
         return None
     free = [scale for scale, lost in known if lost == 0]
     if not free:
-        fewest = min(lost for _, lost in known)
-        return f"every scale of this search loses steps, and the best one {fewest:.4g}"
-    return (
-        f"no step is lost in {len(free)} of {len(trials)} trials, at 2^{min(free):g} "
-        f"to 2^{max(free):g}: a search can find nothing better. The best trial is the "
-        f"one of these that is nearest to PyTorch's default, 2^{DEFAULT_LOG2}"
+        best, fewest = min(known, key=lambda trial: trial[1])
+        text = f"every scale of this search loses steps, and the best one {fewest:.4g}"
+        return ScaleAdvice(text, best)
+    low, top = min(free), max(free)
+    found = (
+        f"no step is lost in {len(free)} of {len(trials)} trials, at 2^{low:g} to "
+        f"2^{top:g}"
     )
+    if low <= DEFAULT_LOG2 <= top:
+        fine = f"default is fine: 2^{DEFAULT_LOG2} is among them"
+        return ScaleAdvice(f"{found}: {fine}; a search can find nothing better", None)
+    choice = min(max(choice_of(math.ceil(low), math.floor(top)), low), top)
+    return ScaleAdvice(f"{found}: use 2^{choice:g}", choice)

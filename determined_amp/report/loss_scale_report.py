@@ -11,11 +11,11 @@ from pathlib import Path
 
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.metric_names import MetricName
+from determined_amp.amp.settings import yaml_lines
 from determined_amp.experiment.dotted import put_by_name
 from determined_amp.experiment.entrypoint import BATCHES
 from determined_amp.experiment.experiment import experiment_in
 from determined_amp.finder.found_scale import FoundScale, scale_lines, scale_sentences
-from determined_amp.finder.scale_score import worth_of_best
 from determined_amp.local.open_trial import open_trial
 from determined_amp.report import ReportError, Runs, Sentences
 from determined_amp.report.loss_scale_figure import draw_loss_scale
@@ -77,7 +77,7 @@ def write_loss_scale_report(
         folder,
         "loss_scale",
         answer=lines[0],
-        yaml=scale_lines(predicted) if predicted else "",
+        yaml=_lines(predicted, search),
         sentences=lines[1:],
         figure=draw_loss_scale(predicted, search),
         caption=_CAPTION,
@@ -85,6 +85,16 @@ def write_loss_scale_report(
         origin=_origin(search),
         record=record,
     )
+
+
+def _lines(predicted: FoundScale | None, search: Search) -> str:
+    """Lines to paste; empty where the default is fine, or nothing tells a scale."""
+    if predicted is not None:
+        return scale_lines(predicted)
+    advice = search.scale_advice
+    if advice is None or advice.scale_log2 is None:
+        return ""
+    return yaml_lines({"init_scale": 2.0**advice.scale_log2})
 
 
 def _prediction(search: Search, finding: str | None) -> tuple[FoundScale | None, str]:
@@ -239,8 +249,5 @@ def _best(search: Search) -> Sentences:
             f"the trials differ in {others}, too: {search.metric} does not rank the"
             " scales alone"
         )
-        return
-    lost = [(run.scale_log2, run.metrics.get("steps_lost")) for run in ranked]
-    worth = worth_of_best(search.metric, lost)
-    if worth is not None:
-        yield worth
+    elif search.scale_advice is not None:
+        yield search.scale_advice.text

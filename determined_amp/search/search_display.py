@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from determined_amp.amp.plain_data import Values
+from determined_amp.amp.settings import yaml_lines
 from determined_amp.experiment.dotted import put_by_name
 from determined_amp.experiment.yaml_text import dump_yaml
-from determined_amp.finder.scale_score import worth_of_best
 from determined_amp.runs.run import Run, RunState
 from determined_amp.search.search_folder import STUDY_FILE, Search, result, workers_of
 from determined_amp.search.task import Topic
@@ -58,10 +58,12 @@ def closing_lines(search: Search, folder: Path, *, stopped: bool) -> Iterator[st
 
 
 def _best(search: Search, ranked: list[Run]) -> Iterator[str]:
-    lost = [(run.scale_log2, run.metrics.get("steps_lost")) for run in ranked]
-    worth = worth_of_best(search.metric, lost)
-    if worth is not None:
-        yield worth
+    advice = search.scale_advice
+    if advice is not None:
+        yield advice.text
+        if advice.scale_log2 is not None:
+            yield yaml_lines({"init_scale": 2.0**advice.scale_log2})
+        return
     yield f"best, of trial {ranked[0].number}:"
     best: Values = {}
     put_by_name(best, ranked[0].hparams, search.config["hyperparameters"])

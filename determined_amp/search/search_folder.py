@@ -23,7 +23,11 @@ from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.files import write_whole
 from determined_amp.experiment.yaml_text import dump_yaml
-from determined_amp.finder.scale_score import bits_from_default
+from determined_amp.finder.scale_score import (
+    ScaleAdvice,
+    advice_of,
+    bits_from_default,
+)
 from determined_amp.runs.folder import read_trials
 from determined_amp.runs.run import SCALE, Run, RunState
 
@@ -87,6 +91,14 @@ class Search:
         """The trials with a result, best first."""
         ended = [run for run in self.runs if result(run, self.metric) is not None]
         return sorted(ended, key=self.order)
+
+    @property
+    def scale_advice(self) -> ScaleAdvice | None:
+        """Which loss scale to set, by its scores; None if it has others."""
+        if self.also_searched:
+            return None
+        lost = [(r.scale_log2, r.metrics.get("steps_lost")) for r in self.ranked()]
+        return advice_of(self.metric, lost)
 
     @property
     def _sign(self) -> int:
