@@ -302,6 +302,13 @@ def test_command_and_ranges_decide_on_the_report_and_another_is_refused(
             assert sources.report_on("7", search, named) == named
 
 
+def test_report_on_a_single_run_is_its_own_unless_it_is_compared() -> None:
+    single = Search("experiment 7", (), {"searcher": {"name": "single"}})
+    assert sources.report_on("7", single, None) == "run"
+    assert sources.report_on("7", single, "precision") == "precision"
+    assert sources.report_on("7", single, None, is_alone=False) == "precision"
+
+
 @pytest.mark.parametrize("command", [["7"], ["loss-scale", "7"]])
 @pytest.mark.parametrize(
     ("entrypoint", "words"),

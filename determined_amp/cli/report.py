@@ -1,10 +1,10 @@
-"""The command `report`: compare precisions, or draw the loss scale, whichever fits the
-source.
+"""The command `report`: show a run, compare precisions, or draw the loss scale.
 
+A single run has a report of its own: how it ended, its curves, and where its files are.
 The runs of `report precision` must differ in precision and seed only, and include fp32
-or tf32. `report loss-scale` runs the finder on this machine, which takes seconds,
-unless `--finding` names a finding: a file that `find --json` wrote, or the id of an
-experiment of `hp_search/find_loss_scale.yaml`, which ran on the cluster's own device.
+or tf32. `report loss-scale` shows what the trials of a search measured, and with
+`--finding` what the finder predicts: a file that `find --json` wrote, or the id of an
+experiment of `hp_search/find_loss_scale.yaml`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _OPTIONS = {"precision": ("metric", "margin"), "loss-scale": ("finding",)}
 def add_report(add_parser: AddParser) -> None:
     """Add the command."""
     text = (
-        "compare runs that differ in precision and seed only, or draw the predicted "
-        "and the observed effects of the initial loss scale"
+        "show a run, compare runs that differ in precision and seed only, or draw the "
+        "effects of the initial loss scale"
     )
     parser = add_command(add_parser, "report", text, _report)
     parser.usage = "det-amp report [precision|loss-scale] SOURCE ... [options]"
@@ -67,7 +67,7 @@ def add_report(add_parser: AddParser) -> None:
     parser.add_argument(
         "--finding",
         metavar="FILE_OR_EXPERIMENT_ID",
-        help="loss-scale: the finder's JSON, or its experiment; default: runs it here",
+        help="loss-scale: the finder's JSON, or its experiment",
     )
 
 
@@ -84,9 +84,10 @@ def _report(options: Namespace) -> int:
         options.parser.error("the following arguments are required: SOURCE")
     searches = []
     report = named
+    is_alone = len(options.sources) == 1
     for source in options.sources:
         search = read_source(source)
-        report = report_on(source, search, report)
+        report = report_on(source, search, report, is_alone=is_alone)
         searches.append(search)
     _check_options(report, options)
     written = _write(report, searches, options)
@@ -100,8 +101,12 @@ def _write(report: str | None, searches: list[Search], options: Namespace) -> Wr
 
     first = options.sources[0]
     folder = options.output or folder_beside(first)
+    if report == "run" and searches[0].runs:
+        from determined_amp.report.run_report import write_run_report  # noqa: PLC0415
+
+        return write_run_report(searches[0].runs[0], folder)
     if report == "loss-scale":
-        # The finder imports torch.
+        # The finder's classes import torch.
         from determined_amp.report import loss_scale_report  # noqa: PLC0415
 
         return loss_scale_report.write_loss_scale_report(
@@ -119,13 +124,14 @@ def _write(report: str | None, searches: list[Search], options: Namespace) -> Wr
 
 
 def _check_options(report: str | None, options: Namespace) -> None:
-    """Raise if an option belongs to the other report, or there are too many sources."""
-    other = "precision" if report == "loss-scale" else "loss-scale"
-    foreign = [name for name in _OPTIONS[other] if getattr(options, name)]
-    if foreign:
-        raise UserError(
-            f"--{foreign[0]}: belongs to report {other}; this one is report {report}"
-        )
+    """Raise if an option belongs to another report, or there are too many sources."""
+    for other, names in _OPTIONS.items():
+        foreign = [name for name in names if getattr(options, name)]
+        if foreign and other != report:
+            raise UserError(
+                f"--{foreign[0]}: belongs to report {other}; this one is report "
+                f"{report}"
+            )
     if report == "loss-scale" and len(options.sources) > 1:
         raise UserError(
             f"report loss-scale: got {len(options.sources)} sources; allowed: one "

@@ -186,7 +186,7 @@ def _countable(sources: Sequence[Search]) -> tuple[list[Run], list[str]]:
                 f"{run.name}: {PRECISION}: missing; allowed: a trial with "
                 "hyperparameters.amp, which names its precision"
             )
-        changes = "; ".join(_changes(run))
+        changes = "; ".join(changes_of(run))
         if run.state in _ENDED and not changes:
             runs.append(run)
         else:
@@ -195,7 +195,8 @@ def _countable(sources: Sequence[Search]) -> tuple[list[Run], list[str]]:
     return runs, left_out
 
 
-def _changes(run: Run) -> Sentences:
+def changes_of(run: Run) -> Sentences:
+    """A sentence for each fact of its training that changed at a resume."""
     for name, parts in run.changed.items():
         values = ", ".join(f"{value} from batch {first}" for first, value in parts)
         yield f"{name} changed at a resume: {values}"

@@ -4,19 +4,13 @@ measured.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from pathlib import Path
 
-from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.metric_names import MetricName
 from determined_amp.amp.settings import yaml_lines
-from determined_amp.experiment.dotted import put_by_name
-from determined_amp.experiment.entrypoint import BATCHES
-from determined_amp.experiment.experiment import experiment_in
 from determined_amp.finder.found_scale import FoundScale, scale_lines, scale_sentences
-from determined_amp.local.open_trial import open_trial
 from determined_amp.report import ReportError, Runs, Sentences
 from determined_amp.report.loss_scale_figure import draw_loss_scale
 from determined_amp.report.master_runs import read_finding
@@ -42,9 +36,10 @@ _CAPTION = (
     "skipped, the scale halved."
 )
 
-# What finds on a cluster, whatever trial a search has.
-_FIND_THERE = (
-    "the entrypoint `python3 -m determined_amp find` on its YAML without ranges"
+# What predicts the effects of a scale.
+_FIND = (
+    "`det-amp find CONFIG --json FILE` predicts it, for --finding "
+    "FILE; on a cluster a run of hp_search/find_loss_scale.yaml does, for --finding ID"
 )
 
 
@@ -56,16 +51,20 @@ def write_loss_scale_report(
     Args:
         source: The search.
         folder: The output folder.
-        finding: The finder's JSON file, or its experiment; None: the finder runs here.
+        finding: The finder's JSON file, or its experiment; None: no prediction.
 
     Raises:
         UserError: if the report cannot be made.
     """
     search = over_loss_scale(source)
-    predicted, remark = _prediction(search, finding)
-    lines = list(scale_sentences(predicted)) if predicted else []
-    lines.sort(key=lambda line: not line.startswith("verdict: "))
-    lines += [*search_sentences(predicted, search), remark]
+    predicted, remark = _prediction(finding) if finding else (None, _FIND)
+    advice = search.scale_advice
+    lines = [*search_sentences(predicted, search), remark]
+    begins = "best trial" if advice is None else advice.text
+    if predicted is not None:
+        lines = [*scale_sentences(predicted), *lines]
+        begins = "verdict: "
+    lines.sort(key=lambda line: not line.startswith(begins))
     rows = _trials(search)
     record = {
         "search": search.origin,
@@ -97,39 +96,18 @@ def _lines(predicted: FoundScale | None, search: Search) -> str:
     return yaml_lines({"init_scale": 2.0**advice.scale_log2})
 
 
-def _prediction(search: Search, finding: str | None) -> tuple[FoundScale | None, str]:
-    """The given finding, or one made here, with a sentence on its origin or on what
-    failed.
-    """
-    try:
-        if not finding:
-            predicted = find_for_search(search)
-        elif is_experiment(finding):
-            predicted = read_finding(int(finding))
-        else:
-            predicted = FoundScale.read(Path(finding))
-    except UserError as error:
-        if finding:
-            raise
-        return None, (  # the report is useful without it, too
-            f"no prediction: {one_line(error)}. Where the experiment is, `det-amp "
-            "find CONFIG --json FILE` makes one for --finding; on a "
-            f"cluster, {_FIND_THERE} does"
-        )
+def _prediction(finding: str) -> tuple[FoundScale, str]:
+    """The given finding, with a sentence on its origin."""
+    if is_experiment(finding):
+        predicted = read_finding(int(finding))
+    else:
+        predicted = FoundScale.read(Path(finding))
     run = predicted.run
-    measured = (
-        f"{run.samples} samples, on {run.device} with torch {run.torch}, {run.date}"
+    return predicted, (
+        f"predicted by {finding}, of {run.name}: {run.samples} samples, on "
+        f"{run.device} with torch {run.torch}, {run.date}; nothing tells whether that "
+        "is the trial of the search"
     )
-    if finding:
-        unknown = "nothing tells whether that is the trial of the search"
-        return (
-            predicted,
-            f"predicted by {finding}, of {run.name}: {measured}; {unknown}",
-        )
-    there = (
-        f"on another device, as of a cluster, {_FIND_THERE} predicts, for --finding ID"
-    )
-    return predicted, f"predicted here: {measured}; {there}"
 
 
 def _trials(search: Search) -> Table:
@@ -180,27 +158,6 @@ def over_loss_scale(search: Search) -> Search:
             f"experiment with {SCALE}, such as hp_search/loss_scale_grid.yaml"
         )
     return dataclasses.replace(search, runs=runs)
-
-
-def find_for_search(search: Search) -> FoundScale:
-    """Run the finder on the experiment of a search, with the hyperparameters of the
-    first trial.
-
-    The scale is the default.
-
-    Raises:
-        ConfigError: if the experiment is not on this machine, or is wrong.
-        LossScaleError: if no loss scale can be found.
-    """
-    space = search.config["hyperparameters"]
-    values = copy.deepcopy(dict(space))
-    put_by_name(values, search.runs[0].hparams, space)
-    amp = values.get("amp")
-    if isinstance(amp, dict):
-        amp.pop("init_scale", None)
-    experiment = experiment_in(search.config, search.origin, hyperparameters=values)
-    with open_trial(experiment) as opened:
-        return opened.find(BATCHES, name=search.name)
 
 
 def search_sentences(predicted: FoundScale | None, search: Search) -> Sentences:

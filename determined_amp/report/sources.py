@@ -10,6 +10,7 @@ from determined_amp.runs.folder import read_run
 from determined_amp.search.search_folder import Search, is_search, read_search
 from determined_amp.search.task import Topic
 
+RUN = "run"
 PRECISION = "precision"
 LOSS_SCALE = "loss-scale"
 
@@ -58,13 +59,16 @@ def read_source(source: str) -> Search:
     )
 
 
-def report_on(source: str, search: Search, named: str | None) -> str:
-    """The report on a source: `precision` or `loss-scale`.
+def report_on(
+    source: str, search: Search, named: str | None, *, is_alone: bool = True
+) -> str:
+    """The report on a source: `run`, `precision` or `loss-scale`.
 
     Args:
         source: The source, as given on the command line.
         search: Its runs.
         named: The report that the user named; None: the source decides.
+        is_alone: Whether it is the only source.
 
     Raises:
         ReportError: if the source has no report, or another one. The message has the
@@ -78,6 +82,8 @@ def report_on(source: str, search: Search, named: str | None) -> str:
                 raise ReportError(f"{search.origin}: has no answer: {run.reason}")
         raise ReportError(f"{search.origin}: {_ANSWERS[topic].format(source=source)}")
     fitting = LOSS_SCALE if topic is Topic.LOSS_SCALES else PRECISION
+    if topic is Topic.SINGLE_RUN and is_alone and named is None:
+        return RUN
     if topic is Topic.OTHER_SEARCH:
         return named or fitting
     if named not in (None, fitting):

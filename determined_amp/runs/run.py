@@ -120,14 +120,14 @@ class Reports:
 
     Attributes:
         validations: The validation reports in order.
-        training: The last training report; None without any.
+        trained: The training reports in order.
         audit_share: Share of the first batch's FLOPs in the configured precision, the
             minimum over processes; None if it was not audited.
     """
 
     def __init__(self, reports: Iterable[tuple[str, Report]] = ()) -> None:
         self.validations: list[Report] = []
-        self.training: Report | None = None
+        self.trained: list[Report] = []
         self.audit_share: float | None = None
         self._speeds: list[float] = []
         self._waits: list[float] = []
@@ -144,7 +144,8 @@ class Reports:
     def _add_training(self, report: Report) -> None:
         metrics = report.metrics
         share = metrics.get(AuditMetricName.SHARE)
-        is_first, self.training = self.training is None, report
+        is_first = not self.trained
+        self.trained.append(report)
         if share is not None:
             self.audit_share = min(
                 share, share if self.audit_share is None else self.audit_share
@@ -157,6 +158,11 @@ class Reports:
         self._speeds.append(speed)
         if MetricName.DATA_WAIT_SHARE in metrics:
             self._waits.append(metrics[MetricName.DATA_WAIT_SHARE])
+
+    @property
+    def training(self) -> Report | None:
+        """The last training report; None without any."""
+        return self.trained[-1] if self.trained else None
 
     @property
     def speed(self) -> Spread | None:
@@ -258,8 +264,11 @@ class Run:
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
         """Batches and value of the validations that have the metric."""
-        reports = self.reports.validations
-        return [(r.batches, r.metrics[metric]) for r in reports if metric in r.metrics]
+        return _curve(self.reports.validations, metric)
+
+    def trained_curve(self, metric: str) -> list[tuple[int, float]]:
+        """The same of the training reports."""
+        return _curve(self.reports.trained, metric)
 
     def last(self, name: str) -> float | None:
         """A number of the last training report, summed over the optimizers.
@@ -317,6 +326,10 @@ class Run:
         """Whether its first steps overflow; None if that was not measured."""
         overflow = self.metrics.get("overflow")
         return None if overflow is None else bool(overflow)
+
+
+def _curve(reports: Sequence[Report], metric: str) -> list[tuple[int, float]]:
+    return [(r.batches, r.metrics[metric]) for r in reports if metric in r.metrics]
 
 
 # What makes two parts of a run different trainings, besides their settings.

@@ -1,0 +1,88 @@
+"""`report RUN`: how one run ended, its curves, and where its files are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from determined_amp import __main__ as door
+from determined_amp.report.run_report import curves_of
+from tests.precisions import LOST, record_of, run, write_record
+
+RATE = "hyperparameters.learning_rate"
+
+
+@pytest.fixture
+def resumed(tmp_path: Path) -> Path:
+    """The folder of a completed run whose rate was changed at a resume."""
+    record, lines = record_of("amp_fp16", 1)
+    (part,) = record["parts"]
+    later = {"first_batch": 50, "settings": {**part["settings"], RATE: 0.01}}
+    record["parts"] = [part, {**part, **later}]
+    folder = write_record(tmp_path / "run", record, lines)
+    for batches in (50, 100):
+        (folder / "checkpoints" / f"batch-{batches}").mkdir(parents=True)
+    return folder
+
+
+def test_report_on_a_run_says_how_it_ended_and_where_its_files_are(
+    resumed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert door.run(["report", str(resumed)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("amp_fp16: completed, 100 batches: validation_accuracy 0.9")
+    for words in (
+        "98 optimizer steps applied, 2 skipped; the loss scale was 2^16 at the end",
+        "audit: 100.0% of the FLOPs of the first batch in this precision",
+        "1000 samples/s without the first report",
+        f"{RATE} changed at a resume: 0.001 from batch 0, 0.01 from batch 50",
+        f"checkpoints: batch-50, batch-100, in {resumed}/checkpoints",
+        f"all curves: tensorboard --logdir {resumed}/tensorboard",
+        f"the log: {resumed}/log.txt",
+    ):
+        assert f"* {words}\n" in shown
+    record = json.loads((resumed / "report.json").read_text())
+    assert record["curves"]["validation_accuracy"] == [[50, 0.5], [100, 0.9]]
+    assert (resumed / "report.png").exists()
+    assert f"# {record['answer']}\n" in (resumed / "report.md").read_text()
+
+
+def test_report_on_a_run_that_failed_begins_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record, lines = record_of("amp_bf16", 1, last_batch=60, end=LOST)
+    folder = write_record(tmp_path / "run", record, lines)
+    assert door.run(["report", str(folder), "--output", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(
+        "amp_bf16: failed, 60 batches: 100% of the optimizer steps were skipped; it "
+        "ended after 60 of 100 batches"
+    )
+    assert f"* checkpoints: none, in {folder}/checkpoints\n" in shown
+
+
+def test_curves_are_those_of_the_reports() -> None:
+    curves = dict(curves_of(run("amp_fp16", accuracy=0.75)))
+    assert curves["training loss"] == [(25, 0.5), (75, 0.5), (100, 0.5)]
+    assert curves["validation_accuracy"] == [(50, 0.5), (100, 0.75)]
+    assert [scale for _, scale in curves["log₂ of the loss scale"]] == [16.0] * 3
+
+
+def test_option_of_another_report_is_refused(
+    resumed: Path, refusal: Callable[..., str]
+) -> None:
+    said = refusal("report", str(resumed), "--metric", "f1")
+    assert "--metric: belongs to report precision; this one is report run" in said
+
+
+def test_comparison_of_a_run_that_was_changed_says_what_changed(
+    resumed: Path, refusal: Callable[..., str]
+) -> None:
+    """It has finished, and cannot be compared."""
+    said = refusal("report", "precision", str(resumed))
+    assert "no finished run can be compared; amp_fp16, seed 1" in said
+    assert f"{RATE} changed at a resume: 0.001 from batch 0" in said
+    assert "no run has finished" not in said
