@@ -246,7 +246,7 @@ def test_folder_that_is_no_run_is_a_sentence(
     else:
         (folder / "run.json").write_text(content)
     with pytest.raises(
-        RunError, match=r"is not a run folder .*allowed: what .*determined_amp train"
+        RunError, match=r"is not a run folder .*allowed: what .*det-amp train"
     ):
         read_run(folder)
 
