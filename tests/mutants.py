@@ -58,7 +58,7 @@ ROOMS = {
         ),
         *("several_optimizers", "steps", "tensors"),
     ),
-    "check": ("check", "amp_examples"),
+    "check": ("check", "amp_examples", "scratch"),
     "cli": ("compare", "finder", "misplaced", "reports", "reports_precision"),
     "compare": ("compare",),
     "determined_amp": ("context", "reports_cluster"),
@@ -108,7 +108,7 @@ ROOMS = {
 # Those that take long or start other programs: mutmut does not see which faults a
 # program reaches.
 AFTERWARDS = {
-    "check": ("check", "check_invariants", "doctor_answers"),
+    "check": ("check", "check_invariants", "confinement", "doctor_answers"),
     "cli": ("check", "main", "search_optimize", "words"),
     "determined_amp": (
         "imports",

@@ -19,12 +19,13 @@ from tests.training import ROOT, outcome
 # What a user of torch alone does: `AmpLoop`, the finder, the audit, the doctor and its
 # command.
 PROGRAM = """
+import subprocess
+import sys
 from importlib.util import find_spec
 
 import torch
 import determined_amp
 from determined_amp import AmpLoop, AmpSettings, Precision, check, find_loss_scale
-from determined_amp.__main__ import main
 from determined_amp.audit import audit_loss
 
 packages = "determined", "rich", "yaml", "ruamel", "optuna", "scipy", "matplotlib"
@@ -54,8 +55,9 @@ with check.watching() as findings:
     print(amp.report(batch, loss_fn)["loss"])
 print(findings)
 assert not findings.faults
-assert main(["check", "train.py"]) == 0
-assert main(["check", "train.py", "--fault", "clip"]) == 1
+command = [sys.executable, *["-S"] * sys.flags.no_site, "-m", "determined_amp", "check"]
+assert subprocess.call([*command, "train.py"]) == 0
+assert subprocess.call([*command, "train.py", "--fault", "clip"]) == 1
 """
 
 

@@ -6,17 +6,17 @@ import os
 import runpy
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from determined_amp.amp.patched import patched
 from determined_amp.check.any_loop import leave_out_doctor, watched
+from determined_amp.check.confinement import confine
 from determined_amp.check.finding import CheckFindings
 from determined_amp.check.interventions import Moves
 from determined_amp.check.recorder import Recorder
-from determined_amp.check.scratch import saving_into
+from determined_amp.check.scratch import Scratch, changing_only, folder_of_launch
 
 # Steps of each optimizer: two that overflow, and nine at each of two scales.
 STEPS = 20
@@ -27,6 +27,14 @@ _PATIENCE = 5
 TOO_SHORT = (
     f"the time was over before each optimizer had made {STEPS} steps: --minutes gives"
     " more"
+)
+WRITTEN = (
+    "what the script wrote went to a scratch folder, which is removed: data that it "
+    "downloaded there is downloaded again"
+)
+REFUSED = (
+    "code in C++ and other processes can write to the scratch folder alone, and "
+    "elsewhere get this error; --in-place lets them"
 )
 ONE_RUN = (
     "one run cannot show whether a resume brings back the scale and the learning rates"
@@ -92,10 +100,9 @@ def examine_script(
     raised: BaseException | None = None
     with ExitStack() as stack:
         if not in_place:
-            folder = stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="determined_amp-")
-            )
-            stack.enter_context(saving_into(Path(folder)))
+            scratch = Scratch(folder_of_launch())
+            confine(scratch.writable)
+            stack.enter_context(changing_only(scratch))
         stack.enter_context(_as_started(path, arguments))
         try:
             with watched(recorder, findings), end.after(60 * minutes):
@@ -104,6 +111,9 @@ def examine_script(
             raised = error
             leave_out_doctor(error)
             raised.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+    if not in_place:
+        is_refused = "Permission denied" in str(raised)
+        findings.notes += [WRITTEN] * scratch.is_used + [REFUSED] * is_refused
     findings.notes += [TOO_SHORT, ONE_RUN] if end.is_late else [ONE_RUN]
     return findings, raised
 

@@ -115,16 +115,16 @@ def _check_script(options: Namespace) -> int:
 
     first = script.is_first_rank()
     if first:
-        saved = (
+        changes = (
             "where it says"
             if options.in_place
-            else "into a scratch folder, loggers are off"
+            else "in a scratch folder alone, and loggers are off"
         )
         _say(
             f"running {script_file} until each of its optimizers has made "
             f"{script.STEPS} steps or {minutes:g} minutes are over; two steps "
             "of each are made to overflow, and the loss scale moves in others. "
-            f"torch.save and safetensors write {saved}; {script.ONE_RUN}"
+            f"What it writes, renames and removes changes {changes}; {script.ONE_RUN}"
         )
     findings, raised = script.examine_script(
         script_file, options.arguments, minutes, in_place=options.in_place
