@@ -56,7 +56,7 @@ ROOMS = {
             "schedule",
             "settings",
         ),
-        *("several_optimizers", "steps", "tensors"),
+        *("several_optimizers", "window", "tensors"),
     ),
     "check": ("check", "amp_examples", "scratch"),
     "cli": ("compare", "finder", "misplaced", "reports", "reports_precision"),

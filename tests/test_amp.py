@@ -43,7 +43,7 @@ class ClipsScaledGradients(OneWeight):
             return super().train_on(batch)
 
     def clip(self, optimizer: Any, max_norm: float) -> Callable[[Any], None]:
-        found = self.amp.metrics.of(optimizer)
+        found = self.amp.windows[optimizer]
         return lambda parameters: found.add_norm(
             nn.utils.clip_grad_norm_(parameters, max_norm)
         )

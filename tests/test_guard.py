@@ -20,7 +20,7 @@ from determined.common.api import errors
 from torch import nn
 
 from determined_amp.amp.errors import ConfigError, GuardError
-from determined_amp.amp.metrics import StepReport, TrainingReport
+from determined_amp.amp.metrics import StepReport
 from determined_amp.amp.plain_data import Values
 from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.amp.running_statistics import RunningStatistics
@@ -81,7 +81,9 @@ def judge(
     loss_scale: float = 2.0**16,
 ) -> None:
     """Let the guard look at a report."""
-    watched._guard._metrics.latest = TrainingReport(loss, loss_scale, steps or (SOUND,))
+    metrics = watched._guard._metrics
+    metrics.latest, metrics.loss = list(steps or (SOUND,)), loss
+    metrics.scale_of_newest_step = loss_scale
     watched.on_training_workload_end({"loss": loss}, {})
 
 
@@ -310,7 +312,7 @@ def test_share_of_skips_counts_from_the_resumed_checkpoint_on(
     ending: tuple[int, int] | None,
 ) -> None:
     watched = guard(optimizers=1)
-    (gradients,) = watched._guard._metrics.all()
+    (gradients,) = watched._guard._metrics.windows.all()
     saved = {"attempted": attempted, "applied": applied, "last_applied": applied}
     gradients.counts.load_state_dict(saved)
     watched.on_training_start()
@@ -362,7 +364,7 @@ class TestTrouble:
         """
         watched = guard(optimizers=3)
         watched._context.distributed.rank = rank
-        for gradients in watched._guard._metrics.all():
+        for gradients in watched._guard._metrics.windows.all():
             gradients.counts.load_state_dict(
                 {"attempted": 64, "applied": 4, "last_applied": 4}
             )
@@ -403,11 +405,11 @@ class TestTrouble:
         self,
     ) -> None:
         watched = guard(AmpSettings(Precision.FP32))
-        watched._guard._metrics.latest = TrainingReport(None, 1.0, (SOUND,))
+        watched._guard._metrics.latest = [SOUND]
         watched.on_training_workload_end({"loss": 1.0}, {})
         with pytest.raises(GuardError, match="the training loss is inf"):
             watched.on_training_workload_end({"loss": math.inf}, {})
-        watched._guard._metrics.latest = TrainingReport(1.0, 1.0, (SOUND,))
+        watched._guard._metrics.loss = 1.0
         watched.on_training_workload_end({"loss": math.inf}, {})
 
     def test_disabled_guard_ends_nothing(self) -> None:
@@ -438,7 +440,7 @@ class TestTrouble:
         model = nn.Linear(1, 2)
         for models in ([], [nn.Linear(1, 1), model]):
             watched = guard(AmpSettings(Precision.AMP_BF16), models=models)
-            watched._guard._metrics.latest = TrainingReport(None, 1.0, (SOUND,))
+            watched._guard._metrics.latest = [SOUND]
             watched.on_training_workload_end({}, {})
         torch.nn.init.constant_(model.bias, math.inf)
         with pytest.raises(GuardError, match="a parameter is not finite in amp_bf16"):

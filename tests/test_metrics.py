@@ -21,13 +21,12 @@ from determined_amp.amp.metrics import (
     WARMUP_BATCHES,
     StepReport,
     TrainingMetrics,
-    TrainingReport,
     forget_peak_memory,
     peak_memory_mib,
 )
 from determined_amp.amp.settings import AmpSettings, Precision
-from determined_amp.amp.steps import OptimizerSteps
 from determined_amp.amp.throughput import Stopwatch
+from determined_amp.amp.window import Window, Windows
 from determined_amp.trial.batches import timed
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.harness import Context
@@ -43,9 +42,9 @@ def training_metrics(
     return MixedPrecision(context, AmpSettings(precision)).metrics
 
 
-def gradients_of(metrics: TrainingMetrics) -> OptimizerSteps:
-    """The steps of the one optimizer."""
-    (gradients,) = metrics.all()
+def gradients_of(metrics: TrainingMetrics) -> Window:
+    """What is known of the one optimizer."""
+    (gradients,) = metrics.windows.all()
     return gradients
 
 
@@ -124,9 +123,8 @@ class TestTrainingMetrics:
         assert second["watch_grad_norm"] == 6
         assert second["watch_skip_ratio"] == pytest.approx(1 / 3)
         assert second["watch_headroom_bits"] == pytest.approx(math.log2(65504) - 1)
-        assert metrics.latest is not None
         report = StepReport("", 3, 1, 0, new_applied=2, new_attempted=3, grad_norm=6.0)
-        assert metrics.latest.steps == (replace(report, largest_gradient=2.0),)
+        assert metrics.latest == [replace(report, largest_gradient=2.0)]
         metrics.reset()
         third = report_of(metrics)
         missing = {"watch_grad_norm", "watch_skip_ratio", "watch_headroom_bits", "loss"}
@@ -135,27 +133,28 @@ class TestTrainingMetrics:
 
     def test_counts_of_the_first_optimizer_can_be_read_before_it_exists(self) -> None:
         context: Any = Context()
-        metrics = MixedPrecision(context, AmpSettings(Precision.AMP_FP16)).metrics
-        before = metrics.first.counts
+        windows = MixedPrecision(context, AmpSettings(Precision.AMP_FP16)).windows
+        before = windows.first.counts
         for _ in range(2):
             context.wrap_optimizer(
                 torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
             )
-        second, first = (
-            metrics.of(context.optimizers[index]).counts for index in (1, 0)
-        )
-        assert first is before is metrics.first.counts
+        second, first = (windows[context.optimizers[index]].counts for index in (1, 0))
+        assert first is before is windows.first.counts
         assert second is not before
-        assert [gradients.counts for gradients in metrics.all()] == [first, second]
+        assert [window.counts for window in windows.all()] == [first, second]
 
     @pytest.mark.parametrize(("now", "log2"), [(2.0, 1.0), (0.0, -math.inf)])
     def test_report_has_the_scale_of_now_and_the_guard_that_of_the_newest_step(
         self, now: float, log2: float
     ) -> None:
         scales = (torch.tensor(now), torch.tensor(4.0))
-        metrics = TrainingMetrics(Context.device, [], 1, lambda: scales, scaled=True)
+        windows = Windows(Context.device, scaled=True)
+        metrics = TrainingMetrics(
+            Context.device, windows, 1, lambda: scales, scaled=True
+        )
         assert report_of(metrics)["loss_scale_log2"] == log2
-        assert metrics.latest == TrainingReport(None, 4.0, ())
+        assert (metrics.latest, metrics.scale_of_newest_step) == ([], 4.0)
 
     def test_speed_and_wait_are_those_of_each_report(self, clock: Clock) -> None:
         """16 samples in 4 s, 1 s of them waited; then 6 in 3 s, 1.5 s; then nothing."""
@@ -245,8 +244,9 @@ class TestTrainingMetrics:
             [metrics.per_slot_reduce() for metrics in made]
         )
         assert (report.get("loss"), report["audit"]) == (loss, 1.0)
-        steps = (StepReport("", 0, 0, 0, 0, 0),)
-        assert first.latest == TrainingReport(loss, 65536.0, steps, of_first_batch)
+        steps = [StepReport("", 0, 0, 0, 0, 0)]
+        assert (first.latest, first.scale_of_newest_step) == (steps, 65536.0)
+        assert (first.loss, first.first_loss) == (loss, of_first_batch)
 
     def test_batch_returns_a_number_only_where_determined_needs_one(self) -> None:
         """Determined 0.38.1: an empty dict is an IndexError with several slots, free

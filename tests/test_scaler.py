@@ -62,8 +62,17 @@ class Stepped:
         made.register_step_pre_hook(self.sees_step)
         return made
 
-    def sees_step(self, *call: Any) -> None:
-        self.scaler.sees_step()
+    def sees_step(self, optimizer: Any, *call: Any) -> None:
+        if self.scaler.stepping is not None:
+            self.scaler.stepping.see_step(optimizer)
+
+    def outcomes(self) -> dict[Any, Any]:
+        """Whether each step was skipped that is not counted yet."""
+        windows = self.scaler.windows.items()
+        return {o: w.outcome for o, w in windows if w.outcome is not None}
+
+    def is_unscaled(self) -> bool:
+        return self.scaler.windows[self.optimizer].stage is Stage.UNSCALED
 
     def backward(self, gradient: float, optimizer: Any = None) -> nn.Parameter:
         weight: nn.Parameter = (optimizer or self.optimizer).param_groups[0]["params"][
@@ -118,38 +127,38 @@ class TestStep:
     ) -> None:
         made = Stepped(optimizer_class)
         assert made.step(0.25) == 0.75
-        (outcome,) = made.scaler.finish().values()
+        (outcome,) = made.outcomes().values()
+        made.scaler.finish()
         assert outcome == 0
         assert isinstance(outcome, torch.Tensor) is (optimizer_class is Fused)
         assert made.step(math.inf) == 0.75
-        assert made.scaler.outcomes == {made.optimizer: 1}
+        assert made.outcomes() == {made.optimizer: 1}
 
     def test_step_that_raises_has_ended_and_is_not_noted(self) -> None:
         made = Stepped()
         seen = []
 
         def fails(*call: Any) -> None:
-            seen.append(made.scaler.stepping)
+            seen.append(made.scaler.stepping is not None)
             raise ZeroDivisionError
 
         made.optimizer.register_step_pre_hook(fails)
-        assert made.scaler.stepping is False
+        assert made.scaler.stepping is None
         with pytest.raises(ZeroDivisionError):
             made.step(1.0)
-        assert (seen, made.scaler.stepping) == ([True], False)
-        assert made.scaler.outcomes == {}
+        assert (seen, made.scaler.stepping) == ([True], None)
+        assert made.outcomes() == {}
         made.scaler.check_end()
 
     def test_step_without_any_gradient_is_applied_and_moves_nothing(self) -> None:
         """Torch itself refuses it."""
-        met: list[Any] = []
         made = Stepped()
         settings = AmpSettings(Precision.AMP_FP16, init_scale=4.0, growth_interval=1)
-        made.scaler = LossScaler(settings, "cpu", met.append)
+        made.scaler = LossScaler(settings, "cpu")
         made.scaler.scale(torch.ones(()))
         made.scaler.step(made.optimizer)
-        assert met == [made.optimizer]
-        assert made.scaler.finish() == {made.optimizer: False}
+        assert made.outcomes() == {made.optimizer: False}
+        made.scaler.finish()
         assert made.scaler.get_scale() == 8
 
     @pytest.mark.parametrize("overflows", [False, True])
@@ -161,10 +170,11 @@ class TestStep:
         weight.grad = torch.full((1,), 0.25)
         made.scaler.scale(torch.ones(()))
         made.scaler.has_unscaled(made.optimizer, torch.tensor(float(overflows)))
-        assert made.scaler.is_unscaled(made.optimizer)
+        assert made.is_unscaled()
         made.scaler.step(made.optimizer)
         assert weight.item() == (1 if overflows else 0.75)
-        assert made.scaler.finish() == {made.optimizer: overflows}
+        assert made.outcomes() == {made.optimizer: overflows}
+        made.scaler.finish()
         assert made.scaler.get_scale() == (2 if overflows else 4)
 
     def test_step_of_unscaled_gradients_needs_no_loss_scale(self) -> None:
@@ -172,9 +182,10 @@ class TestStep:
         made.scaler = LossScaler(AmpSettings(Precision.FP32), "cpu")
         made.backward(0.25)
         made.scaler.has_unscaled(made.optimizer, None)
-        assert made.scaler.is_unscaled(made.optimizer)
+        assert made.is_unscaled()
         made.scaler.step(made.optimizer)
-        assert made.scaler.finish() == {made.optimizer: False}
+        assert made.outcomes() == {made.optimizer: False}
+        made.scaler.finish()
 
 
 def reach(made: Stepped, stage: Stage) -> None:
@@ -224,11 +235,9 @@ class TestStages:
                 CALLS[call](made)
         else:
             CALLS[call](made)
-            has_stepped = made.optimizer in made.scaler.outcomes
+            has_stepped = made.optimizer in made.outcomes()
             assert has_stepped is (after is Stage.STEPPED or call == "clip")
-            assert made.scaler.is_unscaled(made.optimizer) is (
-                after is Stage.UNSCALED and call != "clip"
-            )
+            assert made.is_unscaled() is (after is Stage.UNSCALED and call != "clip")
 
     def test_every_optimizer_has_a_stage_of_its_own(self) -> None:
         made = Stepped()
@@ -244,10 +253,11 @@ class TestStages:
         made.scaler.unscale_(made.optimizer)
         made.step(1.0, made.another())
         made.scaler.update()
-        assert not made.scaler.is_unscaled(made.optimizer)
-        assert len(made.scaler.finish()) == 1
+        assert not made.is_unscaled()
+        assert len(made.outcomes()) == 1
+        made.scaler.finish()
         made.scaler.check_end()
-        assert made.scaler.finish() == {}
+        assert made.outcomes() == {}
         made.step(1.0)
 
     def test_each_mistake_has_words_and_all_but_one_a_remedy(self) -> None:
@@ -309,7 +319,7 @@ class TestUpdate:
         made.step(1.0)
         made.step(math.inf, other)
         made.scaler.update()
-        assert made.scaler.outcomes == {made.optimizer: 0, other: 1}
+        assert made.outcomes() == {made.optimizer: 0, other: 1}
 
 
 def test_scaler_without_a_loss_scale_passes_everything_through() -> None:
@@ -320,8 +330,8 @@ def test_scaler_without_a_loss_scale_passes_everything_through() -> None:
     weight = made.backward(0.25)
     scaler.unscale_(made.optimizer)
     assert scaler.step(made.optimizer, lambda: 7.0) == 7
-    assert scaler.outcomes == {made.optimizer: False}
-    assert (scaler.is_unscaled(made.optimizer), weight.item()) == (False, 0.75)
+    assert made.outcomes() == {made.optimizer: False}
+    assert (made.is_unscaled(), weight.item()) == (False, 0.75)
     scaler.finish()
     assert not scaler.has_scaled
     assert scaler.times(one) == scaler.scale_of_newest_step(one) == 1

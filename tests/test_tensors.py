@@ -105,19 +105,6 @@ def test_closure_of_a_step_is_seen_however_it_is_passed(
     assert (tensors.closure_of(args, kwargs) is not None) is has
 
 
-def test_optimizer_has_a_gradient_if_any_group_has_one() -> None:
-    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=1.0)
-    assert list(map(id, tensors.parameters_of(optimizer))) == [id(first), id(second)]
-    assert not tensors.any_gradient(optimizer)
-    second.grad = torch.zeros(2)
-    assert tensors.any_gradient(optimizer)
-    for of_first in (None, torch.zeros(1).to_sparse()):
-        first.grad = of_first
-        (dense,) = tensors.gradients_of([first, second])
-        assert dense is second.grad
-
-
 class Wrapped(DistributedDataParallel):
     """Needs no ranks."""
 

@@ -122,13 +122,32 @@ def scale_and_states() -> bool:
     )
 
 
+class Still(torch.optim.SGD):
+    """Moves nothing."""
+
+    def step(self, closure: Any = None) -> Any:
+        return closure
+
+
 def found_inf_of_fused() -> bool:
+    """`GradScaler.step` leaves it to an optimizer that has been given found_inf."""
     weight = torch.ones(1, requires_grad=True)
-    plain, fused = torch.optim.SGD([weight]), torch.optim.SGD([weight], fused=True)
-    return [torch_private.takes_found_inf(each) for each in (plain, fused)] == [
-        False,
-        True,
-    ]
+    scaler, optimizer = torch.amp.GradScaler("cpu"), Still([weight])
+    seen: list[Any] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.append(getattr(optimizer, "found_inf", None))
+    )
+    for gives in (False, True):
+        if gives:
+            torch_private.give_found_inf(optimizer)
+        torch.autograd.backward(scaler.scale(weight.sum()))
+        scaler.step(optimizer)
+        states = torch_private.states_of_steps(scaler)[id(optimizer)]
+        (noted,) = states["found_inf_per_device"].values()
+        scaler.update()
+    before, given = seen
+    # A tensor of its own: `update` adds what all optimizers found to that of the first.
+    return before is None and given is not noted and bool(given == 0)
 
 
 def sorting_of_clips() -> bool:

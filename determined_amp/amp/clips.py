@@ -25,39 +25,41 @@ class Clip(NamedTuple):
     Args:
         gradients: The gradients that it is about to clip.
         frames: Those of torch's functions, the innermost first.
-        by: The name of the module that calls them.
     """
 
     gradients: list[torch.Tensor]
     frames: list[FrameType]
-    by: str
 
 
 Listener = Callable[[Clip], None]
 
-# In the order in which they hear of a clip. None is kept alive: a training may be over.
-_listeners: list[weakref.WeakMethod[Listener]] = []
+# In the order in which they hear of a clip, each with the module whose clips it does
+# not hear. None is kept alive: a training may be over.
+_listeners: list[tuple[weakref.WeakMethod[Listener], str | None]] = []
 
 
-def listen_to_clips(listener: Listener, *, first: bool = False) -> Callable[[], None]:
+def listen_to_clips(
+    listener: Listener, *, but_by: str | None = None
+) -> Callable[[], None]:
     """Call a method before each clip, as long as somebody else holds its object.
 
     Args:
         listener: The method; it may refuse the clip by an error.
-        first: Whether to call it before those that listen already.
+        but_by: The name of a module that clips rightly. A listener with one hears of a
+            clip before those without.
 
     Returns:
         What ends it.
     """
 
     def end(*_: object) -> None:
-        if reference in _listeners:
-            _listeners.remove(reference)
+        if entry in _listeners:
+            _listeners.remove(entry)
         if not _listeners:
             sort_gradients_by(sort_gradients)
 
-    reference = weakref.WeakMethod(listener, end)
-    _listeners.insert(0 if first else len(_listeners), reference)
+    entry = (weakref.WeakMethod(listener, end), but_by)
+    _listeners.insert(len(_listeners) if but_by is None else 0, entry)
     sort_gradients_by(_tell_and_sort)
     return end
 
@@ -73,9 +75,9 @@ def _tell_and_sort(
         frame = frame.f_back
     # Others of these functions only measure a norm.
     if any(each.f_code.co_name.startswith("clip_grad") for each in frames):
-        clip = Clip(tensors[0], frames, frame.f_globals.get("__name__", ""))
-        for reference in list(_listeners):
+        clip, by = Clip(tensors[0], frames), frame.f_globals.get("__name__")
+        for reference, but_by in list(_listeners):
             listener = reference()
-            if listener is not None:
+            if listener is not None and by != but_by:
                 listener(clip)
     return sort_gradients(tensors, *others, **named)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -26,14 +26,15 @@ from determined_amp.amp.fp32_modules import keep_in_float32, matching
 from determined_amp.amp.guard import Guard
 from determined_amp.amp.metrics import TrainingMetrics
 from determined_amp.amp.mistakes import Mistake, error_of
+from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import autocast, prepare_backend
 from determined_amp.amp.rehearsal import Rehearsal, without_steps
-from determined_amp.amp.scaler import LossScaler
+from determined_amp.amp.scaler import LossScaler, any_scaler_steps
 from determined_amp.amp.schedules import schedule_of
 from determined_amp.amp.settings import AmpSettings, Compile, EvalPrecision
 from determined_amp.amp.slots import Slots
-from determined_amp.amp.steps import StepHook
 from determined_amp.amp.tensors import parameters_in, parameters_of, unwrapped
+from determined_amp.amp.window import Windows
 
 T = TypeVar("T")
 
@@ -61,6 +62,7 @@ class AmpCore:
         fused: Pass this to the optimizer as `fused`. On CUDA a fused optimizer takes
             scale and overflow flag as device tensors; any other makes `scaler.step`
             wait for the device.
+        windows: What has happened to each optimizer since its last step.
         metrics: What is reported.
         guard: Ends a run that no longer trains.
         is_rehearsing: Whether a batch runs in `without_steps`.
@@ -95,19 +97,21 @@ class AmpCore:
         self.optimizers = optimizers
         self.slots = slots
         prepare_backend(settings.precision, where, set_switches=settings.set_backends)
-        self.scaler = LossScaler(
-            settings,
-            where.type,
-            _weakly(self._meet),
-            self.remedies,
-            trained=_weakly(self._trained),
+        scaled = settings.scales_the_loss
+        self.windows = Windows(
+            where,
+            optimizers,
+            scaled=scaled,
+            meet=_weakly(self._meet),
+            remedies=self.remedies,
         )
+        trained = _weakly(self._trained)
+        self.scaler = LossScaler(settings, where.type, self.windows, trained=trained)
         self._dtype = settings.precision.autocast_dtype
         self._one = torch.ones((), device=where)
-        scaled = settings.scales_the_loss
         scales = partial(self.scaler.scales, self._one)
         self.metrics = TrainingMetrics(
-            where, optimizers, slots.size, scales, scaled=scaled
+            where, self.windows, slots.size, scales, scaled=scaled
         )
         self.guard = Guard(
             settings,
@@ -169,18 +173,17 @@ class AmpCore:
             ConfigError: if its optimizer already has a schedule.
         """
         optimizer: Optimizer = scheduler.optimizer
-        self._meet(optimizer)
-        steps = self.metrics.of(optimizer)
-        if steps.schedule is not None:
+        window = self.windows[optimizer]
+        if window.schedule is not None:
             raise self._wrong(
                 "wrap_lr_scheduler",
                 "its optimizer has a schedule already; join the two by torch's "
                 "ChainedScheduler",
             )
-        steps.schedule = schedule_of(
+        window.schedule = schedule_of(
             scheduler, self.device, skips=self.scaler.is_enabled()
         )
-        self.metrics.restore_schedule(optimizer)
+        self.windows.restore_schedule(optimizer)
         return scheduler
 
     def _begin(self) -> None:
@@ -193,8 +196,8 @@ class AmpCore:
             problem = "given, but no model was given to amp.prepare(model)"
             raise self._wrong(needs_model, problem)
         self.loss_scale()
-        for steps in self.metrics.all():
-            steps.place_rate()
+        for window in self.windows.all():
+            window.place_rate()
 
     # The step.
 
@@ -207,12 +210,15 @@ class AmpCore:
         return torch.autocast(self.device.type, dtype=self._dtype)
 
     def _clip(
-        self, optimizer: Optimizer, parameters: list[torch.Tensor], max_norm: float
+        self,
+        optimizer: Optimizer,
+        parameters: list[torch.Tensor] | None,
+        max_norm: float,
     ) -> None:
         if self.is_rehearsing:
             return
         self.scaler.unscale_once(optimizer)
-        self.metrics.of(optimizer).clip(parameters, max_norm, self.loss_scale)
+        self.windows[optimizer].clip(parameters, max_norm, self.loss_scale)
 
     def _before_step(self, optimizer: Optimizer, *call: Any) -> None:
         """A hook before every step in the process, in every precision: fp32 shows a
@@ -223,12 +229,14 @@ class AmpCore:
         """
         if self.own_step is not None:
             self.own_step(optimizer, *call)
-        is_known = optimizer in self.optimizers
-        if is_known:
-            self.metrics.of(optimizer).begin(optimizer)
-        if self.scaler.sees_step() or self.is_rehearsing:
-            return
-        if is_known or self._moves(optimizer):
+        window, running = self.windows.get(optimizer), self.scaler.stepping
+        if window is not None:
+            window.begin_step()
+        if running is not None:
+            running.see_step(optimizer)
+        elif not (self.is_rehearsing or any_scaler_steps()) and (
+            window is not None or self._moves(optimizer)
+        ):
             raise error_of(Mistake.STEPS_ITSELF, self.remedies)
 
     def _moves(self, optimizer: Optimizer) -> bool:
@@ -243,8 +251,7 @@ class AmpCore:
 
         Call it between two steps of the same optimizer within a batch.
         """
-        for optimizer, skipped in self.scaler.finish().items():
-            self.metrics.of(optimizer).finish(skipped)
+        self.scaler.finish()
 
     def _count(
         self,
@@ -282,14 +289,14 @@ class AmpCore:
 
     def steps(self, optimizer: Optimizer) -> StepCounts:
         """The steps of one optimizer, counted on the device."""
-        return self.metrics.of(optimizer).counts
+        return self.windows[optimizer].counts
 
     @property
     def applied_steps(self) -> torch.Tensor:
         """Applied steps of the first optimizer, (), int64, on the device; ask after
         every step.
         """
-        return self.metrics.first.counts.applied
+        return self.windows.first.counts.applied
 
     @property
     def last_step_applied(self) -> torch.Tensor:
@@ -300,18 +307,18 @@ class AmpCore:
             ConfigError: between a step and `update`, where it is that of the step
                 before.
         """
-        if self.scaler.outcomes and not self.is_rehearsing:
+        if self.scaler.has_uncounted_steps() and not self.is_rehearsing:
             problem = (
                 "asked between a step and amp.update(...); allowed: after"
                 " amp.update(...)"
             )
             raise self._wrong("last_step_applied", problem)
-        return self.metrics.first.counts.last_step_applied
+        return self.windows.first.counts.last_step_applied
 
     @property
     def attempted_steps(self) -> int:
         """Steps of the first optimizer, applied or skipped."""
-        return self.metrics.first.counts.attempted
+        return self.windows.first.counts.attempted
 
     @contextmanager
     def without_steps(self, scale: float | None = None) -> Iterator[None]:
@@ -406,6 +413,33 @@ class AmpCore:
     @classmethod
     def _wrong(cls, place: str, problem: str) -> ConfigError:
         return ConfigError(cls.source, [f"{place}: {problem}"])
+
+
+class StepHook:
+    """Calls a function before each step of an optimizer that has no hooks of torch.
+
+    Many wrappers are like that: their class never calls `Optimizer.__init__`, or is no
+    `Optimizer`.
+
+    Args:
+        optimizer: The optimizer.
+        before: Called with the optimizer and the arguments of the step.
+    """
+
+    def __init__(self, optimizer: Optimizer, before: Callable[..., None]) -> None:
+        step = optimizer.step
+
+        @wraps(step)
+        def hooked(*args: Any, **kwargs: Any) -> Any:
+            before(optimizer, args, kwargs)
+            return step(*args, **kwargs)
+
+        self._patches = ExitStack()
+        self._patches.enter_context(patched(optimizer, "step", hooked))
+
+    def remove(self) -> None:
+        """Call it no more."""
+        self._patches.close()
 
 
 def _nothing(*call: Any) -> None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from determined_amp.amp.diagnosis import find_cause
 from determined_amp.amp.errors import GuardError
-from determined_amp.amp.metrics import StepReport, TrainingMetrics, TrainingReport
+from determined_amp.amp.metrics import StepReport, TrainingMetrics
 from determined_amp.amp.plain_data import Metrics
 from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.amp.running_statistics import RunningStatistics
@@ -113,7 +113,7 @@ class Guard:
         """Remember the steps of an optimizer before the run; it may come after the
         start.
         """
-        name = self._metrics.suffix(optimizer)
+        name = self._metrics.windows.suffix(optimizer)
         self._began_at[name] = self._judged_at[name] = self._steps_of(optimizer)
 
     def warn_of_no_applied_step(self) -> None:
@@ -124,7 +124,7 @@ class Guard:
             return
         skipped_in_all = 0
         for optimizer in self._optimizers:
-            name = self._metrics.suffix(optimizer)
+            name = self._metrics.windows.suffix(optimizer)
             applied_before, skipped_before = self._began_at.get(name, (0, 0))
             applied, skipped = self._steps_of(optimizer)
             if applied > applied_before:
@@ -155,13 +155,13 @@ class Guard:
         if not self.enabled:
             return
         self.repair()
-        report = self._metrics.latest
-        if report is None:
+        steps, loss = self._metrics.latest, self._metrics.loss
+        if steps is None:
             return
-        self._warn_of_skips_at_the_start(report)
-        loss = metrics.get("loss") if report.loss is None else report.loss
-        self._warn_of_grown_loss(report, loss)
-        failure = next(self._failures(report, loss), None)
+        self._warn_of_skips_at_the_start(steps)
+        loss = metrics.get("loss") if loss is None else loss
+        self._warn_of_grown_loss(loss)
+        failure = next(self._failures(steps, loss), None)
         if failure is not None:
             self.fail(failure, metrics)
 
@@ -213,8 +213,8 @@ class Guard:
         )
         return f"Cause: {cause}" if cause else _FINITE
 
-    def _failures(self, report: TrainingReport, loss: object) -> Iterator[str]:
-        """The failures in a report, worst first."""
+    def _failures(self, steps: Sequence[StepReport], loss: object) -> Iterator[str]:
+        """The failures in the newest report, worst first."""
         settings = self._settings
         if not settings.scales_the_loss:
             if is_not_finite(loss):
@@ -222,15 +222,15 @@ class Guard:
             elif loss is None and is_not_finite(_norm(self._models, math.inf)):
                 yield f"a parameter is not finite in {settings.precision.value}"
             return
-        for step in report.steps:
+        for step in steps:
             whose = f"optimizer {step.name[1:]}: " if step.name else ""
-            for failure in self._failures_of(step, report.scale_of_newest_step):
+            for failure in self._failures_of(step):
                 yield whose + failure
 
-    def _failures_of(self, step: StepReport, used_scale: float) -> Iterator[str]:
+    def _failures_of(self, step: StepReport) -> Iterator[str]:
         settings = self._settings
         skips = step.consecutive_skips
-        if skips and used_scale <= settings.min_scale:
+        if skips and self._metrics.scale_of_newest_step <= settings.min_scale:
             yield (
                 f"the loss scale is at its floor {settings.min_scale:g} and steps still"
                 " overflow"
@@ -275,9 +275,9 @@ class Guard:
         self._judged_at[step.name] = (step.applied, step.skipped)
         return 0.0 if is_settling else skipped / (applied + skipped)
 
-    def _warn_of_skips_at_the_start(self, report: TrainingReport) -> None:
+    def _warn_of_skips_at_the_start(self, steps: Sequence[StepReport]) -> None:
         """Once per optimizer, in the first report that has an applied step."""
-        for step in report.steps:
+        for step in steps:
             applied, skipped = self._began_at.get(step.name, (0, 0))
             key = f"skips of optimizer {step.name}"
             if (
@@ -293,16 +293,15 @@ class Guard:
                     "from %g to %g: with that as amp.init_scale none would have been",
                     skips,
                     self._scale_at_start,
-                    report.scale_of_newest_step,
+                    self._metrics.scale_of_newest_step,
                 )
 
-    def _warn_of_grown_loss(self, report: TrainingReport, loss: object) -> None:
+    def _warn_of_grown_loss(self, loss: object) -> None:
         if not isinstance(loss, Real) or is_not_finite(loss):
             return
         if self._first_loss is None:
-            self._first_loss = (
-                float(loss) if report.first_loss is None else report.first_loss
-            )
+            first_loss = self._metrics.first_loss
+            self._first_loss = float(loss) if first_loss is None else first_loss
         # A loss of 0 or below is not what a growth can be measured by.
         if 0 < self._first_loss * _GROWN < float(loss) and self._is_new("loss"):
             logger.warning(
@@ -314,7 +313,7 @@ class Guard:
 
     def _steps_of(self, optimizer: Optimizer) -> tuple[int, int]:
         """Applied and skipped steps of an optimizer; synchronises."""
-        counts = self._metrics.of(optimizer).counts
+        counts = self._metrics.windows[optimizer].counts
         known = counts.applied_on_host
         applied = int(counts.applied) if known is None else known
         return applied, counts.attempted - applied

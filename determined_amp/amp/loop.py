@@ -38,7 +38,7 @@ from determined_amp.amp.plain_data import Metrics, StateDict
 from determined_amp.amp.rehearsal import Rehearsal
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.amp.slots import ProcessGroup, Slots
-from determined_amp.amp.tensors import own_copy, parameters_of
+from determined_amp.amp.tensors import own_copy
 
 _NOT_REHEARSED = (
     "Its cause was not looked for: give the newest batch and the loss function, "
@@ -133,8 +133,7 @@ class AmpLoop(AmpCore):
             ConfigError: if `max_norm` is not above 0.
         """
         self._check_norm(max_norm, "clip_gradients")
-        self._meet(optimizer)
-        self._clip(optimizer, parameters_of(optimizer), max_norm)
+        self._clip(optimizer, None, max_norm)
 
     def update(
         self, loss: torch.Tensor | float | None = None, samples: int | None = None
@@ -192,7 +191,7 @@ class AmpLoop(AmpCore):
 
     def validated(self, metric: float) -> None:
         """Move every `ReduceLROnPlateau` by the metric of a validation."""
-        for schedule in self.metrics.schedules():
+        for schedule in self.windows.schedules():
             schedule.validated(metric)
 
     # What belongs in a checkpoint, beside models and optimizers.
@@ -200,10 +199,10 @@ class AmpLoop(AmpCore):
     def state_dict(self) -> StateDict:
         """Loss scale, counts and schedules, in plain numbers; synchronises."""
         # steps that `update` has not counted are in the weights already
-        if self.scaler.outcomes:
+        if self.scaler.has_uncounted_steps():
             self.finish_steps()
         self.guard.warn_of_no_applied_step()
-        return {"scaler": self.scaler.state_dict(), **self.metrics.state_dict()}
+        return {"scaler": self.scaler.state_dict(), **self.windows.state_dict()}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a `state_dict`, once models and optimizers are restored.
@@ -228,7 +227,7 @@ class AmpLoop(AmpCore):
                 "amp.wrap_optimizer(optimizer) for each of them before, in the same "
                 "order as in the training that was saved",
             )
-        self.metrics.load_state_dict(state_dict)
+        self.windows.load_state_dict(state_dict)
 
     # Rehearsals of a batch.
 
@@ -263,6 +262,6 @@ class AmpLoop(AmpCore):
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
             self._see_steps_of(optimizer)
-            self.metrics.restore(optimizer)
+            self.windows.restore(optimizer)
             if self._started:
                 self.guard.begin_with(optimizer)

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from determined_amp.amp.counts import DeviceSum
 from determined_amp.amp.metric_names import MetricName
 from determined_amp.amp.plain_data import Metrics
-from determined_amp.amp.steps import OptimizerSteps, StepsOfEach
 from determined_amp.amp.throughput import Stopwatch
+from determined_amp.amp.window import Window, Windows
 
 # The largest finite float16.
 FLOAT16_MAX = 65504.0
@@ -61,39 +61,26 @@ class StepReport:
     drifts: bool = False
 
 
-@dataclass(frozen=True)
-class TrainingReport:
-    """What the guard judges; the same on every slot.
-
-    Args:
-        loss: Mean over samples of the losses given to `update`; None if none was given.
-        scale_of_newest_step: The loss scale of the newest step; 1 without a scaler.
-        steps: The steps of every optimizer.
-        first_loss: The loss of the first batch of the process, its mean over slots;
-            None before.
-    """
-
-    loss: float | None
-    scale_of_newest_step: float
-    steps: tuple[StepReport, ...]
-    first_loss: float | None = None
-
-
-class TrainingMetrics(StepsOfEach):
+class TrainingMetrics:
     """The steps of every optimizer, and loss, speed and memory since the last report.
 
     See `MetricName` for what it reports.
 
     Args:
         device: Where the training computes.
-        optimizers: The optimizers of the training; more may come later.
+        windows: The windows of the optimizers.
         slots: The number of processes of the training.
         scales: Returns the current scale and that of the newest step, each (), on the
             device.
         scaled: Whether a loss scale multiplies the gradients.
 
     Attributes:
-        latest: The newest report; None before the first.
+        latest: The steps of each optimizer in the newest report; None before it.
+        loss: The mean over samples of the losses of the newest report; None if none was
+            given to `update`.
+        first_loss: The loss of the first batch of the process, its mean over slots;
+            None before.
+        scale_of_newest_step: The loss scale of the newest step; 1 without a scaler.
         trial_reports_loss: Set it if the trial itself returns a metric `loss`, which
             then wins.
         drifting: The optimizers with a scheduler that moves on skipped steps, too.
@@ -104,13 +91,15 @@ class TrainingMetrics(StepsOfEach):
     def __init__(
         self,
         device: torch.device,
-        optimizers: Sequence[Optimizer],
+        windows: Windows,
         slots: int,
         scales: Callable[[], tuple[torch.Tensor, torch.Tensor]],
         *,
         scaled: bool,
     ) -> None:
-        super().__init__(device, optimizers, scaled=scaled)
+        self.windows = windows
+        self._device = device
+        self._scaled = scaled
         self._slots = slots
         self._scales = scales
         self._loss_sum = DeviceSum(device)
@@ -121,7 +110,10 @@ class TrainingMetrics(StepsOfEach):
         self._stopwatch = Stopwatch(device)
         self._batches_of_process = 0
         self._peaks: dict[str, float] = {}
-        self.latest: TrainingReport | None = None
+        self.latest: list[StepReport] | None = None
+        self.loss: float | None = None
+        self.first_loss: float | None = None
+        self.scale_of_newest_step = 1.0
         self.trial_reports_loss = False
         self.drifting: frozenset[Optimizer] = frozenset()
         self.once: dict[str, float] = {}
@@ -175,8 +167,8 @@ class TrainingMetrics(StepsOfEach):
         """
         self.once = {}
         self._loss_sum.reset()
-        for steps in self.all():
-            steps.reset()
+        for window in self.windows.all():
+            window.reset()
         self._losses = 0
         self._waited = None
         self._timed_samples = 0
@@ -192,13 +184,13 @@ class TrainingMetrics(StepsOfEach):
             self._peaks[name] = max(peak, self._peaks.get(name, 0.0))
         total = self._loss_sum.total()
         first_loss = total if self._first_loss is None else self._first_loss
-        of_each = self.all()
+        of_each = self.windows.all()
         on_device = [
             (total, first_loss, *self._scales()),
             *(each.on_device() for each in of_each),
         ]
         (loss, first, scale, used), *numbers = read_at_once(on_device)
-        of_optimizers = zip(self._optimizers, of_each, numbers, strict=True)
+        counted = zip(of_each, numbers, strict=True)
         return {
             "loss_sum": loss,
             "losses": self._losses,
@@ -206,7 +198,7 @@ class TrainingMetrics(StepsOfEach):
             "first_loss": first,
             "loss_scale": scale,
             "scale_of_newest_step": used,
-            "steps": [self._report_of(*each) for each in of_optimizers],
+            "steps": [self._report_of(*each) for each in counted],
             **self._speed(seconds),
             **self._peaks,
         }
@@ -220,25 +212,23 @@ class TrainingMetrics(StepsOfEach):
             speed[MetricName.DATA_WAIT_SHARE] = min(1.0, self._waited / seconds)
         return speed
 
-    def _report_of(
-        self, optimizer: Optimizer, steps: OptimizerSteps, numbers: Sequence[float]
-    ) -> StepReport:
+    def _report_of(self, window: Window, numbers: Sequence[float]) -> StepReport:
         """The steps of one optimizer, with the numbers of its `on_device`."""
         norm_sum, largest, *counted = numbers
         applied, applied_before, consecutive_skips = map(int, counted)
-        attempted = steps.counts.attempted
+        attempted = window.counts.attempted
         new_applied = applied - applied_before
-        grad_norm = norm_sum / new_applied if steps.has_norm and new_applied else None
+        grad_norm = norm_sum / new_applied if window.has_norm and new_applied else None
         return StepReport(
-            name=self.suffix(optimizer),
+            name=self.windows.suffix(window.optimizer),
             applied=applied,
             skipped=attempted - applied,
             consecutive_skips=consecutive_skips,
             new_applied=new_applied,
-            new_attempted=attempted - steps.attempted_before,
+            new_attempted=attempted - window.attempted_before,
             grad_norm=grad_norm,
             largest_gradient=largest,
-            drifts=optimizer in self.drifting,
+            drifts=window.optimizer in self.drifting,
         )
 
     def cross_slot_reduce(
@@ -252,35 +242,26 @@ class TrainingMetrics(StepsOfEach):
         slots = per_slot_metrics
         furthest = max(slots, key=_attempted_steps)
         losses = sum(slot["losses"] for slot in slots)
-        loss = sum(slot["loss_sum"] for slot in slots) / losses if losses else None
-        first_loss = (
-            sum(slot["first_loss"] for slot in slots) / len(slots) if losses else None
-        )
-        scale, steps = furthest["loss_scale"], furthest["steps"]
-        self.latest = TrainingReport(
-            loss, furthest["scale_of_newest_step"], tuple(steps), first_loss
-        )
+        self.loss = self.first_loss = None
+        if losses:
+            self.loss = sum(slot["loss_sum"] for slot in slots) / losses
+            self.first_loss = sum(slot["first_loss"] for slot in slots) / len(slots)
+        self.latest = furthest["steps"]
+        self.scale_of_newest_step = furthest["scale_of_newest_step"]
         metrics: Metrics = dict(slots[0]["once"])
-        if loss is not None and not self.trial_reports_loss:
-            metrics[MetricName.LOSS] = loss
+        if self.loss is not None and not self.trial_reports_loss:
+            metrics[MetricName.LOSS] = self.loss
         if self._scaled:
-            metrics[MetricName.LOSS_SCALE_LOG2] = (
-                math.log2(scale) if scale else -math.inf
-            )
-        for step in steps:
+            scale = furthest["loss_scale"]
+            log2 = math.log2(scale) if scale else -math.inf
+            metrics[MetricName.LOSS_SCALE_LOG2] = log2
+        for step in self.latest:
             metrics.update(_metrics_of(step, scaled=self._scaled))
         for name, join in _JOINED.items():
             values = [slot[name] for slot in slots if slot.get(name) is not None]
             if values:
                 metrics[name] = join(values)
         return metrics
-
-    def suffix(self, optimizer: Optimizer) -> str:
-        """What the names of an optimizer's metrics end in; nothing if there is only
-        one.
-        """
-        several = len(self._optimizers) > 1
-        return f"_{self._optimizers.index(optimizer)}" if several else ""
 
 
 # How the values of several slots become one, for what each slot measures by itself.

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,33 +22,26 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from determined_amp.amp.casts import drop_casts
 from determined_amp.amp.clips import Clip, listen_to_clips
-from determined_amp.amp.mistakes import IN_A_LOOP, TRANSITIONS, Mistake, Stage, error_of
+from determined_amp.amp.mistakes import Mistake, Stage, error_of
 from determined_amp.amp.plain_data import StateDict
 from determined_amp.amp.settings import AmpSettings
-from determined_amp.amp.tensors import (
-    any_gradient,
-    closure_of,
-    parameters_of,
-)
+from determined_amp.amp.tensors import closure_of, parameters_of
 from determined_amp.amp.torch_private import (
     GROWTH_TRACKER,
-    scale_tensor,
+    scale_in,
     states_of_steps,
-    takes_found_inf,
 )
-
-# Whether a step was skipped: a bool where the host knows, else `found_inf`, (),
-# float32, on the device, not 0 for a skipped step.
-Skipped = bool | torch.Tensor
-
-# It clips what it has just unscaled.
-_OUR_CLIP = "determined_amp.amp.steps"
+from determined_amp.amp.window import Skipped, Window, Windows
 
 # All scalers of the process. A step that one of them makes is no mistake in another
 # training of the same model.
 _SCALERS: weakref.WeakSet[LossScaler] = weakref.WeakSet()
+
+
+def any_scaler_steps() -> bool:
+    """Whether a step runs that a scaler of any training makes."""
+    return any(scaler.stepping is not None for scaler in _SCALERS)
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -57,26 +50,26 @@ class LossScaler(torch.amp.GradScaler):
     Args:
         settings: The `amp` section.
         device_type: "cpu" or "cuda".
-        meet: Called with each optimizer before its first step.
-        remedies: What error messages suggest for each mistake.
+        windows: The window of each optimizer; by default it makes them itself.
         trained: Returns the parameters of the training that no clip may touch now.
 
     Attributes:
+        windows: See above.
         clips: Whether the current step clips with a function of the trial's own.
         has_scaled: Whether `scale` was called since the last `update`. Without it a
             step would divide gradients that were never multiplied.
         leaves_true_gradients: Set it if somebody unscales gradients right after each
             backward.
-        stepping: Whether a step is running. An optimizer that moves at any other time
-            may use gradients that are still scaled.
+        stepping: The window whose step runs; None between steps. An optimizer that
+            moves at any other time may use gradients that are still scaled.
+        updates: How often `update` was called.
     """
 
     def __init__(
         self,
         settings: AmpSettings,
         device_type: str,
-        meet: Callable[[Optimizer], object] = lambda optimizer: None,
-        remedies: Mapping[Mistake, str] = IN_A_LOOP,
+        windows: Windows | None = None,
         *,
         trained: Callable[[], Sequence[torch.Tensor] | None] = tuple,
     ) -> None:
@@ -88,20 +81,18 @@ class LossScaler(torch.amp.GradScaler):
             growth_interval=settings.growth_interval,
             enabled=settings.scales_the_loss,
         )
+        self._scales = self.is_enabled()
+        if windows is None:
+            windows = Windows(torch.device(device_type), scaled=self._scales)
+        self.windows = windows
         self.clips = False
         self.has_scaled = False
         self.leaves_true_gradients = False
-        self.stepping = False
+        self.stepping: Window | None = None
+        self.updates = 0
         self._trained = trained
-        self._scales = self.is_enabled()
         self._min_scale = settings.min_scale
-        self._meet = meet
-        self._remedies = remedies
-        self._stages: dict[Optimizer, Stage] = {}
-        self._outcomes: dict[Optimizer, Skipped] = {}
-        self._has_moved = False
-        self._needs_update = False
-        self._refuses_clips = False
+        self._end_listening: Callable[[], None] | None = None
         self._used: torch.Tensor | None = None
         _SCALERS.add(self)
 
@@ -110,74 +101,54 @@ class LossScaler(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         """Call `GradScaler.scale`, and note that it was called."""
         self.has_scaled = True
-        if self._stages:
-            self._forget_dropped_gradients()
-        if self._scales and not (self._refuses_clips or self.leaves_true_gradients):
-            self._refuses_clips = True
-            listen_to_clips(self._refuse_clip, first=True)
+        for window in self.windows.values():
+            # An error may have led to `zero_grad` between a clip and its step: unscale
+            # anew.
+            if window.stage is Stage.UNSCALED and not window.has_gradient():
+                window.stage = Stage.SCALED
+                states_of_steps(self).pop(id(window.optimizer), None)
+        if self._scales and not (self._end_listening or self.leaves_true_gradients):
+            end = listen_to_clips(self._refuse_clip, but_by=Window.__module__)
+            self._end_listening = end
         return super().scale(outputs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Call `GradScaler.unscale_`, before anything reads or clips the gradients."""
-        stage = self._check(optimizer, "unscale")
-        self._stages[optimizer] = stage
+        window = self.windows[optimizer]
+        window.stage = window.check("unscale")
         if self._scales:
             super().unscale_(optimizer)
-            if not any_gradient(optimizer):
+            if not window.has_gradient():
                 self._note_nothing(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Call `GradScaler.step`, and keep whether it skipped the step."""
-        if self.clips:
-            self._check(optimizer, "clip")
-        self._check(optimizer, "step")
-        closure = closure_of(args, kwargs)
-        if closure is not None:
-            if self._scales:
-                raise error_of(Mistake.TAKES_CLOSURE, self._remedies)
-            args, kwargs = (partial(_call_with_new_casts, closure),), {}
-        elif not self.has_scaled and any_gradient(optimizer):
-            raise error_of(Mistake.SCALES_NO_LOSS, self._remedies)
-        self._meet(optimizer)
-        if self._scales and not any_gradient(optimizer):
-            # torch raises an error here. In float32 such a step changes nothing, nor
-            # does it here.
-            self._note_nothing(optimizer)
-        self._has_moved = False
-        self.stepping = True
+        window = self.windows[optimizer]
+        args, kwargs = self._before_step(window, args, kwargs)
+        self.stepping, window.skips = window, True
         try:
             result = super().step(optimizer, *args, **kwargs)
         finally:
-            self.stepping = False
-        if self._scales and takes_found_inf(optimizer):
-            self.has_stepped(optimizer, self._found_inf(optimizer))
-        else:  # torch has asked the device
-            self.has_stepped(optimizer, not self._has_moved)
+            self.stepping = None
+        self.has_stepped(window, window.skips)
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Call `GradScaler.update`, and keep the scale above its floor. No
         synchronisation.
         """
-        self.has_scaled = self._needs_update = False
-        self._stages = {
-            each: s for each, s in self._stages.items() if s is Stage.STEPPED
-        }
+        self.has_scaled = False
+        self.updates += 1
+        for window in self.windows.values():
+            if window.stage is Stage.UNSCALED:
+                window.stage = Stage.SCALED
         if not self._scales:
             return
-        scale = scale_tensor(self)
+        scale = scale_in(self)
         if scale is not None:
             self._used = scale.clone()
-        if len(states_of_steps(self)) > 1:
-            # torch adds up what all optimizers found in the tensor of the first.
-            self._outcomes = {
-                optimizer: skipped.clone()
-                if isinstance(skipped, torch.Tensor)
-                else skipped
-                for optimizer, skipped in self._outcomes.items()
-            }
         super().update(new_scale)
-        scale_tensor(self).clamp_(min=self._min_scale)
+        scale_in(self).clamp_(min=self._min_scale)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue with a saved scale; factors and interval stay those of the
@@ -189,32 +160,21 @@ class LossScaler(torch.amp.GradScaler):
 
     # The calls of the loop around it.
 
-    @property
-    def outcomes(self) -> Mapping[Optimizer, Skipped]:
-        """The optimizers that have stepped since `finish`, and whether the step was
-        skipped.
-        """
-        return self._outcomes
-
-    def is_unscaled(self, optimizer: Optimizer) -> bool:
-        """Whether the gradients of an optimizer are unscaled, and it has not stepped
-        yet.
-        """
-        return self._stages.get(optimizer) is Stage.UNSCALED
-
     def unscale_once(self, optimizer: Optimizer) -> None:
         """Call `unscale_`, unless the gradients of an optimizer are unscaled
         already.
         """
-        if self._stages.get(optimizer) is not Stage.UNSCALED:
+        if self.windows[optimizer].stage is not Stage.UNSCALED:
             self.unscale_(optimizer)
 
-    def sees_step(self) -> bool:
-        """Note that an optimizer steps; whether this or another scaler makes the
-        step.
-        """
-        self._has_moved = True
-        return self.stepping or any(scaler.stepping for scaler in _SCALERS)
+    def refuse_no_clips(self) -> None:
+        """A training that may still be held is over."""
+        if self._end_listening is not None:
+            self._end_listening()
+
+    def has_uncounted_steps(self) -> bool:
+        """Whether an optimizer has stepped since `finish`."""
+        return any(each.outcome is not None for each in self.windows.values())
 
     def check_end(self) -> None:
         """Every batch ends with this call.
@@ -222,20 +182,24 @@ class LossScaler(torch.amp.GradScaler):
         Raises:
             ConfigError: if an optimizer has stepped without a following update.
         """
-        for optimizer in self._outcomes:
-            self._check(optimizer, "end")
+        for window in self.windows.values():
+            if window.outcome is not None:
+                window.check("end")
 
-    def finish(self) -> dict[Optimizer, Skipped]:
-        """Update the scale, unless that was done; return the outcome of each step.
+    def finish(self) -> None:
+        """Update the scale, unless that was done, and count the steps.
 
         An overflow counts for the scale even if its step was left out, say because of
         the norm.
         """
-        if self._needs_update or Stage.UNSCALED in self._stages.values():
+        windows = self.windows.values()
+        if any(
+            each.stage is Stage.UNSCALED or each.stepped_at == self.updates
+            for each in windows
+        ):
             self.update()
-        outcomes, self._outcomes = self._outcomes, {}
-        self._stages.clear()
-        return outcomes
+        for window in windows:
+            window.finish()
 
     def times(self, one: torch.Tensor) -> torch.Tensor:
         """The scale itself, (), float32, on the device of `one`; 1 without a scaler."""
@@ -264,16 +228,15 @@ class LossScaler(torch.amp.GradScaler):
             optimizer: The optimizer.
             found_inf: See `note`; None without a loss scale.
         """
-        self._stages[optimizer] = Stage.UNSCALED
+        self.windows[optimizer].stage = Stage.UNSCALED
         if found_inf is not None:
             self.note(optimizer, found_inf)
 
-    def has_stepped(self, optimizer: Optimizer, skipped: Skipped) -> None:
+    def has_stepped(self, window: Window, skipped: Skipped) -> None:
         """Note that an optimizer has stepped, through `step` or by itself."""
-        self._stages[optimizer] = Stage.STEPPED
-        self._outcomes[optimizer] = skipped
-        self._needs_update = True
-        drop_casts()
+        window.stage = Stage.STEPPED
+        window.outcome, window.stepped_at = skipped, self.updates
+        torch.clear_autocast_cache()  # of the old weights, see `casts.py`
 
     def note(self, whose: object, found_inf: torch.Tensor) -> None:
         """Take part in the next `update`.
@@ -289,51 +252,46 @@ class LossScaler(torch.amp.GradScaler):
 
     # Internals.
 
-    def _check(self, optimizer: Optimizer, call: str) -> Stage:
-        """The stage after a call."""
-        after = TRANSITIONS[self._stages.get(optimizer, Stage.SCALED), call]
-        if isinstance(after, Mistake):
-            raise error_of(after, self._remedies)
-        return after
+    def _before_step(self, window: Window, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Check a step that is about to be made, and return its arguments.
+
+        Raises:
+            ConfigError: if it is a mistake.
+        """
+        if self.clips:
+            window.check("clip")
+        window.check("step")
+        closure = closure_of(args, kwargs) if args or kwargs else None
+        if closure is not None and self._scales:
+            raise error_of(Mistake.TAKES_CLOSURE, self.windows.remedies)
+        if closure is not None:
+            return (partial(_call_with_new_casts, closure),), {}
+        if not self.has_scaled and window.has_gradient():
+            raise error_of(Mistake.SCALES_NO_LOSS, self.windows.remedies)
+        if self._scales and not window.has_gradient():
+            # torch raises an error here. In float32 such a step changes nothing, nor
+            # does it here.
+            self._note_nothing(window.optimizer)
+        return args, kwargs
 
     def _refuse_clip(self, clip: Clip) -> None:
         """Raise if torch is about to clip a gradient that is still scaled."""
-        if not self.has_scaled or clip.by == _OUR_CLIP:
+        if not self.has_scaled:
             return
         scaled = {parameter.grad for parameter in self._trained() or ()}
-        for optimizer, stage in self._stages.items():
-            if stage is not Stage.SCALED:
+        for optimizer, window in self.windows.items():
+            if window.stage is not Stage.SCALED:
                 scaled -= {parameter.grad for parameter in parameters_of(optimizer)}
         if not scaled.isdisjoint(clip.gradients):
-            raise error_of(Mistake.CLIPS_SCALED, self._remedies)
+            raise error_of(Mistake.CLIPS_SCALED, self.windows.remedies)
 
-    def _note_nothing(self, optimizer: Optimizer) -> None:
-        self.note(optimizer, torch.zeros_like(scale_tensor(self)))
-
-    def _forget_dropped_gradients(self) -> None:
-        """An error may have led to `zero_grad` between a clip and its step: unscale
-        anew.
-        """
-        unscaled = [
-            each for each, stage in self._stages.items() if stage is Stage.UNSCALED
-        ]
-        for optimizer in unscaled:
-            if not any_gradient(optimizer):
-                del self._stages[optimizer]
-                states_of_steps(self).pop(id(optimizer), None)
-
-    def _found_inf(self, optimizer: Optimizer) -> torch.Tensor:
-        state = states_of_steps(self)[id(optimizer)]
-        first, *more = state["found_inf_per_device"].values()
-        found_inf: torch.Tensor = first
-        for other in more:  # a model on several devices
-            found_inf = found_inf + other.to(found_inf.device, non_blocking=True)
-        return found_inf
+    def _note_nothing(self, optimizer: object) -> None:
+        self.note(optimizer, torch.zeros_like(scale_in(self)))
 
 
 def _call_with_new_casts(closure: Callable[[], Any]) -> Any:
     """Call the closure of an optimizer, which may have moved the weights since the last
     call.
     """
-    drop_casts()
+    torch.clear_autocast_cache()
     return closure()

@@ -79,15 +79,6 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     ]
 
 
-def any_gradient(optimizer: Optimizer) -> bool:
-    """Whether a parameter of an optimizer has a gradient."""
-    for group in optimizer.param_groups:  # every step asks: it ends at the first one
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                return True
-    return False
-
-
 def parameters_in(
     models: Iterable[nn.Module], optimizers: Iterable[Optimizer] = ()
 ) -> list[torch.Tensor]:
@@ -107,14 +98,6 @@ def closure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype, such as `float16`."""
     return str(dtype).removeprefix("torch.")
-
-
-def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The dense gradients of the parameters that have one; none is empty, which has no
-    maximum.
-    """
-    gradients = (parameter.grad for parameter in parameters)
-    return [g for g in gradients if g is not None and not g.is_sparse and g.numel()]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

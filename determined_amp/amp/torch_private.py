@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from determined_amp.amp.patched import patched
@@ -49,9 +48,8 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 states_of_steps: Callable[[Any], Any] = attrgetter("_per_optimizer_states")
 
 
-def number_of(node: Any) -> int:
-    """How many nodes of autograd graphs this thread had made when it made this one."""
-    return int(node._sequence_nr())
+# How many nodes of autograd graphs a thread had made when it made this one.
+number_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -99,23 +97,20 @@ class _Engine:
 # Loss scales.
 
 
+# The scale of an enabled `GradScaler`, (), float32; None before it has scaled a loss.
+scale_in: Callable[[Any], Any] = attrgetter("_scale")
+
+
 def scale_tensor(scaler: Any) -> Any:
     """The scale of a `GradScaler` itself, (), float32; None before it has scaled a
     loss.
     """
-    return scaler._scale if scaler.is_enabled() else None
+    return scale_in(scaler) if scaler.is_enabled() else None
 
 
 def replace_scale_tensor(scaler: Any, scale: torch.Tensor | None) -> None:
     """Let a `GradScaler` have another tensor as its scale."""
     scaler._scale = scale
-
-
-def takes_found_inf(optimizer: Optimizer) -> bool:
-    """Whether an optimizer itself reads whether its step is skipped, as a fused one
-    does.
-    """
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def give_found_inf(optimizer: Any) -> None:

@@ -264,10 +264,10 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
         self._patches.callback(self._see_steps())
         for optimizer in self._context.optimizers:
             self._see_steps_of(optimizer)
-            self.metrics.of(optimizer).begin(optimizer)
+            self.windows[optimizer].begin_step()
 
     def on_validation_end(self, metrics: Metrics) -> None:
-        by_metric = [s for s in self.metrics.schedules() if s.by_validations]
+        by_metric = [s for s in self.windows.schedules() if s.by_validations]
         if by_metric:
             name = str(searcher(self._context).get("metric"))
             if name not in metrics:
@@ -284,6 +284,7 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
         for hook in self._step_hooks:
             hook.remove()
         self._patches.close()
+        self.scaler.refuse_no_clips()
         if self._batches is not None:
             self._batches.remove()
         if isinstance(sys.exc_info()[1], UserError):  # on its way out of the loop
@@ -302,7 +303,7 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
 
     def _check_schedules(self) -> None:
         optimizers = self._context.optimizers
-        ours = {o for o in optimizers if self.metrics.of(o).schedule is not None}
+        ours = {o for o in optimizers if self.windows[o].schedule is not None}
         if not ours.isdisjoint(scheduled(self._context)):
             raise self._wrong(
                 "wrap_lr_scheduler",

@@ -56,14 +56,14 @@ class ResumedTraining(pytorch.PyTorchCallback):
 
     def state_dict(self) -> StateDict:
         """Counts and schedules; Determined saves the loss scale itself."""
-        return {**self._amp.metrics.state_dict(), "constructed": self._constructed}
+        return {**self._amp.windows.state_dict(), "constructed": self._constructed}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Determined calls it after weights, optimizers and scaler have been
         restored.
         """
         if not self._warm_start:
-            self._amp.metrics.load_state_dict(state_dict)
+            self._amp.windows.load_state_dict(state_dict)
 
     def on_trial_startup(
         self, first_batch_idx: int, checkpoint_uuid: str | None
@@ -176,7 +176,7 @@ class ResumedTraining(pytorch.PyTorchCallback):
         """The settings that do not come from a checkpoint."""
         if not self._warm_start:
             # A rate that follows the applied steps is computed again from their count.
-            follows = self._amp.metrics.of(optimizer).is_scheduled
+            follows = self._amp.windows[optimizer].is_scheduled
             return KERNELS | MOVED_BY_SCHEDULERS if follows else KERNELS
         settings = frozenset(key for group in optimizer.param_groups for key in group)
         # Determined restores the schedulers of the context, which go on from where they

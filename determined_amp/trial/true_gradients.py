@@ -31,8 +31,9 @@ from torch import distributed
 from torch.optim import Optimizer
 
 from determined_amp.amp.core import AmpCore
-from determined_amp.amp.tensors import any_gradient, parameters_in, parameters_of
+from determined_amp.amp.tensors import parameters_in, parameters_of
 from determined_amp.amp.torch_private import number_of, version_of
+from determined_amp.amp.window import Window
 from determined_amp.trial.hooks import NoBackwardHooks
 from determined_amp.trial.unmodified_autocast import (
     UnmodifiedAutocast,
@@ -65,18 +66,13 @@ class TrueGradients:
         self._autocast = autocast
         self._scaler = amp.scaler
         self._scaler.leaves_true_gradients = True
+        self._one = torch.ones((), device=amp.device)
         self._parameters: list[torch.Tensor] = []
         self._known: set[torch.Tensor] = set()  # the same
         self._groups: list[
             tuple[int, int]
         ] = []  # id and length of each list of parameters
-        # Whether a backward overflowed, (), float32: in each window, and under None
-        # since any step.
-        self._found_inf: dict[Optimizer | None, torch.Tensor] = {}
-        self._stepped: set[Optimizer] = set()  # since the last backward
-        self._left: list[
-            int | None
-        ] = []  # the versions of the gradients after the last backward
+        self._window = amp.windows.another()  # of all that is trained, since any step
         self._norms: dict[Optimizer, torch.Tensor] = {}
         self._met: set[type] = set()  # kinds of nodes
         # The sizes of the graphs that were looked through and have no other leaves.
@@ -92,11 +88,12 @@ class TrueGradients:
             in_window: Whether the last batch was in the middle of a window of the
                 context.
         """
-        if None not in self._found_inf or self._stepped or in_window:
+        window = self._window
+        if window.found_inf is None or window.is_over or in_window:
             return
         # else the trial accumulates gradients itself
-        if self._left != self._versions():
-            self._scaler.note(self, self._found_inf[None])
+        if window.versions != self._versions():
+            self._scaler.note(window, window.found_inf)
             self._scaler.update()
             self._end_windows()
 
@@ -107,7 +104,7 @@ class TrueGradients:
             loss: The unscaled loss.
             run: Goes backward from the scaled one.
         """
-        if self._stepped:
+        if self._window.is_over:
             self._end_windows()
             self._norms.clear()
         self._refuse_moved_weights()
@@ -128,17 +125,19 @@ class TrueGradients:
             integer = _INTEGERS.get(dtype, torch.int16)
             bits = [gradient.view(integer) for gradient in gradients]
             torch._foreach_mul_(bits, (found_inf == 0).to(device, integer))
-        for optimizer in (None, *self._amp.optimizers):
-            before = self._found_inf.get(optimizer, found_inf)
-            self._found_inf[optimizer] = torch.maximum(before, found_inf)
-        self._left = self._versions()
+        for window in (self._window, *self._amp.windows.values()):
+            before = found_inf if window.found_inf is None else window.found_inf
+            window.found_inf = torch.maximum(before, found_inf)
+        self._window.versions = self._versions()
 
-    def found_inf_of_step(self, optimizer: Optimizer) -> torch.Tensor:
-        """Whether a backward of its window overflowed: (), float32, on the device; not
-        0 if so.
+    def found_inf_of_step(self, window: Window) -> torch.Tensor:
+        """Whether a backward of a window that ends with a step overflowed: (), float32,
+        on the device; not 0 if so.
         """
-        self._stepped.add(optimizer)
-        return self._found_inf.get(optimizer, torch.zeros((), device=self._amp.device))
+        window.is_over = self._window.is_over = True
+        if window.found_inf is None:
+            return torch.zeros((), device=self._amp.device)
+        return window.found_inf
 
     def rehearse(self, loss: torch.Tensor, run: Callable[[torch.Tensor], None]) -> None:
         """Go backward in a batch that is trained again, to see what overflows.
@@ -159,21 +158,19 @@ class TrueGradients:
     # Internals.
 
     def _end_windows(self) -> None:
-        for optimizer in [*self._found_inf]:
-            if (
-                optimizer is None
-                or optimizer in self._stepped
-                or not any_gradient(optimizer)
-            ):
-                del self._found_inf[optimizer]
-        self._stepped.clear()
+        """Forget what was found for the gradients that a step has used, or that are
+        gone.
+        """
+        for window in (self._window, *self._amp.windows.values()):
+            if window.is_over or not window.has_gradient():
+                window.found_inf, window.is_over = None, False
 
     @contextmanager
     def _scaled(self, leaves: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Scale the gradients that leaves have; yields 1 over the scale, (),
         float32.
         """
-        scale = self._amp.loss_scale()
+        scale = self._scaler.times(self._one)
         _multiply(leaves, scale)
         # An overflow is no anomaly: its step is skipped.
         with torch.autograd.set_detect_anomaly(

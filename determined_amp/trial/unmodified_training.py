@@ -14,6 +14,7 @@ stays in 16 bits, and a loss that is in 16 bits because of it is refused.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -38,6 +39,7 @@ from determined_amp.amp.tensors import (
     parameters_of,
 )
 from determined_amp.amp.torch_private import backwards_through, is_compiled
+from determined_amp.amp.window import Window
 from determined_amp.trial.determined_private import (
     aggregation_frequency,
     current_batch,
@@ -221,11 +223,11 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         amp = self._amp
         if scaler is not None and scaler.is_enabled():
             raise refusal("it has a GradScaler of its own", NO_AMP)
-        measure = amp.clip(optimizer)
+        window = amp.windows[optimizer]
 
         def clip(parameters: Iterable[torch.Tensor]) -> None:
             parameters = list(parameters)
-            measure(parameters)
+            window.clip(parameters, math.inf, amp.loss_scale)
             assert clip_grads is not None
             clip_grads(parameters)
 
@@ -239,15 +241,13 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         """End the window of an optimizer; return its `found_inf` if there is a loss
         scale.
         """
-        scaler = self._amp.scaler
-        if self._counted_as(optimizer) in scaler.outcomes:  # a second step in a batch
+        window = self._window_of(optimizer)
+        if window.outcome is not None:  # a second step in a batch
             self._amp.finish_steps()
-        scaler.has_scaled = True
-        return (
-            None
-            if self._gradients is None
-            else self._gradients.found_inf_of_step(optimizer)
-        )
+        self._amp.scaler.has_scaled = True
+        if self._gradients is None:
+            return None
+        return self._gradients.found_inf_of_step(window)
 
     # Calls of torch.
 
@@ -257,26 +257,31 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         if amp.is_rehearsing:  # a step without gradients changes nothing
             for parameter in parameters_of(optimizer):
                 parameter.grad = None
-        elif not amp.scaler.stepping:
+        elif amp.scaler.stepping is None:
             if self._autocast.training:
                 self._refuse_own_step(optimizer, closure_of(args[1:], kwargs))
                 self._begin_step(optimizer)
-            self._own, amp.scaler.stepping = optimizer, True
+            self._own = optimizer
+            amp.scaler.stepping = self._window_of(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *call: Any) -> None:
         if optimizer is not self._own:
             return
-        self._own, self._amp.scaler.stepping = None, False
+        self._own = self._amp.scaler.stepping = None
         if self._autocast.training:
-            self._amp.scaler.has_stepped(self._counted_as(optimizer), False)
+            self._amp.scaler.has_stepped(self._window_of(optimizer), False)
 
-    def _counted_as(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer of the context with the same parameters, if there is one."""
-        if optimizer in self._context.optimizers:
-            return optimizer
-        its = set(parameters_of(optimizer))
-        same = (o for o in self._context.optimizers if set(parameters_of(o)) == its)
-        return next(same, optimizer)
+    def _window_of(self, optimizer: Optimizer) -> Window:
+        """That of an optimizer, or of the one of the context with the same
+        parameters.
+        """
+        windows = self._amp.windows
+        if optimizer not in windows:
+            its = set(parameters_of(optimizer))
+            for each in self._context.optimizers:
+                if set(parameters_of(each)) == its:
+                    return windows[each]
+        return windows[optimizer]
 
     def _refuse_own_step(self, optimizer: Optimizer, closure: object) -> None:
         scaled, name = self._amp.scaler.is_enabled(), type(optimizer).__name__

@@ -1,6 +1,4 @@
-"""`amp.steps`: what is known of the steps of one optimizer, and what it needs before
-the first.
-"""
+"""`amp.window`: what is known of an optimizer, and what it needs before a step."""
 
 from __future__ import annotations
 
@@ -12,14 +10,10 @@ import torch
 from torch import nn
 from torch.optim import SGD, lr_scheduler
 
+from determined_amp.amp.core import StepHook
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.schedules import schedule_of
-from determined_amp.amp.steps import (
-    OptimizerSteps,
-    StepHook,
-    StepsOfEach,
-    fill_momentum,
-)
+from determined_amp.amp.window import Window, Windows, fill_momentum, gradients_of
 from tests.test_metrics import having
 
 CPU = torch.device("cpu")
@@ -42,6 +36,12 @@ def momenta(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [None if buffer is None else buffer.tolist() for buffer in buffers]
 
 
+def window_of(optimizer: Any, *, scaled: bool) -> tuple[Window, Any]:
+    window = Window(CPU, scaled=scaled)
+    window.optimizer = optimizer
+    return window, optimizer
+
+
 class TestClip:
     """Gradients (3, 4) and 12 have the norm 13."""
 
@@ -56,12 +56,12 @@ class TestClip:
     def test_clip_measures_the_norm_before_it_clips(
         self, max_norm: float, left: list[Any]
     ) -> None:
-        steps = OptimizerSteps(CPU, scaled=True)
+        window = Window(CPU, scaled=True)
         parameters = having(torch.tensor([3.0, 4.0]), torch.tensor([12.0]))
-        steps.clip(parameters, max_norm, lambda: torch.tensor(8.0))
-        assert steps.has_norm
-        assert steps.norm_sum.total().item() == 13
-        assert steps.largest.item() == 12 * 8
+        window.clip(parameters, max_norm, lambda: torch.tensor(8.0))
+        assert window.has_norm
+        assert window.norm_sum.total().item() == 13
+        assert window.largest.item() == 12 * 8
         for parameter, values in zip(parameters, left, strict=True):
             assert parameter.grad is not None
             assert parameter.grad.tolist() == pytest.approx(values, rel=1e-6)
@@ -70,12 +70,12 @@ class TestClip:
     def test_clip_leaves_out_parameters_without_a_gradient(
         self, max_norm: float
     ) -> None:
-        steps = OptimizerSteps(CPU, scaled=True)
+        window = Window(CPU, scaled=True)
         without, (has_one,) = nn.Parameter(torch.ones(1)), having(torch.tensor([4.0]))
-        steps.clip([without], max_norm, lambda: torch.ones(()))
-        assert (steps.has_norm, steps.largest.item()) == (False, 0)
-        steps.clip([without, has_one], max_norm, lambda: torch.ones(()))
-        assert steps.norm_sum.total().item() == 4
+        window.clip([without], max_norm, lambda: torch.ones(()))
+        assert (window.has_norm, window.largest.item()) == (False, 0)
+        window.clip([without, has_one], max_norm, lambda: torch.ones(()))
+        assert window.norm_sum.total().item() == 4
         assert has_one.grad is not None
         assert has_one.grad.item() == pytest.approx(min(max_norm, 4.0), rel=1e-6)
 
@@ -86,15 +86,30 @@ class TestClip:
         """Finite gradients, too large for their norm: without a scale the clip makes
         them 0.
         """
-        steps = OptimizerSteps(CPU, scaled=scaled)
+        window = Window(CPU, scaled=scaled)
         for values in ([3.0, 4.0], [1.0e30, 1.0e30]):
-            steps.clip(having(torch.tensor(values)), 1.0, lambda: torch.ones(()))
-        assert steps.norm_sum.total().item() == total
+            window.clip(having(torch.tensor(values)), 1.0, lambda: torch.ones(()))
+        assert window.norm_sum.total().item() == total
+
+
+def test_optimizer_has_a_gradient_if_any_group_has_one() -> None:
+    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))
+    groups = [{"params": [first]}, {"params": [second]}]
+    window, _ = window_of(SGD(groups, lr=1.0), scaled=True)
+    assert not window.has_gradient()
+    second.grad = torch.zeros(2)
+    assert window.has_gradient()
+    assert [*map(id, window.parameters())] == [id(first), id(second)]
+    for of_first in (None, torch.zeros(1).to_sparse()):
+        first.grad = of_first
+        (dense,) = gradients_of([first, second])
+        assert dense is second.grad
+    assert not Window(CPU, scaled=True).has_gradient()
 
 
 class TestMeasure:
     def test_largest_gradient_of_a_report_is_kept(self) -> None:
-        steps = OptimizerSteps(CPU, scaled=True)
+        window = Window(CPU, scaled=True)
         for gradient, largest in (
             (math.inf, 0),
             (math.nan, 0),
@@ -102,8 +117,8 @@ class TestMeasure:
             (-5.0, 5),
             (3.0, 5),
         ):
-            steps.measure(having(torch.tensor([gradient, 0.5]), torch.empty(0)))
-            assert steps.largest.item() == largest
+            window.measure(having(torch.tensor([gradient, 0.5]), torch.empty(0)))
+            assert window.largest.item() == largest
 
     @pytest.mark.parametrize(
         ("scaled", "attempted", "largest"),
@@ -112,53 +127,54 @@ class TestMeasure:
     def test_gradients_of_every_tenth_step_are_measured_where_there_is_a_loss_scale(
         self, attempted: int, largest: float, *, scaled: bool
     ) -> None:
-        steps = OptimizerSteps(CPU, scaled=scaled)
-        steps.counts.attempted = attempted
-        steps.measure(having(torch.ones(1)))
-        assert steps.largest.item() == largest
+        window = Window(CPU, scaled=scaled)
+        window.counts.attempted = attempted
+        window.measure(having(torch.ones(1)))
+        assert window.largest.item() == largest
 
 
 class TestBegin:
     def test_momentum_is_filled_in_groups_that_came_later_too(self) -> None:
-        steps, optimizer = OptimizerSteps(CPU, scaled=True), fused_sgd()
-        steps.begin(optimizer)
+        window, optimizer = window_of(fused_sgd(), scaled=True)
+        window.begin_step()
         assert momenta(optimizer) == [[0, 0]]
         optimizer.state.clear()
-        steps.begin(optimizer)
+        window.begin_step()
         assert momenta(optimizer) == [None]  # nothing has changed
         optimizer.add_param_group(
             {"params": [nn.Parameter(torch.ones(1))], "fused": True}
         )
-        steps.begin(optimizer)
+        window.begin_step()
         assert momenta(optimizer) == [[0, 0], [0]]
 
     def test_first_step_alone_takes_the_rate_from_the_schedule(self) -> None:
-        steps, optimizer = OptimizerSteps(CPU, scaled=False), fused_sgd()
-        steps.schedule = schedule_of(
+        window, optimizer = window_of(fused_sgd(), scaled=False)
+        window.schedule = schedule_of(
             lr_scheduler.StepLR(optimizer, 1, 0.5), CPU, skips=False
         )
-        assert steps.is_scheduled
+        assert window.is_scheduled
         for rate, group in ((77.0, 0.5), (66.0, 66.0)):
             optimizer.param_groups[0]["lr"] = rate
-            steps.begin(optimizer)
+            window.begin_step()
             assert optimizer.param_groups[0]["lr"] == group
 
 
 def test_numbers_stay_on_the_device_and_a_known_outcome_reads_none() -> None:
     device, optimizer = torch.device("meta"), fused_sgd(fused=False)
-    each = StepsOfEach(device, [optimizer, fused_sgd()], scaled=True)
-    for steps in each.all():
-        numbers = steps.on_device()
+    each = Windows(device, [optimizer, fused_sgd()], scaled=True)
+    for window in each.all():
+        numbers = window.on_device()
         assert {number.device for number in numbers} == {device}
-        assert (steps.applied_before.dtype, steps.has_norm) == (torch.int64, False)
-    first = each.of(optimizer)
+        assert (window.applied_before.dtype, window.has_norm) == (torch.int64, False)
+    first = each[optimizer]
     assert first is each.first
     first.schedule = schedule_of(
         lr_scheduler.StepLR(optimizer, 1, 0.5), device, skips=True
     )
-    first.finish(False)  # a number of that device has no value
+    first.outcome = False  # a number of that device has no value
+    first.finish()
     assert optimizer.param_groups[0]["lr"] == 0.25
-    assert first.schedule is not each.of(fused_sgd()).schedule
+    assert first.schedule is not each[fused_sgd()].schedule
 
 
 class TestFillMomentum:
@@ -227,13 +243,13 @@ def test_step_hook_runs_before_each_step_of_a_wrapper_without_hooks() -> None:
 
 def test_optimizer_that_comes_after_its_state_starts_from_it() -> None:
     known: list[torch.optim.Optimizer] = []
-    steps = StepsOfEach(CPU, known, scaled=True)
-    steps.load_state_dict(
+    windows = Windows(CPU, known, scaled=True)
+    windows.load_state_dict(
         {"optimizers": [{"attempted": 3, "applied": 2, "last_applied": 2}]}
     )
     known.append(fused_sgd())
-    steps.restore(known[0])
-    (its,) = steps.all()
+    windows.restore(known[0])
+    (its,) = windows.all()
     assert (its.counts.attempted, its.attempted_before, int(its.applied_before)) == (
         3,
         3,

@@ -1,0 +1,395 @@
+"""What happens to the gradients of an optimizer from one of its steps to the next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from determined_amp.amp.counts import DeviceSum, StepCounts
+from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.mistakes import (
+    IN_A_LOOP,
+    TRANSITIONS,
+    Mistake,
+    Stage,
+    error_of,
+)
+from determined_amp.amp.plain_data import StateDict
+from determined_amp.amp.schedules import RateSchedule
+
+# Optimizer steps between two measurements of the largest gradient, which reads all of
+# them.
+HEADROOM_PERIOD = 10
+
+# Whether a step was skipped: a bool where the host knows, else `found_inf`, (),
+# float32, on the device, not 0 for a skipped step.
+Skipped = bool | torch.Tensor
+
+
+class Window:
+    """The gradients of one optimizer since its last step, and the steps that it made.
+
+    Each call moves it from one stage to the next, in every precision, or is a mistake:
+    see the table of `mistakes.py`.
+
+        backward of a scaled loss
+            |
+            v      unscale
+          SCALED -----------> UNSCALED
+          ^ |  ^                |  |
+          | |  +----------------+  |
+          | |   update, no step    |
+          | | step                 | step
+          | +------> STEPPED <-----+
+          |             |
+          +-------------+
+              finish: the step is counted, and the schedule moves
+
+    Nothing in it reads the device. An unmodified trial has one more for the backwards
+    since any step, which belongs to no optimizer.
+
+    Args:
+        device: Where the parameters are.
+        scaled: Whether the gradients are multiplied by a loss scale, so that steps can
+            be skipped.
+        remedies: What error messages suggest for each mistake.
+
+    Attributes:
+        optimizer: The optimizer, once there is one.
+        stage: Where it is in the diagram.
+        outcome: Whether its step was skipped; None before the step.
+        stepped_at: The number of updates of the scale before its step; None before it.
+        skips: Whether the step that runs is skipped, as far as it is known.
+        found_inf: Whether a backward overflowed, (), float32, on the device; None if
+            nobody has looked, or the scaler has.
+        is_over: Whether a step has used its gradients, until the next backward. This
+            and `versions` are for unmodified trials alone.
+        versions: Those of its gradients after the newest backward.
+        counts: The steps since the start of the training.
+        norm_sum: The sum of the gradient norms since the last report.
+        has_norm: Whether a norm was ever measured.
+        largest: The largest scaled gradient since the last report, (), on the device; 0
+            if there is none.
+        applied_before: Applied steps at the last report, (), int64, on the device.
+        attempted_before: Attempted steps at the last report.
+        schedule: Moves its rate; None if the rate is constant, or moved elsewhere.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        scaled: bool,
+        remedies: Mapping[Mistake, str] = IN_A_LOOP,
+    ) -> None:
+        self.optimizer: Optimizer | None = None
+        self.stage = Stage.SCALED
+        self.outcome: Skipped | None = None
+        self.stepped_at: int | None = None
+        self.skips: Skipped = False
+        self.found_inf: torch.Tensor | None = None
+        self.is_over = False
+        self.versions: list[int | None] = []
+        self.counts = StepCounts(device, can_skip=scaled)
+        # Without a scale no step is skipped: gradients that are not finite reach the
+        # weights, or a clip makes all of them 0.
+        self.norm_sum = DeviceSum(device, finite_only=scaled)
+        self.has_norm = False
+        self.largest = torch.zeros((), device=device)
+        self.applied_before = torch.zeros((), dtype=torch.int64, device=device)
+        self.attempted_before = 0
+        self.schedule: RateSchedule | None = None
+        self._scaled = scaled
+        self._remedies = remedies
+        self._filled_groups = 0
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether its rate follows its applied steps."""
+        return self.schedule is not None and self.schedule.by_steps
+
+    # From step to step.
+
+    def check(self, call: str) -> Stage:
+        """The stage after a call.
+
+        Raises:
+            ConfigError: if the call is a mistake in this stage.
+        """
+        after = TRANSITIONS[self.stage, call]
+        if isinstance(after, Mistake):
+            raise error_of(after, self._remedies)
+        return after
+
+    def has_gradient(self) -> bool:
+        """Whether a parameter of the optimizer has a gradient."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        for group in groups:  # every step asks: it ends at the first one
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    return True
+        return False
+
+    def begin_step(self) -> None:
+        """Prepare a step. A training may have added a group since the last one, to thaw
+        a layer.
+        """
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        if self._filled_groups != len(groups):
+            if not self._filled_groups:
+                self.place_rate()
+            self._filled_groups = len(groups)
+            fill_momentum(self.optimizer, can_skip=self._scaled)
+
+    def see_step(self, optimizer: Optimizer) -> None:
+        """Note that torch calls `step` of its optimizer, or of one inside it.
+
+        A fused optimizer is called on a skip, too, and reads `found_inf` itself.
+        """
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is not None:
+            self.skips = found_inf
+        elif self.skips is True:
+            self.skips = False
+
+    def finish(self) -> None:
+        """Count a step, and move the schedule if it was applied. No synchronisation."""
+        self.stage = Stage.SCALED
+        if self.outcome is not None:
+            self.counts.count(self.outcome)
+            self.outcome = self.stepped_at = None
+            self.place_rate()
+
+    def place_rate(self) -> None:
+        """Put the rate of the next step into the optimizer, by the steps applied so
+        far.
+        """
+        if self.schedule is not None:
+            self.schedule.place_rate(self.counts)
+
+    # What is measured.
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters of the optimizer."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [parameter for group in groups for parameter in group["params"]]
+
+    def clip(
+        self,
+        parameters: Sequence[torch.Tensor] | None,
+        max_norm: float,
+        scale: Callable[[], torch.Tensor],
+    ) -> None:
+        """Measure the norm of unscaled gradients, and clip them. No synchronisation.
+
+        Args:
+            parameters: Whose gradients; by default those of the optimizer.
+            max_norm: Largest 2-norm of their gradients; infinity only measures it.
+            scale: Returns the loss scale, (), on the device.
+        """
+        parameters = self.parameters() if parameters is None else parameters
+        self.measure(parameters, scale)
+        if max_norm < math.inf and any(
+            parameter.grad is not None for parameter in parameters
+        ):
+            self.add_norm(nn.utils.clip_grad_norm_(parameters, max_norm))
+        elif gradients := gradients_of(parameters):
+            norms = torch.stack(torch._foreach_norm(gradients))
+            self.add_norm(torch.linalg.vector_norm(norms))
+
+    def measure(
+        self,
+        parameters: Sequence[torch.Tensor],
+        scale: Callable[[], torch.Tensor] | None = None,
+    ) -> None:
+        """Measure the largest scaled gradient, on every tenth step. No synchronisation.
+
+        Gradients that are not finite are left out: their step is skipped.
+
+        Args:
+            parameters: The optimizer's parameters.
+            scale: Returns the loss scale, if the gradients are already unscaled.
+        """
+        if not self._scaled or self.counts.attempted % HEADROOM_PERIOD:
+            return
+        if gradients := gradients_of(parameters):
+            norm = torch.stack(torch._foreach_norm(gradients, math.inf)).max()
+            largest = torch.nan_to_num(norm * scale() if scale else norm, posinf=0.0)
+            torch.maximum(self.largest, largest, out=self.largest)
+
+    def add_norm(self, norm: torch.Tensor) -> None:
+        """Count the norm of one step, (), on the device; left out if its step is
+        skipped.
+        """
+        self.has_norm = True
+        self.norm_sum.add(norm)
+
+    def reset(self) -> None:
+        """Begin the next report."""
+        self.norm_sum.reset()
+        self.largest.zero_()
+        self.applied_before = self.counts.applied
+        self.attempted_before = self.counts.attempted
+
+    def on_device(self) -> tuple[torch.Tensor, ...]:
+        """The five tensors, each (), that a report reads."""
+        counts = self.counts
+        return (
+            self.norm_sum.total(),
+            self.largest,
+            counts.applied,
+            self.applied_before,
+            counts.consecutive_skips(),
+        )
+
+
+class Windows(dict[Optimizer, Window]):
+    """The window of each optimizer; one is made when its optimizer is first asked for.
+
+    Args:
+        device: Where their parameters are.
+        optimizers: The optimizers of the training, in order; more may come later.
+        scaled: Whether a loss scale multiplies their gradients.
+        meet: Called with an optimizer when its window is made.
+        remedies: What error messages suggest for each mistake.
+
+    Attributes:
+        first: That of the first optimizer, which may not exist yet.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        optimizers: Sequence[Optimizer] = (),
+        *,
+        scaled: bool,
+        meet: Callable[[Optimizer], object] = lambda optimizer: None,
+        remedies: Mapping[Mistake, str] = IN_A_LOOP,
+    ) -> None:
+        super().__init__()
+        self.optimizers = optimizers
+        self._device = device
+        self._scaled = scaled
+        self._meet = meet
+        self.remedies = remedies
+        self._saved: StateDict = {}
+        self.first = self.another()
+
+    def __missing__(self, optimizer: Optimizer) -> Window:
+        is_first = optimizer is next(iter(self.optimizers), optimizer)
+        is_free = self.first.optimizer is None
+        window = self.first if is_first and is_free else self.another()
+        window.optimizer = optimizer
+        self[optimizer] = window
+        self._meet(optimizer)
+        return window
+
+    def another(self) -> Window:
+        """A window that belongs to no optimizer."""
+        return Window(self._device, scaled=self._scaled, remedies=self.remedies)
+
+    def all(self) -> list[Window]:
+        """The window of every optimizer, in the order of the training's optimizers."""
+        return [self[optimizer] for optimizer in self.optimizers]
+
+    def suffix(self, optimizer: Optimizer | None) -> str:
+        """What the names of an optimizer's metrics end in; nothing if there is only
+        one.
+        """
+        several = len(self.optimizers) > 1
+        return f"_{self.optimizers.index(optimizer)}" if several else ""
+
+    def schedules(self) -> list[RateSchedule]:
+        """The schedules that `wrap_lr_scheduler` was given."""
+        schedules = (window.schedule for window in self.all())
+        return [schedule for schedule in schedules if schedule is not None]
+
+    def state_dict(self) -> StateDict:
+        """Counts and schedules as plain numbers; synchronises."""
+        every = self.all()
+        schedules = [window.schedule for window in every]
+        return {
+            "optimizers": [window.counts.state_dict() for window in every],
+            # Only a plateau has a state of its own.
+            "plateaus": [schedule and schedule.state_dict() for schedule in schedules],
+        }
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Continue from a saved state; an optimizer that is still to come gets its part
+        later.
+        """
+        self._saved = state_dict
+        for optimizer in self.optimizers:
+            self.restore(optimizer)
+            self.restore_schedule(optimizer)
+
+    def restore(self, optimizer: Optimizer) -> None:
+        """Give an optimizer its part of the loaded state."""
+        number, saved = (
+            self.optimizers.index(optimizer),
+            self._saved.get("optimizers", ()),
+        )
+        if number < len(saved):
+            window = self[optimizer]
+            window.counts.load_state_dict(saved[number])
+            window.place_rate()
+            window.reset()
+
+    def restore_schedule(self, optimizer: Optimizer) -> None:
+        """Give the schedule of an optimizer its part of the loaded state."""
+        number, saved = (
+            self.optimizers.index(optimizer),
+            self._saved.get("plateaus", ()),
+        )
+        schedule = self[optimizer].schedule
+        if number < len(saved) and saved[number] and schedule is not None:
+            schedule.load_state_dict(saved[number])
+
+
+def fill_momentum(optimizer: Optimizer | None, *, can_skip: bool) -> None:
+    """Give a fused SGD momentum buffers of zeros before the first step of a parameter.
+
+    By itself it allocates them uninitialised and fills them in its first step. If that
+    step is skipped, the second one adds garbage to the weights. It also raises an error
+    if some parameters of a group get their first gradient later than others.
+
+    Args:
+        optimizer: Any optimizer; only a fused SGD is changed.
+        can_skip: Whether there is a loss scale.
+
+    Raises:
+        ConfigError: if steps can be skipped and it has dampening, for which zeros would
+            be wrong.
+    """
+    if not isinstance(optimizer, SGD):
+        return
+    for group in optimizer.param_groups:
+        if not (group.get("fused") and group["momentum"]):
+            continue
+        if group["dampening"]:
+            if not can_skip:
+                continue
+            raise ConfigError(
+                "SGD",
+                [
+                    f"got fused and dampening {group['dampening']:g}, which goes wrong "
+                    "when the first step overflows; allowed: dampening 0, or "
+                    "fused=False"
+                ],
+            )
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The dense gradients of the parameters that have one; none is empty, which has no
+    maximum.
+    """
+    gradients = (parameter.grad for parameter in parameters)
+    return [g for g in gradients if g is not None and not g.is_sparse and g.numel()]
