@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from determined_amp.amp.errors import ConfigError, GuardError, UserError
     from determined_amp.amp.fields import setting
     from determined_amp.amp.loop import AmpLoop
-    from determined_amp.amp.precision_audit import AuditError
+    from determined_amp.amp.rehearse.precision_audit import AuditError
     from determined_amp.amp.settings import (
         AmpSettings,
         EvalPrecision,
@@ -49,7 +49,7 @@ __all__ = [
 _MODULES = {
     "AmpLoop": "amp.loop",
     "AmpSettings": "amp.settings",
-    "AuditError": "amp.precision_audit",
+    "AuditError": "amp.rehearse.precision_audit",
     "ConfigError": "amp.errors",
     "EvalPrecision": "amp.settings",
     "GuardError": "amp.errors",

@@ -14,7 +14,7 @@ from benchmarks import small_trials
 from benchmarks.small_trials import SmallTrial
 from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import Values
-from determined_amp.amp.rehearsal import Rehearsal
+from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.experiment.experiment import experiment_in
 from determined_amp.finder.gradient_recorder import Source
 from determined_amp.finder.histogram import Histogram

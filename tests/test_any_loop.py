@@ -35,7 +35,7 @@ from determined_amp import (
 )
 from determined_amp.amp.fields import read_section
 from determined_amp.amp.plain_data import Metrics, StateDict, Values
-from determined_amp.amp.precision_audit import audit_loss
+from determined_amp.amp.rehearse.precision_audit import audit_loss
 from determined_amp.amp.settings import Compile
 from determined_amp.amp.slots import ProcessGroup
 from determined_amp.experiment.experiment import read_yaml

@@ -18,9 +18,9 @@ from determined import pytorch
 from torch import nn
 
 from determined_amp import __main__ as door
-from determined_amp.amp import precision_audit as module
 from determined_amp.amp.plain_data import Metrics
-from determined_amp.amp.precision_audit import Audit, AuditError, ProductCount
+from determined_amp.amp.rehearse import precision_audit as module
+from determined_amp.amp.rehearse.precision_audit import Audit, AuditError, ProductCount
 from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.experiment import experiment
 from determined_amp.experiment.overrides import with_overrides

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from determined_amp.amp.rehearsal import undisturbed
+from determined_amp.amp.rehearse.restored import undisturbed
 from tests.harness import fit, same_bits
 from tests.loops import SmallLoop
 from tests.trials import Converted

@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks import compiling
 from benchmarks.measured import RESULTS
 from determined_amp.amp.compiled import CompileError, as_written, compile_forward
-from determined_amp.amp.diagnosis import find_cause
 from determined_amp.amp.fp32_modules import keep_in_float32
-from determined_amp.amp.precision_audit import ProductCount
-from determined_amp.amp.rehearsal import Rehearsal
+from determined_amp.amp.rehearse.diagnosis import find_cause
+from determined_amp.amp.rehearse.precision_audit import ProductCount
+from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.settings import Compile
 from determined_amp.amp.slots import OneSlot
 from tests import training

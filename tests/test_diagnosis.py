@@ -1,5 +1,5 @@
-"""`amp.diagnosis`: the first thing in a batch that is not finite; looking for it moves
-nothing.
+"""`amp.rehearse.diagnosis`: the first thing in a batch that is not finite; looking for
+it moves nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from determined_amp.amp import diagnosis
-from determined_amp.amp.rehearsal import Rehearsal
+from determined_amp.amp.rehearse import diagnosis
+from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.slots import OneSlot
 
 ONE = OneSlot()

@@ -22,7 +22,7 @@ from benchmarks.small_trials import (
     SummedLoss,
 )
 from determined_amp import __main__ as door
-from determined_amp.amp.rehearsal import Rehearsal
+from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.experiment.experiment import experiment_in, read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.scale_finding import (

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks import loss_scale_models as models
 from benchmarks.loss_scale_models import first_skip, other_models, train
-from determined_amp.amp.rehearsal import Rehearsal
+from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.slots import OneSlot
 from determined_amp.finder.prediction import predict_float16
 from determined_amp.finder.scale_finding import find_window

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.small_trials import SmallTrial, SummedLoss
-from determined_amp.amp.rehearsal import Rehearsal
+from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.tensors import own_copy
 from determined_amp.experiment.experiment import experiment_in, read_yaml
 from determined_amp.experiment.overrides import with_overrides

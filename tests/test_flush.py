@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from determined_amp.amp.rehearsal import Rehearsal
+from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.slots import OneSlot
 from determined_amp.finder.model import rehearsal_of
 from determined_amp.finder.scale_finding import Verdict, find_window

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from determined_amp import AmpLoop, AmpSettings, ConfigError, Precision
-from determined_amp.amp import rehearsal
 from determined_amp.amp.fields import plain, read_section
+from determined_amp.amp.rehearse import restored
 from determined_amp.amp.settings import FindScale
 from determined_amp.finder.prediction import LossScaleError
 from determined_amp.trial import first_scale
@@ -92,7 +92,7 @@ def test_run_that_finds_its_scale_equals_one_with_that_init_scale_to_the_bit(
     assert same_bits(left(searched), left(written))
     assert found(caplog) == scale  # the second run found nothing
     # The control: what is drawn is not put back.
-    monkeypatch.setattr(rehearsal, "_keep_random_state", lambda *_: None)
+    monkeypatch.setattr(restored, "_keep_random_state", lambda *_: None)
     assert not same_bits(left(run(trial)), left(written))
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from determined_amp.amp.backward_graph import OUTSIDE, WHOLE_MODEL
+from determined_amp.amp.rehearse.backward_graph import OUTSIDE, WHOLE_MODEL
 from determined_amp.finder.gradient_recorder import GradientRecorder
 from determined_amp.finder.histogram import Histogram
 from determined_amp.finder.prediction import Prediction

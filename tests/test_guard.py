@@ -22,7 +22,7 @@ from torch import nn
 from determined_amp.amp.errors import ConfigError, GuardError
 from determined_amp.amp.metrics import StepReport
 from determined_amp.amp.plain_data import Values
-from determined_amp.amp.rehearsal import Rehearsal
+from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.running_statistics import RunningStatistics
 from determined_amp.amp.settings import AmpSettings, OnOverflow, Precision
 from determined_amp.trial import notes

@@ -50,9 +50,8 @@ def against_the_direction(library: Path) -> Iterator[str]:
 
 # One after the other in one fresh interpreter: to import torch takes seconds.
 HEART = ", ".join(
-    f"determined_amp.amp.{path.stem}"
-    for path in sorted((LIBRARY / "amp").glob("[a-z]*.py"))
-    if path.stem != "ema"  # goes to the trial that needs it
+    ".".join(path.relative_to(LIBRARY.parent).with_suffix("").parts)
+    for path in sorted((LIBRARY / "amp").rglob("[a-z]*.py"))
 )
 PROGRAMS = {
     "the package alone": "import determined_amp; determined_amp.__version__",

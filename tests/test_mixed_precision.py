@@ -18,7 +18,7 @@ from determined_amp import AmpSettings, ConfigError, MixedPrecision, Precision
 from determined_amp.amp.metrics import WARMUP_BATCHES
 from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import Metrics, Values
-from determined_amp.amp.rehearsal import undisturbed
+from determined_amp.amp.rehearse.restored import undisturbed
 from determined_amp.experiment.failures import ending_the_program
 from tests import training
 from tests.harness import Context, batches_of, fit

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from determined_amp.amp.rehearsal import Rehearsal
+from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.slots import OneSlot
 from determined_amp.finder.gradient_recorder import Source
 from determined_amp.finder.prediction import (

@@ -1,4 +1,4 @@
-"""`amp.rehearsal`: a batch can be trained any number of times without a step; nothing
+"""`amp.rehearse`: a batch can be trained any number of times without a step; nothing
 moves.
 """
 
@@ -24,7 +24,9 @@ from benchmarks.small_trials import (
 )
 from determined_amp import AmpSettings, MixedPrecision, Precision
 from determined_amp.amp.plain_data import Metrics, Values
-from determined_amp.amp.rehearsal import Rehearsal, float16_as, largest_working
+from determined_amp.amp.rehearse.regions import float16_as
+from determined_amp.amp.rehearse.rehearsal import Rehearsal
+from determined_amp.amp.rehearse.searching import largest_working
 from determined_amp.experiment.experiment import experiment_in
 from determined_amp.finder.prediction import LossScaleError
 from determined_amp.local.open_trial import open_trial

@@ -14,7 +14,7 @@ from determined import pytorch
 
 from benchmarks.small_trials import SmallTrial, SummedLoss, TinyLoss
 from determined_amp.amp.patched import patched
-from determined_amp.amp.rehearsal import Rehearsal
+from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.experiment.experiment import experiment_in, read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder import scoring

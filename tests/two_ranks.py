@@ -34,7 +34,7 @@ from determined_amp import __main__ as door
 from determined_amp.amp import guard
 from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import Metrics, Values
-from determined_amp.amp.rehearsal import undisturbed
+from determined_amp.amp.rehearse.restored import undisturbed
 from determined_amp.local.processes import process_group
 from determined_amp.trial import mixed_precision as amp
 from determined_amp.trial.mixed_precision import MixedPrecision

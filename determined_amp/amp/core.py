@@ -28,7 +28,8 @@ from determined_amp.amp.metrics import TrainingMetrics
 from determined_amp.amp.mistakes import Mistake, error_of
 from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import autocast, prepare_backend
-from determined_amp.amp.rehearsal import Rehearsal, without_steps
+from determined_amp.amp.rehearse.rehearsal import Rehearsal
+from determined_amp.amp.rehearse.restored import without_steps
 from determined_amp.amp.scaler import LossScaler, any_scaler_steps
 from determined_amp.amp.schedules import schedule_of
 from determined_amp.amp.settings import AmpSettings, Compile, EvalPrecision

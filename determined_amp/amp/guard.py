@@ -18,11 +18,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from determined_amp.amp.diagnosis import find_cause
 from determined_amp.amp.errors import GuardError
 from determined_amp.amp.metrics import StepReport, TrainingMetrics
 from determined_amp.amp.plain_data import Metrics
-from determined_amp.amp.rehearsal import Rehearsal
+from determined_amp.amp.rehearse.diagnosis import find_cause
+from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.running_statistics import RunningStatistics
 from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.settings import DEFAULT_SCALE, AmpSettings, OnOverflow

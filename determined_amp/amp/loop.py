@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.mistakes import IN_A_LOOP
 from determined_amp.amp.plain_data import Metrics, StateDict
-from determined_amp.amp.rehearsal import Rehearsal
+from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.amp.slots import ProcessGroup, Slots
 from determined_amp.amp.tensors import own_copy

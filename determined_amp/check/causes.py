@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from determined_amp.amp.backward_graph import module_names
-from determined_amp.amp.overflows import OverflowWatch, Place
+from determined_amp.amp.rehearse.backward_graph import module_names
+from determined_amp.amp.rehearse.overflows import OverflowWatch, Place
 from determined_amp.amp.tensors import (
     SIXTEEN_BITS,
     dtype_name,

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 
-from determined_amp.amp.backward_graph import OUTSIDE
+from determined_amp.amp.rehearse.backward_graph import OUTSIDE
 from determined_amp.check.finding import CheckFinding, Level, Where
 from determined_amp.check.record import Event, Record
 from determined_amp.check.ruling import (

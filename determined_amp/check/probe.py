@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import Config, Metrics
-from determined_amp.amp.rehearsal import float16_as
+from determined_amp.amp.rehearse.regions import float16_as
 from determined_amp.check.interventions import Moves
 from determined_amp.check.lines import where_raised
 from determined_amp.check.record import Record

@@ -22,7 +22,7 @@ def _audit(options: Namespace) -> int:
     """Audit a batch and print the table; 0 if the audit passed, 1 if it failed."""
     experiment = experiment_of(options)
     # These import torch, which takes seconds.
-    from determined_amp.amp.precision_audit import AuditError  # noqa: PLC0415
+    from determined_amp.amp.rehearse.precision_audit import AuditError  # noqa: PLC0415
     from determined_amp.local.open_trial import audit_here  # noqa: PLC0415
 
     try:

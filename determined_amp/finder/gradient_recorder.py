@@ -19,8 +19,12 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from determined_amp.amp.backward_graph import BackwardGraph, Gradients, nodes_behind
 from determined_amp.amp.patched import patched
+from determined_amp.amp.rehearse.backward_graph import (
+    BackwardGraph,
+    Gradients,
+    nodes_behind,
+)
 from determined_amp.amp.tensors import tensors_of, values_of
 from determined_amp.finder.histogram import Histogram, count_in
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from determined_amp.amp.rehearsal import Rehearsal
+from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.slots import OneSlot
 from determined_amp.amp.tensors import mapped, own_copy, tensors_of
 from determined_amp.finder.found_scale import FoundScale, run_now

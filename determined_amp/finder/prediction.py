@@ -17,9 +17,9 @@ from functools import cached_property, reduce
 
 import torch
 
-from determined_amp.amp.diagnosis import find_cause
 from determined_amp.amp.errors import UserError, one_line
-from determined_amp.amp.rehearsal import Rehearsal, Rehearsed
+from determined_amp.amp.rehearse.diagnosis import find_cause
+from determined_amp.amp.rehearse.rehearsal import Rehearsal, Rehearsed
 from determined_amp.amp.slots import Slots
 from determined_amp.amp.tensors import SIXTEEN_BITS, dtype_name
 from determined_amp.finder.gradient_recorder import GradientRecorder, Source

@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from determined_amp.amp.rehearsal import Rehearsal, largest_working
+from determined_amp.amp.rehearse.rehearsal import Rehearsal
+from determined_amp.amp.rehearse.searching import largest_working
 from determined_amp.amp.slots import Slots
 from determined_amp.finder.histogram import OVERFLOW_LOG2
 from determined_amp.finder.prediction import (

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from determined_amp.amp.rehearsal import Rehearsal, largest_working
+from determined_amp.amp.rehearse.rehearsal import Rehearsal
+from determined_amp.amp.rehearse.searching import largest_working
 from determined_amp.amp.slots import Slots
 from determined_amp.finder.prediction import (
     LossScaleError,

@@ -20,8 +20,13 @@ from determined import core, pytorch
 
 from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.amp.precision import DeviceSupport
-from determined_amp.amp.precision_audit import Audit, AuditError, audit_rehearsal
-from determined_amp.amp.rehearsal import Rehearsal, without_steps
+from determined_amp.amp.rehearse.precision_audit import (
+    Audit,
+    AuditError,
+    audit_rehearsal,
+)
+from determined_amp.amp.rehearse.rehearsal import Rehearsal
+from determined_amp.amp.rehearse.restored import without_steps
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment.experiment import Experiment, indivisible_batch
 from determined_amp.experiment.failures import faults_of_the_trial

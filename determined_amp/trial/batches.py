@@ -24,8 +24,9 @@ from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import one_line
 from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import DeviceSupport
-from determined_amp.amp.precision_audit import AuditError, audit_rehearsal
-from determined_amp.amp.rehearsal import Rehearsal, attributes_apart
+from determined_amp.amp.rehearse.precision_audit import AuditError, audit_rehearsal
+from determined_amp.amp.rehearse.rehearsal import Rehearsal
+from determined_amp.amp.rehearse.restored import attributes_apart
 from determined_amp.amp.tensors import own_copy, parameters_in, tensors_of
 from determined_amp.amp.torch_private import version_of
 from determined_amp.trial.determined_private import what_steps

@@ -11,7 +11,7 @@ from determined import pytorch
 
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError
-from determined_amp.amp.rehearsal import Rehearsal
+from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.settings import AmpSettings, OnOverflow
 from determined_amp.experiment.dotted import value_at
 from determined_amp.finder.found_scale import FoundScale, run_now, scale_sentences

@@ -18,7 +18,8 @@ import torch
 from determined import pytorch
 
 from determined_amp.amp.patched import patched
-from determined_amp.amp.rehearsal import Rehearsal, without_steps
+from determined_amp.amp.rehearse.rehearsal import Rehearsal
+from determined_amp.amp.rehearse.restored import without_steps
 from determined_amp.amp.tensors import own_copy
 from determined_amp.finder.found_scale import FoundScale
 from determined_amp.finder.prediction import LossScaleError

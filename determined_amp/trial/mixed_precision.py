@@ -30,9 +30,7 @@ from determined_amp.amp.precision import (
     described,
     warn_of_slow_operations,
 )
-from determined_amp.amp.rehearsal import (
-    Rehearsal,
-)
+from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.experiment.experiment import constants
 from determined_amp.experiment.failures import (

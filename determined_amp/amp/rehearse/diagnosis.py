@@ -13,10 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from determined_amp.amp.backward_graph import OUTSIDE, WHOLE_MODEL, module_names
 from determined_amp.amp.errors import one_line
-from determined_amp.amp.overflows import Key, OverflowWatch, Place
-from determined_amp.amp.rehearsal import Rehearsal, Rehearsed, largest_working
+from determined_amp.amp.rehearse.backward_graph import (
+    OUTSIDE,
+    WHOLE_MODEL,
+    module_names,
+)
+from determined_amp.amp.rehearse.overflows import Key, OverflowWatch, Place
+from determined_amp.amp.rehearse.rehearsal import Rehearsal, Rehearsed
+from determined_amp.amp.rehearse.searching import largest_working
 from determined_amp.amp.slots import Slots
 from determined_amp.amp.tensors import (
     dtype_name,

@@ -25,7 +25,7 @@ from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.amp.loop import AmpLoop
 from determined_amp.amp.metric_names import AuditMetricName
 from determined_amp.amp.precision import DeviceSupport
-from determined_amp.amp.rehearsal import Rehearsal
+from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.settings import Precision
 from determined_amp.amp.tensors import dtype_name
 from determined_amp.amp.torch_private import TorchDispatchMode

@@ -11,7 +11,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from determined_amp.amp.backward_graph import BackwardGraph, Gradients, module_names
+from determined_amp.amp.rehearse.backward_graph import (
+    BackwardGraph,
+    Gradients,
+    module_names,
+)
 from determined_amp.amp.tensors import has_nan, is_finite, largest_of, tensors_of
 from determined_amp.amp.torch_private import CAST, TorchDispatchMode
 

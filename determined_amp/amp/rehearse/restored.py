@@ -1,0 +1,208 @@
+"""What a rehearsal leaves out, and what is restored after it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from determined_amp.amp.casts import drop_casts
+from determined_amp.amp.compiled import as_written
+from determined_amp.amp.patched import patched
+from determined_amp.amp.tensors import parameters_in
+
+logger = logging.getLogger(__name__)
+
+_NEVER_COPIED = (Dataset, DataLoader, types.MethodType)
+
+# They are what they are, and cannot be changed in place.
+_PLAIN = (bool, int, float, str, type(None))
+# What torch keeps of a module: it goes with hooks, which stay.
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+@contextmanager
+def without_steps(
+    scaler: torch.amp.GradScaler,
+    optimizers: Sequence[Optimizer],
+    others: Iterable[tuple[object, str]] = (),
+    *,
+    scale: float | None = None,
+) -> Iterator[None]:
+    """Let no step, zero_grad or unscale_ have any effect in this block.
+
+    Args:
+        scaler: The scaler; its scale is restored.
+        optimizers: The optimizers that do nothing.
+        others: Other objects, each with the name of a method that does nothing either.
+        scale: The loss scale in this block; by default the current one.
+    """
+    still: list[tuple[object, str]] = [
+        (scaler, name) for name in ("step", "update", "unscale_")
+    ]
+    still += [
+        (optimizer, name) for optimizer in optimizers for name in ("step", "zero_grad")
+    ]
+    with ExitStack() as stack:
+        for owner, name in (*still, *others):
+            stack.enter_context(patched(owner, name, _do_nothing))
+        if scale is not None and scaler.is_enabled():
+            before = scaler.state_dict()
+            stack.callback(scaler.load_state_dict, before)
+            scaler.load_state_dict({**before, "scale": scale})
+        yield
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+@contextmanager
+def undisturbed(
+    *models: nn.Module, optimizers: Sequence[Optimizer] = ()
+) -> Iterator[None]:
+    """Train a batch in this block, then restore all state.
+
+    Gradients are enabled and the models are in training mode, even during a validation.
+    Weights (some trials clip or average them themselves), gradients, buffers, modes,
+    settings of the optimizers and random state are restored. DistributedDataParallel
+    exchanges nothing.
+    """
+    parameters = parameters_in(models, optimizers)
+    modules = [module for model in models for module in model.modules()]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    with ExitStack() as stack:
+        _keep_random_state(stack, parameters)
+        for model in models:
+            for buffer in model.buffers():
+                stack.callback(_put_back, buffer, buffer.clone())
+        for module in modules:
+            stack.callback(setattr, module, "training", module.training)
+            if not isinstance(module, LazyModuleMixin):  # which learns its sizes
+                stack.callback(_put_back_plain_values, module, _plain_values(module))
+            # which keeps its own buffers
+            if not isinstance(module, torch.jit.ScriptModule):
+                stack.callback(
+                    _put_back_buffers, module, _own_buffers(module), dir(module)
+                )
+        _keep_weights(stack, parameters)
+        for group in groups:
+            stack.callback(group.update, dict(group))
+        stack.enter_context(as_written())
+        stack.enter_context(torch.enable_grad())
+        for model in models:
+            if isinstance(model, nn.parallel.DistributedDataParallel):
+                stack.enter_context(model.no_sync())
+            if not model.training:
+                model.train()
+        yield
+
+
+def _keep_random_state(stack: ExitStack, parameters: Sequence[torch.Tensor]) -> None:
+    devices = {
+        parameter.device for parameter in parameters if parameter.device.type == "cuda"
+    }
+    stack.enter_context(torch.random.fork_rng(devices=list(devices)))
+    stack.callback(random.setstate, random.getstate())
+    numpy: Any = sys.modules.get("numpy")  # a batch that draws from it has imported it
+    if numpy:
+        stack.callback(numpy.random.set_state, numpy.random.get_state())
+
+
+def _keep_weights(stack: ExitStack, parameters: Sequence[torch.Tensor]) -> None:
+    """Keep weights and gradients; from now on there are no gradients."""
+    stack.callback(drop_casts)
+    for parameter in parameters:
+        if not is_lazy(parameter):
+            stack.callback(_put_back_weight, parameter, parameter.detach().clone())
+        stack.callback(setattr, parameter, "grad", parameter.grad)
+        parameter.grad = None
+
+
+def _put_back_weight(weight: torch.Tensor, before: torch.Tensor) -> None:
+    weight.data.copy_(before)
+
+
+def _put_back(buffer: torch.Tensor, before: torch.Tensor) -> None:
+    # One that is not strided cannot be restored.
+    if buffer.layout is torch.strided and not torch.equal(buffer, before):
+        with torch.no_grad():
+            buffer.copy_(before)
+
+
+def _put_back_buffers(
+    module: nn.Module, own: Mapping[str, torch.Tensor], names: Sequence[str]
+) -> None:
+    """Put back the buffers that a module had; it may have put others in their place."""
+    made = [name for name in _own_buffers(module) if name in names]  # which were None
+    for name in dict.fromkeys([*own, *made]):
+        setattr(module, name, own.get(name))
+
+
+def _put_back_plain_values(module: nn.Module, before: Mapping[str, Any]) -> None:
+    for name in _plain_values(module).keys() - before.keys():
+        del vars(module)[name]
+    vars(module).update(before)
+
+
+def _plain_values(module: nn.Module) -> dict[str, Any]:
+    """The numbers and words that a module keeps, such as a count of its forwards."""
+    return {
+        name: each
+        for name, each in vars(module).items()
+        if isinstance(each, _PLAIN) and name not in _OF_TORCH
+    }
+
+
+def _own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(module.named_buffers(recurse=False, remove_duplicate=False))
+
+
+@contextmanager
+def attributes_apart(owner: object, shared: Iterable[object]) -> Iterator[None]:
+    """Give an object copies of its attributes in this block, and its own attributes
+    after it.
+
+    So a counter or a queue that it keeps does not see a batch that is trained in the
+    block.
+
+    Args:
+        owner: Whose attributes are copied, such as a trial.
+        shared: Objects that are not copied, wherever they are met. Neither are data
+            sets, methods, and what cannot be copied.
+    """
+    attributes = vars(owner)
+    own = dict(attributes)
+    memo = {id(each): each for each in (owner, *shared)}
+    moves_on = []
+    for name, value in own.items():
+        if not isinstance(value, _NEVER_COPIED):
+            try:
+                attributes[name] = copy.deepcopy(value, memo)
+            except Exception:  # copying runs code of the attribute's own
+                if isinstance(value, (Iterator, torch.Generator)):
+                    moves_on.append(name)
+    if moves_on:
+        logger.warning(
+            "the audit trains the first batch once more, on copies of what the trial "
+            "keeps; it cannot copy %s, which the training finds as that batch has left "
+            "it; amp.audit: false trains without an audit",
+            ", ".join(moves_on),
+        )
+    try:
+        yield
+    finally:
+        attributes.clear()
+        attributes.update(own)
