@@ -573,6 +573,26 @@ def trains_two_loops_in_turn(loop: OwnLoop) -> None:
         loop.model.zero_grad()
 
 
+class Outer(torch.optim.Optimizer):
+    """An optimizer as torch makes them, which steps another one."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def steps_an_optimizer_inside_another(loop: OwnLoop) -> None:
+    outer = Outer(loop.optimizer)
+    loop.backward()
+    loop.amp.scaler.step(outer)
+    assert next(loop.model.parameters()).item() != loop.before
+    loop.amp.update()
+    assert loop.amp.attempted_steps == int(loop.amp.applied_steps) == 1
+
+
 def steps_a_wrapper(loop: OwnLoop) -> None:
     loop.backward()
     wrapper: Any = Wrapper(loop.optimizer)
@@ -587,6 +607,7 @@ NO_MISTAKES_IN_A_LOOP = [
     has_not_begun,
     steps_a_model_of_its_own,
     trains_two_loops_in_turn,
+    steps_an_optimizer_inside_another,
     steps_a_wrapper,
 ]
 
