@@ -106,6 +106,8 @@ def test_resume_keeps_the_saved_scale(caplog: pytest.LogCaptureFixture) -> None:
     second = fit_as_it_is(Converted, FIND, batches=4, resume=first)
     amp = second.trial.amp
     assert amp.scaler.get_scale() == amp.settings.init_scale == 8.0
+    raised = fit_as_it_is(Converted, {**FIND, "min_scale": 16.0}, resume=first)
+    assert raised.trial.amp.scaler.get_scale() == 16.0
     assert "find found" not in caplog.text
 
 

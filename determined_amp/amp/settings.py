@@ -183,11 +183,11 @@ class AmpSettings:
     @property
     def first_scale(self) -> float:
         """The loss scale that a scaler is made with: PyTorch's default if it is to be
-        found.
+        found, or `min_scale` if that is above it.
         """
-        return (
-            DEFAULT_SCALE if isinstance(self.init_scale, FindScale) else self.init_scale
-        )
+        if isinstance(self.init_scale, FindScale):
+            return max(DEFAULT_SCALE, self.min_scale)
+        return self.init_scale
 
     @property
     def ignored(self) -> tuple[str, ...]:

@@ -139,7 +139,8 @@ class ResumedTraining(pytorch.PyTorchCallback):
         if not state or self._warm_start:
             state = amp.scaler.state_dict()
         elif settings.finds_scale:
-            amp.settings = dataclasses.replace(settings, init_scale=state["scale"])
+            scale = max(state["scale"], settings.min_scale)
+            amp.settings = dataclasses.replace(settings, init_scale=scale)
         checkpoint["scaler_state_dict"] = state
 
     def _settle_optimizers(self, checkpoint: StateDict) -> None:
