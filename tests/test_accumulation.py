@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from determined_amp.trial.accumulation import average_at_once, share_gradients_once
+from determined_amp.trial.batches import average_at_once, share_gradients_once
 from tests.fake_cuda import Syncs
 from tests.test_metrics import having
 

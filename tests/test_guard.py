@@ -24,11 +24,10 @@ from determined_amp.amp.metrics import StepReport
 from determined_amp.amp.plain_data import Values
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.running_statistics import RunningStatistics
-from determined_amp.amp.settings import AmpSettings, OnOverflow, Precision
+from determined_amp.amp.settings import AmpSettings, FindScale, OnOverflow, Precision
 from determined_amp.trial import notes
 from determined_amp.trial.mixed_precision import MixedPrecision
-from determined_amp.trial.notes import cause_first
-from determined_amp.trial.trial_guard import TrialGuard
+from determined_amp.trial.notes import TrialGuard, cause_first
 from tests.harness import Context, fit
 from tests.report_master import answering
 from tests.trials import Weights
@@ -208,6 +207,18 @@ class TestMetadata:
             master.metadata["amp"].pop("failure").startswith("validation_loss is nan")
         )
         assert master.metadata == {"mine": 1, "amp": noted}
+
+    @pytest.mark.parametrize("init_scale", [FindScale.FIND, 4.0])
+    def test_resume_keeps_the_noted_scale_that_an_earlier_process_has_found(
+        self, init_scale: Any
+    ) -> None:
+        watched: Any = guard(AmpSettings(Precision.AMP_FP16, init_scale=init_scale))
+        master = Master({"amp": {"init_scale": 8.0}})
+        watched._context._core = SimpleNamespace(train=master)
+        watched.on_training_start()
+        assert master.metadata is not None
+        kept = 8.0 if init_scale is FindScale.FIND else 4.0
+        assert master.metadata["amp"]["init_scale"] == kept
 
     def test_only_the_chief_writes_metadata(self) -> None:
         watched: Any = guard()

@@ -122,7 +122,11 @@ def test_private_methods_that_the_library_replaces_are_called_by_determined() ->
     calls = "".join(
         map(inspect.getsource, (controller, *contexts, core.CheckpointContext))
     )
-    for cls in (determined_private.SafeController, determined_private.BatchCollector):
+    for cls in (
+        determined_private.SafeController,
+        determined_private.WatchedController,
+        determined_private.BatchCollector,
+    ):
         for name in overridden(cls):
             assert f"self.{name}(" in calls, (
                 f"Determined {det.__version__} calls no {name}"

@@ -29,7 +29,7 @@ from determined_amp.experiment.experiment import parse
 from determined_amp.local.open_trial import trial_context
 from determined_amp.trial.checkpoint import CheckpointError
 from determined_amp.trial.determined_private import (
-    SafeController,
+    WatchedController,
     aggregation_frequency,
     averages_gradients,
     controlled_by,
@@ -168,7 +168,7 @@ def _examine_checkpoint(folder: Path, record: Record) -> None:
             record.empty_scaler_state = content.get("scaler_state_dict") == {}
 
 
-class Examined(SafeController):
+class Examined(WatchedController):
     """Determined's loop, with short epochs, until the optimizers have stepped often
     enough.
 

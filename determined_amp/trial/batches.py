@@ -7,18 +7,27 @@ replaced while it trains:
 * `train_batch` of the trial: see `Batches.__call__` for what is done in which order.
 * `step_optimizer` of the context: nothing else sees whether the trial clips gradients
   with a function that leaves them scaled.
+
+Where gradients accumulate over several batches, they are exchanged once per step and
+divided once, in place of `_average_gradients` of the context. Determined 0.38.1 enters
+`no_sync` around the backward alone. DistributedDataParallel decides in the forward
+whether the backward after it exchanges gradients, so they are exchanged after every
+batch.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from determined import pytorch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import one_line
@@ -29,7 +38,7 @@ from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.rehearse.restored import attributes_apart
 from determined_amp.amp.tensors import own_copy, parameters_in, tensors_of
 from determined_amp.amp.torch_private import version_of
-from determined_amp.trial.determined_private import what_steps
+from determined_amp.trial.determined_private import average_gradients_by, what_steps
 from determined_amp.trial.first_scale import settings_with_found_scale
 
 logger = logging.getLogger(__name__)
@@ -228,3 +237,52 @@ class _Timed:
                 return
             self._waited(time.perf_counter() - start)
             yield batch
+
+
+def average_at_once(context: pytorch.PyTorchTrialContext) -> None:
+    """Average the gradients of an accumulation window in one kernel, not one per
+    parameter.
+
+    Args:
+        context: The trial's context.
+    """
+
+    def average_gradients(parameters: Iterable[torch.Tensor], divisor: int) -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if (
+            divisor > 1
+            and gradients
+            and not any(gradient.is_sparse for gradient in gradients)
+        ):
+            torch._foreach_div_(gradients, float(divisor))
+        elif divisor > 1:
+            for gradient in gradients:
+                gradient.div_(float(divisor))
+
+    average_gradients_by(context, average_gradients)
+
+
+def share_gradients_once(
+    context: pytorch.PyTorchTrialContext, is_update_batch: Callable[[int], bool]
+) -> list[RemovableHandle]:
+    """Average the gradients over the ranks only in the last batch of a window.
+
+    By then they are sums over the window, so every rank gets the same average of sums.
+
+    Args:
+        context: The trial's context; its wrapped models are told before each forward.
+        is_update_batch: Whether a step follows the batch with that index. It must be
+            false for a batch that is rehearsed to find a fault, because every rank
+            rehearses its own.
+    """
+
+    def set_exchange(model: nn.Module, inputs: Any) -> None:
+        if torch.is_grad_enabled():
+            last = is_update_batch(context.current_train_batch())
+            model.require_backward_grad_sync = last  # type: ignore[assignment]  # of DDP, a bool
+
+    return [
+        model.register_forward_pre_hook(set_exchange)
+        for model in context.models
+        if isinstance(model, DistributedDataParallel)
+    ]

@@ -236,9 +236,6 @@ class SafeController(_Controller):
     A subclass extends its public methods, which Determined calls by private names.
     """
 
-    train_one_batch = _Controller._train_batch
-    end_epoch = _Controller._on_epoch_end
-
     _metric_problem: str | None = None
     _before_validation: dict[str, Any] | None = None
 
@@ -361,12 +358,6 @@ class SafeController(_Controller):
     def _run(self) -> None:
         self.run_loop()
 
-    def _train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
-        return self.train_one_batch(batch, epoch_idx, batch_idx)
-
-    def _on_epoch_end(self, epoch_idx: int) -> None:
-        self.end_epoch(epoch_idx)
-
     def _validate(self) -> Metrics:
         return self.validate()
 
@@ -432,8 +423,20 @@ class SafeController(_Controller):
 #   policy matches.
 #
 # On a trial that has a `MixedPrecision` and on its context, while it trains: see
-# `trial/batches.py`, and `_average_gradients`, where gradients accumulate, because
-# Determined's starts a kernel per parameter.
+# `trial/batches.py`.
+
+
+class WatchedController(SafeController):
+    """The loop of a trial whose batches and epochs somebody follows."""
+
+    train_one_batch = _Controller._train_batch
+    end_epoch = _Controller._on_epoch_end
+
+    def _train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
+        return self.train_one_batch(batch, epoch_idx, batch_idx)
+
+    def _on_epoch_end(self, epoch_idx: int) -> None:
+        self.end_epoch(epoch_idx)
 
 
 class BatchCollector(SafeController):

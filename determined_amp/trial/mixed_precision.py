@@ -38,8 +38,11 @@ from determined_amp.experiment.failures import (
     print_uncaught_user_errors,
 )
 from determined_amp.experiment.misplaced import misplaced
-from determined_amp.trial.accumulation import average_at_once, share_gradients_once
-from determined_amp.trial.batches import Batches
+from determined_amp.trial.batches import (
+    Batches,
+    average_at_once,
+    share_gradients_once,
+)
 from determined_amp.trial.checkpoint import PortableCheckpoint
 from determined_amp.trial.determined_private import (
     aggregation_frequency,
@@ -50,8 +53,8 @@ from determined_amp.trial.determined_private import (
     searcher,
     what_steps,
 )
+from determined_amp.trial.notes import TrialGuard
 from determined_amp.trial.resumed import CALLBACK, ResumedTraining, scheduled
-from determined_amp.trial.trial_guard import TrialGuard
 
 logger = logging.getLogger(__name__)
 
