@@ -30,7 +30,7 @@ from determined_amp.compare.comparison_task import compare_on_cluster
 from determined_amp.compare.pilots import BATCHES, FINDER_BATCHES, Pilot, PilotResults
 from determined_amp.compare.plan import ComparisonPlan
 from determined_amp.compare.runs import ComparisonEnd, RunConfigs
-from determined_amp.experiment.experiment import parse
+from determined_amp.experiment.experiment import experiment_in, parse
 from determined_amp.experiment.overrides import in_precision
 from determined_amp.experiment.training import Length
 from determined_amp.finder.found_scale import FoundScale
@@ -482,13 +482,13 @@ def test_runs_of_a_comparison_differ_in_precision_and_seed_alone() -> None:
         "scheduling_unit": 6,
     }
     pilot = configs.pilot(Precision.TF32, BATCHES)
-    assert pilot["hyperparameters"]["amp"] == {"precision": "tf32"}
+    assert pilot.config["hyperparameters"]["amp"] == {"precision": "tf32"}
     # whole windows
-    assert pilot["searcher"] == {
+    assert pilot.config["searcher"] == {
         **searcher,
         "max_length": {"batches": 21},
     }
-    assert pilot["scheduling_unit"] == 3
+    assert pilot.config["scheduling_unit"] == 3
 
 
 @pytest.mark.parametrize("has_tf32", [True, False])
@@ -577,15 +577,12 @@ class TestPilot:
             clock = SimpleNamespace(monotonic=lambda: next(ticks))
             monkeypatch.setattr(pilots, "time", clock)
             monkeypatch.setattr(Staged, "script", messages)
-            config = experiment("Images")
+            images = experiment_in(experiment("Images"), "x")
             results = PilotResults({Precision.FP32: Pilot(base)})
-            pilots.train_pilot(config, Precision.TF32, tmp_path, results, watch)
+            pilots.train_pilot(images, Precision.TF32, tmp_path, results, watch)
             (job,) = Staged.jobs
-            assert (job.task, job.config, job.folder.path) == (
-                Task(Verb.TRAIN),
-                config,
-                tmp_path,
-            )
+            assert (job.task, job.folder.path) == (Task(Verb.TRAIN), tmp_path)
+            assert job.experiment is images
             assert not (tmp_path / "checkpoints").exists()
             assert Staged.made[0].connection.closed
             return results

@@ -222,7 +222,7 @@ class TestEverySearch:
         else:
             plan = SearchPlan(config)
             for probe in plan.space.probes():
-                plan.experiment(0, plan.space.nested(probe))
+                plan.experiment(0, plan.space.nested(probe)).with_trial()
 
     def test_comments_name_the_commands_of_this_file(self, name: str) -> None:
         text = (SEARCHES / f"{name}.yaml").read_text()

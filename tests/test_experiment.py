@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from determined._execution import _make_test_experiment_config
 
+from determined_amp.amp import fields, settings
 from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.fields import fill
 from determined_amp.amp.plain_data import Values
 from determined_amp.cli.options import configuration_of
 from determined_amp.experiment import experiment
@@ -25,6 +30,7 @@ from determined_amp.experiment.dotted import put
 from determined_amp.experiment.entrypoint import trial_in
 from determined_amp.experiment.overrides import in_precision, with_overrides
 from determined_amp.experiment.training import WITHOUT_EFFECT, Length
+from tests import training
 
 _YAML = Path(__file__).parent.parent / "experiment_configs" / "mlp" / "amp.yaml"
 _LENGTHS = ("max_length", "validation_period", "checkpoint_period", "reporting_period")
@@ -198,6 +204,37 @@ def test_scaler_settings_have_no_effect_in_a_precision_without_a_scaler(
     assert {"init_scale", "min_scale"} <= set(parsed.amp.ignored)
     (problem,) = problems_of({**values, "hp.amp.audit": 3})
     assert problem.startswith("hp.amp.audit: got 3")
+
+
+def test_training_reads_every_section_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial, its `MixedPrecision` and `fit` take what the command has read."""
+    read: Counter[str] = Counter()
+
+    def count(settings: object, *arguments: Any) -> bool:
+        read[type(settings).__name__] += 1
+        return fill(settings, *arguments)
+
+    for module in (fields, settings):
+        monkeypatch.setattr(module, "fill", count)
+    training.run_small("mlp/amp.yaml", tmp_path)
+    assert read == {
+        **dict.fromkeys(
+            ("CommonHyperparameters", "AmpSettings", "TrainingSettings"), 1
+        ),
+        **dict.fromkeys(("MLPHparams", "DataSettings"), 1),
+        "Length": 4,
+        **dict.fromkeys(("Platform", "Searcher", "Reproducibility", "Resources"), 1),
+    }
+
+
+def test_experiment_for_another_process_takes_no_trial_along() -> None:
+    found = experiment.parse(changed({}), "test")
+    assert "factory" in vars(found)
+    again = pickle.loads(pickle.dumps(found))
+    assert "factory" not in vars(again)
+    assert again.settings == found.settings
 
 
 def test_precision_of_the_command_line_may_be_in_quotes_as_in_the_yaml() -> None:

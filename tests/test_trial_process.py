@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def test_process_of_a_trial_has_its_share_of_the_threads_and_a_gpu_of_its_own(
     )
     monkeypatch.setattr(trial_process, "_run", tell_share)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    job = Job(Task(Verb.TRAIN), {}, RunFolder(tmp_path / "run"))
+    job = Job(Task(Verb.TRAIN), Mock(), RunFolder(tmp_path / "run"))
     process = TrialProcess(job, slot=1, workers=2)
     process.answer(lambda report: True)
     assert process.end().reason == "3 threads, GPU 5"

@@ -10,7 +10,8 @@ from determined import pytorch
 from typing_extensions import Self
 
 from determined_amp import AmpSettings, ConfigError
-from determined_amp.amp.fields import read_section, setting
+from determined_amp.amp.fields import setting
+from determined_amp.experiment.experiment import hparams_of
 from determined_amp.experiment.training import Length, TrainingSettings
 from trials.schedule import LRSchedule
 
@@ -51,7 +52,7 @@ class Hparams:
         Raises:
             ConfigError: naming every mistake.
         """
-        return read_section(cls, context.get_hparams(), "hyperparameters")
+        return hparams_of(cls, context)
 
     @property
     def max_norm(self) -> float:

@@ -56,6 +56,23 @@ class ConfigError(UserError, ValueError):
         super().__init__("\n".join(lines))
 
 
+class Problems(list[Problem]):
+    """The mistakes in a configuration so far; of several in a key the first counts."""
+
+    def append(self, problem: Problem) -> None:
+        if not problem.key or problem.key not in {known.key for known in self}:
+            super().append(problem)
+
+    def extend(self, problems: Iterable[Problem]) -> None:
+        for problem in problems:
+            self.append(problem)
+
+    def raise_from(self, source: str) -> None:
+        """Raise a `ConfigError` of the source if there is a mistake."""
+        if self:
+            raise ConfigError(source, self)
+
+
 class GuardError(UserError):
     """The run no longer trains.
 

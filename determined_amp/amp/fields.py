@@ -21,6 +21,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from determined_amp.amp.errors import ConfigError, Problem
@@ -77,7 +78,13 @@ def is_settings_class(cls: object) -> bool:
     return all(_DECLARED in field.metadata for field in dataclasses.fields(cls))
 
 
-def read(cls: type[T], raw: object, path: str, problems: list[Problem]) -> T | None:
+def read(
+    cls: type[T],
+    raw: object,
+    path: str,
+    problems: list[Problem],
+    known: Mapping[str, object] = MappingProxyType({}),
+) -> T | None:
     """Build `cls` from the mapping `raw`; None after appending its mistakes to
     `problems`.
 
@@ -94,6 +101,7 @@ def read(cls: type[T], raw: object, path: str, problems: list[Problem]) -> T | N
         path: Dotted name of the section, for messages; empty for the whole
             configuration.
         problems: The mistakes that are known already.
+        known: Sections that were read before, by key, for fields of their class.
     """
     section_of = getattr(cls, "section_of", None)
     if isinstance(raw, str) and section_of is not None:
@@ -102,11 +110,15 @@ def read(cls: type[T], raw: object, path: str, problems: list[Problem]) -> T | N
         problems.append(Problem(path, f"got {shown(raw)}; allowed: {_MAPPING}"))
         return None
     settings = cls.__new__(cls)
-    return settings if fill(settings, raw, path, problems) else None
+    return settings if fill(settings, raw, path, problems, known) else None
 
 
 def fill(
-    settings: object, raw: Mapping[Any, object], path: str, problems: list[Problem]
+    settings: object,
+    raw: Mapping[Any, object],
+    path: str,
+    problems: list[Problem],
+    known: Mapping[str, object] = MappingProxyType({}),
 ) -> bool:
     """Give a settings object its values, which it has not yet.
 
@@ -115,6 +127,7 @@ def fill(
         raw: See `read`; a script may give a member of an enumeration, and not its word.
         path: See `read`.
         problems: See `read`.
+        known: See `read`.
 
     Returns:
         False after appending mistakes to `problems`.
@@ -129,7 +142,9 @@ def fill(
     hints = typing.get_type_hints(cls)
     for field in fields:
         place = _join(path, field.name)
-        value = _value(hints[field.name], raw, place, field, found)
+        value = known.get(field.name) if field.name in raw else None
+        if type(value) not in _kinds(hints[field.name])[0]:
+            value = _value(hints[field.name], raw, place, field, found)
         object.__setattr__(settings, field.name, value)
     after = getattr(settings, "__post_init__", None)
     if after is not None and not found:

@@ -20,8 +20,9 @@ from rich.status import Status
 
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.metric_names import MetricName
-from determined_amp.amp.plain_data import Config, Values
+from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import Precision
+from determined_amp.experiment.experiment import Experiment
 from determined_amp.finder.found_scale import FILE_NAME, FoundScale
 from determined_amp.finder.scale_finding import Verdict
 from determined_amp.local.trainer import GoesOn
@@ -68,8 +69,8 @@ class ComparisonPaused(Exception):  # noqa: N818  # it is no error
 # Asked at each report of a run whether to stop there.
 IsPaused = Callable[[], bool]
 
-# The configuration of a pilot in a precision, with this length in batches.
-PilotConfig = Callable[[Precision, int], Config]
+# The experiment of a pilot in a precision, with this length in batches.
+PilotOf = Callable[[Precision, int], Experiment]
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ class PilotDisplay:
 
 
 def run_pilots(
-    config_of: PilotConfig,
+    pilot_of: PilotOf,
     precisions: Sequence[Precision],
     results: PilotResults,
     folder: Path,
@@ -229,14 +230,14 @@ def run_pilots(
                     raise ComparisonPaused(None)
                 display.show(times)
 
-            config = config_of(precision, BATCHES)
-            train_pilot(config, precision, folder / precision.value, results, watch)
+            pilot = pilot_of(precision, BATCHES)
+            train_pilot(pilot, precision, folder / precision.value, results, watch)
         if precision is Precision.AMP_FP16 and precision in results.pilots:
-            _find(config_of, results, folder)
+            _find(pilot_of, results, folder)
 
 
 def train_pilot(
-    config: Config,
+    experiment: Experiment,
     precision: Precision,
     folder: Path,
     results: PilotResults,
@@ -245,13 +246,13 @@ def train_pilot(
     """Train a pilot, and keep its times, or the reason to leave its precision out.
 
     Args:
-        config: The experiment in this precision, with `REPORTING_PERIOD`.
+        experiment: The experiment in this precision, with `REPORTING_PERIOD`.
         precision: The precision.
         folder: The run folder to make.
         results: Of the pilots before it; gets that of this one.
         watch: Called at each report; an error ends the pilot.
     """
-    times = BatchTimes(int(config["hyperparameters"]["global_batch_size"]))
+    times = BatchTimes(experiment.global_batch_size or 0)
     slowest = results.slowest
 
     def goes_on(report: Values) -> bool:
@@ -261,7 +262,7 @@ def train_pilot(
         return not (times.are_enough and is_known)
 
     began = time.monotonic()
-    ended = _run(Job(Task(Verb.TRAIN), config, RunFolder(folder)), goes_on)
+    ended = _run(Job(Task(Verb.TRAIN), experiment, RunFolder(folder)), goes_on)
     wall = time.monotonic() - began
     # A pilot is never continued.
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
@@ -286,15 +287,15 @@ def train_pilot(
         )
 
 
-def _find(config_of: PilotConfig, results: PilotResults, folder: Path) -> None:
+def _find(pilot_of: PilotOf, results: PilotResults, folder: Path) -> None:
     """Find the loss scale, or the reason why float16 has none."""
     seconds = results.pilots[Precision.AMP_FP16].seconds_per_batch
     batches = int(min(max(_LONG / (_PASSES * seconds), 1), FINDER_BATCHES))
     print(f"measuring the loss scale of {batches} batches", flush=True)
-    config = config_of(Precision.AMP_FP16, batches)
+    experiment = pilot_of(Precision.AMP_FP16, batches)
     task = Task(Verb.FIND, batches=batches)
     place = folder / "loss-scale"
-    ended = _run(Job(task, config, RunFolder(place)), lambda report: True)
+    ended = _run(Job(task, experiment, RunFolder(place)), lambda report: True)
     if ended.state is not RunState.COMPLETED:
         results.leave_out(Precision.AMP_FP16, ended.reason)
         return

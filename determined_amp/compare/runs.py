@@ -25,7 +25,12 @@ from determined_amp.compare.pilots import (
 )
 from determined_amp.compare.plan import ComparisonPlan, plan_lines, plan_of
 from determined_amp.experiment.dotted import put
-from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, parse
+from determined_amp.experiment.experiment import (
+    TRIAL_SEED,
+    Experiment,
+    experiment_in,
+    parse,
+)
 from determined_amp.experiment.files import write_whole
 from determined_amp.experiment.overrides import in_precision
 from determined_amp.finder.found_scale import scale_sentences, yaml_changes
@@ -215,11 +220,12 @@ class RunConfigs:
         amp = {key: value for key, value in changed.items() if value is not None}
         return dataclasses.replace(self, amp=amp)
 
-    def pilot(self, precision: Precision, batches: int) -> Config:
-        """The configuration of a pilot in a precision."""
+    def pilot(self, precision: Precision, batches: int) -> Experiment:
+        """The experiment of a pilot in a precision."""
         amp = {**self.amp, "precision": precision.value}
         period = self.rounded(REPORTING_PERIOD)
-        return self._config({"amp": amp}, self.rounded(batches), period)
+        config = self._config({"amp": amp}, self.rounded(batches), period)
+        return experiment_in(config, self.experiment.source)
 
     def search(self, precisions: Sequence[Precision], plan: ComparisonPlan) -> Config:
         """The search over these precisions and all seeds."""

@@ -23,13 +23,21 @@ import copy
 import dataclasses
 import enum
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from determined_amp.amp.errors import ConfigError, Problem
-from determined_amp.amp.fields import is_settings_class, plain, read, setting, shown
+from determined_amp.amp.errors import ConfigError, Problem, Problems
+from determined_amp.amp.fields import (
+    is_settings_class,
+    plain,
+    read,
+    read_section,
+    setting,
+    shown,
+)
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.experiment.dotted import flat, value_at
@@ -52,6 +60,8 @@ if TYPE_CHECKING:
     from determined import pytorch
 
     from determined_amp.experiment.factory import Factory
+
+T = TypeVar("T")
 
 _NUMBERS = ("int", "double", "log")
 _RANGES = (*_NUMBERS, "categorical")
@@ -159,9 +169,17 @@ class CommonHyperparameters:
     trial_seed: int | None = setting(None, at_least=0, at_most=2**32 - 1)
 
 
+# The attribute of a context with the experiment that it was made for.
+_ATTRIBUTE = "determined_amp_experiment"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Experiment(CommonHyperparameters):
-    """An experiment configuration, read."""
+    """An experiment configuration, read once in a process.
+
+    What needs the trial is read when it is first asked for, and raises a `ConfigError`
+    that names every mistake; `with_trial` asks for all of it.
+    """
 
     source: str  # where it comes from, for error messages
     # The configuration with the values, trial and seed of this experiment: it needs no
@@ -171,15 +189,17 @@ class Experiment(CommonHyperparameters):
     trial_key: str  # the key or the option that names it
     platform: Platform  # Determined's own sections
     seed: int  # of a local run
-    # The hyperparameters that the trial gets; `{type: const, val: x}` becomes x.
-    hyperparameters: Config = dataclasses.field(repr=False)
-    # The `data` section: an instance of the trial's class `Data` if it has one, else a
-    # dict.
-    data: Any
-    # An instance of the trial's class `Hparams`; None if it has none.
-    hparams: Any = None
-    # The trial class, or a function that makes the trial; None before it is imported.
-    factory: Factory | None = dataclasses.field(default=None, repr=False)
+
+    @staticmethod
+    def of(context: pytorch.PyTorchTrialContext) -> Experiment | None:
+        """The experiment whose trial was made in a context; None in a user's script."""
+        experiment: Experiment | None = getattr(context, _ATTRIBUTE, None)
+        return experiment
+
+    def __getstate__(self) -> Values:
+        """What a process of a search gets: it imports the trial itself."""
+        fields = dataclasses.fields(self)
+        return {field.name: getattr(self, field.name) for field in fields}
 
     @property
     def name(self) -> str:
@@ -200,7 +220,7 @@ class Experiment(CommonHyperparameters):
         """The key of the YAML that holds a setting of the training, such as
         `max_length`.
         """
-        return key_of(name, ours=has_our_form(self.hyperparameters))
+        return key_of(name, ours=has_our_form(self.config["hyperparameters"]))
 
     @property
     def max_length(self) -> Length:
@@ -238,6 +258,22 @@ class Experiment(CommonHyperparameters):
         """All settings in our form, defaults included, by dotted name."""
         return flat(self.resolved())
 
+    @property
+    def hyperparameters(self) -> Config:
+        """Those that the trial gets; `{type: const, val: x}` is x."""
+        values: Config = self.config["hyperparameters"]
+        return values if self.hparams is None else {**values, "trial": self.trial}
+
+    @property
+    def hparams(self) -> Any:
+        """An instance of the trial's class `Hparams`; None if it has none."""
+        return self._own_sections[0]
+
+    @property
+    def data(self) -> Any:
+        """The `data` section: an instance of the trial's class `Data`, else a dict."""
+        return self._own_sections[1]
+
     def check_files(self) -> None:
         """Refuse a trial whose files show that it cannot be imported; nothing is
         imported.
@@ -257,42 +293,70 @@ class Experiment(CommonHyperparameters):
             text = f"{error}; allowed: module:Class of a PyTorchTrial"
             raise ConfigError(self.source, [Problem(self.trial_key, text)]) from error
 
+    @cached_property
+    def factory(self) -> Factory:
+        """The trial class, or a function that makes the trial."""
+        from determined_amp.experiment.factory import load_factory  # noqa: PLC0415  # torch
+
+        with self._naming_the_trial():
+            return load_factory(self.trial)
+
+    @cached_property
+    def _own_sections(self) -> tuple[Any, Any]:
+        """`hyperparameters` and `data`, as the trial's own classes read them."""
+        problems = Problems()
+        hparams, data = None, self.config.get("data")
+        strict = _own_class(self.factory, "Hparams")
+        data_class = _own_class(self.factory, "Data")
+        if strict is not None:
+            values = {**self.config["hyperparameters"], "trial": self.trial}
+            known = {"amp": self.amp, "training": self.training}
+            hparams = read(strict, values, "hyperparameters", problems, known)
+        data = {} if data is None else data
+        if data_class is not None:
+            data = read(data_class, data, "data", problems)
+        problems.raise_from(self.source)
+        return hparams, data
+
     def with_trial(self) -> Experiment:
         """Import the trial, and check the sections that only it knows.
 
         Raises:
             ConfigError: naming every mistake.
         """
-        from determined_amp.experiment.factory import load_factory  # noqa: PLC0415  # torch
-
-        if self.factory is not None:
-            return self
-        with self._naming_the_trial():
-            factory = load_factory(self.trial)
-        problems: list[Problem] = []
-        values, data, hparams = dict(self.hyperparameters), self.data, None
-        strict, data_class = _own_class(factory, "Hparams"), _own_class(factory, "Data")
-        if strict is not None:
-            values["trial"] = self.trial
-            hparams = read(strict, values, "hyperparameters", problems)
-        if data_class is not None:
-            data = read(data_class, data, "data", problems)
-        if problems:
-            raise ConfigError(self.source, problems)
-        changes = {
-            "factory": factory,
-            "hyperparameters": values,
-            "hparams": hparams,
-            "data": data,
-        }
-        return dataclasses.replace(self, **changes)
+        _ = self._own_sections
+        return self
 
     def make(self, context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrial:
         """Make the trial in a context of this experiment."""
         from determined_amp.experiment.factory import make_trial  # noqa: PLC0415  # torch
 
-        assert self.factory is not None  # `with_trial` has imported it
+        setattr(context, _ATTRIBUTE, self)
         return make_trial(self.factory, context)
+
+
+def hparams_of(cls: type[T], context: pytorch.PyTorchTrialContext) -> T:
+    """The hyperparameters of a context as `cls`, the class `Hparams` of its trial.
+
+    Raises:
+        ConfigError: naming every mistake.
+    """
+    made_for = Experiment.of(context)
+    if made_for is not None and type(made_for.hparams) is cls:
+        return made_for.hparams
+    return read_section(cls, context.get_hparams(), "hyperparameters")
+
+
+def data_of(cls: type[T], context: pytorch.PyTorchTrialContext) -> T:
+    """The section `data` of a context as `cls`, the class `Data` of its trial.
+
+    Raises:
+        ConfigError: naming every mistake.
+    """
+    made_for = Experiment.of(context)
+    if made_for is not None and type(made_for.data) is cls:
+        return made_for.data
+    return read_section(cls, context.get_experiment_config().get("data") or {}, "data")
 
 
 def read_yaml(path: str) -> Config:
@@ -331,11 +395,11 @@ def experiment_in(
     Raises:
         ConfigError: naming every mistake.
     """
-    problems: list[Problem] = []
+    problems = Problems()
     values = _values(config, hyperparameters, problems)
     path, key = ("", "") if problems else _named_trial(config, values, trial, problems)
-    wrong = [*misplaced(config, values), *problems]
-    common, platform = read_sections(config, values, source, wrong)
+    problems.extend(misplaced(config, values))
+    common, platform = read_sections(config, values, source, problems)
     of_search = platform.reproducibility.experiment_seed
     seed = of_search if common.trial_seed is None else common.trial_seed
     values = {name: value for name, value in values.items() if name != TRIAL_SEED}
@@ -347,16 +411,11 @@ def experiment_in(
         trial_key=key,
         platform=platform,
         seed=seed,
-        hyperparameters=values,
-        data={} if config.get("data") is None else config["data"],
     )
 
 
 def read_sections(
-    config: Config,
-    values: Config,
-    source: str,
-    problems: Iterable[Problem] = (),
+    config: Config, values: Config, source: str, problems: Problems
 ) -> tuple[CommonHyperparameters, Platform]:
     """The settings of a configuration that mean the same in every trial.
 
@@ -364,21 +423,19 @@ def read_sections(
         config: The experiment configuration, in either form.
         values: The hyperparameters of the trial.
         source: Where they come from, for the error message.
-        problems: Mistakes that are known already; a key is named once, by the last that
-            names it.
+        problems: Mistakes that are known already.
 
     Raises:
         ConfigError: naming every mistake.
     """
-    found: list[Problem] = []
-    platform = read(Platform, _known(Platform, config), "", found)
-    common = _read_common(config, values, found)
+    platform = read(Platform, _known(Platform, config), "", problems)
+    common = _read_common(config, values, problems)
     size = values.get("global_batch_size")
     if platform is not None and isinstance(size, int):
-        found.extend(indivisible_batch(size, platform.resources.slots_per_trial))
-    wrong = {problem.key: problem for problem in (*found, *problems)}
-    if wrong or platform is None or common is None:
-        raise ConfigError(source, wrong.values())
+        problems.extend(indivisible_batch(size, platform.resources.slots_per_trial))
+    problems.raise_from(source)
+    assert platform is not None
+    assert common is not None
     return common, platform
 
 
@@ -416,16 +473,16 @@ def _read_common(
         values: The hyperparameters of the trial.
         problems: The mistakes are appended, with the keys of the user's form.
     """
+    problems.extend(Problem(name, _ONE_VALUE.format(name)) for name in ranges(values))
     ours, found = has_our_form(values), list[Problem]()
+    if ours:
+        problems.extend(mistakes_of_our_form(config, values))
     translated = dict(values) if ours else in_our_form(config, values)
     if not isinstance(values.get("amp"), Mapping):  # the trial's own
         translated["amp"] = None
     known = _known(CommonHyperparameters, translated)
     common = read(CommonHyperparameters, known, "hyperparameters", found)
     problems.extend(found if ours else map(in_their_words, found))
-    if ours:
-        problems.extend(mistakes_of_our_form(config, values))
-    problems.extend(Problem(name, _ONE_VALUE.format(name)) for name in ranges(values))
     return common
 
 

@@ -250,9 +250,9 @@ class Objective:
             before = read_run(folder.path)
             if before.state in (RunState.COMPLETED, RunState.PRUNED):
                 return before  # a killed search could not tell the study
-        config, hparams = self._plan.trial(trial.number)
+        experiment, hparams = self._plan.trial(trial.number)
         folder.describe_trial(trial.number, hparams)
-        ended = self._in_a_process(trial, Job(self._plan.task, config, folder))
+        ended = self._in_a_process(trial, Job(self._plan.task, experiment, folder))
         if ended.state in (RunState.RUNNING, RunState.STOPPED) and self.stopping:
             raise OpenTrialError
         if ended.state is RunState.STOPPED:

@@ -13,7 +13,7 @@ import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution
 
-from determined_amp.amp.errors import ConfigError, Problem
+from determined_amp.amp.errors import ConfigError, Problem, Problems
 from determined_amp.amp.fields import Contradictions, read, setting
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment.dotted import value_at
@@ -22,7 +22,6 @@ from determined_amp.experiment.experiment import (
     Experiment,
     Searcher,
     experiment_in,
-    parse,
     with_power_of_two,
 )
 from determined_amp.experiment.score_check import check_score
@@ -112,24 +111,23 @@ class SearchPlan:
     """
 
     def __init__(self, search: Config, source: str = "search") -> None:
-        problems: list[Problem] = []
+        problems = Problems()
         settings = read_searcher(search.get("searcher"), problems)
         task = _task_here(search, problems)
-        in_space: list[Problem] = []
+        in_space = Problems()
         self.space = read_space(search.get("hyperparameters"), in_space)
         if settings is not None and settings.name == "grid":
             in_space.extend(_mistakes_of_a_grid(self.space))
         self.search = search
         self._source = source
-        probes = () if in_space else self.space.probes()
-        for probe in probes:
-            problems.extend(self._mistakes_of_a_trial(probe, task, settings))
+        self._probes: list[Experiment] = []
+        if not in_space:
+            for probe in self.space.probes():
+                problems.extend(self._mistakes_of_a_trial(probe, task, settings))
         problems.extend(in_space)
-        if settings is None or task is None or problems:
-            first: dict[str, Problem] = {}
-            for problem in problems:
-                first.setdefault(problem.key, problem)
-            raise ConfigError(source, first.values())
+        problems.raise_from(source)
+        assert settings is not None
+        assert task is not None
         self.task: Task = task
         self.settings: GridSearcher = settings
         self._seed = int(value_at(search, "reproducibility.experiment_seed") or 0)
@@ -142,7 +140,9 @@ class SearchPlan:
         """
         try:
             sampled = self.space.nested(probe)
-            experiment = experiment_in(self.search, "search", hyperparameters=sampled)
+            experiment = experiment_in(
+                self.search, self._source, hyperparameters=sampled
+            )
             experiment.check_files()
             if task is not None and task.verb is Verb.SCORE:
                 check_score(experiment)
@@ -150,6 +150,7 @@ class SearchPlan:
                 return list(unequal_lengths(experiment, settings))
         except ConfigError as error:
             return list(error.problems)
+        self._probes.append(experiment)
         return []
 
     def check_trial(self) -> None:
@@ -158,8 +159,8 @@ class SearchPlan:
         Raises:
             ConfigError: naming every mistake of the first trial that has one.
         """
-        for probe in self.space.probes():
-            self.experiment(0, self.space.nested(probe))
+        for probe in self._probes:
+            probe.with_trial()
 
     @property
     def compares(self) -> bool:
@@ -191,6 +192,16 @@ class SearchPlan:
             )
         return optuna.pruners.NopPruner()
 
+    def trial(self, number: int) -> tuple[Experiment, Config]:
+        """The experiment of a trial, and its searched hyperparameters by dotted
+        name.
+        """
+        point = self.space.nested(self.points[number])
+        sampled = with_power_of_two(point, self.search)
+        axes = self.space.axes
+        hparams = {axis.name: reduce(getitem, axis.path, sampled) for axis in axes}
+        return self.experiment(number, sampled), hparams
+
     def experiment(self, number: int, sampled: Config) -> Experiment:
         """The experiment of a trial, with nested values of its hyperparameters.
 
@@ -203,19 +214,10 @@ class SearchPlan:
         """
         config = self.search
         if self.task.verb is Verb.TRAIN:
-            seed = {"experiment_seed": self.drawn_seed(number)}
             given = config.get("reproducibility") or {}
-            config = {**config, "reproducibility": {**given, **seed}}
-        return parse(config, self._source, hyperparameters=sampled)
-
-    def trial(self, number: int) -> tuple[Config, Config]:
-        """The configuration of a trial, and its searched hyperparameters by dotted
-        name.
-        """
-        sampled = with_power_of_two(self.space.nested(self.points[number]), self.search)
-        axes = self.space.axes
-        hparams = {axis.name: reduce(getitem, axis.path, sampled) for axis in axes}
-        return self.experiment(number, sampled).config, hparams
+            drawn = {**given, "experiment_seed": self.drawn_seed(number)}
+            config = {**config, "reproducibility": drawn}
+        return experiment_in(config, self._source, hyperparameters=sampled)
 
     def drawn_seed(self, number: int) -> int:
         """A 32-bit seed that depends only on the search's seed and the trial's

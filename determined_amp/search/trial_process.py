@@ -21,8 +21,8 @@ from multiprocessing.connection import Connection
 import torch
 from rich.console import Console
 
-from determined_amp.amp.plain_data import Config, Values
-from determined_amp.experiment.experiment import parse
+from determined_amp.amp.plain_data import Values
+from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.machine import Machine
 from determined_amp.finder.found_scale import FILE_NAME
 from determined_amp.local.checkpoint_storage import (
@@ -46,7 +46,7 @@ class Job:
     """One trial to run."""
 
     task: Task  # whether to train, score or find
-    config: Config  # its experiment configuration
+    experiment: Experiment  # what it is of
     folder: RunFolder  # a trial with a checkpoint there continues from it
 
 
@@ -130,10 +130,7 @@ def _share_machine(slot: int, workers: int) -> None:
 
 def _run(job: Job, connection: Connection) -> None:
     """Train, score or find, and write what was measured into the folder."""
-    experiment, folder = (
-        parse(job.config, str(job.config.get("name", "search"))),
-        job.folder,
-    )
+    experiment, folder = job.experiment.with_trial(), job.folder
     if job.task.verb is Verb.TRAIN:
         saved = complete_checkpoints(folder.checkpoints)
         resume = Resume.latest(folder.path) if saved else None

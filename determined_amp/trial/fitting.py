@@ -11,10 +11,11 @@ import determined as det
 import torch
 from determined import pytorch
 
-from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.errors import ConfigError, Problems
 from determined_amp.amp.plain_data import Config
 from determined_amp.experiment.experiment import (
     CommonHyperparameters,
+    Experiment,
     Platform,
     constants,
     read_sections,
@@ -47,8 +48,7 @@ def fit(
         AuditError: if the first batch is not computed in the configured precision.
         GuardError: if the run no longer trains.
     """
-    config, hyperparameters = _configuration(context)
-    common, platform = _read(config, hyperparameters, context)
+    common, platform = _settings(context)
     _check_aggregation(common.aggregation_frequency, context)
     if common.training.cudnn_benchmark is not None:
         torch.backends.cudnn.benchmark = common.training.cudnn_benchmark
@@ -88,16 +88,21 @@ def _configuration(
     return config, constants(hyperparameters)
 
 
-def _read(
-    config: Config,
-    hyperparameters: Config,
+def _settings(
     context: pytorch.PyTorchTrialContext,
 ) -> tuple[CommonHyperparameters, Platform]:
+    """Those of the context's experiment; a user's script reads them here."""
+    experiment = Experiment.of(context)
+    if experiment is not None:
+        return experiment, experiment.platform
+    config, hyperparameters = _configuration(context)
     # One has read its settings, or its script gave them: they are not read again.
     is_made = MixedPrecision.of(context) is not None
-    elsewhere = () if is_made else misplaced(config, hyperparameters)
+    problems = Problems()
+    if not is_made:
+        problems.extend(misplaced(config, hyperparameters))
     values = {**hyperparameters, "amp": None}
-    return read_sections(config, values, "experiment configuration", elsewhere)
+    return read_sections(config, values, "experiment configuration", problems)
 
 
 def _options(common: CommonHyperparameters, platform: Platform) -> Config:

@@ -32,7 +32,7 @@ from determined_amp.amp.precision import (
 )
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.settings import AmpSettings
-from determined_amp.experiment.experiment import constants
+from determined_amp.experiment.experiment import Experiment, constants
 from determined_amp.experiment.failures import (
     ending_the_program,
     print_uncaught_user_errors,
@@ -352,6 +352,19 @@ def _refuse_scaler(
 
 
 def _settings_of(context: pytorch.PyTorchTrialContext) -> AmpSettings:
+    """Those of the context's experiment; a user's script reads them here."""
+    experiment = Experiment.of(context)
+    known = None if experiment is None else experiment.amp
+    settings = _read_settings(context) if known is None else known
+    if settings.ignored:
+        precision = settings.precision.value
+        logger.info(
+            "%s has no loss scale: ignoring %s", precision, ", ".join(settings.ignored)
+        )
+    return settings
+
+
+def _read_settings(context: pytorch.PyTorchTrialContext) -> AmpSettings:
     info, hparams = det.get_cluster_info(), hyperparameters(context)
     if hparams is None and info is not None and info.task_type == "TRIAL":
         hparams = info.trial.hparams
@@ -372,10 +385,4 @@ def _settings_of(context: pytorch.PyTorchTrialContext) -> AmpSettings:
                 "amp_bf16 there"
             ],
         )
-    settings = read_section(AmpSettings, hparams["amp"], "hyperparameters.amp")
-    if settings.ignored:
-        precision = settings.precision.value
-        logger.info(
-            "%s has no loss scale: ignoring %s", precision, ", ".join(settings.ignored)
-        )
-    return settings
+    return read_section(AmpSettings, hparams["amp"], "hyperparameters.amp")

@@ -24,7 +24,7 @@ from torchvision import datasets
 from typing_extensions import Self
 
 from determined_amp import UserError
-from determined_amp.amp.fields import read_section
+from determined_amp.experiment.experiment import data_of
 
 # The most loader processes of a slot. Hundreds of thousands would take the machine
 # down.
@@ -81,9 +81,7 @@ class DatasetSettings:
         Raises:
             ConfigError: naming every mistake.
         """
-        return read_section(
-            cls, context.get_experiment_config().get("data") or {}, "data"
-        )
+        return data_of(cls, context)
 
     def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
         """A key and a sentence for each key that is missing or that the dataset does
