@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -83,28 +83,40 @@ COMPLETED = (Ended(),)
 class Reports:
     """The connection to a staged trial.
 
+    A pipe, for `multiprocessing.connection.wait`, has a byte for each report.
+
     Attributes:
         answers: What the trial was told after each of its reports.
-        ended: Set when its process has ended.
     """
 
     def __init__(self, reports: Iterable[object]) -> None:
         self._reports = [*reports]
         self.answers: list[object] = []
-        self.ended = threading.Event()
-        self.closed = False
+        self._reader, self._writer = os.pipe()
+        os.write(self._writer, bytes(len(self._reports)))
+        self._has_ended = self.closed = False
+
+    def fileno(self) -> int:
+        return self._reader
+
+    def end(self) -> None:
+        """The process has ended."""
+        if not self._has_ended:
+            self._has_ended = True
+            os.close(self._writer)
 
     def recv(self) -> object:
-        if self._reports:
-            return self._reports.pop(0)
-        self.ended.wait()
-        raise EOFError
+        if not os.read(self._reader, 1):
+            raise EOFError
+        return self._reports.pop(0)
 
     def send(self, answer: object) -> None:
         self.answers.append(answer)
 
     def close(self) -> None:
         self.closed = True
+        self.end()
+        os.close(self._reader)
 
 
 class Staged(TrialProcess):
@@ -133,13 +145,13 @@ class Staged(TrialProcess):
             each for each in script if not isinstance(each, Ended)
         )
         self.process: Any = Mock(exitcode=-signal.SIGTERM)
-        getattr(self.process, self.stopped_by).side_effect = self.connection.ended.set
+        getattr(self.process, self.stopped_by).side_effect = self.connection.end
         self.made.append(self)
         self.jobs.append(job)
         for end in script:
             if isinstance(end, Ended):
                 job.folder.end(*end)
-                self.connection.ended.set()
+                self.connection.end()
 
 
 def stage(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
-import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +19,7 @@ from determined_amp.amp.errors import ConfigError
 from determined_amp.runs.folder import RunFolder, trial_folder
 from determined_amp.runs.run import RunState
 from determined_amp.search import optimize, trial_process
-from determined_amp.search.optimize import Objective, SearchError
+from determined_amp.search.optimize import SearchError, SearchLoop
 from determined_amp.search.search_display import closing_lines, minutes
 from determined_amp.search.search_folder import (
     STUDY_FILE,
@@ -107,19 +105,6 @@ def test_trials_that_ran_wait_again_and_come_first(tmp_path: Path) -> None:
     assert scales == [2.0**24, 2.0**14, 2.0**4]
 
 
-def test_threads_that_ask_at_once_are_given_different_trials(tmp_path: Path) -> None:
-    study, _ = study_in(tmp_path)
-    start = threading.Barrier(3)
-
-    def ask() -> int:
-        start.wait()
-        return study.ask().number
-
-    with ThreadPoolExecutor(3) as threads:
-        asked = [threads.submit(ask) for _ in range(3)]
-    assert sorted(each.result() for each in asked) == [0, 1, 2]
-
-
 def test_database_on_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     study, _ = study_in(tmp_path)
     refused = pytest.raises(
@@ -138,15 +123,15 @@ def test_trial_worse_than_another_stops_where_they_are_first_compared(
     plan = SearchPlan(config)
     study, _ = open_study(tmp_path, plan)
     assert study.direction.name == "MAXIMIZE"
-    objective, trials = Objective(plan, tmp_path, 1), [study.ask(), study.ask()]
+    loop, trials = SearchLoop(plan, tmp_path, study, 1), [study.ask(), study.ask()]
     continues = []
     for trial, batches, loss in (
         *((0, 2, -1.0), (1, 2, math.nan), (1, 2, "no number")),
         *((1, 2, -2.0), (1, 8, -2.0)),
     ):
         report = {"group": "validation", "validation_loss": loss, "batches": batches}
-        assert objective._goes_on(trials[trial], {**report, "group": "training"})
-        continues.append(objective._goes_on(trials[trial], report))
+        assert loop._goes_on(trials[trial], {**report, "group": "training"})
+        continues.append(loop._goes_on(trials[trial], report))
     assert continues == [True, True, True, False, True]
 
 
@@ -167,9 +152,9 @@ class TestTrials:
         metric: str = "loss_scale_score",
         values: Sequence[float] = (0.5,),
         workers: int = 1,
-        time_limit: float | None = None,
+        time_limit: float = math.inf,
     ) -> Any:
-        """The objective of a search whose processes send these messages, in their
+        """The loop of a search whose processes send these messages, in their
         order.
         """
         config = searching.load("loss_scale_grid.yaml", *searching.THREE_SCALES)

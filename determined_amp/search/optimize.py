@@ -5,12 +5,14 @@ its own.
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import optuna
+from optuna.trial import TrialState
 
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Values
@@ -39,23 +41,15 @@ from determined_amp.search.trial_process import Job, TrialProcess
 # Seconds that a trial gets to save a checkpoint when the time is up; then it is killed.
 GRACE = 15.0
 
+# Seconds; a system's own limit is some days.
+_LONGEST_WAIT = 3600.0
+
 # What `run_comparison` returns after a signal.
 INTERRUPTED = "when it was interrupted"
 
 
 class SearchError(UserError):
     """The search cannot continue."""
-
-
-class FailedTrialError(Exception):
-    """A trial has no result. Optuna records it as failed, and goes on with the next."""
-
-
-class OpenTrialError(BaseException):
-    """Ends `Study.optimize`, which takes only an `Exception` as the end of a trial.
-
-    So the trial stays open, as after a kill, and a resume of the search continues it.
-    """
 
 
 def new_search(plan: SearchPlan, workers: int) -> Path:
@@ -121,56 +115,45 @@ def run_comparison(
         When or why it ended before its last trial, such as "within 3 min"; else an
             empty text.
     """
-    objective = _optimize(
-        folder, SearchPlan(read_config(folder)), 1, time_limit, is_paused
-    )
-    if objective.time_is_up:
+    loop = _optimize(folder, SearchPlan(read_config(folder)), 1, time_limit, is_paused)
+    if loop.time_is_up:
         return f"within {minutes(time_limit)}"
-    return INTERRUPTED if objective.stopping else ""
+    return INTERRUPTED if loop.stopping else ""
 
 
 def _optimize(
     folder: Path,
     plan: SearchPlan,
     workers: int,
-    time_limit: float | None = None,
+    time_limit: float = math.inf,
     is_paused: Callable[[], bool] = bool,
-) -> Objective:
+) -> SearchLoop:
     """Run all trials of the search in a folder."""
     with lock(folder, "this search"), storing(folder):
         # from now on the speeds of its trials do not count
         if workers > workers_of(plan.search):
             write_config(folder, plan.search, workers)
         study, waiting = open_study(folder, plan)
-        objective = Objective(plan, folder, workers, is_paused)
-        with (
-            on_stop_signals(lambda number, frame: objective.stop()),
-            objective.limited_to(time_limit),
-            suppress(OpenTrialError),
-        ):
-            study.optimize(
-                objective, n_trials=waiting, n_jobs=workers, catch=FailedTrialError
-            )
-        if objective.fault is not None:
-            raise objective.fault
-    return objective
+        loop = SearchLoop(plan, folder, study, workers, is_paused)
+        with on_stop_signals(lambda number, frame: loop.stop()):
+            loop.run(waiting, time_limit)
+    return loop
 
 
-class Objective:
-    """Runs a trial in a process of its own, and returns the value of its metric.
+class SearchLoop:
+    """Runs the trials of a study, each in a process of its own.
 
-    Optuna calls it in one thread for each trial that runs at the same time. The first
-    SIGINT or SIGTERM stops every trial at its next report, with a checkpoint; a second
-    one ends them at once.
+    The first SIGINT or SIGTERM stops every trial at its next report, with a checkpoint;
+    a second one ends them at once.
 
     Args:
         plan: The search.
         folder: Its folder.
+        study: Its study.
         workers: Number of trials that run at the same time.
         is_paused: Asked at each report whether to stop as if by a signal.
 
     Attributes:
-        fault: The error that stopped the search, such as a full disk; else None.
         time_is_up: Whether the time limit stopped it.
     """
 
@@ -178,113 +161,102 @@ class Objective:
         self,
         plan: SearchPlan,
         folder: Path,
+        study: optuna.Study,
         workers: int,
         is_paused: Callable[[], bool] = bool,
     ) -> None:
-        self._plan = plan
-        self._is_paused = is_paused
-        self._folder = folder
-        self._workers = workers
+        self._plan, self._folder, self._study = plan, folder, study
+        self._workers, self._is_paused = workers, is_paused
         self._slots = list(range(workers))  # those that are free
-        # Processes are started and joined one at a time: multiprocessing looks at all
-        # of them.
-        self._lock = threading.Lock()
-        self._running: list[TrialProcess] = []
-        self.fault: Exception | None = None
-        self.time_is_up = False
+        # By the connection to their process.
+        self._running: dict[Any, tuple[optuna.Trial, TrialProcess]] = {}
         self._signals = 0
+        self.time_is_up = False
 
     @property
     def stopping(self) -> bool:
         """Whether a signal, the time limit or a fault asked to stop."""
         return self._signals > 0
 
-    @contextmanager
-    def limited_to(self, seconds: float | None) -> Iterator[None]:
-        """Stop the trials after this time inside this block, and kill them `GRACE`
-        later.
-        """
-        ends = () if seconds is None else (seconds, seconds + GRACE)
-        timers = [threading.Timer(end, self._stop_in_time) for end in ends]
-        for timer in timers:
-            timer.start()
-        try:
-            yield
-        finally:
-            for timer in timers:
-                timer.cancel()
+    def run(self, waiting: int, seconds: float) -> None:
+        """Run the trials that wait.
 
-    def __call__(self, trial: optuna.Trial) -> float:
-        """Run a trial to its end.
+        Args:
+            waiting: Their number.
+            seconds: After this time the trials are stopped, and `GRACE` later killed.
 
         Raises:
-            FailedTrialError: if it has no result.
-            OpenTrialError: if it was interrupted, and continues with a resume.
+            Exception: what stopped the search, such as a full disk.
         """
-        if self.stopping:
-            raise OpenTrialError
-        metric = self._plan.settings.metric
-        try:
-            run = self._run(trial)
-        except Exception as error:  # of a file, not of the trial
-            self.fault = error
+        ends = [time.monotonic() + seconds + grace for grace in (0.0, GRACE)]
+        fault: Exception | None = None
+        while self._running or (waiting and not self.stopping):
+            try:
+                while waiting and self._slots and not self.stopping:
+                    waiting -= 1
+                    self._start(self._study.ask())
+                self._listen(ends)
+            except Exception as error:  # of a file, not of a trial
+                fault = fault or error
+                if not self.stopping:
+                    self.stop()
+        if fault is not None:
+            raise fault
+
+    def stop(self) -> None:
+        """Stop the trials at their next report; the second time, end them."""
+        self._signals += 1
+        for _, running in list(self._running.values()):
+            if self._signals == 1:
+                # a trial that trains stops at its next report
+                running.process.terminate()
+            else:
+                running.process.kill()
+
+    def _listen(self, ends: list[float]) -> None:
+        """Answer the trials that have reported, and stop all when the time is up."""
+        if not self._running:  # nothing would end the wait
+            return
+        left = min([*ends, math.inf]) - time.monotonic()
+        for connection in wait([*self._running], min(max(left, 0.0), _LONGEST_WAIT)):
+            self._answer(connection)
+        while ends and time.monotonic() >= ends[0]:
+            del ends[0]
+            self.time_is_up = self.time_is_up or not self.stopping
             self.stop()
-            raise OpenTrialError from error
-        print(line_of_a_trial(run, metric))
-        if run.state is RunState.PRUNED:
-            raise optuna.TrialPruned
-        best = Search(str(self._folder), (run,), self._plan.search).value(run)
-        if best is None or result(run, metric) is None:
-            raise FailedTrialError(run.reason)
-        return best
 
-    def _run(self, trial: optuna.Trial) -> Run:
-        """Run a trial in its process; the run as its folder has it.
-
-        Raises:
-            OpenTrialError: if it was interrupted by the end of the search.
-            SearchError: if the machine interrupted it, as a full disk does.
-        """
+    def _start(self, trial: optuna.Trial) -> None:
+        """Start a trial, or tell its result if a killed search could not."""
         folder = RunFolder(trial_folder(self._folder, trial.number))
         if folder.record.exists():
             before = read_run(folder.path)
             if before.state in (RunState.COMPLETED, RunState.PRUNED):
-                return before  # a killed search could not tell the study
+                self._tell(trial, before)
+                return
         experiment, hparams = self._plan.trial(trial.number)
         folder.describe_trial(trial.number, hparams)
-        ended = self._in_a_process(trial, Job(self._plan.task, experiment, folder))
-        if ended.state in (RunState.RUNNING, RunState.STOPPED) and self.stopping:
-            raise OpenTrialError
-        if ended.state is RunState.STOPPED:
-            raise SearchError(
-                f"{ended.reason}; the search stopped, and its open trials "
-                "continue with: det-amp search --resume "
-                f"{self._folder}"
-            )
-        metric = self._plan.settings.metric
-        run = read_run(folder.path)
-        if ended.state is RunState.RUNNING:
-            folder.end(RunState.FAILED, ended.reason)
-        elif run.state is RunState.COMPLETED and result(run, metric) is None:
-            folder.end(RunState.FAILED, f"{metric} was not reported")
-        return read_run(folder.path)
-
-    def _in_a_process(self, trial: optuna.Trial, job: Job) -> Run:
-        """Run a job; its record."""
-        with self._lock:
-            slot = self._slots.pop()
-            process = TrialProcess(job, slot, self._workers)
-            self._running.append(process)
+        job = Job(self._plan.task, experiment, folder)
+        running = TrialProcess(job, self._slots.pop(), self._workers)
+        self._running[running.connection] = trial, running
         if self.stopping:  # a signal came while it started
-            process.process.terminate()
+            running.process.terminate()
+
+    def _answer(self, connection: Any) -> None:
+        """Answer a report of a trial; or tell the study its end."""
+        trial, _ = self._running[connection]
         try:
-            process.answer(lambda report: self._goes_on(trial, report))
-        finally:  # it waits for an answer until the connection is closed
-            with self._lock:
-                self._running.remove(process)
-                self._slots.append(slot)
-                ended = process.end()
-        return ended
+            connection.send(self._goes_on(trial, connection.recv()))
+        except (EOFError, ConnectionError):
+            self._judge(trial, self._end(connection))
+        except Exception:
+            self._end(connection)  # it waits for an answer until it is closed
+            raise
+
+    def _end(self, connection: Any) -> Run:
+        """End the process of a trial; its record."""
+        _, running = self._running.pop(connection)
+        self._slots.append(running.slot)
+        return running.end()
 
     def _goes_on(self, trial: optuna.Trial, report: Values) -> bool:
         """Give a validation to Optuna; whether the trial continues after this
@@ -303,16 +275,35 @@ class Objective:
         trial.report(value, length)
         return asha is None or length >= asha.max_time or not trial.should_prune()
 
-    def _stop_in_time(self) -> None:
-        self.time_is_up = self.time_is_up or not self.stopping
-        self.stop()
+    def _judge(self, trial: optuna.Trial, ended: Run) -> None:
+        """Tell the study how a trial ended; one that was interrupted stays open.
 
-    def stop(self) -> None:
-        """Stop the trials at their next report; the second time, end them."""
-        self._signals += 1
-        for trial in list(self._running):
-            if self._signals == 1:
-                # a trial that trains stops at its next report
-                trial.process.terminate()
-            else:
-                trial.process.kill()
+        Raises:
+            SearchError: if the machine interrupted it, as a full disk does.
+        """
+        if ended.state in (RunState.RUNNING, RunState.STOPPED) and self.stopping:
+            return
+        if ended.state is RunState.STOPPED:
+            raise SearchError(
+                f"{ended.reason}; the search stopped, and its open trials continue "
+                f"with: det-amp search --resume {self._folder}"
+            )
+        folder = RunFolder(trial_folder(self._folder, trial.number))
+        run, metric = read_run(folder.path), self._plan.settings.metric
+        if ended.state is RunState.RUNNING:
+            folder.end(RunState.FAILED, ended.reason)
+        elif run.state is RunState.COMPLETED and result(run, metric) is None:
+            folder.end(RunState.FAILED, f"{metric} was not reported")
+        self._tell(trial, read_run(folder.path))
+
+    def _tell(self, trial: optuna.Trial, run: Run) -> None:
+        """Print the end of a trial, and tell it to the study."""
+        metric = self._plan.settings.metric
+        print(line_of_a_trial(run, metric))
+        best = Search(str(self._folder), (run,), self._plan.search).value(run)
+        if run.state is RunState.PRUNED:
+            self._study.tell(trial, state=TrialState.PRUNED)
+        elif result(run, metric) is None:
+            self._study.tell(trial, state=TrialState.FAIL)
+        else:
+            self._study.tell(trial, best)

@@ -7,8 +7,7 @@ in the run folders.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,20 +25,6 @@ class StudyError(UserError):
     """A file is not the study of a search, or cannot be read or written."""
 
 
-class _Storage(optuna.storages.RDBStorage):
-    """SQLite locks no row, so two threads that ask at once would be given the same
-    trial.
-    """
-
-    _lock = threading.Lock()
-
-    def set_trial_state_values(
-        self, trial_id: int, state: TrialState, values: Sequence[float] | None = None
-    ) -> bool:
-        with self._lock:
-            return super().set_trial_state_values(trial_id, state, values)
-
-
 def open_study(folder: Path, plan: SearchPlan) -> tuple[optuna.Study, int]:
     """The study of the search in a folder with all its points, and the number of trials
     that wait.
@@ -48,7 +33,9 @@ def open_study(folder: Path, plan: SearchPlan) -> tuple[optuna.Study, int]:
     """
     # A dashboard may lock the file for a moment.
     waiting_long = {"connect_args": {"timeout": 60}}
-    storage = _Storage(f"sqlite:///{folder / STUDY_FILE}", engine_kwargs=waiting_long)
+    storage = optuna.storages.RDBStorage(
+        f"sqlite:///{folder / STUDY_FILE}", engine_kwargs=waiting_long
+    )
     study = optuna.create_study(
         storage=storage,
         pruner=plan.pruner(),

@@ -63,6 +63,7 @@ class TrialProcess:
 
     def __init__(self, job: Job, slot: int = 0, workers: int = 1) -> None:
         self._folder = job.folder
+        self.slot = slot
         self.connection, theirs = _processes.Pipe()
         # Not a daemon, because daemons may not start loader processes.
         self.process = _processes.Process(
