@@ -124,7 +124,7 @@ class TestReports:
 
     def test_reports_of_other_groups_count_for_nothing(self) -> None:
         reports = Reports([("loss_scale", Report(4, {"overflow_share": 1.0}))])
-        assert reports.training is None
+        assert reports.training.batches == 0
         assert reports.validations == []
 
 

@@ -94,9 +94,8 @@ def read(
             enum, or one of these `| None`. It may define `contradictions(self,
             fields_set: frozenset[str]) -> Contradictions`, and `section_of(text: str)`,
             which returns the section that a text stands for, or None. With
-            `READ_IN_PART = True` it has some keys of a section of Determined's. Then
-            others are no mistakes unless they look like one of these, misspelt, and
-            null counts as no key.
+            `READ_IN_PART = True` it has some keys of a section: others are no mistakes,
+            and null counts as no key.
         raw: The section, as read from YAML or JSON.
         path: Dotted name of the section, for messages; empty for the whole
             configuration.
@@ -133,12 +132,11 @@ def fill(
         False after appending mistakes to `problems`.
     """
     cls: Any = type(settings)
-    in_part = getattr(cls, "READ_IN_PART", False)
-    if in_part:
-        raw = {key: value for key, value in raw.items() if value is not None}
     fields = dataclasses.fields(cls)
     names = [field.name for field in fields]
-    found = list(_unknown_keys(raw, path, names, in_part=in_part))
+    if getattr(cls, "READ_IN_PART", False):
+        raw = {name: raw[name] for name in names if raw.get(name) is not None}
+    found = list(_unknown_keys(raw, path, names))
     hints = typing.get_type_hints(cls)
     for field in fields:
         place = _join(path, field.name)
@@ -193,16 +191,12 @@ def shown(raw: object) -> str:
 
 
 def _unknown_keys(
-    raw: Mapping[Any, object], path: str, names: list[str], *, in_part: bool
+    raw: Mapping[Any, object], path: str, names: list[str]
 ) -> Iterator[Problem]:
     for key in [key for key in raw if key not in names]:
-        near = difflib.get_close_matches(
-            str(key), names, n=1, cutoff=0.8 if in_part else 0.6
-        )
-        if near:
-            yield Problem(_join(path, key), f"unknown key; did you mean {near[0]}?")
-        elif not in_part:
-            yield Problem(_join(path, key), f"unknown key; allowed: {', '.join(names)}")
+        near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.6)
+        allowed = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(names)}"
+        yield Problem(_join(path, key), f"unknown key; {allowed}")
 
 
 def _join(path: str, key: object) -> str:

@@ -147,6 +147,8 @@ class Optimizations:
 class Platform:
     """Determined's own keys of an experiment configuration, as far as we read them."""
 
+    READ_IN_PART = True
+
     searcher: Searcher = setting(Searcher())
     reproducibility: Reproducibility = setting(Reproducibility())
     name: str = setting("unnamed")
@@ -160,6 +162,8 @@ class Platform:
 @dataclass(frozen=True)
 class CommonHyperparameters:
     """The hyperparameters that mean the same in every trial."""
+
+    READ_IN_PART = True
 
     training: TrainingSettings = setting(TrainingSettings())  # lengths and periods
     aggregation_frequency: int = setting(1, at_least=1)  # batches per optimizer step
@@ -428,7 +432,7 @@ def read_sections(
     Raises:
         ConfigError: naming every mistake.
     """
-    platform = read(Platform, _known(Platform, config), "", problems)
+    platform = read(Platform, config, "", problems)
     common = _read_common(config, values, problems)
     size = values.get("global_batch_size")
     if platform is not None and isinstance(size, int):
@@ -457,12 +461,6 @@ def parse(
     return found.with_trial()
 
 
-def _known(cls: type, section: Config) -> Config:
-    """The keys of a section that a settings class has; None counts as no key."""
-    names = [field.name for field in dataclasses.fields(cls)]
-    return {name: section[name] for name in names if section.get(name) is not None}
-
-
 def _read_common(
     config: Config, values: Config, problems: list[Problem]
 ) -> CommonHyperparameters | None:
@@ -480,8 +478,7 @@ def _read_common(
     translated = dict(values) if ours else in_our_form(config, values)
     if not isinstance(values.get("amp"), Mapping):  # the trial's own
         translated["amp"] = None
-    known = _known(CommonHyperparameters, translated)
-    common = read(CommonHyperparameters, known, "hyperparameters", found)
+    common = read(CommonHyperparameters, translated, "hyperparameters", found)
     problems.extend(found if ours else map(in_their_words, found))
     return common
 

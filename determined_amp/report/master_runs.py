@@ -130,7 +130,7 @@ def _length_of_training(hparams: Config, reports: Reports) -> Config:
     length = value_at(hparams, "training.max_length")
     if isinstance(length, str):
         length = Length.section_of(length)
-    if reports.training is None or not isinstance(length, Mapping):
+    if not reports.training.batches or not isinstance(length, Mapping):
         return {}
     return {f"{LENGTH}.{unit}": count for unit, count in length.items()}
 

@@ -115,6 +115,9 @@ class Spread:
         return Spread(median(values), min(values), max(values)) if values else None
 
 
+_NONE = Report(0, {})
+
+
 class Reports:
     """The reports of one run.
 
@@ -160,9 +163,14 @@ class Reports:
             self._waits.append(metrics[MetricName.DATA_WAIT_SHARE])
 
     @property
-    def training(self) -> Report | None:
-        """The last training report; None without any."""
-        return self.trained[-1] if self.trained else None
+    def training(self) -> Report:
+        """The last training report; one of 0 batches without any."""
+        return self.trained[-1] if self.trained else _NONE
+
+    @property
+    def validated(self) -> Report:
+        """The last validation report; one of 0 batches without any."""
+        return self.validations[-1] if self.validations else _NONE
 
     @property
     def speed(self) -> Spread | None:
@@ -248,19 +256,17 @@ class Run:
     @property
     def metrics(self) -> Mapping[str, float]:
         """The last validation metrics."""
-        validations = self.reports.validations
-        return validations[-1].metrics if validations else {}
+        return self.reports.validated.metrics
 
     @property
     def batches(self) -> int:
         """Number of batches trained, or scored, before the last validation."""
-        validations = self.reports.validations
-        return validations[-1].batches if validations else 0
+        return self.reports.validated.batches
 
     @property
     def trained_batches(self) -> int:
         """Number of batches before the last training report."""
-        return self.reports.training.batches if self.reports.training else 0
+        return self.reports.training.batches
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
         """Batches and value of the validations that have the metric."""
@@ -275,7 +281,7 @@ class Run:
 
         None if it is not finite, or not there.
         """
-        metrics = self.reports.training.metrics if self.reports.training else {}
+        metrics = self.reports.training.metrics
         numbers = [metrics[n] for n in metrics if re.fullmatch(rf"{name}(_\d+)?", n)]
         total = sum(numbers)
         return total if numbers and math.isfinite(total) else None
@@ -339,40 +345,60 @@ OF_A_MACHINE = ("device", "slots", "torch")
 _MAY_CHANGE = ("name", f"{TRAINING}.", "searcher.", "checkpoint_policy", "profiling.")
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come, in the unit of its length."""
+
+    trained: float
+    validated: float
+    length: float  # infinite if it is not known
+    unit: str  # batches or epochs
+
+    @staticmethod
+    def of(settings: Config, reports: Reports) -> Progress:
+        """The progress of a run with these settings, which may be empty."""
+        unit = "batches" if settings.get(f"{LENGTH}.epochs") is None else "epochs"
+        length = settings.get(f"{LENGTH}.{unit}", math.inf)
+        trained, validated = (
+            report.batches if unit == "batches" else report.metrics.get(unit, 0)
+            for report in (reports.training, reports.validated)
+        )
+        return Progress(max(trained, validated), validated, length, unit)
+
+    def __str__(self) -> str:
+        of = "" if self.length == math.inf else f" of {self.length:g}"
+        return f"{self.trained:g}{of} {self.unit}"
+
+
 def judged(
     state: RunState, reason: str, settings: Config, reports: Reports
 ) -> tuple[RunState, str]:
     """How a run ended, and why, judged by its record and its reports.
 
     A run that has validated after its last batch has completed, even if it was killed
-    before it recorded that. One whose last validation is not finite has failed: the
-    searcher's metric decides where it was reported, any metric elsewhere.
+    before it recorded that. One whose last validation is not finite has failed.
     """
-    unit = "batches" if settings.get(f"{LENGTH}.epochs") is None else "epochs"
-    length = settings.get(f"{LENGTH}.{unit}", math.inf)
-    last = reports.validations[-1] if reports.validations else None
-    validated = _length(last, unit)
-    trained = max(validated, _length(reports.training, unit))
-    progress = (
-        f"{trained:g} of {length:g} {unit}" if settings else f"{trained:g} {unit}"
-    )
+    progress = Progress.of(settings, reports)
+    whole = state is RunState.COMPLETED or progress.validated >= progress.length
     if state.is_failure:
-        after = f"; it ended after {progress}" if trained < length else ""
-        return state, one_line(reason or "its log has the reason") + after
-    if last is not None and (validated >= length or state is RunState.COMPLETED):
-        metric = str(settings.get(METRIC))
-        deciding = [metric] if metric in last.metrics else list(last.metrics)
-        for name in deciding:
-            if not math.isfinite(last.metrics[name]):
-                return RunState.FAILED, f"{name} is {last.metrics[name]} at the end"
-        return RunState.COMPLETED, ""
+        after = progress.trained < progress.length
+        ended = f"; it ended after {progress}" if after else ""
+        return state, one_line(reason or "its log has the reason") + ended
+    if whole and reports.validations:
+        lost = _not_finite(reports.validated, str(settings.get(METRIC)))
+        return (RunState.FAILED, lost) if lost else (RunState.COMPLETED, "")
     if state is RunState.RUNNING:
         return state, f"{progress}: it is running, or was killed"
     early = state if state is RunState.PRUNED else RunState.STOPPED
     return early, one_line(f"{progress}: {reason or 'it was stopped'}")
 
 
-def _length(report: Report | None, unit: str) -> float:
-    if report is None:
-        return 0
-    return report.batches if unit == "batches" else report.metrics.get(unit, 0)
+def _not_finite(last: Report, metric: str) -> str:
+    """Which metric of the last validation is not finite, in words; empty if none.
+
+    The searcher's metric decides where it was reported, any metric elsewhere.
+    """
+    for name in [metric] if metric in last.metrics else last.metrics:
+        if not math.isfinite(last.metrics[name]):
+            return f"{name} is {last.metrics[name]} at the end"
+    return ""

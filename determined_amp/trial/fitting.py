@@ -99,8 +99,7 @@ def _settings(
     # One has read its settings, or its script gave them: they are not read again.
     is_made = MixedPrecision.of(context) is not None
     problems = Problems()
-    if not is_made:
-        problems.extend(misplaced(config, hyperparameters))
+    problems.extend(misplaced(config, {} if is_made else hyperparameters))
     values = {**hyperparameters, "amp": None}
     return read_sections(config, values, "experiment configuration", problems)
 
