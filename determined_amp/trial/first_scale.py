@@ -55,12 +55,12 @@ def settings_with_found_scale(
             overflows.
     """
     begun = time.perf_counter()
-    default = dataclasses.replace(amp.settings, init_scale=amp.settings.first_scale)
+    first = max(amp.settings.first_scale, amp.settings.min_scale)
+    default = dataclasses.replace(amp.settings, init_scale=first)
     name = type(trial).__name__
     try:
         answer = find_on_batches([rehearsal], name, trial, context, amp)
     except LossScaleError as error:
-        first = default.first_scale
         logger.warning(
             "init_scale: find found none: %s; starting with %g", error, first
         )
