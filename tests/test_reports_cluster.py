@@ -72,20 +72,17 @@ def test_run_of_a_trial_has_the_numbers_of_its_last_reports(master: Master) -> N
 
 
 @pytest.mark.parametrize(
-    ("length", "batches", "state"),
-    [
-        ({"batches": 100}, 100, RunState.COMPLETED),
-        ("100 batches", 4, RunState.PRUNED),
-        ({"batches": 100}, 0, RunState.COMPLETED),
-    ],
+    ("batches", "state"),
+    [(100, RunState.COMPLETED), (4, RunState.PRUNED), (0, RunState.COMPLETED)],
 )
 def test_trial_that_a_search_ended_early_is_pruned_though_the_master_says_completed(
-    master: Master, length: Any, batches: int, state: RunState
+    master: Master, batches: int, state: RunState
 ) -> None:
     """To the master a pruned trial is completed, too. One without a trained batch was
     scored.
     """
-    master.trials[0]["hparams"]["training"] = {"max_length": length}
+    length = {"max_length": {"batches": 100}}
+    master.trials[0]["hparams"]["training"] = length
     numbers = {"loss_scale_score": 1.0}
     master.reports["validation"] = [report(11, batches or 4, "validation", numbers)]
     trained = [report(11, batches, "training", {"skipped_steps": 2})]
@@ -258,7 +255,7 @@ def test_odd_number_of_a_master_is_a_report_or_a_sentence(
     ("pattern", "by", "of"),
     [
         ('"trials"', '"other"', "/trials"),
-        ('"hyperparameters": {', '"hyperparameters": 5, "x": {', ""),
+        ('"hparams": {', '"hparams": 5, "x": {', ""),
     ],
 )
 def test_answer_of_another_version_of_a_master_is_a_sentence(

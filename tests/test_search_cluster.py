@@ -76,6 +76,9 @@ def test_score_does_not_depend_on_the_seed_of_the_trial(
     noted = {"precision": "amp_fp16", "init_scale": 16.0, "seed": 20261121}
     assert all(master.metadata.items() >= noted.items() for master in masters)
     assert all("failure" not in master.metadata for master in masters)
+    settings = json.loads(masters[0].metadata["settings"])
+    assert settings["hyperparameters"]["amp"]["init_scale"] == 16.0
+    assert settings["reproducibility"] == {"experiment_seed": 20261121}
     assert {master.status for master in masters} == {
         f"{metrics['steps_lost']:.3g} steps lost"
     }

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from determined import errors as det_errors
 from determined.common.api import bindings, errors
 
-from determined_amp.amp.errors import ConfigError, one_line
+from determined_amp.amp.errors import one_line
 from determined_amp.amp.plain_data import Config, Values
-from determined_amp.experiment.dotted import flat, value_at
-from determined_amp.experiment.experiment import parse, with_power_of_two
+from determined_amp.experiment.dotted import flat
+from determined_amp.experiment.experiment import with_power_of_two
 from determined_amp.experiment.files import temporary_folder
 from determined_amp.experiment.machine import Machine
-from determined_amp.experiment.training import Length
+from determined_amp.experiment.training import LENGTH_UNITS
 from determined_amp.report import ReportError
 from determined_amp.report.page import Written, write_files
 from determined_amp.runs.master import NONSENSE, log_in
@@ -36,7 +36,6 @@ from determined_amp.runs.run import (
     judged,
 )
 from determined_amp.search.search_folder import Search
-from determined_amp.search.task import Topic
 
 if TYPE_CHECKING:
     from determined.common.api import Session
@@ -58,9 +57,6 @@ _NO_EXPERIMENT = (
 # The report that the command `compare` leaves in its checkpoint, beside other files.
 _TEXT = "precision.md"
 
-# Topics of experiments whose trials are not compared by their settings.
-_WITHOUT_SETTINGS = (Topic.FINDING, Topic.CHECK, Topic.LOSS_SCALES, Topic.COMPARISON)
-
 _SIDE_BY_SIDE = (
     "the master does not tell which trials ran side by side on one machine, which "
     "changes their speeds",
@@ -77,62 +73,51 @@ _ENDED = {
 def read_experiment(number: int) -> Search:
     """Read an experiment and its trials from the master that `DET_MASTER` names.
 
-    The configuration of every trial is read where precisions may be compared; it must
-    then be one for `determined_amp train`.
-
     Raises:
         MasterError: if there is no such master, or the login fails.
-        ReportError: if there is no such experiment, or its configuration cannot be read
-            here.
+        ReportError: if there is no such experiment.
     """
     with _on_master(number) as (session, experiment, origin):
         config: Config = {"hyperparameters": {}, **(experiment.config or {})}
-        runs = [
-            _run(trial, session, origin, config) for trial in experiment.list_trials()
-        ]
+        trials = experiment.list_trials()
+        noted = [_noted(session, trial.id) for trial in trials]
+        known = next((notes["settings"] for notes in noted if "settings" in notes), "")
+        unknown = {**config, "hyperparameters": {}}
+        shared = flat(json.loads(known) if known else unknown)
+        runs = []
+        for trial, notes in zip(trials, noted, strict=True):
+            hparams = flat(with_power_of_two(trial.hparams or {}, config))
+            runs.append(_run(trial, notes, origin, hparams, shared))
     return Search(origin, tuple(runs), config, notes=_SIDE_BY_SIDE)
 
 
-def _run(trial: Trial, session: Session, origin: str, config: Config) -> Run:
-    """A trial of an experiment, with the settings of a run folder where they are
-    compared.
+def _run(
+    trial: Trial, noted: Values, origin: str, hparams: Config, shared: Config
+) -> Run:
+    """A trial of an experiment, with the settings that it noted.
+
+    One that failed before it noted any has its hyperparameters, and what the trials of
+    the experiment share.
     """
-    noted = _noted(session, trial.id)
     reports = _reports(trial)
-    hparams = with_power_of_two(trial.hparams or {}, config)
-    settings: Values = {}
-    if Topic.of(config) not in _WITHOUT_SETTINGS:
-        try:
-            settings = parse(config, origin, hyperparameters=hparams).settings
-        except ConfigError as error:
-            raise ReportError(
-                f"{error}\nallowed: an experiment of determined_amp train, read where "
-                "its code is"
-            ) from error
-        settings[SEED] = noted.get("seed")
-    length = settings or _length_of_training(hparams, reports)
-    state, reason = _end(trial, noted.get("failure", ""), has_length=bool(length))
+    if "settings" in noted:
+        settings = flat(json.loads(noted["settings"]))
+    else:
+        of_trial = {f"hyperparameters.{name}": hparams[name] for name in hparams}
+        settings = {**shared, **of_trial}
+    settings[SEED] = noted.get("seed")
+    lengths = [settings.get(f"{LENGTH}.{unit}") for unit in LENGTH_UNITS]
+    has_length = any(lengths) and reports.training.batches > 0
+    state, reason = _end(trial, noted.get("failure", ""), has_length=has_length)
     machine = Machine(**noted.get("machine", {}))
     return Run(
         f"{origin}, trial {trial.id}",
-        *judged(state, reason, length, reports),
+        *judged(state, reason, settings if has_length else {}, reports),
         (Part(settings=settings, machine=machine, date=noted.get("date")),),
         reports,
         number=trial.id,
-        hparams=flat(hparams),
+        hparams=hparams,
     )
-
-
-def _length_of_training(hparams: Config, reports: Reports) -> Config:
-    """The length of a trial in our form, by the names of settings; empty if it does not
-    train.
-    """
-    length = value_at(hparams, "training.max_length")
-    if isinstance(length, str):
-        length = Length.section_of(length)
-    if not reports.training.batches or not isinstance(length, Mapping):
-        return {}
-    return {f"{LENGTH}.{unit}": count for unit, count in length.items()}
 
 
 def _end(trial: Trial, failure: str, *, has_length: bool) -> tuple[RunState, str]:

@@ -7,6 +7,7 @@ backward and each step to `UnmodifiedTraining`, which does what a trial with a
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -51,12 +52,14 @@ def trial_of(
 def trial_of_run(
     experiment: Experiment, context: pytorch.PyTorchTrialContext
 ) -> pytorch.PyTorchTrial:
-    """Make the trial of a run as `trial_of` does, and name its precision in the log.
+    """Make the trial of a run as `trial_of` does, note its settings in the metadata of
+    the run, and name its precision in the log.
 
     That is the first line where there is an `amp` section. Otherwise the trial must be
     made first, which may give a `MixedPrecision` settings of its own.
     """
     is_chief = context.distributed.rank == 0
+    note_on_master(context, settings=json.dumps(experiment.resolved()))
     if is_chief and experiment.amp is not None:
         logger.info(experiment.described_precision(experiment.precision))
     trial = trial_of(experiment, context)
