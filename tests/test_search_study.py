@@ -60,6 +60,15 @@ def test_trials_of_several_workers_share_the_device(
     assert [run.shares_device for run in search.runs] == [workers > 1]
 
 
+def test_written_configuration_of_every_searcher_is_read_again(tmp_path: Path) -> None:
+    for searcher in ("name: single", "name: grid", "name: random, max_trials: 2"):
+        one = f"searcher={{{searcher}, metric: loss_scale_score}}"
+        plan = SearchPlan(searching.load("loss_scale_grid.yaml", one))
+        write_config(tmp_path, plan.search, workers=2)
+        again = SearchPlan(read_config(tmp_path))
+        assert again.points == plan.points
+
+
 def test_workers_of_a_search_share_its_threads_and_its_visible_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

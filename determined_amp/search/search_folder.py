@@ -121,7 +121,9 @@ def is_search(path: Path) -> bool:
 
 def write_config(folder: Path, config: Config, workers: int) -> None:
     """Write the configuration of a search that runs with this number of workers."""
-    searcher = {**config["searcher"], "max_concurrent_trials": workers}
+    searcher = dict(config["searcher"])
+    if searcher["name"] != "single":  # which takes no number of trials
+        searcher["max_concurrent_trials"] = workers
     write_whole(folder / SEARCH_FILE, dump_yaml({**config, "searcher": searcher}))
 
 
