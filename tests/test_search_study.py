@@ -253,7 +253,8 @@ class TestTrials:
 
         monkeypatch.setattr(optimize, "_optimize", note)
         for given in (None, 2):
-            optimize.run_search(tmp_path, given)
+            plan = SearchPlan(read_config(tmp_path))
+            optimize.run_search(tmp_path, plan, given)
         assert workers == [3, 2]
 
     def test_trial_whose_process_dies_has_failed_and_the_next_one_runs(

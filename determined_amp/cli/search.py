@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from determined_amp.cli.options import (
     AddParser,
@@ -25,9 +24,6 @@ from determined_amp.cli.options import (
     configuration_of,
 )
 from determined_amp.search.server import start_server
-
-if TYPE_CHECKING:
-    from determined_amp.search.search_plan import SearchPlan
 
 # Each trial is a process with its own torch. A larger machine may have one per
 # processor.
@@ -61,11 +57,13 @@ def _search(options: Namespace) -> int:
         options.parser.error(
             "--resume continues the search unchanged: leave --config and --trial out"
         )
-    plan: SearchPlan | None = None
-    if options.config:
-        from determined_amp.experiment.overrides import with_trial  # noqa: PLC0415
-        from determined_amp.search.search_plan import SearchPlan  # noqa: PLC0415  # Optuna
+    from determined_amp.experiment.overrides import with_trial  # noqa: PLC0415
+    from determined_amp.search.search_folder import read_config  # noqa: PLC0415
+    from determined_amp.search.search_plan import SearchPlan  # noqa: PLC0415  # Optuna
 
+    if options.resume:
+        plan = SearchPlan(read_config(options.resume), str(options.resume))
+    else:
         config = with_trial(configuration_of(options), options.trial)
         plan = SearchPlan(config, options.config)
     start_server()
@@ -73,6 +71,7 @@ def _search(options: Namespace) -> int:
     # time.
     from determined_amp.search.optimize import new_search, run_search  # noqa: PLC0415
 
-    workers = options.workers
-    folder = options.resume if plan is None else new_search(plan, workers or 1)
-    return run_search(folder, workers)
+    folder, workers = options.resume, options.workers
+    if folder is None:
+        folder = new_search(plan, workers or 1)
+    return run_search(folder, plan, workers)

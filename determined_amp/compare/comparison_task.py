@@ -23,7 +23,7 @@ from determined_amp.compare.runs import (
 )
 from determined_amp.experiment.failures import MISSING_BATCH_SIZE
 from determined_amp.runs.folder import fresh_folder
-from determined_amp.search.search_folder import read_search
+from determined_amp.search.search_folder import read_config, read_search
 from determined_amp.trial.notes import show_status
 
 # In the checkpoint of a paused task: the folder of its comparison.
@@ -54,7 +54,7 @@ def compare_on_cluster(options: Namespace) -> None:
                 if folder is None:
                     print("nothing is left to do: the answer is in the checkpoint")
                     return
-                end = go_on(folder, is_paused)
+                end = go_on(folder, read_config(folder), is_paused)
         except ComparisonPaused as paused:
             if paused.folder is not None:
                 _keep(core_context, paused.folder)

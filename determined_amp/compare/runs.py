@@ -111,20 +111,21 @@ def compare(
         sentences = scale_sentences(results.scale)
         notes = [f"float16 loss scale: {text}" for text in sentences]
     write_remarks(folder, results.reasons, notes, time_limit=plan.time_limit)
-    write_config(folder, configs.search(list(results.pilots), plan), workers=1)
-    return go_on(folder, is_paused)
+    search = configs.search(list(results.pilots), plan)
+    return go_on(folder, write_config(folder, search, workers=1), is_paused)
 
 
-def go_on(folder: Path, is_paused: IsPaused) -> ComparisonEnd:
+def go_on(folder: Path, config: Config, is_paused: IsPaused) -> ComparisonEnd:
     """Train the runs of a comparison that have not ended, and print its answer.
 
     They have the whole time limit. See `compare` for `is_paused` and what it raises.
     """
-    cut_short = run_comparison(folder, read_remarks(folder)["time_limit"], is_paused)
+    search, time_limit = SearchPlan(config), read_remarks(folder)["time_limit"]
+    cut_short = run_comparison(folder, search, time_limit, is_paused)
     is_interrupted = cut_short == INTERRUPTED
     if is_interrupted and is_paused():
         raise ComparisonPaused(folder)
-    return ComparisonEnd(folder, _report(folder, cut_short), is_interrupted)
+    return ComparisonEnd(folder, _report(folder, search, cut_short), is_interrupted)
 
 
 def planned_runs(folder: Path) -> int:
@@ -139,14 +140,14 @@ def ended_runs(source: Search) -> list[Run]:
     ]
 
 
-def _report(folder: Path, cut_short: str) -> PrecisionReport:
+def _report(folder: Path, search: SearchPlan, cut_short: str) -> PrecisionReport:
     """Write the report on those runs that have ended, and print its answer.
 
     `cut_short` is what `run_comparison` returned.
     """
     steps = _to_go_on(folder)
-    planned = planned_runs(folder)
-    ended = of_answer(read_search(folder), planned, cut_short)
+    planned = len(search.points)
+    ended = of_answer(read_search(folder, search.search), planned, cut_short)
     try:
         report = write_precision_report([ended], folder)
     except ReportError as error:

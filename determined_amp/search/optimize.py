@@ -28,7 +28,6 @@ from determined_amp.runs.run import Run, RunState
 from determined_amp.search.search_display import closing_lines, line_of_a_trial, minutes
 from determined_amp.search.search_folder import (
     Search,
-    read_config,
     read_search,
     result,
     workers_of,
@@ -62,15 +61,16 @@ def new_search(plan: SearchPlan, workers: int) -> Path:
     plan.check_trial()
     folder = fresh_folder(Path("runs"), str(plan.search.get("name", "search")))
     with storing(folder):
-        write_config(folder, plan.search, workers)
+        plan.search = write_config(folder, plan.search, workers)
     return folder
 
 
-def run_search(folder: Path, workers: int | None = None) -> int:
+def run_search(folder: Path, plan: SearchPlan, workers: int | None = None) -> int:
     """Run all trials of the search in a folder that have not ended.
 
     Args:
         folder: The folder; `new_search` makes one.
+        plan: The search.
         workers: Number of trials that run at the same time; None: as many as before.
 
     Returns:
@@ -81,7 +81,6 @@ def run_search(folder: Path, workers: int | None = None) -> int:
     Raises:
         UserError: if it cannot continue, or no trial has a result.
     """
-    plan = SearchPlan(read_config(folder))
     workers = workers or workers_of(plan.search)
     if plan.compares and workers > 1:
         print(
@@ -89,7 +88,7 @@ def run_search(folder: Path, workers: int | None = None) -> int:
             "fewer: their accuracies can be compared, their speeds cannot"
         )
     stopped = _optimize(folder, plan, workers).stopping
-    ended = read_search(folder)
+    ended = read_search(folder, plan.search)
     for line in closing_lines(ended, folder, stopped=stopped):
         print(line)
     if stopped:
@@ -104,7 +103,10 @@ def run_search(folder: Path, workers: int | None = None) -> int:
 
 
 def run_comparison(
-    folder: Path, time_limit: float, is_paused: Callable[[], bool]
+    folder: Path,
+    plan: SearchPlan,
+    time_limit: float,
+    is_paused: Callable[[], bool],
 ) -> str:
     """Run all trials of the comparison in a folder that have not ended, one at a time.
 
@@ -115,7 +117,7 @@ def run_comparison(
         When or why it ended before its last trial, such as "within 3 min"; else an
             empty text.
     """
-    loop = _optimize(folder, SearchPlan(read_config(folder)), 1, time_limit, is_paused)
+    loop = _optimize(folder, plan, 1, time_limit, is_paused)
     if loop.time_is_up:
         return f"within {minutes(time_limit)}"
     return INTERRUPTED if loop.stopping else ""
@@ -132,7 +134,7 @@ def _optimize(
     with lock(folder, "this search"), storing(folder):
         # from now on the speeds of its trials do not count
         if workers > workers_of(plan.search):
-            write_config(folder, plan.search, workers)
+            plan.search = write_config(folder, plan.search, workers)
         study, waiting = open_study(folder, plan)
         loop = SearchLoop(plan, folder, study, workers, is_paused)
         with on_stop_signals(lambda number, frame: loop.stop()):

@@ -119,12 +119,18 @@ def is_search(path: Path) -> bool:
     return (path / STUDY_FILE).exists()
 
 
-def write_config(folder: Path, config: Config, workers: int) -> None:
-    """Write the configuration of a search that runs with this number of workers."""
+def write_config(folder: Path, config: Config, workers: int) -> Config:
+    """Write the configuration of a search that runs with this number of workers.
+
+    Returns:
+        What was written.
+    """
     searcher = dict(config["searcher"])
     if searcher["name"] != "single":  # which takes no number of trials
         searcher["max_concurrent_trials"] = workers
-    write_whole(folder / SEARCH_FILE, dump_yaml({**config, "searcher": searcher}))
+    written = {**config, "searcher": searcher}
+    write_whole(folder / SEARCH_FILE, dump_yaml(written))
+    return written
 
 
 def write_remarks(
@@ -150,13 +156,17 @@ def workers_of(config: Config) -> int:
     return workers if isinstance(workers, int) else 1
 
 
-def read_search(folder: Path) -> Search:
+def read_search(folder: Path, config: Config | None = None) -> Search:
     """The search in a folder, as far as it has come.
+
+    Args:
+        folder: Its folder.
+        config: Its configuration; by default it is read from the folder.
 
     Raises:
         ConfigError: if its configuration cannot be read.
     """
-    config, left_out = read_config(folder), list[str]()
+    config, left_out = config or read_config(folder), list[str]()
     remarks = read_remarks(folder)
     shared = workers_of(config) > 1
     trials = read_trials(folder, left_out)
