@@ -41,8 +41,11 @@ def test_killed_run_of_an_older_checkout_ends_as_one_that_nothing_disturbed(
     kept: Path,
 ) -> None:
     assert door.main(["train", "--resume", "killed"]) == 0
-    before = training.checkpoint(kept / "undisturbed", 32)
-    after = training.checkpoint(kept / "killed", 32)
+    before, after = (
+        training.checkpoint(kept / folder, 32) for folder in ("undisturbed", "killed")
+    )
+    for content in (before, after):  # callbacks without a state come and go
+        content["callbacks"] = [each for each in content["callbacks"].values() if each]
     for part in before:
         assert training.digest(after[part]) == training.digest(before[part]), part
     assert numbers(kept / "killed") == numbers(kept / "undisturbed")
