@@ -106,16 +106,14 @@ def run(words: Sequence[str]) -> int:
     return _status(options)
 
 
-def _parted(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def _parted(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """The words of a command, and those behind the script that it checks."""
-    files = [
-        number
-        for number, word in enumerate(words)
-        if word.endswith((".py", ".yaml", ".yml")) and not re.search("^-|=", word)
-    ]
-    if words[:1] != ["check"] or not files or not words[files[0]].endswith(".py"):
-        return list(words), []
-    return list(words[: files[0] + 1]), list(words[files[0] + 1 :])
+    for at, word in enumerate(words, 1):
+        is_file = word.endswith((".py", ".yaml", ".yml"))
+        if is_file and words[0] == "check" and not re.search("^-|=", word):
+            own = at if word.endswith(".py") else len(words)
+            return words[:own], words[own:]
+    return words, []
 
 
 def _parser() -> Parser:

@@ -56,7 +56,7 @@ ROOMS = {
             "schedule",
             "settings",
         ),
-        *("several_optimizers", "window", "tensors"),
+        *("several_optimizers", "window", "tensors", "users_code"),
     ),
     "check": ("check", "amp_examples", "scratch"),
     "cli": ("compare", "finder", "misplaced", "reports", "reports_precision"),
@@ -64,7 +64,7 @@ ROOMS = {
     "determined_amp": ("context", "reports_cluster"),
     "experiment": (
         *("experiment", "configs", "misplaced", "mistyped", "settings", "strangers"),
-        "yaml_text",
+        *("trial_text", "yaml_text"),
     ),
     "finder": (
         *(

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import sysconfig
 from pathlib import Path
 
 _LIBRARY = str(Path(__file__).parents[1]) + os.sep
-_PATHS = {
-    sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
-}
-_OF_PYTHON = tuple(path + os.sep for path in _PATHS if path)
-# Also of packages for one user alone, as in a task of a cluster.
-_INSTALLED = tuple(f"{os.sep}{name}-packages{os.sep}" for name in ("site", "dist"))
+_OF_PYTHON = str(Path(os.__file__).parent) + os.sep
+# Of packages for all users, or for one alone, as in a task of a cluster.
+_INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 def is_installed(file: str) -> bool:

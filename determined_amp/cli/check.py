@@ -27,6 +27,7 @@ from determined_amp.cli.options import (
     experiment_of,
 )
 from determined_amp.experiment.failures import is_task
+from determined_amp.search.server import start_server
 
 if TYPE_CHECKING:
     from determined_amp.check.finding import CheckFindings
@@ -61,9 +62,8 @@ def _check(options: Namespace) -> int:
     In a task on a cluster it is 0 even with faults, so that the cluster does not
     restart it.
     """
-    # Imported late: a script needs none of them, and a task has no script.
     if is_task():
-        _start_server()
+        start_server("determined_amp.check.doctor")
         from determined_amp.cluster import check_task  # noqa: PLC0415  # torch
 
         check_task(options.trial, as_json=options.json)
@@ -73,7 +73,7 @@ def _check(options: Namespace) -> int:
     if options.minutes or options.in_place:
         options.parser.error("--minutes and --in-place are for a SCRIPT.py")
     experiment = experiment_of(options)
-    _start_server()
+    start_server("determined_amp.check.doctor")
     # Imported after the server starts: both spend seconds importing torch, at the same
     # time.
     from determined_amp.check.doctor import RUNS, examine  # noqa: PLC0415
@@ -86,12 +86,6 @@ def _check(options: Namespace) -> int:
     return _answer(
         examine(experiment.config, experiment.source, None, _say), as_json=options.json
     )
-
-
-def _start_server() -> None:
-    from determined_amp.search.server import start_server  # noqa: PLC0415
-
-    start_server("determined_amp.check.doctor")
 
 
 def _say(text: str) -> None:
