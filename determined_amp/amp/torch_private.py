@@ -44,6 +44,9 @@ NODE_HOOKS: tuple[Any, str] = (torch.autograd.Function, "_register_hook")
 # How often a tensor has been changed in place, but for changes through `.data`.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
+# Whether an operation of a dispatch mode writes into its arguments, as it says itself.
+is_in_place: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
+
 # What a `GradScaler` knows of each optimizer, by its id, until its next update.
 states_of_steps: Callable[[Any], Any] = attrgetter("_per_optimizer_states")
 

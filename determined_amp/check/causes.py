@@ -20,7 +20,7 @@ from determined_amp.amp.tensors import (
     mapped,
     tensors_of,
 )
-from determined_amp.amp.torch_private import CAST
+from determined_amp.amp.torch_private import CAST, is_in_place
 from determined_amp.check.lines import users_line
 from determined_amp.check.record import Cause, Record
 
@@ -149,7 +149,7 @@ class CauseWatch(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has n
         if self._graph.in_backward:
             return func(*args, **kwargs)
         # `batch_norm` changes its statistics, and its schema does not say so.
-        changes = func._schema.is_mutable or "batch_norm" in str(func)
+        changes = is_in_place(func) or "batch_norm" in str(func)
         draws = torch.Tag.nondeterministic_seeded in func.tags
         others = {
             name: None if draws else other.compute(func, args, kwargs, changes=changes)
