@@ -34,6 +34,7 @@ from determined_amp.experiment.experiment import experiment_in, parse
 from determined_amp.experiment.overrides import in_precision
 from determined_amp.experiment.training import Length
 from determined_amp.finder.found_scale import FoundScale
+from determined_amp.finder.scale_finding import Verdict
 from determined_amp.report.precision_report import write_precision_report
 from determined_amp.runs.folder import RunFolder, read_record
 from determined_amp.runs.run import Run, RunState
@@ -224,7 +225,7 @@ def test_comparison_of_too_few_runs_says_how_to_go_on(
 ) -> None:
     monkeypatch.setattr(runs, "run_pilots", pilots_of_two)
     monkeypatch.setattr(runs, "run_comparison", lambda *call: "within 3 min")
-    monkeypatch.setattr(runs, "read_search", lambda folder: Search(str(folder), ()))
+    monkeypatch.setattr(runs, "read_search", lambda *given: Search("", ()))
     compare("Images", tmp_path, status=2)
     shown = capsys.readouterr()
     assert shown.err.startswith(
@@ -272,6 +273,22 @@ def test_mistake_is_one_sentence_before_the_first_pilot(
     path = write_yaml(tmp_path, experiment("Images"))
     assert words in refusal("compare", path, *options)
     assert not pilot.called
+
+
+def test_settings_of_the_scale_stay_where_float16_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pilots_without_float16(*given: Any) -> None:
+        pilots_of_two(*given)
+        known = found_scale()
+        finding = dataclasses.replace(known.finding, verdict=Verdict.BF16)
+        given[2].scale = dataclasses.replace(known, finding=finding)
+
+    monkeypatch.setattr(runs, "run_pilots", pilots_without_float16)
+    monkeypatch.setattr(runs, "go_on", Mock(return_value=ComparisonEnd(tmp_path)))
+    amp = ("--config", "hyperparameters.amp={growth_interval: 7}")
+    folder = compare("Images", tmp_path, *amp)
+    assert read_config(folder)["hyperparameters"]["amp"]["growth_interval"] == 7
 
 
 def test_chosen_precisions_are_trained_whatever_that_of_the_yaml(
@@ -550,7 +567,7 @@ def stage_pilots(
     monkeypatch.setattr(pilots, "train_pilot", train)
     results = PilotResults()
     config_of = Mock(return_value={})
-    pilots.run_pilots(config_of, [*Precision], results, tmp_path / "pilots", bool)
+    pilots.run_pilots(config_of, [*Precision], results, tmp_path / "pilots")
     return results
 
 

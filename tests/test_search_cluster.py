@@ -96,9 +96,8 @@ def test_finder_reports_its_choice_and_stores_its_finding(
     assert "verdict: default is fine" in capsys.readouterr().out
     (file,) = tmp_path.glob("checkpoints/*/loss_scale.json")
     finding = FoundScale.read(file).finding
-    assert (
-        finding.choice_log2 == metrics["init_scale_log2"] == finding.top_log2 - 6 >= 10
-    )
+    assert finding.answer_log2 == metrics["init_scale_log2"] == 16
+    assert finding.choice_log2 == finding.top_log2 - 6 >= 10
     assert (
         json.loads((file.parent / "metadata.json").read_text())["steps_completed"] == 4
     )

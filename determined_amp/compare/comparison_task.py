@@ -12,10 +12,11 @@ from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import Precision
 from determined_amp.cluster import leave_answer, task_info, task_without_trial
-from determined_amp.compare.pilots import BATCHES, ComparisonPaused
+from determined_amp.compare.pilots import BATCHES
 from determined_amp.compare.runs import (
     ONLY_FP32,
     ComparisonEnd,
+    ComparisonPaused,
     compare,
     ended_runs,
     go_on,
@@ -56,8 +57,7 @@ def compare_on_cluster(options: Namespace) -> None:
                     return
                 end = go_on(folder, read_config(folder), is_paused)
         except ComparisonPaused as paused:
-            if paused.folder is not None:
-                _keep(core_context, paused.folder)
+            _keep(core_context, paused.folder)
             return
         _leave(core_context, end)
 

@@ -59,16 +59,6 @@ class CompareError(UserError):
     """No two precisions can be compared."""
 
 
-@dataclass(eq=False)
-class ComparisonPaused(Exception):  # noqa: N818  # it is no error
-    """A comparison was paused."""
-
-    folder: Path | None  # it has the runs so far; None before the first
-
-
-# Asked at each report of a run whether to stop there.
-IsPaused = Callable[[], bool]
-
 # The experiment of a pilot in a precision, with this length in batches.
 PilotOf = Callable[[Precision, int], Experiment]
 
@@ -105,6 +95,30 @@ class PilotResults:
             raise CompareError(f"the trial cannot be trained in fp32: {why}")
         self.pilots.pop(precision, None)
         self.left_out[precision] = why
+
+    def judge(
+        self,
+        precision: Precision,
+        times: BatchTimes,
+        overhead: float,
+        *,
+        is_cut_short: bool,
+    ) -> None:
+        """Keep the times of a pilot that ended, or leave its precision out."""
+        seconds = times.seconds_per_batch
+        if not seconds:
+            self.leave_out(precision, "its reports tell no speed")
+        elif seconds > self.slowest:
+            factor = TOO_SLOW * seconds / self.slowest
+            self.leave_out(
+                precision,
+                f"for time: a batch takes {factor:.0f} times as long as in fp32 "
+                f"(`det-amp train YAML --precision {precision.value}` trains in it all "
+                "the same)",
+            )
+        else:
+            epoch = times.epoch_batches
+            self.pilots[precision] = Pilot(seconds, overhead, epoch, is_cut_short)
 
     @property
     def slowest(self) -> float:
@@ -204,13 +218,11 @@ def run_pilots(
     precisions: Sequence[Precision],
     results: PilotResults,
     folder: Path,
-    is_paused: IsPaused,
 ) -> None:
     """Train briefly in these precisions, fp32 first; find the loss scale of float16.
 
     Raises:
         CompareError: if the trial cannot be trained in fp32.
-        ComparisonPaused: if it is paused.
     """
     console = Console()
     baseline = folder / Precision.FP32.value
@@ -224,14 +236,9 @@ def run_pilots(
         waiting = f"{what}: waiting for its first batches, and their audit"
         with console.status(waiting) as status:
             display = PilotDisplay(what, status, console)
-
-            def watch(times: BatchTimes, display: PilotDisplay = display) -> None:
-                if is_paused():
-                    raise ComparisonPaused(None)
-                display.show(times)
-
             pilot = pilot_of(precision, BATCHES)
-            train_pilot(pilot, precision, folder / precision.value, results, watch)
+            place = folder / precision.value
+            train_pilot(pilot, precision, place, results, display.show)
         if precision is Precision.AMP_FP16 and precision in results.pilots:
             _find(pilot_of, results, folder)
 
@@ -266,25 +273,12 @@ def train_pilot(
     wall = time.monotonic() - began
     # A pilot is never continued.
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    seconds = times.seconds_per_batch
-    if ended.state not in (RunState.COMPLETED, RunState.PRUNED):
-        results.leave_out(precision, ended.reason)
-    elif not seconds:
-        results.leave_out(precision, "its reports tell no speed")
-    elif seconds > slowest:
-        factor = TOO_SLOW * seconds / slowest
-        results.leave_out(
-            precision,
-            f"for time: a batch takes {factor:.0f} times as long as in fp32 "
-            f"(`det-amp train YAML --precision {precision.value}` trains in it all the "
-            "same)",
-        )
-    else:
-        overhead = max(wall - times.batches * seconds, 0.0)
+    if ended.state in (RunState.COMPLETED, RunState.PRUNED):
+        overhead = max(wall - times.batches * times.seconds_per_batch, 0.0)
         is_cut_short = ended.state is RunState.PRUNED
-        results.pilots[precision] = Pilot(
-            seconds, overhead, times.epoch_batches, is_cut_short
-        )
+        results.judge(precision, times, overhead, is_cut_short=is_cut_short)
+    else:
+        results.leave_out(precision, ended.reason)
 
 
 def _find(pilot_of: PilotOf, results: PilotResults, folder: Path) -> None:

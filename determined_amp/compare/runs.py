@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +18,6 @@ from determined_amp.compare.pilots import (
     REPORTING_PERIOD,
     TOO_SLOW,
     CompareError,
-    ComparisonPaused,
-    IsPaused,
     PilotResults,
     run_pilots,
 )
@@ -56,6 +54,17 @@ from determined_amp.search.search_plan import SearchPlan
 ONLY_FP32 = (
     f"use fp32: every other precision failed or was more than {TOO_SLOW:g}x slower"
 )
+
+
+# Asked at each report of a run whether to stop there.
+IsPaused = Callable[[], bool]
+
+
+@dataclass(eq=False)
+class ComparisonPaused(Exception):  # noqa: N818  # it is no error
+    """A comparison was paused."""
+
+    folder: Path  # it has the runs so far
 
 
 @dataclass(frozen=True)
@@ -95,24 +104,30 @@ def compare(
     results = PilotResults()
     pilots = folder / "pilots"
     try:
-        run_pilots(configs.pilot, options.precisions, results, pilots, is_paused)
+        run_pilots(configs.pilot, options.precisions, results, pilots)
     finally:  # after Ctrl-C, too
         print(results)
     if len(results.pilots) < 2:
-        print(f"\n{ONLY_FP32} (see above)")
-        reasons = "".join(f"* {reason}\n" for reason in results.reasons)
-        write_whole(folder / "precision.md", f"# {ONLY_FP32}\n\n{reasons}")
-        return ComparisonEnd(folder)
+        return _only_fp32(folder, results)
     plan = plan_of(results, experiment, options)
     print("\n".join(plan_lines(results, plan)), flush=True)
     notes: list[str] = []
     if results.scale is not None:
-        configs = configs.with_amp(yaml_changes(results.scale))
         sentences = scale_sentences(results.scale)
         notes = [f"float16 loss scale: {text}" for text in sentences]
+        if Precision.AMP_FP16 in results.pilots:
+            configs = configs.with_amp(yaml_changes(results.scale))
     write_remarks(folder, results.reasons, notes, time_limit=plan.time_limit)
     search = configs.search(list(results.pilots), plan)
     return go_on(folder, write_config(folder, search, workers=1), is_paused)
+
+
+def _only_fp32(folder: Path, results: PilotResults) -> ComparisonEnd:
+    """Print and write that there is nothing to compare."""
+    print(f"\n{ONLY_FP32} (see above)")
+    reasons = "".join(f"* {reason}\n" for reason in results.reasons)
+    write_whole(folder / "precision.md", f"# {ONLY_FP32}\n\n{reasons}")
+    return ComparisonEnd(folder)
 
 
 def go_on(folder: Path, config: Config, is_paused: IsPaused) -> ComparisonEnd:

@@ -27,25 +27,18 @@ def write_run_report(run: Run, folder: Path) -> Written:
     Raises:
         ReportError: if it cannot be written.
     """
-    sentences = list(run_sentences(run))
-    record = {
-        "state": run.state,
-        "reason": run.reason,
-        "settings": run.settings,
-        "machine": run.machine,
-        "curves": dict(curves_of(run)),
-    }
+    curves = curves_of(run)
     return write_page(
         folder,
         "report",
         answer=_answer(run),
         yaml="",
-        sentences=sentences,
-        figure=_draw(curves_of(run)),
+        sentences=list(run_sentences(run)),
+        figure=_draw(curves),
         caption=_CAPTION,
         table=_validations(run),
         origin=f"{run.name}; on {run.machine.device}, torch {run.machine.torch}.",
-        record=record,
+        record={"settings": run.settings, "curves": dict(curves)},
     )
 
 
