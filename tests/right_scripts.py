@@ -1490,6 +1490,47 @@ for epoch in range(2):
             scaler.update()
             optimizer.zero_grad()
 """,
+    "window_summed_in_own_buffers": """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+sums = [torch.zeros_like(p) for p in model.parameters()]
+for i, (inputs, targets) in enumerate(loader(4)):
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    for total, p in zip(sums, model.parameters()):
+        total.add_(p.grad, alpha=0.5)
+    if i % 2:
+        for total, p in zip(sums, model.parameters()):
+            p.grad.copy_(total)
+            total.zero_()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+    "window_summed_by_hooks": """\
+def keep(p):
+    p.main_grad = p.grad + getattr(p, "main_grad", 0)
+    p.grad = None
+
+
+model = net()
+for p in model.parameters():
+    p.register_post_accumulate_grad_hook(keep)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for i, (inputs, targets) in enumerate(loader(4)):
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets) / 2
+    scaler.scale(loss).backward()
+    if i % 2:
+        for p in model.parameters():
+            p.grad, p.main_grad = p.main_grad, 0
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+""",
     # Losses, models and tasks.
     "multitask_with_learned_weights": """\
 model = net(5)

@@ -412,6 +412,30 @@ for inputs, targets in loader():
     scaler.update()
 """,
     ),
+    "critic_steps_itself": Mistake(
+        "fault",
+        "step_without_scaler",
+        """\
+critic, generator = net(1), net(8)
+opt_d = torch.optim.SGD(critic.parameters(), lr=0.02)
+opt_g = torch.optim.SGD(generator.parameters(), lr=0.02)
+scaler = GradScaler("cuda")
+for real, _ in loader():
+    opt_d.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        fake = generator(torch.randn(len(real), 8))
+        d_fake = critic(fake.detach())
+        loss = F.softplus(-critic(real)).mean() + F.softplus(d_fake).mean()
+    scaler.scale(loss).backward()
+    opt_d.step()  # HERE
+    opt_g.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.softplus(-critic(fake)).mean()
+    scaler.scale(loss).backward()
+    scaler.step(opt_g)
+    scaler.update()
+""",
+    ),
     "steps_twice": Mistake(
         "fault",
         "step_twice",
@@ -917,6 +941,23 @@ for inputs, targets in loader():
     loss = torch.tensor(loss.item(), requires_grad=True)
     scaler.scale(loss).backward()
     scaler.step(optimizer)  # HERE
+    scaler.update()
+""",
+    ),
+    "loss_is_detached": Mistake(
+        "fault",
+        "loss_cut_off",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    loss = loss.detach()
+    scaler.scale(loss).backward()  # HERE
+    scaler.step(optimizer)
     scaler.update()
 """,
     ),
