@@ -177,6 +177,13 @@ class TestStep:
         made.scaler.finish()
         assert made.scaler.get_scale() == (2 if overflows else 4)
 
+    def test_gradients_after_others_that_were_dropped_are_unscaled_anew(self) -> None:
+        made = Stepped()
+        weight = made.backward(1.0)
+        made.scaler.unscale_(made.optimizer)
+        weight.grad = None
+        assert made.step(0.25) == 0.75
+
     def test_step_of_unscaled_gradients_needs_no_loss_scale(self) -> None:
         made = Stepped()
         made.scaler = LossScaler(AmpSettings(Precision.FP32), "cpu")
