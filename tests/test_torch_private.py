@@ -175,6 +175,8 @@ def operations_in_place() -> bool:
 
 
 def casts_of_autocast() -> bool:
+    if not hasattr(torch.amp, "custom_fwd"):  # torch 2.3, where it is not used
+        return True
     seen: list[Any] = []
     owner, name = torch_private.CASTS_OF_AUTOCAST
     own = getattr(owner, name)
