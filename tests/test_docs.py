@@ -49,7 +49,7 @@ AMP, CLUSTER, EVIDENCE, LOSS_SCALE, METRICS, PRECISION = (
 )
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-RESULTS = ROOT / "benchmarks" / "results" / "precision_mlp_cpu.json"
+RESULTS = ROOT / "benchmarks" / "results"
 # What the pages name as examples of a user's own.
 MADE_UP = {"tests/test_NAME.py", "tests/test_a.py", "tests/test_b.py"}
 # Determined's own keys, which our YAMLs leave to the platform.
@@ -334,11 +334,20 @@ class TestResults:
         assert f"by {100 * (MIN_RATIO - 1):.0f} % or more" in PRECISION
         assert f"`watch_data_wait_share` above {100 * WAITS_FOR_DATA:g} %" in PRECISION
 
-    def test_page_on_precision_quotes_what_the_last_comparison_said(self) -> None:
-        results = json.loads(RESULTS.read_text())
-        for sentence in results["sentences"]:
-            if " against fp32: " in sentence or sentence.startswith("use "):
-                assert f"> {sentence}" in PRECISION
+    @pytest.mark.parametrize(
+        ("page", "name"),
+        [("precision", "mlp"), ("compare", "wide_mlp"), ("resnet50", "resnet50")],
+    )
+    def test_page_quotes_what_the_last_comparison_said(
+        self, page: str, name: str
+    ) -> None:
+        text = (DOCS / f"{page}.md").read_text()
+        results = json.loads((RESULTS / f"precision_{name}_cpu.json").read_text())
+        pairs = [said for said in results["sentences"] if " against fp32, " in said]
+        assert pairs
+        for sentence in pairs:
+            assert f"> {sentence}" in text
+        assert page == "resnet50" or f"> {results['answer']}" in text
 
 
 def test_overrides_of_the_comparison_are_of_keys_that_it_has() -> None:
