@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,36 @@ def against_the_direction(library: Path) -> Iterator[str]:
                 parts[0] == "determined_amp" and parts[1] not in allowed
             ):
                 yield f"{inside}:{line} imports {'.'.join(parts)}"
+
+
+def imported_modules(library: Path) -> dict[str, set[str]]:
+    """By module of a library, the others of its modules that it imports anywhere."""
+    paths = {
+        path.relative_to(library).with_suffix("").parts: path
+        for path in library.rglob("*.py")
+    }
+    graph: dict[str, set[str]] = {}
+    for own, path in paths.items():
+        found = graph[".".join(own)] = set()
+        for _, (_, *parts) in imports(path):
+            for length in (len(parts), len(parts) - 1):  # a name of it, or itself
+                if tuple(parts[:length]) in paths and tuple(parts[:length]) != own:
+                    found.add(".".join(parts[:length]))
+    return graph
+
+
+def test_no_module_imports_one_that_imports_it() -> None:
+    graph = imported_modules(LIBRARY)
+    assert "trial.batches" in graph["trial.mixed_precision"]  # the test sees imports
+    TopologicalSorter(graph).prepare()
+
+
+def test_planted_circle_of_imports_is_found(tmp_path: Path) -> None:
+    for own, other in (("a", "b"), ("b", "c"), ("c", "a")):
+        code = f"def f():\n    from determined_amp.{other} import name"
+        (tmp_path / f"{own}.py").write_text(code)
+    with pytest.raises(CycleError):
+        TopologicalSorter(imported_modules(tmp_path)).prepare()
 
 
 # One after the other in one fresh interpreter: to import torch takes seconds.

@@ -14,7 +14,7 @@ import torch
 from determined import pytorch
 from torch.optim import lr_scheduler
 
-from determined_amp import AmpSettings, ConfigError, MixedPrecision, Precision
+from determined_amp import AmpLoop, AmpSettings, ConfigError, MixedPrecision, Precision
 from determined_amp.amp.metrics import WARMUP_BATCHES
 from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import Metrics, Values
@@ -54,6 +54,17 @@ def test_settings_of_a_scale_that_a_precision_has_not_are_named_in_the_log(
     caplog.set_level("INFO")
     fit(Weights, {"precision": "fp32", "init_scale": 8.0}, batches=1)
     assert "fp32 has no loss scale: ignoring init_scale" in caplog.text
+
+
+def test_no_attribute_of_mixed_precision_hides_one_of_its_methods() -> None:
+    context: Any = Context()
+    settings = AmpSettings(Precision.FP32)
+    for amp in (MixedPrecision(context, settings), AmpLoop(settings, "cpu")):
+        methods = {
+            name for name in dir(type(amp)) if callable(getattr(type(amp), name))
+        }
+        assert {"autocast", "update"} <= methods
+        assert methods & vars(amp).keys() == set()
 
 
 class ReportsItsOwnLoss(Weights):
