@@ -113,7 +113,9 @@ def test_lost_standard_output_is_a_sentence_or_the_end_and_no_traceback(
         f"door._status = lambda options: print('x' * {length}) or 0\n"
         "sys.exit(door.main(['search', 'a']))\n"
     )
-    python = f"PYTHONPATH={ROOT} {sys.executable} {tmp_path / 'x.py'} {redirected}"
+    # Buffered, as it is for users: then Python itself writes at exit, too.
+    environment = f"PYTHONUNBUFFERED= PYTHONPATH={ROOT}"
+    python = f"{environment} {sys.executable} {tmp_path / 'x.py'} {redirected}"
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {python}"],
         capture_output=True,
