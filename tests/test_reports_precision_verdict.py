@@ -361,8 +361,7 @@ def test_memory_is_judged_on_a_gpu_alone(device: str, *, is_judged: bool) -> Non
             None,
             (
                 "all finished runs are in fp32, and one in another precision is"
-                " missing: ask again when there is one, or type `python -m"
-                " determined_amp compare YAML`"
+                " missing: ask again when there is one, or type `det-amp compare YAML`"
             ),
         ),
         (
@@ -379,7 +378,7 @@ def test_memory_is_judged_on_a_gpu_alone(device: str, *, is_judged: bool) -> Non
             at_speeds(2000.0, 2010.0, accuracies=[0.902, 0.91]),
             "amp_fp16",
             "2.00 times as fast as fp32, but whether its validation_accuracy is the "
-            "same cannot be told with 2 seeds; more seeds tell: `python -m determined",
+            "same cannot be told with 2 seeds; more seeds tell: `det-amp compare",
         ),
         (
             seeds("amp_bf16", BETTER, speed=2000.0),

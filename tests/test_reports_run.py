@@ -24,7 +24,7 @@ def resumed(tmp_path: Path) -> Path:
     record["parts"] = [part, {**part, **later}]
     folder = write_record(tmp_path / "run", record, lines)
     for batches in (50, 100):
-        (folder / "checkpoints" / f"batch-{batches}").mkdir(parents=True)
+        (folder / "checkpoints" / f"batch-{batches:08}").mkdir(parents=True)
     return folder
 
 
@@ -39,7 +39,7 @@ def test_report_on_a_run_says_how_it_ended_and_where_its_files_are(
         "audit: 100.0% of the FLOPs of the first batch in this precision",
         "1000 samples/s without the first report",
         f"{RATE} changed at a resume: 0.001 from batch 0, 0.01 from batch 50",
-        f"checkpoints: batch-50, batch-100, in {resumed}/checkpoints",
+        f"checkpoints: batch-00000050, batch-00000100, in {resumed}/checkpoints",
         f"all curves: tensorboard --logdir {resumed}/tensorboard",
         f"the log: {resumed}/log.txt",
     ):

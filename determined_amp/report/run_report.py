@@ -75,8 +75,7 @@ def run_sentences(run: Run) -> Sentences:
     folder = Path(run.name)
     if not folder.is_dir():
         return
-    checkpoints = [path.name for path in folder.glob("checkpoints/batch-*")]
-    checkpoints.sort(key=lambda name: (len(name), name))
+    checkpoints = sorted(path.name for path in folder.glob("checkpoints/batch-*"))
     names = ", ".join(checkpoints) or "none"
     yield f"checkpoints: {names}, in {folder / 'checkpoints'}"
     yield f"all curves: tensorboard --logdir {folder / 'tensorboard'}"
