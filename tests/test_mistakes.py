@@ -566,6 +566,8 @@ def trains_two_loops_in_turn(loop: OwnLoop) -> None:
     other.amp.prepare(loop.model)
     other.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.5)
     other.model = loop.model
+    loop.amp.start()
+    other.amp.start()
     for each in (loop, other, loop, other):
         each.backward()
         each.step()

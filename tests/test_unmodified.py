@@ -502,6 +502,19 @@ def test_scale_that_the_finder_names_is_the_largest_that_skips_no_step(
     assert [report["skipped_steps"] for report in reports] == [0, 1]
 
 
+class ZeroesInPlace(habits.LoudAtFirst):
+    """Keeps its gradients after a step, and fills them with zeros."""
+
+    def step(self) -> None:
+        self.context.step_optimizer(self.optimizer, auto_zero_grads=False)
+        for gradient in self.gradients():
+            gradient.zero_()
+
+
+def test_step_ends_the_window_of_gradients_that_stay() -> None:
+    assert way(ZeroesInPlace, LESS_LOUD, batches=3).still == [0]
+
+
 class LoudOwnWindow(habits.OwnAccumulation):
     """The first of the two batches of its first own window overflows."""
 
@@ -517,6 +530,33 @@ def test_own_window_that_overflows_is_skipped_and_lowers_the_scale_once() -> Non
     ours = way(LoudOwnWindow, LESS_LOUD, batches=4)
     assert ours.still == [0, 1, 2]
     assert ours.made.report["loss_scale_log2"] == 9
+
+
+class DropsGradients(habits.LoudAtFirst):
+    """Steps its bias alone in the first batch, and drops the other gradients."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.bias = nn.Parameter(torch.zeros(CLASSES))
+        self.second = context.wrap_optimizer(torch.optim.SGD([self.bias], lr=0.1))
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        return super().loss(inputs, classes) + self.bias.square().sum()
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        self.is_loud = batch_idx == 0
+        loss = self.loss(*batch)
+        self.context.backward(loss)
+        self.context.step_optimizer(self.second)
+        if batch_idx:
+            self.context.step_optimizer(self.optimizer)
+        self.model.zero_grad()
+        return {"loss": loss}
+
+
+def test_step_ends_the_windows_of_gradients_that_were_dropped() -> None:
+    report = way(DropsGradients, LESS_LOUD, batches=3).made.report
+    assert [report[f"skipped_steps_{optimizer}"] for optimizer in (0, 1)] == [0, 1]
 
 
 class LoudLongWindow(LoudOwnWindow):
