@@ -27,7 +27,7 @@ from determined_amp.amp.plain_data import StateDict
 from determined_amp.check import watching
 from determined_amp.check.finding import CheckFindings, Level
 from determined_amp.check.interventions import Moves, ScaleMoves
-from determined_amp.check.script import TOO_SHORT
+from determined_amp.check.script import NOT_SAVED, TOO_SHORT
 from tests.test_check import Right, examined
 
 
@@ -923,6 +923,32 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 Shown = pytest.CaptureFixture[str]
 
 
+# It has no loader, which would give batches to count.
+SAVES = """
+import argparse
+
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--saved", type=int, default=400)
+parser.add_argument("--fp32", action="store_true")
+parser.add_argument("--json", action="store_true")
+given = parser.parse_args()
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+scaler = torch.amp.GradScaler("cuda", enabled=not given.fp32)
+for number in range(1000):
+    optimizer.zero_grad()
+    with torch.autocast("cuda", enabled=not given.fp32):
+        loss = model(torch.randn(4, 8)).float().square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    if number == given.saved:
+        torch.save(optimizer.state_dict(), "checkpoint.pt")
+"""
+
+
 class TestScript:
     """Without Determined it is in `test_torch_alone.py`."""
 
@@ -936,6 +962,36 @@ class TestScript:
             n for n, text in enumerate(SCRIPT.splitlines(), 1) if "# CLIP" in text
         ]
         assert fault["where"] == [{"file": "train.py", "line": line}]
+
+    @pytest.mark.parametrize(
+        ("saved", "steps"),
+        [(0, 20), (60, 61), (400, 100)],
+        ids=["at once", "later", "never"],
+    )
+    def test_script_goes_on_to_its_first_checkpoint_for_a_hundred_steps(
+        self, folder: Path, capsys: Shown, saved: int, steps: int
+    ) -> None:
+        (folder / "train.py").write_text(SAVES)
+        main(["check", "train.py", "--saved", str(saved)])
+        shown = capsys.readouterr().out
+        assert f": {steps} backwards, " in shown
+        assert ("the scale is not in the checkpoint" in shown) is (saved < 400)
+        assert (NOT_SAVED in shown) is (saved == 400)
+
+    def test_script_without_amp_is_told_so_first(
+        self, folder: Path, capsys: Shown
+    ) -> None:
+        (folder / "train.py").write_text(SAVES)
+        assert main(["check", "train.py", "--fp32", "--json"]) == 0
+        shown = capsys.readouterr()
+        assert shown.out.startswith("no AMP was used: 100 backwards, 100 steps, ")
+        assert shown.err.startswith(
+            "train.py gets --json: options of check stand before"
+        )
+        assert main(["check", "--json", "train.py", "--fp32"]) == 0
+        shown = capsys.readouterr()
+        assert json.loads(shown.out)["amp"] is False
+        assert "train.py gets" not in shown.err
 
     def test_right_script_is_stopped_early_and_replaces_no_file(
         self, folder: Path, capsys: Shown

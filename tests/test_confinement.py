@@ -24,9 +24,10 @@ COMMAND = ("-W", "ignore", "-m", "determined_amp", "check")
 
 # Changes the files of a user in every way, each way in a folder of its own.
 SCRIPT = """
-import os, sys, time
+import os, sys, time, torch
 from tests.writes import WRITES
 
+torch.ones(1, requires_grad=True).sum().backward()
 for way, (change, look, expected) in WRITES.items():
     os.chdir(way)
     change()
@@ -85,6 +86,7 @@ TWO_RANKS = """
 import os, torch
 from torch import distributed
 
+torch.ones(1, requires_grad=True).sum().backward()
 distributed.init_process_group("gloo")
 rank = distributed.get_rank()
 if rank == 0:
@@ -212,5 +214,5 @@ def test_no_file_of_the_user_changes_while_a_trial_is_checked(
     before = files_of(folder)
     trial = "tests.test_confinement:Removes"
     assert door.main(["check", "planted.yaml", "--trial", trial]) == 0
-    assert capsys.readouterr().out.startswith("0 faults: 20 batches, ")
+    assert capsys.readouterr().out.startswith("no AMP was used: 20 batches, ")
     assert files_of(folder) == before

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
 NOTHING = "nothing was trained, nothing was examined"
+NO_AMP = "no AMP was used"
 
 
 class Level(str, enum.Enum):
@@ -64,6 +65,7 @@ class CheckFindings:
     notes: list[str] = field(default_factory=list)  # what was not examined, and why
     seen: str = ""  # what was examined, in one sentence
     trained: bool = True  # something was, so that something was examined
+    amp: bool = True  # with autocast, or a loss that was scaled
 
     def __iter__(self) -> Iterator[CheckFinding]:
         return iter(self.all)
@@ -83,10 +85,14 @@ class CheckFindings:
 
     def __str__(self) -> str:
         counts = Counter(finding.level for finding in self.all)
-        parts = [] if self.trained else [NOTHING]
+        parts = []
+        if not self.trained:
+            parts = [NOTHING]
+        elif not self.amp:
+            parts = [NO_AMP]
         for level in Level:
             plural = "" if counts[level] == 1 else "s"
-            if counts[level] or (level is Level.FAULT and self.trained):
+            if counts[level] or (level is Level.FAULT and not parts):
                 parts.append(f"{counts[level]} {level.value}{plural}")
         head = ", ".join(parts) + (f": {self.seen}" if self.seen else "")
         body = [finding.text() for finding in self.all]
@@ -96,7 +102,8 @@ class CheckFindings:
         """The same for programs; `faults` is the number of the first line."""
         findings = [asdict(finding) for finding in self.all]
         content = {
-            **{"faults": len(self.faults), "trained": self.trained, "seen": self.seen},
+            **{"faults": len(self.faults), "trained": self.trained, "amp": self.amp},
+            "seen": self.seen,
             "findings": findings,
         }
         return json.dumps({**content, "notes": self.notes}, indent=2)

@@ -72,6 +72,7 @@ def judge_record(record: Record) -> CheckFindings:
     trained = bool(record.of("backward") or record.of("left_out"))
     seen = _seen(record) if trained else ""
     findings = CheckFindings(without_consequences(told), seen=seen, trained=trained)
+    findings.amp = record.is_amp
     if not record.determined:
         findings.all = [_in_a_loop(finding) for finding in findings]
     if record.disturbed and not record.determined:

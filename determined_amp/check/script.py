@@ -20,6 +20,8 @@ from determined_amp.check.scratch import Scratch, changing_only, folder_of_launc
 
 # Steps of each optimizer: two that overflow, and nine at each of two scales.
 STEPS = 20
+# Until so many it goes on to its first checkpoint.
+MOST_STEPS = 5 * STEPS
 
 # So often a script is told to end before the process is ended.
 _PATIENCE = 5
@@ -35,6 +37,10 @@ WRITTEN = (
 REFUSED = (
     "code in C++ and other processes can write to the scratch folder alone, and "
     "elsewhere get this error; --in-place lets them"
+)
+NOT_SAVED = (
+    "torch.save was given the state of no optimizer in these steps, so no checkpoint "
+    "was judged"
 )
 ONE_RUN = (
     "one run cannot show whether a resume brings back the scale and the learning rates"
@@ -57,9 +63,18 @@ class _End:
 
     def look(self) -> None:
         """Before each backward."""
-        if self.told or min(self._recorder.record.steps_of_each, default=0) >= STEPS:
+        steps = self._steps()
+        is_enough = steps >= MOST_STEPS or (steps >= STEPS and self.has_saved())
+        if self.told or is_enough:
             self.told += 1
             raise SystemExit if self.told > _PATIENCE else _Enough
+
+    def has_saved(self) -> bool:
+        """Whether a checkpoint that can be judged was saved."""
+        return bool(self._recorder.record.of("save", optimizer=True))
+
+    def _steps(self) -> int:
+        return min(self._recorder.record.steps_of_each, default=0)
 
     @contextmanager
     def after(self, seconds: float) -> Iterator[None]:
@@ -75,7 +90,7 @@ class _End:
             signal.signal(signal.SIGALRM, before)
 
     def _time_is_over(self, *signalled: object) -> None:
-        self.is_late = not self.told
+        self.is_late = not self.told and self._steps() < STEPS
         self.told += 1
         raise _Enough
 
@@ -114,7 +129,8 @@ def examine_script(
     if not in_place:
         is_refused = "Permission denied" in str(raised)
         findings.notes += [WRITTEN] * scratch.is_used + [REFUSED] * is_refused
-    findings.notes += [TOO_SHORT, ONE_RUN] if end.is_late else [ONE_RUN]
+    is_unsaved = findings.trained and findings.amp and not end.has_saved()
+    findings.notes += [NOT_SAVED] * is_unsaved + [TOO_SHORT] * end.is_late + [ONE_RUN]
     return findings, raised
 
 

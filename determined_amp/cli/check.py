@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from determined_amp.check.finding import CheckFindings
 
 
+# Options that a script may have, too.
+_OPTIONS = ("--json", "--minutes", "--in-place", "--trial", "--config")
+
+
 def add_check(add_parser: AddParser) -> None:
     """Add the command."""
     text = "say what is wrong with the AMP of a trial, or of a script and its arguments"
@@ -108,6 +112,10 @@ def _check_script(options: Namespace) -> int:
     from determined_amp.check import script  # noqa: PLC0415  # torch
 
     first = script.is_first_rank()
+    given = [word.partition("=")[0] for word in options.arguments]
+    both = [word for word in given if word in _OPTIONS]
+    if first and both:
+        _say(f"{script_file} gets {', '.join(both)}: options of check stand before it")
     if first:
         changes = (
             "where it says"
@@ -116,7 +124,8 @@ def _check_script(options: Namespace) -> int:
         )
         _say(
             f"running {script_file} until each of its optimizers has made "
-            f"{script.STEPS} steps or {minutes:g} minutes are over; two steps "
+            f"{script.STEPS} steps and one was saved, for {script.MOST_STEPS} steps "
+            f"or {minutes:g} minutes at most; two steps "
             "of each are made to overflow, and the loss scale moves in others. "
             f"What it writes, renames and removes changes {changes}; {script.ONE_RUN}"
         )
