@@ -11,24 +11,16 @@ from typing import Any
 from determined_amp.amp.plain_data import Config
 from determined_amp.check.finding import CheckFindings
 from determined_amp.check.fresh_process import run_afresh
-from determined_amp.check.judge import (
-    PROVEN_BY,
-    judge_record,
-    merged,
-    without_consequences,
-)
+from determined_amp.check.judge import judge_record, merged, without_consequences
 from determined_amp.check.probe import RESUMED, Probe
 from determined_amp.check.record import Record
-from determined_amp.check.ruling import FAULT, SUSPICION, Found, found, number
+from determined_amp.check.ruling import FAULT, REMEDIES, SUSPICION, Found, found, number
 from determined_amp.check.stand_in import ONLY_ON_A_GPU
 from determined_amp.experiment.files import temporary_folder
 
 # Runs at most: one, one less disturbed, its resume, and one that moves the scale
 # further.
 RUNS = 4
-
-# What the last of these can prove.
-_SHOWN_BY_SCALES = {"depends_on_scale", *PROVEN_BY["depends_on_scale"]}
 
 
 def examine(
@@ -88,7 +80,8 @@ def _found_by_further_runs(
     if record.scales and not record.error:
         notify("training while the loss scale moves, in float32")
         for finding in judge_record(run(replace(first, overflows=(), exact=True))):
-            if finding.key in _SHOWN_BY_SCALES and finding.level is FAULT:
+            proofs = [finding.key, *REMEDIES[finding.key].get("proven_by", ())]
+            if "depends_on_scale" in proofs and finding.level is FAULT:
                 yield finding
 
 

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from linecache import getlines
 
 NOTHING = "nothing was trained, nothing was examined"
 NO_AMP = "no AMP was used"
@@ -29,6 +30,10 @@ class Where:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
+
+    def lines_around(self, count: int) -> list[str]:
+        """The line with as many before and behind it, as far as they can be read."""
+        return getlines(self.file)[max(self.line - 1 - count, 0) : self.line + count]
 
 
 @dataclass(frozen=True)

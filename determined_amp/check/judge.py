@@ -4,6 +4,7 @@ lines.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -13,63 +14,16 @@ from determined_amp.check.finding import CheckFinding, CheckFindings, Level
 from determined_amp.check.record import Record
 from determined_amp.check.ruling import REMEDIES, RULES
 
-_WRONG_GRADIENTS = {
-    "unscaled_loss",
-    "unscaled_twice",
-    "step_without_scaler",
-    "unscale_in_window",
-    "clip_scaled",
-    "clip_value_scaled",
-    "penalty_scaled",
-    "step_twice",
-    "scales_mixed",
-    "half_weights",
-    "no_loss_scale",
-    "nan_hidden",
-    "update_missing",
-    "update_in_window",
-    "not_zeroed",
-    "no_gradients",
-    "scaler_made_anew",
-}
-# What is measured, and the faults that are its cause: one cause is one finding.
-EXPLAINED = {
-    "overflow_hidden": {"clip_value_scaled", "nan_hidden", "depends_on_scale"},
-    "depends_on_scale": _WRONG_GRADIENTS,
-    "no_steps": {*_WRONG_GRADIENTS, "depends_on_scale", "loss_16_bits", "left_out"},
-    "not_finite": {
-        *_WRONG_GRADIENTS,
-        *(
-            "no_steps",
-            "overflow_hidden",
-            "depends_on_scale",
-            "loss_16_bits",
-            "left_out",
-        ),
-    },
-    "left_out": {"loss_16_bits"},
-    "unscaled_loss": {"no_loss_scale"},
-    "unscaled_twice": {"unscale_in_window"},
-    "update_in_window": {"step_without_scaler"},
-    "update_missing": {"unscale_in_window"},
-    "autocast_backward": {"stale_casts"},
-    "autocast_covers_nothing": {"half_weights"},
-    "loss_16_bits": {"half_weights"},
-    "scales_mixed": {"not_zeroed", "unscale_in_window", "update_in_window"},
-    "schedule_not_saved": {"scaler_not_saved", "resume_fails"},
-    "schedule_per_batch": {"schedule_twice"},
-}
-# Suspicions that what was measured proves, so that they are faults.
-PROVEN_BY = {
-    "depends_on_scale": {"penalty_scaled", "autocast_backward"},
-    "overflow_hidden": {"nan_hidden"},
-}
+# So many lines before and behind the line of a finding are near it.
+_NEAR = 4
+_CALL = re.compile(r"\w+\(\)?")
 
 
 def judge_record(record: Record) -> CheckFindings:
     """All findings of one run: one for each kind of mistake, with all of its lines."""
     told = merged(finding for judge in RULES for finding in judge(record))
-    trained = bool(record.of("backward") or record.of("left_out"))
+    kinds = {event.kind for event in record.events}
+    trained = not kinds.isdisjoint({"backward", "left_out", "step"})
     seen = _seen(record) if trained else ""
     findings = CheckFindings(without_consequences(told), seen=seen, trained=trained)
     findings.amp = record.is_amp
@@ -86,8 +40,29 @@ def judge_record(record: Record) -> CheckFindings:
         findings.notes.append(
             f"the GradScaler of {off[0]} is switched off, so no AMP was examined"
         )
+    findings.all = [_without_known_lines(finding) for finding in findings]
     findings.sort()
     return findings
+
+
+def _without_known_lines(finding: CheckFinding) -> CheckFinding:
+    """The finding without lines that stand near its own already.
+
+    A single line may stand in another place than it should: that is a place to look at.
+    """
+    orders = _calls_in(finding.write.splitlines()) if finding.orders else []
+    for where in finding.where if orders else ():
+        near = iter(_calls_in(where.lines_around(_NEAR)))
+        if all(calls in near for calls in orders):  # in this order
+            write = finding.write if len(orders) == 1 else ""
+            return replace(finding, write=write, orders=False)
+    return finding
+
+
+def _calls_in(lines: Iterable[str]) -> list[list[str]]:
+    """What each line of code calls, with the bracket that follows."""
+    code = (line.partition("#")[0] for line in lines if not line.startswith("leave "))
+    return [calls for calls in map(_CALL.findall, code) if calls]
 
 
 def _in_a_loop(finding: CheckFinding) -> CheckFinding:
@@ -121,20 +96,22 @@ def _merged(same: Sequence[CheckFinding]) -> CheckFinding:
 def without_consequences(findings: list[CheckFinding]) -> list[CheckFinding]:
     """The findings, without what another one explains that is as sure."""
     known = {finding.key: finding for finding in findings}
-    for effect, causes in PROVEN_BY.items():
-        for cause in causes & known.keys() if effect in known else ():
-            orders = "write" in REMEDIES[cause]
-            text = f"{known[cause].effect}; {known[effect].effect}"
-            known[cause] = replace(
-                known[cause], level=Level.FAULT, effect=text, orders=orders
+    for key in [*known]:
+        for proof in known.keys() & REMEDIES[key].get("proven_by", ()):
+            known[key] = replace(
+                known[key],
+                level=Level.FAULT,
+                effect=f"{known[key].effect}; {known[proof].effect}",
+                orders="write" in REMEDIES[key],
             )
-    faults = {key for key, each in known.items() if each.level is Level.FAULT}
+    explained: dict[str, list[Level]] = defaultdict(list)
+    for key, cause in known.items():
+        for effect in REMEDIES[key].get("explains", ()):
+            explained[effect].append(cause.level)
     return [
         each
-        for each in known.values()
-        if (faults if each.key in faults else known.keys()).isdisjoint(
-            EXPLAINED.get(each.key, ())
-        )
+        for key, each in known.items()
+        if not {each.level, Level.FAULT}.intersection(explained[key])
     ]
 
 

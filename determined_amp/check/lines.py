@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import sys
 import traceback
+from collections.abc import Iterable
+from linecache import getlines
 from pathlib import Path
 from types import FrameType
 
@@ -15,6 +18,12 @@ from determined_amp.check.finding import Where
 _DOCTOR = str(Path(__file__).parent) + os.sep
 _LIBRARY = str(Path(__file__).parents[1]) + os.sep
 _RUNS_SCRIPTS = runpy.run_path.__code__.co_filename
+# Torch's own forms of autocast, which call the one that all are.
+_AUTOCAST = tuple(
+    os.path.join("torch", *parts, "amp", "autocast_mode.py")
+    for parts in ((), ("cuda",), ("cpu",))
+)
+_SETS_RATE = re.compile(r"""\[["']lr["']\]\s*[-+*/]?=[^=]""")
 # What calls a trial: what it does by itself is not done by a line of the user's.
 _LOOP = ("determined/pytorch/_pytorch_trial.py", "determined/pytorch/_trainer.py")
 
@@ -39,10 +48,25 @@ def users_line() -> Where | None:
     return None
 
 
+def lines_that_set_rates(files: Iterable[str]) -> list[Where]:
+    """The lines of files that set the rate of a group of an optimizer."""
+    return [
+        Where(file, number)
+        for file in files
+        for number, line in enumerate(getlines(file), start=1)
+        if _SETS_RATE.search(line)
+    ]
+
+
 def caller() -> FrameType:
     """The frame that makes the call which a hook of this package sees."""
     frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
-    return next(frame for frame in frames if not is_doctors(frame.f_code.co_filename))
+    return next(frame for frame in frames if not _is_passed(frame.f_code.co_filename))
+
+
+def _is_passed(file: str) -> bool:
+    """Whether a file is the doctor's, or one of torch in which autocast is entered."""
+    return is_doctors(file) or file.endswith(_AUTOCAST)
 
 
 def called_by_library() -> bool:

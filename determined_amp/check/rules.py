@@ -11,6 +11,7 @@ from statistics import median
 from typing import NamedTuple
 
 from determined_amp.check.finding import Level
+from determined_amp.check.lines import lines_that_set_rates
 from determined_amp.check.record import Event, Record, Schedule, StepWindow
 from determined_amp.check.ruling import (
     COST,
@@ -377,8 +378,12 @@ def _moves(
     wrong = [window for window in skipped if window in moving]
     if wrong:
         effect = f"{count_of(wrong, skipped, 'skipped step')} moved the schedule"
-        level = SUSPICION if own[0].by_hand else FAULT
-        yield found("schedule_on_skipped", moves, effect, level)
+        if own[0].by_hand:
+            files = (event.where.file for event in record.events if event.where)
+            lines = lines_that_set_rates(dict.fromkeys(files))
+            yield found("schedule_on_skipped", lines, effect, SUSPICION)
+        else:
+            yield found("schedule_on_skipped", moves, effect)
 
 
 def _moves_by_steps(windows: list[StepWindow], moving: list[StepWindow]) -> bool:

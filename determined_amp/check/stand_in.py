@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +17,7 @@ from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import autocast_is_on
 from determined_amp.amp.torch_private import CASTS_OF_AUTOCAST, backwards_through
 from determined_amp.amp.users_code import is_users
+from determined_amp.check.lines import caller
 
 # What only a GPU can show.
 ONLY_ON_A_GPU = (
@@ -45,7 +46,7 @@ def cpu_for_cuda() -> Iterator[None]:
     here = _OnCpu()
     with ExitStack() as stack:
         if not torch.cuda.is_available():
-            for owner, name, replacement in _replacements():
+            for owner, name, replacement in _replacements(here):
                 stack.enter_context(patched(owner, name, replacement))
             stack.enter_context(warnings.catch_warnings())
             for words in (
@@ -108,7 +109,7 @@ def _making_autocast(own: Callable[..., Any], here: _OnCpu) -> Callable[..., Any
         is_cuda = _on_cpu(device_type) != device_type
         if is_cuda:
             here.applies = here.applies is not False
-        elif is_users(sys._getframe(1).f_code.co_filename):
+        elif is_users(caller().f_code.co_filename):
             # not torch's own for a checkpoint
             here.applies = False
         region._means_cuda = is_cuda and not torch.cuda.is_available()
@@ -126,7 +127,7 @@ def _on_cpu(device: Any) -> Any:
     return "cpu" if is_cuda else device
 
 
-def _replacements() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+def _replacements(here: _OnCpu) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """What is replaced, and by what."""
     make = torch.amp.GradScaler.__init__
 
@@ -137,6 +138,20 @@ def _replacements() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         make(scaler, _on_cpu(device), *args, **kwargs)
 
     yield torch.amp.GradScaler, "__init__", make_scaler
+    start = threading.Thread.start
+
+    @wraps(start)
+    def start_here(thread: Any) -> None:
+        own = thread.run
+
+        def run() -> None:
+            with here:  # modes are of one thread
+                own()
+
+        thread.run = run
+        start(thread)
+
+    yield threading.Thread, "start", start_here
     # torch 2.3 has one question for each device
     if not hasattr(torch, "get_autocast_dtype"):
         yield torch, "is_autocast_enabled", torch.is_autocast_cpu_enabled
