@@ -75,7 +75,7 @@ def _tell_and_sort(
         frame = frame.f_back
     # Others of these functions only measure a norm.
     if any(each.f_code.co_name.startswith("clip_grad") for each in frames):
-        clip, by = Clip(tensors[0], frames), frame.f_globals.get("__name__")
+        clip, by = Clip(tensors[0], frames), frame.f_globals.get("__name__", "")
         for reference, but_by in list(_listeners):
             listener = reference()
             if listener is not None and by != but_by:
