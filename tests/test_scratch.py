@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,8 +38,11 @@ def scratch(folder: Path, tmp_path: Path) -> Iterator[Scratch]:
 
 @pytest.mark.parametrize("way", WRITES)
 def test_script_sees_its_own_change_and_no_file_of_the_user_has_it(
-    folder: Path, tmp_path: Path, way: str
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
+    # An import that is blocked, and a module of another kind.
+    monkeypatch.setitem(sys.modules, "blocked", None)
+    monkeypatch.setitem(sys.modules, "of_another_kind", object())
     before = files_of(folder)
     change, look, expected = WRITES[way]
     (tmp_path / "scratch").mkdir()

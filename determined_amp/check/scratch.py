@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from os import readlink, stat  # not those that are replaced
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -89,6 +90,7 @@ def folder_of_launch() -> str:
     # It is closed where this process ends, and its forks.
     lock = os.open(f"{folder}/lock", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_SH)
+
     remove = [sys.executable, "-I", "-S", "-c", _REMOVE, folder]
     os.posix_spawn(sys.executable, remove, os.environ)
     return folder
@@ -123,7 +125,8 @@ def _owners() -> list[Any]:
     """Whatever may have taken a function of Python's or torch's."""
     # By the first two Python imports modules.
     left = ("posix", "_io", __name__)
-    modules = [each for name, each in [*sys.modules.items()] if name not in left]
+    known = {name: each for name, each in sys.modules.items() if name not in left}
+    modules = [each for each in known.values() if isinstance(each, ModuleType)]
     return [*modules, getattr(pathlib, "_NormalAccessor", os)]  # Python 3.10 has it
 
 
