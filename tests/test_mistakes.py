@@ -19,6 +19,7 @@ from determined import pytorch
 from torch import nn
 from torch.nn import functional
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from determined_amp import (
     AmpLoop,
@@ -640,6 +641,24 @@ def test_loop_that_is_over_keeps_nothing_and_refuses_nothing(precision: str) -> 
     optimizer.step()
     del optimizer
     assert model() is None
+
+
+def test_loop_that_goes_while_another_training_steps_leaves_its_step_alone() -> None:
+    loops, optimizer = [OwnLoop()], torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    loops[0].amp.start()
+    handles = [  # torch goes on to the second one
+        register_optimizer_step_pre_hook(lambda *_: loops.clear()) for _ in range(2)
+    ]
+    hooks: Any = handles[0].hooks_dict_ref()
+    try:
+        registered = len(hooks)
+        optimizer.step()
+        another = OwnLoop()
+        another.amp.start()  # removes the hook of the first
+        assert len(hooks) == registered
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def test_step_that_is_refused_is_none_for_the_doctor() -> None:

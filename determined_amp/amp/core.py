@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from determined_amp.amp.casts import drop_casts_when_loaded
 from determined_amp.amp.compiled import compile_forward
@@ -38,6 +39,10 @@ from determined_amp.amp.tensors import parameters_in, parameters_of, unwrapped
 from determined_amp.amp.window import Windows
 
 T = TypeVar("T")
+
+# The hooks of trainings that nobody holds any more; they do nothing. Python may collect
+# a training while torch goes over all hooks, so the next training removes them.
+_HOOKS_THAT_ARE_OVER: list[RemovableHandle] = []
 
 
 class AmpCore:
@@ -391,11 +396,14 @@ class AmpCore:
         Returns:
             What ends it before that.
         """
+        while _HOOKS_THAT_ARE_OVER:
+            _HOOKS_THAT_ARE_OVER.pop().remove()
         handle = register_optimizer_step_pre_hook(_weakly(self._before_step))
         hooks: Any = handle.hooks_dict_ref()
         # First: the doctor must not count a step that is refused.
         hooks.move_to_end(handle.id, last=False)
-        return weakref.finalize(self, handle.remove)
+        weakref.finalize(self, _HOOKS_THAT_ARE_OVER.append, handle)
+        return handle.remove
 
     def _see_steps_of(self, optimizer: Optimizer) -> None:
         """See those of a wrapper, too, that torch has no hooks for."""
