@@ -26,7 +26,6 @@ IS_NEWER = TorchVersion(torch.__version__) >= "2.4"
 NOT_YET = {
     "zeroed": "window_summed_in_own_buffers",
     "cause": "critic_steps_itself",
-    "level": "loss_is_detached",
 }
 
 

@@ -63,6 +63,7 @@ _ERRORS = {
     "_scale is None": "no_loss_scale",
     "Closure use is not currently supported": "closure",
     "unsafe to autocast": "unsafe_to_autocast",
+    "does not require grad and does not have a grad_fn": "loss_cut_off",
 }
 
 # https://pytorch.org/docs/stable/amp.html, "CUDA Ops that promote to the widest input
