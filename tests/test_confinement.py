@@ -154,7 +154,7 @@ def checked(folder: Path, seconds: int) -> Iterator[subprocess.Popen[str]]:
 
 def test_no_file_of_the_user_changes_in_any_way(folder: Path) -> None:
     with checked(folder, 0) as run:
-        run.wait()
+        run.communicate()
     assert run.returncode == 0
 
 
@@ -166,6 +166,7 @@ def test_no_file_of_the_user_changes_when_the_command_is_ended(
 ) -> None:
     with checked(folder, 1000) as run:
         run.send_signal(number)
+        run.communicate()
     assert run.returncode == status
 
 

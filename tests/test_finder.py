@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import yaml
 
 from benchmarks.small_trials import (
     BatchNormCNN,
@@ -161,9 +160,8 @@ class TestCommand:
         assert door.run(["find", *arguments("mlp/amp.yaml"), "--json", str(data)]) == 0
         printed = capsys.readouterr().out
         assert "verdict: default is fine" in printed
-        lines = yaml.safe_load(printed[printed.index("hyperparameters:") :])
+        assert "hyperparameters:" not in printed
         top = int(re.findall(r"safe window: 2\^-?\d+ to 2\^(\d+)", printed)[0])
-        assert lines == {"hyperparameters": {"amp": {"init_scale": 2.0 ** (top - 6)}}}
         written = json.loads(data.read_text())
         assert written["verdict"] == "default is fine"
         assert max(module["largest_log2"] for module in written["modules"]) <= 15 - top

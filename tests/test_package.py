@@ -76,9 +76,10 @@ def test_wheel_holds_the_whole_library_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     about = f"determined_amp-{determined_amp.__version__}.dist-info/"
     code = {name for name in names if not name.startswith(about)}
-    here = (ROOT / "determined_amp").rglob("*.py")
-    expected = {path.relative_to(ROOT).as_posix() for path in here}
-    assert code == expected | {"determined_amp/py.typed"}
+    library = ROOT / "determined_amp"
+    data = library / "py.typed", library / "check" / "remedies.json"
+    here = [*library.rglob("*.py"), *data]
+    assert code == {path.relative_to(ROOT).as_posix() for path in here}
     assert f"{about}licenses/LICENSE" in names
 
 

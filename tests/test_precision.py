@@ -173,7 +173,7 @@ def test_cpu_that_trains_in_16_bits_is_a_warning(
     )
     # A CPU with instructions for them may be faster, too.
     assert all(
-        "use fp32" not in text and "determined_amp compare" in text for text in messages
+        "use fp32" not in text and "det-amp compare" in text for text in messages
     )
 
 

@@ -34,11 +34,12 @@ def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    before = set(sys.modules)
+    ours = {Path(file).parts[0].removesuffix(".py") for file in FILES}
+    for name in [name for name in sys.modules if name.partition(".")[0] in ours]:
+        monkeypatch.delitem(sys.modules, name)
     yield
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] in {Path(file).stem for file in FILES}:
-            del sys.modules[name]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ours]:
+        del sys.modules[name]
 
 
 @pytest.mark.parametrize(

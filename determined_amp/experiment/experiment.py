@@ -475,6 +475,9 @@ def _read_common(
     ours, found = has_our_form(values), list[Problem]()
     if ours:
         problems.extend(mistakes_of_our_form(config, values))
+    elif values.get("training") is not None:
+        text = f"got {shown(values['training'])}; allowed: a mapping of keys to values"
+        problems.append(Problem("hyperparameters.training", text))
     translated = dict(values) if ours else in_our_form(config, values)
     if not isinstance(values.get("amp"), Mapping):  # the trial's own
         translated["amp"] = None
