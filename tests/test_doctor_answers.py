@@ -85,3 +85,10 @@ def test_mistake_is_told_with_its_cause_and_its_line(name: str) -> None:
     here = {number for number, line in lines if line.endswith("# HERE")}
     assert here <= {where.line for each in told for where in each.where}
     assert [word for word in mistake.misleading if word in str(findings)] == []
+
+
+@pytest.mark.parametrize("name", ["scores_overflow", "eps_is_zero_in_half"])
+def test_order_is_not_given_where_another_change_was_tried(name: str) -> None:
+    (fault,) = findings_of(name).faults
+    assert not fault.orders
+    assert "outside of modules" in fault.write

@@ -141,13 +141,15 @@ def _advice_of(record: Record) -> tuple[str, str] | None:
     if cause is None:
         return None
     if f"with {cause.module} in float32" in cause.helps:
-        around, line = cause.module, "output = module(inputs.float())"
-        if around == OUTSIDE:
-            around, line = "the loss", "loss = loss_fn(output.float(), labels)"
+        if cause.module == OUTSIDE:  # all of it was tried, from any line
+            return "look", (
+                "all that is computed outside of modules: in float32 the loss is finite"
+            )
         lines = (
             "# tried: the loss of this batch is finite then\n"
-            f"with torch.autocast(device_type, enabled=False):  # around {around}\n"
-            f"    {line}"
+            "with torch.autocast(device_type, enabled=False):"
+            f"  # around {cause.module}\n"
+            "    output = module(inputs.float())"
         )
         return "write", lines
     if "in bfloat16" in cause.helps:
