@@ -7,6 +7,7 @@ test turns red when the answer becomes right, and the name is then taken out.
 from __future__ import annotations
 
 import gc
+import linecache
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -66,18 +67,24 @@ def test_right_script_has_no_fault(name: str) -> None:
     assert [finding.text() for finding in findings.faults] == []
 
 
-def findings_of(name: str) -> CheckFindings:
-    """What is said of a script with a mistake, which may raise."""
+def findings_of(script: str, file: str) -> CheckFindings:
+    """What is said of a script, which may raise."""
     names = prepared()
+    linecache.cache[file] = (len(script), None, script.splitlines(True), file)
     with suppress(Exception), watching() as findings:
-        exec(compile(WRONG[name].script, f"{name}.py", "exec"), names)
+        exec(compile(script, file, "exec"), names)
     return findings
+
+
+def findings_of_mistake(name: str) -> CheckFindings:
+    """What is said of one of the scripts with a mistake."""
+    return findings_of(WRONG[name].script, f"{name}.py")
 
 
 @pytest.mark.parametrize("name", names_in(WRONG))
 def test_mistake_is_told_with_its_cause_and_its_line(name: str) -> None:
     mistake = WRONG[name]
-    findings = findings_of(name)
+    findings = findings_of_mistake(name)
     told = [each for each in findings if each.key in mistake.findings.split("|")]
     assert {each.level.value for each in told} & set(mistake.level.split("|"))
     assert [each.key for each in findings.faults if each not in told] == []
@@ -89,6 +96,27 @@ def test_mistake_is_told_with_its_cause_and_its_line(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["scores_overflow", "eps_is_zero_in_half"])
 def test_order_is_not_given_where_another_change_was_tried(name: str) -> None:
-    (fault,) = findings_of(name).faults
+    (fault,) = findings_of_mistake(name).faults
     assert not fault.orders
     assert "outside of modules" in fault.write
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "optimizer_steps_itself_then_update",
+        "unscales_and_steps_itself",
+        "optimizer_steps_itself",
+    ],
+)
+def test_order_in_place_of_the_line_leaves_no_fault(name: str) -> None:
+    script = WRONG[name].script
+    (fault,) = findings_of_mistake(name).faults
+    assert fault.orders
+    (here,) = (line for line in script.splitlines(True) if line.endswith("# HERE\n"))
+    indent = here[: len(here) - len(here.lstrip())]
+    orders = (line for line in fault.write.splitlines() if "# your line" not in line)
+    pasted = "".join(f"{indent}{line}\n" for line in orders)
+    after = findings_of(script.replace(here, pasted), f"{name}_pasted.py")
+    assert [finding.text() for finding in after if finding.key == "raised"] == []
+    assert after.faults == []

@@ -21,6 +21,11 @@ class Level(str, enum.Enum):
     COST = "cost"  # right, but it takes time
 
 
+def code_of(line: str) -> str:
+    """A line without its comment and its indentation."""
+    return line.partition("#")[0].strip()
+
+
 @dataclass(frozen=True)
 class Where:
     """A line of the user's code."""
@@ -31,9 +36,13 @@ class Where:
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
 
-    def lines_around(self, count: int) -> list[str]:
-        """The line with as many before and behind it, as far as they can be read."""
-        return getlines(self.file)[max(self.line - 1 - count, 0) : self.line + count]
+    def code_around(self, count: int) -> dict[int, str]:
+        """The line with as many before and behind it, as far as they can be read.
+
+        Without comments and indentation, by their numbers.
+        """
+        lines = enumerate(getlines(self.file), start=1)
+        return {n: code_of(line) for n, line in lines if abs(n - self.line) <= count}
 
 
 @dataclass(frozen=True)

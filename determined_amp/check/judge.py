@@ -10,12 +10,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from determined_amp.check import invariants, rules  # noqa: F401  # they list themselves
-from determined_amp.check.finding import CheckFinding, CheckFindings, Level
+from determined_amp.check.finding import (
+    CheckFinding,
+    CheckFindings,
+    Level,
+    code_of,
+)
 from determined_amp.check.record import Record
 from determined_amp.check.ruling import REMEDIES, RULES
 
 # So many lines before and behind the line of a finding are near it.
-_NEAR = 4
+_NEAR = 8
 _CALL = re.compile(r"\w+\(\)?")
 
 
@@ -40,29 +45,41 @@ def judge_record(record: Record) -> CheckFindings:
         findings.notes.append(
             f"the GradScaler of {off[0]} is switched off, so no AMP was examined"
         )
-    findings.all = [_without_known_lines(finding) for finding in findings]
+    findings.all = [_fitted_to_script(finding) for finding in findings]
     findings.sort()
     return findings
 
 
-def _without_known_lines(finding: CheckFinding) -> CheckFinding:
-    """The finding without lines that stand near its own already.
+def _fitted_to_script(finding: CheckFinding) -> CheckFinding:
+    """The finding with the numbers of lines that the script has, not to be repeated.
 
-    A single line may stand in another place than it should: that is a place to look at.
+    Where all of its calls stand near, in this order, no order is given: they may be
+    those of another object, or stand in another place than they should.
     """
-    orders = _calls_in(finding.write.splitlines()) if finding.orders else []
+    if not (finding.orders and finding.where):
+        return finding
+    lines = finding.write.splitlines()
+    near = finding.where[0].code_around(_NEAR)
+    write = "\n".join(_with_its_number(line, near) for line in lines)
+    orders = _calls_in(map(code_of, lines))
+    stands = False
     for where in finding.where if orders else ():
-        near = iter(_calls_in(where.lines_around(_NEAR)))
-        if all(calls in near for calls in orders):  # in this order
-            write = finding.write if len(orders) == 1 else ""
-            return replace(finding, write=write, orders=False)
-    return finding
+        calls_near = iter(_calls_in(where.code_around(_NEAR).values()))
+        stands |= all(calls in calls_near for calls in orders)
+    return replace(finding, write=write, orders=not stands)
 
 
-def _calls_in(lines: Iterable[str]) -> list[list[str]]:
-    """What each line of code calls, with the bracket that follows."""
-    code = (line.partition("#")[0] for line in lines if not line.startswith("leave "))
-    return [calls for calls in map(_CALL.findall, code) if calls]
+def _with_its_number(line: str, near: dict[int, str]) -> str:
+    """A line of an order, with the number of the script's own that is the same."""
+    code = code_of(line)
+    same = [number for number, its in near.items() if code and its.endswith(code)]
+    return f"{line}  # your line {same[0]}" if same else line
+
+
+def _calls_in(code: Iterable[str]) -> list[list[str]]:
+    """What each line calls, with the bracket that follows."""
+    lines = (line for line in code if not line.startswith("leave "))
+    return [calls for calls in map(_CALL.findall, lines) if calls]
 
 
 def _in_a_loop(finding: CheckFinding) -> CheckFinding:
