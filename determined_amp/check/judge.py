@@ -104,8 +104,10 @@ def _merged(same: Sequence[CheckFinding]) -> CheckFinding:
     findings = CheckFindings([*same])
     findings.sort()
     lines = dict.fromkeys(line for finding in findings for line in finding.where)
-    surest = findings.all[0]
-    equal = (finding for finding in findings if finding.level is surest.level)
+    level = findings.all[0].level
+    equal = [finding for finding in findings if finding.level is level]
+    # An order must hold at all of its lines.
+    surest = min(equal, key=lambda finding: finding.orders)
     effects = dict.fromkeys(finding.effect for finding in equal)
     return replace(surest, where=tuple(lines), effect="; ".join(effects))
 

@@ -236,9 +236,8 @@ def _unscaled_loss(record: Record) -> Found:
                 "added gradients that are divided by the scale and were never"
                 " multiplied"
             )
-            yield found(
-                "unscaled_loss", [line], f"{share_of(record, backwards)} {effect}"
-            )
+            many = f"{share_of(record, backwards)} {effect}"
+            yield found("unscaled_loss", [line], many, holds=not is_part)
 
 
 @rule
@@ -247,14 +246,17 @@ def _step_without_scaler(record: Record) -> Found:
     calm = [step for step in steps if not step.disturbed]
     scaled = [step for step in calm if step.factor > SCALED]
     blind = [step for step in steps if step.overflows]
+    # Else code of the user's has divided or replaced some, which it is to leave out.
+    finite = [step for step in calm if math.isfinite(step.norm)]
+    holds = not any(math.isnan(step.factor) for step in finite)
     if scaled:
         times = number(scaled[-1].factor)
         many = share_of(record, scaled)
         effect = f"{many} got gradients {times} times as large as they should be"
-        yield found("step_without_scaler", scaled, effect)
+        yield found("step_without_scaler", scaled, effect, holds=holds)
     elif blind:
         effect = f"{len(blind)} forced overflows were stepped with"
-        yield found("step_without_scaler", blind, effect)
+        yield found("step_without_scaler", blind, effect, holds=holds)
 
 
 @rule

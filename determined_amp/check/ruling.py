@@ -45,6 +45,8 @@ def found(
     effect: str,
     level: Level = FAULT,
     advice: tuple[str, str] | None = None,
+    *,
+    holds: bool = True,
 ) -> CheckFinding:
     """A finding at these lines, or at those of these events.
 
@@ -55,11 +57,13 @@ def found(
         level: How sure it is.
         advice: What was tried, in place of the advice of the key: `write` or `look`,
             and the lines.
+        holds: Whether the lines to write are right in this training: else it gets those
+            to look at.
     """
     lines = [each.where if isinstance(each, Event) else each for each in at]
     where = tuple(dict.fromkeys(line for line in lines if line is not None))
     remedy = REMEDIES[key]
-    kind = "write" if "write" in remedy else "look"
+    kind = "write" if "write" in remedy and holds else "look"
     kind, text = advice or (kind, "\n".join(remedy[kind]))
     orders = kind == "write" and level is not SUSPICION
     return CheckFinding(key, level, remedy["sentence"], where, effect, text, orders)
