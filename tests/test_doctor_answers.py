@@ -25,7 +25,6 @@ from tests.wrong_scripts import WRONG
 IS_NEWER = TorchVersion(torch.__version__) >= "2.4"
 
 NOT_YET = {
-    "zeroed": "window_summed_in_own_buffers",
     "cause": "critic_steps_itself",
 }
 

@@ -95,6 +95,8 @@ class StepWindow:
     # of its schedulers until the next backward
     moves: list[Event] = field(default_factory=list)
     forced: bool = False  # the doctor made it overflow
+    # Code of the user's has written other values into its gradients, not a multiple.
+    rewritten: bool = False
 
     @property
     def used(self) -> list[Event]:

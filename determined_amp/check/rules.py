@@ -414,6 +414,8 @@ def _accumulation(record: Record) -> Found:
     level = FAULT if record.batches or last.is_empty else SUSPICION
     lost = [window for window in several if window.lost]
     if len(lost) >= len(windows) - 1:
+        if any(window.rewritten for window in lost):  # from buffers of its own perhaps
+            level = SUSPICION
         effect = f"{last.lost} of {size} micro-batches of each step are thrown away"
         lines = [line for window in lost for line in window.zeroed or window.used]
         yield found("zero_grad_in_window", lines, effect, level)

@@ -121,7 +121,12 @@ class StepGradients:
     def _compare(self, ratio: float, before: torch.Tensor) -> None:
         if abs(ratio - 1) > 1e-3:
             self._by_hand *= ratio
-        if self.factor > SCALED and len(before) == len(self._values):
+        same_size = len(before) == len(self._values)
+        if self.norm and not (
+            same_size and torch.allclose(self._values, ratio * before, rtol=0.01)
+        ):
+            self.window.rewritten = True
+        if self.factor > SCALED and same_size:
             change = float(torch.linalg.vector_norm(self._values - before))
             self._added = math.hypot(self._added, change / self.factor)
         if self.factor > SCALED and not ratio * self.factor > 1.01:
