@@ -44,8 +44,14 @@ def test_killed_run_of_an_older_checkout_ends_as_one_that_nothing_disturbed(
     before, after = (
         training.checkpoint(kept / folder, 32) for folder in ("undisturbed", "killed")
     )
-    for content in (before, after):  # callbacks without a state come and go
+    for content in (before, after):
+        # Callbacks without a state come and go; torch 2.3 has fewer keys of a scheduler.
         content["callbacks"] = [each for each in content["callbacks"].values() if each]
+        (schedule,) = content["lr_schedulers_state_dict"]
+        content["lr_schedulers_state_dict"] = (
+            schedule["last_epoch"],
+            schedule["_last_lr"],
+        )
     for part in before:
         assert training.digest(after[part]) == training.digest(before[part]), part
     assert numbers(kept / "killed") == numbers(kept / "undisturbed")
