@@ -45,7 +45,7 @@ def test_killed_run_of_an_older_checkout_ends_as_one_that_nothing_disturbed(
         training.checkpoint(kept / folder, 32) for folder in ("undisturbed", "killed")
     )
     for content in (before, after):
-        # Callbacks without a state come and go; torch 2.3 has fewer keys of a scheduler.
+        # Callbacks without a state come and go; torch 2.3 keeps less of a scheduler.
         content["callbacks"] = [each for each in content["callbacks"].values() if each]
         (schedule,) = content["lr_schedulers_state_dict"]
         content["lr_schedulers_state_dict"] = (
