@@ -151,6 +151,25 @@ def test_scratch_folder_can_be_made_again(scratch: Scratch) -> None:
     assert text(f"{scratch.folder}/new.txt") == "!"
 
 
+def test_folder_that_is_there_is_not_touched_by_making_it_again(
+    scratch: Scratch,
+) -> None:
+    write("new.txt", "x")
+    before = files_of(Path(scratch.folder))
+    for make in (os.mkdir, os.mkfifo, lambda name: os.symlink("best.pt", name)):
+        with pytest.raises(FileExistsError):
+            make("old")
+    assert files_of(Path(scratch.folder)) == before
+
+
+def test_nothing_in_the_scratch_folder_has_a_shadow(scratch: Scratch) -> None:
+    os.rename("old", "older")
+    write("older/new", "x")
+    os.rename("older/deep", "older/deeper")
+    write("older/deeper/new", "x")
+    assert not os.path.exists(f"{scratch.folder}/files{scratch.folder}")
+
+
 def test_functions_that_a_module_has_kept_are_pythons_own_afterwards(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -131,6 +131,18 @@ def write_in_another_folder() -> None:
     os.chdir("..")
 
 
+def make_folders_that_are_there() -> None:
+    os.makedirs("old", exist_ok=True)
+    os.makedirs("old/deep", exist_ok=True)
+    write("old/deep/b", "a")
+
+
+def rename_nested_folders() -> None:
+    os.rename("old", "older")
+    os.rename("older/deep", "older/deeper")
+    write("older/deeper/b", "a")
+
+
 # By name: what a script does, and what it sees afterwards.
 WRITES: dict[str, tuple[Callable[[], object], Callable[[], object], object]] = {
     "open": (lambda: write("log.txt", "w"), lambda: text("log.txt"), "!"),
@@ -229,6 +241,19 @@ WRITES: dict[str, tuple[Callable[[], object], Callable[[], object], object]] = {
         remove_and_make_again,
         lambda: names("latest"),
         ["new"],
+    ),
+    "makedirs of folders that are there": (
+        make_folders_that_are_there,
+        lambda: (text("latest/deep/b"), [*os.walk("old")]),
+        ("the user's old/deep/b!", [("old", ["deep"], ["a"]), ("old/deep", [], ["b"])]),
+    ),
+    "rename nested folders": (
+        rename_nested_folders,
+        lambda: (text("older/deeper/b"), [*os.walk("older")]),
+        (
+            "the user's old/deep/b!",
+            [("older", ["deeper"], ["a"]), ("older/deeper", [], ["b"])],
+        ),
     ),
     "truncate": (lambda: os.truncate("log.txt", 3), lambda: text("log.txt"), "the"),
     "hard link": (

@@ -47,9 +47,10 @@ _CALLS = (
     ("os", "look", _LOOK, (0,)),
     ("os", "look_at_link", ("lstat",), (0,)),
     ("os", "read_link", ("readlink",), (0,)),
-    ("os", "name", ("mkdir", "rmdir", "remove", "unlink", "mkfifo"), (0,)),
+    ("os", "make", ("mkdir", "mkfifo"), (0,)),
+    ("os", "make", ("symlink",), (1,)),
+    ("os", "name", ("rmdir", "remove", "unlink"), (0,)),
     ("os", "name", ("rename", "replace"), (0, 1)),
-    ("os", "name", ("symlink",), (1,)),
     ("os", "change", _CHANGE, (0,)),
     ("os", "change", ("link",), (0, 1)),
     ("torch", "renew", ("save",), (1,)),
@@ -277,13 +278,17 @@ class Scratch:
         original = _original(place)
         return original if _target(original) else place
 
-    def name(self, path: str) -> str:
-        """Where the name of a path can change."""
+    def make(self, path: str) -> str:
+        """Where the name of a path is taken, or can be."""
         place = self.look(path, follows=False)
         if any(_is_in(place, each) for each in self.writable):
             return place
         folder, name = os.path.split(path.rstrip("/"))
-        place = os.path.join(self._shadowed(self.look(folder)), name)
+        return os.path.join(self._shadowed(self.look(folder)), name)
+
+    def name(self, path: str) -> str:
+        """Where the name of a path can change."""
+        place = self.make(path)
         mark = f"{place}/{_SHADOW}"
         if _target(mark):
             shadow = self._shadowed(_original(place))
@@ -326,8 +331,8 @@ class Scratch:
 
     def _shadowed(self, folder: str) -> str:
         """The shadow of a folder, which gets one now."""
-        if not os.path.isdir(folder):
-            return folder
+        if _is_in(folder, self.folder) or not os.path.isdir(folder):
+            return folder  # in the scratch folder all can change
         shadow = self._shadow(folder)
         if not os.path.isdir(shadow):
             made = tempfile.mkdtemp(dir=self.folder)
