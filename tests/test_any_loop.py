@@ -623,3 +623,21 @@ def test_script_that_was_paused_goes_on_to_the_same_bits(folder: Path) -> None:
     assert same_bits(whole.state_dict(), paused.state_dict())
     assert computed(whole_reports.training) == computed(reports)
     assert reports[-1]["skipped_steps"] > 0
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_step_may_be_left_out_after_its_clip(precision: Precision) -> None:
+    amp = AmpLoop(AmpSettings(precision), "cpu")
+    model = amp.prepare(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for is_left_out in (False, True, False):
+        with amp.autocast():
+            loss = model(torch.ones(2, 4)).float().mean()
+        amp.scaler.scale(loss).backward()
+        amp.clip_gradients(optimizer, max_norm=1.0)
+        if not is_left_out:
+            amp.scaler.step(optimizer)
+        optimizer.zero_grad()
+        if not is_left_out:
+            amp.update(loss)
+    assert int(amp.applied_steps) == 2

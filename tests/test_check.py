@@ -11,7 +11,7 @@ import signal
 import sys
 import warnings
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -938,6 +938,24 @@ def test_right_trial_has_no_finding_but_costs(trial: type) -> None:
     assert [
         finding.text() for finding in findings if finding.level is not Level.COST
     ] == []
+
+
+class ClipsTrueGradients(habits.Habit):
+    """Gets true gradients to clip in float16, too, although its loss is scaled."""
+
+    def step(self) -> None:
+        clip: Any = partial(clip_norm, max_norm=1e-3)
+        self.context.step_optimizer(self.optimizer, clip_grads=clip)
+
+
+@pytest.mark.parametrize("trial", [habits.Habit, ClipsTrueGradients])
+def test_unmodified_trial_in_float16_has_no_fault(trial: type) -> None:
+    values = {"global_batch_size": 8, "amp": {"precision": "amp_fp16"}}
+    name = f"{trial.__module__}:{trial.__qualname__}"
+    config = experiment(hyperparameters=values)
+    said = doctor.examine(config, "x.yaml", name, lambda text: None, probes.run)
+    assert said.faults == []
+    assert "a GradScaler" in str(said)
 
 
 @pytest.mark.parametrize("case", test_amp_examples.CASES)

@@ -106,7 +106,8 @@ class LossScaler(torch.amp.GradScaler):
             # anew.
             if window.stage is Stage.UNSCALED and not window.has_gradient():
                 window.stage = Stage.SCALED
-                states_of_steps(self).pop(id(window.optimizer), None)
+                if self._scales:
+                    states_of_steps(self).pop(id(window.optimizer), None)
         if self._scales and not (self._end_listening or self.leaves_true_gradients):
             end = listen_to_clips(self._refuse_clip, but_by=Window.__module__)
             self._end_listening = end

@@ -34,10 +34,11 @@ class Event(SimpleNamespace):
     | | whether it is `skipped`, or made `again` with the same gradients; the `norm` |
     | | that it used, and the norm before a clip (`unclipped`); what was `added` to |
     | | scaled gradients; their `factor`, and what the training multiplied them by |
-    | | (`by_hand`); the `rates` of the groups; the `scale`, and whether the doctor |
-    | | `moved` it; whether the doctor `disturbed` gradients since the newest update, |
-    | | and whether the step would have used its overflow (`overflows`); whether a |
-    | | checkpoint was saved before (`after_save`) |
+    | | (`by_hand`); whether the scaler has `divided` them; the `rates` of the groups; |
+    | | the `scale`, and whether the doctor `moved` it; whether the doctor |
+    | | `disturbed` gradients since the newest update, and whether the step would |
+    | | have used its overflow (`overflows`); whether a checkpoint was saved before |
+    | | (`after_save`) |
     | `stale` | a forward of weights that autocast had cast before they changed |
     | `closure` | a scaler is given one for its step |
     | `update` | the scale `after` it |

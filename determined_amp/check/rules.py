@@ -274,7 +274,8 @@ def _unscaled_by_hand(record: Record) -> Found:
     steps = [
         step
         for step in record.of("step", scaled=True, skipped=False)
-        if step.scale > SCALED
+        # Without a division by the scaler, that of the training is the only one.
+        if step.scale > SCALED and step.divided
     ]
     twice = [
         step

@@ -229,6 +229,7 @@ class StepGradients:
         self.overflows.forget(self.weights)
         self.window = StepWindow(self.number, self.window.place + 1)
         self._unclipped, self._by_hand, self._added = None, 1.0, 0.0
+        self.clipped = False
         self._record.windows.append(self.window)
 
     # The step.
@@ -290,6 +291,7 @@ class StepGradients:
             added=self._added,
             factor=self.factor / divisor,
             by_hand=self._by_hand,
+            divided=bool(self.window.unscales) or divisor != 1,
             rates=self._rates,
             overflows=self._gave_back,
             rounded=self._was_rounded,
