@@ -627,7 +627,7 @@ def test_script_that_was_paused_goes_on_to_the_same_bits(folder: Path) -> None:
 
 @pytest.mark.parametrize("precision", Precision)
 def test_step_may_be_left_out_after_its_clip(precision: Precision) -> None:
-    amp = AmpLoop(AmpSettings(precision), "cpu")
+    amp = AmpLoop(AmpSettings(precision, init_scale=4.0), "cpu")
     model = amp.prepare(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for is_left_out in (False, True, False):
