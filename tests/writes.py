@@ -78,6 +78,13 @@ def write_array() -> None:
     os.rename("array.npy", "last.pt")
 
 
+def copy_a_temporary_file() -> None:
+    with tempfile.NamedTemporaryFile("w", dir="old") as file:
+        file.write("!")
+        file.flush()
+        shutil.copy(file.name, "old/a")
+
+
 def change_mapped_array() -> None:
     np.memmap("last.pt", dtype="u1", mode="r+")[:3] = ord("!")
 
@@ -184,6 +191,16 @@ WRITES: dict[str, tuple[Callable[[], object], Callable[[], object], object]] = {
         {"epoch": 1},
     ),
     "numpy": (write_array, lambda: list(np.load("last.pt")), [1, 1]),
+    "numpy's text": (
+        lambda: np.savetxt("log.txt", [1.0]),
+        lambda: (float(np.loadtxt("log.txt")), float(np.genfromtxt("log.txt"))),
+        (1, 1),
+    ),
+    "a temporary file": (
+        copy_a_temporary_file,
+        lambda: (text("old/a"), names("old")),
+        ("!", ["a", "deep"]),
+    ),
     "a mapped array": (
         change_mapped_array,
         lambda: text("last.pt"),

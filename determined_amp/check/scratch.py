@@ -118,6 +118,16 @@ def changing_only(scratch: Scratch) -> Iterator[None]:
             for name, value in [*vars(owner).items()]:
                 if id(value) in calls:
                     stack.enter_context(patched(owner, name, calls[id(value)]))
+        for method in vars(vars(tempfile)["_TemporaryFileCloser"]).values():
+            if kept := getattr(method, "__defaults__", None):
+                given = tuple(calls.get(id(each), each) for each in kept)
+                stack.enter_context(mock.patch.object(method, "__defaults__", given))
+        numpy = sys.modules.get("numpy.lib._datasource")
+        if openers := getattr(numpy, "_file_openers", None):
+            by_suffix = openers._file_openers  # which may get more of them
+            stack.callback(by_suffix.update, dict(by_suffix))
+            for suffix, each in by_suffix.items():
+                by_suffix[suffix] = calls.get(id(each), each)
         stack.callback(scratch.close)
         yield
 
