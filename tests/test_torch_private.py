@@ -41,6 +41,7 @@ OF_OTHERS = {
     *("_given_dtype", "_means_cuda", "_scaled_by", "_determined_amp", "_wrong"),
     *("_length", "_period", "_io", "_NormalAccessor", "_use_fd_functions"),
     *("_core", "_reconstruct", "_dynamo"),
+    *("_datasource", "_file_openers", "_TemporaryFileCloser"),
 }
 
 
