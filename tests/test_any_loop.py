@@ -318,7 +318,7 @@ class TestSettings:
         assert problem.key == key
 
     def test_misspelt_setting_of_the_script_is_named_and_not_tried_again(self) -> None:
-        (policy,) = read_yaml(str(SCRIPT.parent / "any_loop.yaml"))["log_policies"]
+        (policy,) = read_yaml(str(SCRIPTS / "any_loop.yaml"))["log_policies"]
         misspelt: Values = {"precision": "fp32", "growth_intervall": 5}
         with pytest.raises(ConfigError, match="did you mean growth_interval") as raised:
             AmpSettings(**misspelt)
@@ -574,11 +574,11 @@ def test_state_saved_between_step_and_update_counts_the_step() -> None:
 # The page and its script.
 
 PAGE = (ROOT / "docs" / "any_loop.md").read_text()
-SCRIPT = ROOT / "docs" / "any_loop" / "train.py"
+SCRIPTS = ROOT / "docs" / "any_loop"
 
 
-def load_script() -> Any:
-    spec = importlib.util.spec_from_file_location("any_loop_train", SCRIPT)
+def load_script(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"any_loop_{name}", SCRIPTS / name)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -586,12 +586,33 @@ def load_script() -> Any:
     return module
 
 
-def test_page_shows_the_whole_script_and_its_yaml() -> None:
+def test_page_shows_both_scripts_and_the_yaml_whole() -> None:
     shown = re.findall(
         r"^```(?:python|yaml)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE
     )
-    assert SCRIPT.read_text() in shown
-    assert (SCRIPT.parent / "any_loop.yaml").read_text() in shown
+    for file in ("plain.py", "train.py", "any_loop.yaml"):
+        assert (SCRIPTS / file).read_text() in shown, file
+
+
+def test_plain_script_that_was_killed_goes_on_to_the_same_bits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = load_script("plain.py")
+    settings = AmpSettings(Precision.AMP_FP16, init_scale=2.0**22, growth_interval=30)
+    whole = script.train(settings, folder / "whole.pt")
+
+    def batch_of(step: int, device: torch.device) -> Any:
+        if step == 120:
+            raise InterruptedError
+        return make_batch(step, device)
+
+    make_batch = script.batch_of
+    monkeypatch.setattr(script, "batch_of", batch_of)
+    with pytest.raises(InterruptedError):
+        script.train(settings, folder / "killed.pt")
+    monkeypatch.undo()
+    killed = script.train(settings, folder / "killed.pt")
+    assert same_bits(whole.state_dict(), killed.state_dict())
 
 
 def core_of(folder: Path, *, preempts: bool = False) -> tuple[core.Context, Reports]:
@@ -602,7 +623,7 @@ def core_of(folder: Path, *, preempts: bool = False) -> tuple[core.Context, Repo
 
 
 def test_script_that_was_paused_goes_on_to_the_same_bits(folder: Path) -> None:
-    script = load_script()
+    script = load_script("train.py")
     settings = AmpSettings(Precision.AMP_FP16, init_scale=2.0**22, growth_interval=30)
     context, whole_reports = core_of(folder / "whole")
     with context:

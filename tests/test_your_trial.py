@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from determined_amp import ConfigError
+from determined_amp.experiment.experiment import read_yaml
+from determined_amp.search.search_plan import SearchPlan
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE = ROOT / "docs" / "your_trial"
@@ -53,10 +55,27 @@ def test_page_shows_before_and_after_as_they_are(page: str, context: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "language"), [("amp.yaml", "yaml"), ("startup-hook.sh", "bash")]
+    ("name", "page"),
+    [
+        ("amp.yaml", "your_trial"),
+        ("startup-hook.sh", "your_trial"),
+        ("loss_scale.yaml", "loss_scale"),
+    ],
 )
-def test_the_page_quotes_the_files_to_copy(name: str, language: str) -> None:
-    assert (TEMPLATE / name).read_text() in blocks(PAGE, language)
+def test_page_quotes_the_file_to_copy(name: str, page: str) -> None:
+    language = "yaml" if name.endswith("yaml") else "bash"
+    shown = (ROOT / "docs" / f"{page}.md").read_text()
+    assert (TEMPLATE / name).read_text() in blocks(shown, language)
+
+
+def test_search_of_the_loss_scale_tries_25_powers_of_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(TEMPLATE)
+    monkeypatch.syspath_prepend(TEMPLATE)
+    plan = SearchPlan(read_yaml(str(TEMPLATE / "loss_scale.yaml")))
+    scales = [point["amp.init_scale"] for point in plan.points()]
+    assert sorted(scales) == [2.0**exponent for exponent in range(25)]
 
 
 # The constructor of a trial with a second model and optimizer.
