@@ -74,7 +74,7 @@ def test_search_of_the_loss_scale_tries_25_powers_of_two(
     monkeypatch.chdir(TEMPLATE)
     monkeypatch.syspath_prepend(TEMPLATE)
     plan = SearchPlan(read_yaml(str(TEMPLATE / "loss_scale.yaml")))
-    scales = [point["amp.init_scale"] for point in plan.points()]
+    scales = [point["amp.init_scale"] for point in plan.points]
     assert sorted(scales) == [2.0**exponent for exponent in range(25)]
 
 

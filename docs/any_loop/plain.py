@@ -1,4 +1,4 @@
-"""Mixed precision in a plain PyTorch loop: python plain.py
+"""Mixed precision in a plain PyTorch loop: `python plain.py`.
 
 Stopped at any time, it goes on from state.pt to the same bits.
 """
