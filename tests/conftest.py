@@ -207,7 +207,7 @@ LONGEST = (
         "test_mixed_precision.py",
         "test_contract.py",
     ),
-    *("test_no_sync.py", "test_flush.py", "test_unmodified.py", "test_schedule.py"),
+    *("test_never_waits.py", "test_flush.py", "test_unmodified.py", "test_schedule.py"),
     *("test_reports.py", "test_main.py", "test_finder_edges.py", "test_words.py"),
 )
 

@@ -42,7 +42,6 @@ ROOMS = {
         *(
             "equivalence",
             "guard",
-            "held_schedulers",
             "islands",
             "loading",
             "mean_metrics",
@@ -101,7 +100,8 @@ ROOMS = {
             "mistakes",
             "mixed_precision",
         ),
-        *("private_names", "resume", "run_folder", "schedule", "score", "unmodified"),
+        *("private_names", "resume", "resumed", "run_folder", "schedule", "score"),
+        *("several_optimizers", "unmodified"),
     ),
 }
 

@@ -39,7 +39,6 @@ from determined_amp.amp.rehearse.precision_audit import audit_loss
 from determined_amp.amp.settings import Compile
 from determined_amp.amp.slots import ProcessGroup
 from determined_amp.experiment.experiment import read_yaml
-from tests.fake_cuda import fake_cuda, needs_fake_cuda
 from tests.harness import Reports, core_context_of, needs_fused, same_bits
 from tests.loops import (
     BATCHES,
@@ -405,40 +404,6 @@ class TestAudit:
 def in_float32(loss_fn: Any, batch: Any) -> Any:
     with torch.autocast("cpu", enabled=False):
         return loss_fn(batch)
-
-
-@needs_fake_cuda
-def test_batches_of_a_loop_never_wait_and_a_report_reads_once() -> None:
-    with fake_cuda() as syncs:
-        amp = AmpLoop(AmpSettings(Precision.AMP_FP16), "cuda")
-        amp.guard.enabled = False  # fake tensors have no values to judge
-        models = [amp.prepare(make_model().to("cuda")) for _ in range(3)]
-        optimizers = [
-            torch.optim.Adam(m.parameters(), lr=RATE, fused=amp.fused) for m in models
-        ]
-        amp.wrap_lr_scheduler(one_cycle(optimizers[0]))
-        x, y = (
-            torch.ones(4, 6, device="cuda"),
-            torch.zeros(4, dtype=torch.int64, device="cuda"),
-        )
-        with syncs.during("batches"):
-            for _ in range(WINDOW):
-                # As in a GAN: some are unscaled already when the next one goes
-                # backward.
-                for model, optimizer in zip(models, optimizers, strict=True):
-                    with amp.autocast():
-                        loss = functional.cross_entropy(model(x), y)
-                    amp.scaler.scale(loss).backward()
-                    amp.clip_gradients(optimizer, 0.1)
-                for optimizer in optimizers:
-                    amp.scaler.step(optimizer)
-                    optimizer.zero_grad()
-                amp.update(loss, samples=len(y))
-        with syncs.during("report"):
-            amp.report()
-    assert syncs.waits["batches"] == {}
-    assert syncs.waits["report"]["read"] == 1
-    assert syncs.calls["batches"]["_fused_adam_"] == 3 * WINDOW
 
 
 def test_report_has_the_steps_of_the_slot_that_made_the_most() -> None:

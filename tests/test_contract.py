@@ -22,7 +22,7 @@ from determined_amp.amp.settings import Precision
 from determined_amp.local.checkpoint_storage import complete_checkpoints
 from tests import training
 from tests.fake_cuda import fake_cuda, needs_fake_cuda
-from tests.test_no_sync import train as train_on_fake_cuda
+from tests.test_never_waits import train as train_on_fake_cuda
 from trials.data import loading
 
 BATCHES = 8

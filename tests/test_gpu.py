@@ -32,11 +32,11 @@ from determined_amp.finder.scale_finding import find_window
 from determined_amp.local.checkpoint_storage import complete_checkpoints
 from determined_amp.local.open_trial import audit_here
 from determined_amp.runs.run import RunState
-from tests import gpu, test_no_sync, training
+from tests import gpu, test_never_waits, training
 from tests.gpu import DEVICE, only_a_gpu_raises, only_a_gpu_shows, sized
 from tests.loss_scale import looked_at, skipped_steps
 from tests.test_islands import Products, three_layers
-from tests.test_no_sync import BATCHES, ReadsTheLoss, Run
+from tests.test_never_waits import BATCHES, ReadsTheLoss, Run
 from trials.mlp import MLPTrial
 
 pytestmark = [
@@ -50,7 +50,7 @@ EVERY_PRECISION = pytest.mark.parametrize("precision", Precision)
 SIXTEEN_BITS = pytest.mark.parametrize(
     "precision", [Precision.AMP_FP16, Precision.AMP_BF16]
 )
-train = partial(test_no_sync.train, gpus=gpu.GPUS)
+train = partial(test_never_waits.train, gpus=gpu.GPUS)
 
 
 @pytest.fixture(autouse=True)
@@ -460,7 +460,7 @@ def test_batches_of_a_compiled_model_never_wait() -> None:
         return waiting(phase) if compiles else refusing_to_wait(phase)
 
     train(during, "mlp/amp.yaml", *amp(compile="default"))
-    assert next(stretches) == BATCHES // test_no_sync.REPORTING_PERIOD
+    assert next(stretches) == BATCHES // test_never_waits.REPORTING_PERIOD
 
 
 # All of them take a CPU too long.

@@ -4,13 +4,10 @@ bit.
 
 from __future__ import annotations
 
-import io
-import logging
 import math
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,17 +18,14 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from determined_amp.amp.counts import StepCounts
 from determined_amp.amp.errors import ConfigError
-from determined_amp.amp.plain_data import Metrics, Values
+from determined_amp.amp.plain_data import Values
 from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
-from tests.fake_cuda import Syncs, fake_cuda, needs_fake_cuda
-from tests.harness import Fitted, fit, loader, needs_fused
-from tests.trials import Weights
+from tests.trials import run_of
 
 CPU = torch.device("cpu")
 RATES = (0.3, 0.05)  # of the parameter groups
-STEPS = 600  # more than two chunks that a scheduler runs ahead
+STEPS = 300  # more than a scheduler runs ahead at once
 
 MakeOptimizer = Callable[..., Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
@@ -76,8 +70,8 @@ def warm_and_decay(optimizer: Optimizer) -> LRScheduler:
 
 
 def late(optimizer: Optimizer) -> LRScheduler:
-    """Constant for a chunk that it runs ahead, and then not."""
-    return lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 300 else 0.5)
+    """Constant for as long as it runs ahead at once, and then not."""
+    return lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 270 else 0.5)
 
 
 class OfLastRate(LRScheduler):
@@ -178,15 +172,25 @@ def plain(optimizer: Optimizer, scheduler: LRScheduler, steps: int) -> list[Used
 
 
 def followed(
-    schedule: AppliedStepSchedule, attempted: int, applied: int, steps: int
+    schedule: AppliedStepSchedule, steps: int = STEPS - 1
 ) -> Iterator[tuple[int, int, Used]]:
     """Attempted and applied steps so far, and what the next one uses."""
-    on_device = torch.tensor(applied)
-    schedule.move(attempted, on_device)
-    for attempt in range(attempted, attempted + steps):
+    on_device = torch.tensor(0)
+    schedule.move(0, on_device)
+    for attempt in range(steps):
         yield attempt, int(on_device), used_by(schedule.optimizer)
         on_device.add_(not is_skipped(attempt))
         schedule.move(attempt + 1, on_device)
+
+
+def right(expected: list[Used], attempted: int, applied: int, fused: bool) -> Used:
+    """What a step uses; `expected` is torch's own loop without skipped steps.
+
+    Whatever a fused optimizer cannot read from the device follows attempted steps.
+    """
+    others = expected[attempted if fused else applied]
+    rates = [{"lr": values["lr"]} for values in expected[applied]]
+    return [values | rate for values, rate in zip(others, rates, strict=True)]
 
 
 @EVERY_SCHEDULER
@@ -196,78 +200,57 @@ def test_rate_of_every_step_is_that_of_torchs_own_loop_over_the_applied_steps(
 ) -> None:
     optimizer = make_optimizer(kind)
     expected = plain(optimizer, make_scheduler(optimizer), STEPS)
-    schedule = scheduled(make_scheduler, kind, fused=fused)
-    used_by_attempted_steps = []
-    for attempted, applied, used in followed(schedule, 0, 0, STEPS):
-        # Whatever a fused optimizer cannot read from the device follows attempted
-        # steps.
-        others = expected[attempted if fused else applied]
-        rates = [{"lr": values["lr"]} for values in expected[applied]]
-        assert used == [
-            values | rate for values, rate in zip(others, rates, strict=True)
-        ]
-        used_by_attempted_steps.append(used == expected[attempted])
-    assert applied < attempted - 100
-    # a schedule that counts skipped steps is seen
-    assert not all(used_by_attempted_steps)
+    scheduler = make_scheduler(make_optimizer(kind, says_fused=fused))
+    schedule = AppliedStepSchedule(scheduler, CPU, skips=True)
+    follows_attempted = []
+    for attempted, applied, used in followed(schedule):
+        assert used == right(expected, attempted, applied, fused)
+        rates = [float(rate) for rate in scheduler.get_last_lr()]
+        assert rates == [values["lr"] for values in used]
+        follows_attempted.append(used == expected[attempted])
+    assert applied < attempted - 50
+    assert not all(follows_attempted)  # one that counts skipped steps would be seen
 
     schedule = scheduled(make_scheduler, kind, fused=fused, skips=False)
-    for attempted in range(300):
+    for attempted in (0, 1, 2, STEPS - 1):
         schedule.move(attempted, torch.tensor(attempted))
         assert used_by(schedule.optimizer) == expected[attempted]
-        assert {type(group["lr"]) for group in schedule.optimizer.param_groups} == {
-            float
-        }
+        assert type(schedule.optimizer.param_groups[0]["lr"]) is float
 
 
 def spoil(optimizer: Optimizer) -> None:
     """What a checkpoint with other values leaves in every group."""
+    rates = ("lr", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+    others = {**dict.fromkeys(rates, 77.0), "betas": (0.5, 0.5), "momentum": 0.5}
     state = optimizer.state_dict()
     for group in state["param_groups"]:
-        for key in (
-            "lr",
-            "initial_lr",
-            "max_lr",
-            "min_lr",
-            "max_momentum",
-            "base_momentum",
-        ):
-            if key in group:
-                group[key] = 77.0
-        if "betas" in group:
-            group["betas"] = (0.5, 0.5)
-        if "momentum" in group:
-            group["momentum"] = 0.5
+        group.update({key: others[key] for key in others.keys() & group.keys()})
     optimizer.load_state_dict(state)
 
 
-def moving(runs: list[tuple[int, int, Used]], keys: set[str]) -> list[Any]:
-    return [[{key: it[key] for key in keys} for it in used] for _, _, used in runs]
+def only(keys: set[str], used: Used) -> Used:
+    return [{key: values[key] for key in keys} for values in used]
 
 
 @EVERY_SCHEDULER
 @FUSED_OR_NOT
+@pytest.mark.parametrize("skips", [True, False], ids=["float16", "no skips"])
 def test_resume_at_any_step_has_the_rates_of_an_undisturbed_run(
-    kind: MakeOptimizer, make_scheduler: MakeScheduler, fused: bool
+    kind: MakeOptimizer, make_scheduler: MakeScheduler, fused: bool, skips: bool
 ) -> None:
-    schedule = partial(scheduled, make_scheduler, kind, fused=fused)
-    undisturbed = list(followed(schedule(), 0, 0, 300))
-    # What the scheduler leaves alone is the checkpoint's.
-    first = undisturbed[0][2][0]
-    keys = {
-        key for key in first if any(it[2][0][key] != first[key] for it in undisturbed)
-    }
-    for attempted, applied, _ in [
-        *undisturbed[:6],
-        undisturbed[11],
-        *undisturbed[255:258],
-    ]:
-        resumed = schedule()
+    """Steps may have been skipped before it in a precision in which none is now."""
+    optimizer = make_optimizer(kind)
+    expected = plain(optimizer, make_scheduler(optimizer), STEPS)
+    first = expected[0][0]
+    moved = {key for key in first if any(it[0][key] != first[key] for it in expected)}
+    for attempted, applied in ((1, 0), (12, 7), (280, 257)):
+        resumed = scheduled(make_scheduler, kind, fused=fused, skips=skips)
         spoil(resumed.optimizer)
-        continued = list(followed(resumed, attempted, applied, 20))
-        expected = undisturbed[attempted : attempted + 20]
-        assert [run[:2] for run in continued] == [run[:2] for run in expected]
-        assert moving(continued, keys) == moving(expected, keys)
+        for step in range(2):
+            counts = attempted + step, applied + step
+            resumed.move(counts[0], torch.tensor(counts[1]))
+            used = right(expected, *counts, fused and skips)
+            assert only(moved, used_by(resumed.optimizer)) == only(moved, used)
 
 
 def table(*factors: float) -> MakeScheduler:
@@ -330,42 +313,30 @@ def test_scheduler_that_raises_at_its_first_step_is_an_error_with_its_own_text(
         move(schedule, 0)
 
 
-@pytest.mark.parametrize(("kind", "key"), [(SGD, "momentum"), (Adam, "betas")])
-def test_log_warns_once_of_what_follows_attempted_steps_in_a_fused_optimizer(
-    kind: MakeOptimizer, key: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    list(followed(scheduled(one_cycle, kind, fused=True), 0, 0, STEPS - 1))
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert f"OneCycleLR moves {key} of a fused optim" in record.getMessage()
-
-
 @pytest.mark.parametrize(
-    ("fused", "skips", "cycle_momentum"),
-    [(True, False, True), (False, True, True), (True, True, False)],
-    ids=["nothing is skipped", "not fused", "only the rate moves"],
+    ("kind", "fused", "skips", "cycles", "moved"),
+    [
+        (SGD, True, True, True, ["momentum"]),
+        (Adam, True, True, True, ["betas"]),
+        (SGD, True, True, False, []),
+        (SGD, True, False, True, []),
+        (SGD, False, True, True, []),
+    ],
+    ids=["momentum", "betas", "only the rate moves", "nothing is skipped", "unfused"],
 )
-def test_log_says_nothing_where_everything_follows_applied_steps(
-    *, fused: bool, skips: bool, cycle_momentum: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    make = partial(one_cycle, cycle_momentum=cycle_momentum)
-    list(followed(scheduled(make, fused=fused, skips=skips), 0, 0, STEPS - 1))
-    assert caplog.messages == []
-
-
-@FUSED_OR_NOT
-def test_get_last_lr_answers_the_rates_in_use_while_the_scheduler_is_ahead(
+def test_log_warns_once_of_what_follows_attempted_steps_in_a_fused_optimizer(
+    *,
+    kind: MakeOptimizer,
     fused: bool,
+    skips: bool,
+    cycles: bool,
+    moved: list[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    optimizer = make_optimizer(says_fused=fused)
-    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
-    schedule = AppliedStepSchedule(scheduler, CPU, skips=True)
-    for attempted, applied in [(0, 0), (1, 0), (2, 1), (3, 2)]:
-        schedule.move(attempted, torch.tensor(applied))
-        assert [float(lr) for lr in scheduler.get_last_lr()] == [
-            lr * 0.5**applied for lr in RATES
-        ]
-    assert scheduler.last_epoch > 200
+    make = partial(one_cycle, cycle_momentum=cycles)
+    list(followed(scheduled(make, kind, fused=fused, skips=skips)))
+    said = [line.partition(" of a fused optim")[0] for line in caplog.messages]
+    assert said == [f"OneCycleLR moves {key}" for key in moved]
 
 
 @pytest.mark.parametrize("make_scheduler", [late, warm_then_cosine])
@@ -390,8 +361,7 @@ def test_scheduler_that_was_stepped_before_goes_on_from_there() -> None:
         optimizer.step()
         scheduler.step()
     schedule = AppliedStepSchedule(scheduler, CPU, skips=True)
-    rates = [used[0]["lr"] for _, _, used in followed(schedule, 5, 0, 4)]
-    assert rates == [0.15, 0.15, 0.075, 0.075]  # attempt 5 is a skipped one
+    assert move(schedule, 0, 1, 2) == [0.15, 0.075, 0.075]
 
 
 def load_own_state(scheduler: LRScheduler) -> None:
@@ -410,15 +380,6 @@ def test_scheduler_that_the_trial_also_steps_or_loads_is_an_error(
     words = r"^wrap_lr_scheduler: StepLR was stepped, or its state loaded, outside"
     with pytest.raises(ConfigError, match=words):
         move(schedule, 2)
-
-
-def test_resume_in_a_precision_without_a_scale_counts_the_steps_skipped_before() -> (
-    None
-):
-    schedule = scheduled(halving, groups=1, skips=False)
-    for attempted, applied in ((5, 3), (6, 4)):
-        schedule.move(attempted, applied)
-        assert schedule.optimizer.param_groups[0]["lr"] == 0.3 * 0.5**applied
 
 
 def test_parameter_group_that_was_added_later_keeps_its_rate_and_is_logged_once(
@@ -450,77 +411,13 @@ def test_rate_that_is_a_tensor_on_the_host_is_scheduled_and_not_written() -> Non
     assert rate.item() == 0.5
 
 
-# Without a GPU
-
-
-@contextmanager
-def moved_on_fake_cuda(
-    *, fused: bool, skips: bool
-) -> Iterator[tuple[Syncs, AppliedStepSchedule]]:
-    """A schedule after all of its steps, and what was counted meanwhile."""
-    device = torch.device("cuda")
-    with fake_cuda() as syncs:
-        weights = [nn.Parameter(torch.zeros(1, device=device)) for _ in RATES]
-        groups = [
-            {"params": [it], "lr": lr} for it, lr in zip(weights, RATES, strict=True)
-        ]
-        scheduler = one_cycle(Adam(groups, fused=fused))
-        schedule = AppliedStepSchedule(scheduler, device, skips=skips)
-        counts = StepCounts(device, can_skip=skips)
-        schedule.place_rate(counts)
-        on_device = torch.zeros((), device=device)
-        with syncs.during("steps"):
-            for _ in range(STEPS):
-                counts.count(on_device if fused and skips else False)
-                schedule.place_rate(counts)
-        yield syncs, schedule
-
-
-@needs_fake_cuda
-def test_fused_step_is_two_kernels_and_waits_for_nothing() -> None:
-    with moved_on_fake_cuda(fused=True, skips=True) as (syncs, schedule):
-        groups = schedule.optimizer.param_groups
-        rates = {
-            (it["lr"].dtype, it["lr"].device.type, it["lr"].dim()) for it in groups
-        }
-        assert rates == {(torch.float32, "cuda", 0)}
-        # A transfer of a chunk does not wait.
-        assert syncs.waits["steps"] == {}
-        calls = syncs.calls["steps"]
-        assert (calls["clamp"], calls["index_select"], calls["cat"]) == (
-            *(STEPS, STEPS),
-            2,
-        )
-
-
-@needs_fake_cuda
-@pytest.mark.parametrize(
-    ("fused", "skips"),
-    [(False, True), (False, False), (True, False)],
-    ids=["unfused", "no skips", "no skips, fused"],
-)
-def test_schedule_of_steps_that_the_host_knows_does_not_use_the_device(
-    *, fused: bool, skips: bool
-) -> None:
-    with moved_on_fake_cuda(fused=fused, skips=skips) as (syncs, schedule):
-        assert (syncs.waits["steps"], syncs.calls["steps"]) == ({}, {})
-        rates = [group["lr"] for group in schedule.optimizer.param_groups]
-        assert all(type(rate) is float for rate in rates)
-        assert rates != [*RATES]
-
-
-@needs_fake_cuda
-def test_rate_that_is_already_on_the_device_is_refused() -> None:
-    with fake_cuda():
-        weight = nn.Parameter(torch.zeros(1, device="cuda"))
-        rate = torch.tensor(0.1, device="cuda")
-        scheduler = lr_scheduler.StepLR(Adam([weight], lr=rate, fused=True), 2)
-        words = (
-            r"^wrap_lr_scheduler: lr of .* group 0 is a tensor on cuda.*allowed: a"
-            r" number"
-        )
-        with pytest.raises(ConfigError, match=words):
-            AppliedStepSchedule(scheduler, torch.device("cuda"), skips=True)
+def test_rate_that_is_already_on_a_device_is_refused() -> None:
+    optimizer = make_optimizer(groups=1)
+    scheduler = halving(optimizer)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")
+    words = r"^wrap_lr_scheduler: lr of .* group 0 is a tensor on meta; allowed: a numb"
+    with pytest.raises(ConfigError, match=words):
+        AppliedStepSchedule(scheduler, CPU, skips=True)
 
 
 # By validations
@@ -548,17 +445,11 @@ def test_plateau_scheduler_resumed_after_any_validation_has_the_same_rates() -> 
     undisturbed = rates_after(plateau(make_optimizer()), METRICS)
     assert len({tuple(rates) for rates in undisturbed}) > 2
     for validated in range(len(METRICS)):
-        first = plateau(make_optimizer())
+        first, second = (plateau(make_optimizer()) for _ in range(2))
         rates_after(first, METRICS[:validated])
-        saved = io.BytesIO()
-        torch.save(first.state_dict(), saved)
-        saved.seek(0)
-        second = plateau(make_optimizer())
         # as Determined does
         second.optimizer.load_state_dict(first.optimizer.state_dict())
-        second.load_state_dict(torch.load(saved, weights_only=True))
-        assert second.state_dict() == first.state_dict()
-        assert second._scheduler.get_last_lr() == first._scheduler.get_last_lr()
+        second.load_state_dict(first.state_dict())
         assert rates_after(second, METRICS[validated:]) == undisturbed[validated:]
 
 
@@ -577,112 +468,6 @@ def test_metric_that_is_not_finite_is_logged_and_does_not_move_a_plateau_schedul
 
 # In Determined's loop
 
-BATCHES = 12
-Modes = pytorch.LRScheduler.StepMode
-
-
-def sgd(parameters: Any) -> Optimizer:
-    return SGD(parameters, lr=0.02, momentum=0.9)
-
-
-def adamw(parameters: Any) -> Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
-
-
-def settings(optimizer: Optimizer) -> tuple[float, ...]:
-    """Rate and momentum, or betas."""
-    (group,) = optimizer.param_groups
-    return (
-        float(group["lr"]),
-        float(group.get("momentum", 0)),
-        *group.get("betas", ()),
-    )
-
-
-class Scheduled(Weights):
-    """Notes what every batch steps with. Its second batch overflows in float16.
-
-    Args:
-        context: The trial's context.
-        make_optimizer: Of its parameters.
-        make_scheduler: Of its optimizer; None leaves the rate alone.
-        mode: Of `context.wrap_lr_scheduler`; None has the library wrap it.
-    """
-
-    def __init__(
-        self,
-        context: pytorch.PyTorchTrialContext,
-        make_optimizer: Callable[[Any], Optimizer],
-        make_scheduler: Any = None,
-        mode: Modes | None = None,
-    ) -> None:
-        self.optimizer_of = make_optimizer  # type: ignore[method-assign,assignment]
-        self.mode = mode
-        super().__init__(context)
-        self.seen: list[tuple[float, ...]] = []
-        if make_scheduler is None:
-            return
-        self.scheduler: Any = make_scheduler(self.optimizer)
-        if mode is None:
-            self.amp.wrap_lr_scheduler(self.scheduler)
-        else:
-            context.wrap_lr_scheduler(self.scheduler, mode)
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        self.seen.append(settings(self.optimizer))
-        reported = super().train_batch(batch, epoch_idx, batch_idx)
-        if self.mode is Modes.MANUAL_STEP:
-            self.scheduler.step()
-        return reported
-
-    def evaluate_batch(self, batch: Any, batch_idx: int) -> Metrics:
-        return {"validation_loss": 1.0}
-
-    def build_training_data_loader(self) -> Any:
-        second = math.inf if self.amp.settings.scales_the_loss else 1.0
-        rows = [[1.0], [second], *[[1.0]] * (BATCHES - 2)]
-        # Some schedules are by epochs: three of four batches, the second of each
-        # overflows.
-        return loader(rows[:4] if self.mode is Modes.STEP_EVERY_EPOCH else rows)
-
-
-FP16 = {"precision": "amp_fp16", "init_scale": 64.0}
-FP32 = {"precision": "fp32"}
-
-
-def runs(*arguments: Any, amp: Any = FP16, **options: Any) -> Callable[..., Fitted]:
-    """Trains so many batches, from a run on if one is given."""
-
-    def run(batches: int = BATCHES, resume: Fitted | None = None) -> Fitted:
-        def make(context: pytorch.PyTorchTrialContext) -> Scheduled:
-            return Scheduled(context, *arguments)
-
-        return fit(make, amp, batches=batches, resume=resume, batch_size=1, **options)
-
-    return run
-
-
-def resumes_as_undisturbed(run: Callable[..., Fitted], *stops: int) -> list[Any]:
-    """What an undisturbed run stepped with, after the same of one that was resumed."""
-    undisturbed: list[Any] = run().trial.seen
-    for stop in stops:
-        assert run(BATCHES, run(stop)).trial.seen == undisturbed[stop:]
-    return undisturbed
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "mode"),
-    [(adamw, None), *((sgd, mode) for mode in Modes)],
-    ids=["moved by the library", *(mode.name for mode in Modes)],
-)
-def test_resumed_run_steps_with_the_rates_of_an_undisturbed_one(
-    optimizer: Callable[[Any], Optimizer], mode: Modes | None
-) -> None:
-    """And with its momentum or betas, which one cycle moves, too."""
-    run = runs(optimizer, one_cycle, mode)
-    undisturbed = resumes_as_undisturbed(run, 1, 2, 5)
-    assert len(set(undisturbed)) > (1 if mode is Modes.STEP_EVERY_EPOCH else 2)
-
 
 def hyperbolic(optimizer: Optimizer) -> Any:
     return lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -690,98 +475,23 @@ def hyperbolic(optimizer: Optimizer) -> Any:
 
 # the first is skipped
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@pytest.mark.parametrize(
-    "frequency", [1, 2], ids=["1 batch a step", "2 batches a step"]
-)
+@pytest.mark.parametrize("window", [1, 2], ids=["1 batch a step", "2 batches a step"])
 def test_library_moves_a_schedule_with_applied_steps_and_determined_with_all(
-    frequency: int,
+    window: int,
 ) -> None:
     """The second batch overflows: its step is skipped, and no rate is passed over for
     it.
     """
-    rates = [0.02 * (1 / (1 + step)) for step in range(BATCHES)]
-    skipped = 1 if frequency == 1 else 0
+    batches = 6
+    every_step = pytorch.LRScheduler.StepMode.STEP_EVERY_OPTIMIZER_STEP
     library, context = (
-        runs(sgd, hyperbolic, mode, aggregation_frequency=frequency)()
-        for mode in (None, Modes.STEP_EVERY_OPTIMIZER_STEP)
+        run_of(hyperbolic, mode, aggregation_frequency=window)(batches)
+        for mode in (None, every_step)
     )
-
-    def by_window(made: Fitted) -> list[float]:
-        return [rate for rate, *_ in made.trial.seen[frequency - 1 :: frequency]]
-
-    steps = BATCHES // frequency
-    stands_still = [rates[max(0, step - (step > skipped))] for step in range(steps)]
-    assert by_window(library) == stands_still
-    assert by_window(context) == rates[:steps]
+    rates = [0.02 / (1 + step) for step in range(batches // window)]
+    stands_still = {1: [*rates[:2], *rates[1:-1]], 2: [rates[0], *rates[:-1]]}
+    for made, expected in ((library, stands_still[window]), (context, rates)):
+        seen = [rate for rate, *_ in made.trial.seen[window - 1 :: window]]
+        assert seen == pytest.approx(expected, rel=1e-15)
     assert "watch_lr_drift_steps" not in library.report
     assert context.report["watch_lr_drift_steps"] == 1
-
-
-def impatient(optimizer: Optimizer) -> Any:
-    return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-
-
-def test_resumed_run_has_the_rate_and_the_patience_of_its_plateau_scheduler() -> None:
-    """The loss never improves: after the second validation each halves the rate."""
-    run = runs(sgd, impatient, validation_period=2)
-    rates = [rate for rate, _ in resumes_as_undisturbed(run, 4, 8)]
-    assert rates == [0.02 * 0.5 ** max(0, batch // 2 - 1) for batch in range(BATCHES)]
-
-
-def test_resume_keeps_settings_of_the_checkpoint_and_logs_what_the_yaml_changed(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def run(rate: float, momentum: float = 0.9) -> Callable[..., Fitted]:
-        return runs(
-            lambda parameters: SGD(parameters, rate, momentum=momentum), amp=FP32
-        )
-
-    first = run(0.5)(4)
-    assert run(0.5)(6, first).trial.seen == [(0.5, 0.9)] * 2
-    assert "of the checkpoint (YAML" not in caplog.text
-    assert run(0.25, 0.0)(6, first).trial.seen == [(0.5, 0.9)] * 2
-    (line,) = (line for line in caplog.messages if "of the checkpoint (YAML" in line)
-    assert line.startswith(
-        "optimizer 0 (SGD) keeps lr 0.5 of the checkpoint (YAML: 0.25), momentum 0.9 "
-        "of the checkpoint (YAML: 0.0). A new run from the weights"
-    )
-
-
-def halving_later(optimizer: Optimizer) -> Any:
-    return lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.5)
-
-
-@pytest.mark.parametrize(
-    "fused",
-    [
-        pytest.param(False, id="unfused"),
-        pytest.param(True, marks=needs_fused, id="fused"),
-    ],
-)
-def test_resume_takes_a_scheduled_rate_from_the_new_yaml_at_once(
-    fused: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    def run(rate: float) -> Callable[..., Fitted]:
-        return runs(
-            lambda parameters: SGD(parameters, rate, fused=fused), halving_later
-        )
-
-    resumed = run(0.25)(8, run(0.5)(4))
-    assert [rate for rate, *_ in resumed.trial.seen] == [0.25, 0.25, 0.125, 0.125]
-    assert "of the checkpoint (YAML" not in caplog.text
-
-
-@needs_fused
-def test_resume_steps_by_the_kernels_of_its_own_optimizer() -> None:
-    """Otherwise torch's scaler leaves an overflow to a fused kernel that is not
-    called.
-    """
-
-    def run(fused: bool) -> Callable[..., Fitted]:
-        return runs(lambda parameters: SGD(parameters, 0.5, fused=fused))
-
-    for then, now in ((True, False), (False, True)):
-        resumed = run(now)(4, run(then)(1))  # the second batch overflows
-        assert resumed.trial.optimizer.param_groups[0]["fused"] is now
-        assert all(bool(p.isfinite().all()) for p in resumed.trial.model.parameters())
-        assert resumed.report["skipped_steps"] == 1

@@ -138,22 +138,24 @@ class WithRates(TwoWeights):
     def optimizer_of(self, parameters: Any) -> torch.optim.Optimizer:
         if not self.context.optimizers:
             return torch.optim.SGD(parameters, lr=self.rates[0])
-        return torch.optim.Adam(parameters, lr=self.rates[1])
+        rate = self.rates[1]
+        return torch.optim.Adam(parameters, lr=rate, weight_decay=rate)
 
 
 class WithOtherRates(WithRates):
     rates = (0.5, 0.1)
 
 
-def test_resume_says_for_each_optimizer_whose_settings_it_has(
+def test_resume_keeps_the_settings_of_the_checkpoint_and_says_which(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     first = weigh_two([GOOD] * 2, AMP, WithRates)
     weigh_two([GOOD] * 4, AMP, WithRates, resume=first)
     assert "YAML" not in caplog.text
-    weigh_two([GOOD] * 4, AMP, WithOtherRates, resume=first)
+    resumed = weigh_two([GOOD] * 4, AMP, WithOtherRates, resume=first)
+    assert resumed.trial.optimizers[1].param_groups[0]["lr"] == 0.01
     (line,) = (line for line in caplog.messages if "YAML" in line)
     assert line.startswith(
         "optimizer 0 (SGD) follows the YAML; optimizer 1 (Adam) keeps lr 0.01 of the "
-        "checkpoint (YAML: 0.1). A new run "
+        "checkpoint (YAML: 0.1), weight_decay 0.01 of the checkpoint (YAML: 0.1). A ne"
     )

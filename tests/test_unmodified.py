@@ -440,24 +440,6 @@ def test_unmodified_trial_that_needs_a_precision_without_a_scale_is_refused_in_f
     assert "precision amp_bf16, which needs no loss scale" in str(error.value)
 
 
-@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning")
-@pytest.mark.parametrize(
-    ("habit", "precision"),
-    [
-        *((habit, "amp_fp16") for habit in habits.USE_GRADIENTS),
-        *((habit, "amp_bf16") for habit in (habits.GradientsHook, habits.Penalty)),
-    ],
-)
-def test_resumed_unmodified_trial_ends_as_if_undisturbed_to_the_bit(
-    habit: Any, precision: str
-) -> None:
-    amp = {"precision": precision, **SCALE[precision]}
-    whole, half = in_16_bits(habit, precision), way(habit, amp, batches=4)
-    resumed = way(habit, amp, resume=half.made)
-    assert torch.equal(resumed.end, whole.end)
-    assert not torch.equal(half.end, whole.end)
-
-
 LOUD = {"precision": "amp_fp16", "init_scale": 2.0**24, "audit": False}
 LESS_LOUD = {**LOUD, "init_scale": 1024.0}
 

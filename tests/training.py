@@ -250,7 +250,8 @@ def digest(state: Any) -> str:
     def visit(value: Any) -> None:
         if isinstance(value, torch.Tensor):
             found.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            found.update(value.contiguous().numpy().tobytes())
+            dense = value.to_dense() if value.is_sparse else value
+            found.update(dense.contiguous().numpy().tobytes())
         elif isinstance(value, dict):
             for key in sorted(value, key=str):
                 found.update(str(key).encode())

@@ -115,6 +115,80 @@ class LeavesAutocast(Weights):
         return loss
 
 
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
+
+
+Modes = pytorch.LRScheduler.StepMode
+
+
+class Scheduled(Weights):
+    """Notes what every batch steps with. Its second batch overflows in float16.
+
+    Args:
+        context: The trial's context.
+        make_scheduler: Of its optimizer; None leaves the rate alone.
+        mode: Of `context.wrap_lr_scheduler`; None has the library wrap it.
+        make_optimizer: Of its parameters.
+    """
+
+    rows = ((1.0,), (math.inf,), *((1.0,),) * 10)
+
+    def __init__(
+        self,
+        context: pytorch.PyTorchTrialContext,
+        make_scheduler: Callable[[Any], Any] | None,
+        mode: Modes | None,
+        make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    ) -> None:
+        self.optimizer_of = make_optimizer  # type: ignore[method-assign]
+        self.mode = mode
+        super().__init__(context)
+        self.seen: list[tuple[Any, ...]] = []
+        if make_scheduler is None:
+            return
+        self.scheduler = make_scheduler(self.optimizer)
+        if mode is None:
+            self.amp.wrap_lr_scheduler(self.scheduler)
+        else:
+            context.wrap_lr_scheduler(self.scheduler, mode)
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        (group,) = self.optimizer.param_groups
+        others = (group.get(key) for key in ("momentum", "betas"))
+        self.seen.append((float(group["lr"]), *others))
+        reported = super().train_batch(batch, epoch_idx, batch_idx)
+        if self.mode is Modes.MANUAL_STEP:
+            self.scheduler.step()
+        return reported
+
+    def build_training_data_loader(self) -> Any:
+        # Some schedules are by epochs: three of four batches, the second of each
+        # overflows.
+        return loader(
+            self.rows[:4] if self.mode is Modes.STEP_EVERY_EPOCH else self.rows
+        )
+
+
+def run_of(
+    make_scheduler: Callable[[Any], Any] | None,
+    mode: Modes | None = None,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+    **options: Any,
+) -> Callable[..., Fitted]:
+    """Trains a `Scheduled` on so many batches, from a run on if one is given."""
+
+    def run(batches: int, resume: Fitted | None = None) -> Fitted:
+        def make(context: pytorch.PyTorchTrialContext) -> Scheduled:
+            return Scheduled(context, make_scheduler, mode, make_optimizer)
+
+        amp = {"precision": "amp_fp16", "init_scale": 64.0}
+        given = {"batches": batches, "resume": resume, "batch_size": 1}
+        return fit(make, amp, **given, **options)
+
+    return run
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """What one run of `OneWeight` is given; `rate` is the learning rate."""

@@ -2,7 +2,7 @@
 `_saved_*` of the nodes of a graph, which torch documents.
 
 torch offers no public way to do what is done here. To support another version of torch
-is to review this file: `tests/test_private_names.py` has a test for each name.
+is to review this file.
 """
 
 from __future__ import annotations

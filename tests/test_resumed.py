@@ -1,0 +1,219 @@
+"""A resumed training ends as one that nothing disturbed, to the bit, whoever moves its
+rates and whatever it is written as; and what cannot be restored is said.
+
+`test_any_loop.py` asks this of a loop, `test_contract.py` of each trial of `trials/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import determined as det
+import pytest
+import torch
+from determined import pytorch
+from torch.optim import lr_scheduler
+
+from tests import habits
+from tests.harness import Fitted, fit, fit_as_it_is, needs_fused, same_bits
+from tests.trials import Converted, Modes, Plain, run_of
+
+pytestmark = [
+    # A scheduler that Determined moves is moved by a skipped first step, too.
+    pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step"),
+    pytest.mark.filterwarnings(
+        "ignore:Validating sparse tensor invariants:UserWarning"
+    ),
+]
+BATCHES = 8
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def one_cycle(optimizer: Any) -> Any:
+    """Moves the momentum, or betas, too."""
+    return lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=BATCHES)
+
+
+def impatient(optimizer: Any) -> Any:
+    """The validation metric never improves: each validation but one halves the rate."""
+    return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+
+
+class Warmup(lr_scheduler.LRScheduler):
+    """Warms up for two steps; then another scheduler moves the rate."""
+
+    def __init__(self, optimizer: Any, after: Any) -> None:
+        self.after, self.all = after, [after]
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        return [base * min(1, (self.last_epoch + 1) / 3) for base in self.base_lrs]
+
+    def step(self, epoch: int | None = None) -> None:
+        if self.last_epoch < 2:
+            super().step()
+        else:
+            self.after.step()
+
+
+class Warms(Plain):
+    """Has a scheduler that holds another one."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.seen: list[float] = []
+        context.lr_schedulers.clear()
+        (group,) = self.optimizer.param_groups
+        group["lr"] = group["initial_lr"] = 0.01
+        after = lr_scheduler.CosineAnnealingLR(self.optimizer, BATCHES)
+        self.scheduler: Any = Warmup(self.optimizer, after)
+        context.wrap_lr_scheduler(self.scheduler, Modes.STEP_EVERY_OPTIMIZER_STEP)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        if self.model.training:
+            self.seen.append(self.optimizer.param_groups[0]["lr"])
+        return super().loss(batch)
+
+
+class WarmsConverted(Converted, Warms):
+    pass
+
+
+def run_as_it_is(trial: Any, precision: str, loop: Any = None) -> Callable[..., Fitted]:
+    """Trains a trial, an unmodified one with AMP from outside."""
+    amp: Any = {"precision": precision, "init_scale": 1024.0}
+
+    def run(batches: int, resume: Fitted | None = None) -> Fitted:
+        return fit_as_it_is(trial, amp, batches=batches, resume=resume, loop=loop)
+
+    return run
+
+
+DETERMINEDS = pytorch._PyTorchTrialController
+FORMS: dict[str, Callable[..., Fitted]] = {
+    "rates of the library": run_of(one_cycle, None, adamw),
+    **{f"rates by {mode.name}": run_of(one_cycle, mode) for mode in Modes},
+    "rates by validations": run_of(impatient, validation_period=2),
+    "scheduler in a scheduler, unmodified": run_as_it_is(Warms, "amp_bf16"),
+    "scheduler in a scheduler": run_as_it_is(WarmsConverted, "amp_bf16"),
+    "in Determined's own loop": run_as_it_is(WarmsConverted, "amp_bf16", DETERMINEDS),
+    **{
+        f"{habit.__name__}, unmodified": run_as_it_is(habit, "amp_fp16")
+        for habit in habits.USE_GRADIENTS
+    },
+    "GradientsHook, unmodified": run_as_it_is(habits.GradientsHook, "amp_bf16"),
+    "Penalty, unmodified": run_as_it_is(habits.Penalty, "amp_bf16"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_resumed_training_ends_as_one_that_nothing_disturbed(
+    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, optimizers, schedulers, scale, counts and random state."""
+    # Off a cluster Determined's own loop does not resume, so it is told of one.
+    cluster = SimpleNamespace(task_type="") if "Determined" in name else None
+    monkeypatch.setattr(det, "get_cluster_info", lambda: cluster)
+    run = FORMS[name]
+    undisturbed = run(BATCHES)
+    rates = getattr(undisturbed.trial, "seen", [])
+    assert len({*rates}) != 1  # they move
+    for stop in (2, 6):
+        first = run(stop)
+        resumed = run(BATCHES, first)
+        assert getattr(resumed.trial, "seen", []) == rates[len(rates) and stop :]
+        ends = [restored(made, name) for made in (undisturbed, resumed)]
+        assert same_bits(*ends)
+        assert ends[0] is None or not same_bits(ends[0], restored(first, name))
+    assert "can be resumed" not in caplog.text
+
+
+def restored(made: Fitted, name: str) -> Any:
+    """What a resumed run ends with as an undisturbed one does."""
+    if "Determined" in name:
+        return None  # its dropout draws other numbers; rates are the same
+    if "ByHand" in name:  # such a step is seen in the next batch
+        return made.checkpoint["models_state_dict"]
+    return made.checkpoint
+
+
+class Note:
+    """No plain value."""
+
+
+class Notes(pytorch.PyTorchCallback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"note": Note()}
+
+
+class Remembers(Warms):
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.scheduler.note = Note()
+
+
+class RemembersConverted(WarmsConverted, Remembers):
+    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+        return {**super().build_callbacks(), "mine": Notes()}
+
+
+@pytest.mark.parametrize(
+    ("trial", "amp", "loop", "said"),
+    [
+        (Remembers, None, None, ["Warmup"]),
+        (RemembersConverted, "amp_bf16", None, ["Warmup", "callback mine"]),
+        (RemembersConverted, "amp_bf16", DETERMINEDS, ["Warmup", "callback mine"]),
+    ],
+)
+def test_state_that_cannot_be_restored_is_said_once_in_every_loop(
+    trial: Any,
+    amp: str | None,
+    loop: Any,
+    said: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    section = amp and {"precision": amp}
+    fit(trial, section, batches=2, checkpoint_period=1, loop=loop)  # type: ignore[arg-type]
+    words = "no checkpoint of this run can be resumed"
+    lines = [line for line in caplog.messages if words in line]
+    for line, owner in zip(lines, said, strict=True):
+        assert f"the state of {owner} is more than plain values" in line
+
+
+def halving_later(optimizer: Any) -> Any:
+    return lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.5)
+
+
+def sgd_of(rate: float, fused: bool) -> Callable[[Any], torch.optim.Optimizer]:
+    return partial(torch.optim.SGD, lr=rate, fused=fused)
+
+
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_fused)])
+def test_resume_takes_a_scheduled_rate_from_the_new_yaml_at_once(
+    fused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (
+        run_of(halving_later, None, sgd_of(rate, fused)) for rate in (0.5, 0.25)
+    )
+    resumed = second(8, first(4))
+    assert [rate for rate, *_ in resumed.trial.seen] == [0.25, 0.25, 0.125, 0.125]
+    assert "of the checkpoint (YAML" not in caplog.text
+
+
+@needs_fused
+@pytest.mark.parametrize("now", [True, False])
+def test_resume_steps_by_the_kernels_of_its_own_optimizer(*, now: bool) -> None:
+    """Otherwise torch's scaler leaves an overflow to a fused kernel that is not
+    called.
+    """
+    first, second = (run_of(None, None, sgd_of(0.5, fused)) for fused in (not now, now))
+    resumed = second(4, first(1))  # the second batch overflows
+    assert resumed.trial.optimizer.param_groups[0]["fused"] is now
+    assert all(bool(p.isfinite().all()) for p in resumed.trial.model.parameters())
+    assert resumed.report["skipped_steps"] == 1
