@@ -28,15 +28,11 @@ from determined_amp import (
     AmpSettings,
     AuditError,
     ConfigError,
-    EvalPrecision,
     GuardError,
-    OnOverflow,
     Precision,
 )
-from determined_amp.amp.fields import read_section
 from determined_amp.amp.plain_data import Metrics, StateDict, Values
 from determined_amp.amp.rehearse.precision_audit import audit_loss
-from determined_amp.amp.settings import Compile
 from determined_amp.amp.slots import ProcessGroup
 from determined_amp.experiment.experiment import read_yaml
 from tests.harness import Reports, core_context_of, needs_fused, same_bits
@@ -192,26 +188,21 @@ class TestState:
     def test_plateau_that_is_wrapped_after_the_state_was_loaded_is_resumed(
         self,
     ) -> None:
-        def made(amp: AmpLoop, *, patience: int) -> Any:
+        def made(amp: AmpLoop) -> Any:
             optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
             amp.wrap_optimizer(optimizer)
-            return lr_scheduler.ReduceLROnPlateau(optimizer, patience=patience)
+            return lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
 
         first, second = AmpLoop(FP16, "cpu"), AmpLoop(FP16, "cpu")
-        for patience in (9, 1):
-            first.wrap_lr_scheduler(made(first, patience=patience))
+        first.wrap_lr_scheduler(made(first))
         for metric in (1.0, 2.0):
             first.validated(metric)
-        plateaus = [made(second, patience=patience) for patience in (9, 1)]
+        plateau = made(second)
         second.load_state_dict(first.state_dict())
-        for plateau in reversed(plateaus):
-            second.wrap_lr_scheduler(plateau)
+        second.wrap_lr_scheduler(plateau)
+        assert plateau.num_bad_epochs == 1
         second.validated(2.0)
-        assert [plateau.optimizer.param_groups[0]["lr"] for plateau in plateaus] == [
-            1.0,
-            0.1,
-        ]
-        assert [plateau.num_bad_epochs for plateau in plateaus] == [2, 0]
+        assert plateau.optimizer.param_groups[0]["lr"] == 0.1
 
     def test_loop_that_has_moved_further_goes_back_to_a_loaded_state(self) -> None:
         case = Case(schedule=one_cycle)
@@ -232,99 +223,30 @@ def test_process_group_that_is_joined_later_exchanges_through_the_gpu_of_the_loo
     def device(gpu: torch.device) -> Iterator[None]:
         used.append(gpu)
         yield
-        used.append(torch.device("cpu"))
+        used.clear()
 
     def all_gather_object(values: list[Any], value: Any) -> None:
-        values[:] = [value, used[-1]]
+        values[:] = [value, *used]
 
     gpu = torch.device("cuda", 1)
     slots = ProcessGroup(gpu)
     assert (slots.rank, slots.size, slots.allgather(3)) == (0, 1, [3])
-    monkeypatch.setattr(torch.cuda, "device", device)
-    for name, answer in (
-        ("is_initialized", True),
-        ("get_rank", 1),
-        ("get_world_size", 2),
-    ):
+    answers = {"is_initialized": True, "get_rank": 1, "get_world_size": 2}
+    for name, answer in answers.items():
         monkeypatch.setattr(distributed, name, lambda answer=answer: answer)
     monkeypatch.setattr(distributed, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(torch.cuda, "device", device)
     assert (slots.rank, slots.size, slots.allgather("mine")) == (1, 2, ["mine", gpu])
 
 
-class TestSettings:
-    """In a script as in a YAML: a word stands for its enumeration, and a bound
-    holds.
-    """
-
-    def test_settings_take_the_words_of_a_yaml(self) -> None:
-        words: Values = {
-            "precision": "amp_fp16",
-            "on_overflow": "warn",
-            "eval_precision": "same",
-            "compile": "default",
-            "fp32_modules": ["head"],
-        }
-        settings = AmpSettings(**words)
-        assert settings == AmpSettings(
-            Precision.AMP_FP16,
-            on_overflow=OnOverflow.WARN,
-            eval_precision=EvalPrecision.SAME,
-            compile=Compile.DEFAULT,
-            fp32_modules=("head",),
-        )
-
-    def test_settings_name_all_their_mistakes_at_once(self) -> None:
-        wrong: Values = {
-            "precision": "fp17",
-            "init_scale": -1.0,
-            "growth_factor": math.nan,
-            "compile": True,
-        }
-        with pytest.raises(
-            ConfigError, match=r"^AmpSettings: precision: got 'fp17'"
-        ) as error:
-            AmpSettings(**wrong)
-        assert list(error.value.problems) == [
-            "precision: got 'fp17'; allowed: fp32, tf32, amp_fp16, amp_bf16",
-            "init_scale: got -1.0; allowed: a number > 0 and <= 1.701411835e+38, find",
-            "growth_factor: got nan; allowed: a number > 1",
-            "compile: got True; allowed: false, default, reduce-overhead, max-autotune",
-        ]
-
-    @pytest.mark.parametrize(
-        ("section", "key"),
-        [
-            ({}, "precision"),
-            ({"precision": "fp32", "growth_intervall": 5}, "growth_intervall"),
-            ({"precision": "fp32", "audit": "no"}, "audit"),
-            ({"precision": "fp32", "growth_factor": math.inf}, "growth_factor"),
-            ({"precision": "fp32", "init_scale": True}, "init_scale"),
-            ({"precision": "fp32", "growth_interval": 1.5}, "growth_interval"),
-            ({"precision": "fp32", "fp32_modules": [3]}, "fp32_modules"),
-            ({"precision": "fp32", "fp32_modules": "head"}, "fp32_modules"),
-            ({"precision": "amp_fp16", "init_scale": 0.25}, "init_scale"),
-        ],
-    )
-    def test_script_is_refused_what_a_yaml_is_refused_in_the_same_words(
-        self, section: Values, key: str
-    ) -> None:
-        with pytest.raises(ConfigError) as in_a_yaml:
-            read_section(AmpSettings, section, "")
-        with pytest.raises(ConfigError) as in_a_script:
-            AmpSettings(**section)
-        assert in_a_script.value.problems == in_a_yaml.value.problems
-        (problem,) = in_a_script.value.problems
-        assert problem.key == key
-
-    def test_misspelt_setting_of_the_script_is_named_and_not_tried_again(self) -> None:
-        (policy,) = read_yaml(str(SCRIPTS / "any_loop.yaml"))["log_policies"]
-        misspelt: Values = {"precision": "fp32", "growth_intervall": 5}
-        with pytest.raises(ConfigError, match="did you mean growth_interval") as raised:
-            AmpSettings(**misspelt)
-        lines = traceback.format_exception_only(raised.value)
-        assert any(re.match(policy["pattern"], line) for line in lines)
-        lines = traceback.format_exception_only(TypeError("growth_intervall"))
-        assert not any(re.match(policy["pattern"], line) for line in lines)
+def test_misspelt_setting_of_the_script_is_named_and_not_tried_again() -> None:
+    (policy,) = read_yaml(str(SCRIPTS / "any_loop.yaml"))["log_policies"]
+    misspelt: Values = {"precision": "fp32", "growth_intervall": 5}
+    with pytest.raises(ConfigError, match="did you mean growth_interval") as raised:
+        AmpSettings(**misspelt)
+    last = traceback.format_exception_only(raised.value)[-1]
+    assert re.match(policy["pattern"], last)
+    assert not re.match(policy["pattern"], "TypeError: growth_intervall")
 
 
 class TestLoss:
@@ -389,9 +311,7 @@ class TestAudit:
                 make_batches()[0],
             )
 
-    @pytest.mark.parametrize(
-        "returned", [1.0, None, torch.ones(2), torch.ones(())], ids=str
-    )
+    @pytest.mark.parametrize("returned", [1.0, torch.ones(2)], ids=str)
     def test_loss_function_that_returns_no_loss_is_refused(self, returned: Any) -> None:
         amp = AmpLoop(FP16, "cpu")
         amp.prepare(make_model())
@@ -613,17 +533,12 @@ def test_script_that_was_paused_goes_on_to_the_same_bits(folder: Path) -> None:
 
 @pytest.mark.parametrize("precision", Precision)
 def test_step_may_be_left_out_after_its_clip(precision: Precision) -> None:
-    amp = AmpLoop(AmpSettings(precision, init_scale=4.0), "cpu")
-    model = amp.prepare(nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = OneModel(AmpLoop(AmpSettings(precision, init_scale=4.0), "cpu"))
     for is_left_out in (False, True, False):
-        with amp.autocast():
-            loss = model(torch.ones(2, 4)).float().mean()
-        amp.scaler.scale(loss).backward()
-        amp.clip_gradients(optimizer, max_norm=1.0)
+        loss = made.backward(make_batches()[0])
+        made.amp.clip_gradients(made.optimizer, max_norm=1.0)
         if not is_left_out:
-            amp.scaler.step(optimizer)
-        optimizer.zero_grad()
-        if not is_left_out:
-            amp.update(loss)
-    assert int(amp.applied_steps) == 2
+            made.amp.scaler.step(made.optimizer)
+            made.end(loss)
+        made.optimizer.zero_grad()
+    assert int(made.amp.applied_steps) == 2

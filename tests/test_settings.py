@@ -12,6 +12,13 @@ import pytest
 from determined_amp.amp.errors import ConfigError, Problem, UserError
 from determined_amp.amp.fields import read, read_section, setting
 from determined_amp.amp.plain_data import Values
+from determined_amp.amp.settings import (
+    AmpSettings,
+    Compile,
+    EvalPrecision,
+    OnOverflow,
+    Precision,
+)
 
 
 class Colour(enum.Enum):
@@ -159,6 +166,58 @@ def test_all_mistakes_are_reported_and_contradictions_wait_for_a_sound_section()
         "s.flag",
         "s.inner.depth",
     ]
+
+
+def test_script_may_use_the_words_of_a_yaml() -> None:
+    words: Values = {
+        "precision": "amp_fp16",
+        "on_overflow": "warn",
+        "eval_precision": "same",
+        "compile": "default",
+        "fp32_modules": ["head"],
+    }
+    assert AmpSettings(**words) == AmpSettings(
+        Precision.AMP_FP16,
+        on_overflow=OnOverflow.WARN,
+        eval_precision=EvalPrecision.SAME,
+        compile=Compile.DEFAULT,
+        fp32_modules=("head",),
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problems"),
+    [
+        ({}, ["precision: missing; allowed: fp32, tf32, amp_fp16, amp_bf16"]),
+        (
+            {"precision": "fp17", "growth_factor": math.nan, "compile": True},
+            [
+                "precision: got 'fp17'; allowed: fp32, tf32, amp_fp16, amp_bf16",
+                "growth_factor: got nan; allowed: a number > 1",
+                "compile: got True; allowed: false, default, reduce-overhead, "
+                "max-autotune",
+            ],
+        ),
+        (
+            {"precision": "amp_fp16", "init_scale": -1.0, "fp32_modules": "head"},
+            [
+                "init_scale: got -1.0; allowed: a number > 0 and <= 1.701411835e+38, "
+                "find",
+                "fp32_modules: got 'head'; allowed: a list of strings",
+            ],
+        ),
+    ],
+    ids=["nothing", "words", "numbers"],
+)
+def test_script_is_refused_what_a_yaml_is_refused_in_the_same_words(
+    wrong: Values, problems: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as in_a_yaml:
+        read_section(AmpSettings, wrong, "")
+    with pytest.raises(ConfigError) as in_a_script:
+        AmpSettings(**wrong)
+    assert list(in_a_script.value.problems) == problems
+    assert in_a_script.value.problems == in_a_yaml.value.problems
 
 
 def test_error_says_source_count_and_one_line_per_problem() -> None:
