@@ -87,11 +87,6 @@ class TestProductCount:
         assert audit.total_flops == 13_090_816
         assert (audit.share, audit.passed) == (1.0, True)
 
-    def test_products_of_integers_are_not_counted(self) -> None:
-        with ProductCount() as count:
-            torch.ones(2, 2, dtype=torch.int64) @ torch.ones(2, 2, dtype=torch.int64)
-        assert not count.flops
-
     def test_flops_of_convolutions_are_those_by_hand(self) -> None:
         """Each of 2 * samples * outputs * inputs * kernel * output pixels; as many per
         gradient.
@@ -315,20 +310,6 @@ def test_warning_names_what_moves_on_with_the_batch_that_the_audit_trains(
         "it cannot copy numbers, which the training finds as that batch has left"
         in caplog.text
     )
-
-
-def test_audit_is_logged_once_and_reported_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO")
-    reports = fit(Converted, {"precision": "fp32"}, batches=4).reports.training
-    assert [report.get("watch_audit_share") for report in reports] == [
-        1.0,
-        None,
-        None,
-        None,
-    ]
-    assert caplog.text.count("audit of the first batch:\n") == 1
 
 
 class TestCommand:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from scipy import stats  # type: ignore[import-untyped]
 from torchvision.transforms.v2 import functional
 
 from trials.data.augment import crop_and_flip, uniform_numbers
@@ -65,17 +64,3 @@ def test_random_numbers_depend_on_the_sample_and_not_on_its_batch() -> None:
     assert together.shape == (15, 3)
     for row, sample in zip(together, samples, strict=True):
         assert np.array_equal(uniform_numbers(7, [sample], draws=2), row[None, :2])
-
-
-def test_random_numbers_are_uniform_and_uncorrelated() -> None:
-    numbers = uniform_numbers(2**64 - 1, grid(10, 1000), draws=3)
-    assert len(np.unique(numbers)) == numbers.size
-    # these numbers never change
-    assert stats.kstest(numbers.ravel(), "uniform").pvalue > 0.001
-    centred = (numbers - 0.5).reshape(10, 1000, 3)
-    for axis in range(3):
-        # of neighbours
-        pairs = np.delete(centred, -1, axis) * np.delete(centred, 0, axis)
-        # The mean product of n independent pairs has standard deviation 1 / (12
-        # sqrt(n)).
-        assert abs(pairs.mean()) < 4 / (12 * math.sqrt(pairs.size))

@@ -7,8 +7,6 @@ classes.
 
 from __future__ import annotations
 
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -54,18 +52,6 @@ def test_digits_are_1437_and_360_images_with_values_from_minus_1_to_1() -> None:
         assert (pixels.dtype, labels.dtype) == (torch.float32, torch.int64)
         assert (pixels.min().item(), pixels.max().item()) == (-1.0, 1.0)
         assert set(labels.tolist()) == set(range(10))
-
-
-def test_digits_are_split_evenly_by_class_whatever_the_seed() -> None:
-    """A stratified share is the exact one, rounded; a random one has a standard
-    deviation of 5.
-    """
-    first, second = (load(DataSettings(image_size=8), seed) for seed in (0, 1))
-    assert all(
-        equal(everything(a), everything(b)) for a, b in zip(first, second, strict=True)
-    )
-    train, validation = (everything(images)[1].bincount() for images in first)
-    assert float((validation - (train + validation) * 360 / 1797).abs().max()) < 1
 
 
 def test_channels_are_repeated_or_averaged() -> None:
@@ -237,29 +223,6 @@ def test_cifar10_is_augmented_for_training_alone_and_mnist_never(
     assert equal(everything(images, epoch=5), (pixels / 127.5 - 1.0, grey.targets))
 
 
-@pytest.mark.usefixtures("_no_download")
-def test_downloads_of_one_node_wait_for_each_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A lock belongs to an open file, so that two threads stand in for two
-    processes.
-    """
-    inside: list[str] = []
-
-    class Download(Mnist):
-        def __init__(self, root: str, *, train: bool, download: bool) -> None:
-            inside.append("begun")
-            time.sleep(0.05)  # for company
-            inside.append("ended")
-            super().__init__(root, train=train, download=download)
-
-    monkeypatch.setattr(datasets, "MNIST", Download)
-    settings = DataSettings(DatasetName.MNIST, 28, 1, directory="somewhere")
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda seed: load(settings, seed), (0, 1)))
-    assert inside == ["begun", "ended"] * 4
-
-
 @pytest.mark.parametrize(
     ("raw", "key"),
     [
@@ -280,14 +243,3 @@ def test_contradiction_of_data_settings_is_reported_at_one_key(
     assert [problem.partition(":")[0] for problem in problems] == (
         [f"data.{key}"] if key else []
     )
-
-
-@pytest.mark.gpu
-def test_folder_augmentation_leaves_the_generator_of_the_gpu_alone(
-    folder: Path,
-) -> None:
-    """Dropout draws from it: seeded by each image, it would repeat its masks."""
-    train, _ = load(of_folder(folder), seed=3)
-    state = torch.cuda.get_rng_state()
-    everything(train)
-    assert torch.equal(torch.cuda.get_rng_state(), state)

@@ -17,8 +17,6 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks import loss_scale_models as models
-from benchmarks.loss_scale_models import first_skip, other_models, train
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.slots import OneSlot
 from determined_amp.finder.prediction import predict_float16
@@ -291,10 +289,3 @@ def test_gradient_that_is_masked_before_the_parameters_does_not_lower_the_top(
     assert found.top_log2 == skips[0] - 1
     predicted = predict_float16([rehearsal(model, regression, 1.0)], OneSlot())
     assert predicted.first_overflow_log2 < skips[0] - 1  # the control
-
-
-def test_first_skip_of_a_training_with_second_derivatives_is_predicted() -> None:
-    _, pinn = other_models()
-    for steps in (0, 3):
-        train(pinn, steps, 2.0**8)
-        assert models.prediction(pinn)[0] == first_skip(pinn)

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from determined_amp import AmpLoop, AmpSettings, ConfigError, Precision
-from determined_amp.amp.fields import plain, read_section
 from determined_amp.amp.rehearse import restored
 from determined_amp.amp.settings import FindScale
 from determined_amp.finder.prediction import LossScaleError
@@ -191,14 +190,3 @@ def test_amp_loop_refuses_init_scale_find_and_says_what_to_call() -> None:
         AmpSettings(Precision.AMP_BF16, init_scale=FindScale.FIND, set_backends=False),
         "cpu",
     )
-
-
-def test_settings_read_and_write_init_scale_find() -> None:
-    settings = read_section(AmpSettings, FIND, "amp")
-    assert settings.finds_scale
-    assert settings.first_scale == 65536.0
-    assert plain(settings)["init_scale"] == "find"
-    with pytest.raises(
-        ConfigError, match=r"got 'seek'; allowed: a number > 0 and <= .*, find"
-    ):
-        read_section(AmpSettings, {**FIND, "init_scale": "seek"}, "amp")

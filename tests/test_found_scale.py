@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from determined_amp.amp.settings import yaml_lines
@@ -17,7 +15,6 @@ from determined_amp.finder.found_scale import (
     FinderRun,
     FoundScale,
     growth_advice,
-    run_now,
     scale_lines,
     scale_sentences,
     yaml_changes,
@@ -315,27 +312,6 @@ class TestJson:
     def test_answer_has_the_init_scale_for_a_scaler(self) -> None:
         assert FOUND.init_scale == 8192.0
         assert HOPELESS.init_scale is None
-
-
-def test_run_of_today_names_device_and_torch() -> None:
-    counts = {"batches": 3, "samples": 192}
-    before = today()
-    run = run_now(
-        "x",
-        torch.device("cpu"),
-        **counts,
-        init_scale=2.0,
-        growth_interval=5,
-        is_ours=False,
-    )
-    assert run.date in (before, today())  # midnight may have passed
-    assert run == FinderRun(
-        "x", "cpu", torch.__version__, run.date, 3, 192, 2.0, 5, False
-    )
-
-
-def today() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -17,21 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from determined import pytorch
-from torch import nn
 from torch.nn import functional
 
 from benchmarks.small_trials import SummedLoss
-from determined_amp.amp.errors import GuardError
 from determined_amp.amp.fp32_modules import keep_in_float32
 from determined_amp.amp.precision import DeviceSupport, prepare_backend
 from determined_amp.amp.settings import Precision
-from determined_amp.experiment.experiment import experiment_in, read_yaml
-from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.scale_finding import find_window
-from determined_amp.local.checkpoint_storage import complete_checkpoints
-from determined_amp.local.open_trial import audit_here
-from determined_amp.runs.run import RunState
 from tests import gpu, test_never_waits, training
 from tests.gpu import DEVICE, only_a_gpu_raises, only_a_gpu_shows, sized
 from tests.loss_scale import looked_at, skipped_steps
@@ -319,23 +310,6 @@ def test_error_of_a_product_is_that_of_its_precision(
     assert only_a_gpu_shows(error <= most)
 
 
-@EVERY_PRECISION
-def test_command_audits_a_batch_in_every_precision(precision: Precision) -> None:
-    skip_if_emulated(precision)
-    config = "resnet50/fp32.yaml"
-    overrides = (
-        "data.dataset=synthetic",
-        "data.samples=32",
-        "hyperparameters.global_batch_size=4",
-        f"data.image_size={sized(64, 32)}",
-        *amp(precision=precision.value),
-    )
-    raw = read_yaml(str(training.ROOT / "experiment_configs" / config))
-    audit, asked = audit_here(experiment_in(with_overrides(raw, overrides), config))
-    assert asked is precision
-    assert audit.share > 0.99
-
-
 MOVING = (
     "hyperparameters.lr_schedule=cosine",
     "hyperparameters.warmup_steps=2",
@@ -361,31 +335,6 @@ def test_resumed_run_ends_as_one_that_nothing_disturbed(tmp_path: Path) -> None:
     folders = (training.resume(tmp_path / "resumed"), whole, other)
     ends = [training.digest(training.checkpoint(folder, 12)) for folder in folders]
     assert ends[0] == ends[1] != ends[2]
-
-
-class LoudTrial(MLPTrial):
-    """Its hidden layer overflows in float16, in every batch."""
-
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        super().__init__(context)
-        hidden = self.model.get_submodule("1")
-        nn.init.constant_(hidden.get_parameter("weight"), 2.0**16)
-
-
-def test_guard_says_the_cause_and_keeps_a_checkpoint(tmp_path: Path) -> None:
-    cause = "Cause: forward overflow in module 1: largest"
-    with pytest.raises(GuardError, match=f"in a row were skipped.* {cause}"):
-        training.run_small(
-            "mlp/amp.yaml",
-            tmp_path / "run",
-            f"hyperparameters.trial={__name__}:LoudTrial",
-            *amp(max_consecutive_skips=1),
-        )
-    (saved,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
-    weights = training.checkpoint(tmp_path / "run", int(saved.name[-8:]))[
-        "models_state_dict"
-    ][0]
-    assert all(bool(torch.isfinite(value).all()) for value in weights.values())
 
 
 @SIXTEEN_BITS
@@ -415,40 +364,6 @@ def test_training_skips_its_first_step_one_bit_above_the_found_top() -> None:
     )
     assert skipped_steps(SummedLoss, 1, init_scale=2.0**top) == 0
     assert skipped_steps(SummedLoss, 1, init_scale=2.0 ** (top + 1)) == 1
-
-
-@pytest.mark.usefixtures("_workers_import_once")
-def test_search_compares_two_precisions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In processes forked from a server: from one that has started CUDA they could not
-    use it.
-    """
-    pytest.importorskip("optuna")
-    searching: Any = importlib.import_module("tests.searching")
-    monkeypatch.chdir(tmp_path)
-    search = searching.run(
-        tmp_path,
-        "compare_precisions.yaml",
-        "hyperparameters.amp.precision.vals=[fp32, amp_bf16]",
-        "hyperparameters.trial_seed.vals=[1]",
-        *searching.SHORT,
-    )
-    assert {run.precision for run in search.runs} == {
-        Precision.FP32,
-        Precision.AMP_BF16,
-    }
-    for run in search.runs:
-        assert run.state is RunState.COMPLETED
-        assert "validation_loss" in run.metrics
-        assert only_a_gpu_shows(was_on_a_gpu(Path(run.name)))
-
-
-def was_on_a_gpu(run: Path) -> bool:
-    """Whether it reports the memory that torch holds of one."""
-    return any(
-        "watch_peak_reserved_memory_mib" in line for line in training.metrics(run)
-    )
 
 
 def test_batches_of_a_compiled_model_never_wait() -> None:

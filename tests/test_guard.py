@@ -125,22 +125,6 @@ class TestFailureBeforeAContext:
 
     INFO: Any = SimpleNamespace(trial=None, master_url="http://localhost:1")
 
-    def test_failure_before_a_context_is_noted_with_its_reason(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        master, statuses = Master({"mine": 1}), list[str]()
-        monkeypatch.setattr(master, "set_status", statuses.append)
-        monkeypatch.setattr(
-            notes,
-            "train_context_of_task",
-            lambda info: master if info is self.INFO else None,
-        )
-        with pytest.raises(ConfigError), notes.failure_noted(self.INFO):
-            raise ConfigError("experiment", ["amp.precison: unknown key"])
-        reason = "experiment: amp.precison: unknown key"
-        assert master.metadata == {"mine": 1, "amp": {"failure": reason}}
-        assert statuses == ["amp.precison: unknown key"]
-
     def test_failure_is_sent_to_the_run_of_the_task(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -383,17 +383,6 @@ def test_peak_memory_is_of_the_process_on_a_cpu_and_of_torchs_counters_on_a_gpu(
     assert asked == [gpu]
 
 
-def test_stopwatch_runs_from_start_to_stop(clock: Clock) -> None:
-    stopwatch = Stopwatch(torch.device("cpu"))
-    assert (stopwatch.running, stopwatch.seconds()) == (False, 0)
-    clock.now = 5.0
-    stopwatch.start()
-    clock.now = 7.0
-    assert (stopwatch.running, stopwatch.seconds()) == (True, 2)
-    stopwatch.stop()
-    assert (stopwatch.running, stopwatch.seconds()) == (False, 0)
-
-
 def test_stopwatch_of_a_gpu_reads_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """The events know when the device was there, once the later one has been waited
     for.
@@ -461,12 +450,3 @@ class TestDeviceSum:
             for value in (1.0, bad, 2.0):
                 total.add(torch.tensor(value))
             assert (total.total().item() == 3) is finite_only
-
-    def test_device_sum_forgets_everything_at_a_reset(self) -> None:
-        total = DeviceSum(torch.device("cpu"))
-        total.add(torch.tensor(1.0))
-        total.total()
-        total.add(torch.tensor(2.0))
-        total.reset()
-        total.add(torch.tensor(4.0))
-        assert total.total().item() == 4

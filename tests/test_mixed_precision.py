@@ -14,8 +14,7 @@ import torch
 from determined import pytorch
 from torch.optim import lr_scheduler
 
-from determined_amp import AmpLoop, AmpSettings, ConfigError, MixedPrecision, Precision
-from determined_amp.amp.metrics import WARMUP_BATCHES
+from determined_amp import AmpSettings, ConfigError, MixedPrecision, Precision
 from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.amp.rehearse.restored import undisturbed
@@ -23,7 +22,6 @@ from determined_amp.experiment.failures import ending_the_program
 from tests import training
 from tests.harness import Context, batches_of, fit
 from tests.trials import FP16_SECTION as FP16
-from tests.trials import FP32_SECTION as FP32
 from tests.trials import Weights
 
 
@@ -54,17 +52,6 @@ def test_settings_of_a_scale_that_a_precision_has_not_are_named_in_the_log(
     caplog.set_level("INFO")
     fit(Weights, {"precision": "fp32", "init_scale": 8.0}, batches=1)
     assert "fp32 has no loss scale: ignoring init_scale" in caplog.text
-
-
-def test_no_attribute_of_mixed_precision_hides_one_of_its_methods() -> None:
-    context: Any = Context()
-    settings = AmpSettings(Precision.FP32)
-    for amp in (MixedPrecision(context, settings), AmpLoop(settings, "cpu")):
-        methods = {
-            name for name in dir(type(amp)) if callable(getattr(type(amp), name))
-        }
-        assert {"autocast", "update"} <= methods
-        assert methods & vars(amp).keys() == set()
 
 
 class ReportsItsOwnLoss(Weights):
@@ -114,16 +101,6 @@ def test_reported_loss_is_the_trials_or_a_mean_over_samples(
     report = report_of(trial)
     assert report.get("loss") == loss
     assert report["watch_applied_steps"] == (0 if trial is CountsItsOwnSamples else 2)
-
-
-class LongTrial(Weights):
-    rows = ((1.0, 1.0),) * (WARMUP_BATCHES + 4)
-
-
-def test_speed_and_wait_for_data_are_reported() -> None:
-    report = report_of(LongTrial, FP32)
-    assert report["samples_per_second"] > 0
-    assert 0 < report["watch_data_wait_share"] < 1
 
 
 class TrainsAgainWithoutSteps(Weights):

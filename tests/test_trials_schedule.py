@@ -60,12 +60,3 @@ def test_closed_form_tells_a_warmup_of_one_step_more() -> None:
         np.abs(np.subtract(used, closed_form(LRSchedule.COSINE, 0.3, 38, 500))).max()
         > 1e-3
     )
-
-
-@pytest.mark.parametrize("schedule", LRSchedule)
-@pytest.mark.parametrize("warmup", [0, 2, 20])
-def test_longer_run_stays_on_the_rate_of_the_last_step(
-    schedule: LRSchedule, warmup: int
-) -> None:
-    used = rates(schedule, 0.3, warmup, 7, 30)
-    assert set(used[6:]) == {used[6]}
