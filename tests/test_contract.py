@@ -102,6 +102,8 @@ RUN = (
     "hyperparameters.training.checkpoint_period={batches: 4}",
     "hyperparameters.training.reporting_period={batches: 2}",
 )
+# In their models and loops; they are slow.
+DIFFERENT = ("mlp", "resnet50", "latte")
 every_example = pytest.mark.parametrize("name", EXAMPLES)
 
 
@@ -145,10 +147,14 @@ def trial_class(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-@every_example
 # On a CPU tf32 is fp32; test_gpu.py trains in it.
 @pytest.mark.parametrize(
-    "precision", [Precision.FP32, Precision.AMP_FP16, Precision.AMP_BF16]
+    ("name", "precision"),
+    [
+        *((name, Precision.AMP_FP16) for name in EXAMPLES),
+        *((name, Precision.AMP_BF16) for name in DIFFERENT),
+        *((name, Precision.FP32) for name in DIFFERENT),
+    ],
 )
 def test_example_trains_and_passes_its_audit_in_every_precision(
     name: str, precision: Precision, runs: Any
@@ -198,7 +204,7 @@ def computed(run: Path) -> list[dict[str, Any]]:
 
 
 @needs_fake_cuda
-@every_example
+@pytest.mark.parametrize("name", DIFFERENT[1:])  # test_never_waits.py has the first
 def test_batches_never_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     example = EXAMPLES[name]
     kind = trial_class(name)  # before a generator is replaced: annotations name it
@@ -218,14 +224,13 @@ def test_batches_never_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.trial.optimizer.defaults["fused"] is True
 
 
-@every_example
+IN_FP16 = Precision.AMP_FP16, 12, "error: 80% of the optimizer steps", 20
+IN_FP32 = Precision.FP32, 4, "the training loss is nan in fp32", 4
+
+
 @pytest.mark.parametrize(
-    ("precision", "first", "said", "newest"),
-    [
-        (Precision.AMP_FP16, 12, "error: 80% of the optimizer steps", 20),
-        (Precision.FP32, 4, "the training loss is nan in fp32", 4),
-    ],
-    ids=["amp_fp16", "fp32"],
+    ("name", "precision", "first", "said", "newest"),
+    [("mlp", *IN_FP16), *((name, *IN_FP32) for name in EXAMPLES)],
 )
 def test_guard_ends_a_run_that_no_longer_trains(
     name: str,

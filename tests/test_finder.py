@@ -22,29 +22,16 @@ from benchmarks.small_trials import (
 )
 from determined_amp import __main__ as door
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
-from determined_amp.experiment.experiment import experiment_in, read_yaml
-from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.scale_finding import (
     ScaleFinding,
     Verdict,
     find_window,
 )
 from determined_amp.finder.scale_score import choice_of
-from determined_amp.local.open_trial import open_trial
-from determined_amp.trial.loss_scale import in_training
 from tests.loss_scale import ALL, Context, Trial, looked_at, skipped_steps
-from tests.training import ROOT, arguments, run_small, thin_resnet
+from tests.training import arguments, run_small
 
 Batches = Sequence[Rehearsal]
-
-
-RESNET = (
-    "resnet50/amp.yaml",
-    (
-        "hyperparameters.global_batch_size=4",
-        "hyperparameters.training.max_length={batches: 1}",
-    ),
-)
 
 
 def measured_first_overflow(batches: Batches) -> int:
@@ -59,12 +46,6 @@ def measured_first_overflow(batches: Batches) -> int:
         else:
             fails = middle
     return fails
-
-
-@pytest.fixture(autouse=True)
-def _thin_resnet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of its blocks; 52 convolutions."""
-    monkeypatch.setattr("trials.resnet50.resnet50", thin_resnet(3, 4, 6, 3))
 
 
 class TestWindow:
@@ -88,19 +69,6 @@ class TestWindow:
     ) -> None:
         """One at the top, and one a bit above it."""
         assert len(found_in_four(trial).measured) == 2
-
-    def test_first_overflow_of_fifty_convolutions_is_exact(self) -> None:
-        path, overrides = RESNET
-        raw = read_yaml(str(ROOT / "experiment_configs" / path))
-        with open_trial(experiment_in(with_overrides(raw, overrides), path)) as found:
-            train_batch = found.trial.train_batch
-
-            def work(batches: Batches) -> None:
-                train_batch(batches[0].batch, 0, 0)
-                top = find_window(batches, found.context.distributed).top_log2
-                assert top + 1 == measured_first_overflow(batches)
-
-            in_training(found.trial, found.context, 1, work)
 
 
 class TestChoice:

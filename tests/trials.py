@@ -141,7 +141,7 @@ class Scheduled(Weights):
         mode: Modes | None,
         make_optimizer: Callable[[Any], torch.optim.Optimizer],
     ) -> None:
-        self.optimizer_of = make_optimizer  # type: ignore[method-assign]
+        self.optimizer_of = make_optimizer  # type: ignore[method-assign,assignment]
         self.mode = mode
         super().__init__(context)
         self.seen: list[tuple[Any, ...]] = []
@@ -183,8 +183,8 @@ def run_of(
             return Scheduled(context, make_scheduler, mode, make_optimizer)
 
         amp = {"precision": "amp_fp16", "init_scale": 64.0}
-        given = {"batches": batches, "resume": resume, "batch_size": 1}
-        return fit(make, amp, **given, **options)
+        one = {"batch_size": 1, **options}
+        return fit(make, amp, batches=batches, resume=resume, **one)
 
     return run
 
