@@ -5,8 +5,10 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import operator
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import pytest
@@ -96,8 +98,8 @@ class TestDtypes:
 
 
 class Pair(NamedTuple):
-    a: Any
-    b: Any
+    x: Any
+    mask: Any
 
 
 class Attributes(dict[str, Any]):
@@ -114,7 +116,6 @@ class Output:
 
     x: torch.Tensor
     mask: torch.Tensor
-    note: str = "kept"
 
 
 class Keeps(nn.Module):
@@ -128,12 +129,29 @@ class Keeps(nn.Module):
 class Writes(nn.Module):
     """Writes into everything that it is given."""
 
-    def forward(self, x: torch.Tensor, store: Values, history: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, store: Values) -> torch.Tensor:
         x.mul_(2.0)
         store["kept"].add_(1.0)
         store["made"] = 3.0 * store.pop("dropped")
-        history.insert(0, history[0].square())
+        store["all"].insert(0, store["all"][0].square())
         return x.abs_()
+
+
+def nested_in_others(x: Any, mask: Any) -> Any:
+    return [(x,), {"by": {"name": mask}}]
+
+
+IN_ITEMS, IN_ATTRIBUTES = itemgetter("x", "mask"), attrgetter("x", "mask")
+# How a container is made of a tensor and a mask, and how they are taken out of it.
+CONTAINERS: list[tuple[Callable[..., Any], Callable[[Any], Any]]] = [
+    (dict, IN_ITEMS),
+    (collections.OrderedDict, IN_ITEMS),
+    (Attributes, IN_ITEMS),
+    (Attributes, IN_ATTRIBUTES),
+    (Pair, IN_ATTRIBUTES),
+    (Output, IN_ATTRIBUTES),
+    (nested_in_others, lambda made: (made[0][0], made[1]["by"]["name"])),
+]
 
 
 @pytest.fixture
@@ -146,48 +164,34 @@ def keeps() -> Keeps:
 
 class TestInputs:
     @DTYPES
+    @pytest.mark.parametrize(("make", "parts_of"), CONTAINERS)
     def test_inputs_are_cast_however_deep_and_what_needs_no_cast_is_handed_on(
-        self, keeps: Keeps, dtype: torch.dtype
+        self,
+        keeps: Keeps,
+        make: Callable[..., Any],
+        parts_of: Callable[[Any], Any],
+        dtype: torch.dtype,
     ) -> None:
         x, mask = torch.ones(2, dtype=dtype), torch.ones(2).bool()
-        nested: Values = {
-            "pair": Pair(x, [x, (x, mask)]),
-            "by_name": collections.OrderedDict(mask=mask, x=x),
-            "output": Output(x, mask),
-            "packed": nn.utils.rnn.pack_sequence([x]),
-            "attributes": Attributes(x=x),
-        }
-        keeps(x, nested, Pair(mask, x), forward=x, device_type=[mask, x])
-        first, up, pair = keeps.args
-        named = keeps.kwargs["device_type"]
-        kinds = (type(up), *map(type, up.values()), type(pair))
-        packed = nn.utils.rnn.PackedSequence
-        assert kinds == (
-            dict,
-            Pair,
-            collections.OrderedDict,
-            Output,
-            packed,
-            Attributes,
-            Pair,
-        )
-        deep = up["pair"].b
-        cast = [
-            first,
-            up["pair"].a,
-            deep[0],
-            deep[1][0],
-            up["by_name"]["x"],
-            up["output"].x,
-        ]
-        cast += [up["packed"].data, pair.b, keeps.kwargs["forward"], named[1]]
-        cast += [up["attributes"]["x"], up["attributes"].x]
-        assert {value.dtype for value in cast} == {torch.float32}
-        kept = [deep[1][1], up["by_name"]["mask"], up["output"].mask, pair.a, named[0]]
-        assert all(value is mask for value in kept)
-        assert up["output"].note == "kept"
-        # The caller's containers are not changed.
-        assert nested["pair"].a is nested["pair"].b[0] is nested["output"].x is x
+        given, in_float32 = make(x=x, mask=mask), make(x=x.float(), mask=mask)
+        keeps(given, in_float32, forward=given)
+        for got in (keeps.args[0], keeps.kwargs["forward"]):
+            assert type(got) is type(given)
+            cast, same = parts_of(got)
+            assert cast.dtype is torch.float32
+            assert same is mask
+        assert parts_of(given)[0] is x  # the caller's container is not changed
+        assert keeps.args[1] is in_float32
+
+    def test_packed_sequence_is_cast_and_plain_values_are_handed_on(
+        self, keeps: Keeps
+    ) -> None:
+        packed = nn.utils.rnn.pack_sequence([torch.ones(2).half()])
+        plain = (None, "a", torch.ones(2).double(), torch.Size([2]), Output)
+        keeps(packed, *plain)
+        assert type(keeps.args[0]) is type(packed)
+        assert keeps.args[0].data.dtype is torch.float32
+        assert all(map(operator.is_, keeps.args[1:], plain))
 
     @DTYPES
     def test_writes_of_an_island_reach_the_tensors_of_its_caller(
@@ -199,43 +203,18 @@ class TestInputs:
             model = nn.Sequential(Writes(), nn.Linear(1, 1))
             keep_in_float32(model, patterns, "cpu")
             given = torch.linspace(-1, 1, 4, requires_grad=True)
-            x = given.to(dtype)
-            first, last = x * 1.0, x * 1.0
-            store: Values = {"kept": first, "dropped": x * 1.0}
-            history = [last]
-            y = model[0](x * 1.0, store, history)
-            assert store.keys() == {"kept", "made"}
-            assert store["kept"] is first
-            assert len(history) == 2
-            assert history[1] is last
-            (y + store["made"] + first + history[0]).float().sum().backward()
+            x, kept, dropped, last = (given.to(dtype) * 1.0 for _ in range(4))
+            store: Values = {"kept": kept, "dropped": dropped, "all": [last]}
+            y = model[0](x, store)
+            assert store.keys() == {"kept", "made", "all"}
+            assert store["kept"] is kept
+            assert store["all"][1] is last
+            made = [y, store["made"], kept, store["all"][0]]
+            torch.autograd.backward(sum(part.float().sum() for part in made))
             assert given.grad is not None
-            numbers.append(
-                [y.float(), store["made"].float(), first.float(), given.grad]
-            )
+            numbers.append([*(part.float() for part in made), given.grad])
         for island, without in zip(*numbers, strict=True):
             torch.testing.assert_close(island, without, rtol=2.0**-7, atol=0)
-
-    def test_inputs_that_need_no_cast_are_handed_on_as_the_same_objects(
-        self, keeps: Keeps
-    ) -> None:
-        """Also a container without 16-bit tensors: an attention writes to its cache."""
-        cache: dict[str, object] = {
-            "step": 1,
-            "mask": torch.ones(2).bool(),
-            "x": torch.ones(2),
-        }
-        given: tuple[object, ...]
-        given = (
-            cache,
-            [cache, None],
-            Pair("a", 2),
-            torch.ones(2).double(),
-            torch.Size([2]),
-        )
-        given += (Output(torch.ones(2), torch.ones(2).bool()), Output)
-        keeps(*given)
-        assert all(got is value for got, value in zip(keeps.args, given, strict=True))
 
 
 def two_layers(activations: Sequence[float]) -> nn.Sequential:
