@@ -5,9 +5,12 @@ moments.
 from __future__ import annotations
 
 import copy
+import os
 import shutil
+import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +20,15 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from torch.utils.data import get_worker_info
 
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment import dotted as dotted_names
 from determined_amp.experiment import experiment
+from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.checkpoint_storage import complete_checkpoints
+from determined_amp.search.search_plan import SearchPlan
 from tests import killed_rounds, training
 from tests.harness import same_bits
 from trials.data.images import FolderImages
@@ -39,6 +45,8 @@ BOUNDED = settings(
 
 _YAML = training.ROOT / "experiment_configs" / "mlp" / "amp.yaml"
 SOUND: Config = yaml.safe_load(_YAML.read_text())
+_GRID = training.ROOT / "hp_search" / "loss_scale_grid.yaml"
+SEARCH: Config = yaml.safe_load(_GRID.read_text())
 
 
 def dotted(config: object, path: str = "") -> Iterator[str]:
@@ -116,6 +124,14 @@ class TestParser:
             place = problem.partition(": ")[0].partition("[")[0]
             assert place in known, problem
 
+    @BOUNDED
+    @given(path=st.sampled_from(sorted(dotted(SEARCH))), value=ANYTHING)
+    def test_search_with_any_value_is_planned_or_is_a_config_error(
+        self, path: str, value: object
+    ) -> None:
+        with suppress(ConfigError):
+            SearchPlan(put(path, value, SEARCH))
+
     @pytest.mark.parametrize("path", PLACES)
     def test_value_that_is_never_right_is_one_problem_of_its_key(
         self, path: str
@@ -124,6 +140,33 @@ class TestParser:
         theirs = ("description", "entrypoint", "max_restarts", "log_policies")
         named = [p for p in problems_of(put(path, [None])) if p.startswith(f"{path}: ")]
         assert len(named) == (path not in theirs)
+
+    def test_data_section_of_0_is_a_problem(self) -> None:
+        assert problems_of(put("data", 0)) == (
+            "data: got 0; allowed: a mapping of keys to values",
+        )
+
+
+@BOUNDED
+@given(
+    overrides=st.lists(
+        st.text(max_size=20)
+        | st.builds(
+            "{}={}".format, st.sampled_from(PLACES) | KEYS, st.text(max_size=20)
+        ),
+        max_size=3,
+    )
+)
+@example(overrides=["="])
+@example(overrides=["name.x=1"])
+@example(overrides=["a..b=[", "x={1: 2"])
+def test_overrides_of_any_text_change_the_config_or_are_a_config_error(
+    overrides: list[str],
+) -> None:
+    before = copy.deepcopy(SOUND)
+    with suppress(ConfigError):
+        assert with_overrides(SOUND, overrides).keys() >= SOUND.keys()
+    assert before == SOUND
 
 
 SEED, BATCH = 5, 4
@@ -230,6 +273,37 @@ class TestDataThatBreaks:
             train_on(photos, run, workers=1)
         assert newest(run) == "batch-00000008"
         assert training.metrics(run)[-1]["batches"] == 8
+        training.resume(run)
+        assert final(run) == undisturbed
+
+    def test_killed_worker_ends_the_run_and_keeps_its_checkpoints(
+        self,
+        tmp_path: Path,
+        photos: Path,
+        undisturbed: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """The kernel kills so when memory is short: here with 8 batches saved, at the
+        tenth.
+
+        Torch raises in whatever the loop does then. A second later it waits for the
+        tenth batch.
+        """
+        run = tmp_path / "run"
+
+        def die() -> None:
+            assert get_worker_info() is not None
+            while not (run / "checkpoints" / "batch-00000008").exists():
+                time.sleep(0.01)
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        with (
+            breaking(monkeypatch, die),
+            pytest.raises(RuntimeError, match=r"DataLoader worker .*(Killed|exited)"),
+        ):
+            train_on(photos, run, workers=1)
+        assert newest(run) == "batch-00000008"
         training.resume(run)
         assert final(run) == undisturbed
 
