@@ -96,6 +96,8 @@ MISTAKES = {
     },
     f"check {MLP} --trial trials.mlp:MLPTrail": ["did you mean 'MLPTrial'?"],
     "check nofile.py": ["nofile.py: no such file"],
+    "check": ["give an experiment YAML, or a SCRIPT.py that trains"],
+    "check --explain clip_scald": ["did you mean 'clip_scaled'?"],
     "check nofile.yaml": ["nofile.yaml: cannot be read"],
     "report nofolder": ["nofolder: there is no such folder"],
     "find a.yaml --batchs 3": ["did you mean '--batches'?"],
@@ -103,6 +105,7 @@ MISTAKES = {
     "compare plain.yaml": ["hyperparameters.global_batch_size: missing; "],
 }
 REPORT = "report precision fp32 amp_fp16"
+EXPLAIN = "check --explain clip_scaled"
 Ended = dict[str, tuple[int, str, str | None]]
 SOUND = f"audit {MLP} --config data.classes=1"
 
@@ -131,7 +134,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     folder = tmp_path_factory.mktemp("at_once")
     write_files(folder)
     commands = json.dumps(
-        [command.split(" ") for command in (*MISTAKES, REPORT, SOUND)]
+        [command.split(" ") for command in (*MISTAKES, REPORT, EXPLAIN, SOUND)]
     )
     training.outcome("-c", PROGRAM, input=commands, cwd=folder, timeout=120, check=True)
     assert (folder / "fp32" / "precision.md").exists()
@@ -148,8 +151,9 @@ def test_command_names_every_mistake_before_it_imports_torch_or_the_trial(
     assert all(text in printed for text in MISTAKES[command]), printed
 
 
-def test_report_on_precisions_imports_no_torch(ended: Ended) -> None:
-    status, printed, early = ended[REPORT]
+@pytest.mark.parametrize("command", [REPORT, EXPLAIN])
+def test_report_and_explanation_import_no_torch(command: str, ended: Ended) -> None:
+    status, printed, early = ended[command]
     assert (status, early) == (0, None), printed
 
 

@@ -12,6 +12,7 @@ import sys
 import warnings
 from contextlib import suppress
 from functools import cache, partial
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,13 @@ from determined_amp import AmpLoop, AmpSettings, Precision
 from determined_amp import __main__ as door
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Metrics, StateDict, Values
-from determined_amp.check import doctor, fresh_process, watching
+from determined_amp.check import doctor, fresh_process, invariants, rules, watching
 from determined_amp.check import probe as probes
-from determined_amp.check.finding import CheckFindings, Level
-from determined_amp.check.ruling import REMEDIES
+from determined_amp.check.finding import ROWS, CheckFindings, Level
 from determined_amp.check.stand_in import ONLY_ON_A_GPU
 from tests import habits, test_amp_examples
 from tests.harness import same_bits
 from tests.loops import by_hand
-from tests.training import ROOT
 
 BATCH = pytorch.LRScheduler.StepMode.STEP_EVERY_BATCH
 step_lr: Any = lr_scheduler.StepLR
@@ -1438,9 +1437,23 @@ def test_watching_leaves_torch_as_it_was_and_a_training_undisturbed() -> None:
     assert same_bits(plain, watched)
 
 
-def test_every_finding_has_a_row_in_check_md() -> None:
-    page = (ROOT / "docs" / "check.md").read_text()
-    assert [key for key in REMEDIES if f"`{key}`" not in page] == []
+def test_each_rule_stands_in_the_row_of_one_finding() -> None:
+    rows = [{**row.get("seen", {}), **row.get("resumed", {})} for row in ROWS.values()]
+    here = [
+        name
+        for module in (invariants, rules)
+        for name, thing in inspect.getmembers(module, inspect.isfunction)
+        if inspect.signature(thing).return_annotation == "Found"
+    ]
+    public = [name for name in here if not name.startswith("_")]
+    assert sorted(name for row in rows for name in row) == sorted(public)
+
+
+def test_finding_explains_findings_that_do_not_explain_it() -> None:
+    of = {key: row.get("explains", []) for key, row in ROWS.items()}
+    TopologicalSorter(of).prepare()
+    named = {key for row in ROWS.values() for key in row.get("proven_by", [])}
+    assert named.union(*of.values()) <= ROWS.keys()
 
 
 def test_error_of_a_run_in_its_own_process_is_told_by_its_last_line(
@@ -1482,6 +1495,24 @@ class TestCommand:
         assert [path.name for path in config.parent.iterdir()] == [config.name]
 
     @pytest.mark.usefixtures("_in_this_process")
+    def test_trial_without_amp_is_told_how_to_ask_for_it_and_is_examined_with_it(
+        self, config: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        given = ["check", config.name, "--trial", "tests.habits:Habit"]
+        assert door.main(given) == 0
+        plain = capsys.readouterr().out
+        assert plain.startswith("no AMP was used: ")
+        assert f"\nnote: {doctor.ASK_FOR_AMP}\n" in plain
+        assert door.main([*given, "--precision", "amp_fp16", "--verbose"]) == 0
+        shown = capsys.readouterr().out
+        assert shown.startswith("0 faults: 20 batches, 18 steps, 2 skipped, autocast")
+        assert doctor.ASK_FOR_AMP not in shown
+        short, _, more = ONLY_ON_A_GPU.partition("\n")
+        assert short in plain
+        assert more not in plain
+        assert more in shown
+
+    @pytest.mark.usefixtures("_in_this_process")
     def test_trial_without_a_fault_ends_with_status_0_and_is_told_in_json(
         self, config: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -1490,6 +1521,20 @@ class TestCommand:
             == 0
         )
         assert json.loads(capsys.readouterr().out)["faults"] == 0
+
+    def test_finding_is_explained_by_its_row_and_all_are_listed(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert door.main(["check", "--explain", "clip_scaled"]) == 0
+        shown = capsys.readouterr().out
+        row = ROWS["clip_scaled"]
+        assert shown.startswith(f"clip_scaled (fault): {row['sentence']}\n")
+        said = " ".join(shown.split())
+        told = [row["evidence"], row["means"], *row["in_a_loop_write"]]
+        assert [each for each in told if each not in said] == []
+        assert door.main(["check", "--explain"]) == 0
+        listed = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in listed] == [*ROWS]
 
     @pytest.mark.usefixtures("_in_this_process")
     @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from determined_amp.amp.core import AmpCore
 from determined_amp.amp.loop import AmpLoop
 from determined_amp.amp.metric_names import AuditMetricName, MetricName
 from determined_amp.amp.settings import AmpSettings, Precision
+from determined_amp.check.finding import ROWS
 from determined_amp.experiment import experiment
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.overrides import with_overrides
@@ -43,9 +44,12 @@ from trials import latte, mlp, resnet50
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
-AMP, CLUSTER, EVIDENCE, LOSS_SCALE, METRICS, PRECISION = (
+AMP, CHECK, CLUSTER, EVIDENCE, LOSS_SCALE, METRICS, PRECISION = (
     (DOCS / f"{name}.md").read_text()
-    for name in ("amp", "cluster", "evidence", "loss_scale", "metrics", "precision")
+    for name in (
+        *("amp", "check", "cluster", "evidence", "loss_scale", "metrics"),
+        "precision",
+    )
 )
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -289,6 +293,21 @@ def table_of_settings() -> str:
 
 def test_page_has_the_table_of_all_settings() -> None:
     assert table_of_settings() in AMP, table_of_settings()
+
+
+def table_of_findings() -> str:
+    """Every finding of the doctor, as docs/check.md shows it."""
+    lines = ["| finding | level | evidence | what it means |", "|---|---|---|---|"]
+    for key, row in ROWS.items():
+        name = f'<a id="{key.replace("_", "-")}"></a>`{key}`'
+        lines.append(
+            f"| {name} | {row['level']} | {row['evidence']} | {row['means']} |"
+        )
+    return "\n".join(lines)
+
+
+def test_page_has_the_table_of_all_findings() -> None:
+    assert table_of_findings() in CHECK, table_of_findings()
 
 
 def test_metrics_of_the_table_are_those_that_are_reported() -> None:

@@ -109,6 +109,22 @@ def test_order_that_does_not_hold_in_this_script_is_not_given(
     assert words in fault.write
 
 
+def test_clip_above_an_unscale_is_told_with_the_line_to_move() -> None:
+    """Negative control: without a line that unscales there is none to move."""
+    script = WRONG["clip_before_unscale"].script
+    step = "    scaler.step(optimizer)\n"
+    late = script.replace(step, f"    scaler.unscale_(optimizer)\n{step}")
+    (fault,) = findings_of(late, "late.py").faults
+    assert (fault.key, fault.orders) == ("clip_scaled", True)
+    lines = late.splitlines()
+    (clip,) = (n for n, line in enumerate(lines, 1) if line.endswith("# HERE"))
+    assert fault.write == f"move line {clip + 1} above line {clip}"
+    lines[clip - 1], lines[clip] = lines[clip], lines[clip - 1]
+    assert findings_of("\n".join(lines), "moved.py").faults == []
+    (fault,) = findings_of_mistake("clip_before_unscale").faults
+    assert "move" not in fault.write
+
+
 @pytest.mark.parametrize(
     "name",
     [

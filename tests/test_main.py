@@ -54,7 +54,7 @@ BF16, FP16 = (f"experiment_configs/mlp/{name}.yaml" for name in ("bf16", "amp"))
         ("report a --metrc b", "did you mean '--metric'?"),
         ("check a.yaml --minutes 3", "--minutes and --in-place are for a SCRIPT.py"),
         ("check a.py --trial b:C", "a.py: no such file"),
-        ("check --trial b:C a.py", "--trial and --config are for a YAML"),
+        ("check --trial b:C a.py", "--trial, --config and --precision are for a YAML"),
         ("report precision", "the following arguments are required: SOURCE"),
         (f"audit {BF16} --config hyperparameters.amp.precision=bf16", "amp.precision"),
         (f"audit {BF16} --config data.classes=11", "data.classes"),

@@ -77,7 +77,7 @@ def test_wheel_holds_the_whole_library_and_nothing_else(wheel: Path) -> None:
     about = f"determined_amp-{determined_amp.__version__}.dist-info/"
     code = {name for name in names if not name.startswith(about)}
     library = ROOT / "determined_amp"
-    data = library / "py.typed", library / "check" / "remedies.json"
+    data = library / "py.typed", library / "check" / "findings.json"
     here = [*library.rglob("*.py"), *data]
     assert code == {path.relative_to(ROOT).as_posix() for path in here}
     assert f"{about}licenses/LICENSE" in names

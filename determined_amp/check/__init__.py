@@ -8,16 +8,30 @@ Around any loop:
         train()
     print(findings)
 
-A recorder notes events in a record. `invariants.py` judges what holds for every right
-training, and `rules.py` names the lines of known mistakes. To add a finding, write its
-words into `REMEDIES` of `remedies.py`, a function with `@rule` into one of the two that
-yields `found(key, lines, effect)`, a row into docs/check.md, and a trial into `PLANTED`
-of tests/test_check.py. What explains what stands in `EXPLAINED` of `judge.py`: one
-cause is one finding.
+A recorder notes events in a record. `findings.json` has a row for each finding, with
+its words and the rules that see it: small functions over the record, in `invariants.py`
+what holds for every right training, in `rules.py` known mistakes. To add a finding,
+write a row and a rule, and a trial into `PLANTED` of tests/test_check.py. The table in
+docs/check.md, and what `check --explain` prints, are made of the rows.
 """
 
-from determined_amp.check.any_loop import watching
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from determined_amp.check.finding import CheckFinding as Finding
 from determined_amp.check.finding import CheckFindings as Findings
 
+if TYPE_CHECKING:
+    from determined_amp.check.any_loop import watching
+
 __all__ = ["Finding", "Findings", "watching"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch on first use, not with this package."""
+    if name == "watching":
+        from determined_amp.check.any_loop import watching  # noqa: PLC0415
+
+        return watching
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,16 +1,41 @@
-"""What the doctor says: one finding for each fault, suspicion or cost."""
+"""What the doctor says: one finding for each fault, suspicion or cost.
+
+`findings.json` has a row for each, in the order in which equal levels are told:
+
+    sentence    what is wrong
+    level       of the finding; of two the second, where it is not proven
+    evidence    what it is measured by, for docs/check.md and `--explain`
+    means       what it means, likewise
+    seen        the rules that see it, each a function of `invariants.py` or `rules.py`,
+                with what each has seen in words
+    resumed     the same for a run and its resume, of `doctor.py`
+    errors      parts of the errors that torch raises for it
+    needs_amp   whether it is looked for in a training with AMP alone
+    has_cause   whether the cause of losses that are not finite is told with it
+    write, look the lines to write, or what to look at where these do not hold;
+                `in_a_loop_write` and `in_a_loop_look` where the loop is the user's
+    explains    what is not told beside it, with all that those explain
+    proven_by   what makes it a fault
+"""
 
 from __future__ import annotations
 
 import enum
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from linecache import getlines
+from pathlib import Path
+from string import Formatter
+from typing import Any
 
 NOTHING = "nothing was trained, nothing was examined"
 NO_AMP = "no AMP was used"
+
+ROWS: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("findings.json").read_text()
+)
 
 
 class Level(str, enum.Enum):
@@ -45,6 +70,48 @@ class Where:
         return {n: code_of(line) for n, line in lines if abs(n - self.line) <= count}
 
 
+class Seen:
+    """What a rule has seen.
+
+    Args:
+        at: The events to name, or lines; without any, nothing was seen.
+        proven: Whether it is a fault, where its row has two levels.
+        holds: Whether the lines to write are right in this training.
+        write: Lines that are right in it, in place of those.
+        words: What the words of the rule name. They know these events as `part`, and
+            the newest as `last`; a list is told by its length.
+    """
+
+    def __init__(
+        self,
+        at: Sequence[Any],
+        *,
+        proven: bool = True,
+        holds: bool = True,
+        write: Sequence[str] = (),
+        **words: Any,
+    ) -> None:
+        self.at = at
+        self.proven = proven
+        self.holds = holds
+        self.write = write
+        self.words: dict[str, Any] = {"part": at, "last": [None, *at][-1], **words}
+
+
+Found = Iterator[Seen]
+
+
+class Words(Formatter):
+    """Fills words with numbers that can be read, and with the lengths of lists."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if isinstance(value, list):
+            return str(len(value))
+        if isinstance(value, float) and not format_spec:
+            return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+        return str(super().format_field(value, format_spec))
+
+
 @dataclass(frozen=True)
 class CheckFinding:
     """One thing that is wrong, or may be."""
@@ -67,8 +134,8 @@ class CheckFinding:
         label = "write:" if self.orders else "look at:"
         advice = self.write.replace("\n", "\n  " + " " * (len(label) + 1))
         shown = f"\n  {label} {advice}" if advice else ""
-        anchor = self.key.replace("_", "-")
-        return f"{head}\n  {self.effect}{shown}\n  read: {self.page}#{anchor}"
+        more = f"det-amp check --explain {self.key}"
+        return f"{head}\n  {self.effect}{shown}\n  more: {more}"
 
 
 @dataclass
@@ -76,10 +143,12 @@ class CheckFindings:
     """What one examination found: faults first."""
 
     all: list[CheckFinding] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what was not examined, and why
+    # What was not examined, and why: a line each, behind which more may be said.
+    notes: list[str] = field(default_factory=list)
     seen: str = ""  # what was examined, in one sentence
     trained: bool = True  # something was, so that something was examined
     amp: bool = True  # with autocast, or a loss that was scaled
+    verbose: bool = False  # whether all of the notes is shown
 
     def __iter__(self) -> Iterator[CheckFinding]:
         return iter(self.all)
@@ -92,10 +161,6 @@ class CheckFindings:
     def are_right(self) -> bool:
         """Whether something was examined, and has no fault."""
         return self.trained and not self.faults
-
-    def sort(self) -> None:
-        order = list(Level)
-        self.all.sort(key=lambda finding: order.index(finding.level))
 
     def __str__(self) -> str:
         counts = Counter(finding.level for finding in self.all)
@@ -110,7 +175,11 @@ class CheckFindings:
                 parts.append(f"{counts[level]} {level.value}{plural}")
         head = ", ".join(parts) + (f": {self.seen}" if self.seen else "")
         body = [finding.text() for finding in self.all]
-        return "\n\n".join([head, *body, *(f"note: {note}" for note in self.notes)])
+        notes = (
+            self.notes if self.verbose else [n.partition("\n")[0] for n in self.notes]
+        )
+        shown = "\n".join(f"note: {note}" for note in notes)
+        return "\n\n".join([head, *body, *([shown] if shown else [])])
 
     def to_json(self) -> str:
         """The same for programs; `faults` is the number of the first line."""

@@ -1,26 +1,20 @@
-"""What holds for every right training, whatever its lines are: each is measured."""
+"""What holds for every right training, whatever its lines are: each rule measures it.
+
+A rule looks at a record and yields what it has seen. Its name stands in the row of
+`findings.json` whose finding that is.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from statistics import median
 
-from determined_amp.amp.rehearse.backward_graph import OUTSIDE
-from determined_amp.check.finding import CheckFinding, Level, Where
+from determined_amp.check.finding import Found, Seen
 from determined_amp.check.record import Event, Record
-from determined_amp.check.ruling import (
-    FAULT,
-    SUSPICION,
-    Found,
-    count_of,
-    dependence,
-    found,
-    number,
-    rule,
-    share_of,
-)
 
 # Steps after which a scale has settled: 2^16 is 1 then.
 _SETTLED = 16
@@ -36,28 +30,35 @@ _CHANGED, _MAYBE_CHANGED = 0.05, 0.01
 # scale, or over a few steps where they are nearly proportional to it.
 _FACTOR, _STEPS, _EXPONENT = 2.0, 8, 0.7
 
+# Scales so far apart, with so many norms at each, tell whether norms follow the scale.
+_LEAST_RATIO, _LEAST_NORMS = 15.0, 3
+# Scaled gradients below this norm are not told: float16 may have lost most of them.
+_TINY = 1e-3
+# In this share of the pairs of a low and a high scale the norm differs in the same
+# direction.
+_SEPARATED = 0.8
+
 
 # Steps are made, with all that was computed for them.
 
 
-@rule
-def _steps_are_made(record: Record) -> Found:
-    steps = record.of("step", scaled=True, again=False, disturbed=False)
-    if all(step.skipped for step in steps):
-        if len(steps) >= _SETTLED // 2:
-            level = FAULT if len(steps) >= _SETTLED else SUSPICION
-            effect = (
-                f"0 of {len(steps)} steps were made: the scaler skipped all of them"
-            )
-            yield _no_steps(record, steps[-1:], effect, level)
-        return
-    late = _late(steps)
+def skips_every_step(record: Record) -> Found:
+    steps = _steps_of_scalers(record)
+    if len(steps) >= _SETTLED // 2 and all(step.skipped for step in steps):
+        yield Seen(steps[-1:], part=steps, proven=len(steps) >= _SETTLED)
+
+
+def skips_at_scales_that_were_right(record: Record) -> Found:
+    late = _late(_steps_of_scalers(record))
     skipped = [step for step in late if step.skipped]
     if len(skipped) >= _MANY:
-        level = FAULT if len(skipped) >= _SHARE * len(late) else SUSPICION
-        many = count_of(skipped, late, "step")
-        effect = f"{many} skipped at scales that were right before"
-        yield _no_steps(record, skipped[:1], effect, level)
+        is_often = len(skipped) >= _SHARE * len(late)
+        yield Seen(skipped[:1], part=skipped, of=late, proven=is_often)
+
+
+def _steps_of_scalers(record: Record) -> list[Event]:
+    """Those that the doctor has left alone."""
+    return record.of("step", scaled=True, again=False, disturbed=False)
 
 
 def _late(steps: Sequence[Event]) -> list[Event]:
@@ -68,8 +69,7 @@ def _late(steps: Sequence[Event]) -> list[Event]:
     return [step for step, scale in pairs if (step.scale or 0.0) <= scale]
 
 
-@rule
-def _all_kinds_of_batches_are_trained(record: Record) -> Found:
+def skips_one_kind_of_batch(record: Record) -> Found:
     """What begins at one line is skipped again where the scale is high again."""
     kinds: dict[object, list[Event]] = defaultdict(list)
     for window in record.complete:
@@ -78,248 +78,239 @@ def _all_kinds_of_batches_are_trained(record: Record) -> Found:
             kinds[window.used[-1].where].append(step)
     for line, steps in kinds.items():
         scales = [step.scale for step in steps]
-        lowest = accumulate(scales, min)
-        pairs = zip(scales[1:], lowest, strict=False)
+        pairs = zip(scales[1:], accumulate(scales, min), strict=False)
         again = [scale for scale, least in pairs if scale >= least]
         if len(again) >= _MANY and all(step.skipped for step in steps):
-            effect = f"0 of {len(steps)} steps after the backward at {line} were made"
-            yield _no_steps(record, steps, effect, FAULT)
+            yield Seen(steps, line=line)
 
 
-@rule
-def _training_goes_on(record: Record) -> Found:
-    steps = record.of("step")
-    last = steps[-1].number if steps else math.inf
+def stops_stepping(record: Record) -> Found:
+    last = max((step.number for step in record.of("step")), default=math.inf)
     unused = [each for each in record.of("backward") if each.number > last]
     longest = max((len(window.backwards) for window in record.complete), default=0)
     if len(unused) > _SETTLED // 2 + 2 * longest:
-        effect = f"no step follows the last {len(unused)} backwards"
-        yield _no_steps(record, unused, effect, FAULT)
+        yield Seen(unused)
 
 
-@rule
-def _batches_are_used(record: Record) -> Found:
+def leaves_out_batches(record: Record) -> Found:
     """A script may leave out by itself what is not finite."""
     without = record.of("left_out")
     for window in record.windows:
         lost = [] if window.forced else window.backwards[: window.lost]
         bad = (each for each in lost if not (each.finite and math.isfinite(each.added)))
         without += bad
-    if without:
-        total = max(record.batches, len(without))
-        effect = f"{len(without)} of {total} batches were left out{_cause_of(record)}"
-        is_often = len(without) >= _MANY and len(without) >= _SHARE * total
-        level = FAULT if is_often else SUSPICION
-        at = [*_line_of_cause(record), *without]
-        yield found("left_out", at, effect, level, _advice_of(record))
+    total = max(record.batches, len(without))
+    is_often = len(without) >= max(_MANY, _SHARE * total)
+    yield Seen(without, of=total, proven=is_often)
 
 
-def _no_steps(
-    record: Record, steps: Sequence[Event], effect: str, level: Level
-) -> CheckFinding:
-    at = [*_line_of_cause(record), *steps]
-    advice = _advice_of(record)
-    return found("no_steps", at, effect + _cause_of(record), level, advice)
-
-
-def _cause_of(record: Record) -> str:
-    """What is known of why losses or gradients are not finite."""
-    bad = record.of("backward", finite=False)
-    losses = (
-        f"; {share_of(record, bad)} began at a loss that is not finite" if bad else ""
-    )
-    return losses + (f"; first: {record.cause.text}" if record.cause else "")
-
-
-def _line_of_cause(record: Record) -> list[Event | Where | None]:
-    return [record.cause.where] if record.cause else []
-
-
-def _advice_of(record: Record) -> tuple[str, str] | None:
-    """What was tried, or where to look."""
-    cause = record.cause
-    if cause is None:
-        return None
-    if f"with {cause.module} in float32" in cause.helps:
-        if cause.module == OUTSIDE:  # all of it was tried, from any line
-            return "look", (
-                "all that is computed outside of modules: in float32 the loss is finite"
-            )
-        lines = (
-            "# tried: the loss of this batch is finite then\n"
-            "with torch.autocast(device_type, enabled=False):"
-            f"  # around {cause.module}\n"
-            "    output = module(inputs.float())"
-        )
-        return "write", lines
-    if "in bfloat16" in cause.helps:
-        return (
-            "write",
-            "dtype=torch.bfloat16  # tried: the loss is finite, without a scale",
-        )
-    if cause.helps:
-        return "look", "float32 from there to the loss: the loss is finite in float32"
-    return "look", f"{cause.text}"
-
-
-@rule
-def _gradients_are_stepped_with(record: Record) -> Found:
-    losses, steps = record.of("backward"), record.of("step")
-    used = [step for step in steps if step.norm]
-    used += [each for each in losses if each.reached]
-    if losses and steps and not (used or record.error):
-        key = "other_parameters" if losses[-1].loss.trains else "loss_cut_off"
-        effect = f"0 of {len(losses)} backwards reached what the optimizer steps"
-        yield found(key, steps, effect)
-    elif record.cut_off and len(steps) >= _MANY:
-        names = ", ".join(dict.fromkeys(record.cut_off))
-        effect = (
-            f"{len(record.cut_off)} weights have none after {len(steps)} steps: {names}"
-        )
-        yield found("cut_off", [], effect, SUSPICION)
-    zeroed = [event for window in record.windows for event in window.zeroed]
-    if record.scales and len(zeroed) > _SETTLED // 2 and not (steps or record.error):
-        many = f"gradients were zeroed {len(zeroed)} times"
-        effect = f"{many}, and 0 steps were made with them"
-        yield found("step_missing", zeroed, effect)
-
-
-@rule
-def _all_is_finite(record: Record) -> Found:
+def ends_not_finite(record: Record) -> Found:
     bad = list(record.not_finite)
     last = [backward.finite for backward in record.of("backward")[-3:]]
     if last == [False] * 3:
         bad.append("the loss")
     if bad:
-        more = f", and {len(bad) - 4} more" if len(bad) > 4 else ""
-        effect = f"not finite at the end: {', '.join(bad[:4])}{more}{_cause_of(record)}"
-        at = _line_of_cause(record)
-        yield found("not_finite", at, effect, advice=_advice_of(record))
+        more = [f"and {len(bad) - 4} more"] if len(bad) > 4 else []
+        yield Seen([None], names=", ".join(bad[:4] + more))
+
+
+def steps_other_parameters(record: Record) -> Found:
+    losses = record.of("backward")
+    if losses and losses[-1].loss.trains:
+        yield Seen(_steps_in_vain(record), backwards=losses)
+
+
+def steps_for_a_loss_without_parameters(record: Record) -> Found:
+    losses = record.of("backward")
+    if losses and not losses[-1].loss.trains:
+        yield Seen(_steps_in_vain(record), backwards=losses)
+
+
+def _steps_in_vain(record: Record) -> list[Event]:
+    """All steps, if no backward has reached what they step."""
+    steps = record.of("step")
+    has_norm = any(step.norm for step in steps)
+    is_reached = any(backward.reached for backward in record.of("backward"))
+    return [] if has_norm or is_reached or record.error else steps
+
+
+def leaves_weights_without_gradients(record: Record) -> Found:
+    steps = record.of("step")
+    if record.cut_off and len(steps) >= _MANY:
+        names = ", ".join(dict.fromkeys(record.cut_off))
+        yield Seen([None], part=record.cut_off, steps=steps, names=names)
+
+
+def never_steps(record: Record) -> Found:
+    zeroed = [event for window in record.windows for event in window.zeroed]
+    is_over = record.of("step") or record.error
+    if record.scales and len(zeroed) > _SETTLED // 2 and not is_over:
+        yield Seen(zeroed)
 
 
 # The scale changes nothing.
 
 
-@rule
-def _scale_changes_no_update(record: Record) -> Found:
+@dataclass(frozen=True)
+class _Dependence:
+    """How norms follow the loss scale."""
+
+    factor: float  # by which medians of norms differ, between high scales and low ones
+    ratio: float  # of the medians of those scales
+    norms: int  # that were measured at least at each of the two
+    is_clear: bool  # nearly all norms at the one are larger than those at the other
+
+    @property
+    def exponent(self) -> float:
+        """The power of the scale that norms are proportional to.
+
+        A norm that the scale does not change has 0, one of scaled gradients 1.
+        """
+        return math.log(self.factor) / math.log(self.ratio)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether chance does not make it."""
+        exponent = abs(self.exponent)
+        is_sure = self.norms >= _STEPS or exponent >= _EXPONENT
+        return is_sure and self.ratio**exponent > _FACTOR
+
+    def at(self, steps: Sequence[Event]) -> Seen:
+        """What was seen in these steps."""
+        times = max(self.factor, 1 / self.factor)
+        return Seen(steps[:1], times=times, ratio=self.ratio, norms=self.norms)
+
+
+def _dependence(
+    scales_and_norms: Iterable[tuple[float | None, float]],
+) -> _Dependence | None:
+    """How norms follow the scale; None where it has not changed enough to tell.
+
+    An infinite norm is that of a step that was skipped at a scale that was right.
+    """
+    points = [
+        (scale, norm)
+        for scale, norm in scales_and_norms
+        if scale and norm * scale > _TINY
+    ]
+    scales = [scale for scale, norm in points if norm < math.inf] or [1.0]
+    middle = math.sqrt(min(scales) * max(scales))
+    low = [norm for scale, norm in points if scale < middle]
+    high = [norm for scale, norm in points if scale >= middle]
+    low_norms, high_norms = ([n for n in side if n < math.inf] for side in (low, high))
+    norms = min(len(low_norms), len(high_norms))
+    if max(scales) < _LEAST_RATIO * min(scales) or norms < _LEAST_NORMS:
+        return None
+    high_scale = median(scale for scale in scales if scale >= middle)
+    ratio = high_scale / median(scale for scale in scales if scale < middle)
+    larger = sum(above > below for above in high for below in low)
+    share = larger / (len(high) * len(low))
+    is_clear = max(share, 1 - share) >= _SEPARATED
+    return _Dependence(median(high_norms) / median(low_norms), ratio, norms, is_clear)
+
+
+def gradients_follow_the_scale(record: Record) -> Found:
     for optimizer in range(record.optimizers):
         calm = record.of("step", optimizer=optimizer, disturbed=False)
-        steps = [step for step in calm if not step.skipped]
+        made = [step for step in calm if not step.skipped]
         spared = [(step.scale, math.inf) for step in _late(calm) if step.skipped]
         # A clip may hide what its gradients depend on.
         for norm in ("norm", "unclipped"):
-            points = [(step.scale, vars(step)[norm]) for step in steps]
-            seen = dependence([*points, *spared])
-            if seen is None or not seen.is_clear:
-                continue
-            times = max(seen.factor, 1 / seen.factor)
-            is_proportional = abs(seen.exponent) >= _EXPONENT
-            if times > _FACTOR and (seen.norms >= _STEPS or is_proportional):
-                effect = (
-                    f"the gradients of a step differ {number(times)} times between "
-                    f"scales that differ {number(seen.ratio)} times, measured in "
-                    f"{seen.norms} steps at each"
-                )
-                yield found("depends_on_scale", steps[:1], effect)
+            points = [(step.scale, vars(step)[norm]) for step in made]
+            seen = _dependence([*points, *spared])
+            if seen is not None and seen.is_clear and seen.is_large:
+                yield seen.at(made)
                 break
-        else:
-            yield from _added_while_scaled(steps)
 
 
-def _added_while_scaled(steps: Sequence[Event]) -> Found:
-    """What is added to scaled gradients must be proportional to the scale."""
-    seen = dependence((step.scale, step.added) for step in steps)
-    if seen is not None and seen.is_clear and seen.exponent <= -_EXPONENT:
-        effect = (
-            "what is added to gradients while they are scaled does not follow the "
-            f"scale: after unscale_ it differs {number(1 / seen.factor)} times between "
-            f"scales that differ {number(seen.ratio)} times, in {seen.norms} steps at "
-            "each"
-        )
-        yield found("depends_on_scale", steps[:1], effect)
+def adds_what_does_not_follow_the_scale(record: Record) -> Found:
+    for optimizer in range(record.optimizers):
+        steps = record.of("step", optimizer=optimizer, disturbed=False, skipped=False)
+        seen = _dependence((step.scale, step.added) for step in steps)
+        if seen is not None and seen.is_clear and seen.exponent <= -_EXPONENT:
+            yield seen.at(steps)
 
 
-@rule
-def _gradients_have_one_scale(record: Record) -> Found:
+def divides_what_was_not_scaled(record: Record) -> Found:
+    """A loss was not scaled, or a part of it, and the scaler divides the gradients of
+    all.
+    """
+    divided = record.of("backward", divided=True)
+    unscaled = [b for b in divided if b.loss.unscaled and not b.loss.has_gradient]
+    for line in dict.fromkeys(backward.where for backward in unscaled):
+        backwards = [backward for backward in unscaled if backward.where == line]
+        # A gradient of a scaled loss that is handed on is scaled, whatever the graph
+        # says.
+        seen = _dependence((each.scale, each.added) for each in backwards)
+        is_part = any(backward.loss.scale for backward in backwards)
+        if is_part or seen is None or seen.exponent < 0.5:
+            yield Seen(backwards, holds=not is_part)
+
+
+def mixes_scales(record: Record) -> Found:
     """All of a step are multiplied by one scale, and are divided by it."""
-    mixed: list[tuple[float, float]] = []
-    lines: list[Event] = []
-    for window in record.complete:
-        scaled = [backward for backward in window.used if backward.loss.scale]
-        step = window.steps[0]
-        scales = {backward.loss.scale for backward in scaled}
-        if scaled and step.scaled:
-            scales.add(step.scale)
-        if len(scales) > 1:
-            mixed.append((max(scales) / min(scales), min(scales)))
-            first = scaled[0].number
-            since = [each for each in record.of("update") if each.number > first]
-            lines += [each for each in since if each.number < step.number] or scaled
+    mixed = [window for window in record.complete if len(window.scales) > 1]
     if len(mixed) > 1:
-        ratio, scale = max(mixed)
-        many = count_of(mixed, record.complete, "step")
-        both = f"{number(scale)} and {number(scale * ratio)}"
-        effect = f"{many} used gradients of the scales {both}"
-        yield found("scales_mixed", lines, effect)
+        scales = max((window.scales for window in mixed), key=max)
+        spans = [range(w.used[0].number, w.steps[0].number) for w in mixed]
+        updates = [
+            update
+            for update in record.of("update")
+            if any(update.number in span for span in spans)
+        ]
+        at = updates or [backward for window in mixed for backward in window.used]
+        low, high = min(scales), max(scales)
+        yield Seen(at, part=mixed, of=record.complete, low=low, high=high)
 
 
-@rule
-def _overflow_is_skipped(record: Record) -> Found:
+def uses_an_overflow(record: Record) -> Found:
     forced = [window for window in record.complete if window.forced]
     steps = [step for window in forced for step in window.steps]
     wrong = [step for step in steps if step.overflows and step.scaled]
     if wrong:
-        effect = f"{count_of(wrong, forced, 'forced overflow')} did not skip the step"
-        yield found(
-            "overflow_hidden", [*record.of("hide", scalar=False)[:1], *wrong], effect
-        )
+        hides = record.of("hide", scalar=False)[:1]
+        yield Seen([*hides, *wrong], part=wrong, of=forced)
 
 
 # Forwards and gradients are new.
 
 
-@rule
-def _forward_sees_newest_weights(record: Record) -> Found:
+def uses_stale_weights(record: Record) -> Found:
     stale = record.of("stale")
-    if stale:
-        many = count_of(stale, range(sum(record.forwards.values())), "forward")
-        effect = f"{many} of modules used weights of an earlier step"
-        yield found("stale_casts", record.of("autocast")[:1] or stale[:1], effect)
+    at = record.of("autocast") or stale
+    forwards = sum(record.forwards.values())
+    yield Seen(at[: min(1, len(stale))], part=stale, of=forwards)
 
 
-@rule
-def _gradients_are_used_once(record: Record) -> Found:
+def uses_gradients_again(record: Record) -> Found:
     windows = [window for window in record.complete if window.stale]
     if len(windows) >= 2:
-        many = count_of(windows, record.complete, "step")
-        effect = f"{many} used gradients that an earlier step had used"
-        yield found("not_zeroed", [window.backwards[0] for window in windows], effect)
+        at = [window.backwards[0] for window in windows]
+        yield Seen(at, of=record.complete)
 
 
-@rule
-def _updates_are_kept(record: Record) -> Found:
+def rounds_its_weights(record: Record) -> Found:
     """Weights that are rounded to 16 bits lose small updates."""
     steps = record.of("step", skipped=False)
     rounded = [step for step in steps if step.rounded]
     if rounded:
-        many = count_of(rounded, steps, "step")
-        effect = f"float32 weights were rounded to 16 bits before {many}"
-        level = FAULT if len(rounded) >= _MANY else SUSPICION
-        yield found("half_weights", [*record.of("cast"), *rounded[:1]], effect, level)
+        at = [*record.of("cast"), *rounded[:1]]
+        yield Seen(at, part=rounded, of=steps, proven=len(rounded) >= _MANY)
 
 
 # Validation.
 
 
-@rule
-def _metrics(record: Record) -> Found:
+def metric_differs_in_float32(record: Record) -> Found:
+    at = record.regions_of_validation
     for name, (as_is, exact) in record.metrics.items():
         change = abs(as_is - exact) / max(abs(exact), 1e-12) if as_is != exact else 0.0
         if math.isfinite(exact) and not change <= _MAYBE_CHANGED:
-            level = SUSPICION if change <= _CHANGED else FAULT
-            effect = f"{name} of the same weights: {as_is:.4g}, in float32 {exact:.4g}"
-            yield found("eval_16_bits", record.regions_of_validation, effect, level)
+            is_large = not change <= _CHANGED
+            yield Seen(at or [None], name=name, was=as_is, exact=exact, proven=is_large)
+
+
+def validation_is_not_finite(record: Record) -> Found:
     if record.validation is not None and not record.metrics:
         name, where = record.validation
-        effect = f"{name} is not finite without gradients, and in float32 it is, 1 of 1"
-        yield found("eval_16_bits", [where], effect)
+        yield Seen([where], name=name)

@@ -1,23 +1,29 @@
-"""Judges what a training did: invariants that were measured first, then rules that name
-lines.
-"""
+"""Judges what a training did: asks all rules, and leaves out what others explain."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
+from typing import Any
 
-from determined_amp.check import invariants, rules  # noqa: F401  # they list themselves
+from determined_amp.amp.rehearse.backward_graph import OUTSIDE
+from determined_amp.check import invariants, rules
 from determined_amp.check.finding import (
+    ROWS,
     CheckFinding,
     CheckFindings,
     Level,
+    Seen,
+    Words,
     code_of,
 )
-from determined_amp.check.record import Record
-from determined_amp.check.ruling import REMEDIES, RULES
+from determined_amp.check.record import Cause, Event, Record
+
+_RULES: dict[str, Any] = {**vars(invariants), **vars(rules)}
+_STOPS = "the training stops in batch {batches}: {error}"
 
 # So many lines before and behind the line of a finding are near it.
 _NEAR = 8
@@ -26,16 +32,14 @@ _CALL = re.compile(r"\w+\(\)?")
 
 def judge_record(record: Record) -> CheckFindings:
     """All findings of one run: one for each kind of mistake, with all of its lines."""
-    told = merged(finding for judge in RULES for finding in judge(record))
     kinds = {event.kind for event in record.events}
     trained = not kinds.isdisjoint({"backward", "left_out", "step"})
     seen = _seen(record) if trained else ""
-    findings = CheckFindings(without_consequences(told), seen=seen, trained=trained)
+    all_told = chain(told("seen", record), _told_by_error(record))
+    fitted = [_fitted_to_script(each) for each in concluded(all_told)]
+    findings = CheckFindings(fitted, seen=seen, trained=trained)
     findings.amp = record.is_amp
-    if not record.determined:
-        findings.all = [_in_a_loop(finding) for finding in findings]
     if record.disturbed and not record.determined:
-        findings.all = [finding for finding in findings if finding.key != "raised"]
         findings.notes.append(
             "the training raises an error on an overflow, and the doctor made one "
             f"here: {record.raised}; watching(overflows=()) makes none"
@@ -45,9 +49,148 @@ def judge_record(record: Record) -> CheckFindings:
         findings.notes.append(
             f"the GradScaler of {off[0]} is switched off, so no AMP was examined"
         )
-    findings.all = [_fitted_to_script(finding) for finding in findings]
-    findings.sort()
     return findings
+
+
+def told(kind: str, record: Record, *resumed: Record) -> Iterator[CheckFinding]:
+    """What the rules of a kind tell.
+
+    Args:
+        kind: `seen`, or `resumed`.
+        record: The run that is judged.
+        resumed: One that has resumed it, for the rules of that kind.
+    """
+    for key, row in ROWS.items():
+        if record.is_amp or not row.get("needs_amp"):
+            for name, words in row.get(kind, {}).items():
+                seen = _RULES[name](record, *resumed)
+                yield from _findings(record, key, words, seen)
+
+
+def _told_by_error(record: Record) -> Iterator[CheckFinding]:
+    """What the error tells that has ended a training, if it is not by the doctor."""
+    key, seen = rules.cause_of_error(record) if record.error else ("raised", Seen([]))
+    seen.words |= {"batches": record.batches, "error": record.first_line_of_error}
+    if key != "raised" or record.determined or not record.disturbed:
+        yield from _findings(record, key, _STOPS, [seen])
+
+
+def _findings(
+    record: Record, key: str, words: str, seen: Iterable[Seen]
+) -> Iterator[CheckFinding]:
+    """What has been seen, as findings.
+
+    Args:
+        record: Where.
+        key: The name of the finding.
+        words: What was seen, with the names of the words in braces.
+        seen: What a rule has seen.
+    """
+    row = ROWS[key]
+    has_cause = bool(row.get("has_cause"))
+    for each in seen:
+        if not each.at:
+            continue
+        events = [line for line in each.at if isinstance(line, Event)]
+        of = record.of(events[0].kind) if events else []
+        effect = Words().format(words, **{"of": of, **each.words})
+        kind = "write" if "write" in row and each.holds else "look"
+        of_a_loop = [] if record.determined else row.get(f"in_a_loop_{kind}")
+        lines = each.write or of_a_loop or row[kind]
+        at = [line.where if isinstance(line, Event) else line for line in each.at]
+        if has_cause:
+            effect += _cause_of(record)
+        if has_cause and record.cause:
+            at.insert(0, record.cause.where)
+            kind, lines = _tried(record.cause)
+        level = Level(row["level"].split(" or ")[0 if each.proven else -1])
+        yield CheckFinding(
+            key,
+            level,
+            row["sentence"],
+            tuple(dict.fromkeys(line for line in at if line is not None)),
+            effect,
+            "\n".join(lines),
+            orders=kind == "write" and level is not Level.SUSPICION,
+        )
+
+
+def _cause_of(record: Record) -> str:
+    """What is known of why losses or gradients are not finite."""
+    bad, losses = record.of("backward", finite=False), record.of("backward")
+    words = "; {bad} of {losses} backwards began at a loss that is not finite"
+    told = Words().format(words, bad=bad, losses=losses) if bad else ""
+    return told + (f"; first: {record.cause.text}" if record.cause else "")
+
+
+def _tried(cause: Cause) -> tuple[str, list[str]]:
+    """What was tried, to write, or where to look."""
+    if f"with {cause.module} in float32" in cause.helps:
+        if cause.module == OUTSIDE:  # all of it was tried, from any line
+            return "look", [
+                "all that is computed outside of modules: in float32 the loss is finite"
+            ]
+        return "write", [
+            "# tried: the loss of this batch is finite then",
+            "with torch.autocast(device_type, enabled=False):"
+            f"  # around {cause.module}",
+            "    output = module(inputs.float())",
+        ]
+    if "in bfloat16" in cause.helps:
+        return "write", [
+            "dtype=torch.bfloat16  # tried: the loss is finite, without a scale"
+        ]
+    if cause.helps:
+        return "look", ["float32 from there to the loss: the loss is finite in float32"]
+    return "look", [cause.text]
+
+
+# From what was told to what is shown.
+
+
+def concluded(told: Iterable[CheckFinding]) -> list[CheckFinding]:
+    """One finding of each kind, without what another one explains that is as sure.
+
+    Faults come first.
+    """
+    by_key: dict[str, list[CheckFinding]] = defaultdict(list)
+    for finding in told:
+        by_key[finding.key].append(finding)
+    known = {key: _merged(same) for key, same in by_key.items()}
+    for key, each in known.items():
+        row = ROWS[key]
+        for proof in known.keys() & row.get("proven_by", ()):
+            effect = f"{each.effect}; {known[proof].effect}"
+            proven = replace(each, level=Level.FAULT, effect=effect)
+            known[key] = replace(proven, orders="write" in row)
+    explained: dict[str, set[Level]] = defaultdict(set)
+    for key, cause in known.items():
+        for effect in _explained_by(key):
+            explained[effect].add(cause.level)
+    left = [
+        each
+        for key, each in known.items()
+        if explained[key].isdisjoint({each.level, Level.FAULT})
+    ]
+    return sorted(left, key=lambda finding: [*Level].index(finding.level))
+
+
+def _explained_by(key: str) -> Iterator[str]:
+    """The findings that one explains, with those that they explain."""
+    for effect in ROWS[key].get("explains", ()):
+        yield effect
+        yield from _explained_by(effect)
+
+
+def _merged(same: list[CheckFinding]) -> CheckFinding:
+    """One finding of those with the same key: as sure as the surest."""
+    level = min((finding.level for finding in same), key=[*Level].index)
+    equal = [finding for finding in same if finding.level is level]
+    lines = dict.fromkeys(where for each in [*equal, *same] for where in each.where)
+    # An order must hold at all of its lines.
+    surest = min(equal, key=lambda finding: finding.orders)
+    effects = dict.fromkeys(finding.effect for finding in equal)
+    return replace(surest, where=tuple(lines), effect="; ".join(effects))
 
 
 def _fitted_to_script(finding: CheckFinding) -> CheckFinding:
@@ -82,56 +225,7 @@ def _calls_in(code: Iterable[str]) -> list[list[str]]:
     return [calls for calls in map(_CALL.findall, lines) if calls]
 
 
-def _in_a_loop(finding: CheckFinding) -> CheckFinding:
-    """The finding with the advice for a loop, unless what was tried is its advice."""
-    remedy = REMEDIES[finding.key]
-    lines = remedy.get("in_a_loop")
-    is_of_trial = finding.write == "\n".join(remedy.get("write") or remedy["look"])
-    return (
-        replace(finding, write="\n".join(lines)) if lines and is_of_trial else finding
-    )
-
-
-def merged(findings: Iterable[CheckFinding]) -> list[CheckFinding]:
-    """One finding of those with the same key: as sure as the surest."""
-    by_key: dict[str, list[CheckFinding]] = defaultdict(list)
-    for finding in findings:
-        by_key[finding.key].append(finding)
-    return [_merged(same) for same in by_key.values()]
-
-
-def _merged(same: Sequence[CheckFinding]) -> CheckFinding:
-    findings = CheckFindings([*same])
-    findings.sort()
-    lines = dict.fromkeys(line for finding in findings for line in finding.where)
-    level = findings.all[0].level
-    equal = [finding for finding in findings if finding.level is level]
-    # An order must hold at all of its lines.
-    surest = min(equal, key=lambda finding: finding.orders)
-    effects = dict.fromkeys(finding.effect for finding in equal)
-    return replace(surest, where=tuple(lines), effect="; ".join(effects))
-
-
-def without_consequences(findings: list[CheckFinding]) -> list[CheckFinding]:
-    """The findings, without what another one explains that is as sure."""
-    known = {finding.key: finding for finding in findings}
-    for key in [*known]:
-        for proof in known.keys() & REMEDIES[key].get("proven_by", ()):
-            known[key] = replace(
-                known[key],
-                level=Level.FAULT,
-                effect=f"{known[key].effect}; {known[proof].effect}",
-                orders="write" in REMEDIES[key],
-            )
-    explained: dict[str, list[Level]] = defaultdict(list)
-    for key, cause in known.items():
-        for effect in REMEDIES[key].get("explains", ()):
-            explained[effect].append(cause.level)
-    return [
-        each
-        for key, each in known.items()
-        if not {each.level, Level.FAULT}.intersection(explained[key])
-    ]
+# What is told beside the findings.
 
 
 def interventions(record: Record) -> list[str]:

@@ -119,6 +119,13 @@ class StepWindow:
         return any(step.scaled for step in self.steps)
 
     @property
+    def scales(self) -> set[float]:
+        """What multiplied its gradients, and what the scaler divides them by."""
+        steps = [step.scale for step in self.steps[:1] if step.scaled]
+        scaled = {each.loss.scale for each in self.used if each.loss.scale}
+        return scaled.union(steps if scaled else [])
+
+    @property
     def unscaled_early(self) -> list[Event]:
         """What has divided gradients to which scaled ones were added then."""
         scaled = [each.number for each in self.used if each.loss.scale] or [0]
@@ -232,3 +239,8 @@ class Record:
     def complete(self) -> list[StepWindow]:
         """Windows that a step has ended."""
         return [window for window in self.windows if window.steps]
+
+    @property
+    def undisturbed(self) -> list[StepWindow]:
+        """Those of them in which the doctor made no overflow."""
+        return [window for window in self.complete if not window.forced]

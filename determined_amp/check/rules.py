@@ -1,30 +1,22 @@
-"""Rules that know a mistake and name its lines."""
+"""Mistakes that are known: each rule names their lines.
+
+A rule looks at a record and yields what it has seen. Its name stands in the row of
+`findings.json` whose finding that is.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import median
-from typing import NamedTuple
+from typing import Any
 
-from determined_amp.check.finding import Level
+from determined_amp.check.finding import ROWS, Found, Seen
 from determined_amp.check.lines import lines_that_set_rates
 from determined_amp.check.record import Event, Record, Schedule, StepWindow
-from determined_amp.check.ruling import (
-    COST,
-    FAULT,
-    SUSPICION,
-    Found,
-    count_of,
-    dependence,
-    found,
-    number,
-    rule,
-    share_of,
-)
 from determined_amp.check.step_gradients import SCALED
 from determined_amp.experiment.failures import name_in_16_bits
 
@@ -51,264 +43,103 @@ _LOSSES = {
 }
 
 
-# What is raised.
-
-_ERRORS = {
-    "step() has already been called since the last update()": "update_missing",
-    "unscale_() has already been called on this optimizer": "unscaled_twice",
-    "unscale_() is being called after step()": "unscaled_twice",
-    "No inf checks were recorded prior to update": "update_in_window",
-    "No inf checks were recorded for this optimizer": "no_gradients",
-    "Attempting to unscale FP16 gradients": "half_weights",
-    "_scale is None": "no_loss_scale",
-    "Closure use is not currently supported": "closure",
-    "unsafe to autocast": "unsafe_to_autocast",
-    "does not require grad and does not have a grad_fn": "loss_cut_off",
-}
-
-# https://pytorch.org/docs/stable/amp.html, "CUDA Ops that promote to the widest input
-# type".
-_CAST_ON_CUDA = re.compile(r": (scatter|dot|grid_sampler)\b")
+# Scaling, unscaling, stepping, clipping.
 
 
-@rule
-def _error(record: Record) -> Found:
-    if not record.error:
-        return
-    level = FAULT
-    keys = [key for words, key in _ERRORS.items() if words in record.error]
-    if keys:
-        key = _cause(record, keys[0])
-    else:
-        key = name_in_16_bits(record.error) or "raised"
-        # What one device lacks another may have: CUDA's autocast casts the arguments of
-        # some operations for which that of a CPU does not.
-        elsewhere = key in ("raised", "no_16_bit_kernel") or _CAST_ON_CUDA.search(
-            record.error
-        )
-        if elsewhere and not record.error.startswith("InvalidExperimentException"):
-            level = SUSPICION
-    effect = (
-        f"the training stops in batch {record.batches}: {record.first_line_of_error}"
-    )
-    at = [*record.windows[-1].zeroed] if key == "zero_grad_in_window" else []
-    if key == "update_in_window" and "unscale_" in record.error:
-        at = [*record.of("update")[-1:], *record.of("step")[-1:]]
-    yield found(key, [*at, record.raised], effect, level)
-
-
-def _cause(record: Record, key: str) -> str:
-    """The cause of an error of GradScaler that can have several."""
-    if record.of("closure"):  # what raises depends on how it is passed
-        return "closure"
-    losses = record.of("backward")
-    kinds = ("backward", "unscale", "step", "update")
-    events = [event for event in record.events if event.kind in kinds]
-    last = [event.kind for event in events][-1:]
-    causes = {
-        "no_gradients": _cause_of_no_gradients(record, losses),
-        "unscaled_twice": _cause_of_second_unscale(events),
-        "update_missing": "step_twice" if losses and last == ["step"] else key,
-        "update_in_window": key if record.scales else "no_loss_scale",
-    }
-    return causes.get(key, key)
-
-
-def _cause_of_second_unscale(events: list[Event]) -> str:
-    """Why gradients were divided before the newest update."""
-    backwards = [
-        number for number, each in enumerate(events) if each.kind == "backward"
-    ]
-    before = events[backwards[-2] + 1 : backwards[-1]] if len(backwards) > 1 else []
-    kinds = [event.kind for event in before]
-    if not before or events[-1].kind != "backward":
-        return "unscaled_twice"
-    if {"update", "step"} <= {*kinds} and kinds.index("update") < kinds.index("step"):
-        return "update_in_window"
-    is_same_batch = before[-1].batch == events[-1].batch and "step" not in kinds
-    return "unscaled_twice" if is_same_batch else "update_missing"
-
-
-def _cause_of_no_gradients(record: Record, losses: list[Event]) -> str:
-    trained = any(backward.reached for backward in losses)
-    if losses and not losses[-1].loss.trains:
-        return "constant_loss" if trained else "loss_cut_off"
-    if record.windows and record.windows[-1].is_empty:
-        return "zero_grad_in_window"
-    return "no_gradients" if trained else "other_parameters"
-
-
-# Events of one kind that are wrong by themselves.
-
-
-class Row(NamedTuple):
-    """A rule that filters the events of one kind."""
-
-    key: str
-    kind: str
-    is_wrong: Callable[[Event], bool]
-    effect: str  # with their `count`, their `share` of the kind, and the `last` of them
-    level: Level = SUSPICION
-
-
-_ROWS = (
-    Row(
-        "autocast_backward",
-        "backward",
-        lambda event: bool(event.autocast),
-        "{share} ran under autocast",
-    ),
-    Row(
-        "penalty_scaled",
-        "backward",
-        lambda event: event.loss.penalty is not None,
-        "the gradients in it are {last.loss.penalty:g} times as large",
-    ),
-    Row(
-        "nan_hidden",
-        "hide",
-        lambda event: bool(event.scalar),
-        "{count} losses whose NaN would be 0, and which the scaler cannot see",
-    ),
-    Row(
-        "no_16_bit_kernel",
-        "gpu_refuses",
-        lambda event: True,
-        "{last.operation} got 16 bits {count} times: a CPU's autocast computes it in "
-        "float32, CUDA's does not",
-    ),
-)
-
-
-@rule
-def _rows(record: Record) -> Found:
-    for row in _ROWS if record.is_amp else ():
-        wrong = [event for event in record.of(row.kind) if row.is_wrong(event)]
-        if wrong:
-            share, last = share_of(record, wrong), wrong[-1]
-            effect = row.effect.format(count=len(wrong), share=share, last=last)
-            yield found(row.key, wrong, effect, row.level)
-
-
-# Scaling, stepping, updating.
-
-
-@rule
-def _scalers(record: Record) -> Found:
+def makes_scalers_anew(record: Record) -> Found:
     """One scaler lasts for the whole training."""
     steps = record.of("step", scaled=True)
     skipped = record.of("step", scaled=True, skipped=True, disturbed=False)
     made = Counter(scaler.where for scaler in record.scalers if scaler.used)
     for line, times in made.items():
         if times > max(2, len(steps) / 2):
-            many = count_of(skipped, steps, "step")
-            effect = f"{times} scalers: each begins at init_scale, and {many} skipped"
-            level = FAULT if len(skipped) > len(steps) / 2 else SUSPICION
-            yield found("scaler_made_anew", [line], effect, level)
+            is_often = len(skipped) > len(steps) / 2
+            yield Seen([line], scalers=times, part=skipped, of=steps, proven=is_often)
 
 
-@rule
-def _unscaled_early(record: Record) -> Found:
+def unscales_before_the_last_backward(record: Record) -> Found:
     early = [unscale for window in record.windows for unscale in window.unscaled_early]
-    if early:
-        effect = (
-            f"after {share_of(record, early)} gradients were added that are still"
-            " scaled"
-        )
-        yield found("unscale_in_window", early, effect)
+    yield Seen(early)
 
 
-@rule
-def _unscaled_loss(record: Record) -> Found:
-    """A loss was not scaled, or a part of it, and the scaler divides the gradients of
-    all.
-    """
-    divided = record.of("backward", divided=True)
-    unscaled = [b for b in divided if b.loss.unscaled and not b.loss.has_gradient]
-    for line in dict.fromkeys(backward.where for backward in unscaled):
-        backwards = [backward for backward in unscaled if backward.where == line]
-        # A gradient of a scaled loss that is handed on is scaled, whatever the graph
-        # says.
-        seen = dependence((each.scale, each.added) for each in backwards)
-        is_part = any(backward.loss.scale for backward in backwards)
-        if is_part or seen is None or seen.exponent < 0.5:
-            effect = (
-                "added gradients that are divided by the scale and were never"
-                " multiplied"
-            )
-            many = f"{share_of(record, backwards)} {effect}"
-            yield found("unscaled_loss", [line], many, holds=not is_part)
+def steps_with_scaled_gradients(record: Record) -> Found:
+    steps = _steps_without_scaler(record)
+    scaled = [step for step in steps if not step.disturbed and step.factor > SCALED]
+    yield Seen(scaled, holds=_are_as_computed(steps))
 
 
-@rule
-def _step_without_scaler(record: Record) -> Found:
-    steps = record.of("step", scaled=False, again=False)
-    calm = [step for step in steps if not step.disturbed]
-    scaled = [step for step in calm if step.factor > SCALED]
+def steps_with_an_overflow(record: Record) -> Found:
+    steps = _steps_without_scaler(record)
     blind = [step for step in steps if step.overflows]
-    # Else code of the user's has divided or replaced some, which it is to leave out.
-    finite = [step for step in calm if math.isfinite(step.norm)]
-    holds = not any(math.isnan(step.factor) for step in finite)
-    if scaled:
-        times = number(scaled[-1].factor)
-        many = share_of(record, scaled)
-        effect = f"{many} got gradients {times} times as large as they should be"
-        yield found("step_without_scaler", scaled, effect, holds=holds)
-    elif blind:
-        effect = f"{len(blind)} forced overflows were stepped with"
-        yield found("step_without_scaler", blind, effect, holds=holds)
+    yield Seen(blind, holds=_are_as_computed(steps))
 
 
-@rule
-def _step_twice(record: Record) -> Found:
-    again = {step.number for step in record.of("step", again=True)}
-    windows = [window for window in record.complete if not window.forced]
-    twice = [w.steps for w in windows if w.is_scaled and w.steps[-1].number in again]
+def _steps_without_scaler(record: Record) -> list[Event]:
+    return record.of("step", scaled=False, again=False)
+
+
+def _are_as_computed(steps: list[Event]) -> bool:
+    """Whether no code of the user's has divided or replaced gradients.
+
+    Else the step of the scaler is not all that it is to write.
+    """
+    calm = [step for step in steps if not step.disturbed and math.isfinite(step.norm)]
+    return not any(math.isnan(step.factor) for step in calm)
+
+
+def steps_twice(record: Record) -> Found:
+    windows = [window for window in record.undisturbed if window.is_scaled]
+    twice = [window for window in windows if window.steps[-1].again]
     if twice:
-        many = count_of(twice, record.complete, "window")
-        yield found("step_twice", twice[-1], f"{many} had {len(twice[-1])} steps")
+        steps = twice[-1].steps
+        yield Seen(steps, part=twice, of=record.complete, steps=steps)
 
 
-@rule
-def _unscaled_by_hand(record: Record) -> Found:
-    steps = [
-        step
-        for step in record.of("step", scaled=True, skipped=False)
-        # Without a division by the scaler, that of the training is the only one.
-        if step.scale > SCALED and step.divided
-    ]
-    twice = [
-        step
-        for step in steps
-        if math.isclose(step.by_hand * step.scale, 1, rel_tol=0.01)
-    ]
+def divides_by_hand_too(record: Record) -> Found:
+    made = record.of("step", scaled=True, skipped=False)
+    # Without a division by the scaler, that of the training is the only one.
+    steps = [step for step in made if step.scale > SCALED and step.divided]
+    twice = [step for step in steps if _is_near(step.by_hand * step.scale, 1)]
     if len(twice) > len(steps) / 2:
-        effect = (
-            "the training divided by the scale in"
-            f" {count_of(twice, steps, 'step')}, too"
-        )
-        yield found("unscaled_twice", twice, effect)
+        yield Seen(twice, of=steps)
 
 
-@rule
-def _clips(record: Record) -> Found:
-    for of, key in (("max_norm", "clip_scaled"), ("clip_value", "clip_value_scaled")):
-        scaled = [clip for clip in record.of("clip", of=of) if clip.factor > SCALED]
-        same = _same_at_two_scales(scaled)
-        bites = [clip for clip in scaled if clip.limit < clip.norm]
-        wrong = [
-            clip
-            for clip in bites
-            if clip.limit < _LIMIT * clip.factor or (clip.where, clip.limit) in same
-        ]
-        if wrong:
-            last = wrong[-1]
-            effect = (
-                f"at scale {number(last.factor)} the limit {last.limit:g} clips true "
-                f"gradients at {last.limit / last.factor:.3g}, whose norm was "
-                f"{last.norm / last.factor:.3g}"
-            )
-            yield found(key, wrong, effect)
+def clips_scaled_norms(record: Record) -> Found:
+    return _clips_scaled(record, record.of("clip", of="max_norm"))
+
+
+def clips_scaled_values(record: Record) -> Found:
+    return _clips_scaled(record, record.of("clip", of="clip_value"))
+
+
+def _clips_scaled(record: Record, clips: list[Event]) -> Found:
+    scaled = [clip for clip in clips if clip.factor > SCALED]
+    same = _same_at_two_scales(scaled)
+    bites = [clip for clip in scaled if clip.limit < clip.norm]
+    wrong = [
+        clip
+        for clip in bites
+        if clip.limit < _LIMIT * clip.factor or (clip.where, clip.limit) in same
+    ]
+    if wrong:
+        last = wrong[-1]
+        true_limit, true_norm = last.limit / last.factor, last.norm / last.factor
+        orders = {_unscale_first(record, clip) for clip in wrong}
+        write = [] if "" in orders else sorted(orders)
+        yield Seen(wrong, write=write, true_limit=true_limit, true_norm=true_norm)
+
+
+def _unscale_first(record: Record, clip: Event) -> str:
+    """The order to move a line that unscales above the clip; empty if there is none."""
+    kinds = ("unscale", "step", "backward")
+    after = [each for each in record.events[clip.number :] if each.kind in kinds][:2]
+    lines = {each.where for each in (clip, *after)}
+    if [each.kind for each in after] != ["unscale", "step"] or len(lines) < 3:
+        return ""  # the step unscales
+    unscale, line = after[0].where, clip.where
+    if unscale is None or line is None or unscale.file != line.file:
+        return ""
+    return f"move line {unscale.line} above line {line.line}"
 
 
 def _same_at_two_scales(clips: list[Event]) -> set[object]:
@@ -322,29 +153,52 @@ def _same_at_two_scales(clips: list[Event]) -> set[object]:
 # Schedules: what counts is the rate of each group over the steps of an optimizer.
 
 
-@rule
-def _schedules(record: Record) -> Found:
-    for optimizer in range(record.optimizers):
-        windows = [w for w in record.complete if w.optimizer == optimizer]
-        own = [s for s in record.schedules if s.optimizer == optimizer]
-        if len(windows) < 3 or _is_range_test(windows) or any(s.ours for s in own):
-            continue
-        moves = [move for move in record.of("move") if move.schedule in own]
-        if moves:
-            yield from _moves(record, own, windows, moves)
-        elif own and record.is_amp and (record.determined or record.epochs):
-            waits = [schedule for schedule in own if not schedule.wrapped]
-            if waits and not any(_has_moved(*pair) for pair in pairwise(windows)):
-                kinds = " and ".join(schedule.kind for schedule in waits)
-                ends = f"{len(windows)} steps and {record.epochs} epochs"
-                effect = f"{kinds} did not move in {ends}"
-                at = [schedule.where for schedule in waits]
-                yield found("schedule_never", at, effect, SUSPICION)
+def never_moves(record: Record) -> Found:
+    has_ended = record.determined or record.epochs
+    for schedule, windows in _schedules(record) if has_ended else ():
+        rates = {str(window.steps[0].rates) for window in windows}
+        is_called = schedule.wrapped or any(window.moves for window in windows)
+        if len(rates) == 1 and not is_called:
+            kind, epochs = schedule.kind, record.epochs
+            yield Seen([schedule.where], kind=kind, steps=windows, epochs=epochs)
 
 
-def _has_moved(window: StepWindow, after: StepWindow) -> bool:
-    """Whether a rate is another one at the step of the next window."""
-    return bool(window.steps[0].rates != after.steps[0].rates)
+def moves_twice_a_step(record: Record) -> Found:
+    for schedule, windows in _moved_by_steps(record):
+        twice = [each for each in windows if len(each.movers_of(schedule)) > 1]
+        if len(twice) > len(windows) / 2:
+            moves = record.of("move", schedule=schedule)
+            yield Seen(moves, steps=windows, end=len(windows) / len(moves))
+
+
+def moves_more_often_than_it_steps(record: Record) -> Found:
+    for schedule, windows in _moved_by_steps(record):
+        moves = record.of("move", schedule=schedule)
+        if len(moves) > 1.5 * len(windows) and not schedule.wrapped:
+            yield Seen(moves, steps=windows)
+
+
+def moves_on_skipped_steps(record: Record) -> Found:
+    for schedule, windows in _moved_by_steps(record):
+        skipped = [window for window in windows if window.skipped]
+        wrong = [window for window in skipped if window.movers_of(schedule)]
+        at: Sequence[object] = record.of("move", schedule=schedule)
+        if schedule.by_hand:
+            files = (event.where.file for event in record.events if event.where)
+            at = lines_that_set_rates(dict.fromkeys(files)) or at
+        if wrong:
+            yield Seen(at, part=wrong, of=skipped, proven=not schedule.by_hand)
+
+
+def _schedules(record: Record) -> Iterator[tuple[Schedule, list[StepWindow]]]:
+    """What moves a rate, and the windows of its optimizer.
+
+    Without what this library moves, and without a search for a good rate.
+    """
+    for schedule in record.schedules:
+        windows = [w for w in record.complete if w.optimizer == schedule.optimizer]
+        if len(windows) > 2 and not (schedule.ours or _is_range_test(windows)):
+            yield schedule, windows
 
 
 def _is_range_test(windows: list[StepWindow]) -> bool:
@@ -355,86 +209,78 @@ def _is_range_test(windows: list[StepWindow]) -> bool:
     return len(ratios - {1.0}) == 1 and max(ratios) > 1
 
 
-def _moves(
-    record: Record,
-    own: list[Schedule],
-    windows: list[StepWindow],
-    moves: list[Event],
-) -> Found:
-    skipped = [window for window in windows if window.skipped]
-    steps = len(windows)
-    if record.epochs >= _BY_STEPS * steps:  # an epoch is one step
-        return
-    moving: list[StepWindow] = []
-    for schedule in own:
-        those = [w for w in windows if w.movers_of(schedule)]
-        if not _moves_by_steps(windows, those):
-            continue
-        moving += those
-        at = [move for move in moves if move.schedule is schedule]
-        effect = f"the rate moved {len(at)} times in {steps} steps"
-        twice = [window for window in those if len(window.movers_of(schedule)) > 1]
-        if len(twice) > steps / 2:
-            effect += f": the schedule ends at {steps / len(at):.0%} of the training"
-            yield found("schedule_twice", at, effect, SUSPICION)
-        elif len(at) > 1.5 * steps and not schedule.wrapped:
-            yield found("schedule_per_batch", at, effect, SUSPICION)
-    wrong = [window for window in skipped if window in moving]
-    if wrong:
-        effect = f"{count_of(wrong, skipped, 'skipped step')} moved the schedule"
-        if own[0].by_hand:
-            files = (event.where.file for event in record.events if event.where)
-            lines = lines_that_set_rates(dict.fromkeys(files))
-            yield found("schedule_on_skipped", lines, effect, SUSPICION)
-        else:
-            yield found("schedule_on_skipped", moves, effect)
-
-
-def _moves_by_steps(windows: list[StepWindow], moving: list[StepWindow]) -> bool:
-    """Whether a schedule moves in most steps, as long as it moves."""
-    if len(moving) < 3:
-        return False
-    span = windows[windows.index(moving[0]) : windows.index(moving[-1]) + 1]
-    applied = [window for window in span if not window.skipped]
-    return len(moving) >= _BY_STEPS * len(applied)
+def _moved_by_steps(record: Record) -> Iterator[tuple[Schedule, list[StepWindow]]]:
+    """Those that move in most steps, as long as they move."""
+    for schedule, windows in _schedules(record):
+        moving = [w.place for w in windows if w.movers_of(schedule)]
+        is_by_epoch = record.epochs >= _BY_STEPS * len(windows)  # of one step each
+        if len(moving) > 2 and not is_by_epoch:
+            span = range(moving[0], moving[-1] + 1)
+            applied = [w for w in windows if w.place in span and not w.skipped]
+            if len(moving) >= _BY_STEPS * len(applied):
+                yield schedule, windows
 
 
 # Windows of several batches.
 
 
-@rule
-def _accumulation(record: Record) -> Found:
-    windows = [window for window in record.complete if not window.forced]
-    several = [
-        each for each in windows if each.is_empty or _is_accumulated(record, each)
+def zeroes_in_a_window(record: Record) -> Found:
+    lost = [
+        window
+        for window in record.undisturbed
+        if window.lost and (window.is_empty or _is_accumulated(record, window))
     ]
-    if len(windows) < 2 or len(several) < len(windows) - 1 or not record.is_amp:
-        return
-    last = several[-1]
-    size = len(last.backwards)
-    level = FAULT if record.batches or last.is_empty else SUSPICION
-    lost = [window for window in several if window.lost]
-    if len(lost) >= len(windows) - 1:
-        if any(window.rewritten for window in lost):  # from buffers of its own perhaps
-            level = SUSPICION
-        effect = f"{last.lost} of {size} micro-batches of each step are thrown away"
-        lines = [line for window in lost for line in window.zeroed or window.used]
-        yield found("zero_grad_in_window", lines, effect, level)
-        return
-    losses = [backward.loss for backward in last.backwards]
-    divisor = losses[-1].divisor if all(loss.mean for loss in losses) else math.nan
-    by_hand = last.steps[0].by_hand
-    if record.aggregation > 1 and record.averages:
-        if math.isclose(divisor, record.aggregation, rel_tol=1e-3):
-            effect = f"gradients are 1/{record.aggregation} of the mean over the window"
-            yield found("loss_divided_twice", last.backwards, effect, SUSPICION)
-    elif math.isclose(divisor, 1, rel_tol=1e-3) and not math.isclose(
-        size * by_hand, 1, rel_tol=0.01
-    ):
-        effect = (
-            f"a step has {size} times the mean gradient of its {size} micro-batches"
+    if _are_nearly_all(record, lost):
+        last = lost[-1]
+        is_known = bool(record.batches) or last.is_empty
+        # Its gradients come from buffers perhaps.
+        is_rewritten = any(window.rewritten for window in lost)
+        yield Seen(
+            [line for window in lost for line in window.zeroed or window.used],
+            lost=last.lost,
+            size=last.backwards,
+            proven=is_known and not is_rewritten,
         )
-        yield found("loss_not_divided", last.backwards, effect, SUSPICION)
+
+
+def divides_what_is_averaged(record: Record) -> Found:
+    size = record.aggregation
+    if size > 1 and record.averages:
+        divided = _windows_of_means(record, size)
+        if _are_nearly_all(record, divided):
+            yield Seen(divided[-1].backwards, size=size)
+
+
+def adds_up_losses(record: Record) -> Found:
+    if record.aggregation == 1 or not record.averages:
+        summed = [
+            window
+            for window in _windows_of_means(record, 1)
+            if not _is_near(len(window.backwards) * window.steps[0].by_hand, 1)
+        ]
+        if _are_nearly_all(record, summed):
+            last = summed[-1]
+            yield Seen(last.backwards, size=last.backwards)
+
+
+def _windows_of_means(record: Record, divisor: float) -> list[StepWindow]:
+    """Those of several batches, whose losses are means that are divided by a number."""
+    return [
+        window
+        for window in record.undisturbed
+        if _is_accumulated(record, window)
+        and not window.lost
+        and all(each.loss.mean for each in window.backwards)
+        and _is_near(window.backwards[-1].loss.divisor, divisor)
+    ]
+
+
+def _is_near(number: float, other: float) -> bool:
+    return math.isclose(number, other, rel_tol=0.01)
+
+
+def _are_nearly_all(record: Record, windows: list[StepWindow]) -> bool:
+    return 0 < len(record.undisturbed) - 1 <= len(windows)
 
 
 def _is_accumulated(record: Record, window: StepWindow) -> bool:
@@ -452,95 +298,197 @@ def _is_accumulated(record: Record, window: StepWindow) -> bool:
 # What is computed in what.
 
 
-@rule
-def _weights_in_16_bits(record: Record) -> Found:
+def runs_backward_under_autocast(record: Record) -> Found:
+    yield Seen(record.of("backward", autocast=True), proven=False)
+
+
+def adds_scaled_gradients_to_the_loss(record: Record) -> Found:
+    penalized = [b for b in record.of("backward") if b.loss.penalty is not None]
+    yield Seen(penalized, proven=False)
+
+
+def hides_nan_of_losses(record: Record) -> Found:
+    yield Seen(record.of("hide", scalar=True), proven=False)
+
+
+def gets_16_bits_that_cuda_refuses(record: Record) -> Found:
+    yield Seen(record.of("gpu_refuses"))
+
+
+def holds_16_bit_weights(record: Record) -> Found:
     for dtype, least in _UPDATES.items():
         # Weights in bfloat16 alone are a choice, which saves memory.
         if dtype in record.weights and (record.is_amp or dtype == "float16"):
             steps = record.of("step", skipped=False)
             lost = median([step.lost for step in steps] or [0.0])
-            effect = (
-                f"weights are in {dtype}: an update of less than {least} of one is lost"
+            at = record.of("cast", dtype=dtype) or [s for s in steps if s.where]
+            yield Seen(
+                at[:1] or [None],
+                dtype=dtype,
+                least=least,
+                lost=lost,
+                proven=lost > _LOST,
             )
-            if lost > _LOST:
-                effect += (
-                    f"; a step left {lost:.0%} of those with a gradient as they were"
-                )
-            lines = record.of("cast", dtype=dtype) or [
-                each for each in steps if each.where
-            ]
-            level = FAULT if lost > _LOST else SUSPICION
-            yield found("half_weights", lines[:1], effect, level)
 
 
-@rule
-def _autocast_of_nothing(record: Record) -> Found:
+def runs_no_module_under_autocast(record: Record) -> Found:
     is_float32 = record.forwards[False] and not record.forwards[True]
-    if record.is_amp and is_float32 and _UPDATES.keys().isdisjoint(record.weights):
-        count = record.forwards[False]
-        effect = f"0 of {count} forwards of modules with weights ran under it"
-        lines = record.regions or record.of("autocast_off")
-        yield found("autocast_covers_nothing", lines, effect, SUSPICION)
+    if is_float32 and _UPDATES.keys().isdisjoint(record.weights):
+        at = record.regions or record.of("autocast_off")
+        yield Seen(at or [None], forwards=record.forwards[False])
 
 
-@rule
-def _loss_in_16_bits(record: Record) -> Found:
-    losses = [b for b in record.of("backward") if not b.loss.has_gradient]
-    for dtype, limit in _LOSSES.items() if record.is_amp else ():
-        events = [backward for backward in losses if backward.loss.dtype == dtype]
-        bad = [backward for backward in events if not backward.finite]
-        if events:
-            level = FAULT if len(bad) > len(events) / 2 else SUSPICION
-            effect = f"{share_of(record, events)} began at a loss in {dtype}: {limit}"
-            yield found("loss_16_bits", events, effect, level)
+def begins_at_16_bit_losses(record: Record) -> Found:
+    backwards = record.of("backward")
+    losses = [backward for backward in backwards if not backward.loss.has_gradient]
+    for dtype, limit in _LOSSES.items():
+        at = [backward for backward in losses if backward.loss.dtype == dtype]
+        bad = [backward for backward in at if not backward.finite]
+        is_often = len(bad) > len(at) / 2
+        yield Seen(at, of=backwards, dtype=dtype, limit=limit, proven=is_often)
 
 
-@rule
-def _scaler_without_need(record: Record) -> Found:
+def scales_bfloat16(record: Record) -> Found:
     steps = record.of("step", scaled=True)
     kinds = {(region.dtype, region.explicit) for region in record.regions}
     if steps and record.scales and kinds == {("bfloat16", True)}:
-        effect = (
-            f"{share_of(record, steps)} asked the device whether to skip, for nothing"
-        )
-        yield found("bfloat16_with_scaler", record.lines_of_scalers, effect, COST)
+        yield Seen(record.lines_of_scalers, steps=steps, of=record.of("step"))
 
 
-@rule
-def _need_of_scaler(record: Record) -> Found:
+def scales_no_loss(record: Record) -> Found:
     losses = [backward.loss for backward in record.of("backward")]
     by_hand = any(loss.scale or loss.divisor < 1 / 8 for loss in losses)
     regions = [region for region in record.regions if region.dtype == "float16"]
-    if regions and losses and not (by_hand or record.scales):
-        many = f"{len(losses)} backwards, 0 scaled"
-        effect = f"{many}: gradients of 16-bit products below 6e-8 are 0"
+    if losses and not (by_hand or record.scales):
         scalers = [scaler for scaler in record.scalers if not scaler.ours]
-        if any(not scaler.enabled for scaler in scalers):
-            effect += "; the GradScaler is switched off"
-        lines = [scaler.where for scaler in scalers] or regions
-        yield found("no_loss_scale", lines, effect, SUSPICION)
+        is_off = any(not scaler.enabled for scaler in scalers)
+        off = "; the GradScaler is switched off" if is_off else ""
+        at = [scaler.where for scaler in scalers] if regions else []
+        yield Seen(at or regions, backwards=losses, off=off, proven=False)
 
 
-# What is saved, switched and waited for.
+# What is saved.
 
 
-@rule
-def _checkpoint_of_a_loop(record: Record) -> Found:
+def saves_no_scale(record: Record) -> Found:
     """In a loop of the user's own: the optimizer is saved, and the scaler is not."""
     saves = [] if record.determined else record.of("save", optimizer=True)
     updates = record.of("update") if record.scales else []
-    if saves and updates and not record.of("save", scale=True):
-        effect = (
-            "after a resume it begins at init_scale again, not at"
-            f" {number(updates[-1].after)}"
-        )
-        yield found("scaler_not_saved", saves, effect)
+    if updates and not record.of("save", scale=True):
+        yield Seen(saves, scale=updates[-1].after)
 
 
-@rule
-def _state_of_disabled_scaler(record: Record) -> Found:
+def saves_a_disabled_scaler(record: Record) -> Found:
     """Without a GPU what is off may be on elsewhere, unless AMP needs no scaler."""
     if record.empty_scaler_state and (record.has_cuda or record.is_amp):
         off = [scaler.where for scaler in record.scalers if not scaler.enabled]
-        effect = "a run with AMP cannot go on from it: it has 0 of 5 values of a state"
-        yield found("empty_scaler_state", off, effect, SUSPICION)
+        yield Seen(off or [None])
+
+
+# What a resume has lost, by a run that saved a checkpoint, and one that began with it.
+
+
+def resume_raises(before: Record, after: Record) -> Found:
+    if after.error and not after.batches:
+        yield Seen([after.raised], error=after.first_line_of_error)
+
+
+def scale_is_lost(before: Record, after: Record) -> Found:
+    for scaler, was, now in _changed(before.scalers, after.scalers):
+        if scaler.used:
+            yield Seen([scaler.where], was=was, now=now)
+
+
+def schedule_is_lost(before: Record, after: Record) -> Found:
+    for schedule, was, now in _changed(before.schedules, after.schedules):
+        if not schedule.ours:
+            yield Seen([schedule.where], kind=schedule.kind, was=was, now=now)
+
+
+def _changed(
+    before: Sequence[Any], after: Sequence[Any]
+) -> Iterator[tuple[Any, Any, Any]]:
+    """Scalers or schedules whose state a resume has not brought back: that before and
+    after it.
+    """
+    for one, again in zip(before, after, strict=False):
+        was, now = one.states.get("saved"), again.states.get("resumed")
+        if None not in (was, now) and was != now:
+            yield one, was, now
+
+
+def rates_are_lost(before: Record, after: Record) -> Found:
+    for optimizer in range(before.optimizers):
+        went_on = before.of("step", optimizer=optimizer, after_save=True)
+        resumed = after.of("step", optimizer=optimizer)
+        pairs = [*zip(went_on, resumed, strict=False)]
+        lost = [pair for pair in pairs if pair[0].rates != pair[1].rates]
+        if lost and not any(step.skipped for pair in pairs for step in pair):
+            was, now = (float(step.rates[0]) for step in lost[0])
+            yield Seen([None], was=was, now=now)
+
+
+# What is raised.
+
+# https://pytorch.org/docs/stable/amp.html, "CUDA Ops that promote to the widest input
+# type".
+_CAST_ON_CUDA = re.compile(r": (scatter|dot|grid_sampler)\b")
+
+
+def cause_of_error(record: Record) -> tuple[str, Seen]:
+    """The key of the mistake that has raised the error of a training, and its lines."""
+    error = record.error
+    keys = [
+        key
+        for key, row in ROWS.items()
+        if any(words in error for words in row.get("errors", ()))
+    ]
+    key = _cause(record, keys[0]) if keys else name_in_16_bits(error) or "raised"
+    at: list[Event] = []
+    if key == "zero_grad_in_window":
+        at = record.windows[-1].zeroed
+    if key == "update_in_window" and "unscale_" in error:
+        at = [*record.of("update")[-1:], *record.of("step")[-1:]]
+    # What one device lacks another may have: CUDA's autocast casts the arguments of
+    # some operations for which that of a CPU does not.
+    is_refused = error.startswith("InvalidExperimentException")
+    is_known = key != "raised" and not _CAST_ON_CUDA.search(error)
+    return key, Seen([*at, record.raised], proven=is_refused or is_known)
+
+
+def _cause(record: Record, key: str) -> str:
+    """The cause of an error of GradScaler that can have several."""
+    if record.of("closure"):  # what raises depends on how it is passed
+        return "closure"
+    if key == "no_gradients":
+        return _cause_of_no_gradients(record)
+    kinds = ("backward", "unscale", "step", "update")
+    events = [event for event in record.events if event.kind in kinds]
+    if key == "unscaled_twice":
+        return _cause_of_second_unscale(events)
+    if key == "update_missing" and record.of("backward") and events[-1].kind == "step":
+        return "step_twice"
+    return key if record.scales or key != "update_in_window" else "no_loss_scale"
+
+
+def _cause_of_second_unscale(events: list[Event]) -> str:
+    """Why gradients were divided before the newest update."""
+    updates = [0, *(at for at, each in enumerate(events, 1) if each.kind == "update")]
+    since = events[updates[-1] :]
+    kinds = [event.kind for event in since]
+    if updates[-1] and kinds[:1] != ["backward"]:
+        return "update_in_window"
+    is_one_batch = len({event.batch for event in since}) < 2
+    return (
+        "unscaled_twice" if is_one_batch and "step" not in kinds else "update_missing"
+    )
+
+
+def _cause_of_no_gradients(record: Record) -> str:
+    losses = record.of("backward")
+    trained = any(backward.reached for backward in losses)
+    if losses and not losses[-1].loss.trains:
+        return "constant_loss" if trained else "loss_cut_off"
+    if record.windows and record.windows[-1].is_empty:
+        return "zero_grad_in_window"
+    return "no_gradients" if trained else "other_parameters"

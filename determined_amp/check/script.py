@@ -31,8 +31,8 @@ TOO_SHORT = (
     " more"
 )
 WRITTEN = (
-    "what the script wrote went to a scratch folder, which is removed: data that it "
-    "downloaded there is downloaded again"
+    "what the script wrote went to a scratch folder, which is removed\n"
+    "data that it downloaded there is downloaded again"
 )
 REFUSED = (
     "code in C++ and other processes can write to the scratch folder alone, and "

@@ -21,11 +21,10 @@ from determined_amp.check.lines import caller
 
 # What only a GPU can show.
 ONLY_ON_A_GPU = (
-    'this machine has no GPU, so "cuda" meant the CPU: AMP that your code switches on '
-    "by "
-    "torch.cuda.is_available() was off and not examined, nor was what a "
-    "synchronisation costs, which fused optimizers are used, TF32 products, or "
-    "gradients that differ by CUDA kernel"
+    'this machine has no GPU, so "cuda" meant the CPU\n'
+    "AMP that your code switches on by torch.cuda.is_available() was off and not "
+    "examined, nor was what a synchronisation costs, which fused optimizers are used, "
+    "TF32 products, or gradients that differ by CUDA kernel"
 )
 
 # docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast to float32"

@@ -8,18 +8,21 @@ It can be the entrypoint of an experiment on a cluster, with the options `--tria
 `--json`.
 
 `check SCRIPT.py ARGUMENTS` runs any script that trains, as it is, until the doctor has
-seen enough. Determined is not needed for that.
+seen enough. Determined is not needed for that. `check --explain KEY` prints what there
+is to know of a finding.
 """
 
 from __future__ import annotations
 
 import sys
+import textwrap
 import traceback
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from determined_amp.amp.errors import UserError
+from determined_amp.check.finding import ROWS
 from determined_amp.cli.options import (
     AddParser,
     add_command,
@@ -27,6 +30,7 @@ from determined_amp.cli.options import (
     experiment_of,
 )
 from determined_amp.experiment.failures import is_task
+from determined_amp.experiment.trial_text import near_name
 from determined_amp.search.server import start_server
 
 if TYPE_CHECKING:
@@ -34,20 +38,45 @@ if TYPE_CHECKING:
 
 
 # Options that a script may have, too.
-_OPTIONS = ("--json", "--minutes", "--in-place", "--trial", "--config")
+_OPTIONS = (
+    *("--json", "--verbose", "--minutes", "--in-place"),
+    *("--trial", "--config", "--precision"),
+)
+
+# What of the row of a finding is printed, and its name.
+_SHOWN = {
+    "evidence": "evidence",
+    "means": "it means",
+    "write": "write",
+    "in_a_loop_write": "write in a loop of your own",
+    "look": "look at",
+    "in_a_loop_look": "look at in a loop of your own",
+    "explains": "not told beside it",
+    "proven_by": "a fault with",
+}
 
 
 def add_check(add_parser: AddParser) -> None:
     """Add the command."""
     text = "say what is wrong with the AMP of a trial, or of a script and its arguments"
     parser = add_command(add_parser, "check", text, _check)
-    add_trial_options(parser, precision=False)
+    add_trial_options(parser, needs_config=False)
     parser.add_argument(
         "--json", action="store_true", help="print the findings as JSON"
     )
     if is_task():
         return
-    parser.usage = "det-amp check [options] (YAML | SCRIPT.py ITS ARGUMENTS)"
+    parser.add_argument("--verbose", action="store_true", help="print all of each note")
+    parser.usage = (
+        "det-amp check [options] (YAML | SCRIPT.py ITS ARGUMENTS | --explain [KEY])"
+    )
+    parser.add_argument(
+        "--explain",
+        nargs="?",
+        const="",
+        metavar="KEY",
+        help="say what a finding means, or list all",
+    )
     parser.add_argument(
         "--minutes",
         type=float,
@@ -72,6 +101,11 @@ def _check(options: Namespace) -> int:
 
         check_task(options.trial, as_json=options.json)
         return 0
+    if options.explain is not None:
+        print(_explained(options.explain))
+        return 0
+    if options.config is None:
+        options.parser.error("give an experiment YAML, or a SCRIPT.py that trains")
     if options.config.endswith(".py"):
         return _check_script(options)
     if options.minutes or options.in_place:
@@ -87,24 +121,43 @@ def _check(options: Namespace) -> int:
         f"at most {RUNS} short runs of the trial, each in a fresh process: most take "
         f"less than a minute, none more than {PATIENCE / 60:.0f} minutes"
     )
-    return _answer(
-        examine(experiment.config, experiment.source, None, _say), as_json=options.json
-    )
+    findings = examine(experiment.config, experiment.source, None, _say)
+    return _answer(findings, options)
+
+
+def _explained(key: str) -> str:
+    """The row of a finding, or the names of all."""
+    if not key:
+        return "\n".join(f"{key:24}{row['sentence']}" for key, row in ROWS.items())
+    if key not in ROWS:
+        near = near_name(key, ROWS)
+        raise UserError(
+            f"--explain {key}: no such finding{near}; --explain alone lists all"
+        )
+    row = ROWS[key]
+    said = [f"{key} ({row['level']}): {row['sentence']}"]
+    for name, label in _SHOWN.items():
+        told = row.get(name, ())
+        lines = textwrap.wrap(told, 84) if isinstance(told, str) else told
+        said += [f"  {label}:"] * bool(lines) + [f"    {line}" for line in lines]
+    return "\n".join(said)
 
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _answer(findings: CheckFindings, *, as_json: bool) -> int:
-    print(findings.to_json() if as_json else findings)
+def _answer(findings: CheckFindings, options: Namespace) -> int:
+    findings.verbose = options.verbose
+    print(findings.to_json() if options.json else findings)
     return 0 if findings.are_right else 1
 
 
 def _check_script(options: Namespace) -> int:
-    if options.trial or options.overrides:
+    if options.trial or options.overrides or options.precision:
         options.parser.error(
-            "--trial and --config are for a YAML; those of a script stand behind it"
+            "--trial, --config and --precision are for a YAML; options of a script "
+            "stand behind it"
         )
     script_file, minutes = options.config, options.minutes or 2.0
     if not Path(script_file).is_file():
@@ -132,7 +185,7 @@ def _check_script(options: Namespace) -> int:
     findings, raised = script.examine_script(
         script_file, options.arguments, minutes, in_place=options.in_place
     )
-    status = _answer(findings, as_json=options.json) if first else 0
+    status = _answer(findings, options) if first else 0
     sys.stdout.flush()
     if raised is None:
         return status
