@@ -379,6 +379,35 @@ def infinite() -> Batch:
     return inputs * math.inf, labels
 
 
+LeavesOut = Callable[[OneModel], None]
+
+
+def leaves_out_before_the_backward(made: OneModel) -> None:
+    with made.amp.autocast():
+        loss = made.loss_fn(infinite())
+    made.end(loss)
+
+
+def leaves_out_after_the_backward(made: OneModel) -> None:
+    loss = made.backward(infinite())
+    made.optimizer.zero_grad()
+    made.end(loss)
+
+
+def leaves_out_after_the_norm(made: OneModel) -> None:
+    loss = made.backward(infinite())
+    made.amp.scaler.unscale_(made.optimizer)
+    made.end(loss)
+    made.optimizer.zero_grad()
+
+
+LEFT_OUT: list[LeavesOut] = [
+    leaves_out_before_the_backward,
+    leaves_out_after_the_backward,
+    leaves_out_after_the_norm,
+]
+
+
 class TestGuard:
     def test_guard_ends_the_loop_with_the_cause_and_the_state_as_it_was(self) -> None:
         made = one_model(init_scale=2.0**10, max_consecutive_skips=1)
@@ -403,6 +432,37 @@ class TestGuard:
             GuardError, match=r"give the newest batch .* amp\.report\(batch, loss"
         ):
             made.amp.report()
+
+    @pytest.mark.parametrize("way", LEFT_OUT)
+    def test_guard_ends_a_loop_that_leaves_out_most_of_its_batches(
+        self, way: LeavesOut
+    ) -> None:
+        made = one_model(init_scale=2.0**10)
+        for _ in range(3):  # fewer than ten are not judged
+            way(made)
+            way(made)
+            made.train(make_batches()[0])
+            made.amp.report()
+        way(made)
+        with pytest.raises(
+            GuardError, match="the loss of 7 of 10 batches since the last look is not"
+        ) as ended:
+            made.amp.report(infinite(), made.loss_fn)
+        assert "Cause: input 0 of the batch is not finite" in str(ended.value)
+        assert ended.value.state_is_good
+
+    def test_guard_lets_a_loop_leave_out_half_of_its_batches_and_accumulate(
+        self,
+    ) -> None:
+        made = one_model(init_scale=2.0**10)
+        for _ in range(5):
+            leaves_out_before_the_backward(made)
+            made.train(make_batches()[0])
+        made.amp.report()
+        for _ in range(10):  # not left out: they have no step yet
+            made.backward(infinite())
+            made.end(torch.tensor(math.inf))
+        made.amp.report()
 
     @pytest.mark.parametrize("applied", [0, 1])
     def test_saving_before_any_applied_step_warns_once(

@@ -7,7 +7,9 @@ switched.
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from determined import pytorch
 from torch import nn
 from torch.nn import functional
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from determined_amp import (
     AmpLoop,
@@ -517,6 +520,18 @@ def schedules_twice(loop: OwnLoop) -> None:
         loop.amp.wrap_lr_scheduler(lr_scheduler.ExponentialLR(loop.optimizer, 0.9))
 
 
+def copies_the_loop(loop: OwnLoop) -> None:
+    copy.deepcopy(loop)
+
+
+def copies_its_scaler(loop: OwnLoop) -> None:
+    copy.copy(loop.amp.scaler)
+
+
+def pickles_the_loop(loop: OwnLoop) -> None:
+    pickle.dumps(loop.amp)
+
+
 MISTAKES_IN_A_LOOP: dict[Callable[[OwnLoop], None], str] = {
     steps_the_optimizer: r"the loop: it steps .* amp\.scaler\.step\(optim",
     steps_an_unknown_optimizer: r"the loop: it steps .* amp\.scaler\.step\(optim",
@@ -528,6 +543,9 @@ MISTAKES_IN_A_LOOP: dict[Callable[[OwnLoop], None], str] = {
     ),
     steps_twice: "the loop: it steps an optimizer again without amp.update",
     scales_no_loss: r"it does not scale the loss; .*\.backward\(\)",
+    copies_the_loop: "the loop: it copies .* an AmpLoop for each training",
+    copies_its_scaler: "the loop: it copies .* an AmpLoop for each training",
+    pickles_the_loop: r"the loop: it copies .* amp\.state_dict\(\) for a checkpoint",
     schedules_twice: (
         "^the loop: wrap_lr_scheduler: its optimizer has a schedule already; join"
     ),
@@ -639,6 +657,24 @@ def test_loop_that_is_over_keeps_nothing_and_refuses_nothing(precision: str) -> 
     optimizer.step()
     del optimizer
     assert model() is None
+
+
+def test_loop_that_comes_or_goes_while_another_training_steps_is_no_error() -> None:
+    loops, optimizer = [OwnLoop()], torch.optim.SGD([nn.Parameter(torch.ones(1))])
+
+    def replace(*_: Any) -> None:
+        loops[:] = [OwnLoop()]
+
+    # torch goes on to the second one
+    handles = [register_optimizer_step_pre_hook(replace) for _ in range(2)]
+    hooks: Any = handles[0].hooks_dict_ref()
+    try:
+        registered = len(hooks)
+        optimizer.step()
+        assert len(hooks) == registered
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def test_step_with_a_closure_and_a_loss_scale_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -116,6 +117,7 @@ def shown(stations: list[str]) -> str:
 def test_page_shows_the_walk_of_an_ordinary_batch_in_each_form(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    gc.collect()  # loops of other tests, which would be asked about each step
     page = " ".join(PAGE.read_text().replace("\n> ", " ").split())
     ten = in_a_trial(lambda: fit(TenLines, FP16_SECTION, batches=8), monkeypatch)
     monkeypatch.undo()

@@ -10,14 +10,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial, wraps
-from typing import Any, TypeVar
+from functools import cache, partial, wraps
+from typing import Any, NoReturn, SupportsIndex, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from determined_amp.amp.casts import drop_casts_when_loaded
 from determined_amp.amp.compiled import compile_forward
@@ -40,9 +39,8 @@ from determined_amp.amp.window import Windows
 
 T = TypeVar("T")
 
-# The hooks of trainings that nobody holds any more; they do nothing. Python may collect
-# a training while torch goes over all hooks, so the next training removes them.
-_HOOKS_THAT_ARE_OVER: list[RemovableHandle] = []
+# The trainings that see all steps of the process, the newest first.
+_TRAININGS: list[weakref.ref[AmpCore]] = []
 
 
 class AmpCore:
@@ -131,6 +129,10 @@ class AmpCore:
         self._prepared: list[nn.Module] = []
         self._unmatched = list(settings.fp32_modules)
         self._step_hooks: list[StepHook] = []
+        self._attempted = 0  # steps of all optimizers when a batch was last counted
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise error_of(Mistake.COPIES, self.remedies)
 
     # Before the training.
 
@@ -278,7 +280,15 @@ class AmpCore:
             # to it in place, and the next replay of a CUDA graph overwrites it.
             loss = loss.detach().to(self.device, non_blocking=True, copy=True)
             loss = loss.reshape(()) if loss.dim() else loss
-        return self.metrics.add(loss, samples, again=again)
+        attempted = sum(window.counts.attempted for window in self.windows.values())
+        has_stepped, self._attempted = attempted > self._attempted, attempted
+        left_out = not (has_stepped or again or self._accumulates())
+        return self.metrics.add(loss, samples, again=again, left_out=left_out)
+
+    def _accumulates(self) -> bool:
+        """Whether gradients wait for a step in a later batch."""
+        parameters = parameters_in(self.models, self.optimizers)
+        return self.scaler.has_scaled and any(p.grad is not None for p in parameters)
 
     # Everything else that a training can ask for.
 
@@ -396,14 +406,10 @@ class AmpCore:
         Returns:
             What ends it before that.
         """
-        while _HOOKS_THAT_ARE_OVER:
-            _HOOKS_THAT_ARE_OVER.pop().remove()
-        handle = register_optimizer_step_pre_hook(_weakly(self._before_step))
-        hooks: Any = handle.hooks_dict_ref()
-        # First: the doctor must not count a step that is refused.
-        hooks.move_to_end(handle.id, last=False)
-        weakref.finalize(self, _HOOKS_THAT_ARE_OVER.append, handle)
-        return handle.remove
+        _hear_of_all_steps()
+        reference = weakref.ref(self, _TRAININGS.remove)
+        _TRAININGS.insert(0, reference)
+        return partial(_TRAININGS.remove, reference)
 
     def _see_steps_of(self, optimizer: Optimizer) -> None:
         """See those of a wrapper, too, that torch has no hooks for."""
@@ -449,6 +455,24 @@ class StepHook:
     def remove(self) -> None:
         """Call it no more."""
         self._patches.close()
+
+
+@cache
+def _hear_of_all_steps() -> None:
+    """Register one hook, for good: another thread may go over the hooks of torch
+    when a later training begins or ends.
+    """
+    handle = register_optimizer_step_pre_hook(_before_any_step)
+    hooks: Any = handle.hooks_dict_ref()
+    # First: the doctor must not count a step that is refused.
+    hooks.move_to_end(handle.id, last=False)
+
+
+def _before_any_step(optimizer: Optimizer, *call: Any) -> None:
+    for reference in list(_TRAININGS):
+        training = reference()
+        if training is not None:
+            training._before_step(optimizer, *call)
 
 
 def _nothing(*call: Any) -> None:

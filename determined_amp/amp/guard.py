@@ -96,6 +96,8 @@ class Guard:
         self._norm_at_start: torch.Tensor | None = None
         self._scale_at_start = 1.0
         self._first_loss: float | None = None
+        # Since the share of batches that were left out was judged last.
+        self._left_out = self._batches = 0
         self._explained = False
         self._warned: set[str] = set()
 
@@ -222,10 +224,27 @@ class Guard:
             elif loss is None and is_not_finite(_norm(self._models, math.inf)):
                 yield f"a parameter is not finite in {settings.precision.value}"
             return
+        yield from self._failure_of_batches()
         for step in steps:
             whose = f"optimizer {step.name[1:]}: " if step.name else ""
             for failure in self._failures_of(step):
                 yield whose + failure
+
+    def _failure_of_batches(self) -> Iterator[str]:
+        """A loop may leave out a batch whose loss is not finite: no step shows it."""
+        self._left_out += self._metrics.left_out
+        self._batches += self._metrics.batches
+        left_out, batches = self._left_out, self._batches
+        if batches < MIN_STEPS_TO_JUDGE:
+            return
+        self._left_out = self._batches = 0
+        limit = self._settings.max_skip_ratio
+        if left_out > limit * batches:
+            yield (
+                f"the loss of {left_out} of {batches} batches since the last look is "
+                "not finite, and they made no step: more than max_skip_ratio "
+                f"{limit:.0%}"
+            )
 
     def _failures_of(self, step: StepReport) -> Iterator[str]:
         settings = self._settings

@@ -78,6 +78,9 @@ class TrainingMetrics:
         latest: The steps of each optimizer in the newest report; None before it.
         loss: The mean over samples of the losses of the newest report; None if none was
             given to `update`.
+        left_out: The batches of the newest report that made no step and whose loss is
+            not finite; on the slot with the most of them.
+        batches: All batches of the newest report.
         first_loss: The loss of the first batch of the process, its mean over slots;
             None before.
         scale_of_newest_step: The loss scale of the newest step; 1 without a scaler.
@@ -104,6 +107,8 @@ class TrainingMetrics:
         self._scales = scales
         self._loss_sum = DeviceSum(device)
         self._losses = 0
+        self._left_out = DeviceSum(device)
+        self._batches = 0
         self._first_loss: torch.Tensor | None = None
         self._timed_samples = 0
         self._waited: float | None = None
@@ -112,6 +117,7 @@ class TrainingMetrics:
         self._peaks: dict[str, float] = {}
         self.latest: list[StepReport] | None = None
         self.loss: float | None = None
+        self.left_out = self.batches = 0
         self.first_loss: float | None = None
         self.scale_of_newest_step = 1.0
         self.trial_reports_loss = False
@@ -119,7 +125,12 @@ class TrainingMetrics:
         self.once: dict[str, float] = {}
 
     def add(
-        self, loss: torch.Tensor | None, samples: int | None, *, again: bool = False
+        self,
+        loss: torch.Tensor | None,
+        samples: int | None,
+        *,
+        again: bool = False,
+        left_out: bool = False,
     ) -> dict[str, float]:
         """Count one batch. No synchronisation.
 
@@ -128,6 +139,7 @@ class TrainingMetrics:
             samples: Samples in the batch; None counts it as one and measures no speed.
             again: Whether this batch has been counted before, so that only the loss is
                 new.
+            left_out: Whether the batch made no step, and left no gradient for one.
 
         Returns:
             What `train_batch` must return. Determined 0.38.1 wants a metric from every
@@ -142,12 +154,15 @@ class TrainingMetrics:
             self._losses += weight
             if self._first_loss is None:
                 self._first_loss = loss
+            if left_out:
+                self._left_out.add(~torch.isfinite(loss))
         if not again:
             self._count(samples)
         return {"batch_samples": float(weight)} if self._slots > 1 else {}
 
     def _count(self, samples: int | None) -> None:
         self._batches_of_process += 1
+        self._batches += 1
         if self._batches_of_process == WARMUP_BATCHES:
             forget_peak_memory(self._device)
             self._peaks.clear()
@@ -169,7 +184,8 @@ class TrainingMetrics:
         self._loss_sum.reset()
         for window in self.windows.all():
             window.reset()
-        self._losses = 0
+        self._left_out.reset()
+        self._losses = self._batches = 0
         self._waited = None
         self._timed_samples = 0
         self._stopwatch.stop()
@@ -186,14 +202,16 @@ class TrainingMetrics:
         first_loss = total if self._first_loss is None else self._first_loss
         of_each = self.windows.all()
         on_device = [
-            (total, first_loss, *self._scales()),
+            (total, first_loss, self._left_out.total(), *self._scales()),
             *(each.on_device() for each in of_each),
         ]
-        (loss, first, scale, used), *numbers = read_at_once(on_device)
+        (loss, first, left_out, scale, used), *numbers = read_at_once(on_device)
         counted = zip(of_each, numbers, strict=True)
         return {
             "loss_sum": loss,
             "losses": self._losses,
+            "left_out": int(left_out),
+            "batches": self._batches,
             "once": self.once,
             "first_loss": first,
             "loss_scale": scale,
@@ -246,6 +264,8 @@ class TrainingMetrics:
         if losses:
             self.loss = sum(slot["loss_sum"] for slot in slots) / losses
             self.first_loss = sum(slot["first_loss"] for slot in slots) / len(slots)
+        self.left_out = max(slot["left_out"] for slot in slots)
+        self.batches = max(slot["batches"] for slot in slots)
         self.latest = furthest["steps"]
         self.scale_of_newest_step = furthest["scale_of_newest_step"]
         metrics: Metrics = dict(slots[0]["once"])

@@ -28,6 +28,7 @@ class Mistake(enum.Enum):
     STEPS_ITSELF = "it steps an optimizer whose gradients may still be scaled"
     SCALES_NO_LOSS = "it does not scale the loss"
     TAKES_CLOSURE = "it steps with a closure, which a loss scale does not allow"
+    COPIES = "it copies or pickles amp or its scaler, which belong to one training"
     UPDATES_NOTHING = "it steps an optimizer, and must end with amp.update(...)"
 
 
@@ -66,6 +67,7 @@ IN_A_LOOP: Mapping[Mistake, str] = {
     Mistake.STEPS_ITSELF: "amp.scaler.step(optimizer)",
     Mistake.TAKES_CLOSURE: _NO_SCALE,
     Mistake.SCALES_NO_LOSS: "amp.scaler.scale(loss).backward()",
+    Mistake.COPIES: "an AmpLoop for each training; amp.state_dict() for a checkpoint",
 }
 
 # The same in the `train_batch` of a trial.
@@ -78,6 +80,7 @@ IN_A_TRIAL: Mapping[Mistake, str] = {
     Mistake.TAKES_CLOSURE: _NO_SCALE,
     Mistake.STEPS_ITSELF: "context.step_optimizer(optimizer, scaler=amp.scaler)",
     Mistake.SCALES_NO_LOSS: "context.backward(amp.scaler.scale(loss))",
+    Mistake.COPIES: "a MixedPrecision for each context; its checkpoints have the state",
 }
 
 

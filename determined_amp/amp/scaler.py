@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -95,6 +95,9 @@ class LossScaler(torch.amp.GradScaler):
         self._end_listening: Callable[[], None] | None = None
         self._used: torch.Tensor | None = None
         _SCALERS.add(self)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise error_of(Mistake.COPIES, self.windows.remedies)
 
     # The calls of torch's recipe.
 
