@@ -26,7 +26,7 @@ from torchvision.models import VisionTransformer
 from benchmarks.measured import markdown_table
 from determined_amp.amp.slots import OneSlot
 from determined_amp.finder.model import rehearsal_of
-from determined_amp.finder.scale_finding import find_window
+from determined_amp.finder.scale_finding import find_range
 
 # Steps of a training before the first look, and from there to the second.
 STEPS = (0, 20)
@@ -57,16 +57,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for steps in STEPS:
             train(case, steps, 2.0**8)
             predicted, low = prediction(case)
-            window = f"2^{low} to 2^{predicted - 1}"
+            safe = f"2^{low} to 2^{predicted - 1}"
             row = [
                 case.name,
                 str(steps),
                 f"2^{predicted}",
                 f"2^{first_skip(case)}",
-                window,
+                safe,
             ]
             rows.append(row)
-    heads = ["model", "steps", "predicted first skip", "measured", "window"]
+    heads = ["model", "steps", "predicted first skip", "measured", "range"]
     print(markdown_table(heads, rows))
     print(
         f"\n{platform.machine()} CPU, torch {torch.__version__}, one batch, one seed."
@@ -174,7 +174,7 @@ def prediction(case: Case) -> tuple[int, int]:
     rehearsal = rehearsal_of(
         case.model, lambda batch: case.loss(case.model, batch), case.batch, device
     )
-    found = find_window([rehearsal], OneSlot())
+    found = find_range([rehearsal], OneSlot())
     return found.top_log2 + 1, found.low_log2
 
 

@@ -226,7 +226,7 @@ def _leave_finding(
     """Report the finder's answer to the master, and store all of it."""
     finding = answer.finding
     scale_log2 = finding.answer_log2
-    metrics = {"window_bits": finding.window_bits}
+    metrics = {"range_bits": finding.range_bits}
     status = finding.verdict.value
     init_scale = None
     if scale_log2 is not None:

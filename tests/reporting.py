@@ -118,7 +118,7 @@ def finding(low: int = -6, top: int = 18) -> Values:
         },
         **{"is_ours": True, "min_scale": 1.0},
     }
-    window = {"choice_log2": 17, "low_log2": low, "top_log2": top}
+    safe = {"choice_log2": 17, "low_log2": low, "top_log2": top}
     predicted = [
         {
             "scale_log2": scale,
@@ -133,7 +133,7 @@ def finding(low: int = -6, top: int = 18) -> Values:
         for name, largest, lowest in (("head", -3, -6), ("body <1>", -5, -20))
     ]
     return {
-        **{"run": run, "verdict": "use 2^k", **window, "cause": ""},
+        **{"run": run, "verdict": "use 2^k", **safe, "cause": ""},
         **{"predicted": predicted, "measured": [measured], "modules": modules},
         "hidden_modules": ["hidden"],
     }

@@ -143,12 +143,12 @@ def test_what_does_not_exist_would_be_noticed() -> None:
     """Negative control."""
     right = "tests/test_docs.py::test_what_does_not_exist_would_be_noticed"
     in_class = (
-        "tests/test_finder.py::TestWindow::test_first_overflowing_power_of_two_is_exact"
+        "tests/test_finder.py::TestRange::test_first_overflowing_power_of_two_is_exact"
     )
     wrong = {
         f"{right}_not",
         f"{in_class}_not",
-        "tests/test_finder.py::TestWin::test_first_overflowing_power_of_two_is_exact",
+        "tests/test_finder.py::TestRan::test_first_overflowing_power_of_two_is_exact",
     }
     assert missing_tests(" ".join([right, in_class, *wrong])) == wrong
     assert missing_files(

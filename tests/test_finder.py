@@ -25,7 +25,7 @@ from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.finder.scale_finding import (
     ScaleFinding,
     Verdict,
-    find_window,
+    find_range,
 )
 from determined_amp.finder.scale_score import choice_of
 from tests.loss_scale import ALL, Context, Trial, looked_at, skipped_steps
@@ -48,7 +48,7 @@ def measured_first_overflow(batches: Batches) -> int:
     return fails
 
 
-class TestWindow:
+class TestRange:
     @pytest.mark.parametrize("steps", [0, 10])
     @pytest.mark.parametrize("trial", ALL)
     def test_first_overflowing_power_of_two_is_exact(
@@ -57,7 +57,7 @@ class TestWindow:
         def work(
             small: SmallTrial, context: Context, batches: Batches
         ) -> tuple[int, int]:
-            found = find_window(batches, context.distributed)
+            found = find_range(batches, context.distributed)
             return found.top_log2 + 1, measured_first_overflow(batches)
 
         found, measured = looked_at(trial, work, steps=steps)
@@ -92,7 +92,7 @@ def found_in_four(trial: Trial) -> ScaleFinding:
     """In the first four batches of a trial as it is."""
 
     def work(small: SmallTrial, context: Context, batches: Batches) -> ScaleFinding:
-        return find_window(batches, context.distributed)
+        return find_range(batches, context.distributed)
 
     return looked_at(trial, work, batches=4)
 
@@ -108,20 +108,20 @@ def found_in_four(trial: Trial) -> ScaleFinding:
     ],
 )
 def test_verdict_of_the_small_trials(trial: Trial, verdict: Verdict) -> None:
-    """Each of the forty layers of `DeepPlain` shrinks the gradient: it has no window.
+    """Each of the forty layers of `DeepPlain` shrinks the gradient: no range is safe.
 
     The first ones train on what the last ones overflow at.
     """
     found = found_in_four(trial)
     assert found.verdict is verdict
-    assert (found.window_bits < 0) == (verdict is Verdict.BF16)
+    assert (found.range_bits < 0) == (verdict is Verdict.BF16)
     default = verdict is Verdict.DEFAULT
     assert found.choice_log2 == choice_of(found.low_log2, found.top_log2)
     assert (found.low_log2 <= 16 <= found.top_log2) == default
 
 
 class TestCommand:
-    def test_find_prints_window_verdict_and_lines_and_writes_json(
+    def test_find_prints_range_verdict_and_lines_and_writes_json(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         data = tmp_path / "finding.json"
@@ -129,7 +129,7 @@ class TestCommand:
         printed = capsys.readouterr().out
         assert "verdict: default is fine" in printed
         assert "hyperparameters:" not in printed
-        top = int(re.findall(r"safe window: 2\^-?\d+ to 2\^(\d+)", printed)[0])
+        top = int(re.findall(r"safe range: 2\^-?\d+ to 2\^(\d+)", printed)[0])
         written = json.loads(data.read_text())
         assert written["verdict"] == "default is fine"
         assert max(module["largest_log2"] for module in written["modules"]) <= 15 - top

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.slots import OneSlot
 from determined_amp.finder.prediction import predict_float16
-from determined_amp.finder.scale_finding import find_window
+from determined_amp.finder.scale_finding import find_range
 
 SAMPLES, WIDTH = 24, 32
 
@@ -263,7 +263,7 @@ def is_finite(model: nn.Module, train: Train, factor: float, scale_log2: int) ->
 @pytest.mark.parametrize("factor", [1.0, 1e-6])
 @pytest.mark.parametrize("name", [*OPERATIONS, *LOOPS])
 def test_first_overflow_is_exact(name: str, factor: float) -> None:
-    found = find_window(rehearsed(name, factor), OneSlot())
+    found = find_range(rehearsed(name, factor), OneSlot())
     assert found.top_log2 + 1 == first_overflow(name, factor)
 
 
@@ -281,7 +281,7 @@ def test_gradient_that_is_masked_before_the_parameters_does_not_lower_the_top(
 
     torch.manual_seed(0)
     model = Around(padded)
-    found = find_window([rehearsal(model, regression, 1.0)], OneSlot())
+    found = find_range([rehearsal(model, regression, 1.0)], OneSlot())
     model.zero_grad()
     skips = [
         scale for scale in range(8, 30) if not is_finite(model, regression, 1.0, scale)

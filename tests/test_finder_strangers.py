@@ -17,7 +17,7 @@ from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.tensors import own_copy
 from determined_amp.experiment.experiment import experiment_in, read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.finder.scale_finding import find_window
+from determined_amp.finder.scale_finding import find_range
 from determined_amp.finder.scoring import score_batches
 from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.loss_scale import in_training
@@ -58,7 +58,7 @@ class TestOwnBatch:
             small: SmallTrial, context: Context, batches: Sequence[Rehearsal]
         ) -> Any:
             slots = context.distributed
-            return find_window(batches, slots), score_batches(batches, slots, 2)
+            return find_range(batches, slots), score_batches(batches, slots, 2)
 
         self.prepares(
             monkeypatch, lambda batch: prepare([part.clone() for part in batch])

@@ -1,4 +1,4 @@
-"""The low end of the safe window: gradients of float16 are still those of float32
+"""The low end of the safe range: gradients of float16 are still those of float32
 there.
 """
 
@@ -14,7 +14,7 @@ from torch.nn import functional
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.slots import OneSlot
 from determined_amp.finder.model import rehearsal_of
-from determined_amp.finder.scale_finding import Verdict, find_window
+from determined_amp.finder.scale_finding import Verdict, find_range
 
 WORDS, TOKENS, WIDTH = 500, 32, 64
 
@@ -85,11 +85,11 @@ def gradient_error(rehearsal: Rehearsal, scale_log2: float) -> float:
     return sum(errors) / len(exact)
 
 
-def test_gradients_of_attention_are_as_good_at_the_windows_low_end_as_at_its_top() -> (
+def test_gradients_of_attention_are_as_good_at_the_ranges_low_end_as_at_its_top() -> (
     None
 ):
     batch = bert_batch()
-    found = find_window([batch], OneSlot())
+    found = find_range([batch], OneSlot())
     assert found.verdict is Verdict.DEFAULT
     assert found.low_log2 <= 12
     low, top = (

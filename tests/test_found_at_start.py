@@ -169,7 +169,7 @@ def test_finder_without_an_answer_starts_with_the_default_scale_and_says_so(
     def refuse(*given: object, **named: object) -> None:
         raise LossScaleError("all 16-bit gradients are exactly 0")
 
-    monkeypatch.setattr(first_scale, "find_window", refuse)
+    monkeypatch.setattr(first_scale, "find_range", refuse)
     run(Converted)
     said = (
         "init_scale: find found none: all 16-bit gradients are exactly 0; starting with"

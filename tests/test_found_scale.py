@@ -127,7 +127,7 @@ def test_text_has_tables_sentences_and_the_lines_to_paste() -> None:
 
 SKIPS = "2^16 costs 2 skipped steps: negligible beyond 40 steps"
 NO_WINDOW = (
-    "no safe window: above 2^14 gradients overflow, and below 2^16 some tensor loses "
+    "no safe range: above 2^14 gradients overflow, and below 2^16 some tensor loses "
     "more than 0.1% of its norm, flushed to 0"
 )
 # What is said; "..." stands for the sentences before.
@@ -135,17 +135,17 @@ SENTENCES: dict[str, tuple[FoundScale, list[str]]] = {
     "another scale than the default": (
         FOUND,
         [
-            "safe window: 2^9 to 2^14, 6 powers of two",
+            "safe range: 2^9 to 2^14, 6 powers of two",
             "verdict: use 2^13",
             f"starting at the YAML's {SKIPS}",
         ],
     ),
-    "scale below the window": (  # from 2^6 three doublings, each after 2000 steps
+    "scale below the range": (  # from 2^6 three doublings, each after 2000 steps
         of_run(init_scale=64.0),
         [
             "...",
             "starting at the YAML's 2^6 flushes 10.0% of a gradient to 0, and takes "
-            "6000 steps to grow into the window",
+            "6000 steps to grow into the range",
             f"starting at the default {SKIPS}",
         ],
     ),
@@ -156,7 +156,7 @@ SENTENCES: dict[str, tuple[FoundScale, list[str]]] = {
     "default": (
         found(verdict=Verdict.DEFAULT, top_log2=16, choice_log2=16),
         [
-            "safe window: 2^9 to 2^16, 8 powers of two",
+            "safe range: 2^9 to 2^16, 8 powers of two",
             "verdict: default is fine: 2^16 is safe here; tuning it cannot help",
         ],
     ),

@@ -22,7 +22,7 @@ from benchmarks.small_trials import SummedLoss
 from determined_amp.amp.fp32_modules import keep_in_float32
 from determined_amp.amp.precision import DeviceSupport, prepare_backend
 from determined_amp.amp.settings import Precision
-from determined_amp.finder.scale_finding import find_window
+from determined_amp.finder.scale_finding import find_range
 from tests import gpu, test_never_waits, training
 from tests.gpu import DEVICE, only_a_gpu_raises, only_a_gpu_shows, sized
 from tests.loss_scale import looked_at, skipped_steps
@@ -359,7 +359,7 @@ def test_fp32_modules_compute_in_float32_forward_and_backward(
 def test_training_skips_its_first_step_one_bit_above_the_found_top() -> None:
     top = looked_at(
         SummedLoss,
-        lambda _, context, batches: find_window(batches, context.distributed).top_log2,
+        lambda _, context, batches: find_range(batches, context.distributed).top_log2,
         batches=1,
     )
     assert skipped_steps(SummedLoss, 1, init_scale=2.0**top) == 0

@@ -18,7 +18,7 @@ from determined_amp.finder.scale_finding import (
     ModuleGradients,
     ScaleFinding,
     Verdict,
-    find_window,
+    find_range,
 )
 from tests.loss_scale import histogram, prediction_of
 
@@ -43,16 +43,16 @@ def found(
     monkeypatch.setattr(scale_finding, "predict_float16", answers(lambda: prediction))
     monkeypatch.setattr(scale_finding, "cause_of", answers(lambda: "the cause"))
     monkeypatch.setattr(scale_finding, "overflows", answers(overflows))
-    return find_window(REHEARSALS, SLOTS)
+    return find_range(REHEARSALS, SLOTS)
 
 
 @pytest.mark.parametrize(
     ("top", "first", "last", "step"), [(12, -31, 20, 3), (126, -31, 130, 7)]
 )
-def test_shown_scales_reach_from_below_the_window_to_above_it(
+def test_shown_scales_reach_from_below_the_range_to_above_it(
     top: int, first: int, last: int, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From four powers of two below the window to four above it, in 24 rows and a few
+    """From four powers of two below the range to four above it, in 24 rows and a few
     more.
     """
     prediction = prediction_of({"a": {3: 1}})
@@ -95,7 +95,7 @@ ONE, LOUD = {"a": {3: 1}}, {"a": {-7: 1}}
         # A kernel that adds up in float16 may overflow below the prediction.
         (LOUD, 22, -17, 16, Verdict.DEFAULT),
         (LOUD, 15, -17, 9, Verdict.SCALE),
-        # Nearer to the low end of a small window; the default is in the second one.
+        # Nearer to the low end of a small range; the default is in the second one.
         ({"a": {0: 1}, "faint": {-34: 1}}, 15, 10, 12, Verdict.SCALE),
         ({"a": {-1: 1}, "faint": {-40: 1}}, 16, 16, 16, Verdict.DEFAULT),
         ({"a": {-5: 1}, "faint": {-41: 1}}, 20, 17, 18, Verdict.SCALE),
@@ -104,7 +104,7 @@ ONE, LOUD = {"a": {3: 1}}, {"a": {-7: 1}}
         (ONE, 12 - 25, -27, None, Verdict.FORWARD_OVERFLOW),
     ],
 )
-def test_window_and_choice_are_those_that_float16_shows(
+def test_range_and_choice_are_those_that_float16_shows(
     modules: dict[str, dict[int, int]],
     works: int,
     low: int,
@@ -122,7 +122,7 @@ def test_window_and_choice_are_those_that_float16_shows(
     if choice is None:
         assert (finding.answer_log2, finding.cause) == (None, "the cause")
     else:
-        assert (finding.top_log2, finding.window_bits) == (works, works - low)
+        assert (finding.top_log2, finding.range_bits) == (works, works - low)
         recommended = 16 if verdict is Verdict.DEFAULT else choice
         assert (finding.answer_log2, finding.cause) == (recommended, "")
 
@@ -136,7 +136,7 @@ def test_shares_are_those_of_the_prediction(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("init", "skips"), [(9, 0), (10, 0), (10.5, 1), (11, 1), (16, 6)]
 )
-def test_every_bit_above_the_window_is_a_skipped_step(init: float, skips: int) -> None:
+def test_every_bit_above_the_range_is_a_skipped_step(init: float, skips: int) -> None:
     finding = ScaleFinding(0, 10, 9, Verdict.SCALE, (), (), ())
     assert finding.expected_skips(init) == skips
 

@@ -19,7 +19,7 @@ from determined_amp.experiment.experiment import experiment_in, read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder import scoring
 from determined_amp.finder.prediction import Prediction
-from determined_amp.finder.scale_finding import find_window
+from determined_amp.finder.scale_finding import find_range
 from determined_amp.finder.scale_score import (
     FLUSHED_LIMIT,
     Score,
@@ -176,12 +176,12 @@ def skipped_in_training(trial: Trial, init_scale: float) -> int:
 
 @pytest.mark.parametrize("trial", [SummedLoss, TinyLoss])
 class TestSmallTrials:
-    def test_score_is_zero_all_through_the_measured_window_and_rises_on_both_sides(
+    def test_score_is_zero_all_through_the_measured_range_and_rises_on_both_sides(
         self, trial: Trial
     ) -> None:
         def work(small: SmallTrial, context: Context, batches: Batches) -> None:
             slots = context.distributed
-            finding = find_window(batches, slots)
+            finding = find_range(batches, slots)
             low, top = finding.low_log2, finding.top_log2
             inside = [low, (low + top) // 2, top]
             scales = [*range(low - 3, low), *inside, *range(top + 1, top + 4)]
@@ -199,13 +199,13 @@ class TestSmallTrials:
         looked_at(trial, work, batches=1)
 
     @pytest.mark.parametrize("above", [0, 1, 4.25, 20])
-    def test_steps_lost_above_the_window_are_those_that_a_training_skips(
+    def test_steps_lost_above_the_range_are_those_that_a_training_skips(
         self, trial: Trial, above: float
     ) -> None:
         def work(
             small: SmallTrial, context: Context, batches: Batches
         ) -> tuple[float, Score]:
-            scale = find_window(batches, context.distributed).top_log2 + above
+            scale = find_range(batches, context.distributed).top_log2 + above
             return scale, score_batches(batches, context.distributed, scale)
 
         scale, found = looked_at(trial, work, batches=1)
@@ -275,7 +275,7 @@ def trials(*steps: float | None) -> list[tuple[float, float | None]]:
             "no step is lost in 3 of 5 trials, at 2^15 to 2^17: default is fine: 2^16 "
             "is among them; a search can find nothing better",
         ),
-        # As the finder chooses in this window: half of it is left to the top.
+        # As the finder chooses in this range: half of it is left to the top.
         (
             [(8.0, 0.0), (9.0, 0.0), (15.0, 0.0), (16.0, 1.0)],
             "no step is lost in 3 of 4 trials, at 2^8 to 2^15: use 2^11",

@@ -90,7 +90,7 @@ def test_finder_reports_its_choice_and_stores_its_finding(
     master = task("find_loss_scale.yaml")
     ((batches, metrics),) = master.reports["validation"]
     assert batches == 4
-    assert metrics["window_bits"] > 0
+    assert metrics["range_bits"] > 0
     assert master.metadata["init_scale"] == 2.0 ** metrics["init_scale_log2"]
     assert master.status == f"init_scale 2^{metrics['init_scale_log2']}"
     assert "verdict: default is fine" in capsys.readouterr().out

@@ -34,7 +34,7 @@ FILE_NAME = "loss_scale.json"
 _FEW_BITS = 3
 _GROWTHS = 10
 
-# How many modules the table lists for each side of the window.
+# How many modules the table lists for each side of the range.
 _MODULES_PER_SIDE = 4
 
 
@@ -74,7 +74,7 @@ class FoundScale:
     prints.
     """
 
-    finding: ScaleFinding  # verdict, window and choice
+    finding: ScaleFinding  # verdict, range and choice
     run: FinderRun  # experiment and machine
 
     @property
@@ -188,7 +188,7 @@ def _scale_table(finding: ScaleFinding) -> str:
 def _module_table(finding: ScaleFinding) -> str:
     """The modules with the largest gradients, then the modules with the smallest.
 
-    The largest gradients set the top of the safe window, the smallest gradients its
+    The largest gradients set the top of the safe range, the smallest gradients its
     bottom.
     """
     large = sorted(finding.modules, key=lambda module: -module.largest_log2)
@@ -218,19 +218,19 @@ def _table(title: str, rows: Sequence[Sequence[str]]) -> str:
 
 
 def scale_sentences(answer: FoundScale) -> Iterator[str]:
-    """Sentences on the window, the verdict, and the cost of the YAML's scale."""
+    """Sentences on the range, the verdict, and the cost of the YAML's scale."""
     finding = answer.finding
-    low, top, bits = finding.low_log2, finding.top_log2, finding.window_bits
+    low, top, bits = finding.low_log2, finding.top_log2, finding.range_bits
     if finding.verdict is Verdict.FORWARD_OVERFLOW:
         yield f"verdict: no scale helps: {finding.cause}"
         return
     if bits < 0:
         yield (
-            f"no safe window: above 2^{top} gradients overflow, and below 2^{low} some "
+            f"no safe range: above 2^{top} gradients overflow, and below 2^{low} some "
             f"tensor loses more than {FLUSHED_LIMIT:.1%} of its norm, flushed to 0"
         )
     else:
-        yield f"safe window: 2^{low} to 2^{top}, {bits + 1} powers of two"
+        yield f"safe range: 2^{low} to 2^{top}, {bits + 1} powers of two"
     if finding.verdict is Verdict.DEFAULT:
         yield _fine(finding)
     elif finding.verdict is Verdict.SCALE:
@@ -266,7 +266,7 @@ def _fine(finding: ScaleFinding) -> str:
 
 def _cost_of_other_scales(answer: FoundScale) -> Iterator[str]:
     """The cost of the YAML's scale and of PyTorch's default, if they lie outside the
-    window.
+    range.
     """
     finding, run = answer.finding, answer.run
     owner = "the YAML's" if run.is_ours else "the scaler's"
@@ -285,7 +285,7 @@ def _cost_of_other_scales(answer: FoundScale) -> Iterator[str]:
             steps = math.ceil(finding.low_log2 - scale) * run.growth_interval
             yield (
                 f"starting at {name} flushes {_share(finding.at(scale).flushed_share)} "
-                f"of a gradient to 0, and takes {steps} steps to grow into the window"
+                f"of a gradient to 0, and takes {steps} steps to grow into the range"
                 + (
                     f"; the run has {run.steps}"
                     if run.steps and run.steps < steps

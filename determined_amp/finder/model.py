@@ -16,7 +16,7 @@ from determined_amp.amp.slots import OneSlot
 from determined_amp.amp.tensors import mapped, own_copy, tensors_of
 from determined_amp.finder.found_scale import FoundScale, run_now
 from determined_amp.finder.prediction import LossScaleError
-from determined_amp.finder.scale_finding import find_window
+from determined_amp.finder.scale_finding import find_range
 from determined_amp.finder.scale_score import DEFAULT_LOG2
 
 # The default of PyTorch's GradScaler.
@@ -59,7 +59,7 @@ def find_loss_scale(
     where = _device(model, device)
     moved = _moved(batches, where)
     rehearsals = [rehearsal_of(model, loss_fn, batch, where) for batch in moved]
-    finding = find_window(rehearsals, OneSlot())
+    finding = find_range(rehearsals, OneSlot())
     samples = sum(map(_samples, moved))
     run = run_now(
         type(model).__name__, where, len(moved), samples, init_scale, _GROWTH_INTERVAL

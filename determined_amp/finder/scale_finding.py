@@ -23,7 +23,7 @@ from determined_amp.finder.scale_score import (
     choice_of,
 )
 
-# How many powers of two a table shows on each side of the window, and in total.
+# How many powers of two a table shows on each side of the range, and in total.
 _MARGIN = 4
 _MOST_ROWS = 24
 
@@ -107,7 +107,7 @@ class ScaleFinding:
         return self.low_log2 <= scale_log2 <= self.top_log2
 
     @property
-    def window_bits(self) -> int:
+    def range_bits(self) -> int:
         """Bits from the lowest safe scale to the highest; negative if no scale is
         safe.
         """
@@ -132,11 +132,11 @@ class ScaleFinding:
         return self.predicted[min(max(index, 0), len(self.predicted) - 1)]
 
     def shown_scales(self) -> list[int]:
-        """log2 of scales from below the window to above it, including 2^16."""
+        """log2 of scales from below the range to above it, including 2^16."""
         return _shown_scales(self.low_log2, self.top_log2, self.measured)
 
 
-def find_window(rehearsals: Sequence[Rehearsal], slots: Slots) -> ScaleFinding:
+def find_range(rehearsals: Sequence[Rehearsal], slots: Slots) -> ScaleFinding:
     """Find the loss scale to start with, see `choice_of`.
 
     The top is measured in float16, beginning where it is predicted: values that are

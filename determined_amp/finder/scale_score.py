@@ -1,7 +1,7 @@
 """The score of a loss scale, and what the scores of a search mean; read without torch.
 
 The validation loss after a short training cannot rank loss scales, because seeds change
-it more than scales inside the safe window do. So the score counts the optimizer steps
+it more than scales inside the safe range do. So the score counts the optimizer steps
 that a scale loses:
 
     steps_lost       = skipped steps + lost share of the gradient * growth_interval
@@ -10,7 +10,7 @@ that a scale loses:
 A skipped step lowers the scale, and the first steps are skipped until nothing
 overflows. The lost share is what float16 flushes to 0 at the scale that the training
 then starts with; it counts where it is above `FLUSHED_LIMIT`, and until the scale
-grows. So the score is 0 all through the safe window, and rises on both sides of it.
+grows. So the score is 0 all through the safe range, and rises on both sides of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 # log2 of the default init_scale of PyTorch's GradScaler.
 DEFAULT_LOG2 = 16
 
-# Bits between the choice and the top, where the window has them. While learning begins,
+# Bits between the choice and the top, where the range has them. While learning begins,
 # the largest gradient can grow by 2 to 5 bits (`benchmarks.loss_scale`), and later
 # batches differ from the first ones by another.
 _ROOM = 6
@@ -71,12 +71,12 @@ def bits_from_default(scale_log2: float) -> float:
 
 
 def choice_of(low: int, top: int) -> int:
-    """log2 of the scale to start with, given a safe window from 2^`low` to 2^`top`.
+    """log2 of the scale to start with, given a safe range from 2^`low` to 2^`top`.
 
     It leaves 6 bits to the top, because gradients grow while learning begins, and each
     bit too few is a skipped step. It never leaves more than to the bottom, because
     gradients may shrink, too, and a bit there costs thousands of steps until the scale
-    has grown. Inside the window, nothing else depends on the scale, so PyTorch's
+    has grown. Inside the range, nothing else depends on the scale, so PyTorch's
     default is chosen where it leaves as much.
     """
     room = min(_ROOM, (top - low + 1) // 2) if low <= top else 1

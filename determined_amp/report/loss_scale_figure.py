@@ -23,7 +23,7 @@ from determined_amp.search.search_folder import Search
 _WIDTH = 10.0
 _PANEL_HEIGHT = 2.9
 
-# How far the axis goes beyond the window, and log2 of a scale beyond the range of
+# How far the axis goes beyond the safe range, and log2 of a scale beyond the range of
 # float32.
 _MARGIN_BITS = 4
 _FAR = 200
@@ -75,15 +75,15 @@ def _power(log2: float) -> str:
 
 
 def _mark_scales(axes: Axes, finding: ScaleFinding) -> None:
-    """Mark the window, overflow, choice and PyTorch's default along an axis of log2
+    """Mark the range, overflow, choice and PyTorch's default along an axis of log2
     scales.
     """
     low = finding.low_log2
     top = finding.top_log2
     choice = finding.choice_log2
     if low <= top:
-        window = f"safe window, {_power(low)} to {_power(top)}"
-        axes.axvspan(low, top, color=GREEN, alpha=0.10, linewidth=0, label=window)
+        safe = f"safe range, {_power(low)} to {_power(top)}"
+        axes.axvspan(low, top, color=GREEN, alpha=0.10, linewidth=0, label=safe)
     axes.axvspan(
         top + 1, _FAR, color=VERMILION, alpha=0.12, linewidth=0, label="overflow"
     )

@@ -31,7 +31,7 @@ _METRICS = (
 
 _CAPTION = (
     "Lines are predicted from one bfloat16 backward per batch, crosses are measured in "
-    "float16. Green: the safe window: nothing overflows, and no gradient loses more "
+    "float16. Green: the safe range: nothing overflows, and no gradient loses more "
     "than 0.1 % of its norm, flushed to 0. Red: a gradient overflows, the step is "
     "skipped, the scale halved."
 )

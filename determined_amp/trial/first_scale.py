@@ -16,7 +16,7 @@ from determined_amp.amp.settings import AmpSettings, OnOverflow
 from determined_amp.experiment.dotted import value_at
 from determined_amp.finder.found_scale import FoundScale, run_now, scale_sentences
 from determined_amp.finder.prediction import LossScaleError
-from determined_amp.finder.scale_finding import find_window
+from determined_amp.finder.scale_finding import find_range
 from determined_amp.trial.determined_private import (
     aggregation_frequency,
     hyperparameters,
@@ -125,7 +125,7 @@ def find_on_batches(
         LossScaleError: if no scale can be found.
     """
     scaler = scaler_of(context)
-    finding = find_window(rehearsals, context.distributed)
+    finding = find_range(rehearsals, context.distributed)
     samples = sum(
         int(trial.get_batch_length(rehearsal.batch)) for rehearsal in rehearsals
     )
