@@ -18,7 +18,7 @@ from determined_amp import AmpLoop, AmpSettings, ConfigError, Precision
 from determined_amp.amp.rehearse import restored
 from determined_amp.amp.settings import FindScale
 from determined_amp.finder.prediction import LossScaleError
-from determined_amp.trial import first_scale
+from determined_amp.trial import loss_scale
 from tests.harness import fit_as_it_is, same_bits
 from tests.trials import CLASSES, FEATURES, Converted, Plain
 
@@ -169,7 +169,7 @@ def test_finder_without_an_answer_starts_with_the_default_scale_and_says_so(
     def refuse(*given: object, **named: object) -> None:
         raise LossScaleError("all 16-bit gradients are exactly 0")
 
-    monkeypatch.setattr(first_scale, "find_range", refuse)
+    monkeypatch.setattr(loss_scale, "find_range", refuse)
     run(Converted)
     said = (
         "init_scale: find found none: all 16-bit gradients are exactly 0; starting with"

@@ -8,6 +8,10 @@ replaced while it trains:
 * `step_optimizer` of the context: nothing else sees whether the trial clips gradients
   with a function that leaves them scaled.
 
+A trial that makes none itself gets one from outside: `unmodified.py` replaces
+`wrap_model` of its context, and `unmodified_training.py` `backward` and
+`step_optimizer` of the context, and `train_batch` and `build_callbacks` of the trial.
+
 Where gradients accumulate over several batches, they are exchanged once per step and
 divided once, in place of `_average_gradients` of the context. Determined 0.38.1 enters
 `no_sync` around the backward alone. DistributedDataParallel decides in the forward
@@ -39,7 +43,7 @@ from determined_amp.amp.rehearse.restored import attributes_apart
 from determined_amp.amp.tensors import own_copy, parameters_in, tensors_of
 from determined_amp.amp.torch_private import version_of
 from determined_amp.trial.determined_private import average_gradients_by, what_steps
-from determined_amp.trial.first_scale import settings_with_found_scale
+from determined_amp.trial.loss_scale import settings_with_found_scale
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +54,7 @@ class Batches:
     Args:
         amp: The mixed precision of the trial.
         trial: The trial; its `train_batch` trains a batch.
-        context: Its context, as the trial sees it.
+        context: Its context.
         checks_clips: Whether the trial itself unscales gradients before it clips them.
 
     Attributes:

@@ -18,6 +18,7 @@ import torch
 from determined import core, pytorch, util
 from determined.common.api import authentication, bindings, certs, errors
 
+from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError, GuardError, UserError
 from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import Config, Metrics, StateDict
@@ -42,7 +43,16 @@ logger = logging.getLogger(__name__)
 # What a request to the master may raise.
 REFUSED = (errors.BadRequestException, bindings.APIHttpError, OSError)
 
+# The attribute of a context that holds the `MixedPrecision` of its trial.
+AMP = "_determined_amp"
+
 # What a context knows, but does not offer.
+
+
+def amp_of(context: pytorch.PyTorchTrialContext) -> AmpCore | None:
+    """The mixed precision of a context, if its trial has one."""
+    amp: AmpCore | None = getattr(context, AMP, None)
+    return amp
 
 
 def train_context(context: pytorch.PyTorchTrialContext) -> core.TrainContext:

@@ -1,43 +1,55 @@
-"""Gives a trial's own batches to the finder and the score, without a training.
+"""Gives a trial's own batches to the finder and the score.
 
 The trial's `train_batch` runs in Determined's loop, so data, model, loss and
-accumulation are the same as in training.
+accumulation are the same as in training. A command trains nothing; a training with
+`init_scale: find` goes on from the scale that its first batch has shown.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 import determined as det
 import torch
 from determined import pytorch
 
+from determined_amp.amp.core import AmpCore
+from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.patched import patched
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.rehearse.restored import without_steps
+from determined_amp.amp.settings import AmpSettings, OnOverflow
 from determined_amp.amp.tensors import own_copy
-from determined_amp.finder.found_scale import FoundScale
+from determined_amp.experiment.dotted import value_at
+from determined_amp.finder.found_scale import FoundScale, run_now, scale_sentences
 from determined_amp.finder.prediction import LossScaleError
+from determined_amp.finder.scale_finding import find_range
 from determined_amp.finder.scale_score import Score
 from determined_amp.finder.scoring import NoScaleError, score_batches
 from determined_amp.trial.determined_private import (
     BatchCollector,
+    aggregation_frequency,
+    amp_of,
     controlled_by,
     end_loop,
+    hyperparameters,
     scaler_of,
     what_steps,
 )
-from determined_amp.trial.first_scale import find_on_batches
-from determined_amp.trial.mixed_precision import MixedPrecision
+from determined_amp.trial.notes import note_on_master
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# How the sentences of a finding begin that are of no use in the log of a training.
+_NEEDLESS = ("starting at", "verdict:")
 
 # Longer than any training, so that a resumed loop does not end before its first batch.
 _NEVER = pytorch.Batch(2**40)
@@ -64,10 +76,9 @@ def find_in_trial(
     Raises:
         LossScaleError: if the trial has no loss scale, or none can be found.
     """
-    amp = MixedPrecision.of(context)
 
     def find(rehearsals: Sequence[Rehearsal]) -> FoundScale:
-        return find_on_batches(rehearsals, name, trial, context, amp)
+        return _find(rehearsals, name, trial, context)
 
     return in_training(trial, context, batches, find, latest_checkpoint)
 
@@ -90,7 +101,7 @@ def score(
         determined.InvalidHP: if no loss scale helps, because the forward overflows.
         LossScaleError: if the trial scales no loss, or has no gradient to scale.
     """
-    scaler, amp = wrapped_scaler(context), MixedPrecision.of(context)
+    scaler, amp = wrapped_scaler(context), amp_of(context)
     scale_log2 = math.log2(scaler.get_scale())
 
     def measure(rehearsals: Sequence[Rehearsal]) -> Score:
@@ -104,7 +115,7 @@ def score(
         )
 
     try:
-        return asdict(in_training(trial, context, batches, measure))
+        return dataclasses.asdict(in_training(trial, context, batches, measure))
     except NoScaleError as error:
         raise det.InvalidHP(str(error)) from error
 
@@ -134,7 +145,7 @@ def in_training(
     Raises:
         LossScaleError: if the trial has no enabled `GradScaler`, or nothing to train.
     """
-    context = _prepared(context)
+    _prepare(context)
     answer: Future[T] = Future()
 
     def finish(rehearsals: Sequence[Rehearsal]) -> None:
@@ -182,9 +193,11 @@ def _collector(
     return collect
 
 
-def _prepared(context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrialContext:
-    """The context as the trial sees it, with nothing that would end the loop at an
-    overflow.
+def _prepare(context: pytorch.PyTorchTrialContext) -> None:
+    """Let nothing end the loop at an overflow.
+
+    Raises:
+        LossScaleError: if the trial scales no loss, or has nothing to train.
     """
     wrapped_scaler(context)
     if not any(p.requires_grad for model in context.models for p in model.parameters()):
@@ -193,17 +206,15 @@ def _prepared(context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrialConte
             "train, or to scale; leave out requires_grad_(False) for what is to be "
             "trained"
         )
-    amp = MixedPrecision.of(context)
-    if amp is None:
-        return context
-    amp.guard.enabled = False
-    return amp.context
+    amp = amp_of(context)
+    if amp is not None:
+        amp.guard.enabled = False
 
 
 def _rehearsal_of(
     context: pytorch.PyTorchTrialContext, batch: Any, train: Callable[[Any], object]
 ) -> Rehearsal:
-    amp = MixedPrecision.of(context)
+    amp = amp_of(context)
     if amp is not None:  # which also counts steps and moves the learning rate
         return amp.rehearsal_by(lambda: train(own_copy(batch)), batch)
 
@@ -227,7 +238,7 @@ def wrapped_scaler(context: pytorch.PyTorchTrialContext) -> torch.amp.GradScaler
             "it has no enabled GradScaler that context.wrap_scaler knows; with "
             "hyperparameters.amp.precision: amp_fp16, or --precision amp_fp16, it "
             "trains in float16 as it is"
-            if MixedPrecision.of(context) is None
+            if amp_of(context) is None
             else "for float16, set hyperparameters.amp.precision to amp_fp16, or add "
             "--precision amp_fp16"
         )
@@ -237,3 +248,126 @@ def wrapped_scaler(context: pytorch.PyTorchTrialContext) -> torch.amp.GradScaler
         )
     enabled: torch.amp.GradScaler = scaler
     return enabled
+
+
+def settings_with_found_scale(
+    amp: AmpCore,
+    trial: pytorch.PyTorchTrial,
+    context: pytorch.PyTorchTrialContext,
+    rehearsal: Rehearsal,
+) -> AmpSettings:
+    """Find the loss scale of a training, and give it to its scaler.
+
+    A rehearsal restores models and random state. What the trial itself keeps, such as a
+    counter, a queue or a generator of its own, sees every rehearsal.
+
+    Args:
+        amp: The trial's mixed precision.
+        trial: The trial.
+        context: Its context.
+        rehearsal: That of the first batch.
+
+    Returns:
+        The settings with the scale that was found, or torch's default if there is none.
+
+    Raises:
+        ConfigError: if no scale helps, unless `on_overflow` is `warn`, or `min_scale`
+            overflows.
+    """
+    begun = time.perf_counter()
+    first = max(amp.settings.first_scale, amp.settings.min_scale)
+    default = dataclasses.replace(amp.settings, init_scale=first)
+    name = type(trial).__name__
+    try:
+        answer = _find([rehearsal], name, trial, context)
+    except LossScaleError as error:
+        logger.warning(
+            "init_scale: find found none: %s; starting with %g", error, first
+        )
+        return default
+    scale = _usable_scale(amp.settings, answer)
+    if scale is None:
+        return default
+    amp.scaler.load_state_dict({**amp.scaler.state_dict(), "scale": scale})
+    note_on_master(context, init_scale=scale)
+    if amp.slots.rank == 0:
+        needless = ("starting at",) if answer.finding.answer_log2 is None else _NEEDLESS
+        texts = [
+            text for text in scale_sentences(answer) if not text.startswith(needless)
+        ]
+        logger.info(
+            "init_scale: find found %s in %.1f s, %d samples forward and backward: %s",
+            *(repr(scale), time.perf_counter() - begun, answer.passed_samples),
+            "; ".join(texts),
+        )
+    return dataclasses.replace(default, init_scale=scale)
+
+
+def _usable_scale(settings: AmpSettings, answer: FoundScale) -> float | None:
+    """The scale to start with; None if none helps and the settings only want a
+    warning.
+    """
+    scale = answer.init_scale
+    if scale is None:
+        *_, verdict = scale_sentences(answer)
+        because = verdict.removeprefix("verdict: ")
+        problem = f"init_scale: got find, and {because}; allowed: amp_bf16"
+        if settings.on_overflow is OnOverflow.ABORT:
+            raise ConfigError("the trial", [problem])
+        logger.warning("%s", problem)
+        return None
+    if settings.min_scale > 2.0**answer.finding.top_log2:
+        problem = (
+            f"init_scale: got find, which found {scale:g}, and gradients overflow at "
+            f"min_scale {settings.min_scale:g}; allowed: min_scale: {scale * 2.0**-8:g}"
+        )
+        raise ConfigError("the trial", [problem])
+    return max(scale, settings.min_scale)
+
+
+def _find(
+    rehearsals: Sequence[Rehearsal],
+    name: str,
+    trial: pytorch.PyTorchTrial,
+    context: pytorch.PyTorchTrialContext,
+) -> FoundScale:
+    """Find the loss scale on some batches of a trial.
+
+    Args:
+        rehearsals: Those of the batches, on every rank.
+        name: Name of the experiment.
+        trial: The trial.
+        context: Its context, with an enabled scaler.
+
+    Raises:
+        LossScaleError: if no scale can be found.
+    """
+    scaler, amp = scaler_of(context), amp_of(context)
+    finding = find_range(rehearsals, context.distributed)
+    samples = sum(
+        int(trial.get_batch_length(rehearsal.batch)) for rehearsal in rehearsals
+    )
+    samples_of_slots = context.distributed.allgather(samples)
+    run = run_now(
+        name,
+        context.device,
+        batches=len(rehearsals),
+        samples=sum(samples_of_slots),
+        init_scale=float(scaler.get_scale()),
+        growth_interval=int(scaler.get_growth_interval()),
+        is_ours=amp is not None,
+        min_scale=amp.settings.min_scale if amp else 0.0,
+        steps=_steps(context),
+    )
+    return FoundScale(finding, run)
+
+
+def _steps(context: pytorch.PyTorchTrialContext) -> int | None:
+    """The optimizer steps of the whole run; None unless its YAML gives a length in
+    batches.
+    """
+    length = value_at(hyperparameters(context) or {}, "training.max_length")
+    batches = length.get("batches") if isinstance(length, Mapping) else None
+    return (
+        batches // aggregation_frequency(context) if isinstance(batches, int) else None
+    )

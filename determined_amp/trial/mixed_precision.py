@@ -45,6 +45,7 @@ from determined_amp.trial.batches import (
 )
 from determined_amp.trial.checkpoint import PortableCheckpoint
 from determined_amp.trial.determined_private import (
+    AMP,
     aggregation_frequency,
     averages_gradients,
     hyperparameters,
@@ -60,9 +61,6 @@ logger = logging.getLogger(__name__)
 
 # It has the methods of a reducer, but its package must not import Determined.
 pytorch.MetricReducer.register(TrainingMetrics)
-
-# The attribute of a context that holds the `MixedPrecision` of its trial.
-_ATTRIBUTE = "_determined_amp"
 
 
 class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
@@ -123,18 +121,13 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
         context.wrap_reducer(reducer, for_validation=False)
         self._batches: Batches | None = None
         self._patches = ExitStack()
-        setattr(context, _ATTRIBUTE, self)
+        setattr(context, AMP, self)
 
     @staticmethod
     def of(context: pytorch.PyTorchTrialContext) -> MixedPrecision | None:
         """The mixed precision of a context, if its trial has one."""
-        amp: MixedPrecision | None = getattr(context, _ATTRIBUTE, None)
+        amp: MixedPrecision | None = getattr(context, AMP, None)
         return amp
-
-    @property
-    def context(self) -> pytorch.PyTorchTrialContext:
-        """The trial's context, as the trial sees it."""
-        return self._context
 
     # Calls of the trial.
 

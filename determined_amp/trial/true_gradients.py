@@ -22,21 +22,26 @@ import inspect
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.optim import Optimizer
 
 from determined_amp.amp.core import AmpCore
+from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.patched import patched
 from determined_amp.amp.tensors import parameters_in, parameters_of
-from determined_amp.amp.torch_private import number_of, version_of
+from determined_amp.amp.torch_private import NODE_HOOKS, number_of, version_of
 from determined_amp.amp.window import Window
-from determined_amp.trial.hooks import NoBackwardHooks
 from determined_amp.trial.unmodified_autocast import (
     UnmodifiedAutocast,
+    calling_first,
+    has_hook_of_trial,
+    is_the_trials,
     refuse_in_float16,
 )
 
@@ -49,29 +54,42 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _PERIOD = 100
 
 
+# What registers hooks of a backward, and keeps the gradient of a tensor that is no
+# leaf. Those of `Module.register_backward_hook` are registered at nodes, in the next
+# forward.
+_OF_BACKWARDS: dict[Any, tuple[str, ...]] = {
+    nn.Module: ("register_full_backward_pre_hook", "register_full_backward_hook"),
+    torch.Tensor: (
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "retain_grad",
+    ),
+    NODE_HOOKS[0]: (NODE_HOOKS[1],),
+}
+
+_OF_LEAVES = (
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+)
+
+
 class TrueGradients:
     """Keeps the gradients of everything that is trained true.
 
+    Hooks of a backward would see scaled gradients, so they are refused. Those of
+    modules are met in the first backward, whoever has registered them.
+
     Args:
         amp: The mixed precision of the training, with a loss scale.
-        hooks: Refuses the trial's hooks of a backward.
-        autocast: Knows the inputs of the models.
+        autocast: Knows the inputs of the models, and whether a batch is trained.
     """
 
-    def __init__(
-        self, amp: AmpCore, hooks: NoBackwardHooks, autocast: UnmodifiedAutocast
-    ) -> None:
+    def __init__(self, amp: AmpCore, autocast: UnmodifiedAutocast) -> None:
         self._amp = amp
-        self._hooks = hooks
         self._autocast = autocast
         self._scaler = amp.scaler
         self._scaler.leaves_true_gradients = True
         self._one = torch.ones((), device=amp.device)
-        self._parameters: list[torch.Tensor] = []
-        self._known: set[torch.Tensor] = set()  # the same
-        self._groups: list[
-            tuple[int, int]
-        ] = []  # id and length of each list of parameters
         self._window = amp.windows.another()  # of all that is trained, since any step
         self._norms: dict[Optimizer, torch.Tensor] = {}
         self._met: set[type] = set()  # kinds of nodes
@@ -79,6 +97,24 @@ class TrueGradients:
         self._plain_sizes: set[int] = set()
         self._number = 0  # of the newest loss among all nodes
         self._backwards = 0
+
+    @contextmanager
+    def refusing_hooks(self) -> Iterator[None]:
+        """Refuse hooks of a backward in this block, and those of tensors that there are
+        already.
+
+        Raises:
+            ConfigError: if there is such a hook.
+        """
+        for parameter in self._parameters():
+            if parameter.requires_grad:
+                _refuse_hooks_of(parameter)
+        with ExitStack() as stack:
+            for owner, names in _OF_BACKWARDS.items():
+                for name in names:
+                    registering = calling_first(self._refuse_hook, getattr(owner, name))
+                    stack.enter_context(patched(owner, name, registering))
+            yield
 
     def begin_batch(self, *, in_window: bool) -> None:
         """End a window that the trial has ended without a step, so that its outcome
@@ -108,8 +144,8 @@ class TrueGradients:
             self._end_windows()
             self._norms.clear()
         self._refuse_moved_weights()
-        self._update_parameters()
-        leaves = [*self._parameters, *self._other_leaves_of(loss)]
+        parameters = self._parameters()
+        leaves = [*parameters, *self._other_leaves_of(loss, parameters)]
         found_inf = torch.zeros((), device=self._amp.device)
         with self._scaled(leaves) as inverse:
             run(self._scaler.scale(loss))
@@ -149,8 +185,7 @@ class TrueGradients:
             loss: The unscaled loss.
             run: Goes backward from the scaled one.
         """
-        self._update_parameters()
-        others = self._other_leaves_of(loss)
+        others = self._other_leaves_of(loss, self._parameters())
         with self._scaled(others) as inverse:
             run(self._scaler.scale(loss))
         _multiply(others, inverse)
@@ -179,24 +214,17 @@ class TrueGradients:
             yield scale.double().reciprocal().float()  # as `GradScaler` does it
 
     def _versions(self) -> list[int | None]:
-        gradients = (parameter.grad for parameter in self._parameters)
+        gradients = (parameter.grad for parameter in self._parameters())
         return [
             None if gradient is None else version_of(gradient) for gradient in gradients
         ]
 
-    def _update_parameters(self) -> None:
-        groups = [
-            group["params"]
-            for each in self._amp.optimizers
-            for group in each.param_groups
-        ]
-        lengths = [(id(parameters), len(parameters)) for parameters in groups]
-        if lengths != self._groups or not self._parameters:
-            self._groups = lengths
-            self._parameters = parameters_in(self._amp.models, self._amp.optimizers)
-            self._known = set(self._parameters)
+    def _parameters(self) -> list[torch.Tensor]:
+        return parameters_in(self._amp.models, self._amp.optimizers)
 
-    def _other_leaves_of(self, loss: torch.Tensor) -> list[torch.Tensor]:
+    def _other_leaves_of(
+        self, loss: torch.Tensor, parameters: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
         """The leaves that a loss reaches, without the parameters.
 
         To look through a graph costs the host some microseconds a node, so a graph is
@@ -204,7 +232,7 @@ class TrueGradients:
         model is a leaf itself.
         """
         if loss.grad_fn is None:
-            return [] if loss in self._known else [loss]
+            return [] if loss in set(parameters) else [loss]
         number = number_of(loss.grad_fn)
         size, self._number = number - self._number, number
         self._backwards += 1
@@ -212,14 +240,16 @@ class TrueGradients:
         self._autocast.took_leaf = False
         if size in self._plain_sizes and not is_due:
             return []
-        others = self._leaves_of(loss)
+        others = self._leaves_of(loss, set(parameters))
         if others:
             self._plain_sizes.discard(size)
         else:
             self._plain_sizes.add(size)
         return others
 
-    def _leaves_of(self, loss: torch.Tensor) -> list[torch.Tensor]:
+    def _leaves_of(
+        self, loss: torch.Tensor, parameters: Collection[torch.Tensor]
+    ) -> list[torch.Tensor]:
         """Look through the graph of a loss for other leaves than the parameters.
 
         Raises:
@@ -237,11 +267,13 @@ class TrueGradients:
                     waiting.append(other)
             if not following:
                 leaf = getattr(node, "variable", None)
-                if leaf is not None and leaf not in self._known:
-                    self._hooks.refuse_hooks_of(leaf)
+                if leaf is not None and leaf not in parameters:
+                    _refuse_hooks_of(leaf)
                     others.append(leaf)
         for kind in set(map(type, seen)) - self._met:
-            self._hooks.refuse_hook_of_module(kind)
+            # it calls the backward hooks of a module, or of all modules
+            if kind.__name__ == "BackwardHookFunctionBackward":
+                raise _refusal()
             self._met.add(kind)
             _warn_of_function(kind)
         return others
@@ -264,6 +296,29 @@ class TrueGradients:
                     f"{name} moves the weights between two backwards, and a skipped "
                     "step would not put them back"
                 )
+
+    def _refuse_hook(self, owner: Any, hook: Any = None, *_: Any, **__: Any) -> None:
+        if hook is not None and not is_the_trials(hook):  # a compiler has hooks, too
+            return
+        if hook is None and owner.is_leaf:  # it retains its gradient anyway
+            return
+        outlives_the_batch = isinstance(owner, (nn.Module, nn.Parameter))
+        if outlives_the_batch or self._autocast.training:
+            raise _refusal()
+
+
+def _refuse_hooks_of(leaf: torch.Tensor) -> None:
+    """Refuse the hooks of a leaf of a graph, which may be in no model."""
+    for register in _OF_LEAVES:
+        if has_hook_of_trial(partial(register, leaf)):
+            raise _refusal()
+
+
+def _refusal() -> ConfigError:
+    return refuse_in_float16(
+        "it has a hook in the backward or calls retain_grad, which would see scaled "
+        "gradients"
+    )
 
 
 _Kind = tuple[torch.device, torch.dtype, list[torch.Tensor]]

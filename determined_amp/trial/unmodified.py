@@ -1,8 +1,7 @@
 """Mixed precision for a float32 `PyTorchTrial` whose code knows nothing of it.
 
-The trial gets a view of its context. The view hands each model that is wrapped, each
-backward and each step to `UnmodifiedTraining`, which does what a trial with a
-`MixedPrecision` does itself.
+The context hands each model that is wrapped, each backward and each step to
+`UnmodifiedTraining`, which does what a trial with a `MixedPrecision` does itself.
 """
 
 from __future__ import annotations
@@ -12,10 +11,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from determined import pytorch
 from torch import nn
-from torch.optim import Optimizer
 
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.settings import AmpSettings
@@ -96,14 +93,21 @@ def make_with_amp(
         ConfigError: if the trial cannot be trained that way, saying why and what to
             write. Some reasons show in the first batch only.
     """
-    view = AmpContext(context, settings)
-    trial = make_trial(view)
-    if view.unmodified is not None:
-        view.unmodified.attach(trial)
-    else:
-        view.hand_over()
+    wrap, made = context.wrap_model, list[UnmodifiedTraining]()
+
+    def wrap_model(model: nn.Module) -> nn.Module:
+        if MixedPrecision.of(context) is None:
+            made.append(UnmodifiedTraining(context, settings))
+        for training in made:
+            training.prepare(model)
+        return wrap(model)
+
+    context.wrap_model = wrap_model  # type: ignore[method-assign]
+    trial = make_trial(context)
     if MixedPrecision.of(context) is None:
         raise refusal("it wraps no model", "self.model = context.wrap_model(model)")
+    for training in made:
+        training.attach(trial)
     return trial
 
 
@@ -129,71 +133,3 @@ class TrialAsItIs(pytorch.PyTorchTrial):
             note_on_master(context, failure=str(error))
             raise
         return trial_of_run(experiment, context)
-
-
-class AmpContext(pytorch.PyTorchTrialContext):
-    """A view of a trial's context that shares all of its attributes, and adds to three
-    methods.
-
-    Args:
-        context: The one that Determined's loop has.
-        settings: The `amp` section.
-
-    Attributes:
-        unmodified: What the three methods call. It is made when a trial without a
-            `MixedPrecision` wraps its first model.
-    """
-
-    def __init__(
-        self, context: pytorch.PyTorchTrialContext, settings: AmpSettings
-    ) -> None:
-        self.__dict__ = context.__dict__
-        self.unmodified: UnmodifiedTraining | None = None
-        self._amp_settings = settings
-
-    def hand_over(self) -> None:
-        """Become a plain context, for a trial that has made a `MixedPrecision`
-        itself.
-        """
-        self.__class__ = pytorch.PyTorchTrialContext  # type: ignore[assignment]
-
-    def wrap_model(self, model: nn.Module) -> nn.Module:
-        if self.unmodified is None and MixedPrecision.of(self) is None:
-            self.unmodified = UnmodifiedTraining(self, self._amp_settings)
-        if self.unmodified is not None:
-            self.unmodified.prepare(model)
-        return super().wrap_model(model)
-
-    def backward(
-        self,
-        loss: torch.Tensor,
-        gradient: torch.Tensor | None = None,
-        retain_graph: bool = False,
-        create_graph: bool = False,
-    ) -> None:
-        def run(scaled: torch.Tensor) -> None:
-            super(AmpContext, self).backward(
-                scaled, gradient, retain_graph, create_graph
-            )
-
-        if self.unmodified is None or not self.unmodified.is_attached:
-            run(loss)
-        else:
-            self.unmodified.backward(loss, run, create_graph=create_graph)
-
-    def step_optimizer(
-        self,
-        optimizer: Optimizer,
-        clip_grads: Callable[[Any], Any] | None = None,
-        auto_zero_grads: bool = True,
-        scaler: Any = None,
-    ) -> None:
-        def run(clip: Callable[[Any], Any] | None, scaler: Any) -> None:
-            super(AmpContext, self).step_optimizer(
-                optimizer, clip, auto_zero_grads, scaler
-            )
-
-        if self.unmodified is None or not self.unmodified.is_attached:
-            run(clip_grads, scaler)
-        else:
-            self.unmodified.step(optimizer, run, clip_grads, scaler)

@@ -1,16 +1,23 @@
-"""Runs the forward of a model under autocast if its code knows nothing of autocast."""
+"""The forward of a model whose code knows nothing of autocast.
+
+It runs under autocast, and returns float32. A module with a forward hook gets float32
+and returns float32, so its hooks see what the modules around it see.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError
-from determined_amp.amp.fp32_modules import as_float32
+from determined_amp.amp.fp32_modules import as_float32, write_back
+from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import autocast_is_on
 from determined_amp.amp.tensors import tensors_of
 
@@ -39,7 +46,6 @@ class UnmodifiedAutocast:
         in_backward: Whether a backward is running.
         took_leaf: Whether an input of a trained model was a leaf of the graph. Who
             reads it sets it back.
-        before_forward: Called before each forward.
     """
 
     def __init__(self, amp: AmpCore) -> None:
@@ -49,7 +55,6 @@ class UnmodifiedAutocast:
         self.training = False
         self.in_backward = False
         self.took_leaf = False
-        self.before_forward: Callable[[], None] | None = None
 
     def __call__(
         self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -61,8 +66,6 @@ class UnmodifiedAutocast:
             return forward(*args, **kwargs)
         if self.training and is_on:
             raise refusal("it enters autocast itself", NO_AMP)
-        if self.before_forward is not None:
-            self.before_forward()
         for tensor in tensors_of((args, kwargs)) if self.training else ():
             self.took_leaf |= tensor.requires_grad and tensor.is_leaf
         amp, self._inside = self._amp, True
@@ -84,6 +87,104 @@ class UnmodifiedAutocast:
 
 def _call(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return forward(*args, **kwargs)
+
+
+_register_before = nn.Module.register_forward_pre_hook
+_register_after = nn.Module.register_forward_hook
+
+
+class ForwardHooks:
+    """Shows float32 to the trial's forward hooks.
+
+    Args:
+        models: The trial's models.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._models = models
+        self._shown: set[nn.Module] = set()
+        # The casts of the inputs of each module that is running.
+        self._casts: dict[nn.Module, list[tuple[Any, Any]]] = {}
+        self._undo = ExitStack()
+
+    @contextmanager
+    def shown_in_float32(self) -> Iterator[None]:
+        """Show float32 in this block, also to hooks that come later."""
+        with self._undo:
+            for model in self._models:
+                for module in model.modules():
+                    if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                        self._show_to_hooks_of(module)
+            for register in (_register_before, _register_after):
+                registering = calling_first(self._meet, register)
+                patch = patched(nn.Module, register.__name__, registering)
+                self._undo.enter_context(patch)
+            yield
+
+    def _meet(
+        self, module: nn.Module, hook: Callable[..., Any], *_: Any, **__: Any
+    ) -> None:
+        if is_the_trials(hook):
+            self._show(module)
+
+    def _show_to_hooks_of(self, module: nn.Module) -> None:
+        for register in (_register_before, _register_after):
+            if has_hook_of_trial(partial(register, module)):
+                self._show(module)
+
+    def _show(self, module: nn.Module) -> None:
+        if module in self._shown:
+            return
+        self._shown.add(module)
+        before = _register_before(
+            module, self._cast_all_inputs, prepend=True, with_kwargs=True
+        )
+        after = _register_after(module, self._cast_output, prepend=True)
+        self._undo.callback(before.remove)
+        self._undo.callback(after.remove)
+
+    def _cast_all_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        casts = self._casts[module] = []
+        return as_float32((args, kwargs), casts)
+
+    def _cast_output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        write_back(self._casts.pop(module, ()))  # what the module wrote in place
+        return as_float32(output)
+
+
+def calling_first(
+    function: Callable[..., None], method: Callable[..., Any]
+) -> Callable[..., Any]:
+    def call_both(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        function(owner, *args, **kwargs)
+        return method(owner, *args, **kwargs)
+
+    return call_both
+
+
+def has_hook_of_trial(register: Callable[..., Any]) -> bool:
+    """Whether a function has registered a hook of the trial's own so far."""
+    handle = register(_hook)
+    hooks = handle.hooks_dict_ref()
+    handle.remove()
+    return any(map(is_the_trials, hooks.values()))
+
+
+def _hook(*_: Any) -> None:
+    """Does nothing."""
+
+
+def is_the_trials(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is the trial's own, and not one of torch, Determined or this
+    library.
+    """
+    function = hook.func if isinstance(hook, partial) else hook
+    module = getattr(function, "__module__", None) or type(function).__module__
+    name = getattr(function, "__qualname__", "")
+    if name.startswith("register_multi_grad_hook.") or module == "torch.nn.functional":
+        # torch's own around the trial's, and what torch does not register itself
+        return True
+    return module.partition(".")[0] not in ("torch", "determined", "determined_amp")
 
 
 def refusal(problem: str, instead: str) -> ConfigError:

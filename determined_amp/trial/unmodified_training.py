@@ -13,6 +13,7 @@ stays in 16 bits, and a loss that is in 16 bits because of it is refused.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -38,7 +39,11 @@ from determined_amp.amp.tensors import (
     parameters_in,
     parameters_of,
 )
-from determined_amp.amp.torch_private import backwards_through, is_compiled
+from determined_amp.amp.torch_private import (
+    backwards_through,
+    give_found_inf,
+    is_compiled,
+)
 from determined_amp.amp.window import Window
 from determined_amp.trial.determined_private import (
     aggregation_frequency,
@@ -48,12 +53,11 @@ from determined_amp.trial.determined_private import (
     has_amp_of_its_own,
     scaler_of,
 )
-from determined_amp.trial.hooks import ForwardHooks, NoBackwardHooks
 from determined_amp.trial.mixed_precision import MixedPrecision
-from determined_amp.trial.optimizers import fuse
 from determined_amp.trial.true_gradients import TrueGradients
 from determined_amp.trial.unmodified_autocast import (
     NO_AMP,
+    ForwardHooks,
     UnmodifiedAutocast,
     refusal,
     refuse_in_float16,
@@ -86,12 +90,8 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
     """Adds mixed precision to what a trial and its context ask of each other.
 
     Args:
-        context: The context as the trial sees it.
+        context: The trial's context.
         settings: The `amp` section.
-
-    Attributes:
-        is_attached: Whether the trial has been made; before that its context works as
-            usual.
     """
 
     def __init__(
@@ -103,7 +103,6 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
             theirs = None
         if theirs is not None or has_amp_of_its_own(context):
             raise refusal("it has a GradScaler of its own", NO_AMP)
-        self.is_attached = False
         self._context = context
         self._amp = MixedPrecision(context, settings)
         self._amp.is_unmodified = True
@@ -112,6 +111,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         self._gradients: TrueGradients | None = None
         # The optimizer that steps without the context.
         self._own: Optimizer | None = None
+        self._backward, self._step = context.backward, context.step_optimizer
         self._patches = ExitStack()
 
     # Calls of the trial's constructor.
@@ -127,8 +127,12 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
             part.forward = partial(self._autocast, part.forward)
 
     def attach(self, trial: Any) -> None:
-        """From now on, handle the batches of `trial`, and its calls of the context."""
-        self.is_attached = True
+        """From now on, handle the batches of `trial`, and its calls of the context.
+
+        Before that its context works as usual.
+        """
+        context: Any = self._context
+        context.backward, context.step_optimizer = self.backward, self.step_optimizer
         self._train_batch = trial.train_batch
         build_callbacks = trial.build_callbacks
 
@@ -162,17 +166,11 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
     def backward(
         self,
         loss: torch.Tensor,
-        backward: Callable[[torch.Tensor], None],
-        *,
-        create_graph: bool,
+        gradient: torch.Tensor | None = None,
+        retain_graph: bool = False,
+        create_graph: bool = False,
     ) -> None:
-        """Go backward from a loss, and leave true gradients.
-
-        Args:
-            loss: The unscaled loss.
-            backward: The context's own backward.
-            create_graph: Whether the trial wants gradients of gradients.
-        """
+        """Go backward from an unscaled loss, and leave true gradients."""
         amp, gradients = self._amp, self._gradients
         if create_graph and amp.scaler.is_enabled():
             raise refusal(
@@ -194,7 +192,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         def run(scaled: torch.Tensor) -> None:
             before, self._autocast.in_backward = self._autocast.in_backward, True
             try:
-                backward(scaled)
+                self._backward(scaled, gradient, retain_graph, create_graph)
             finally:
                 self._autocast.in_backward = before
 
@@ -205,21 +203,14 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         else:
             gradients.backward(loss, run)
 
-    def step(
+    def step_optimizer(
         self,
         optimizer: Optimizer,
-        step: Callable[[Callable[[Any], Any] | None, Any], None],
-        clip_grads: Callable[[Any], Any] | None,
-        scaler: Any,
+        clip_grads: Callable[[Any], Any] | None = None,
+        auto_zero_grads: bool = True,
+        scaler: Any = None,
     ) -> None:
-        """Step an optimizer whose gradients are true.
-
-        Args:
-            optimizer: The optimizer.
-            step: The context's own step; gets a function that clips, and a scaler.
-            clip_grads: The trial's function that clips.
-            scaler: The trial's scaler.
-        """
+        """Step an optimizer whose gradients are true."""
         amp = self._amp
         if scaler is not None and scaler.is_enabled():
             raise refusal("it has a GradScaler of its own", NO_AMP)
@@ -233,7 +224,8 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
 
         if ends_step(self._context):
             amp.scaler.has_unscaled(optimizer, self._begin_step(optimizer))
-        step(clip if clip_grads else None, amp.scaler)
+        its_clip = clip if clip_grads else None
+        self._step(optimizer, its_clip, auto_zero_grads, amp.scaler)
 
     # Internals.
 
@@ -348,12 +340,9 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         if self._autocast.casts:
             hooks = ForwardHooks(self._amp.models)
             self._patches.enter_context(hooks.shown_in_float32())
-            self._autocast.before_forward = hooks.show_to_hooks_of_all
         if self._amp.scaler.is_enabled():
-            parameters = parameters_in(self._amp.models, self._amp.optimizers)
-            refused = NoBackwardHooks(parameters, self._autocast)
-            self._patches.enter_context(refused.refused())
-            self._gradients = TrueGradients(self._amp, refused, self._autocast)
+            self._gradients = TrueGradients(self._amp, self._autocast)
+            self._patches.enter_context(self._gradients.refusing_hooks())
 
     def on_trial_shutdown(self) -> None:
         self._patches.close()
@@ -371,3 +360,54 @@ def _refuse_16_bit_weights(context: pytorch.PyTorchTrialContext) -> None:
                 "leave that out"
             ],
         )
+
+
+def fuse(optimizer: Optimizer, models: Iterable[nn.Module] = ()) -> bool:
+    """Make an optimizer fused, before its first step; returns whether it is fused now.
+
+    On CUDA a fused optimizer reads loss scale and overflow flag on the device. With any
+    other, `GradScaler.step` waits for the device. An optimizer stays as it is if more
+    than its speed would change: a fused one takes no sparse gradients.
+
+    Args:
+        optimizer: Any of torch.
+        models: Those of the trial, whose modules tell which gradients are sparse.
+    """
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        return False
+    groups = optimizer.param_groups
+    if all(group.get("fused") for group in groups):
+        return True
+    modules = (module for model in models for module in model.modules())
+    sparse = {
+        p
+        for m in modules
+        if getattr(m, "sparse", False) is True
+        for p in m.parameters()
+    }
+    if _has_own_step(optimizer) or not sparse.isdisjoint(parameters_of(optimizer)):
+        return False
+    if optimizer.state or any(
+        group.get("foreach")
+        or group.get("differentiable")
+        or group.get("dampening")
+        or not all(torch.is_floating_point(parameter) for parameter in group["params"])
+        for group in groups
+    ):
+        return False
+    for settings in (optimizer.defaults, *groups):
+        settings.update(fused=True, foreach=False)
+    give_found_inf(optimizer)
+    return True
+
+
+def _has_own_step(optimizer: Optimizer) -> bool:
+    """Whether the method is another one than its class has, but for what wraps that.
+
+    Schedulers of torch wrap it.
+    """
+    step, of_class = (
+        inspect.unwrap(optimizer.step),
+        inspect.unwrap(type(optimizer).step),
+    )
+    return getattr(step, "__func__", step) is not of_class
