@@ -14,7 +14,6 @@ from determined_amp.amp.settings import yaml_lines
 from determined_amp.finder.found_scale import (
     FinderRun,
     FoundScale,
-    growth_advice,
     scale_lines,
     scale_sentences,
     yaml_changes,
@@ -312,36 +311,3 @@ class TestJson:
     def test_answer_has_the_init_scale_for_a_scaler(self) -> None:
         assert FOUND.init_scale == 8192.0
         assert HOPELESS.init_scale is None
-
-
-@pytest.mark.parametrize(
-    ("steps", "low", "says"),
-    [
-        (
-            100,
-            12,
-            "2^13 is 1 bit above what flushes gradients to 0, which may shrink: "
-            "growth_i",
-        ),
-        (1999, 11, "which may shrink: growth_interval: 199 lets it follow them"),
-        (
-            9,
-            11,
-            "in 9 steps the scale never grows with growth_interval 2000, and 2^13 is 2 "
-            "bits a",
-        ),
-        (9, 11, "growth_interval: 1 lets it follow them"),
-        (2000, 11, None),  # then it grows
-        (None, 11, None),
-        (100, 10, None),  # far enough from what is flushed
-    ],
-)
-def test_scale_that_never_grows_may_need_another_interval(
-    steps: int | None, low: int, says: str | None
-) -> None:
-    finding = dataclasses.replace(FINDING, low_log2=low)
-    answer = FoundScale(finding, dataclasses.replace(RUN, steps=steps))
-    assert says is None or says in "".join(growth_advice(answer))
-    assert bool([*growth_advice(answer)]) is (says is not None)
-    hopeless = dataclasses.replace(answer, finding=HOPELESS.finding)
-    assert not [*growth_advice(hopeless)]

@@ -214,24 +214,19 @@ class TestTrainingMetrics:
         assert report["watch_peak_reserved_memory_mib"] == 1000
 
     @pytest.mark.parametrize(
-        ("slots", "loss", "of_first_batch"),
+        ("slots", "loss"),
         [
-            ([[(1.0, 3)], [(5.0, 1)]], 2.0, 3.0),
+            ([[(1.0, 3)], [(5.0, 1)]], 2.0),
             # without a number of samples it counts as one
-            (
-                [[(1.0, None), (4.0, 2)]],
-                3.0,
-                1.0,
-            ),
-            ([[(None, 3)]], None, None),
-            ([[]], None, None),
+            ([[(1.0, None), (4.0, 2)]], 3.0),
+            ([[(None, 3)]], None),
+            ([[]], None),
         ],
     )
     def test_loss_is_the_mean_over_the_samples_of_all_slots(
         self,
         slots: list[list[tuple[float | None, int | None]]],
         loss: float | None,
-        of_first_batch: float | None,
     ) -> None:
         """Without any loss, none is reported."""
         made = [training_metrics(len(slots)) for _ in slots]
@@ -246,7 +241,7 @@ class TestTrainingMetrics:
         assert (report.get("loss"), report["audit"]) == (loss, 1.0)
         steps = [StepReport("", 0, 0, 0, 0, 0)]
         assert (first.latest, first.scale_of_newest_step) == (steps, 65536.0)
-        assert (first.loss, first.first_loss) == (loss, of_first_batch)
+        assert first.loss == loss
 
     def test_batch_returns_a_number_only_where_determined_needs_one(self) -> None:
         """Determined 0.38.1: an empty dict is an IndexError with several slots, free

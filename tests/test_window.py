@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, lr_scheduler
 
-from determined_amp.amp.core import StepHook
+from determined_amp import AmpLoop, AmpSettings, Precision
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.schedules import schedule_of
 from determined_amp.amp.window import Window, Windows, fill_momentum, gradients_of
@@ -226,17 +226,19 @@ class Wrapper(torch.optim.Optimizer):
         return "stepped"
 
 
-def test_step_hook_runs_before_each_step_of_a_wrapper_without_hooks() -> None:
+def test_each_step_of_a_wrapper_without_hooks_is_seen_and_goes_on_as_it_was() -> None:
     wrapper, other = Wrapper(), Wrapper()
     seen: list[Any] = []
-    hook = StepHook(wrapper, lambda *call: seen.append((*call, len(wrapper.stepped))))
+    amp = AmpLoop(AmpSettings(Precision.FP32, set_backends=False), "cpu")
+    amp.own_step = lambda *call: seen.append((*call, len(wrapper.stepped)))
+    amp.wrap_optimizer(wrapper)
     result: Any = wrapper.step("closure", twice=True)
     assert result == "stepped"
     assert wrapper.stepped == [("closure", True)]
     assert seen == [(wrapper, ("closure",), {"twice": True}, 0)]
     assert wrapper.step.__doc__ == "Its own."
     other.step()
-    hook.remove()
+    del amp
     wrapper.step()
     assert len(seen) == 1
 

@@ -8,7 +8,7 @@ One step, from top to bottom: the forward in `autocast`, the backward of
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial, wraps
 from typing import Any, NoReturn, SupportsIndex, TypeVar
@@ -128,7 +128,7 @@ class AmpCore:
         )
         self._prepared: list[nn.Module] = []
         self._unmatched = list(settings.fp32_modules)
-        self._step_hooks: list[StepHook] = []
+        self._patches = ExitStack()
         self._attempted = 0  # steps of all optimizers when a batch was last counted
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -220,13 +220,14 @@ class AmpCore:
     def _clip(
         self,
         optimizer: Optimizer,
-        parameters: list[torch.Tensor] | None,
         max_norm: float,
+        parameters: Iterable[torch.Tensor] | None = None,
     ) -> None:
         if self.is_rehearsing:
             return
         self.scaler.unscale_once(optimizer)
-        self.windows[optimizer].clip(parameters, max_norm, self.loss_scale)
+        given = None if parameters is None else list(parameters)
+        self.windows[optimizer].clip(given, max_norm, self.loss_scale)
 
     def _before_step(self, optimizer: Optimizer, *call: Any) -> None:
         """A hook before every step in the process, in every precision: fp32 shows a
@@ -416,8 +417,14 @@ class AmpCore:
         try:
             optimizer.register_step_pre_hook(_nothing).remove()
         except AttributeError:  # it never calls `Optimizer.__init__`, or is none
-            hook = StepHook(optimizer, _weakly(self._before_step))
-            self._step_hooks.append(hook)
+            step, before = optimizer.step, _weakly(self._before_step)
+
+            @wraps(step)
+            def hooked(*args: Any, **kwargs: Any) -> Any:
+                before(optimizer, args, kwargs)
+                return step(*args, **kwargs)
+
+            self._patches.enter_context(patched(optimizer, "step", hooked))
 
     def _check_norm(self, max_norm: float | None, place: str) -> None:
         if max_norm is None or not max_norm > 0:
@@ -428,33 +435,6 @@ class AmpCore:
     @classmethod
     def _wrong(cls, place: str, problem: str) -> ConfigError:
         return ConfigError(cls.source, [f"{place}: {problem}"])
-
-
-class StepHook:
-    """Calls a function before each step of an optimizer that has no hooks of torch.
-
-    Many wrappers are like that: their class never calls `Optimizer.__init__`, or is no
-    `Optimizer`.
-
-    Args:
-        optimizer: The optimizer.
-        before: Called with the optimizer and the arguments of the step.
-    """
-
-    def __init__(self, optimizer: Optimizer, before: Callable[..., None]) -> None:
-        step = optimizer.step
-
-        @wraps(step)
-        def hooked(*args: Any, **kwargs: Any) -> Any:
-            before(optimizer, args, kwargs)
-            return step(*args, **kwargs)
-
-        self._patches = ExitStack()
-        self._patches.enter_context(patched(optimizer, "step", hooked))
-
-    def remove(self) -> None:
-        """Call it no more."""
-        self._patches.close()
 
 
 @cache

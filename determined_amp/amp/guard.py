@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from numbers import Real
 
 import torch
 from torch import nn
@@ -35,9 +34,6 @@ logger = logging.getLogger(__name__)
 # many have been applied since the start of the run, where the loss scale finds its
 # level.
 MIN_STEPS_TO_JUDGE = 10
-
-# A loss that has grown by this factor since the start is no longer that of a training.
-_GROWN = 1e6
 
 # From this many skips on, a start is worth a line in the log.
 _WORTH_A_LINE = 5
@@ -95,7 +91,6 @@ class Guard:
         self._judged_at: dict[str, tuple[int, int]] = {}
         self._norm_at_start: torch.Tensor | None = None
         self._scale_at_start = 1.0
-        self._first_loss: float | None = None
         # Since the share of batches that were left out was judged last.
         self._left_out = self._batches = 0
         self._explained = False
@@ -162,7 +157,6 @@ class Guard:
             return
         self._warn_of_skips_at_the_start(steps)
         loss = metrics.get("loss") if loss is None else loss
-        self._warn_of_grown_loss(loss)
         failure = next(self._failures(steps, loss), None)
         if failure is not None:
             self.fail(failure, metrics)
@@ -314,21 +308,6 @@ class Guard:
                     self._scale_at_start,
                     self._metrics.scale_of_newest_step,
                 )
-
-    def _warn_of_grown_loss(self, loss: object) -> None:
-        if not isinstance(loss, Real) or is_not_finite(loss):
-            return
-        if self._first_loss is None:
-            first_loss = self._metrics.first_loss
-            self._first_loss = float(loss) if first_loss is None else first_loss
-        # A loss of 0 or below is not what a growth can be measured by.
-        if 0 < self._first_loss * _GROWN < float(loss) and self._is_new("loss"):
-            logger.warning(
-                "the training loss is %g, and was %g at the start: this run does not "
-                "train. Lower the learning rate, or clip",
-                loss,
-                self._first_loss,
-            )
 
     def _steps_of(self, optimizer: Optimizer) -> tuple[int, int]:
         """Applied and skipped steps of an optimizer; synchronises."""

@@ -133,7 +133,7 @@ class AmpLoop(AmpCore):
             ConfigError: if `max_norm` is not above 0.
         """
         self._check_norm(max_norm, "clip_gradients")
-        self._clip(optimizer, None, max_norm)
+        self._clip(optimizer, max_norm)
 
     def update(
         self, loss: torch.Tensor | float | None = None, samples: int | None = None
@@ -155,7 +155,7 @@ class AmpLoop(AmpCore):
         """
         if self.is_rehearsing:
             return {}
-        self.finish_steps()
+        self.scaler.finish()
         return self._count(loss, samples)
 
     # Once per report.

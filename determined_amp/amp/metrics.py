@@ -81,8 +81,6 @@ class TrainingMetrics:
         left_out: The batches of the newest report that made no step and whose loss is
             not finite; on the slot with the most of them.
         batches: All batches of the newest report.
-        first_loss: The loss of the first batch of the process, its mean over slots;
-            None before.
         scale_of_newest_step: The loss scale of the newest step; 1 without a scaler.
         trial_reports_loss: Set it if the trial itself returns a metric `loss`, which
             then wins.
@@ -109,7 +107,6 @@ class TrainingMetrics:
         self._losses = 0
         self._left_out = DeviceSum(device)
         self._batches = 0
-        self._first_loss: torch.Tensor | None = None
         self._timed_samples = 0
         self._waited: float | None = None
         self._stopwatch = Stopwatch(device)
@@ -118,7 +115,6 @@ class TrainingMetrics:
         self.latest: list[StepReport] | None = None
         self.loss: float | None = None
         self.left_out = self.batches = 0
-        self.first_loss: float | None = None
         self.scale_of_newest_step = 1.0
         self.trial_reports_loss = False
         self.drifting: frozenset[Optimizer] = frozenset()
@@ -148,16 +144,14 @@ class TrainingMetrics:
                 time for
             each; so it gets one plain number then, and none otherwise.
         """
+        if not again:
+            self._count(samples)
         weight = 1 if samples is None else samples
         if loss is not None:
             self._loss_sum.add(loss, weight)
             self._losses += weight
-            if self._first_loss is None:
-                self._first_loss = loss
             if left_out:
                 self._left_out.add(~torch.isfinite(loss))
-        if not again:
-            self._count(samples)
         return {"batch_samples": float(weight)} if self._slots > 1 else {}
 
     def _count(self, samples: int | None) -> None:
@@ -199,13 +193,12 @@ class TrainingMetrics:
         for name, peak in peak_memory_mib(self._device).items():
             self._peaks[name] = max(peak, self._peaks.get(name, 0.0))
         total = self._loss_sum.total()
-        first_loss = total if self._first_loss is None else self._first_loss
         of_each = self.windows.all()
         on_device = [
-            (total, first_loss, self._left_out.total(), *self._scales()),
+            (total, self._left_out.total(), *self._scales()),
             *(each.on_device() for each in of_each),
         ]
-        (loss, first, left_out, scale, used), *numbers = read_at_once(on_device)
+        (loss, left_out, scale, used), *numbers = read_at_once(on_device)
         counted = zip(of_each, numbers, strict=True)
         return {
             "loss_sum": loss,
@@ -213,7 +206,6 @@ class TrainingMetrics:
             "left_out": int(left_out),
             "batches": self._batches,
             "once": self.once,
-            "first_loss": first,
             "loss_scale": scale,
             "scale_of_newest_step": used,
             "steps": [self._report_of(*each) for each in counted],
@@ -260,10 +252,9 @@ class TrainingMetrics:
         slots = per_slot_metrics
         furthest = max(slots, key=_attempted_steps)
         losses = sum(slot["losses"] for slot in slots)
-        self.loss = self.first_loss = None
+        self.loss = None
         if losses:
             self.loss = sum(slot["loss_sum"] for slot in slots) / losses
-            self.first_loss = sum(slot["first_loss"] for slot in slots) / len(slots)
         self.left_out = max(slot["left_out"] for slot in slots)
         self.batches = max(slot["batches"] for slot in slots)
         self.latest = furthest["steps"]

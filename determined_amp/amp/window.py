@@ -162,7 +162,8 @@ class Window:
         if self.outcome is not None:
             self.counts.count(self.outcome)
             self.outcome = self.stepped_at = None
-            self.place_rate()
+            if self.schedule is not None:
+                self.schedule.place_rate(self.counts)
 
     def place_rate(self) -> None:
         """Put the rate of the next step into the optimizer, by the steps applied so
@@ -329,25 +330,26 @@ class Windows(dict[Optimizer, Window]):
 
     def restore(self, optimizer: Optimizer) -> None:
         """Give an optimizer its part of the loaded state."""
-        number, saved = (
-            self.optimizers.index(optimizer),
-            self._saved.get("optimizers", ()),
-        )
-        if number < len(saved):
+        counts = self._saved_of(optimizer, "optimizers")
+        if counts is not None:
             window = self[optimizer]
-            window.counts.load_state_dict(saved[number])
+            window.counts.load_state_dict(counts)
             window.place_rate()
             window.reset()
 
     def restore_schedule(self, optimizer: Optimizer) -> None:
         """Give the schedule of an optimizer its part of the loaded state."""
-        number, saved = (
-            self.optimizers.index(optimizer),
-            self._saved.get("plateaus", ()),
+        state, schedule = (
+            self._saved_of(optimizer, "plateaus"),
+            self[optimizer].schedule,
         )
-        schedule = self[optimizer].schedule
-        if number < len(saved) and saved[number] and schedule is not None:
-            schedule.load_state_dict(saved[number])
+        if state and schedule is not None:
+            schedule.load_state_dict(state)
+
+    def _saved_of(self, optimizer: Optimizer, part: str) -> StateDict | None:
+        saved: Sequence[StateDict | None] = self._saved.get(part, ())
+        number = self.optimizers.index(optimizer)
+        return saved[number] if number < len(saved) else None
 
 
 def fill_momentum(optimizer: Optimizer | None, *, can_skip: bool) -> None:

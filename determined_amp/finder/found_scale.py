@@ -28,12 +28,6 @@ from determined_amp.finder.scale_score import DEFAULT_LOG2, FLUSHED_LIMIT
 # The name of the finder's JSON in the checkpoint of a task on a cluster.
 FILE_NAME = "loss_scale.json"
 
-# Gradients can shrink by some bits in a training. With fewer than these below the
-# choice, a scale that never grows may flush them; growing so many times in a run is
-# enough.
-_FEW_BITS = 3
-_GROWTHS = 10
-
 # How many modules the table lists for each side of the range.
 _MODULES_PER_SIDE = 4
 
@@ -241,7 +235,6 @@ def scale_sentences(answer: FoundScale) -> Iterator[str]:
             f"loses gradients at every scale, the fewest at 2^{finding.choice_log2}"
         )
     yield from _cost_of_other_scales(answer)
-    yield from growth_advice(answer)
     if finding.hidden_modules:
         yield (
             f"{len(finding.hidden_modules)} modules have gradients of exactly 0, for "
@@ -292,28 +285,6 @@ def _cost_of_other_scales(answer: FoundScale) -> Iterator[str]:
                     else ""
                 )
             )
-
-
-def growth_advice(answer: FoundScale) -> Iterator[str]:
-    """What to do about a scale that gradients may outgrow downwards, and that never
-    grows.
-    """
-    finding, run = answer.finding, answer.run
-    if (
-        finding.answer_log2 is None
-        or run.steps is None
-        or run.steps >= run.growth_interval
-    ):
-        return
-    bits = finding.answer_log2 - finding.low_log2
-    if bits < _FEW_BITS:
-        yield (
-            f"in {run.steps} steps the scale never grows with growth_interval "
-            f"{run.growth_interval}, and 2^{finding.answer_log2} is {bits} "
-            f"bit{'s' * (bits != 1)} above what flushes gradients to 0, which may "
-            f"shrink: growth_interval: {max(1, run.steps // _GROWTHS)} lets it follow "
-            "them"
-        )
 
 
 def yaml_changes(answer: FoundScale) -> Values:

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 REFUSED = (errors.BadRequestException, bindings.APIHttpError, OSError)
 
 # The attribute of a context that holds the `MixedPrecision` of its trial.
-AMP = "_determined_amp"
+AMP = "determined_amp_mixed_precision"
 
 # What a context knows, but does not offer.
 

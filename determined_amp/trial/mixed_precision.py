@@ -12,7 +12,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import determined as det
@@ -120,7 +120,6 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
         reducer: Any = self.metrics
         context.wrap_reducer(reducer, for_validation=False)
         self._batches: Batches | None = None
-        self._patches = ExitStack()
         setattr(context, AMP, self)
 
     @staticmethod
@@ -168,11 +167,7 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
             ConfigError: if `max_norm` is not above 0.
         """
         self._check_norm(max_norm, "clip")
-
-        def clip_gradients(parameters: Iterable[torch.Tensor]) -> None:
-            self._clip(optimizer, list(parameters), max_norm)
-
-        return clip_gradients
+        return partial(self._clip, optimizer, max_norm)
 
     def update(
         self, loss: torch.Tensor | float | None = None, samples: int | None = None
@@ -198,7 +193,7 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
         """
         if self.is_rehearsing:
             return {}
-        self.finish_steps()
+        self.scaler.finish()
         if not self._started:
             # without our callbacks the loop does not do that
             with ending_the_program():
@@ -275,8 +270,6 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
                 schedule.validated(float(metrics[name]))
 
     def on_trial_shutdown(self) -> None:
-        for hook in self._step_hooks:
-            hook.remove()
         self._patches.close()
         self.scaler.refuse_no_clips()
         if self._batches is not None:

@@ -90,13 +90,10 @@ def undisturbed(
                 stack.callback(_put_back, buffer, buffer.clone())
         for module in modules:
             stack.callback(setattr, module, "training", module.training)
-            if not isinstance(module, LazyModuleMixin):  # which learns its sizes
-                stack.callback(_put_back_plain_values, module, _plain_values(module))
-            # which keeps its own buffers
-            if not isinstance(module, torch.jit.ScriptModule):
-                stack.callback(
-                    _put_back_buffers, module, _own_buffers(module), dir(module)
-                )
+            # A script keeps its own values, and a lazy module learns its sizes.
+            if not isinstance(module, (torch.jit.ScriptModule, LazyModuleMixin)):
+                kept = _values(module), _own_buffers(module), dir(module)
+                stack.callback(_put_back_values, module, *kept)
         _keep_weights(stack, parameters)
         for group in groups:
             stack.callback(group.update, dict(group))
@@ -142,32 +139,32 @@ def _put_back(buffer: torch.Tensor, before: torch.Tensor) -> None:
             buffer.copy_(before)
 
 
-def _put_back_buffers(
-    module: nn.Module, own: Mapping[str, torch.Tensor], names: Sequence[str]
+def _put_back_values(
+    module: nn.Module,
+    values: Mapping[str, Any],
+    buffers: Mapping[str, torch.Tensor],
+    names: Sequence[str],
 ) -> None:
-    """Put back the buffers that a module had; it may have put others in their place."""
-    made = [name for name in _own_buffers(module) if name in names]  # which were None
-    for name in dict.fromkeys([*own, *made]):
-        setattr(module, name, own.get(name))
-
-
-def _put_back_plain_values(module: nn.Module, before: Mapping[str, Any]) -> None:
-    for name in _plain_values(module).keys() - before.keys():
+    """Put back what a module kept; a forward may have put other buffers in place."""
+    for name in _values(module).keys() - values.keys():
         del vars(module)[name]
-    vars(module).update(before)
+    vars(module).update(values)
+    made = [name for name in _own_buffers(module) if name in names]  # which were None
+    for name in dict.fromkeys([*buffers, *made]):
+        setattr(module, name, buffers.get(name))
 
 
-def _plain_values(module: nn.Module) -> dict[str, Any]:
+def _own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(module.named_buffers(recurse=False, remove_duplicate=False))
+
+
+def _values(module: nn.Module) -> dict[str, Any]:
     """The numbers and words that a module keeps, such as a count of its forwards."""
     return {
         name: each
         for name, each in vars(module).items()
         if isinstance(each, _PLAIN) and name not in _OF_TORCH
     }
-
-
-def _own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    return dict(module.named_buffers(recurse=False, remove_duplicate=False))
 
 
 @contextmanager
