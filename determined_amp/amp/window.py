@@ -20,6 +20,7 @@ from determined_amp.amp.mistakes import (
 )
 from determined_amp.amp.plain_data import StateDict
 from determined_amp.amp.schedules import RateSchedule
+from determined_amp.amp.torch_private import version_of
 
 # Optimizer steps between two measurements of the largest gradient, which reads all of
 # them.
@@ -49,8 +50,7 @@ class Window:
           +-------------+
               finish: the step is counted, and the schedule moves
 
-    Nothing in it reads the device. An unmodified trial has one more for the backwards
-    since any step, which belongs to no optimizer.
+    Nothing in it reads the device.
 
     Args:
         device: Where the parameters are.
@@ -67,8 +67,7 @@ class Window:
         found_inf: Whether a backward overflowed, (), float32, on the device; None if
             nobody has looked, or the scaler has.
         is_over: Whether a step has used its gradients, until the next backward. This
-            and `versions` are for unmodified trials alone.
-        versions: Those of its gradients after the newest backward.
+            and `found_inf` are for unmodified trials alone.
         counts: The steps since the start of the training.
         norm_sum: The sum of the gradient norms since the last report.
         has_norm: Whether a norm was ever measured.
@@ -93,7 +92,7 @@ class Window:
         self.skips: Skipped = False
         self.found_inf: torch.Tensor | None = None
         self.is_over = False
-        self.versions: list[int | None] = []
+        self._versions: list[int | None] = []  # of its gradients after a backward
         self.counts = StepCounts(device, can_skip=scaled)
         # Without a scale no step is skipped: gradients that are not finite reach the
         # weights, or a clip makes all of them 0.
@@ -133,6 +132,27 @@ class Window:
                 if parameter.grad is not None:
                     return True
         return False
+
+    def add_backward(self, found_inf: torch.Tensor) -> None:
+        """Note whether a backward overflowed, (), float32, on the device."""
+        before = found_inf if self.found_inf is None else self.found_inf
+        self.found_inf = torch.maximum(before, found_inf)
+        self._versions = self._versions_now()
+
+    def has_other_gradients(self) -> bool:
+        """Whether somebody has changed or dropped its gradients since a backward."""
+        return self._versions != self._versions_now()
+
+    def _versions_now(self) -> list[int | None]:
+        gradients = (parameter.grad for parameter in self.parameters())
+        return [None if each is None else version_of(each) for each in gradients]
+
+    def end(self) -> None:
+        """Forget what was found for gradients that a step has used, or that are
+        gone.
+        """
+        if self.is_over or not self.has_gradient():
+            self.found_inf, self.is_over = None, False
 
     def begin_step(self) -> None:
         """Prepare a step. A training may have added a group since the last one, to thaw
@@ -278,19 +298,18 @@ class Windows(dict[Optimizer, Window]):
         self._meet = meet
         self.remedies = remedies
         self._saved: StateDict = {}
-        self.first = self.another()
+        self.first = self._another()
 
     def __missing__(self, optimizer: Optimizer) -> Window:
         is_first = optimizer is next(iter(self.optimizers), optimizer)
         is_free = self.first.optimizer is None
-        window = self.first if is_first and is_free else self.another()
+        window = self.first if is_first and is_free else self._another()
         window.optimizer = optimizer
         self[optimizer] = window
         self._meet(optimizer)
         return window
 
-    def another(self) -> Window:
-        """A window that belongs to no optimizer."""
+    def _another(self) -> Window:
         return Window(self._device, scaled=self._scaled, remedies=self.remedies)
 
     def all(self) -> list[Window]:

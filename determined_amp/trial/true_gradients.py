@@ -35,8 +35,7 @@ from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.patched import patched
 from determined_amp.amp.tensors import parameters_in, parameters_of
-from determined_amp.amp.torch_private import NODE_HOOKS, number_of, version_of
-from determined_amp.amp.window import Window
+from determined_amp.amp.torch_private import NODE_HOOKS, number_of
 from determined_amp.trial.unmodified_autocast import (
     UnmodifiedAutocast,
     calling_first,
@@ -90,7 +89,6 @@ class TrueGradients:
         self._scaler = amp.scaler
         self._scaler.leaves_true_gradients = True
         self._one = torch.ones((), device=amp.device)
-        self._window = amp.windows.another()  # of all that is trained, since any step
         self._norms: dict[Optimizer, torch.Tensor] = {}
         self._met: set[type] = set()  # kinds of nodes
         # The sizes of the graphs that were looked through and have no other leaves.
@@ -117,21 +115,25 @@ class TrueGradients:
             yield
 
     def begin_batch(self, *, in_window: bool) -> None:
-        """End a window that the trial has ended without a step, so that its outcome
-        counts.
+        """End the windows that the trial has ended without a step, so that their
+        outcomes count.
 
         Args:
             in_window: Whether the last batch was in the middle of a window of the
                 context.
         """
-        window = self._window
-        if window.found_inf is None or window.is_over or in_window:
+        windows = self._amp.windows.values()
+        if in_window or any(window.is_over for window in windows):
             return
-        # else the trial accumulates gradients itself
-        if window.versions != self._versions():
-            self._scaler.note(window, window.found_inf)
+        left_out = False
+        for window in windows:
+            found_inf = window.found_inf
+            # Else the trial accumulates gradients itself.
+            if found_inf is not None and window.has_other_gradients():
+                self._scaler.note(window, found_inf)
+                window.found_inf, left_out = None, True
+        if left_out:
             self._scaler.update()
-            self._end_windows()
 
     def backward(self, loss: torch.Tensor, run: Callable[[torch.Tensor], None]) -> None:
         """Go backward from a loss, and leave true gradients. No synchronisation.
@@ -140,9 +142,11 @@ class TrueGradients:
             loss: The unscaled loss.
             run: Goes backward from the scaled one.
         """
-        if self._window.is_over:
-            self._end_windows()
+        windows = self._amp.windows.values()
+        if any(window.is_over for window in windows):
             self._norms.clear()
+            for window in windows:
+                window.end()
         self._refuse_moved_weights()
         parameters = self._parameters()
         leaves = [*parameters, *self._other_leaves_of(loss, parameters)]
@@ -161,19 +165,8 @@ class TrueGradients:
             integer = _INTEGERS.get(dtype, torch.int16)
             bits = [gradient.view(integer) for gradient in gradients]
             torch._foreach_mul_(bits, (found_inf == 0).to(device, integer))
-        for window in (self._window, *self._amp.windows.values()):
-            before = found_inf if window.found_inf is None else window.found_inf
-            window.found_inf = torch.maximum(before, found_inf)
-        self._window.versions = self._versions()
-
-    def found_inf_of_step(self, window: Window) -> torch.Tensor:
-        """Whether a backward of a window that ends with a step overflowed: (), float32,
-        on the device; not 0 if so.
-        """
-        window.is_over = self._window.is_over = True
-        if window.found_inf is None:
-            return torch.zeros((), device=self._amp.device)
-        return window.found_inf
+        for window in windows:
+            window.add_backward(found_inf)
 
     def rehearse(self, loss: torch.Tensor, run: Callable[[torch.Tensor], None]) -> None:
         """Go backward in a batch that is trained again, to see what overflows.
@@ -192,14 +185,6 @@ class TrueGradients:
 
     # Internals.
 
-    def _end_windows(self) -> None:
-        """Forget what was found for the gradients that a step has used, or that are
-        gone.
-        """
-        for window in (self._window, *self._amp.windows.values()):
-            if window.is_over or not window.has_gradient():
-                window.found_inf, window.is_over = None, False
-
     @contextmanager
     def _scaled(self, leaves: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Scale the gradients that leaves have; yields 1 over the scale, (),
@@ -212,12 +197,6 @@ class TrueGradients:
             torch.is_anomaly_enabled(), check_nan=False
         ):
             yield scale.double().reciprocal().float()  # as `GradScaler` does it
-
-    def _versions(self) -> list[int | None]:
-        gradients = (parameter.grad for parameter in self._parameters())
-        return [
-            None if gradient is None else version_of(gradient) for gradient in gradients
-        ]
 
     def _parameters(self) -> list[torch.Tensor]:
         return parameters_in(self._amp.models, self._amp.optimizers)

@@ -239,7 +239,8 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         self._amp.scaler.has_scaled = True
         if self._gradients is None:
             return None
-        return self._gradients.found_inf_of_step(window)
+        window.is_over, found_inf = True, window.found_inf
+        return torch.zeros_like(window.largest) if found_inf is None else found_inf
 
     # Calls of torch.
 
