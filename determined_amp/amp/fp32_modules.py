@@ -217,45 +217,39 @@ def as_float32(value: Any, replaced: list[tuple[Any, Any]] | None = None) -> Any
     if isinstance(value, torch.Tensor):
         if value.dtype in SIXTEEN_BITS:
             cast = value.float()
-    elif isinstance(value, (list, tuple)):
-        items = [as_float32(item, replaced) for item in value]
-        if any(new is not old for new, old in zip(items, value, strict=True)):
-            has_names = hasattr(value, "_fields")  # a namedtuple
-            cast = type(value)(*items) if has_names else type(value)(items)
-    elif isinstance(value, dict):
-        cast = _with_casts(value, value, _set_item, replaced)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module)):
-        fields = {
-            field.name: getattr(value, field.name)
-            for field in dataclasses.fields(value)
-        }
-        # a frozen one, too
-        cast = _with_casts(value, fields, object.__setattr__, replaced)
+    elif items := _items_of(value):
+        casts = {key: as_float32(item, replaced) for key, item in items.items()}
+        if any(casts[key] is not item for key, item in items.items()):
+            cast = _with_items(value, casts)
     if replaced is not None and cast is not value:
         replaced.append((value, cast))
     return cast
 
 
-def _with_casts(
-    value: Any,
-    items: Mapping[Any, Any],
-    put: Callable[[Any, Any, Any], None],
-    replaced: list[tuple[Any, Any]] | None,
-) -> Any:
-    """A copy of a container with the casts of its items; itself if there is nothing to
-    cast.
-    """
-    casts = {key: as_float32(item, replaced) for key, item in items.items()}
-    if all(casts[key] is item for key, item in items.items()):
+def _items_of(value: Any) -> Mapping[Any, Any]:
+    """What a container holds, by key, index or field; empty if it is none."""
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    if isinstance(value, dict):
         return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module)):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: getattr(value, name) for name in names}
+    return {}
+
+
+def _with_items(value: Any, items: Mapping[Any, Any]) -> Any:
+    """A copy of a container with other items under the same keys."""
+    if isinstance(value, (list, tuple)):
+        has_names = hasattr(value, "_fields")  # a namedtuple
+        kind, others = type(value), items.values()
+        return kind(*others) if has_names else kind(others)
     copied = copy.copy(value)
-    for key, cast in casts.items():
-        put(copied, key, cast)
+    attributes = getattr(copied, "__dict__", ())
+    for key, item in items.items():
+        if isinstance(value, dict):
+            copied[key] = item
+        # A field, of a frozen dataclass, too; or an item that is an attribute as well.
+        if key in attributes or not isinstance(value, dict):
+            object.__setattr__(copied, key, item)
     return copied
-
-
-def _set_item(container: Any, key: Any, item: Any) -> None:
-    container[key] = item
-    attributes = getattr(container, "__dict__", {})
-    if key in attributes:  # a dict whose items are attributes, too
-        attributes[key] = item

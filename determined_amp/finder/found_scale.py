@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,14 @@ FILE_NAME = "loss_scale.json"
 
 # How many modules the table lists for each side of the range.
 _MODULES_PER_SIDE = 4
+
+
+# The fields of a finding that hold several of a kind.
+_PARTS: dict[str, Callable[..., Any]] = {
+    "predicted": Shares,
+    "measured": Measured,
+    "modules": ModuleGradients,
+}
 
 
 @dataclass(frozen=True)
@@ -119,13 +127,8 @@ class FoundScale:
                 field.name: document[field.name] for field in fields(ScaleFinding)
             }
             values["verdict"] = Verdict(values["verdict"])
-            values["predicted"] = tuple(
-                Shares(**shares) for shares in values["predicted"]
-            )
-            values["measured"] = tuple(Measured(**one) for one in values["measured"])
-            values["modules"] = tuple(
-                ModuleGradients(**one) for one in values["modules"]
-            )
+            for name, kind in _PARTS.items():
+                values[name] = tuple(kind(**one) for one in values[name])
             values["hidden_modules"] = tuple(values["hidden_modules"])
             return FoundScale(ScaleFinding(**values), FinderRun(**document["run"]))
         except (LookupError, TypeError, ValueError, AttributeError) as error:

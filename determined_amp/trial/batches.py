@@ -176,7 +176,7 @@ class Batches:
         modules = [module for model in amp.models for module in model.modules()]
         tensors = parameters_in(amp.models, amp.optimizers)
         owners = [owner for owner, _ in what_steps(context)]
-        shared = [amp, self, *vars(context).values(), *amp.optimizers]
+        shared = [amp, amp.scaler, self, *vars(context).values(), *amp.optimizers]
         with attributes_apart(self._trial, [*shared, *owners, *modules, *tensors]):
             self._train_copy(batch)
 

@@ -13,7 +13,7 @@ import io
 import logging
 import pickle
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from determined import pytorch
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from determined_amp.amp.errors import UserError, one_line
@@ -161,108 +160,6 @@ def allow_numpy_random_state() -> None:
     add_safe_globals([*array_types, *((reconstruct, name) for name in names)])
 
 
-# Settings of an optimizer that schedulers move.
-MOVED_BY_SCHEDULERS = frozenset(
-    (
-        *("lr", "initial_lr", "max_lr", "min_lr"),
-        *("betas", "momentum", "base_momentum", "max_momentum"),
-    )
-)
-
-# Settings that say by which kernels a step is computed, and not what it is. GradScaler
-# knows those of this trial's constructor: with others, an overflow would reach the
-# weights.
-KERNELS = frozenset(("foreach", "fused", "capturable", "differentiable"))
-
-
-def plain_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The settings of an optimizer's groups (rate, decay, betas) as plain numbers."""
-    return [
-        {key: _plain(value) for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-
-
-def take_settings(
-    saved: StateDict, optimizer: Optimizer, keys: Collection[str]
-) -> None:
-    """Replace settings in the state of a saved optimizer by those of this trial's.
-
-    Args:
-        saved: The state; changed in place.
-        optimizer: This trial's optimizer.
-        keys: The settings to replace. Those that the state lacks are added.
-    """
-    groups = zip(_groups_in(saved), optimizer.param_groups, strict=False)
-    for saved_group, group in groups:  # torch itself reports a mismatch
-        missing = group.keys() - saved_group.keys()
-        taken = missing.union(keys).intersection(group) - {"params"}
-        saved_group.update({key: group[key] for key in taken})
-
-
-def kept_settings(
-    saved: StateDict,
-    then: Sequence[Mapping[str, Any]],
-    now: Sequence[Mapping[str, Any]],
-    ours: Collection[str],
-) -> list[str]:
-    """The settings of a saved optimizer that a resume keeps, in words, although its
-    YAML has changed them.
-
-    Args:
-        saved: The state of the optimizer.
-        then: `plain_groups` of the saved run's optimizer as it was made.
-        now: The same of this trial's.
-        ours: The settings that come from this trial.
-    """
-    kept = []
-    for saved_group, was, here in zip(_groups_in(saved), then, now, strict=False):
-        for key in sorted(was.keys() & here.keys() & saved_group.keys()):
-            value = _plain(saved_group[key])
-            if key not in ours and was[key] != here[key] != value:
-                kept.append(f"{key} {value} of the checkpoint (YAML: {here[key]})")
-    return list(dict.fromkeys(kept))
-
-
-def _groups_in(saved: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
-    """The groups of a saved optimizer; a wrapper has the state of another one
-    inside.
-    """
-    if "param_groups" in saved:
-        groups: Sequence[dict[str, Any]] = saved["param_groups"]
-        return groups
-    nested = (
-        _groups_in(state) for state in saved.values() if isinstance(state, Mapping)
-    )
-    return next(filter(None, nested), ())
-
-
-def check_kind(saved: StateDict, optimizer: Optimizer) -> None:
-    """Raise if a saved optimizer is of another kind; torch would load it all the same.
-
-    Then settings are both missing and added. A newer torch, schedulers and users only
-    add.
-
-    Raises:
-        ValueError: if it is.
-    """
-    # many wrappers have none
-    defaults: dict[str, Any] = getattr(optimizer, "defaults", {})
-    for saved_group, group in zip(
-        _groups_in(saved), optimizer.param_groups, strict=False
-    ):
-        lacks, has = (
-            defaults.keys() - saved_group.keys(),
-            saved_group.keys() - group.keys(),
-        )
-        has -= MOVED_BY_SCHEDULERS - {"betas", "momentum"}
-        if lacks and has:
-            raise ValueError(
-                f"its optimizer has {', '.join(sorted(has))}, and "
-                f"{type(optimizer).__name__} has {', '.join(sorted(lacks))}"
-            )
-
-
 # The key under which the state of a scheduler that another one holds is saved.
 _HELD = "determined_amp.held_scheduler"
 
@@ -336,14 +233,6 @@ def _without_code(state: Any) -> Any:
             if not callable(value)
         }
     return state
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return float(value) if value.numel() == 1 else None
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, (bool, int, float, str)) else None
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -6,25 +6,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import determined as det
+import torch
 from determined import pytorch
 from torch.optim import Optimizer
 
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.plain_data import StateDict
-from determined_amp.trial.checkpoint import (
-    KERNELS,
-    MOVED_BY_SCHEDULERS,
-    check_kind,
-    kept_settings,
-    plain_groups,
-    take_settings,
-    warn_of_what_cannot_be_restored,
-)
+from determined_amp.trial.checkpoint import warn_of_what_cannot_be_restored
 from determined_amp.trial.determined_private import (
     aggregation_frequency,
     current_batch,
@@ -37,6 +31,20 @@ logger = logging.getLogger(__name__)
 
 # The key of its state in a checkpoint. No trial has a callback of such a name.
 CALLBACK = "determined_amp.mixed_precision"
+
+
+# Settings of an optimizer that schedulers move.
+_MOVED_BY_SCHEDULERS = frozenset(
+    (
+        *("lr", "initial_lr", "max_lr", "min_lr"),
+        *("betas", "momentum", "base_momentum", "max_momentum"),
+    )
+)
+
+# Settings that say by which kernels a step is computed, and not what it is. GradScaler
+# knows those of this trial's constructor: with others, an overflow would reach the
+# weights.
+_KERNELS = frozenset(("foreach", "fused", "capturable", "differentiable"))
 
 
 class ResumedTraining(pytorch.PyTorchCallback):
@@ -160,11 +168,11 @@ class ResumedTraining(pytorch.PyTorchCallback):
             told[name] = "follows the YAML"
             ours = self._settings_of_this_trial(optimizer)
             if not self._warm_start:
-                check_kind(state, optimizer)
-                kept = kept_settings(state, then, now, ours)
+                _check_kind(state, optimizer)
+                kept = _kept_settings(state, then, now, ours)
                 if kept:
                     told[name] = f"keeps {', '.join(kept)}"
-            take_settings(state, optimizer, ours)
+            _take_settings(state, optimizer, ours)
         if {*told.values()} - {"follows the YAML"}:
             logger.warning(
                 "%s. A new run from the weights of the checkpoint "
@@ -178,12 +186,12 @@ class ResumedTraining(pytorch.PyTorchCallback):
         if not self._warm_start:
             # A rate that follows the applied steps is computed again from their count.
             follows = self._amp.windows[optimizer].is_scheduled
-            return KERNELS | MOVED_BY_SCHEDULERS if follows else KERNELS
+            return _KERNELS | _MOVED_BY_SCHEDULERS if follows else _KERNELS
         settings = frozenset(key for group in optimizer.param_groups for key in group)
         # Determined restores the schedulers of the context, which go on from where they
         # were.
         by_context = optimizer in scheduled(self._context)
-        return settings - MOVED_BY_SCHEDULERS if by_context else settings
+        return settings - _MOVED_BY_SCHEDULERS if by_context else settings
 
     def _remember_constructed(self) -> list[list[dict[str, Any]]]:
         """The settings of the optimizers as made, before a checkpoint or a step changes
@@ -191,7 +199,7 @@ class ResumedTraining(pytorch.PyTorchCallback):
         """
         if self._constructed is None:
             self._constructed = [
-                plain_groups(optimizer) for optimizer in self._amp.optimizers
+                _plain_groups(optimizer) for optimizer in self._amp.optimizers
             ]
         return self._constructed
 
@@ -208,3 +216,99 @@ def scheduled(
         if not modes or mode in modes
     )
     return frozenset(s.optimizer for s in moved if hasattr(s, "optimizer"))
+
+
+def _plain_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The settings of an optimizer's groups (rate, decay, betas) as plain numbers."""
+    return [
+        {key: _plain(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _take_settings(
+    saved: StateDict, optimizer: Optimizer, keys: Collection[str]
+) -> None:
+    """Replace settings in the state of a saved optimizer by those of this trial's.
+
+    Args:
+        saved: The state; changed in place.
+        optimizer: This trial's optimizer.
+        keys: The settings to replace. Those that the state lacks are added.
+    """
+    groups = zip(_groups_in(saved), optimizer.param_groups, strict=False)
+    for saved_group, group in groups:  # torch itself reports a mismatch
+        missing = group.keys() - saved_group.keys()
+        taken = missing.union(keys).intersection(group) - {"params"}
+        saved_group.update({key: group[key] for key in taken})
+
+
+def _kept_settings(
+    saved: StateDict,
+    then: Sequence[Mapping[str, Any]],
+    now: Sequence[Mapping[str, Any]],
+    ours: Collection[str],
+) -> list[str]:
+    """The settings of a saved optimizer that a resume keeps, in words, although its
+    YAML has changed them.
+
+    Args:
+        saved: The state of the optimizer.
+        then: `_plain_groups` of the saved run's optimizer as it was made.
+        now: The same of this trial's.
+        ours: The settings that come from this trial.
+    """
+    kept = []
+    for saved_group, was, here in zip(_groups_in(saved), then, now, strict=False):
+        for key in sorted(was.keys() & here.keys() & saved_group.keys()):
+            value = _plain(saved_group[key])
+            if key not in ours and was[key] != here[key] != value:
+                kept.append(f"{key} {value} of the checkpoint (YAML: {here[key]})")
+    return list(dict.fromkeys(kept))
+
+
+def _groups_in(saved: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    """The groups of a saved optimizer; a wrapper has the state of another one
+    inside.
+    """
+    if "param_groups" in saved:
+        groups: Sequence[dict[str, Any]] = saved["param_groups"]
+        return groups
+    nested = (
+        _groups_in(state) for state in saved.values() if isinstance(state, Mapping)
+    )
+    return next(filter(None, nested), ())
+
+
+def _check_kind(saved: StateDict, optimizer: Optimizer) -> None:
+    """Raise if a saved optimizer is of another kind; torch would load it all the same.
+
+    Then settings are both missing and added. A newer torch, schedulers and users only
+    add.
+
+    Raises:
+        ValueError: if it is.
+    """
+    # many wrappers have none
+    defaults: dict[str, Any] = getattr(optimizer, "defaults", {})
+    for saved_group, group in zip(
+        _groups_in(saved), optimizer.param_groups, strict=False
+    ):
+        lacks, has = (
+            defaults.keys() - saved_group.keys(),
+            saved_group.keys() - group.keys(),
+        )
+        has -= _MOVED_BY_SCHEDULERS - {"betas", "momentum"}
+        if lacks and has:
+            raise ValueError(
+                f"its optimizer has {', '.join(sorted(has))}, and "
+                f"{type(optimizer).__name__} has {', '.join(sorted(lacks))}"
+            )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 else None
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (bool, int, float, str)) else None
