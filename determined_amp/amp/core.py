@@ -288,8 +288,13 @@ class AmpCore:
 
     def _accumulates(self) -> bool:
         """Whether gradients wait for a step in a later batch."""
+        if not self.scaler.has_scaled:
+            return False
+        if any(window.has_gradient() for window in self.windows.values()):
+            return True
+        # None has stepped yet, or it has dropped its gradients.
         parameters = parameters_in(self.models, self.optimizers)
-        return self.scaler.has_scaled and any(p.grad is not None for p in parameters)
+        return any(parameter.grad is not None for parameter in parameters)
 
     # Everything else that a training can ask for.
 
