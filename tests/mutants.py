@@ -101,7 +101,7 @@ ROOMS = {
             "mixed_precision",
         ),
         *("private_names", "resume", "resumed", "run_folder", "schedule", "score"),
-        *("several_optimizers", "unmodified"),
+        *("several_optimizers", "optimizers", "unmodified"),
     ),
 }
 

@@ -12,10 +12,8 @@ import dataclasses
 import functools
 import pickle
 import re
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Collection
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -26,7 +24,7 @@ from torch.nn import functional
 from torch.nn.modules import module
 from torch.utils.checkpoint import checkpoint
 
-from determined_amp import ConfigError, MixedPrecision
+from determined_amp import ConfigError
 from determined_amp.amp.plain_data import Values
 from determined_amp.amp.precision import autocast_is_on
 from determined_amp.trial.loss_scale import find_in_trial
@@ -41,7 +39,6 @@ from tests.harness import (
     every_precision,
     fit,
     fit_as_it_is,
-    needs_fused,
     same_bits,
 )
 from tests.trials import CLASSES, FEATURES, Converted, Plain
@@ -201,117 +198,6 @@ def test_training_leaves_classes_of_torch_as_they_were() -> None:
     before = [dict(vars(owner)) for owner in owners]
     fit_as_it_is(Plain, FP16)
     assert [dict(vars(owner)) for owner in owners] == before
-
-
-@pytest.fixture
-def _fused_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = MixedPrecision.__init__
-
-    def make_fused(amp: MixedPrecision, *given: Any) -> None:
-        make(amp, *given)
-        amp.fused = True
-
-    monkeypatch.setattr(MixedPrecision, "__init__", make_fused)
-
-
-@needs_fused
-@pytest.mark.usefixtures("_deterministic")
-@pytest.mark.parametrize("precision", ["fp32", "amp_fp16"])
-@pytest.mark.parametrize(
-    ("trial", "is_fused"),
-    [(habits.Habit, True), (habits.SparseEmbedding, False)],
-    ids=["dense gradients", "sparse gradients"],
-)
-def test_optimizer_is_made_fused_where_it_can_be_and_trains_as_before(
-    request: pytest.FixtureRequest,
-    precision: str,
-    trial: type[habits.Habit],
-    *,
-    is_fused: bool,
-) -> None:
-    """Up to the rounding of 8 steps; one that does not clip moves by fifty times as
-    much.
-    """
-    amp = {"precision": precision, "audit": False}
-
-    def trained_weights() -> tuple[torch.Tensor, Any]:
-        torch.manual_seed(1)
-        made = fit_as_it_is(trial, amp)
-        weights = [p.detach().flatten() for p in made.trial.model.parameters()]
-        return torch.cat(weights), made.trial.optimizer.defaults["fused"]
-
-    plain, fused = trained_weights()
-    assert not fused
-    request.getfixturevalue("_fused_as_on_a_gpu")
-    weights, fused = trained_weights()
-    assert bool(fused) is is_fused
-    torch.testing.assert_close(weights, plain, rtol=1e-5, atol=1e-6)
-
-
-def has_a_step_of_its_own(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """And a scheduler of torch has wrapped it."""
-    sgd = torch.optim.SGD(parameters, lr=0.1)
-    sgd.step = MethodType(lambda optimizer: None, sgd)  # type: ignore[method-assign]
-    torch.optim.lr_scheduler.StepLR(sgd, 100)
-    return sgd
-
-
-class TestFused:
-    @needs_fused
-    @pytest.mark.parametrize(
-        "make",
-        [
-            partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
-            partial(torch.optim.Adam, lr=0.1, amsgrad=True),
-            partial(torch.optim.AdamW, lr=0.1),
-        ],
-        ids=["SGD", "Adam", "AdamW"],
-    )
-    def test_optimizer_that_is_fused_later_steps_as_one_that_was_made_fused(
-        self, make: Callable[..., Any]
-    ) -> None:
-        weights = []
-        for fused in (True, None):
-            weight = nn.Parameter(torch.linspace(-1, 1, 5))
-            optimizer = make([weight], fused=fused)
-            assert fuse(optimizer)
-            # otherwise the scaler waits for the device
-            assert optimizer._step_supports_amp_scaling
-            assert not optimizer.defaults["foreach"]
-            assert fuse(optimizer)
-            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-            for factor in (1.0, float("inf"), 2.0):
-                scaler.scale((weight * torch.arange(5.0)).sum() * factor).backward()  # type: ignore[no-untyped-call]
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-            weights.append(weight.detach())
-        assert torch.equal(*weights)
-
-    @pytest.mark.parametrize(
-        "optimizer",
-        [
-            partial(torch.optim.RMSprop),
-            partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
-            partial(torch.optim.AdamW, foreach=True),
-            partial(torch.optim.AdamW, differentiable=True),
-            has_a_step_of_its_own,
-        ],
-        ids=[
-            "no fused kernel",
-            "dampening",
-            "foreach",
-            "differentiable",
-            "a step of its own",
-        ],
-    )
-    def test_optimizer_that_cannot_be_fused_keeps_its_settings(
-        self, optimizer: Callable[..., Any]
-    ) -> None:
-        made = optimizer([nn.Parameter(torch.ones(1))])
-        before = copy.deepcopy(made.defaults)
-        assert not fuse(made)
-        assert made.defaults == before
 
 
 OTHERS = habits.NO_HABITS | habits.REFUSED_IN_16_BITS
@@ -513,8 +399,10 @@ def test_own_window_that_overflows_is_skipped_and_lowers_the_scale_once() -> Non
     assert ours.made.report["loss_scale_log2"] == 9
 
 
-class DropsGradients(habits.LoudAtFirst):
-    """Steps its bias alone in the first batch, and drops the other gradients."""
+class WithBias(habits.LoudAtFirst):
+    """Has a bias that is stepped in every batch, beside a model that is stepped seldom.
+    The loss of the first batch overflows.
+    """
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         super().__init__(context)
@@ -529,48 +417,35 @@ class DropsGradients(habits.LoudAtFirst):
         loss = self.loss(*batch)
         self.context.backward(loss)
         self.context.step_optimizer(self.second)
+        self.go_on(batch_idx)
+        return {"loss": loss}
+
+    def go_on(self, batch_idx: int) -> None:
+        """Steps in every second batch."""
+        if batch_idx % 2:
+            self.context.step_optimizer(self.optimizer)
+
+
+class DropsGradients(WithBias):
+    """Has no step in the first batch, and drops its gradients."""
+
+    def go_on(self, batch_idx: int) -> None:
         if batch_idx:
             self.context.step_optimizer(self.optimizer)
         self.model.zero_grad()
-        return {"loss": loss}
 
 
-def test_step_ends_the_windows_of_gradients_that_were_dropped() -> None:
-    report = way(DropsGradients, LESS_LOUD, batches=3).made.report
-    assert [report[f"skipped_steps_{optimizer}"] for optimizer in (0, 1)] == [0, 1]
-
-
-class LoudLongWindow(LoudOwnWindow):
-    """Has a bias that is stepped in every batch, beside a model that is stepped in
-    every second.
-    """
-
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        super().__init__(context)
-        self.bias = nn.Parameter(torch.zeros(CLASSES))
-        self.second = context.wrap_optimizer(torch.optim.SGD([self.bias], lr=0.1))
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        return super().loss(inputs, classes) + self.bias.square().sum()
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        loss = self.loss(*batch)
-        self.context.backward(loss / 2)
-        self.context.step_optimizer(self.second)
-        if batch_idx % 2:
-            self.step()
-        return {"loss": loss}
-
-
-def test_overflow_in_a_window_skips_its_step_after_a_step_of_another_optimizer() -> (
-    None
-):
-    report = way(LoudLongWindow, LESS_LOUD, batches=4).made.report
-    skipped, applied = (
-        [report[f"{name}_{optimizer}"] for optimizer in (0, 1)]
-        for name in ("skipped_steps", "watch_applied_steps")
-    )
-    assert (skipped, applied) == ([1, 1], [1, 3])
+@pytest.mark.parametrize(
+    ("trial", "skipped", "applied"),
+    [(WithBias, [1, 1], [1, 3]), (DropsGradients, [0, 1], [3, 3])],
+)
+def test_overflow_skips_the_step_of_each_window_that_it_is_in(
+    trial: Any, skipped: list[int], applied: list[int]
+) -> None:
+    """A step of another optimizer does not end a window; dropped gradients do."""
+    report = way(trial, LESS_LOUD, batches=4).made.report
+    for name, counts in (("skipped_steps", skipped), ("watch_applied_steps", applied)):
+        assert [report[f"{name}_{optimizer}"] for optimizer in (0, 1)] == counts
 
 
 @pytest.mark.parametrize("habit", [habits.StepsByHand, habits.StepsByHandInPlace])
