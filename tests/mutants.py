@@ -55,7 +55,8 @@ ROOMS = {
             "schedule",
             "settings",
         ),
-        *("several_optimizers", "window", "tensors", "users_code"),
+        *("running_statistics", "several_optimizers", "window", "tensors"),
+        "users_code",
     ),
     "check": ("check", "amp_examples", "scratch"),
     "cli": ("compare", "finder", "misplaced", "reports", "reports_precision"),
@@ -101,7 +102,7 @@ ROOMS = {
             "mixed_precision",
         ),
         *("private_names", "resume", "resumed", "run_folder", "schedule", "score"),
-        *("several_optimizers", "optimizers", "unmodified"),
+        *("several_optimizers", "notes", "optimizers", "unmodified"),
     ),
 }
 
