@@ -326,17 +326,6 @@ def in_float32(loss_fn: Any, batch: Any) -> Any:
         return loss_fn(batch)
 
 
-def test_report_has_the_steps_of_the_slot_that_made_the_most() -> None:
-    made = [one_model() for _ in range(3)]
-    for each, steps in zip(made, (2, 5, 0), strict=True):
-        for batch in make_batches()[:steps]:
-            each.train(batch)
-    everywhere = [each.amp.metrics.per_slot_reduce() for each in made]
-    reports = [each.amp.metrics.cross_slot_reduce(everywhere) for each in made]
-    assert reports[0] == reports[1] == reports[2]
-    assert (reports[0]["watch_applied_steps"], reports[0]["skipped_steps"]) == (5, 0)
-
-
 # Loops as they are written elsewhere; each against torch's own scaler and autocast.
 
 

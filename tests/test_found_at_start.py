@@ -47,17 +47,6 @@ class DrawsConverted(Converted, Draws):
     """The same with a `MixedPrecision` of its own."""
 
 
-class Remembers(Plain):
-    """Adds to its inputs how many batches it has seen."""
-
-    seen = 0
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        self.seen += 1
-        inputs, classes = batch
-        return super().train_batch((inputs + self.seen, classes), epoch_idx, batch_idx)
-
-
 def found(log: pytest.LogCaptureFixture) -> float:
     """The scale that the one line in the log says."""
     (line,) = re.findall(
@@ -93,11 +82,6 @@ def test_run_that_finds_its_scale_equals_one_with_that_init_scale_to_the_bit(
     # The control: what is drawn is not put back.
     monkeypatch.setattr(restored, "_keep_random_state", lambda *_: None)
     assert not same_bits(left(run(trial)), left(written))
-
-
-def test_what_a_trial_keeps_itself_sees_the_rehearsals_of_the_finder() -> None:
-    assert run(Remembers, init_scale=8.0).trial.seen == BATCHES
-    assert run(Remembers).trial.seen > BATCHES
 
 
 def test_resume_keeps_the_saved_scale(caplog: pytest.LogCaptureFixture) -> None:

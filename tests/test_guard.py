@@ -180,19 +180,6 @@ class TestTrouble:
                 in_a_row = len(done) - len(done.rstrip("s"))
                 judge(watched, counted(done.count("a"), done.count("s"), in_a_row))
 
-    def test_skips_at_the_start_are_one_line_in_the_log(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        watched = guard(dataclasses.replace(FP16, max_consecutive_skips=100))
-        watched._guard._scale_at_start = 2.0**100
-        judge(watched, counted(0, 60, 60), loss_scale=2.0**40)
-        judge(watched, counted(7, 83), loss_scale=2.0**17)
-        judge(watched, counted(17, 83), loss_scale=2.0**17)
-        assert caplog.messages == [
-            "83 steps were skipped at the start, while the loss scale fell from "
-            "1.26765e+30 to 131072: with that as amp.init_scale none would have been"
-        ]
-
     @pytest.mark.parametrize(("rank", "said"), [(0, [5, 6]), (1, [])])
     def test_skips_at_the_start_are_those_of_each_optimizer_in_this_run(
         self, rank: int, said: list[int], caplog: pytest.LogCaptureFixture
@@ -212,6 +199,8 @@ class TestTrouble:
         for _ in range(2):
             judge(watched, counted(5, 66, name="_0"), *later)
         assert [int(line.split()[0]) for line in caplog.messages] == said
+        words = "steps were skipped at the start, while the loss scale fell from 65536"
+        assert all(words in line for line in caplog.messages)
 
     def test_loss_that_is_not_finite_ends_a_run_that_can_skip_no_step(self) -> None:
         """Nothing was skipped, so the weights are not worth a checkpoint."""

@@ -26,7 +26,7 @@ from determined_amp.amp.metrics import (
 )
 from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.amp.throughput import Stopwatch
-from determined_amp.amp.window import Window, Windows
+from determined_amp.amp.window import Window
 from determined_amp.trial.batches import timed
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.harness import Context
@@ -143,18 +143,6 @@ class TestTrainingMetrics:
         assert first is before is windows.first.counts
         assert second is not before
         assert [window.counts for window in windows.all()] == [first, second]
-
-    @pytest.mark.parametrize(("now", "log2"), [(2.0, 1.0), (0.0, -math.inf)])
-    def test_report_has_the_scale_of_now_and_the_guard_that_of_the_newest_step(
-        self, now: float, log2: float
-    ) -> None:
-        scales = (torch.tensor(now), torch.tensor(4.0))
-        windows = Windows(Context.device, scaled=True)
-        metrics = TrainingMetrics(
-            Context.device, windows, 1, lambda: scales, scaled=True
-        )
-        assert report_of(metrics)["loss_scale_log2"] == log2
-        assert (metrics.latest, metrics.scale_of_newest_step) == ([], 4.0)
 
     def test_speed_and_wait_are_those_of_each_report(self, clock: Clock) -> None:
         """16 samples in 4 s, 1 s of them waited; then 6 in 3 s, 1.5 s; then nothing."""

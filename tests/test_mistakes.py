@@ -603,22 +603,20 @@ class Outer(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
-def steps_an_optimizer_inside_another(loop: OwnLoop) -> None:
-    outer = Outer(loop.optimizer)
+def steps_with(loop: OwnLoop, optimizer: Any) -> None:
     loop.backward()
-    loop.amp.scaler.step(outer)
+    loop.amp.scaler.step(optimizer)
     assert next(loop.model.parameters()).item() != loop.before
     loop.amp.update()
     assert loop.amp.attempted_steps == int(loop.amp.applied_steps) == 1
+
+
+def steps_an_optimizer_inside_another(loop: OwnLoop) -> None:
+    steps_with(loop, Outer(loop.optimizer))
 
 
 def steps_a_wrapper(loop: OwnLoop) -> None:
-    loop.backward()
-    wrapper: Any = Wrapper(loop.optimizer)
-    loop.amp.scaler.step(wrapper)
-    assert next(loop.model.parameters()).item() != loop.before
-    loop.amp.update()
-    assert loop.amp.attempted_steps == int(loop.amp.applied_steps) == 1
+    steps_with(loop, Wrapper(loop.optimizer))
 
 
 NO_MISTAKES_IN_A_LOOP = [
@@ -689,16 +687,11 @@ def test_step_with_a_closure_and_a_loss_scale_is_refused() -> None:
 def test_max_norm_that_is_no_number_above_0_is_refused(max_norm: Any) -> None:
     context: Any = Context()
     amp, loop = MixedPrecision(context, AmpSettings(Precision.FP32)), OwnLoop()
-    optimizer = context.wrap_optimizer(
-        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    )
-    with pytest.raises(
-        ConfigError, match=f"got max_norm {max_norm}; allowed: a number above 0"
-    ):
+    optimizer = context.wrap_optimizer(loop.optimizer)
+    words = f": got max_norm {max_norm}; allowed: a number above 0"
+    with pytest.raises(ConfigError, match=words):
         amp.clip(optimizer, max_norm)
-    with pytest.raises(
-        ConfigError, match=f"^the loop: clip_gradients: got max_norm {max_norm}"
-    ):
+    with pytest.raises(ConfigError, match=f"^the loop: clip_gradients{words}"):
         loop.amp.clip_gradients(loop.optimizer, max_norm)
     amp.clip(optimizer, 1.0e-30)
 

@@ -16,7 +16,7 @@ from determined_amp.amp import torch_private
 from determined_amp.check.recorder import Recorder
 from tests.harness import fit
 from tests.loops import SmallLoop
-from tests.trials import Converted, Weights
+from tests.trials import Converted
 
 Change = Callable[[nn.Module], object]
 
@@ -146,10 +146,3 @@ def test_trial_may_not_clip_scaled_gradients(window: int) -> None:
     words = "it clips gradients that are still scaled; allowed: cl"
     with pytest.raises(ConfigError, match=words):
         fit(Clips, fp16, batches=3 * window, aggregation_frequency=window)
-
-
-def test_torch_is_as_it_was_once_a_trial_is_over() -> None:
-    gc.collect()
-    trial = fit(Weights, {"precision": "amp_fp16"}, batches=1).trial
-    assert sorts_as_torch_does()
-    assert trial.weights()

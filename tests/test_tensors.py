@@ -66,13 +66,6 @@ def test_largest_number_and_finiteness_are_known_of_any_kind_of_tensor(
     assert tensors.is_plain(made) is is_plain
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_quantized_tensor_is_not_plain() -> None:
-    assert not tensors.is_plain(
-        torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
-    )
-
-
 def test_tensors_are_those_of_all_containers_in_order() -> None:
     one, two, three, four = torch.eye(4)
     seen = tensors.tensors_of([one, {"a": (two, "b")}, UserDict(c=[three]), 5, four])
