@@ -208,7 +208,7 @@ LONGEST = (
         "test_contract.py",
     ),
     *("test_never_waits.py", "test_flush.py", "test_unmodified.py", "test_schedule.py"),
-    *("test_reports.py", "test_main.py", "test_finder_edges.py", "test_words.py"),
+    *("test_reports.py", "test_main.py", "test_first_overflow.py", "test_words.py"),
 )
 
 

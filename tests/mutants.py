@@ -70,8 +70,8 @@ ROOMS = {
         *(
             "find_loss_scale",
             "finder",
-            "finder_edges",
-            "finder_strangers",
+            "first_overflow",
+            "rehearsal",
             "flush",
             "found_scale",
         ),

@@ -27,14 +27,17 @@ from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.amp.rehearse.regions import float16_as
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.rehearse.searching import largest_working
-from determined_amp.experiment.experiment import experiment_in
+from determined_amp.experiment.experiment import experiment_in, read_yaml
+from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.prediction import LossScaleError
+from determined_amp.finder.scale_finding import find_range
+from determined_amp.finder.scoring import score_batches
 from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.loss_scale import in_training, wrapped_scaler
 from tests import harness
 from tests.harness import context_of
 from tests.loss_scale import Context, config, looked_at, train
-from tests.training import digest
+from tests.training import ROOT, SMALL, digest
 
 Batches = Sequence[Rehearsal]
 
@@ -279,3 +282,51 @@ def test_trial_without_an_enabled_scaler_is_refused(precision: Precision) -> Non
     words = "for float16, set hyperparameters.amp.precision to amp_fp16"
     with pytest.raises(LossScaleError, match=words):
         wrapped_scaler(context)
+
+
+def popped(batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    labels = batch.pop()
+    return batch.pop(), labels
+
+
+def normalised(batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return batch[0].sub_(0.5).div_(0.25), batch[1]
+
+
+class TestOwnBatch:
+    """A trial may do with its batch what it likes: every pass gets its own."""
+
+    @staticmethod
+    def prepares(monkeypatch: pytest.MonkeyPatch, prepare: Callable[..., Any]) -> None:
+        plain = SmallTrial.train_batch
+
+        def train_batch(
+            trial: SummedLoss, batch: Any, epoch_idx: int, batch_idx: int
+        ) -> Any:
+            return plain(trial, prepare(batch), epoch_idx, batch_idx)
+
+        monkeypatch.setattr(SummedLoss, "train_batch", train_batch)
+
+    @pytest.mark.parametrize("prepare", [popped, normalised])
+    def test_trial_that_changes_its_batch_in_place_has_the_same_finding_and_score(
+        self, prepare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def work(small: SmallTrial, context: Context, batches: Batches) -> Any:
+            slots = context.distributed
+            return find_range(batches, slots), score_batches(batches, slots, 2)
+
+        self.prepares(
+            monkeypatch, lambda batch: prepare([part.clone() for part in batch])
+        )
+        expected = looked_at(SummedLoss, work)
+        self.prepares(monkeypatch, prepare)
+        assert looked_at(SummedLoss, work) == expected
+
+
+def test_audit_and_guard_are_off_before_the_loop_starts() -> None:
+    raw = read_yaml(str(ROOT / "experiment_configs/mlp/amp.yaml"))
+    with open_trial(experiment_in(with_overrides(raw, SMALL), "test")) as found:
+        trial: Any = found.trial
+        guard = trial.amp.guard
+        assert guard.enabled
+        assert not in_training(trial, found.context, 1, lambda batches: guard.enabled)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import UserDict
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -96,6 +97,36 @@ def test_closure_of_a_step_is_seen_however_it_is_passed(
     args: tuple[Any, ...], kwargs: dict[str, Any], has: bool
 ) -> None:
     assert (tensors.closure_of(args, kwargs) is not None) is has
+
+
+@dataclass
+class Rows:
+    rows: torch.Tensor
+
+
+def test_copy_holds_the_same_values_in_memory_of_its_own() -> None:
+    whole = torch.arange(6.0)
+    batch: Any = [{"ids": whole[:2]}, UserDict(mask=whole[2:4]), Rows(whole[4:])]
+    copied: Any = tensors.own_copy(batch)
+    made = (copied[0]["ids"], copied[1].pop("mask"), copied[2].rows)
+    assert torch.cat(made).tolist() == whole.tolist()
+    for tensor in made[:2]:
+        assert tensor.untyped_storage().nbytes() == 8  # not all that it is a view of
+    torch._foreach_zero_([*made])
+    assert whole.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert [*batch[1]] == ["mask"]
+
+
+def test_copy_of_containers_shares_tensors_and_what_cannot_be_copied() -> None:
+    batch: Any = {"ids": torch.ones(2), "more": [[torch.zeros(1)]]}
+    for kind in (dict, UserDict):
+        mine = kind(batch)
+        shared = tensors.own_copy(mine, shared=True)
+        assert type(shared) is kind
+        assert shared.pop("ids") is mine["ids"]
+    assert tensors.own_copy(batch, shared=True)["more"][0].pop() is batch["more"][0][0]
+    generator = (number for number in (1, 2))
+    assert tensors.own_copy(generator) is generator
 
 
 class Wrapped(DistributedDataParallel):
