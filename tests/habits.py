@@ -6,7 +6,6 @@ They differ in what they do with gradients, optimizers, hooks and graphs.
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -613,16 +612,6 @@ class Methods(Habit):
         return functional.cross_entropy(
             self.model.decoder(self.model.encode(inputs)), classes
         )
-
-
-class Traced(Habit):
-    """Its model is one of TorchScript, whose class has no forward."""
-
-    def net(self) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            inputs = torch.zeros(4, FEATURES)
-            return torch.jit.trace(super().net(), inputs)  # type: ignore[no-untyped-call]
 
 
 class CheckpointingNet(Net):

@@ -13,7 +13,6 @@ from trials.models.diffusion import (
     Conditioning,
     Diffusion,
     DiffusionSettings,
-    TrainingClips,
     ValidationClips,
 )
 
@@ -51,18 +50,6 @@ class TestTrainingNoise:
             assert torch.equal(getattr(first, name), getattr(again, name))
         assert not torch.equal(first.noise, other.noise)
         assert not torch.equal(first.timesteps, other.timesteps)
-
-    def test_seed_differs_between_batches_and_epochs_and_trials(self) -> None:
-        clips = load(CLIPS, 0)[0]
-        made = {
-            TrainingClips(clips, seed).__getitems__(
-                [Sample(epoch, image), Sample(epoch, 50)]
-            )[2]
-            for seed in (0, 1)
-            for epoch in (0, 1)
-            for image in (0, 1)
-        }
-        assert len(made) == 8
 
     @pytest.mark.parametrize(
         ("settings", "share"),

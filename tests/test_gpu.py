@@ -19,14 +19,12 @@ import torch
 from torch.nn import functional
 
 from benchmarks.small_trials import SummedLoss
-from determined_amp.amp.fp32_modules import keep_in_float32
 from determined_amp.amp.precision import DeviceSupport, prepare_backend
 from determined_amp.amp.settings import Precision
 from determined_amp.finder.scale_finding import find_range
 from tests import gpu, test_never_waits, training
 from tests.gpu import DEVICE, only_a_gpu_raises, only_a_gpu_shows, sized
 from tests.loss_scale import looked_at, skipped_steps
-from tests.test_islands import Products, three_layers
 from tests.test_never_waits import BATCHES, ReadsTheLoss, Run
 from trials.mlp import MLPTrial
 
@@ -335,25 +333,6 @@ def test_resumed_run_ends_as_one_that_nothing_disturbed(tmp_path: Path) -> None:
     folders = (training.resume(tmp_path / "resumed"), whole, other)
     ends = [training.digest(training.checkpoint(folder, 12)) for folder in folders]
     assert ends[0] == ends[1] != ends[2]
-
-
-@SIXTEEN_BITS
-def test_fp32_modules_compute_in_float32_forward_and_backward(
-    precision: Precision,
-) -> None:
-    """The backward has two products per layer; the first layer's input needs no
-    gradient.
-    """
-    skip_if_emulated(precision)
-    dtype = precision.autocast_dtype
-    model = three_layers().to(DEVICE)
-    keep_in_float32(model, ["^1$"], DEVICE.type)
-    with Products() as forward, torch.autocast(DEVICE.type, dtype=dtype):
-        result = model(torch.randn(3, 4, device=DEVICE))
-    with Products() as backward:
-        result.sum().backward()
-    assert forward.dtypes == [dtype, torch.float32, dtype]
-    assert backward.dtypes == [dtype, dtype, torch.float32, torch.float32, dtype]
 
 
 def test_training_skips_its_first_step_one_bit_above_the_found_top() -> None:

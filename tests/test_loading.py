@@ -18,7 +18,6 @@ from trials.data.loading import (
     EpochSampler,
     Sample,
     batches_per_epoch,
-    to_device,
     training_loader,
     validation_loader,
 )
@@ -135,22 +134,3 @@ def test_training_without_a_whole_batch_is_a_data_error() -> None:
     assert len(training_loader(Numbers(), _SIZE, 7, workers=0)) == 1
     with pytest.raises(DataError, match=f"{_SIZE + 1}"):
         training_loader(Numbers(), _SIZE + 1, 7, workers=0)
-
-
-@pytest.mark.parametrize(("channels", "channels_last"), [(3, True), (2, False)])
-def test_only_colour_images_become_channels_last(
-    channels: int, channels_last: bool
-) -> None:
-    images = torch.rand(2, channels, 4, 5)
-    moved, label = to_device((images, "label"), torch.device("cpu"))
-    assert torch.equal(moved, images)
-    assert label == "label"
-    assert moved[0].is_contiguous() is not channels_last
-
-
-def test_images_of_bytes_become_the_same_floats_to_the_bit() -> None:
-    """For every byte: a run continues with the numbers that it began with."""
-    images = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
-    (moved,) = to_device((images,), torch.device("cpu"))
-    assert torch.equal(moved, images.float().div(127.5).sub(1.0))
-    assert images.flatten().tolist() == list(range(256))

@@ -49,14 +49,3 @@ def test_warmup_and_what_follows_equal_the_closed_form(
     expected = closed_form(schedule, 0.3, warmup, total)
     assert used == pytest.approx(expected, rel=0, abs=0.3 * _TOLERANCE)
     assert max(used) == (0.3 if total > warmup else pytest.approx(0.3 * 500 / 901))
-
-
-def test_closed_form_tells_a_warmup_of_one_step_more() -> None:
-    """Negative control: the tolerance is 5e-16, the deviation of the next schedule
-    1e-3.
-    """
-    used = rates(LRSchedule.COSINE, 0.3, 37, 500, 500)
-    assert (
-        np.abs(np.subtract(used, closed_form(LRSchedule.COSINE, 0.3, 38, 500))).max()
-        > 1e-3
-    )

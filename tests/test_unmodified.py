@@ -125,49 +125,42 @@ class TestForward:
         assert set(seen[::2]) == {(True, torch.bfloat16), (False, validated)}
         assert {dtype for _, dtype in seen[1::2]} == {torch.float32}
 
-    @pytest.mark.parametrize(
-        "reentrant", [False, True], ids=["not reentrant", "reentrant"]
-    )
     def test_wrapped_model_inside_another_one_stays_in_16_bits_also_under_a_checkpoint(
-        self, reentrant: bool
+        self,
     ) -> None:
         """Only what the outer one returns is cast to float32."""
-        dtypes: list[torch.dtype] = []
+        dtypes: set[torch.dtype] = set()
 
         class Outer(nn.Module):
-            def __init__(self, inner: nn.Module, checkpoints: bool) -> None:
+            def __init__(self, inner: nn.Module, reentrant: bool | None) -> None:
                 super().__init__()
-                self.inner, self.checkpoints = inner, checkpoints
+                self.inner, self.reentrant = inner, reentrant
                 self.head = nn.Linear(CLASSES, CLASSES)
 
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                if self.checkpoints:
-                    x = checkpoint(
-                        self.inner, x.requires_grad_(), use_reentrant=reentrant
-                    )
-                else:
+            def forward(self, x: torch.Tensor) -> Any:
+                if self.reentrant is None:
                     x = self.inner(x)
-                    dtypes.append(x.dtype)
-                found: torch.Tensor = self.head(x)
-                return found
+                    dtypes.add(x.dtype)
+                else:
+                    x = x.requires_grad_()
+                    x = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+                return self.head(x)
 
         class Nested(Plain):
-            checkpoints = False
+            reentrant: bool | None = None
 
             def net(self) -> nn.Module:
                 return nn.Linear(FEATURES, CLASSES)
 
             def prepared(self, model: nn.Module) -> nn.Module:
-                return Outer(self.context.wrap_model(model), self.checkpoints)
-
-        class Checkpointed(Nested):
-            checkpoints = True
+                return Outer(self.context.wrap_model(model), self.reentrant)
 
         amp = {**BFLOAT16, "eval_precision": "same"}
-        assert same_state(
-            *(fit_as_it_is(trial, amp) for trial in (Nested, Checkpointed))
-        )
-        assert {*dtypes} == {torch.bfloat16}
+        runs = []
+        for Nested.reentrant in (None, False, True):
+            runs.append(fit_as_it_is(Nested, amp))
+        assert same_state(*runs)
+        assert dtypes == {torch.bfloat16}
         assert not autocast_is_on("cpu")
 
     def test_fp32_modules_of_the_settings_compute_in_float32(self) -> None:
