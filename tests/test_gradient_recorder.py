@@ -113,23 +113,6 @@ class TestValues:
         assert weights == {0: 1, 1: 1, 2: 1, 10: 1, 11: 1, 12: 1}
         assert max(h.largest for h in recorder.histograms.values()) == 4096.0
 
-    def test_two_backwards_add_up_and_keep_the_largest_of_both(self) -> None:
-        """Of y = w x, cast to bfloat16: dy is s, dw is s x. The second backward has the
-        smaller.
-        """
-        model = nn.Linear(1, 1, bias=False)
-        recorder = GradientRecorder([model])
-        for scale in (8.0, 2.0):
-            with recorder.watching():
-                with torch.autocast("cpu", BF16):
-                    loss = (model(torch.full((1, 1), 4.0)).float() * scale).sum()
-                loss.backward()
-        modules = by_module(recorder)
-        assert powers_in(modules[WHOLE_MODEL]) == {5: 1, 3: 1}
-        assert powers_in(modules[OUTSIDE]) == {3: 1, 1: 1}
-        assert max(h.largest for h in recorder.histograms.values()) == 32.0
-        assert not recorder.makes_float16
-
     def test_gradients_are_told_apart_by_operation_output_and_shape(self) -> None:
         """Of w * w: two results, each 2 * 4; then w is cast, which sums them up in
         float32.
@@ -148,15 +131,6 @@ class TestValues:
             ("MulBackward0", 1, (3,), {3: 3}),
         ]
 
-    def test_factor_of_a_derivative_is_not_recorded(self) -> None:
-        """The derivative of x^3 at 2^30 is 3 * 2^60."""
-        model = nn.ParameterList([torch.full((3,), 2.0**30)])
-        recorder = GradientRecorder([model])
-        with recorder.watching():
-            seed = torch.full((3,), 2.0**-60, dtype=BF16)
-            torch.autograd.backward(model[0].to(BF16) ** 3, seed)
-        assert [powers_in(h) for h in recorder.histograms.values()] == [{1: 3}]
-
     def test_view_and_a_gradient_that_is_passed_on_are_counted_once(self) -> None:
         model = nn.ParameterList([torch.ones(4)])
         recorder = GradientRecorder([model])
@@ -166,26 +140,6 @@ class TestValues:
             torch.autograd.backward(loss)
         operations = [source.operation for source in recorder.histograms]
         assert operations == ["ToCopyBackward0", "MulBackward0"]
-
-    def test_gradient_of_an_input_is_not_recorded_and_a_second_derivative_is(
-        self,
-    ) -> None:
-        """Of y = w x and the loss y + dy/dx = w (x + 1): only dw, 1 + x, and the cast
-        of it.
-        """
-        model = nn.Linear(1, 1, bias=False)
-        inputs = torch.full((1, 1), 2.0**20, requires_grad=True)
-        recorder = GradientRecorder([model])
-        with recorder.watching():
-            with torch.autocast("cpu", BF16):
-                output = model(inputs)
-                (slope,) = torch.autograd.grad(output, inputs, create_graph=True)
-                loss = (output + slope).float().sum()
-            loss.backward()
-        assert inputs.grad is not None
-        assert model.weight.grad is not None
-        powers = {q for h in recorder.histograms.values() for q in powers_in(h)}
-        assert powers == {0, 20}
 
 
 class TestGraph:
@@ -201,17 +155,3 @@ class TestGraph:
         assert torch.autograd.Variable._execution_engine is engine
         assert recorder.histograms == counted
         assert not any(module._forward_hooks for module in model.modules())
-
-    def test_gradients_of_a_backward_within_a_backward_are_recorded(self) -> None:
-        """A reentrant checkpoint recomputes what has no parameter, and hands its
-        gradient on.
-        """
-        model = nn.ParameterList([torch.full((3,), 2.0)])
-        recorder = GradientRecorder([model])
-        with recorder.watching():
-            half = model[0].to(BF16)
-            checkpoint(
-                lambda x: x**3 * 4.0, half, use_reentrant=True
-            ).float().sum().backward()
-        operations = [source.operation for source in recorder.histograms]
-        assert "PowBackward0" in operations

@@ -66,11 +66,6 @@ class TestAgainstTorch:
 
 
 class TestHistogram:
-    def test_zeros_have_no_largest_and_lose_nothing(self) -> None:
-        counted = histogram(torch.zeros(3))
-        assert (counted.largest, counted.counts.sum(), counted.nonzero) == (0.0, 3, 0)
-        assert counted.flushed_share(0) == counted.overflow_share(0) == 0.0
-
     @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
     def test_value_that_is_not_finite_is_not_counted(self, value: float) -> None:
         counted = histogram(torch.tensor([1.0, value]))

@@ -104,15 +104,6 @@ class TestTerms:
             assert len(float16.measured) <= (2 if float16.top == 6 else 15)
 
     @pytest.mark.parametrize(
-        ("start", "factor", "skipped"),
-        [(16, 0.25, 5), (7, 0.25, 1), (16, 0.75, 25), (6, 0.25, 0)],
-    )
-    def test_backoff_factor_of_the_scaler_is_what_a_skipped_step_takes(
-        self, float16: Float16, start: float, factor: float, skipped: int
-    ) -> None:
-        assert self.of(start, backoff_factor=factor).steps_lost == skipped
-
-    @pytest.mark.parametrize(
         ("start", "share", "interval", "steps"),
         [
             (5, FLUSHED_LIMIT, 2000, 0.0),

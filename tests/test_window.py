@@ -13,7 +13,7 @@ from torch.optim import SGD, lr_scheduler
 from determined_amp import AmpLoop, AmpSettings, Precision
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.schedules import schedule_of
-from determined_amp.amp.window import Window, Windows, fill_momentum, gradients_of
+from determined_amp.amp.window import Window, Windows, fill_momentum
 from tests.test_metrics import having
 
 CPU = torch.device("cpu")
@@ -82,21 +82,6 @@ class TestClip:
         assert window.norm_sum.total().item() == total
 
 
-def test_optimizer_has_a_gradient_if_any_group_has_one() -> None:
-    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))
-    groups = [{"params": [first]}, {"params": [second]}]
-    window, _ = window_of(SGD(groups, lr=1.0), scaled=True)
-    assert not window.has_gradient()
-    second.grad = torch.zeros(2)
-    assert window.has_gradient()
-    assert [*map(id, window.parameters())] == [id(first), id(second)]
-    for of_first in (None, torch.zeros(1).to_sparse()):
-        first.grad = of_first
-        (dense,) = gradients_of([first, second])
-        assert dense is second.grad
-    assert not Window(CPU, scaled=True).has_gradient()
-
-
 class TestMeasure:
     def test_largest_gradient_of_a_report_is_kept(self) -> None:
         window = Window(CPU, scaled=True)
@@ -134,24 +119,6 @@ class TestBegin:
             optimizer.param_groups[0]["lr"] = rate
             window.begin_step()
             assert optimizer.param_groups[0]["lr"] == group
-
-
-def test_numbers_stay_on_the_device_and_a_known_outcome_reads_none() -> None:
-    device, optimizer = torch.device("meta"), fused_sgd(fused=False)
-    each = Windows(device, [optimizer, fused_sgd()], scaled=True)
-    for window in each.all():
-        numbers = window.on_device()
-        assert {number.device for number in numbers} == {device}
-        assert (window.applied_before.dtype, window.has_norm) == (torch.int64, False)
-    first = each[optimizer]
-    assert first is each.first
-    first.schedule = schedule_of(
-        lr_scheduler.StepLR(optimizer, 1, 0.5), device, skips=True
-    )
-    first.outcome = False  # a number of that device has no value
-    first.finish()
-    assert optimizer.param_groups[0]["lr"] == 0.25
-    assert first.schedule is not each[fused_sgd()].schedule
 
 
 class TestFillMomentum:
