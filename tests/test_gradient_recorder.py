@@ -141,6 +141,26 @@ class TestValues:
         operations = [source.operation for source in recorder.histograms]
         assert operations == ["ToCopyBackward0", "MulBackward0"]
 
+    def test_gradient_of_an_input_is_not_recorded_and_a_second_derivative_is(
+        self,
+    ) -> None:
+        """Of y = w x and the loss y + dy/dx = w (x + 1): only dw, 1 + x, and the cast
+        of it.
+        """
+        model = nn.Linear(1, 1, bias=False)
+        inputs = torch.full((1, 1), 2.0**20, requires_grad=True)
+        recorder = GradientRecorder([model])
+        with recorder.watching():
+            with torch.autocast("cpu", BF16):
+                output = model(inputs)
+                (slope,) = torch.autograd.grad(output, inputs, create_graph=True)
+                loss = (output + slope).float().sum()
+            loss.backward()
+        assert inputs.grad is not None
+        assert model.weight.grad is not None
+        powers = {q for h in recorder.histograms.values() for q in powers_in(h)}
+        assert powers == {0, 20}
+
 
 class TestGraph:
     def test_recorder_leaves_no_hook_and_no_engine_behind(self) -> None:

@@ -201,6 +201,15 @@ class TestTrainingMetrics:
         assert report["watch_peak_memory_mib"] == 300
         assert report["watch_peak_reserved_memory_mib"] == 1000
 
+    def test_report_has_the_steps_of_the_slot_that_made_the_most(self) -> None:
+        made = [training_metrics(slots=3) for _ in range(3)]
+        for metrics, steps in zip(made, (2, 5, 0), strict=True):
+            for _ in range(steps):
+                gradients_of(metrics).counts.count(skipped=False)
+        slots = [metrics.per_slot_reduce() for metrics in made]
+        report = made[0].cross_slot_reduce(slots)
+        assert (report["watch_applied_steps"], report["skipped_steps"]) == (5, 0)
+
     @pytest.mark.parametrize(
         ("slots", "loss"),
         [

@@ -74,6 +74,17 @@ class TestNothingMoves:
 
         looked_at(trial, work, steps=1)  # so that there are gradients to keep
 
+    def test_rate_that_a_training_sets_itself_is_put_back(self) -> None:
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+
+        def train(scale: float | None) -> None:
+            optimizer.param_groups[0]["lr"] = 0.1
+            torch.autograd.backward(weight * 2.0)
+
+        Rehearsal(train, [], [optimizer]).run()
+        assert optimizer.param_groups[0]["lr"] == 0.5
+
     def test_rehearsals_are_identical_dropout_included(self) -> None:
         def work(small: SmallTrial, context: Context, batches: Batches) -> None:
             first, again, other = (batches[number].run(1.0) for number in (0, 0, 1))
@@ -271,6 +282,16 @@ def test_regions_of_float16_compute_in_the_other_dtype_and_only_meanwhile() -> N
             assert (computed(other), computed(off)) == (brain, torch.float32)
         assert entered == {torch.float16, torch.bfloat16}
     assert computed(region) == torch.float16
+
+
+@pytest.mark.parametrize("keeps_casts", [True, False])
+def test_region_of_another_dtype_keeps_casts_only_if_its_own_does(
+    keeps_casts: bool,
+) -> None:
+    region = torch.autocast("cpu", torch.float16, cache_enabled=keeps_casts)
+    with float16_as(torch.bfloat16), region:
+        assert torch.is_autocast_cache_enabled() is keeps_casts
+    assert torch.is_autocast_cache_enabled()
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.AMP_BF16])

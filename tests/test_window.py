@@ -82,6 +82,15 @@ class TestClip:
         assert window.norm_sum.total().item() == total
 
 
+def test_optimizer_has_a_gradient_if_any_group_has_one() -> None:
+    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))
+    groups = [{"params": [first]}, {"params": [second]}]
+    window, _ = window_of(SGD(groups, lr=1.0), scaled=True)
+    assert not window.has_gradient()
+    second.grad = torch.zeros(2)
+    assert window.has_gradient()
+
+
 class TestMeasure:
     def test_largest_gradient_of_a_report_is_kept(self) -> None:
         window = Window(CPU, scaled=True)
@@ -109,6 +118,19 @@ class TestMeasure:
 
 
 class TestBegin:
+    def test_momentum_is_filled_in_groups_that_came_later_too(self) -> None:
+        window, optimizer = window_of(fused_sgd(), scaled=True)
+        window.begin_step()
+        assert momenta(optimizer) == [[0, 0]]
+        optimizer.state.clear()
+        window.begin_step()
+        assert momenta(optimizer) == [None]  # nothing has changed
+        optimizer.add_param_group(
+            {"params": [nn.Parameter(torch.ones(1))], "fused": True}
+        )
+        window.begin_step()
+        assert momenta(optimizer) == [[0, 0], [0]]
+
     def test_first_step_alone_takes_the_rate_from_the_schedule(self) -> None:
         window, optimizer = window_of(fused_sgd(), scaled=False)
         window.schedule = schedule_of(
