@@ -17,7 +17,6 @@ from torchvision import datasets
 
 from determined_amp.amp.errors import Problem
 from determined_amp.amp.fields import read
-from trials.data.augment import crop_and_flip, uniform_numbers
 from trials.data.images import DatasetName, DataSettings, TensorImages, load
 from trials.data.loading import Batch, DataError, Labelled, Sample, to_device
 
@@ -173,46 +172,16 @@ class Mnist:
         self.targets = torch.arange(count)
 
 
-class Cifar10:
-    """As `Mnist`; torchvision has these in numpy, channels last, and a list of
-    labels.
-    """
-
-    def __init__(self, root: str, *, train: bool, download: bool) -> None:
-        grey = Mnist(root, train=train, download=download)
-        self.data = np.pad(grey.data, ((0, 0), (2, 2), (2, 2)))[..., None].repeat(
-            3, axis=3
-        )
-        self.targets = grey.targets.tolist()
-
-
-@pytest.fixture
-def _no_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(datasets, "MNIST", Mnist)
-    monkeypatch.setattr(datasets, "CIFAR10", Cifar10)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where the lock is
-
-
-@pytest.mark.usefixtures("_no_download")
-@pytest.mark.parametrize("is_train", [True, False])
-def test_cifar10_is_augmented_for_training_alone_and_mnist_never(
-    *, is_train: bool
+def test_mnist_is_downloaded_once_and_never_augmented(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    grey = Mnist("somewhere", train=is_train, download=True)
+    monkeypatch.setattr(datasets, "MNIST", Mnist)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where the lock is
     settings = DataSettings(DatasetName.MNIST, 28, 1, directory="somewhere")
-    images = load(settings, seed=3)[0 if is_train else 1]
-    assert equal(
-        everything(images, epoch=5), (grey.data[:, None] / 127.5 - 1.0, grey.targets)
-    )
-    settings = DataSettings(DatasetName.CIFAR10, 32, 3, directory="somewhere")
-    images = load(settings, seed=3)[0 if is_train else 1]
-    raw = Cifar10("somewhere", train=is_train, download=True)
-    pixels = torch.from_numpy(raw.data).permute(0, 3, 1, 2)
-    if is_train:
-        pixels = crop_and_flip(
-            pixels, uniform_numbers(3, samples_of(images, 5), draws=3)
-        )
-    assert equal(everything(images, epoch=5), (pixels / 127.5 - 1.0, grey.targets))
+    for images, is_train in zip(load(settings, seed=3), (True, False), strict=True):
+        grey = Mnist("somewhere", train=is_train, download=True)
+        expected = (grey.data[:, None] / 127.5 - 1.0, grey.targets)
+        assert equal(everything(images, epoch=5), expected)
 
 
 @pytest.mark.parametrize(

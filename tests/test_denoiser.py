@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from determined_amp.amp.settings import Precision
 from trials.data.clips import ClipSettings
 from trials.models.denoiser import Denoiser, DenoiserSettings
 
@@ -34,35 +33,6 @@ def make(
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
     return model
-
-
-def gradients(model: Denoiser, precision: Precision) -> list[torch.Tensor]:
-    """Of the loss of one batch; the scale keeps those of float16 from vanishing."""
-    dtype = precision.autocast_dtype
-    torch.manual_seed(2)
-    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-        noise = model(CLIP, TIMESTEP, LABEL)
-        assert noise.dtype == (dtype or torch.float32)
-        loss = nn.functional.mse_loss(noise, torch.ones_like(CLIP))
-    found = torch.autograd.grad(loss * 1024.0, list(model.parameters()))
-    assert all(gradient.any() for gradient in found)
-    return list(found)
-
-
-PRECISIONS = (Precision.FP32, Precision.AMP_BF16, Precision.AMP_FP16)
-
-
-class TestGradientCheckpointing:
-    @pytest.mark.parametrize("precision", PRECISIONS)
-    def test_checkpointing_gives_the_same_gradients_to_the_bit(
-        self, precision: Precision
-    ) -> None:
-        settings = DenoiserSettings(**{**vars(TINY), "dropout": 0.3})
-        plain, recomputed = (
-            gradients(make(settings, gradient_checkpointing=on), precision)
-            for on in (False, True)
-        )
-        torch.testing.assert_close(recomputed, plain, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("what", ["timestep", "label", "frame"])
