@@ -102,7 +102,7 @@ ROOMS = {
             "mixed_precision",
         ),
         *("private_names", "resume", "resumed", "run_folder", "schedule", "score"),
-        *("several_optimizers", "notes", "optimizers", "unmodified"),
+        *("several_optimizers", "fused_optimizers", "notes", "unmodified"),
     ),
 }
 

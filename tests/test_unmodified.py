@@ -29,7 +29,6 @@ from determined_amp.amp.plain_data import Values
 from determined_amp.amp.precision import autocast_is_on
 from determined_amp.trial.loss_scale import find_in_trial
 from determined_amp.trial.true_gradients import TrueGradients
-from determined_amp.trial.unmodified_training import fuse
 from tests import habits
 from tests.harness import (
     Fitted,

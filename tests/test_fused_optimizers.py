@@ -1,4 +1,4 @@
-"""`trial.optimizers`: which optimizers are made fused, and that they step as before."""
+"""Which optimizers of unmodified trials are made fused; they step as before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from determined_amp import MixedPrecision
-from determined_amp.trial.optimizers import fuse
+from determined_amp.trial.unmodified_training import fuse
 from tests import habits
 from tests.harness import fit_as_it_is, needs_fused
 
