@@ -223,14 +223,6 @@ class Cluster:
         self.runs.append(Run(self, int(found[1])))
         return self.runs[-1]
 
-    def table(self) -> str:
-        """What ran, a line each."""
-        lines = [f"{'id':>5} {'experiment':24} {'state':10} {'trials':>6}"]
-        for run in self.runs:
-            name, state = run.experiment.name, run.state().name
-            lines.append(f"{run.id:>5} {name:24} {state:10} {len(run.trials):>6}")
-        return "\n".join(lines)
-
     def clean_up(self) -> None:
         """End and delete what was made; where the user may not delete, archive."""
         for run in self.runs:

@@ -12,9 +12,11 @@ import multiprocessing
 import os
 import random
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import joblib  # type: ignore[import-untyped]  # scikit-learn brings it
 import numpy as np
@@ -33,7 +35,8 @@ from determined import core
 
 from determined_amp import __main__ as door
 from determined_amp.check import script
-from determined_amp.search import server
+from determined_amp.cli import search
+from determined_amp.search import server, trial_process
 
 gc.disable()  # until all tests are imported
 
@@ -55,11 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("markexpr") != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         # a seed for later has the call stack with it
-        for device in (
-            "cuda",
-            "xpu",
-            "mtia",
-        ):
+        for device in ("cuda", "xpu", "mtia"):
             if hasattr(torch, device):  # torch 2.3 has no mtia
                 getattr(torch, device).manual_seed_all = lambda seed: None
 
@@ -184,31 +183,27 @@ def _workers_import_once() -> None:
     forkserver.ensure_running()
 
 
+@pytest.fixture
+def _workers_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials of a search are forks of this process, which has imported all of it."""
+    serve = trial_process._serve
+
+    def begin(*job: Any) -> None:
+        warnings.resetwarnings()  # they are errors in a test alone
+        serve(*job)
+
+    monkeypatch.setattr(trial_process, "_serve", begin)
+    forks = multiprocessing.get_context("fork")
+    monkeypatch.setattr(trial_process, "_processes", forks)
+    monkeypatch.setattr(search, "start_server", lambda *more: None)
+
+
 # Files that take longest, started first: workers that end together leave no core idle.
 LONGEST = (
-    *(
-        "test_search_optimize.py",
-        "test_check.py",
-        "test_check_invariants.py",
-        "test_doctor_answers.py",
-        "test_compiled.py",
-    ),
-    *("test_score.py", "test_processes.py", "test_compare.py", "test_at_once.py"),
-    *("test_package.py", "test_strangers.py", "test_local.py", "test_hostile.py"),
-    *(
-        "test_search_study.py",
-        "test_torch_alone.py",
-        "test_imports.py",
-        "test_finder.py",
-    ),
-    *(
-        "test_any_loop.py",
-        "test_benchmarks_gpu.py",
-        "test_mixed_precision.py",
-        "test_contract.py",
-    ),
-    *("test_never_waits.py", "test_flush.py", "test_unmodified.py", "test_schedule.py"),
-    *("test_reports.py", "test_main.py", "test_first_overflow.py", "test_words.py"),
+    "search_optimize check check_invariants doctor_answers compiled score processes "
+    "compare refusals package determined_form local resume search_study torch_alone "
+    "imports finder any_loop benchmarks_gpu mixed_precision contract never_waits flush "
+    "unmodified schedule reports main first_overflow"
 )
 
 
@@ -251,7 +246,7 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {name: place for place, name in enumerate(LONGEST)}
+    order = {f"test_{name}.py": place for place, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
     # see tests/gpu.py
     if torch.cuda.is_available() or "GPU_TESTS_ON_CPU" in os.environ:

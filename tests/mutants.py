@@ -29,107 +29,49 @@ ROOT = Path(__file__).parents[1]
 # the stack of its calls.
 ROOMS = {
     "amp": (
-        *(
-            "accumulation",
-            "amp",
-            "any_loop",
-            "audit",
-            "casts",
-            "clips",
-            "compiled",
-            "diagnosis",
-        ),
-        *(
-            "equivalence",
-            "guard",
-            "islands",
-            "loading",
-            "mean_metrics",
-        ),
-        *(
-            "metrics",
-            "mistakes",
-            "precision",
-            "rehearsal",
-            "scaler",
-            "schedule",
-            "settings",
-        ),
-        *("running_statistics", "several_optimizers", "window", "tensors"),
-        "users_code",
+        "accumulation amp any_loop audit casts clips compiled diagnosis "
+        "equivalence guard islands loading mean_metrics metrics "
+        "mistakes precision rehearsal running_statistics scaler schedule settings "
+        "several_optimizers tensors users_code window"
     ),
-    "check": ("check", "amp_examples", "scratch"),
-    "cli": ("compare", "finder", "misplaced", "reports", "reports_precision"),
-    "compare": ("compare",),
-    "determined_amp": ("context", "reports_cluster"),
+    "check": "amp_examples check scratch",
+    "cli": "compare finder misplaced reports reports_precision",
+    "compare": "compare",
+    "determined_amp": "context reports_cluster",
     "experiment": (
-        *("experiment", "configs", "misplaced", "mistyped", "settings", "strangers"),
-        *("trial_text", "yaml_text"),
+        "any_value configs determined_form experiment factory failures "
+        "misplaced settings trial_text yaml_text"
     ),
     "finder": (
-        *(
-            "find_loss_scale",
-            "finder",
-            "first_overflow",
-            "rehearsal",
-            "flush",
-            "found_scale",
-        ),
-        *("gradient_recorder", "histogram", "prediction", "scale_finding", "score"),
+        "find_loss_scale finder first_overflow flush found_scale gradient_recorder "
+        "histogram prediction rehearsal scale_finding score"
     ),
-    "local": (
-        "local",
-        "checkpoint",
-        "resume",
-        "run_folder",
-        "local_reports",
-        "strangers",
-    ),
+    "local": "checkpoint determined_form local local_reports run_folder",
     "report": (
-        *("reports", "reports_cluster", "reports_figure", "reports_precision"),
-        *("reports_precision_verdict", "reports_sources"),
+        "reports reports_cluster reports_figure reports_precision "
+        "reports_precision_verdict reports_run reports_sources"
     ),
-    "runs": ("runs", "run_folder", "reports_cluster", "reports_sources"),
-    "search": ("search_plan", "search_space", "search_study", "trial_process"),
+    "runs": "reports_cluster reports_sources run_folder runs",
+    "search": "search_plan search_space search_study trial_process",
     "trial": (
-        *("accumulation", "amp", "audit", "checkpoint", "contract", "equivalence"),
-        *(
-            "found_at_start",
-            "guard",
-            "metrics",
-            "misplaced",
-            "mistakes",
-            "mixed_precision",
-        ),
-        *("private_names", "resume", "resumed", "run_folder", "schedule", "score"),
-        *("several_optimizers", "fused_optimizers", "notes", "unmodified"),
+        "accumulation amp audit checkpoint contract equivalence found_at_start "
+        "fused_optimizers guard metrics misplaced mistakes mixed_precision notes "
+        "private_names resumed run_folder schedule score several_optimizers unmodified"
     ),
 }
 
 # Those that take long or start other programs: mutmut does not see which faults a
 # program reaches.
 AFTERWARDS = {
-    "check": ("check", "check_invariants", "confinement", "doctor_answers"),
-    "cli": ("check", "main", "search_optimize", "words"),
-    "determined_amp": (
-        "imports",
-        "main",
-        "search_cluster",
-        "search_strangers",
-        "words",
-    ),
-    "experiment": (
-        "at_once",
-        "processes",
-        "search_command",
-        "search_strangers",
-        "words",
-    ),
-    "local": ("hostile", "main", "processes", "finder"),
-    "report": ("compare",),
-    "runs": ("local", "reports_precision"),
-    "search": ("compare", "search_command", "search_optimize", "search_strangers"),
-    "trial": ("processes", "search_cluster", "strangers", "words"),
+    "check": "check_invariants confinement doctor_answers",
+    "cli": "check main refusals search_optimize",
+    "determined_amp": "imports main refusals search_cluster",
+    "experiment": "processes refusals",
+    "local": "main processes resume",
+    "report": "compare",
+    "runs": "local reports_precision",
+    "search": "compare refusals search_optimize",
+    "trial": "determined_form processes refusals resume search_cluster",
 }
 
 # Tests of the first list that start other programs themselves.
@@ -171,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     name = Path(options.module).stem
     tests = options.tests or [
-        f"tests/test_{part}.py" for part in ROOMS.get(name, [name])
+        f"tests/test_{part}.py" for part in ROOMS.get(name, name).split()
     ]
     for path in (options.module, *(test.partition("::")[0] for test in tests)):
         if not (ROOT / path).is_file() and not (ROOT / path).is_dir():
@@ -211,7 +153,8 @@ def _plant(folder: Path, module: str, tests: Sequence[str]) -> int:
         return status
     survivors = 0
     afterwards = [
-        f"tests/test_{part}.py" for part in AFTERWARDS.get(Path(module).stem, ())
+        f"tests/test_{part}.py"
+        for part in AFTERWARDS.get(Path(module).stem, "").split()
     ]
     for line in _said(folder, "results").splitlines():
         name, _, verdict = line.strip().partition(": ")

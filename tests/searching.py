@@ -21,6 +21,8 @@ from determined_amp.search.search_folder import Search, read_search
 from determined_amp.search.trial_process import TrialProcess
 from tests.training import ROOT, write_yaml
 
+# Python 3.12 warns of threads, of which the fork has none.
+FORKS = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 SMALL_MODEL = (
     "data.image_size=8",
     "hyperparameters.hidden_features=16",

@@ -16,12 +16,6 @@ from benchmarks.gpu.report import markdown, table
 from determined_amp.amp.plain_data import Values
 from tests import gpu
 
-PLANTED = "tests.planted_parts:{}"
-
-
-def notes(rows: list[Values], part: str) -> list[str]:
-    return [row["note"] for row in rows if row["part"] == part and "note" in row]
-
 
 @pytest.mark.gpu  # and in the dry run of those tests: it takes half a minute of a CPU
 @pytest.mark.usefixtures("_workers_import_once")
@@ -49,27 +43,6 @@ def test_rehearsal_measures_every_part(
     assert (tmp_path / "gpu.md").read_text() == markdown(result)
     assert (tmp_path / "gpu.png").exists()
     assert capsys.readouterr().out.count("cannot be told: ") == len(result["goals"])
-
-
-@pytest.mark.usefixtures("_workers_import_once")
-def test_part_that_goes_wrong_is_noted_and_the_others_go_on(tmp_path: Path) -> None:
-    parts = {
-        "never_ends": 1.0,
-        **dict.fromkeys(("raises", "dies", "missing", "fine"), 600.0),
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "LEAST", 0)
-        rows = run.measure(
-            tmp_path, parts, "cpu", tiny=True, grace=600.0, where=PLANTED
-        )
-    assert notes(rows, "never_ends") == ["the time was over before the end"]
-    assert notes(rows, "raises") == ["ArithmeticError: planted"]
-    assert notes(rows, "dies") == ["its process ended with 7"]
-    assert notes(rows, "missing")[0].startswith("AttributeError: ")
-    assert notes(rows, "fine") == []  # negative control
-    # What was measured before stays.
-    values = {row["part"]: row["value"] for row in rows if "value" in row}
-    assert (values["raises"], values["dies"], values["fine"]) == (2.0, 3.0, 1.0)
 
 
 def of_a_gpu(**changes: float) -> list[Values]:

@@ -669,16 +669,6 @@ class DecaysScaled(Right):
             parameter.grad.add_(parameter.detach(), alpha=4.0)
 
 
-class DrawsWithoutSeed(Right):
-    """Its batches are never the same."""
-
-    def forward(self, batch: Any) -> Any:
-        noise = torch.randn(
-            batch[0].shape, generator=torch.Generator().manual_seed(torch.seed())
-        )
-        return super().forward([batch[0] + 0.1 * noise, batch[1]])
-
-
 class MasksOverflow(Right):
     def clip(self, parameters: Any) -> None:
         for parameter in parameters:
@@ -1160,11 +1150,6 @@ class ScalesSecondOfTwoLosses(Trainer):
         torch.autograd.backward(self.scaler.scale(loss))
 
 
-class ScalesNoLoss(Trainer):
-    def backward(self, loss: torch.Tensor) -> None:
-        torch.autograd.backward(loss)
-
-
 class AddsUnscaledLoss(Trainer):
     def backward(self, loss: torch.Tensor) -> None:
         weights = sum(parameter.square().sum() for parameter in self.model.parameters())
@@ -1535,26 +1520,6 @@ class TestCommand:
         assert door.main(["check", "--explain"]) == 0
         listed = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in listed] == [*ROWS]
-
-    @pytest.mark.usefixtures("_in_this_process")
-    @pytest.mark.parametrize(
-        ("arguments", "said"),
-        [
-            (["none.yaml"], "none.yaml: cannot be read"),
-            (["planted.yaml"], "hyperparameters.trial: missing"),
-            (["planted.yaml", "--trial", "tests.habits:Nobody"], "Nobody"),
-        ],
-        ids=["no such YAML", "no trial", "no such trial"],
-    )
-    def test_mistake_in_the_command_ends_with_status_2(
-        self,
-        config: Path,
-        arguments: list[str],
-        said: str,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        assert door.main(["check", *arguments]) == 2
-        assert said in capsys.readouterr().err
 
 
 def test_right_amp_loop_has_no_fault_and_no_warning_of_a_forced_overflow(

@@ -565,15 +565,6 @@ class TrainsPartOfModel(Loop):
         self.model.zero_grad()
 
 
-class ReplacesLastLayer(TrainsPartOfModel):
-    net = Loop.net
-
-    def optimizer_of(self, model: Any) -> Any:
-        optimizer = sgd(model)
-        model[2] = nn.Linear(32, 4)
-        return optimizer
-
-
 class LearnsTemperature(TrainsPartOfModel):
     """It is of no module, and has a gradient."""
 
@@ -1030,7 +1021,3 @@ class TestScript:
         assert (f"\nnote: {TOO_SHORT}\n" in shown.out) is (status == 1)
         assert shown.err.endswith(end)
         assert "Traceback" not in shown.err
-
-    @pytest.mark.usefixtures("folder")
-    def test_missing_script_ends_with_status_2(self) -> None:
-        assert main(["check", "none.py"]) == 2

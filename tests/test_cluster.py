@@ -152,7 +152,7 @@ DISTURBED = ("mlp", "shuffled", "shuffled on 2 slots")
 
 
 @pytest.fixture(scope="module")
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+def cluster() -> Iterator[Cluster]:
     address = os.environ.get("DET_MASTER")
     if not address:
         pytest.skip("needs a Determined cluster: set DET_MASTER and log in")
@@ -161,13 +161,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     except MasterError as error:
         pytest.skip(f"needs a Determined cluster: {error}")
     yield cluster
-    try:
-        with request.config.pluginmanager.getplugin(
-            "capturemanager"
-        ).global_and_fixture_disabled():
-            print(f"\n{cluster.table()}")
-    finally:
-        cluster.clean_up()
+    cluster.clean_up()
 
 
 @pytest.fixture(scope="module")
@@ -334,29 +328,6 @@ class TestEveryExperiment:
         assert math.isfinite(run.metrics("validation")[-1][metric])
         assert run.newest_checkpoint().metadata
 
-    def test_two_slots_train_as_one(
-        self, cluster: Cluster, runs: dict[Path, Run]
-    ) -> None:
-        """The same samples in the same steps, each rank's gradients rounded to float16
-        apart.
-
-        A product of a half batch differs from its half of the whole by 2^-11 relative;
-        Adam turns that into as much of a step of 1e-3, 30 times, and the loss of 2.3
-        follows within 1e-2.
-        """
-        folder = ROOT / "experiment_configs" / "mlp"
-        one, two = folder / "amp.yaml", folder / "amp_2slots.yaml"
-        if cluster.slots < 2:
-            pytest.skip("needs 2 slots, more than this cluster has")
-        for name, group in (("loss", "training"), ("validation_loss", "validation")):
-            alone = [report[name] for report in runs[one].completed().metrics(group)]
-            together = [report[name] for report in runs[two].completed().metrics(group)]
-            assert together == pytest.approx(alone, abs=1e-2)
-            assert alone[-1] < alone[0] or group == "validation"
-        assert (
-            "batch_samples" in runs[two].metrics("training")[-1]
-        )  # of two ranks, see TrainingMetrics
-
 
 class TestSearch:
     @pytest.mark.parametrize("path", SEARCHES, ids=lambda path: path.stem)
@@ -383,23 +354,6 @@ class TestSearch:
         run = searches[ROOT / "hp_search" / "find_loss_scale.yaml"].completed()
         (found,) = run.metrics("validation")
         assert read_finding(run.id).finding.choice_log2 == found["init_scale_log2"]
-
-    def test_precisions_of_one_seed_start_alike(
-        self, searches: dict[Path, Run]
-    ) -> None:
-        """Equal weights and batches: after 20 steps the losses differ by roundings
-        only.
-        """
-        run = searches[ROOT / "hp_search" / "compare_precisions.yaml"].completed()
-        losses = {
-            (trial.hparams or {})["amp"]["precision"]: metrics(trial, "training")[-1][
-                "loss"
-            ]
-            for trial in run.trials
-        }
-        assert losses.keys() == {"fp32", "amp_fp16", "amp_bf16"}
-        assert len({*losses.values()}) == 3
-        assert max(losses.values()) - min(losses.values()) < 1e-2
 
     def test_asha_stops_some_trials_early(self, searches: dict[Path, Run]) -> None:
         run = searches[ROOT / "hp_search" / "loss_scale_asha.yaml"].completed()
@@ -516,7 +470,7 @@ class Slow(MyTrial):
 
 
 class TestComparison:
-    def test_comparison_that_is_paused_trains_the_other_runs_and_leaves_its_answer(
+    def test_comparison_that_is_paused_goes_on_and_leaves_its_answer(
         self, cluster: Cluster, stranger: Path, tmp_path: Path
     ) -> None:
         context = tmp_path / "context"

@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -38,7 +38,6 @@ from determined_amp.finder.scale_finding import Verdict
 from determined_amp.report.precision_report import write_precision_report
 from determined_amp.runs.folder import RunFolder, read_record
 from determined_amp.runs.run import Run, RunState
-from determined_amp.search import optimize
 from determined_amp.search.search_folder import (
     Search,
     read_config,
@@ -125,7 +124,7 @@ def loud(_workers_import_once: None, tmp_path_factory: pytest.TempPathFactory) -
 
 
 class TestAnswer:
-    def test_comparison_trains_every_precision_with_both_seeds_and_writes_its_page(
+    def test_every_precision_is_trained_with_both_seeds_and_has_a_page(
         self, images: Path
     ) -> None:
         result = json.loads((images / "precision.json").read_text())
@@ -138,19 +137,11 @@ class TestAnswer:
         assert all(run["state"] == "completed" for run in result["runs"])
         assert {run["audit_share"] for run in result["runs"]} == {1.0}
         assert (images / "precision.md").is_file()
+        answer = f"\n\n{result['answer']}\n\nhyperparameters:\n  amp:\n    precision: "
+        _, _, after = (images / "printed").read_text().partition(answer)
+        assert after.startswith(f"{result['use']}\n")
+        assert "* float16 loss scale: verdict: " in after
         assert not list(images.glob("pilots/*/checkpoints/batch-*"))
-
-    def test_answer_and_its_yaml_are_printed_last(self, images: Path) -> None:
-        """The answer comes first. The tables of the page are not printed."""
-        result = json.loads((images / "precision.json").read_text())
-        printed = (images / "printed").read_text()
-        _, answer, rest = printed.partition(f"\n\n{result['answer']}\n\n")
-        assert answer
-        assert rest.startswith(
-            f"hyperparameters:\n  amp:\n    precision: {result['use']}\n"
-        )
-        assert "* float16 loss scale: verdict: " in rest
-        assert "|" not in rest
 
     def test_runs_are_equal_but_for_their_precision(self, images: Path) -> None:
         runs = read_search(images).runs
@@ -182,32 +173,6 @@ class TestAnswer:
         assert math.isfinite(result["precisions"][1]["mean"])
 
 
-def test_answer_counts_missing_runs_and_does_not_list_them() -> None:
-    ended, stopped = run("fp32"), run("fp32", 2, last_batch=60)
-    source = Search("", (dataclasses.replace(ended, number=3), stopped))
-    answer = runs.of_answer(source, 6, "within 3 min")
-    assert [run.name for run in answer.runs] == ["run 3"]
-    assert answer.left_out == ("5 of 6 runs were not finished within 3 min",)
-
-
-@pytest.mark.parametrize(
-    ("end", "why"),
-    [
-        ({"time_is_up": True, "stopping": True}, "within 10 min"),
-        ({"stopping": True}, "when it was interrupted"),
-        ({}, ""),
-    ],
-)
-def test_comparison_says_why_it_ended_early(
-    end: Values, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended = {"time_is_up": False, "stopping": False, **end}
-    monkeypatch.setattr(
-        optimize, "_optimize", Mock(return_value=SimpleNamespace(**ended))
-    )
-    assert optimize.run_comparison(tmp_path, Mock(), 600.0, bool) == why
-
-
 def test_time_limit_is_what_the_user_allows_or_1_3_times_a_longer_estimate() -> None:
     short = ComparisonPlan(200, 25, seconds=8.0, allowed=180.0)
     long = ComparisonPlan(20, 2, seconds=400.0, allowed=180.0)
@@ -220,82 +185,20 @@ def pilots_of_two(_: Any, precisions: Any, results: PilotResults, *more: Any) ->
     results.pilots[Precision.AMP_BF16] = Pilot(0.002, overhead=1.0)
 
 
-def test_comparison_of_too_few_runs_says_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(runs, "run_pilots", pilots_of_two)
-    monkeypatch.setattr(runs, "run_comparison", lambda *call: "within 3 min")
-    monkeypatch.setattr(runs, "read_search", lambda *given: Search("", ()))
-    compare("Images", tmp_path, status=2)
-    shown = capsys.readouterr()
-    assert shown.err.startswith(
-        "error: stopped before there was anything to compare: too few runs were "
-        "finished within 3 min; det-amp search --resume "
-    )
-    assert "  amp_bf16       2.0 ms a batch\n" in shown.out
-    assert "plan: fp32, amp_bf16 in turn, 3 runs of " in shown.out
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        # Only a master refuses it, and a search does as a master.
-        (
-            ["--config", "hyperparameters.optimizer={type: adam}"],
-            "hyperparameters.optimizer.type: got 'adam'; allowed: const, ",
-        ),
-        (
-            ["--precisions", "amp_bf16"],
-            "--precisions: got amp_bf16; allowed: fp32",
-        ),
-        (
-            ["--precisions", "fp32", "fp32"],
-            "--precisions: got fp32 fp32; allowed:",
-        ),
-        (
-            ["--config", "hyperparameters.global_batch_size=null"],
-            "hyperparameters.global_batch_size: missing; allowed: the number of sam",
-        ),
-    ],
-)
-def test_mistake_is_one_sentence_before_the_first_pilot(
-    options: Sequence[str],
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    refusal: Callable[..., str],
-) -> None:
-    pilot = Mock()
-    monkeypatch.setattr(runs, "run_pilots", pilot)
-    shutil.copy(shapes.__file__, tmp_path / "shapes.py")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    path = write_yaml(tmp_path, experiment("Images"))
-    assert words in refusal("compare", path, *options)
-    assert not pilot.called
-
-
-def test_settings_of_the_scale_stay_where_float16_is_left_out(
+def test_chosen_precisions_are_trained_with_the_settings_of_the_yaml(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A trial that is only compared needs no precision in its section `amp`, whose
+    settings of the scale stay though float16 is left out.
+    """
+
     def pilots_without_float16(*given: Any) -> None:
         pilots_of_two(*given)
         known = found_scale()
         finding = dataclasses.replace(known.finding, verdict=Verdict.BF16)
         given[2].scale = dataclasses.replace(known, finding=finding)
 
-    monkeypatch.setattr(runs, "run_pilots", pilots_without_float16)
-    monkeypatch.setattr(runs, "go_on", Mock(return_value=ComparisonEnd(tmp_path)))
-    amp = ("--config", "hyperparameters.amp={growth_interval: 7}")
-    folder = compare("Images", tmp_path, *amp)
-    assert read_config(folder)["hyperparameters"]["amp"]["growth_interval"] == 7
-
-
-def test_chosen_precisions_are_trained_whatever_that_of_the_yaml(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A section `amp` of a trial that is only compared needs no precision."""
-    pilot = Mock(side_effect=pilots_of_two)
+    pilot = Mock(side_effect=pilots_without_float16)
     monkeypatch.setattr(runs, "run_pilots", pilot)
     monkeypatch.setattr(runs, "go_on", Mock(return_value=ComparisonEnd(tmp_path)))
     amp = ("--config", "hyperparameters.amp={growth_interval: 7}")
@@ -331,35 +234,20 @@ def test_task_without_a_batch_size_is_refused_before_its_pilots() -> None:
         compare_on_cluster(Namespace())
 
 
-def test_task_of_a_cluster_leaves_the_answer_in_metadata_metrics_and_checkpoint(
+def test_task_leaves_its_answer_on_the_master(
     on_cluster: TaskMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = tmp_path / "made"
-    made.mkdir()
-    write_remarks(made, [], [])
+    write_remarks(tmp_path, [], [])
     amp = (run("amp_bf16", seed, speed=2000.0) for seed in (1, 2))
     source = Search("", (run("fp32"), run("fp32", 2), *amp))
-    report = write_precision_report([source], made)
-    compared = Mock(return_value=ComparisonEnd(made, report))
+    report = write_precision_report([source], tmp_path)
+    compared = Mock(return_value=ComparisonEnd(tmp_path, report))
     monkeypatch.setattr(comparison_task, "compare", compared)
-    compare_on_cluster(Namespace(minutes=1))
-    hparams = {"learning_rate": 0.5, "global_batch_size": 4}
-    config = {"name": "a", "hyperparameters": hparams}
-    assert compared.call_args.args[:3] == (config, "experiment", Namespace(minutes=1))
-    (saved,) = tmp_path.glob("checkpoints/*")
-    assert {"precision.png", "precision.md", "precision.json", "compare.json"} <= {
-        path.name for path in saved.iterdir()
-    }
-    assert json.loads((saved / "metadata.json").read_text())["steps_completed"] == 100
+    compare_on_cluster(Namespace())
     assert on_cluster.reports["validation"] == [(100, {"speed": 2.0})]
-    answer = json.loads((made / "precision.json").read_text())["answer"]
-    noted = {
-        "answer": answer,
-        "precision": "amp_bf16",
-        "verdict": "cannot tell yet",
-        "speed": 2.0,
-    }
+    noted = {"precision": "amp_bf16", "verdict": "cannot tell yet", "speed": 2.0}
     assert on_cluster.metadata.items() >= noted.items()
+    assert on_cluster.metadata["answer"] == report.answer.text
     assert on_cluster.status == "use amp_bf16: 2.0x"
 
 
@@ -415,10 +303,13 @@ def test_paused_task_stops_at_a_report_and_goes_on_with_its_finished_runs(
     assert [len(run.parts) for run in (first_now, second_now)] == [1, 2]
     assert first_now.date == first.date
     assert second_now.parts[1].first_batch == second.trained_batches
-    assert master.reports["validation"][0][0] == 24
+    (answer,) = set(tmp_path.glob("checkpoints/*")) - {kept}
+    files = {path.name for path in answer.iterdir()}
+    assert {"precision.png", "precision.md", "precision.json"} <= files
+    ((batches, _),) = master.reports["validation"]
+    assert batches == 24
 
     # Paused after the answer: activated again, it ends.
-    (answer,) = set(tmp_path.glob("checkpoints/*")) - {kept}
     info.latest_checkpoint = answer.name
     monkeypatch.setattr(comparison_task, "compare", Mock(side_effect=AssertionError))
     compare_on_cluster(options)
@@ -471,12 +362,6 @@ def test_plan_beyond_the_minutes_says_so_and_what_to_type(
         assert (f"`{option}`" in said) is shorter
 
 
-def test_plan_without_a_pilot_that_validated_says_so() -> None:
-    results = PilotResults({Precision.FP32: Pilot(0.01, is_cut_short=True)})
-    _, said = plan.plan_lines(results, ComparisonPlan(40, 5))
-    assert said == "  validation is not in this estimate: no pilot came so far"
-
-
 def test_runs_of_a_comparison_differ_in_precision_and_seed_alone() -> None:
     config = {**IMAGES, "reproducibility": {"experiment_seed": 5}}
     config |= {"optimizations": {"aggregation_frequency": 3}}
@@ -508,26 +393,12 @@ def test_runs_of_a_comparison_differ_in_precision_and_seed_alone() -> None:
 
 @pytest.mark.parametrize("has_tf32", [True, False])
 def test_pilots_are_of_every_precision_that_the_device_has(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    *,
-    has_tf32: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_tf32: bool
 ) -> None:
-    """The log says which pilot of how many is trained."""
     results = stage_pilots(tmp_path, monkeypatch, has_tf32=has_tf32)
-    assert list(results.pilots) == [
-        p for p in Precision if has_tf32 or p is not Precision.TF32
-    ]
-    assert (
-        results.scale == FoundScale.read(tmp_path / "loss_scale.json") == found_scale()
-    )
-    said = (
-        "2 of 4, in tf32: up to 20 batches"
-        if has_tf32
-        else "2 of 4, in tf32: left out, because"
-    )
-    assert f"pilot {said}" in capsys.readouterr().out
+    lacks = set() if has_tf32 else {Precision.TF32}
+    assert {*Precision} - results.pilots.keys() == lacks
+    assert results.scale == FoundScale.read(tmp_path / "loss_scale.json")
 
 
 def test_no_loss_scale_is_sought_in_a_precision_that_is_left_out(
@@ -535,9 +406,7 @@ def test_no_loss_scale_is_sought_in_a_precision_that_is_left_out(
 ) -> None:
     failures = {Precision.AMP_FP16: "for time"}
     results = stage_pilots(tmp_path, monkeypatch, failures=failures)
-    assert results.left_out == failures
-    assert results.scale is None
-    assert Precision.AMP_BF16 in results.pilots
+    assert (results.left_out, results.scale) == (failures, None)
 
 
 def stage_pilots(
@@ -604,32 +473,35 @@ class TestPilot:
 
         return pilot
 
+    @pytest.mark.parametrize(
+        ("told", "seconds"),
+        [
+            # It ends at 106 s; between reports of 2 batches there are 1 s and 2 s.
+            (reports(2, 4, 6), 0.75),
+            # 64 samples/s are 0.25 s for a batch of 16, also in the only report.
+            (reports(32, samples_per_second=64.0), 0.25),
+        ],
+    )
     def test_seconds_per_batch_exclude_the_start_of_the_run(
-        self, train: Callable[..., PilotResults]
+        self, train: Callable[..., PilotResults], told: list[Metrics], seconds: float
     ) -> None:
-        """It ends at 106 s; between reports of 2 batches there are 1 s and 2 s."""
-        made = train(*reports(2, 4, 6), *DONE)
-        assert made.pilots[Precision.TF32] == Pilot(0.75, 101.5, epoch_batches=16)
+        made = train(*told, *DONE).pilots[Precision.TF32]
+        assert (made.seconds_per_batch, made.epoch_batches) == (seconds, 16)
+        assert seconds < 0.5 or made.overhead == 101.5
 
-    def test_reported_speed_gives_the_seconds_per_batch(
-        self, train: Callable[..., PilotResults]
-    ) -> None:
-        """64 samples/s are 0.25 s for a batch of 16, also in the only report."""
-        made = train(*reports(32, samples_per_second=64.0), *DONE)
-        assert made.pilots[Precision.TF32].seconds_per_batch == 0.25
-
-    @pytest.mark.parametrize("times", [5.1, 7.0])
-    def test_precision_of_more_than_five_times_the_time_of_fp32_is_stopped_and_left_out(
+    @pytest.mark.parametrize("times", [4.9, 5.1, 7.0])
+    def test_precision_of_more_than_five_times_the_time_of_fp32_is_left_out(
         self, train: Callable[..., PilotResults], times: float
     ) -> None:
-        """The same time of a batch is printed for both, and judged."""
-        stopped = Ended(RunState.PRUNED)
-        made = train(*reports(2, 4, 6), stopped, base=0.75 / times)
-        assert made.left_out[Precision.TF32].startswith(
-            f"for time: a batch takes {times:.0f} times as long as in fp32 (`det-amp "
-            "train YAML --precision tf32` trains"
+        """It is stopped. The same time of a batch is printed for both, and judged."""
+        ends = DONE if times < 5 else (Ended(RunState.PRUNED),)
+        why = train(*reports(2, 4, 6), *ends, base=0.75 / times).left_out
+        said = f"for time: a batch takes {times:.0f} times as long as in fp32 (`det-amp"
+        assert [words.startswith(said) for words in why.values()] == [True] * (
+            times > 5
         )
-        assert Staged.made[0].connection.answers == [True, True, False]
+        answers = Staged.made[0].connection.answers
+        assert answers[:3] == [True, True, times < 5]
 
     def test_precision_whose_last_report_tells_that_it_is_slow_is_left_out(
         self, train: Callable[..., PilotResults]
@@ -637,12 +509,6 @@ class TestPilot:
         """Its speed is 7 times less than that of fp32, in a pilot that ended."""
         told = reports(2, 4) + reports(12, samples_per_second=16 / 7.0)
         assert Precision.TF32 in train(*told, *DONE).left_out
-
-    def test_precision_of_less_than_five_times_the_time_of_fp32_is_kept(
-        self, train: Callable[..., PilotResults]
-    ) -> None:
-        made = train(*reports(2, 4, 6, 8), *DONE, base=1.0 / 4.9)
-        assert made.left_out == {}
 
     def test_pilot_that_was_timed_for_long_is_cut_short(
         self, train: Callable[..., PilotResults]
@@ -665,47 +531,28 @@ class TestPilot:
     ) -> None:
         assert train(message).left_out == {Precision.TF32: failure}
 
-    def test_display_shows_the_batches_and_the_rest_of_the_time(
-        self, train: Callable[..., PilotResults]
-    ) -> None:
-        status, console = Mock(), Mock()
-        shown: list[pilots.PilotDisplay] = []
-
-        def watch(times: pilots.BatchTimes) -> None:
-            if not shown:
-                shown.append(pilots.PilotDisplay("pilot 2 of 4", status, console))
-            shown[0].show(times)
-
-        train(*reports(2, 4, 6, 8), *DONE, watch=watch)
-        told = [call.args[0] for call in status.update.call_args_list]
-        assert told[0] == "pilot 2 of 4: 2 of 20 batches"
-        assert told[1].startswith("pilot 2 of 4: 4 of 20 batches, about ")
-
 
 @pytest.mark.parametrize(
-    ("end", "left_out"), [(Ended(), {}), (Ended(RunState.FAILED, "why"), "why")]
+    ("end", "seconds", "left_out"),
+    [
+        (Ended(), 0.1, {}),
+        (Ended(RunState.FAILED, "why"), 20.0, {Precision.AMP_FP16: "why"}),
+    ],
 )
 def test_finder_has_an_answer_or_float16_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Ended, left_out: Any
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    end: Ended,
+    seconds: float,
+    left_out: dict[Precision, str],
 ) -> None:
+    """It takes fewer batches where they are slow."""
     searching.stage(monkeypatch, pilots)
     monkeypatch.setattr(Staged, "script", (end,))
     place = RunFolder(tmp_path / "pilots" / "loss-scale").path
     (place / "loss_scale.json").write_text(found_scale().json_text())
-    results = PilotResults({Precision.AMP_FP16: Pilot(0.1)})
+    results = PilotResults({Precision.AMP_FP16: Pilot(seconds)})
     pilots._find(Mock(return_value={}), results, tmp_path / "pilots")
-    assert Staged.jobs[0].task == Task(Verb.FIND, FINDER_BATCHES)
-    if left_out:
-        assert results.left_out == {Precision.AMP_FP16: left_out}
-    else:
-        assert results.scale == found_scale()
-
-
-def test_finder_of_slow_batches_takes_fewer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    searching.stage(monkeypatch, pilots)
-    monkeypatch.setattr(Staged, "script", (Ended(RunState.FAILED, "why"),))
-    results = PilotResults({Precision.AMP_FP16: Pilot(20.0)})
-    pilots._find(Mock(return_value={}), results, tmp_path)
-    assert Staged.jobs[0].task == Task(Verb.FIND, 1)
+    assert Staged.jobs[0].task == Task(Verb.FIND, 1 if left_out else FINDER_BATCHES)
+    assert results.left_out == left_out
+    assert results.scale == (None if left_out else found_scale())

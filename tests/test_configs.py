@@ -161,13 +161,6 @@ class TestEveryFile:
         assert set(given["amp"]) | scaler | of_the_process == set(vars(hparams.amp))
         assert set(given["training"]) == set(vars(hparams.training))
 
-    def test_searcher_metric_is_reported_and_has_the_right_direction(
-        self, name: str
-    ) -> None:
-        searcher = load(CONFIGS / name)["searcher"]
-        assert searcher["metric"] == "validation_loss"
-        assert searcher["smaller_is_better"] is True
-
     def test_no_number_is_read_as_text(self, name: str) -> None:
         """`1e-4` is a string to PyYAML and a float to the platform: neither reader may
         differ.

@@ -73,16 +73,6 @@ def test_key_without_effect_is_an_error_unless_it_is_the_masters_default(
     assert problems_of({path: default}) == []
 
 
-def test_initial_validation_and_averaging_are_read_in_this_librarys_form() -> None:
-    values = {
-        "perform_initial_validation": True,
-        "optimizations.average_aggregated_gradients": False,
-    }
-    platform = experiment.parse(changed(values), "test").platform
-    assert platform.perform_initial_validation
-    assert not platform.optimizations.average_aggregated_gradients
-
-
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
@@ -231,9 +221,8 @@ def test_training_reads_every_section_once(
 
 def test_experiment_for_another_process_takes_no_trial_along() -> None:
     found = experiment.parse(changed({}), "test")
-    assert "factory" in vars(found)
     again = pickle.loads(pickle.dumps(found))
-    assert "factory" not in vars(again)
+    assert "factory" in vars(found).keys() - vars(again).keys()
     assert again.settings == found.settings
 
 
@@ -332,24 +321,6 @@ def test_epochs_that_end_within_an_accumulation_window_are_refused() -> None:
     ) as caught:
         hparams.steps(batches_per_epoch=11)
     assert len(caught.value.problems) == 3
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        (None, "cannot be read: No such file or directory"),
-        ("- a\n", "is not an experiment configuration: its top level has no keys"),
-    ],
-)
-def test_unreadable_yaml_is_a_config_error(
-    text: str | None, problem: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "a.yaml"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        experiment.read_yaml(str(path))
-    assert str(caught.value).startswith(f"{path}: {problem}")
 
 
 def test_overrides_set_nested_values_and_leave_their_input_alone() -> None:

@@ -17,7 +17,7 @@ from determined_amp import __main__ as door
 from determined_amp.amp.plain_data import Values
 from determined_amp.runs.run import RunState
 from determined_amp.search.search_folder import read_search
-from tests import training
+from tests import searching, training
 
 KEPT = Path(__file__).parent / "kept_folders"
 
@@ -57,6 +57,8 @@ def test_killed_run_of_an_older_checkout_ends_as_one_that_nothing_disturbed(
     assert numbers(kept / "killed") == numbers(kept / "undisturbed")
 
 
+@searching.FORKS
+@pytest.mark.usefixtures("_workers_are_forks")
 def test_stopped_search_of_an_older_checkout_goes_on(kept: Path) -> None:
     (first,) = read_search(kept / "stopped_search").runs
     assert door.main(["search", "--resume", "stopped_search"]) == 0

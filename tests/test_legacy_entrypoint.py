@@ -15,12 +15,12 @@ import pytest
 from determined import util
 from determined.exec import harness
 
-from determined_amp import AuditError, ConfigError, GuardError, TrialAsItIs
+from determined_amp import ConfigError, TrialAsItIs
 from determined_amp.amp.plain_data import Values
 from tests.cluster_task import TaskMaster, start_task
 from tests.harness import content, same_bits
 from tests.trials import FP16_SECTION as FP16
-from tests.trials import LeavesAutocast, Weights
+from tests.trials import Weights
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Support for legacy entrypoint:FutureWarning"),
@@ -77,36 +77,6 @@ def legacy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Legacy:
         return master
 
     return run
-
-
-def test_first_batch_is_audited_and_every_batch_is_trained(legacy: Legacy) -> None:
-    reports = legacy(Weights, FP16)
-    assert reports.training[0]["watch_audit_share"] == 1
-    assert "watch_audit_share" not in reports.training[1]
-    assert [report["watch_applied_steps"] for report in reports.training] == [1, 2]
-
-
-def test_batch_that_is_not_in_the_precision_ends_the_run(
-    legacy: Legacy, folder: Path
-) -> None:
-    with pytest.raises(
-        AuditError, match=r"amp_fp16, but 0\.0% of the FLOPs are in float16"
-    ):
-        legacy(LeavesAutocast, FP16)
-    assert not list(folder.glob("checkpoints/*"))
-
-
-class Overflows(Weights):
-    rows = ((1.0, 1.0), *((float("inf"), 1.0),) * 4)
-
-
-def test_guard_ends_the_run_with_one_sentence(legacy: Legacy) -> None:
-    amp = {**FP16, "init_scale": 1024.0, "max_consecutive_skips": 2}
-    with pytest.raises(
-        GuardError, match="3 optimizer steps in a row were skipped"
-    ) as raised:
-        legacy(Overflows, amp)
-    assert "\n" not in str(raised.value)
 
 
 def test_trial_as_it_is_trains_an_unmodified_trial(legacy: Legacy) -> None:

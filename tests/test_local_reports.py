@@ -25,7 +25,7 @@ EXPERIMENT = parse(with_overrides(read_yaml(PATH), training.SMALL), PATH)
 
 
 @pytest.mark.parametrize(("stops_at", "end"), [(0, "completed"), (6, "pruned")])
-def test_search_is_asked_at_the_start_and_after_every_report_and_can_stop_the_run(
+def test_search_is_asked_after_every_report_and_can_stop_the_run(
     stops_at: int, end: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run that the search stops keeps a checkpoint."""

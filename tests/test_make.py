@@ -85,16 +85,6 @@ def test_environment_of_make_is_set_up_again_without_being_cleared(
     assert not (checkout / ".venv").exists()
 
 
-def test_environment_whose_set_up_was_interrupted_is_completed(checkout: Path) -> None:
-    make(checkout, "install")
-    (checkout / ".venv" / "ready").unlink()
-    (checkout / ".venv" / "bin" / "pip").unlink()
-    before = len(calls(checkout))
-    assert make(checkout, "install").returncode == 0
-    assert any("venv --prompt" in line for line in calls(checkout)[before:])
-    assert (checkout / ".venv" / "ready").exists()
-
-
 def test_pip_refuses_a_python_that_make_does_not_take() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     required = re.search(r'^requires-python = "(.*?)"', project, re.M)

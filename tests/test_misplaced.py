@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from determined import pytorch
@@ -19,14 +18,13 @@ from determined_amp.search.search_plan import SearchPlan
 from determined_amp.trial.fitting import fit
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.strangers import Stranger
-from tests.training import write_yaml
+from tests.training import STRANGE, problems_of, write_yaml
 from tests.trials import Weights
 
 PLAIN: Values = {
+    **{key: STRANGE[key] for key in ("entrypoint", "hyperparameters")},
     "name": "plain",
-    "entrypoint": "tests.strangers:Stranger",
-    "hyperparameters": {"lr": 0.1},
-    "searcher": {"name": "single", "metric": "val_loss", "max_length": {"batches": 4}},
+    "searcher": {**STRANGE["searcher"], "max_length": {"batches": 4}},
     "scheduling_unit": 2,
 }
 
@@ -93,12 +91,6 @@ OWN = {
     "fp16=true": "hyperparameters.fp16: True",
     "net.use_amp=true": "hyperparameters.net.use_amp: True",
 }
-
-
-def problems_of(config: Values, **options: Any) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        parse(config, "test", **options)
-    return [str(problem) for problem in caught.value.problems]
 
 
 @pytest.mark.parametrize(("override", "key", "write"), MISPLACED)
@@ -184,7 +176,7 @@ def test_searcher_of_determined_is_no_problem(searcher: str) -> None:
 
 
 @pytest.mark.parametrize(("override", "named"), OWN.items())
-def test_hyperparameter_of_a_trial_with_amp_of_its_own_is_named_in_the_first_line(
+def test_hyperparameter_of_amp_of_a_trials_own_is_named_first(
     override: str, named: str
 ) -> None:
     found = parse(with_overrides(PLAIN, [f"hyperparameters.{override}"]), "test")
@@ -215,12 +207,6 @@ def test_what_only_looks_like_a_setting_is_no_problem_and_not_named(
     assert found.described_precision(found.precision) == NO_AMP_SECTION
 
 
-def test_first_line_of_an_amp_section_names_the_precision() -> None:
-    config = with_overrides(PLAIN, ["hyperparameters.amp={precision: amp_bf16}"])
-    found = parse(config, "test")
-    assert found.described_precision(found.precision) == "precision: amp_bf16"
-
-
 def test_key_with_a_dot_in_it_is_not_taken_for_a_section() -> None:
     hyperparameters = {"lr": 0.1, "amp.precision": "amp_fp16"}
     (problem,) = problems_of({**PLAIN, "hyperparameters": hyperparameters})
@@ -237,32 +223,17 @@ def test_hyperparameter_that_is_called_type_hides_no_other() -> None:
     assert problem.startswith("hyperparameters.precision: got 'amp_fp16'")
 
 
-def test_range_of_a_search_that_holds_a_misplaced_precision_is_refused() -> None:
-    choices = "{type: categorical, vals: [fp32, amp_fp16]}"
-    searched = {**PLAIN, "reproducibility": {"experiment_seed": 0}}
-    searched["searcher"] = {"name": "grid", "metric": "val_loss"}
-    right = with_overrides(searched, [f"hyperparameters.amp.precision={choices}"])
-    right = {**right, "searcher": {**right["searcher"], "max_length": 4}}
-    SearchPlan(right, "search.yaml")  # the control
-    for key in ("amp", "precision"):
-        wrong = with_overrides(searched, [f"hyperparameters.{key}={choices}"])
-        with pytest.raises(ConfigError, match=f"hyperparameters.{key}: got "):
-            SearchPlan(
-                {**wrong, "searcher": {**wrong["searcher"], "max_length": 4}},
-                "search.yaml",
-            )
-
-
-@pytest.mark.parametrize(
-    "command", ["train", "check", "audit", "find", "score", "compare"]
-)
-def test_every_command_refuses_a_misplaced_section(
-    command: str, tmp_path: Path, refusal: Callable[..., str]
+@pytest.mark.parametrize("key", ["amp", "precision"])
+def test_range_of_a_search_that_holds_a_misplaced_precision_is_refused(
+    key: str,
 ) -> None:
-    said = refusal(
-        command, write_yaml(tmp_path, {**PLAIN, "amp": {"precision": "amp_fp16"}})
-    )
-    assert "amp: got {'precision': 'amp_fp16'}, which nothing reads here; write" in said
+    choices = "{type: categorical, vals: [fp32, amp_fp16]}"
+    grid = "searcher={name: grid, metric: val_loss, max_length: 4}"
+    right = [grid, f"hyperparameters.amp.precision={choices}"]
+    SearchPlan(with_overrides(PLAIN, right), "search.yaml")  # the control
+    wrong = with_overrides(PLAIN, [grid, f"hyperparameters.{key}={choices}"])
+    with pytest.raises(ConfigError, match=f"hyperparameters.{key}: got "):
+        SearchPlan(wrong, "search.yaml")
 
 
 def test_script_of_the_users_own_is_told_of_a_misplaced_precision() -> None:
@@ -299,7 +270,7 @@ def test_log_begins_with_the_precision_and_the_closing_line_names_it(
     assert f"\nplain: completed; {last}" in capsys.readouterr().out
 
 
-def test_precision_of_settings_in_the_trials_code_is_named_where_there_is_no_section(
+def test_precision_of_settings_in_the_code_is_named_without_a_section(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"

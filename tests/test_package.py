@@ -4,14 +4,12 @@ sight.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import zipfile
 from pathlib import Path
 
 import pytest
-import torch
 
 import determined_amp
 from tests import training
@@ -55,21 +53,41 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+# Two processes that import everything once: one trains, and the other opens what it
+# saved, without what `train` allows to be loaded.
+TRAIN_AND_OPEN = """
+import os, sys, torch, determined_amp
+from determined import pytorch
+from determined_amp.__main__ import main
+child = os.fork()
+if not child:
+    os._exit(main(["train", "amp.yaml", "--run-folder", "run"]))
+assert os.waitpid(child, 0)[1] == 0
+os.chdir("/")
+trial = pytorch.load_trial_from_checkpoint_path(
+    sys.argv[1], torch_load_kwargs={"weights_only": True}
+)
+print(type(trial).__module__, type(trial).__name__)
+print(tuple(trial.model(torch.zeros(3, 32)).shape))
+print(float(sum(weight.double().sum() for weight in trial.model.parameters())))
+print(determined_amp.__file__)
+"""
+
+
 @pytest.fixture(scope="module")
 def trained(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of a stranger who has trained with the installed command."""
+    """The run folder of a stranger who has trained with the wheel; what Determined
+    made of its checkpoint is in `opened`.
+    """
     project = tmp_path_factory.mktemp("project")
     for name in ("model_def.py", "amp.yaml"):
         shutil.copy(TEMPLATE / name, project)
     (project / "weights.bin").write_bytes(b"0" * 1000)
-    command = (str(installed / "bin" / "det-amp"), "train", "amp.yaml")
-    ended(*command, cwd=project, path=installed)
-    (run,) = (project / "runs" / "my-trial-amp").iterdir()
-    return run
-
-
-def newest_checkpoint(run: Path) -> Path:
-    return max((run / "checkpoints").iterdir(), key=lambda path: path.stat().st_mtime)
+    saved = str(project / "run" / "checkpoints" / "batch-00000200")
+    program = ("-W", "ignore", "-c", TRAIN_AND_OPEN, saved)
+    printed = ended(*program, cwd=project, path=installed)
+    (project / "run" / "opened").write_text(printed)
+    return project / "run"
 
 
 def test_wheel_holds_the_whole_library_and_nothing_else(wheel: Path) -> None:
@@ -81,52 +99,28 @@ def test_wheel_holds_the_whole_library_and_nothing_else(wheel: Path) -> None:
     here = [*library.rglob("*.py"), *data]
     assert code == {path.relative_to(ROOT).as_posix() for path in here}
     assert f"{about}licenses/LICENSE" in names
+    (commands,) = (name for name in names if name.endswith("entry_points.txt"))
+    text = zipfile.ZipFile(wheel).read(commands).decode()
+    assert "det-amp=determined_amp.__main__:main" in text.replace(" ", "")
 
 
-def test_the_installed_command_trains_a_stranger_in_float16_and_audits_it(
-    trained: Path,
-) -> None:
-    lines = [
-        json.loads(line)
-        for line in (trained / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert lines[-1]["batches"] == 200
-    (accuracy,) = (
-        line["accuracy"] for line in lines[-1:] if line["group"] == "validation"
-    )
-    assert accuracy > 0.9
-    assert lines[0]["watch_audit_share"] == 1.0
-    assert (
-        "amp_fp16 asks for float16: 100.0% of the FLOPs"
-        in (trained / "log.txt").read_text()
-    )
+def test_wheel_trains_a_stranger_in_float16_and_audits_it(trained: Path) -> None:
+    first, *_, last = training.metrics(trained)
+    assert (last["group"], last["batches"]) == ("validation", 200)
+    assert last["accuracy"] > 0.9
+    assert first["watch_audit_share"] == 1.0
+    log = (trained / "log.txt").read_text()
+    assert "amp_fp16 asks for float16: 100.0% of the FLOPs" in log
     # The code of the stranger, and nothing else.
-    code = newest_checkpoint(trained) / "code"
-    assert [path.name for path in code.iterdir()] == ["model_def.py"]
+    (code,) = trained.glob("checkpoints/batch-00000200/code/*")
+    assert code.name == "model_def.py"
 
 
 def test_determined_itself_opens_the_checkpoint_with_the_wheel(
-    installed: Path, trained: Path, tmp_path: Path
+    installed: Path, trained: Path
 ) -> None:
-    """In a process that knows neither the folder nor what `train` allows to be
-    loaded.
-    """
-    checkpoint = newest_checkpoint(trained)
-    code = (
-        "import torch, determined_amp; from determined import pytorch\n"
-        f"trial = pytorch.load_trial_from_checkpoint_path({str(checkpoint)!r},\n"
-        "    torch_load_kwargs={'weights_only': True})\n"
-        "print(type(trial).__module__, type(trial).__name__)\n"
-        "print(tuple(trial.model(torch.zeros(3, 32)).shape))\n"
-        "print(float(sum(weight.double().sum() for weight in "
-        "trial.model.parameters())))\nprint(determined_amp.__file__)"
-    )
-    printed = ended(
-        "-W", "ignore", "-c", code, cwd=tmp_path, path=installed
-    ).splitlines()
-    saved = torch.load(checkpoint / "state_dict.pth", weights_only=True)
-    total = float(
-        sum(weight.double().sum() for weight in saved["models_state_dict"][0].values())
-    )
+    (weights,) = training.checkpoint(trained, 200)["models_state_dict"]
+    total = float(sum(weight.double().sum() for weight in weights.values()))
     of_the_wheel = str(installed / "determined_amp" / "__init__.py")
-    assert printed[-4:] == ["model_def MyTrial", "(3, 10)", str(total), of_the_wheel]
+    opened = (trained / "opened").read_text().splitlines()
+    assert opened[-4:] == ["model_def MyTrial", "(3, 10)", str(total), of_the_wheel]

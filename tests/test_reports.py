@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 from determined_amp import __main__ as door
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.finder.found_scale import FoundScale
 from determined_amp.finder.scale_finding import Verdict
 from determined_amp.finder.scale_score import choice_of
 from determined_amp.report import page
@@ -102,30 +101,6 @@ def test_report_shows_a_finding_beside_the_trials(
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (
-            ["study", "--finding", "none.json"],
-            "none.json: cannot be read: No such file",
-        ),
-        (
-            ["study", "--margin", "1"],
-            "--margin: belongs to report precision; this one is report lo",
-        ),
-        (["study", "study"], "report loss-scale: got 2 sources; allowed: one search"),
-    ],
-)
-def test_mistake_in_the_command_of_a_report_is_one_sentence(
-    workplace: Path,
-    refusal: Callable[..., str],
-    arguments: Sequence[str],
-    sentence: str,
-) -> None:
-    assert sentence in refusal("report", "loss-scale", *arguments)
-    assert not list(workplace.rglob("loss_scale.*"))
-
-
 def test_report_does_not_overwrite_a_finding(
     workplace: Path, refusal: Callable[..., str]
 ) -> None:
@@ -151,29 +126,6 @@ def test_report_that_cannot_be_written_is_a_sentence_and_leaves_nothing(
         "error: out: the report cannot be written: [Errno 21] Is a directory: "
     )
     assert [path.name for path in (workplace / "out").iterdir()] == ["loss_scale.md"]
-
-
-def test_score_of_a_trial_that_no_scale_helps_is_one_sentence(
-    workplace: Path, refusal: Callable[..., str]
-) -> None:
-    """Determined's context would leave the process with status 0, without a word."""
-    words = (
-        "--batches",
-        "1",
-        "--config",
-        "hyperparameters.trial=tests.mortal:OverflowingTrial",
-    )
-    assert refusal("score", "experiment.yaml", *words).startswith(
-        "error: no loss scale helps: "
-    )
-
-
-def test_finder_replaces_an_earlier_answer(workplace: Path) -> None:
-    words = ["--batches", "1", "--json", "a.json", "--plot", "found.png"]
-    for _ in range(2):
-        assert door.main(["find", "experiment.yaml", *words]) == 0
-    assert (workplace / "found.png").read_bytes().startswith(PNG)
-    assert FoundScale.read(workplace / "a.json").finding.answer_log2 is not None
 
 
 def test_answer_that_cannot_be_written_is_a_sentence(

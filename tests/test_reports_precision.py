@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from determined_amp.report.comparison import compare_runs
 from determined_amp.report.master_runs import read_experiment
 from determined_amp.runs.folder import read_run
 from determined_amp.runs.run import RunState
-from tests.precisions import CPU, LOST, RESOLVED, TRAINED, made_on, write_run
+from tests.precisions import CPU, RESOLVED, TRAINED, made_on, write_run
 from tests.report_master import TRIAL, Master, report, serving
 from tests.training import ROOT, metrics, run_small
 
@@ -49,7 +48,6 @@ def test_real_runs_are_compared_by_the_numbers_that_they_reported(
     runs = [str(trained / name) for name in ("fp32", "amp", "bf16")]
     assert door.run(["report", "precision", *runs, "--output", str(tmp_path)]) == 0
     output = capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
     record = json.loads((tmp_path / "precision.json").read_text())
     page = (tmp_path / "precision.md").read_text()
     assert page.startswith(f"# {record['answer']}\n")
@@ -58,28 +56,21 @@ def test_real_runs_are_compared_by_the_numbers_that_they_reported(
     for sentence in record["sentences"]:
         assert f"* {sentence}\n" in page
         assert f"* {sentence}\n" in output
-    assert "(precision.png)" in page
-    assert [s["precision"] for s in record["precisions"]] == [
-        "fp32",
-        "amp_fp16",
-        "amp_bf16",
-    ]
-    assert {pair["metric"]["verdict"] for pair in record["pairs"]} == {
-        "cannot tell yet"
-    }
+    precisions = [same["precision"] for same in record["precisions"]]
+    assert precisions == ["fp32", "amp_fp16", "amp_bf16"]
+    verdicts = {pair["metric"]["verdict"] for pair in record["pairs"]}
+    assert verdicts == {"cannot tell yet"}
     (run,) = [run for run in record["runs"] if run["precision"] == "amp_fp16"]
     assert record["machine"] == run["machine"]
     lines = metrics(trained / "amp")
-    training = [line for line in lines if line["group"] == "training"]
-    speeds = [
-        x["samples_per_second"] for x in training[1:] if "samples_per_second" in x
-    ]
+    first, *later = [line for line in lines if line["group"] == "training"]
+    speeds = [x["samples_per_second"] for x in later if "samples_per_second" in x]
     assert run["samples_per_second"]["median"] == pytest.approx(np.median(speeds))
     accuracies = [x["validation_accuracy"] for x in lines if x["group"] == "validation"]
     assert run["metrics"]["validation_accuracy"] == accuracies[-1]
     assert [value for _, value in run["curve"]] == accuracies
-    assert run["audit_share"] == training[0]["watch_audit_share"]
-    assert run["applied_steps"] == training[-1]["watch_applied_steps"]
+    assert run["audit_share"] == first["watch_audit_share"]
+    assert run["applied_steps"] == later[-1]["watch_applied_steps"]
 
 
 def test_real_run_has_the_settings_of_the_runs_written_by_hand(trained: Path) -> None:
@@ -87,7 +78,7 @@ def test_real_run_has_the_settings_of_the_runs_written_by_hand(trained: Path) ->
     assert flat(RESOLVED).keys() <= settings.keys()
 
 
-def test_report_on_fp32_alone_is_an_answer_with_its_page_beside_the_first_source(
+def test_report_on_fp32_alone_is_an_answer_beside_the_first_source(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = [
@@ -98,23 +89,18 @@ def test_report_on_fp32_alone_is_an_answer_with_its_page_beside_the_first_source
     unfinished = write_run(tmp_path / "amp", "amp_bf16", 1, device=CPU, last_batch=60)
     assert door.main(["report", *map(str, (*folders, unfinished))]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith(
-        "cannot tell yet: all finished runs are in fp32 and tf32, and one in an"
-    )
+    assert shown.startswith("cannot tell yet: all finished runs are in fp32 and tf32,")
     assert "* left out: amp_bf16, seed 1 (" in shown
     pages = sorted(tmp_path.glob("*/precision.*"))
     assert pages == [folders[0] / name for name in FILES]
 
 
 def test_json_of_failed_runs_has_no_nan(tmp_path: Path) -> None:
-    folders = [
-        write_run(tmp_path / "a", "fp32", 1),
-        write_run(tmp_path / "b", "amp_bf16", 1, last_batch=60, end=LOST),
-        write_run(tmp_path / "c", "amp_bf16", 2, loss=float("nan")),
-    ]
-    assert door.run(["report", "precision", *map(str, folders)]) == 0
-    text = (tmp_path / "a/precision.json").read_text()
-    assert json.loads(text)["precisions"][1]["failed"] == 2
+    base = write_run(tmp_path / "a", "fp32", 1)
+    failed = write_run(tmp_path / "c", "amp_bf16", 2, loss=float("nan"))
+    assert door.run(["report", "precision", str(base), str(failed)]) == 0
+    text = (base / "precision.json").read_text()
+    assert json.loads(text)["precisions"][1]["failed"] == 1
     assert "NaN" not in text
 
 
@@ -138,19 +124,15 @@ def noted_by(trial: Values) -> Values:
 
 
 def reports_of(number: int, accuracy: float, speed: float) -> list[Metrics]:
+    """The last report comes first."""
     memory = {"watch_peak_memory_mib": speed, "watch_peak_reserved_memory_mib": speed}
     numbers = {**TRAINED, **memory, "samples_per_second": speed}
+    first = {**numbers, "samples_per_second": 1.0, "epochs": 2}
+    validated = {"validation_accuracy": accuracy, "validation_loss": 1}
     return [
         report(number, 100, "training", numbers),
-        report(
-            number, 50, "training", {**numbers, "samples_per_second": 1.0, "epochs": 2}
-        ),
-        report(
-            number,
-            100,
-            "validation",
-            {"validation_accuracy": accuracy, "validation_loss": 1},
-        ),
+        report(number, 50, "training", first),
+        report(number, 100, "validation", validated),
     ]
 
 
@@ -206,15 +188,6 @@ def test_seeds_are_those_that_the_trials_noted(master: Master) -> None:
         del master.metadata[number]["seed"]
     with pytest.raises(ReportError, match="have no seed in common"):
         compare_runs([read_experiment(7)])
-
-
-def test_runs_of_several_experiments_may_share_a_machine_which_is_said_once(
-    master: Master,
-) -> None:
-    every = read_experiment(7)
-    (note,) = every.notes
-    assert "ran side by side" in note
-    assert compare_runs([every, dataclasses.replace(every, runs=())]).notes == [note]
 
 
 SKIPPED, NAN = "60% of the steps were skipped", "the training loss is nan in amp_bf16"
@@ -290,15 +263,6 @@ def test_settings_of_a_trial_are_what_was_sampled(master: Master) -> None:
     assert run.precision.value == "amp_fp16"
     assert run.settings["hyperparameters.amp.init_scale"] == 4096.0
     assert run.scale_log2 == 12.0
-
-
-def test_experiment_of_another_entrypoint_is_a_sentence(master: Master) -> None:
-    master.trials = [{**TRIAL, "id": 11, "hparams": {"learning_rate": 0.1}}]
-    master.reports = {"training": [], "validation": []}
-    master.metadata = {}
-    master.config = {**CONFIG, "hyperparameters": {"learning_rate": 0.1}}
-    with pytest.raises(ReportError, match=r"hyperparameters\.amp\.precision: missing"):
-        compare_runs([read_experiment(7)])
 
 
 def test_settings_of_a_run_folder_have_the_names_of_those_on_a_master(

@@ -71,13 +71,6 @@ def test_curves_are_those_of_the_reports() -> None:
     assert [scale for _, scale in curves["log₂ of the loss scale"]] == [16.0] * 3
 
 
-def test_option_of_another_report_is_refused(
-    resumed: Path, refusal: Callable[..., str]
-) -> None:
-    said = refusal("report", str(resumed), "--metric", "f1")
-    assert "--metric: belongs to report precision; this one is report run" in said
-
-
 def test_comparison_of_a_run_that_was_changed_says_what_changed(
     resumed: Path, refusal: Callable[..., str]
 ) -> None:

@@ -1,15 +1,146 @@
 """Training N batches equals training k, stopping in whatever way, and training N - k
-more.
+more, to the bit.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from determined import pytorch
+from torch.utils.data import TensorDataset
 
+from determined_amp.experiment.overrides import with_overrides
+from determined_amp.local.checkpoint_storage import complete_checkpoints
 from determined_amp.runs.folder import read_record
-from tests import training
+from tests import killed_rounds, strangers, training
+from tests.harness import same_bits
+
+TRIALS = {
+    "plain": ("Stranger",),
+    "workers": ("Shuffled", "hyperparameters.workers=2"),
+    "weighted": ("Weighted",),
+    "accumulated": (
+        "Shuffled",
+        "optimizations.aggregation_frequency=2",
+        "hyperparameters.amp={precision: amp_fp16, audit: false}",
+    ),
+}
+LONGER = "searcher.max_length.batches=12"
+
+
+@pytest.fixture(scope="module", params=TRIALS)
+def undisturbed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[type, str, Path]:
+    """The class of a trial, its YAML, and the folder of an undisturbed run."""
+    name, *overrides = TRIALS[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    entrypoint = f"entrypoint=tests.strangers:{name}"
+    config = with_overrides(training.STRANGE, [entrypoint, *overrides])
+    path = training.write_yaml(folder, config)
+    training.run(folder / "run", path)
+    return getattr(strangers, name), path, folder / "run"
+
+
+def crash(trial: type, path: str, run: Path) -> None:
+    """Lose the run in a batch; an epoch is 5 or 6, a checkpoint every fourth."""
+    with training.killed_in_batch(10, trial):
+        training.run(run, path)
+
+
+def end_within_an_epoch(trial: type, path: str, run: Path) -> None:
+    """End the run with a validation more than the longer one has, which draws, too."""
+    length = 8 if "aggregation_frequency" in Path(path).read_text() else 7
+    training.run(run, path, "--config", f"searcher.max_length.batches={length}")
+
+
+@pytest.mark.parametrize("stop", [crash, end_within_an_epoch])
+def test_resumed_run_is_the_undisturbed_one_to_the_bit(
+    stop: Callable[..., None], undisturbed: tuple[type, str, Path], tmp_path: Path
+) -> None:
+    trial, path, whole = undisturbed
+    stop(trial, path, tmp_path)
+    training.resume(tmp_path, "--config", LONGER)
+    assert same_bits(*(training.checkpoint(run, 12) for run in (tmp_path, whole)))
+    if stop is crash:
+        assert training.same_numbers(tmp_path) == training.same_numbers(whole)
+
+
+class Breaking(TensorDataset):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        if index == 36:
+            Breaks.act()
+        points, classes = self.tensors
+        return points[index], classes[index]
+
+
+class Breaks(strangers.Stranger):
+    """Reads in a process of its own, and something happens there at the tenth batch."""
+
+    act: Callable[[], None] = staticmethod(lambda: None)
+
+    def build_training_data_loader(self) -> pytorch.DataLoader:
+        points = torch.arange(48.0 * strangers.FEATURES).reshape(48, -1).sin()
+        data = Breaking(points, points[:, : strangers.CLASSES].argmax(1))
+        return pytorch.DataLoader(data, batch_size=4, num_workers=1)
+
+
+def lose_the_drive(run: Path) -> None:
+    raise OSError("the drive is gone")
+
+
+def die(run: Path) -> None:
+    """As a process that the kernel kills when memory is short."""
+    while not (run / "checkpoints" / "batch-00000008").exists():
+        time.sleep(0.01)
+    time.sleep(0.5)  # until the loop waits for the batch
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run whose data did not break, beside its YAML."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    entrypoint = "entrypoint=tests.test_resume:Breaks"
+    config = with_overrides(training.STRANGE, [entrypoint])
+    return training.run(folder / "run", training.write_yaml(folder, config))
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [(lose_the_drive, "the drive is gone"), (die, r"DataLoader worker .*(Kill|exit)")],
+)
+def test_run_whose_data_broke_is_resumed_to_the_bit(
+    act: Callable[[Path], None],
+    said: str,
+    unbroken: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = str(unbroken.parent / "experiment.yaml")
+    with monkeypatch.context() as planted:
+        planted.setattr(Breaks, "act", staticmethod(partial(act, tmp_path)))
+        with pytest.raises((OSError, RuntimeError), match=said):
+            training.run(tmp_path, path)
+    newest = complete_checkpoints(tmp_path / "checkpoints")[-1]
+    assert newest.name == "batch-00000008"
+    training.resume(tmp_path)
+    assert same_bits(*(training.checkpoint(run, 12) for run in (tmp_path, unbroken)))
+
+
+def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
+    """See `tests.killed_rounds`."""
+    printed = tmp_path / "printed"
+    child = training.fork(lambda: killed_rounds.main(tmp_path), printed)
+    assert training.wait(child) == 0, printed.read_text()
+
 
 # A schedule that moves, growth of the scale, and accumulation: all of it has to be
 # restored.

@@ -122,11 +122,6 @@ class TestReports:
         shown = {name: str(value) for name, value in read.items()}
         assert shown == {"a": "nan", "b": "-inf", "c": "inf", "e": "3.0"}
 
-    def test_reports_of_other_groups_count_for_nothing(self) -> None:
-        reports = Reports([("loss_scale", Report(4, {"overflow_share": 1.0}))])
-        assert reports.training.batches == 0
-        assert reports.validations == []
-
 
 class TestChanged:
     def test_changed_setting_is_named_with_both_values(self) -> None:
@@ -135,27 +130,8 @@ class TestChanged:
             "reproducibility.experiment_seed": [(0, 1), (20, 1), (40, 2)]
         }
 
-    def test_setting_that_one_part_alone_has_is_a_change(self) -> None:
-        run = resumed({"hyperparameters.dropout": 0.5}, {})
-        assert run.changed == {
-            "hyperparameters.dropout": [(0, None), (20, 0.5), (40, None)]
-        }
-
     def test_changed_number_of_slots_is_named(self) -> None:
         assert resumed({}, slots=2).changed == {"slots": [(0, 1), (20, 2)]}
-
-    @pytest.mark.parametrize(
-        "name",
-        [
-            "hyperparameters.training.max_length.batches",
-            "name",
-            "searcher.name",
-            "checkpoint_policy",
-            "profiling.enabled",
-        ],
-    )
-    def test_setting_that_changes_no_batch_may_change(self, name: str) -> None:
-        assert resumed({name: "another"}).changed == {}
 
 
 def test_trials_of_a_search_are_run_folders(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ sampled.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from determined_amp.check.finding import CheckFinding, CheckFindings, Level
 from determined_amp.finder.found_scale import FoundScale
 from determined_amp.search.space import read_space
 from determined_amp.trial import determined_private
-from tests import searching, training
+from tests import searching
 from tests.cluster_task import TaskMaster, start_task
 
 Task = Callable[..., TaskMaster]
@@ -64,24 +63,20 @@ def task(
 def test_score_does_not_depend_on_the_seed_of_the_trial(
     task: Task, masters: list[TaskMaster]
 ) -> None:
-    (one,), (two,) = (
-        task("loss_scale_grid.yaml", *searching.THREE_SCALES, seed=seed).reports[
-            "validation"
-        ]
-        for seed in (1, 2)
-    )
+    for seed in (1, 2):
+        task("loss_scale_grid.yaml", *searching.THREE_SCALES, seed=seed)
+    (one,), (two,) = (master.reports["validation"] for master in masters)
+    assert one == two
     batches, metrics = one
     assert (batches, metrics["init_scale_log2"]) == (2, 4.0)
-    assert one == two
-    noted = {"precision": "amp_fp16", "init_scale": 16.0, "seed": 20261121}
-    assert all(master.metadata.items() >= noted.items() for master in masters)
-    assert all("failure" not in master.metadata for master in masters)
-    settings = json.loads(masters[0].metadata["settings"])
-    assert settings["hyperparameters"]["amp"]["init_scale"] == 16.0
-    assert settings["reproducibility"] == {"experiment_seed": 20261121}
-    assert {master.status for master in masters} == {
-        f"{metrics['steps_lost']:.3g} steps lost"
-    }
+    for master in masters:
+        noted = {"precision": "amp_fp16", "init_scale": 16.0, "seed": 20261121}
+        assert master.metadata.items() >= noted.items()
+        assert "failure" not in master.metadata
+        settings = json.loads(master.metadata["settings"])
+        assert settings["hyperparameters"]["amp"]["init_scale"] == 16.0
+        assert settings["reproducibility"] == {"experiment_seed": 20261121}
+        assert master.status == f"{metrics['steps_lost']:.3g} steps lost"
 
 
 def test_finder_reports_its_choice_and_stores_its_finding(
@@ -89,18 +84,16 @@ def test_finder_reports_its_choice_and_stores_its_finding(
 ) -> None:
     master = task("find_loss_scale.yaml")
     ((batches, metrics),) = master.reports["validation"]
-    assert batches == 4
+    choice = metrics["init_scale_log2"]
+    assert (batches, choice) == (4, 16)
     assert metrics["range_bits"] > 0
-    assert master.metadata["init_scale"] == 2.0 ** metrics["init_scale_log2"]
-    assert master.status == f"init_scale 2^{metrics['init_scale_log2']}"
+    assert master.metadata["init_scale"] == 2.0**choice
+    assert master.status == f"init_scale 2^{choice}"
     assert "verdict: default is fine" in capsys.readouterr().out
     (file,) = tmp_path.glob("checkpoints/*/loss_scale.json")
-    finding = FoundScale.read(file).finding
-    assert finding.answer_log2 == metrics["init_scale_log2"] == 16
-    assert finding.choice_log2 == finding.top_log2 - 6 >= 10
-    assert (
-        json.loads((file.parent / "metadata.json").read_text())["steps_completed"] == 4
-    )
+    assert FoundScale.read(file).finding.answer_log2 == choice
+    metadata = json.loads((file.parent / "metadata.json").read_text())
+    assert metadata["steps_completed"] == 4
 
 
 def test_check_leaves_the_number_of_faults_and_ends_its_log_with_them(
@@ -151,18 +144,6 @@ def test_trial_that_cannot_train_ends_its_log_with_the_reason(
     assert "overflow" in failure
     assert masters[-1].status
     assert len(masters[-1].status) <= 100
-
-
-def test_trial_that_leaves_has_failed_and_says_so(
-    task: Task, masters: list[TaskMaster], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With status 0 of its task the platform would call it completed."""
-    leave = training.before_batch(0, lambda trial: sys.exit(0))
-    with leave, pytest.raises(AssertionError):
-        task("loss_scale_asha.yaml", *searching.SHORT_ASHA)
-    said = "the trial called sys.exit(0); allowed: an exception if it failed"
-    assert f"no retry can help: {said}" in capsys.readouterr().err
-    assert masters[-1].metadata["failure"].startswith(said)
 
 
 def test_trial_ends_after_the_validation_at_which_its_search_stops_it(

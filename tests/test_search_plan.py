@@ -13,16 +13,15 @@ from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.entrypoint import trial_in
-from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.overrides import with_overrides, with_trial
 from determined_amp.search.search_plan import (
     AshaSearcher,
     SearchPlan,
     read_searcher,
-    unequal_lengths,
 )
 from determined_amp.search.task import Topic
 from tests import searching
+from tests.training import STRANGE
 
 ASHA = {
     "name": "adaptive_asha",
@@ -95,32 +94,25 @@ def test_mistake_in_the_searcher_names_its_key(changes: Any, key: str) -> None:
     assert f"searcher.{key}" in {problem.key for problem in problems}
 
 
-class TestLengths:
-    def mistakes(self, unit: str = "batches", **changes: int) -> list[str]:
-        """The keys of the lengths that do not fit."""
-        changed = {"max_length": 800, "validation_period": 50, **changes}
-        lengths = {name: {unit: n} for name, n in changed.items()}
-        others = {
-            name: {"batches": 50} for name in ("checkpoint_period", "reporting_period")
-        }
-        config = {"searcher": ASHA, "hyperparameters": {"training": lengths | others}}
-        experiment = parse(config, "search", trial="tests.strangers:Stranger")
-        return [problem.key for problem in unequal_lengths(experiment, read(ASHA))]
-
-    @pytest.mark.parametrize(
-        ("unit", "changes", "key"),
-        [
-            ("batches", {}, None),
-            ("batches", {"max_length": 801}, "max_length"),
-            ("batches", {"validation_period": 51}, "validation_period"),
-            ("epochs", {}, "max_length"),
-        ],
-    )
-    def test_length_that_does_not_fit_the_searcher_is_named(
-        self, unit: str, changes: Any, key: str | None
-    ) -> None:
-        wrong = [] if key is None else [f"hyperparameters.training.{key}"]
-        assert self.mistakes(unit, **changes)[:1] == wrong
+@pytest.mark.parametrize(
+    ("override", "wrong"),
+    [
+        ("max_length={batches: 8}", set()),
+        ("max_length={batches: 9}", {"max_length"}),
+        ("validation_period={batches: 3}", {"validation_period"}),
+        ("max_length={epochs: 8}", {"max_length"}),
+    ],
+)
+def test_length_that_does_not_fit_the_searcher_is_named(
+    override: str, wrong: set[str]
+) -> None:
+    changes = (*searching.SHORT_ASHA, f"hyperparameters.training.{override}")
+    named = set()
+    try:
+        SearchPlan(searching.load("loss_scale_asha.yaml", *changes))
+    except ConfigError as error:
+        named = {problem.key for problem in error.problems}
+    assert named == {f"hyperparameters.training.{name}" for name in wrong}
 
 
 @pytest.mark.parametrize(
@@ -137,7 +129,7 @@ class TestLengths:
         ("score", {"learning_rate": True}, Topic.LOSS_SCALES),
     ],
 )
-def test_topic_of_a_configuration_is_what_its_command_measures_or_its_search_varies(
+def test_topic_is_what_the_command_measures_or_the_search_varies(
     command: str, searched: Values, topic: Topic
 ) -> None:
     values = {
@@ -154,17 +146,43 @@ def test_topic_of_a_configuration_is_what_its_command_measures_or_its_search_var
     assert Topic.of({}) is Topic.SINGLE_RUN
 
 
+def test_scale_from_a_range_is_a_power_of_two_and_a_listed_one_is_not_changed() -> None:
+    drawn = {"lr": 0.1, "amp": {"precision": "amp_fp16", "init_scale": 3000.0}}
+    changes = ["searcher.name=grid", "hyperparameters.amp.precision=amp_fp16"]
+    for space, used in (
+        ("{type: log, base: 2.0, minval: 0, maxval: 24, count: 25}", 4096.0),
+        ("{type: double, minval: 1, maxval: 9000, count: 3}", 4096.0),
+        ("{type: categorical, vals: [3000.0]}", 3000.0),
+        ("3000.0", 3000.0),
+    ):
+        override = f"hyperparameters.amp.init_scale={space}"
+        search = SearchPlan(with_overrides(STRANGE, [*changes, override]))
+        trial = search.experiment(0, drawn)
+        assert trial.amp is not None
+        assert trial.amp.init_scale == used
+        assert trial.config["hyperparameters"]["amp"]["init_scale"] == used
+
+
+def test_seed_of_a_range_replaces_that_of_the_search() -> None:
+    """A hyperparameter `seed` is the trial's own."""
+    ranges = "{type: categorical, vals: [1, 2]}"
+    for name, own in (("trial_seed", {}), ("seed", {"seed": 2})):
+        override = f"hyperparameters.{name}={ranges}"
+        search = SearchPlan(with_overrides(STRANGE, ["searcher.name=grid", override]))
+        trial = search.experiment(0, {"lr": 0.1, name: 2})
+        assert trial.hyperparameters == {"lr": 0.1, **own}
+        assert trial.seed == (search.drawn_seed(0) if own else 2)
+
+
 THEIRS: Values = {
-    "name": "adaptive search",
+    **STRANGE,
     "hyperparameters": {"lr": {"type": "double", "minval": 0.01, "maxval": 0.1}},
     "searcher": {
-        "name": "adaptive_asha",
-        "metric": "val_loss",
-        "max_trials": 4,
+        **{"name": "adaptive_asha", "metric": "val_loss", "max_trials": 4},
         "max_length": {"batches": 16},
     },
     "min_validation_period": {"batches": 4},
-    "entrypoint": "tests.strangers:Stranger",
+    "min_checkpoint_period": {"batches": 0},
 }
 
 
@@ -186,13 +204,6 @@ def test_length_of_older_versions_is_refused_with_the_lines_that_a_master_takes(
     assert problems_of(time_metric="batches", max_time=16) == []
     epochs, *_ = problems_of(max_length={"epochs": 2})
     assert epochs.endswith("searcher.time_metric: epochs and searcher.max_time: 2")
-
-
-@pytest.mark.parametrize("name", ["adaptive", "adaptive_simple"])
-def test_searcher_of_older_versions_is_one_problem(name: str) -> None:
-    (said,) = problems_of(name=name)
-    assert said.startswith(f"searcher.name: got {name}, which Determined has removed; ")
-    assert said.endswith(", adaptive_asha")
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ import enum
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
+from determined_amp import AmpLoop
 from determined_amp.amp.errors import ConfigError, Problem, UserError
 from determined_amp.amp.fields import read, read_section, setting
 from determined_amp.amp.plain_data import Values
@@ -19,6 +21,8 @@ from determined_amp.amp.settings import (
     OnOverflow,
     Precision,
 )
+from determined_amp.trial.mixed_precision import MixedPrecision
+from tests.harness import Context
 
 
 class Colour(enum.Enum):
@@ -226,3 +230,14 @@ def test_error_says_source_count_and_one_line_per_problem() -> None:
     assert str(error) == "a.yaml: x: wrong (1 of 2 problems)\n  - y: missing"
     assert error.problems == ("x: wrong", "y: missing")
     assert isinstance(error, UserError)
+
+
+@pytest.mark.parametrize("given", [{"precision": "amp_fp16"}, "amp_fp16", None])
+def test_settings_of_another_type_are_one_sentence(given: Any) -> None:
+    words = r"settings: got a \w+; allowed: AmpSettings\("
+    with pytest.raises(ConfigError, match=words):
+        AmpLoop(given, "cpu")
+    context: Any = Context()
+    if given is not None:
+        with pytest.raises(ConfigError, match=words):
+            MixedPrecision(context, given)

@@ -18,7 +18,7 @@ from determined_amp import ConfigError
 from determined_amp.amp.settings import yaml_lines
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.experiment.yaml_text import dump_yaml, load_yaml, read_text
-from tests.test_hostile import BOUNDED
+from tests.test_any_value import BOUNDED
 
 SCALARS = st.one_of(
     st.none(),

@@ -25,8 +25,10 @@ import yaml
 from torchvision.models.resnet import Bottleneck, ResNet
 
 from determined_amp import __main__ as door
+from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import Config, Metrics, StateDict, Values
+from determined_amp.experiment.experiment import parse
 from determined_amp.runs.folder import read_record
 from trials.mlp import MLPTrial
 
@@ -40,6 +42,27 @@ SMALL = (
     "hyperparameters.training.checkpoint_period.batches=4",
     "hyperparameters.training.reporting_period.batches=2",
 )
+
+
+# What others write for a trial of theirs, in Determined's own form.
+STRANGE: Values = {
+    "name": "strange",
+    "entrypoint": "tests.strangers:Stranger",
+    "hyperparameters": {"lr": 0.1},
+    "searcher": {"name": "single", "metric": "val_loss", "max_length": {"batches": 12}},
+    "min_validation_period": {"batches": 6},
+    "min_checkpoint_period": {"batches": 4},
+    "scheduling_unit": 2,
+}
+
+
+def problems_of(config: Config, **options: Any) -> list[str]:
+    """The problems of a configuration, none if it is an experiment."""
+    try:
+        parse(config, "test", **options)
+    except ConfigError as error:
+        return [str(problem) for problem in error.problems]
+    return []
 
 
 def arguments(config: str, *overrides: str) -> list[str]:
@@ -57,13 +80,15 @@ def write_yaml(folder: Path, config: Config) -> str:
     return str(path)
 
 
-def run_small(config: str, folder: Path, *overrides: str) -> Path:
+def run(folder: Path, *words: str) -> Path:
     """Train in this process; the run folder."""
-    assert (
-        door.run(["train", *arguments(config, *overrides), "--run-folder", str(folder)])
-        == 0
-    )
+    assert door.run(["train", *words, "--run-folder", str(folder)]) == 0
     return folder
+
+
+def run_small(config: str, folder: Path, *overrides: str) -> Path:
+    """Train the small MLP in this process; the run folder."""
+    return run(folder, *arguments(config, *overrides))
 
 
 def resume(folder: Path, *options: str) -> Path:

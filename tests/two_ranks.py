@@ -1,8 +1,7 @@
 """Two ranks that print what each saw as JSON, a line each.
 
 One start serves all tests of `test_processes.py`: importing torch costs more than
-training. So the ranks are forks of the tests' process, which has imported it;
-`test_strangers.py` starts some with torchrun.
+training. So the ranks are forks of the tests' process, which has imported it.
 """
 
 from __future__ import annotations
@@ -173,31 +172,6 @@ def unmodified() -> Values:
     }
 
 
-class Counts(Plain):
-    """Counts its batches, and the count moves its loss."""
-
-    batches = 0
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        self.batches += 1
-        return super().loss(batch) * self.batches
-
-
-def audited() -> Values:
-    """Hashes of what was trained with an audit and without one, converted and
-    unmodified.
-    """
-    trained = []
-    for audit in (True, False):
-        amp = {"precision": "amp_bf16", "audit": audit}
-        with process_group() as processes:
-            made = fit_as_it_is(Counts, amp, batches=4, processes=processes)
-        trained.append(
-            training.digest([model.state_dict() for model in made.context.models])
-        )
-    return {"audited": processes.rank, "weights": trained}
-
-
 class LoudOnOneRank(Plain):
     """The inputs of the second rank are 2^8 times as large, and so are its
     gradients.
@@ -227,7 +201,7 @@ def found() -> Values:
     }
 
 
-def own_loop(key: str = "own loop", *, torch_alone: bool = False) -> Values:
+def own_loop(*, torch_alone: bool = False) -> Values:
     """The rows of the trial in a loop of one's own, and then two overflows on rank
     0.
     """
@@ -240,7 +214,7 @@ def own_loop(key: str = "own loop", *, torch_alone: bool = False) -> Values:
         nn.init.ones_(inner.weight)
         model = amp.prepare(DistributedDataParallel(inner))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        seen: Values = {key: processes.rank, "weights": [], "scales": []}
+        seen: Values = {"own loop": processes.rank, "weights": [], "scales": []}
 
         def loss_fn(batch: Any) -> torch.Tensor:
             loss: torch.Tensor = model(batch).float().mean()
@@ -266,9 +240,7 @@ def own_loop(key: str = "own loop", *, torch_alone: bool = False) -> Values:
         for _ in range(2):
             batch = train(INF if processes.rank == 0 else ONE)
         try:
-            amp.report(
-                batch, None if key == "tells one" and processes.rank else loss_fn
-            )
+            amp.report(batch, loss_fn)
         except GuardError as error:
             seen["ended"] = str(error)
         return {**seen, "weight afterwards": float(inner.weight.detach())}
@@ -355,10 +327,9 @@ def main(rank: int, folder: Path) -> None:
         "exchanges of Determined alone": always.exchanges,
     }
     say(seen)
-    for part in (two_weights, unmodified, audited, found, shuffled, own_loop):
+    for part in (two_weights, unmodified, found, shuffled, own_loop):
         say(part())
-    for key in ("own loop", "tells one"):
-        say(own_loop(key, torch_alone=True))
+    say(own_loop(torch_alone=True))
     training.run_small("mlp/fp32.yaml", folder / "two")
     # captures graphs, as Inductor does
     compiler: Any = partial(torch.compile, backend="aot_eager")

@@ -1,0 +1,34 @@
+"""The server from which the processes of trials are forked."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from tests import training
+
+
+def test_ctrl_c_does_not_reach_the_server_while_it_imports(tmp_path: Path) -> None:
+    """Ctrl-C would reach every process of the terminal, and the server print a
+    traceback.
+    """
+    program = (
+        "import signal\n"
+        "from multiprocessing import forkserver\n"
+        "from determined_amp.search import server as command\n"
+        "command.PRELOADED = ['takes_long']\n"
+        "command.start_server()\n"
+        "server = forkserver._forkserver._forkserver_pid\n"
+        "print(open(f'/proc/{server}/status').read())\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+    )
+    (tmp_path / "takes_long.py").write_text("import time; time.sleep(1)")
+    done = training.outcome(
+        "-c", program, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
+    assert done.returncode == 0, done.stderr
+    (ignored,) = (
+        line for line in done.stdout.splitlines() if line.startswith("SigIgn:")
+    )
+    assert int(ignored.split()[1], 16) & 1 << signal.SIGINT - 1
