@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import enum
 import gc
+import importlib
 import json
 import logging
 import multiprocessing
@@ -172,20 +173,25 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return of
 
 
+# What the trials of the tests need besides.
+OF_A_TRIAL = ("sklearn.model_selection", "trials.mlp")
+
+
 @pytest.fixture(scope="session")
 def _workers_import_once() -> None:
     """Trials of a search are forks of a process that has imported what a trial needs.
 
     Each would spend seconds on it.
     """
-    modules = ["sklearn.model_selection", "trials.mlp"]
-    multiprocessing.set_forkserver_preload([*server.PRELOADED, *modules])
+    multiprocessing.set_forkserver_preload([*server.PRELOADED, *OF_A_TRIAL])
     forkserver.ensure_running()
 
 
 @pytest.fixture
 def _workers_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trials of a search are forks of this process, which has imported all of it."""
+    """Trials of a search are forks of this process, which imports all of it once."""
+    for module in (*server.PRELOADED, *OF_A_TRIAL):
+        importlib.import_module(module)
     serve = trial_process._serve
 
     def begin(*job: Any) -> None:

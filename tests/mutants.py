@@ -66,7 +66,7 @@ AFTERWARDS = {
     "check": "check_invariants confinement doctor_answers",
     "cli": "check main refusals search_optimize",
     "determined_amp": "imports main refusals search_cluster",
-    "experiment": "processes refusals",
+    "experiment": "local processes refusals run_folder",
     "local": "main processes resume",
     "report": "compare",
     "runs": "local reports_precision",

@@ -5,7 +5,6 @@ printed.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -60,14 +59,6 @@ def test_lost_standard_output_is_a_sentence_or_the_end_and_no_traceback(
 
 
 NAMES = [add.__name__.removeprefix("add_") for add in door.COMMANDS]
-
-
-def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        door.main(["--help"])
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    assert re.findall(r"^    (\w+) ", shown, re.MULTILINE) == NAMES
 
 
 @pytest.mark.parametrize("command", NAMES)

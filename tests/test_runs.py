@@ -12,10 +12,7 @@ from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.machine import Machine
 from determined_amp.runs.folder import (
     RunError,
-    RunFolder,
     read_run,
-    read_trials,
-    trial_folder,
 )
 from determined_amp.runs.run import Part, Report, Reports, Run, RunState, Spread
 from tests.precisions import GPU, made_on, run, write_run
@@ -59,24 +56,6 @@ def test_resume_with_a_changed_setting_is_another_training_if_batches_differ(
     changed = resumed({name: "another"}).changed
     assert (name in changed) is is_another
     assert len(changed) == is_another
-
-
-@pytest.mark.parametrize(
-    ("reported", "sampled", "known"),
-    [
-        ({}, 2.0**10, 10.0),
-        ({"init_scale_log2": 8.0}, 200.0, 8.0),  # as it was rounded
-        ({}, 0.0, None),
-        ({}, "2^10", None),
-        ({}, None, None),
-    ],
-)
-def test_scale_of_a_run_is_that_reported_or_that_sampled(
-    reported: dict[str, float], sampled: object, known: float | None
-) -> None:
-    made = Run("a", RunState.COMPLETED, hparams={"amp.init_scale": sampled})
-    made.reports.add("validation", Report(4, reported))
-    assert made.scale_log2 == known or (known is None and math.isnan(made.scale_log2))
 
 
 def test_steps_of_several_optimizers_are_added_up() -> None:
@@ -132,20 +111,6 @@ class TestChanged:
 
     def test_changed_number_of_slots_is_named(self) -> None:
         assert resumed({}, slots=2).changed == {"slots": [(0, 1), (20, 2)]}
-
-
-def test_trials_of_a_search_are_run_folders(tmp_path: Path) -> None:
-    for number in (0, 1):
-        folder = RunFolder(trial_folder(tmp_path, number))
-        folder.describe_trial(number, {"amp.init_scale": 2.0**number})
-        folder.append_metrics(
-            {"group": "validation", "loss_scale_score": 0.5, "batches": 4}
-        )
-        folder.end(RunState.PRUNED if number else RunState.COMPLETED, "too slow")
-    first, second = read_trials(tmp_path, [])
-    assert (first.number, first.state, first.scale_log2) == (0, RunState.COMPLETED, 0.0)
-    assert (second.state, second.reason) == (RunState.PRUNED, "4 batches: too slow")
-    assert first.metrics == {"loss_scale_score": 0.5}
 
 
 @pytest.mark.parametrize(

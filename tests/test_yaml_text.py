@@ -56,7 +56,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(BOUNDED, max_examples=300)
+@settings(BOUNDED, max_examples=150)
 @given(VALUES)
 def test_what_is_written_is_read_as_the_same_value(value: Any) -> None:
     text = dump_yaml({"value": value})
@@ -64,7 +64,7 @@ def test_what_is_written_is_read_as_the_same_value(value: Any) -> None:
     assert util.safe_load_yaml_with_exceptions(text) == {"value": value}
 
 
-@settings(BOUNDED, max_examples=300)
+@settings(BOUNDED, max_examples=150)
 @given(st.text("ab: -1e.4_0o7x'\"[]{}#,&*!|>%@\n~", max_size=30))
 def test_text_is_read_as_the_platform_reads_it_or_refused(text: str) -> None:
     try:
