@@ -116,6 +116,14 @@ def test_wheel_trains_a_stranger_in_float16_and_audits_it(trained: Path) -> None
     assert code.name == "model_def.py"
 
 
+def test_installed_command_explains_a_finding_without_a_page(
+    installed: Path, tmp_path: Path
+) -> None:
+    command = (str(installed / "bin" / "det-amp"), "check", "--explain", "clip_scaled")
+    printed = ended(*command, cwd=tmp_path, path=installed)
+    assert printed.startswith("clip_scaled (fault): gradients are clipped by norm")
+
+
 def test_determined_itself_opens_the_checkpoint_with_the_wheel(
     installed: Path, trained: Path
 ) -> None:
