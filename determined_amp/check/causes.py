@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from determined_amp.amp.rehearse.backward_graph import module_names
 from determined_amp.amp.rehearse.overflows import OverflowWatch, Place
@@ -111,14 +110,11 @@ class CauseWatch(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has n
 
     Args:
         models: The models whose modules name the places.
-        optimizers: Their optimizers.
         island: A module to try in float32, by its name.
     """
 
-    def __init__(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], island: str
-    ) -> None:
-        super().__init__(models, optimizers)
+    def __init__(self, models: Sequence[nn.Module], island: str) -> None:
+        super().__init__(models, [])
         self._others = {_FLOAT32: Other(None), _BFLOAT16: Other(torch.bfloat16)}
         if island:
             inside = f"{island}."
@@ -134,13 +130,6 @@ class CauseWatch(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has n
         }
         # Of each place: whether its result is finite in float32, and the line.
         self._seen: list[tuple[Place, bool, Any]] = []
-        self._stack = ExitStack()
-
-    def begin(self) -> None:
-        self._stack.enter_context(self.watching())
-
-    def end(self) -> None:
-        self._stack.close()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -213,6 +202,7 @@ class Attempts:
         self._left = _MOST_LOOKS  # forwards that may still be looked at
         self._looks = False  # a loss was not finite, and its cause is not known
         self._watch: CauseWatch | None = None
+        self._stack = ExitStack()  # of what watches
 
     def begin(self, batch: Any = None) -> None:
         """A batch begins."""
@@ -224,14 +214,13 @@ class Attempts:
         if self._looks and self._left and self._watch is None:
             self._left -= 1
             island = self._record.cause.module if self._record.cause else ""
-            self._watch = CauseWatch([*self._roots], [], island)
-            self._watch.begin()
+            self._watch = CauseWatch([*self._roots], island)
+            self._stack.enter_context(self._watch.watching())
 
     def leave(self) -> None:
         """Look no further."""
-        if self._watch is not None:
-            self._watch.end()
-            self._watch = None
+        self._stack.close()
+        self._watch = None
 
     def backward(self, losses: Sequence[torch.Tensor], added: float) -> None:
         """A backward is over.

@@ -164,29 +164,33 @@ class CheckFindings:
 
     def __str__(self) -> str:
         counts = Counter(finding.level for finding in self.all)
-        parts = []
+        told = [
+            f"{counts[level]} {level.value}{'' if counts[level] == 1 else 's'}"
+            for level in Level
+            if counts[level]
+        ]
         if not self.trained:
-            parts = [NOTHING]
+            told.insert(0, NOTHING)
         elif not self.amp:
-            parts = [NO_AMP]
-        for level in Level:
-            plural = "" if counts[level] == 1 else "s"
-            if counts[level] or (level is Level.FAULT and not parts):
-                parts.append(f"{counts[level]} {level.value}{plural}")
-        head = ", ".join(parts) + (f": {self.seen}" if self.seen else "")
+            told.insert(0, NO_AMP)
+        elif not self.faults:
+            told.insert(0, "0 faults")
+        head = ", ".join(told) + (f": {self.seen}" if self.seen else "")
         body = [finding.text() for finding in self.all]
         notes = (
             self.notes if self.verbose else [n.partition("\n")[0] for n in self.notes]
         )
         shown = "\n".join(f"note: {note}" for note in notes)
-        return "\n\n".join([head, *body, *([shown] if shown else [])])
+        return "\n\n".join(filter(None, [head, *body, shown]))
 
     def to_json(self) -> str:
         """The same for programs; `faults` is the number of the first line."""
-        findings = [asdict(finding) for finding in self.all]
         content = {
-            **{"faults": len(self.faults), "trained": self.trained, "amp": self.amp},
+            "faults": len(self.faults),
+            "trained": self.trained,
+            "amp": self.amp,
             "seen": self.seen,
-            "findings": findings,
+            "findings": [asdict(finding) for finding in self.all],
+            "notes": self.notes,
         }
-        return json.dumps({**content, "notes": self.notes}, indent=2)
+        return json.dumps(content, indent=2)

@@ -172,7 +172,7 @@ def concluded(told: Iterable[CheckFinding]) -> list[CheckFinding]:
         for key, each in known.items()
         if explained[key].isdisjoint({each.level, Level.FAULT})
     ]
-    return sorted(left, key=lambda finding: [*Level].index(finding.level))
+    return sorted(left, key=_rank)
 
 
 def _explained_by(key: str) -> Iterator[str]:
@@ -184,13 +184,17 @@ def _explained_by(key: str) -> Iterator[str]:
 
 def _merged(same: list[CheckFinding]) -> CheckFinding:
     """One finding of those with the same key: as sure as the surest."""
-    level = min((finding.level for finding in same), key=[*Level].index)
-    equal = [finding for finding in same if finding.level is level]
-    lines = dict.fromkeys(where for each in [*equal, *same] for where in each.where)
-    # An order must hold at all of its lines.
-    surest = min(equal, key=lambda finding: finding.orders)
+    same = sorted(same, key=_rank)
+    equal = [finding for finding in same if finding.level is same[0].level]
+    lines = dict.fromkeys(where for finding in same for where in finding.where)
     effects = dict.fromkeys(finding.effect for finding in equal)
-    return replace(surest, where=tuple(lines), effect="; ".join(effects))
+    # An order must hold at all of its lines.
+    least = min(equal, key=lambda finding: finding.orders)
+    return replace(least, where=tuple(lines), effect="; ".join(effects))
+
+
+def _rank(finding: CheckFinding) -> int:
+    return [*Level].index(finding.level)
 
 
 def _fitted_to_script(finding: CheckFinding) -> CheckFinding:
@@ -242,13 +246,12 @@ def interventions(record: Record) -> list[str]:
 
 
 def _seen(record: Record) -> str:
-    backwards = record.of("backward")
     dtypes = sorted({region.dtype for region in record.regions})
-    amp = f"autocast in {' and '.join(dtypes)}" if dtypes else "no autocast"
+    autocast = f"autocast in {' and '.join(dtypes)}" if dtypes else "no autocast"
     scaler = "a GradScaler" if record.scales else "no GradScaler"
     # Where no loader gives batches, nobody knows how many there were.
-    count = (
-        f"{record.batches} batches" if record.batches else f"{len(backwards)} backwards"
-    )
+    count = f"{record.batches} batches"
+    if not record.batches:
+        count = f"{len(record.of('backward'))} backwards"
     applied, skipped = (len(record.of("step", skipped=each)) for each in (False, True))
-    return f"{count}, {applied} steps, {skipped} skipped, {amp}, {scaler}"
+    return f"{count}, {applied} steps, {skipped} skipped, {autocast}, {scaler}"

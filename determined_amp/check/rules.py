@@ -114,12 +114,11 @@ def clips_scaled_values(record: Record) -> Found:
 
 def _clips_scaled(record: Record, clips: list[Event]) -> Found:
     scaled = [clip for clip in clips if clip.factor > SCALED]
-    same = _same_at_two_scales(scaled)
     bites = [clip for clip in scaled if clip.limit < clip.norm]
     wrong = [
         clip
         for clip in bites
-        if clip.limit < _LIMIT * clip.factor or (clip.where, clip.limit) in same
+        if clip.limit < _LIMIT * clip.factor or _stays(clip, scaled)
     ]
     if wrong:
         last = wrong[-1]
@@ -142,12 +141,11 @@ def _unscale_first(record: Record, clip: Event) -> str:
     return f"move line {unscale.line} above line {line.line}"
 
 
-def _same_at_two_scales(clips: list[Event]) -> set[object]:
-    """The lines and limits of clips that are the same number at two scales."""
-    factors: dict[object, list[float]] = {}
-    for clip in clips:
-        factors.setdefault((clip.where, clip.limit), []).append(clip.factor)
-    return {key for key, at in factors.items() if max(at) > _APART * min(at)}
+def _stays(clip: Event, clips: list[Event]) -> bool:
+    """Whether a limit is the same number at scales that differ."""
+    known = clip.where, clip.limit
+    factors = [each.factor for each in clips if (each.where, each.limit) == known]
+    return bool(max(factors) > _APART * min(factors))
 
 
 # Schedules: what counts is the rate of each group over the steps of an optimizer.
