@@ -206,10 +206,10 @@ def _workers_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Files that take longest, started first: workers that end together leave no core idle.
 LONGEST = (
-    "search_optimize check check_invariants doctor_answers compiled score processes "
-    "compare refusals package determined_form local resume search_study torch_alone "
+    "optimize check check_invariants doctor_answers compiled score processes "
+    "compare refusals package determined_form local resume study torch_alone "
     "imports finder any_loop benchmarks_gpu mixed_precision contract never_waits flush "
-    "unmodified schedule reports main first_overflow"
+    "unmodified schedule loss_scale_report main first_overflow"
 )
 
 

@@ -35,9 +35,9 @@ ROOMS = {
         "several_optimizers tensors users_code window"
     ),
     "check": "amp_examples check scratch",
-    "cli": "compare finder misplaced reports reports_precision",
+    "cli": "compare finder misplaced loss_scale_report precision_report",
     "compare": "compare",
-    "determined_amp": "context reports_cluster",
+    "determined_amp": "context master_runs",
     "experiment": (
         "any_value configs determined_form experiment factory failures "
         "misplaced settings trial_text yaml_text"
@@ -46,17 +46,17 @@ ROOMS = {
         "find_loss_scale finder first_overflow flush found_scale gradient_recorder "
         "histogram prediction rehearsal scale_finding score"
     ),
-    "local": "checkpoint determined_form local local_reports run_folder",
+    "local": "checkpoint determined_form local local_reports folder",
     "report": (
-        "reports reports_cluster reports_figure reports_precision "
-        "reports_precision_verdict reports_run reports_sources"
+        "loss_scale_report master_runs figures precision_report "
+        "comparison run_report sources"
     ),
-    "runs": "reports_cluster reports_sources run_folder runs",
-    "search": "search_plan search_space search_study trial_process",
+    "runs": "master_runs sources folder runs",
+    "search": "search_plan space study trial_process",
     "trial": (
         "accumulation amp audit checkpoint contract equivalence found_at_start "
         "fused_optimizers guard metrics misplaced mistakes mixed_precision notes "
-        "private_names resumed run_folder schedule score several_optimizers unmodified"
+        "private_names resumed folder schedule score several_optimizers unmodified"
     ),
 }
 
@@ -64,13 +64,13 @@ ROOMS = {
 # program reaches.
 AFTERWARDS = {
     "check": "check_invariants confinement doctor_answers",
-    "cli": "check main refusals search_optimize",
+    "cli": "check main refusals optimize",
     "determined_amp": "imports main refusals search_cluster",
-    "experiment": "local processes refusals run_folder",
+    "experiment": "local processes refusals folder",
     "local": "main processes resume",
     "report": "compare",
-    "runs": "local reports_precision",
-    "search": "compare refusals search_optimize",
+    "runs": "local precision_report",
+    "search": "compare refusals optimize",
     "trial": "determined_form processes refusals resume search_cluster",
 }
 

@@ -26,7 +26,7 @@ from determined_amp.trial.checkpoint import (
 )
 from determined_amp.trial.fitting import fit as train_trial
 from tests.harness import Fitted, core_context_of, fit
-from tests.test_run_folder import storage_in
+from tests.test_folder import storage_in
 from tests.trials import FP16_SECTION, Weights
 
 

@@ -1,7 +1,7 @@
 """The figures show the numbers they are given, each where it belongs.
 
 Each picture is described in a file of tests/pictures, so that a change of it is a
-change of words. `python -m tests.test_reports_figure` describes the pictures anew.
+change of words. `python -m tests.test_figures` describes the pictures anew.
 """
 
 from __future__ import annotations
