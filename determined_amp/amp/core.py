@@ -70,8 +70,8 @@ class AmpCore:
         metrics: What is reported.
         guard: Ends a run that no longer trains.
         is_rehearsing: Whether a batch runs in `without_steps`.
-        own_step: Called before every step first; it may make the step one of the
-            scaler's. An unmodified trial sets it.
+        own_step: Called first before every step that is none of the scaler's; it may
+            make the step one of them. An unmodified trial sets it.
 
     Raises:
         PrecisionError: if the device only emulates the precision.
@@ -236,7 +236,7 @@ class AmpCore:
         Raises:
             ConfigError: if it is a step of this training that no scaler makes.
         """
-        if self.own_step is not None:
+        if self.own_step is not None and self.scaler.stepping is None:
             self.own_step(optimizer, *call)
         window, running = self.windows.get(optimizer), self.scaler.stepping
         if window is not None:

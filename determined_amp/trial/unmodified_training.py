@@ -47,7 +47,6 @@ from determined_amp.amp.torch_private import (
 from determined_amp.amp.window import Window
 from determined_amp.trial.determined_private import (
     aggregation_frequency,
-    current_batch,
     ends_step,
     forget_scaler,
     has_amp_of_its_own,
@@ -111,6 +110,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         self._gradients: TrueGradients | None = None
         # The optimizer that steps without the context.
         self._own: Optimizer | None = None
+        self._frequency = aggregation_frequency(context)
         self._backward, self._step = context.backward, context.step_optimizer
         self._patches = ExitStack()
 
@@ -144,16 +144,16 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
 
     # `train_batch` of the trial, and its calls.
 
-    def train_batch(self, *args: Any, **kwargs: Any) -> Any:
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         self._losses.clear()
         if self._gradients is not None:
-            before = current_batch(self._context) or 0
-            in_window = before % aggregation_frequency(self._context) > 0
+            in_window = batch_idx % self._frequency > 0
             self._gradients.begin_batch(in_window=in_window)
         self._autocast.training = True
+        given = {"batch": batch, "epoch_idx": epoch_idx, "batch_idx": batch_idx}
         try:
             # Determined turns metrics into arrays of numpy, which has no bfloat16.
-            result = as_float32(self._train_batch(*args, **kwargs))
+            result = as_float32(self._train_batch(**given))
         finally:
             self._autocast.training = False
         losses = self._losses
@@ -245,17 +245,17 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
     # Calls of torch.
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """A hook before each step of any optimizer, through the context or not."""
+        """A hook before each step that no scaler makes, of any optimizer."""
         amp = self._amp
         if amp.is_rehearsing:  # a step without gradients changes nothing
             for parameter in parameters_of(optimizer):
                 parameter.grad = None
-        elif amp.scaler.stepping is None:
-            if self._autocast.training:
-                self._refuse_own_step(optimizer, closure_of(args[1:], kwargs))
-                self._begin_step(optimizer)
-            self._own = optimizer
-            amp.scaler.stepping = self._window_of(optimizer)
+            return
+        if self._autocast.training:
+            self._refuse_own_step(optimizer, closure_of(args[1:], kwargs))
+            self._begin_step(optimizer)
+        self._own = optimizer
+        amp.scaler.stepping = self._window_of(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *call: Any) -> None:
         if optimizer is not self._own:
