@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from determined_amp import ConfigError
 from determined_amp.finder import find_loss_scale
 from determined_amp.finder.prediction import LossScaleError
 
@@ -95,7 +96,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("returned", "said"),
         [
-            (lambda net, batch: net(**batch), "loss_fn returned a dict"),
+            (lambda net, batch: net(**batch), "loss_fn: returned a dict"),
             (lambda net, batch: net(**batch)["logits"], r"a tensor of shape \(8, 4\)"),
             (lambda net, batch: net(**batch)["loss"].detach(), "without a gradient"),
         ],
@@ -105,7 +106,7 @@ class TestErrors:
         self, returned: Any, said: str
     ) -> None:
         net = model()
-        with pytest.raises(LossScaleError, match=said):
+        with pytest.raises(ConfigError, match=said):
             find_loss_scale(net, lambda batch: returned(net, batch), batches())
 
     @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])

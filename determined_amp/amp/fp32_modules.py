@@ -26,10 +26,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -158,12 +158,12 @@ def _near(pattern: str, modules: dict[str, nn.Module]) -> str:
     names = [name for name in modules if name]
     last_parts = {name.rpartition(".")[2]: name for name in reversed(names)}
     plain = re.sub(r"[\\^$.*+?()\[\]{}|]+", ".", pattern).strip(".")
-    close = difflib.get_close_matches
-    near = close(plain, names) + [
-        last_parts[p] for p in close(plain.split(".")[-1], last_parts)
-    ]
+    known = {**last_parts, **dict(zip(names, names, strict=True))}
+    words = plain, plain.split(".")[-1]
+    found = (known[near] for word in words for near in get_close_matches(word, known))
+    near = list(dict.fromkeys(found))[:3]
     if near:
-        return f"near names: {', '.join(list(dict.fromkeys(near))[:3])}"
+        return f"near names: {', '.join(near)}"
     return f"the first of its {len(names)} modules: {', '.join(names[:5]) or 'none'}"
 
 

@@ -247,8 +247,8 @@ class AmpLoop(AmpCore):
             is_loss = isinstance(loss, torch.Tensor) and loss.numel() == 1
             if not (is_loss and loss.requires_grad):
                 problem = (
-                    "returned no tensor of one element with a gradient; allowed: the"
-                    " loss"
+                    f"returned {_described(loss)}; allowed: the loss, a tensor of one "
+                    "element that depends on the model's parameters"
                 )
                 raise self._wrong("loss_fn", problem)
             torch.autograd.backward(self.scaler.scale(loss))
@@ -265,3 +265,10 @@ class AmpLoop(AmpCore):
             self.windows.restore(optimizer)
             if self._started:
                 self.guard.begin_with(optimizer)
+
+
+def _described(loss: object) -> str:
+    if isinstance(loss, torch.Tensor):
+        detached = "" if loss.requires_grad else " without a gradient"
+        return f"a tensor of shape {tuple(loss.shape)}{detached}"
+    return f"a {type(loss).__name__}"

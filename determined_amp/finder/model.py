@@ -11,16 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from determined_amp.amp.loop import AmpLoop
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
+from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.amp.slots import OneSlot
-from determined_amp.amp.tensors import mapped, own_copy, tensors_of
+from determined_amp.amp.tensors import mapped, tensors_of
 from determined_amp.finder.found_scale import FoundScale, run_now
 from determined_amp.finder.prediction import LossScaleError
 from determined_amp.finder.scale_finding import find_range
 from determined_amp.finder.scale_score import DEFAULT_LOG2
-
-# The default of PyTorch's GradScaler.
-_GROWTH_INTERVAL = 2000
 
 
 def find_loss_scale(
@@ -50,7 +49,8 @@ def find_loss_scale(
         init_scale: The initial loss scale that training uses now.
 
     Raises:
-        LossScaleError: if an argument is wrong, or no loss scale can be found.
+        ConfigError: if `loss_fn` returns no loss.
+        LossScaleError: if another argument is wrong, or no loss scale can be found.
     """
     if not (init_scale > 0 and math.isfinite(init_scale)):
         raise LossScaleError(
@@ -61,9 +61,9 @@ def find_loss_scale(
     rehearsals = [rehearsal_of(model, loss_fn, batch, where) for batch in moved]
     finding = find_range(rehearsals, OneSlot())
     samples = sum(map(_samples, moved))
-    run = run_now(
-        type(model).__name__, where, len(moved), samples, init_scale, _GROWTH_INTERVAL
-    )
+    interval = AmpSettings(Precision.AMP_FP16).growth_interval  # PyTorch's default
+    name = type(model).__name__
+    run = run_now(name, where, len(moved), samples, init_scale, interval)
     return FoundScale(finding, run)
 
 
@@ -74,24 +74,10 @@ def rehearsal_of(
     device: torch.device,
 ) -> Rehearsal:
     """The rehearsal of a batch of `find_loss_scale`."""
-
-    def train(scale: float | None) -> None:
-        with torch.autocast(device.type, dtype=torch.float16):
-            loss = loss_fn(own_copy(batch))
-        if (
-            not isinstance(loss, torch.Tensor)
-            or loss.numel() != 1
-            or not loss.requires_grad
-        ):
-            raise LossScaleError(
-                f"loss_fn returned {_described(loss)}; allowed: the loss, a tensor of "
-                "one element that depends on the model's parameters"
-            )
-        assert scale is not None
-        scaled = torch.amp.GradScaler(device.type, init_scale=scale).scale(loss)
-        torch.autograd.backward(scaled)
-
-    return Rehearsal(train, [model], batch=batch)
+    settings = AmpSettings(Precision.AMP_FP16, set_backends=False)
+    amp = AmpLoop(settings, device, slots=OneSlot())
+    amp.models.append(model)  # not prepared: nothing of it changes
+    return amp.rehearsal(batch, loss_fn)
 
 
 def _moved(batches: Iterable[Any], device: torch.device) -> list[Any]:
@@ -122,10 +108,3 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
 def _to_device(batch: Any, device: torch.device) -> Any:
     # Batches from Hugging Face tokenizers are not dicts, but have a `to` method.
     return mapped(batch, lambda item: item.to(device) if hasattr(item, "to") else item)
-
-
-def _described(loss: object) -> str:
-    if isinstance(loss, torch.Tensor):
-        detached = "" if loss.requires_grad else " without a gradient"
-        return f"a tensor of shape {tuple(loss.shape)}{detached}"
-    return f"a {type(loss).__name__}"

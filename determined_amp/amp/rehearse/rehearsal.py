@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from determined_amp.amp.fp32_modules import meanwhile_in_float32
@@ -29,9 +27,6 @@ from determined_amp.amp.torch_private import backwards_through
 # Trains the batch at a loss scale, None for the current one: forward, loss and backward
 # as in training, without a step.
 Train = Callable[["float | None"], object]
-
-# torch's own method, which may be replaced while an unmodified trial trains.
-_register_hook = torch.Tensor.register_hook
 
 
 @dataclass(frozen=True)
@@ -131,34 +126,28 @@ class _Results:
         self._losses: list[torch.Tensor] = []
         self._finite: list[tuple[str, torch.Tensor]] = []
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Look at every loss and at every gradient as it arrives: a trial may clip or
-        drop it.
+    def watching(self) -> AbstractContextManager[None]:
+        """Look at every loss, and at all gradients after every backward: a trial may
+        clip or drop them.
         """
+        return backwards_through(self._run_and_look)
 
-        def run_and_note(
-            run: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            if kwargs.get("accumulate_grad"):
-                self._losses += [loss.detach() for loss in tensors_of(outputs)]
-            return run(outputs, *args, **kwargs)
-
-        with ExitStack() as stack:
-            stack.enter_context(backwards_through(run_and_note))
-            for name, parameter in self._parameters.items():
-                if parameter.requires_grad and not is_lazy(parameter):
-                    hook = partial(self._note, name)
-                    handle = _register_hook(parameter, hook)  # type: ignore[no-untyped-call]
-                    stack.callback(handle.remove)
-            yield
+    def _run_and_look(
+        self, run: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if kwargs.get("accumulate_grad"):
+            self._losses += [loss.detach() for loss in tensors_of(outputs)]
+        result = run(outputs, *args, **kwargs)
+        self.look_at_gradients()
+        return result
 
     def look_at_gradients(self) -> None:
-        """Look at what is left of the gradients: a trial may set them itself."""
-        # a backward reaches the last
+        """Look at the gradients that there are: a trial may set them itself."""
+        # a backward reaches the last ones first
         for name, parameter in reversed(self._parameters.items()):
-            if parameter.grad is not None:  # ones first
-                self._note(name, parameter.grad)
+            if parameter.grad is not None:
+                is_finite = torch.isfinite(values_of(parameter.grad)).all()
+                self._finite.append((name, is_finite))
 
     def read(self, *, uses_float16: bool) -> Rehearsed:
         losses = [largest_of(loss) for loss in self._losses]
@@ -168,6 +157,3 @@ class _Results:
         return Rehearsed(
             max(losses, default=0.0), tuple(lost), bool(self._finite), uses_float16
         )
-
-    def _note(self, name: str, gradient: torch.Tensor) -> None:
-        self._finite.append((name, torch.isfinite(values_of(gradient)).all()))
