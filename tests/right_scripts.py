@@ -1170,6 +1170,98 @@ for inputs, targets in loader():
     scaler.step(optimizer)
     scaler.update()
 """,
+    "per_sample_clipping_in_bfloat16": """\
+from torch.func import functional_call, grad, vmap
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def loss_of(parameters, one, target):
+    with autocast("cuda", dtype=torch.bfloat16):
+        out = functional_call(model, parameters, (one[None],))
+    return F.cross_entropy(out.float(), target[None])
+
+
+for inputs, targets in loader():
+    parameters = {n: p.detach() for n, p in model.named_parameters()}
+    grads = vmap(grad(loss_of), (None, 0, 0))(parameters, inputs, targets)
+    norms = torch.stack([g.flatten(1).norm(dim=1) for g in grads.values()]).norm(dim=0)
+    factor = (1 / (norms + 1e-6)).clamp(max=1)
+    for n, p in model.named_parameters():
+        p.grad = torch.einsum("i,i...->...", factor, grads[n]) / len(inputs)
+    optimizer.step()
+""",
+    "muon_like_optimizer": """\
+class Orthogonal(torch.optim.Optimizer):
+    def __init__(self, params, lr=0.02, momentum=0.9):
+        super().__init__(params, dict(lr=lr, momentum=momentum))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                buffer = state.setdefault("buffer", torch.zeros_like(p))
+                buffer.mul_(group["momentum"]).add_(p.grad)
+                update = buffer
+                if p.ndim == 2:
+                    update = update / (update.norm() + 1e-7)
+                    for _ in range(3):
+                        update = 1.5 * update - 0.5 * update @ update.T @ update
+                p.add_(update, alpha=-group["lr"])
+
+
+model = net()
+matrices = [p for p in model.parameters() if p.ndim == 2]
+vectors = [p for p in model.parameters() if p.ndim != 2]
+muon = Orthogonal(matrices)
+adam = torch.optim.AdamW(vectors, lr=1e-2)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    for each in (muon, adam):
+        scaler.step(each)
+    scaler.update()
+    for each in (muon, adam):
+        each.zero_grad(set_to_none=True)
+""",
+    "mixture_of_experts": """\
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(net() for _ in range(4))
+
+    def forward(self, x):
+        weights = self.gate(x).float().softmax(-1)
+        best, which = weights.max(-1)
+        out = torch.zeros(len(x), 4)
+        for number, expert in enumerate(self.experts):
+            rows = which == number
+            if rows.any():
+                out[rows] = (expert(x[rows]) * best[rows, None]).float()
+        share = F.one_hot(which, 4).float().mean(0)
+        return out, 4 * (share * weights.mean(0)).sum()
+
+
+model = Mixture()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        outputs, balance = model(inputs)
+        loss = F.cross_entropy(outputs, targets) + 0.01 * balance
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
     "maml": """\
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -99,6 +99,7 @@ def test_mistake_is_told_with_its_cause_and_its_line(name: str) -> None:
         ("penalty_added_to_scaled_loss", "all terms of the loss"),
         ("divides_and_steps_itself", "divides or replaces"),
         ("unscale_in_each_micro_batch", "all clips"),
+        ("steps_only_below_a_scaled_norm", "the condition before the step"),
     ],
 )
 def test_order_that_does_not_hold_in_this_script_is_not_given(

@@ -156,6 +156,63 @@ for inputs, targets in loader():
     scaler.update()
 """,
     ),
+    "trust_ratio_before_unscale": Mistake(
+        "fault",
+        "depends_on_scale",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    for p in model.parameters():
+        if p.ndim > 1:
+            p.grad.mul_(0.02 * p.detach().norm() / p.grad.norm())
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "steps_only_below_a_scaled_norm": Mistake(
+        "fault",
+        "step_missing",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    if norm > 10:
+        continue
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "stops_at_the_first_nan": Mistake(
+        "suspicion",
+        "left_out",
+        """\
+model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for number, (inputs, targets) in enumerate(loader()):
+    with autocast("cuda", dtype=torch.float16):
+        out = model(inputs * (300000.0 if number > 6 else 1.0))
+        loss = F.cross_entropy(out, targets)  # HERE
+    if not torch.isfinite(loss):
+        break
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
     "clip_of_each_micro_batch": Mistake(
         "fault",
         "clip_scaled",

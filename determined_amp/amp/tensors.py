@@ -141,6 +141,15 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(values_of(tensor)).all())
 
 
+def has_numbers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be read: those of `torch.func` while it runs cannot."""
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return False
+    return True
+
+
 def is_not_finite(value: Any) -> bool:
     """Whether a value is a number, but not a finite one."""
     try:

@@ -20,6 +20,7 @@ from determined_amp.amp.tensors import (
     tensors_of,
 )
 from determined_amp.amp.torch_private import CAST, is_in_place
+from determined_amp.check.finding import Where
 from determined_amp.check.lines import users_line
 from determined_amp.check.record import Cause, Record
 
@@ -192,10 +193,12 @@ class Attempts:
 
     Attributes:
         loss: The newest number with a gradient that the training has computed.
+        line: Where it has.
     """
 
     def __init__(self, record: Record, roots: Iterable[nn.Module]) -> None:
         self.loss: torch.Tensor | None = None
+        self.line: Where | None = None
         self._record = record
         self._roots = roots
         self._batch: Any = None
@@ -238,7 +241,7 @@ class Attempts:
     def end_forward(self) -> None:
         """The batch is over, or its forward begins again."""
         if self.loss is not None and not is_finite(self.loss):
-            self._record.note("left_out")
+            self._record.note("left_out").where = self.line
             self._judge([self.loss])
         self.loss = None
 

@@ -11,7 +11,12 @@ import torch
 from torch import nn
 
 from determined_amp.amp.precision import autocast_is_on
-from determined_amp.amp.tensors import SIXTEEN_BITS, is_finite, tensors_of
+from determined_amp.amp.tensors import (
+    SIXTEEN_BITS,
+    has_numbers,
+    is_finite,
+    tensors_of,
+)
 from determined_amp.amp.torch_private import version_of
 from determined_amp.check.lines import users_line
 from determined_amp.check.record import Record
@@ -130,7 +135,7 @@ def has_overflown(value: Any) -> bool:
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, buffer in module.named_buffers(recurse=False):
-        if buffer.is_floating_point():
+        if buffer.is_floating_point() and has_numbers(buffer):
             yield name, buffer
 
 

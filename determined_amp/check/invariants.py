@@ -38,6 +38,9 @@ _TINY = 1e-3
 # direction.
 _SEPARATED = 0.8
 
+# So many lines around a call are read for another.
+_NEAR = 100
+
 
 # Steps are made, with all that was computed for them.
 
@@ -145,7 +148,9 @@ def never_steps(record: Record) -> Found:
     zeroed = [event for window in record.windows for event in window.zeroed]
     is_over = record.of("step") or record.error
     if record.scales and len(zeroed) > _SETTLED // 2 and not is_over:
-        yield Seen(zeroed)
+        first = zeroed[0].where
+        code = first.code_around(_NEAR).values() if first else ()
+        yield Seen(zeroed, holds=not any(".step(" in line for line in code))
 
 
 # The scale changes nothing.
@@ -220,6 +225,21 @@ def gradients_follow_the_scale(record: Record) -> Found:
             seen = _dependence([*points, *spared])
             if seen is not None and seen.is_clear and seen.is_large:
                 yield seen.at(made)
+                break
+
+
+def changes_scaled_gradients_of_a_weight(record: Record) -> Found:
+    """The norm of all gradients hides those of a weight that became small."""
+    for optimizer in range(record.optimizers):
+        steps = record.of("step", optimizer=optimizer, disturbed=False, skipped=False)
+        most = max((len(step.norms) for step in steps), default=0)
+        whole = [step for step in steps if len(step.norms) == most]
+        scales = [step.scale for step in whole]
+        for norms in zip(*(step.norms for step in whole), strict=True):
+            seen = _dependence(zip(scales, norms, strict=True))
+            is_sure = seen is not None and seen.is_clear and seen.norms >= _STEPS
+            if seen is not None and is_sure and seen.exponent <= -_EXPONENT:
+                yield seen.at(whole)
                 break
 
 

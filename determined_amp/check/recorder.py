@@ -38,6 +38,7 @@ from determined_amp.amp.tensors import (
     SIXTEEN_BITS,
     closure_of,
     dtype_name,
+    has_numbers,
     is_finite,
     parameters_of,
     tensors_of,
@@ -166,6 +167,7 @@ class Recorder:
             stack.enter_context(_eager())
             stack.enter_context(_Functions(self._function))
             stack.callback(self._attempts.leave)
+            stack.callback(self._attempts.end_forward)
             stack.callback(self._look_at_the_end)
             try:
                 yield
@@ -573,8 +575,9 @@ class Recorder:
             if dtypes.intersection(SIXTEEN_BITS):
                 self.record.note("gpu_refuses", operation=name)
         is_number = isinstance(result, torch.Tensor) and result.numel() == 1
-        if is_number and result.requires_grad and result.is_floating_point():
-            self._attempts.loss = result.detach()
+        is_read = is_number and result.is_floating_point() and has_numbers(result)
+        if is_read and result.requires_grad:
+            self._attempts.loss, self._attempts.line = result.detach(), users_line()
 
     def _save(self, run: Run, obj: Any, *args: Any, **kwargs: Any) -> Any:
         scales = [scale for scale in self._scales() if scale]

@@ -41,7 +41,7 @@ class StepGradients:
         scale: What the newest backward was scaled by.
         pending: Whether there are gradients that no step has used.
         clipped: Whether torch has clipped them since they were looked at.
-        norm: Of all of them together, when they were looked at last.
+        norms: That of each weight's, when they were looked at last.
         window: The newest.
         is_new: Whether autograd has computed something since the newest step.
     """
@@ -54,7 +54,7 @@ class StepGradients:
         self.scale: float | None = None
         self.pending = False
         self.clipped = False
-        self.norm = 0.0
+        self.norms: list[float] = []
         self.is_new = False
         self.window = StepWindow(self.number)
         self.overflows = overflows
@@ -73,7 +73,7 @@ class StepGradients:
         self._overflown = 0  # windows that were made to overflow
         self._usually = 1.0  # `_by_hand` of the newest window without an overflow
         # When a step began: norm and versions, and whether an overflow was taken out.
-        self._before = (0.0, self._used)
+        self._before: tuple[list[float], Versions] = ([], [])
         self._was_pending = self._gave_back = False
         self._is_rounded: bool | None = None  # the weights, at the newest look
         self._was_rounded = False  # since the newest step
@@ -82,6 +82,11 @@ class StepGradients:
             False  # the true gradients are back while a backward adds to them
         )
         record.optimizers += 1
+
+    @property
+    def norm(self) -> float:
+        """That of all of them together, when they were looked at last."""
+        return math.hypot(*self.norms)
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -99,11 +104,14 @@ class StepGradients:
         return [(0, 0) if g is None else (id(g), version_of(g)) for g in gradients]
 
     def measure(self) -> None:
-        """Take the norm of all of their numbers, and a few of them, in float32."""
-        flat = [each.detach().float().flatten() for each in self.dense()]
-        self.norm = math.hypot(*(float(torch.linalg.vector_norm(g)) for g in flat))
+        """Take the norm of each, and a few of their numbers, in float32."""
+        gradients = [weight.grad for weight in self.weights]
+        none = torch.zeros(0)
+        dense = [none if g is None else values_of(g) for g in gradients]
+        flat = [each.detach().float().flatten() for each in dense]
+        self.norms = [float(torch.linalg.vector_norm(each)) for each in flat]
         few = [gradient[:: max(1, len(gradient) // _SAMPLED)] for gradient in flat]
-        self._values = torch.cat(few).clone() if few else torch.zeros(0)
+        self._values = torch.cat([none, *few])
 
     # Between a backward and the step.
 
@@ -167,7 +175,7 @@ class StepGradients:
         if looks and not any(bool(gradient.any()) for gradient in self.dense()):
             self.window.zeroed += self._record.of("zero_grad")[-1:]
             self.window.lost, self.window.stale = len(self.window.backwards), 0
-            self.factor, self.norm, self._emptied = 1.0, 0.0, True
+            self.factor, self.norms, self._emptied = 1.0, [], True
             self.overflows.forget(self.weights)
 
     def unscale(self, scale: float) -> None:
@@ -243,7 +251,7 @@ class StepGradients:
         self.measure()
         if not self.window.forced:
             self._usually = self._by_hand
-        self._before = self.norm, self.versions()
+        self._before = self.norms, self.versions()
         self._was_pending = self.pending
         rates = [group.get("lr") for group in self._optimizer.param_groups]
         if self._rates not in (None, rates):
@@ -280,13 +288,15 @@ class StepGradients:
             divisor: What the step itself divides them by.
             known: What else is known of the step.
         """
-        norm = self._norm_of_step(divisor)
+        norms = self._norms_of_step(divisor)
+        norm = math.hypot(*norms)
         again = not self._was_pending and norm != 0
         step = self._record.note(
             "step",
             optimizer=self.number,
             again=again,
             norm=norm,
+            norms=norms,
             unclipped=norm if self._unclipped is None else self._unclipped,
             added=self._added,
             factor=self.factor / divisor,
@@ -309,18 +319,19 @@ class StepGradients:
         self.pending, self.factor, self.is_new = False, 1.0, False
         self._used = self.versions()
 
-    def _norm_of_step(self, divisor: float) -> float:
-        """The norm of what it has used: hooks and the step itself may change that."""
-        norm, versions = self._before
-        norm /= divisor
+    def _norms_of_step(self, divisor: float) -> list[float]:
+        """The norms of what it has used: hooks and the step itself may change that."""
+        measured, versions = self._before
+        norms = [norm / divisor for norm in measured]
+        norm = math.hypot(*norms)
         now = self.versions()
         is_same = [g for g, _ in now] == [g for g, _ in versions]
         if is_same and now != versions:
             self.measure()
             if self.norm:  # it has not zeroed them
                 self._by_hand *= self.norm / norm if norm else 1.0
-                norm = self.norm
-        return norm
+                norms = self.norms
+        return norms
 
     def _move_by_hand(self) -> None:
         """The rate has moved since the last step, without a scheduler."""
