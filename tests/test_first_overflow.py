@@ -169,33 +169,10 @@ def two_losses(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) ->
     scaler.scale((output - 3).abs().sum() * factor).backward()  # type: ignore[no-untyped-call]
 
 
-def graph_kept(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
-    loss = scaler.scale(outputs(model).square().mean() * factor)
-    loss.backward(create_graph=True)  # type: ignore[no-untyped-call]
-    # a graph that holds its own gradient is never freed
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.grad = parameter.grad.detach()
-
-
 def adversarial(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
     """The gradient of the input is a thousand times that of any parameter."""
     x = (torch.rand(SAMPLES, WIDTH) * 1e-3).requires_grad_()
     scaler.scale(outputs(model, x * 1e3).square().mean() * factor).backward()  # type: ignore[no-untyped-call]
-
-
-def handed_on(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
-    """A gradient of a detached feature goes on, a thousand times smaller, in a second
-    backward.
-    """
-    first, rest = model.get_submodule("first"), model.get_submodule("last")
-    rest.requires_grad_(False)
-    with autocast():
-        feature = first(torch.rand(SAMPLES, WIDTH))
-        cut = feature.detach().requires_grad_()
-        loss = rest(torch.tanh(cut)).float().square().mean() * factor
-    scaler.scale(loss).backward()
-    feature.backward(cut.grad * 1e-3)
 
 
 def half_loss(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
@@ -209,9 +186,7 @@ LOOPS: dict[str, Train] = {
     "double backward": physics,
     "penalty on scaled gradients": penalty,
     "two losses": two_losses,
-    "graph kept": graph_kept,
     "gradient of the input": adversarial,
-    "gradient handed on": handed_on,
     "loss in float16": half_loss,
 }
 
