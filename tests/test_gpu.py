@@ -9,7 +9,7 @@ import gc
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -343,18 +343,6 @@ def test_training_skips_its_first_step_one_bit_above_the_found_top() -> None:
     )
     assert skipped_steps(SummedLoss, 1, init_scale=2.0**top) == 0
     assert skipped_steps(SummedLoss, 1, init_scale=2.0 ** (top + 1)) == 1
-
-
-def test_batches_of_a_compiled_model_never_wait() -> None:
-    """From the second stretch of training on: the compiler itself may."""
-    stretches = itertools.count()
-
-    def during(phase: str) -> AbstractContextManager[None]:
-        compiles = phase == "batches" and next(stretches) == 0
-        return waiting(phase) if compiles else refusing_to_wait(phase)
-
-    train(during, "mlp/amp.yaml", *amp(compile="default"))
-    assert next(stretches) == BATCHES // test_never_waits.REPORTING_PERIOD
 
 
 # All of them take a CPU too long.
