@@ -15,6 +15,7 @@ from determined import pytorch
 from torch.optim import lr_scheduler
 
 from determined_amp import AmpSettings, ConfigError, MixedPrecision, Precision
+from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.amp.rehearse.restored import undisturbed
 from determined_amp.experiment.failures import ending_the_program
@@ -155,6 +156,23 @@ def test_nothing_moves_without_steps_and_everything_works_again_afterwards() -> 
     assert trial.optimizer.param_groups[0]["lr"] == 0.125
     trial.optimizer.zero_grad()
     assert trial.model.weight.grad is None
+
+
+def test_patched_class_attribute_comes_back_as_it_was() -> None:
+    class Owner:
+        @staticmethod
+        def own() -> str:
+            return "own"
+
+    class Heir(Owner):
+        pass
+
+    for owner in (Owner, Heir):
+        had = dict(vars(owner))
+        with patched(owner, "own", lambda: "replaced"):
+            assert owner.own() == "replaced"
+        assert (owner.own(), owner().own()) == ("own", "own")
+        assert dict(vars(owner)) == had
 
 
 def test_newest_batch_is_copied_once_a_training_has_changed_one() -> None:
