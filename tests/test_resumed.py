@@ -41,8 +41,11 @@ def one_cycle(optimizer: Any) -> Any:
 
 
 def impatient(optimizer: Any) -> Any:
-    """The validation metric never improves: each validation but one halves the rate."""
-    return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    """The metric never improves: the second validation halves the rate, and the fourth
+    does.
+    """
+    plateau = lr_scheduler.ReduceLROnPlateau
+    return plateau(optimizer, factor=0.5, patience=0, cooldown=1)
 
 
 class Warmup(lr_scheduler.LRScheduler):

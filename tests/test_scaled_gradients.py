@@ -14,9 +14,7 @@ from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
 from determined_amp import ConfigError, check
 from determined_amp.amp import torch_private
 from determined_amp.check.recorder import Recorder
-from tests.harness import fit
 from tests.loops import SmallLoop
-from tests.trials import Converted
 
 Change = Callable[[nn.Module], object]
 
@@ -126,23 +124,3 @@ def test_doctor_hears_of_the_clips_of_a_loop_that_are_not_refused() -> None:
         with pytest.raises(ConfigError, match="clips gradients that are still"):
             train(by_norm, "amp_fp16", 1)
     assert len(recorder.record.of("clip")) == 4
-
-
-class Clips(Converted):
-    """Between the backward and the step, as in a loop without AMP."""
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        with self.amp.autocast():
-            loss = self.loss(batch)
-        self.context.backward(self.amp.scaler.scale(loss))
-        clip_grad_norm_(self.model.parameters(), 1.0)
-        self.context.step_optimizer(self.optimizer, scaler=self.amp.scaler)
-        return self.amp.update(loss)
-
-
-@pytest.mark.parametrize("window", [1, 4])
-def test_trial_may_not_clip_scaled_gradients(window: int) -> None:
-    fp16 = {"precision": "amp_fp16", "init_scale": 64.0}
-    words = "it clips gradients that are still scaled; allowed: cl"
-    with pytest.raises(ConfigError, match=words):
-        fit(Clips, fp16, batches=3 * window, aggregation_frequency=window)

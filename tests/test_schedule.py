@@ -428,31 +428,6 @@ def plateau(optimizer: Optimizer, **settings: Any) -> PlateauSchedule:
     return PlateauSchedule(lr_scheduler.ReduceLROnPlateau(optimizer, **settings))
 
 
-METRICS = (5.0, 4.0, 4.0, 4.5, 4.0, 3.0, 3.5, 3.5, 3.5, 3.6, 3.7, 3.8)
-
-
-def rates_after(
-    schedule: PlateauSchedule, metrics: tuple[float, ...]
-) -> list[list[float]]:
-    rates = []
-    for metric in metrics:
-        schedule.validated(metric)
-        rates.append([group["lr"] for group in schedule.optimizer.param_groups])
-    return rates
-
-
-def test_plateau_scheduler_resumed_after_any_validation_has_the_same_rates() -> None:
-    undisturbed = rates_after(plateau(make_optimizer()), METRICS)
-    assert len({tuple(rates) for rates in undisturbed}) > 2
-    for validated in range(len(METRICS)):
-        first, second = (plateau(make_optimizer()) for _ in range(2))
-        rates_after(first, METRICS[:validated])
-        # as Determined does
-        second.optimizer.load_state_dict(first.optimizer.state_dict())
-        second.load_state_dict(first.state_dict())
-        assert rates_after(second, METRICS[validated:]) == undisturbed[validated:]
-
-
 @pytest.mark.parametrize("metric", [math.nan, math.inf, -math.inf])
 def test_metric_that_is_not_finite_is_logged_and_does_not_move_a_plateau_scheduler(
     metric: float, caplog: pytest.LogCaptureFixture
