@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 
 from determined_amp.amp.rehearse.restored import undisturbed
+from tests.harness import fit, same_bits
 from tests.loops import SmallLoop
+from tests.trials import Converted
 
+SIXTEEN_BITS = pytest.mark.parametrize("precision", ["amp_fp16", "amp_bf16"])
 STEPS = 6
 
 
@@ -71,3 +76,39 @@ def test_region_around_changing_weights_computes_with_the_new_ones(
     loop = SmallLoop(precision)
     with loop.amp.autocast():
         assert train(loop) != with_regions_of_their_own
+
+
+class StepsInOneRegion(Converted):
+    """Three steps of a batch in one region, as GRPO and PPO make them."""
+
+    is_one = True
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        with self.amp.autocast() if self.is_one else nullcontext():
+            for number in range(3):
+                if number:
+                    self.amp.finish_steps()
+                with self.amp.autocast():
+                    loss = self.loss(batch)
+                self.context.backward(self.amp.scaler.scale(loss))
+                self.context.step_optimizer(self.optimizer, scaler=self.amp.scaler)
+        return self.amp.update(loss)
+
+
+class StepsInRegionsOfTheirOwn(StepsInOneRegion):
+    is_one = False
+
+
+@SIXTEEN_BITS
+def test_trial_with_several_steps_in_one_region_trains_as_with_a_region_for_each(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def left(trial: type[Converted]) -> Any:
+        return fit(trial, {"precision": precision}, batches=3).checkpoint[
+            "models_state_dict"
+        ]
+
+    right = left(StepsInRegionsOfTheirOwn)
+    assert same_bits(left(StepsInOneRegion), right)
+    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: None)
+    assert not same_bits(left(StepsInOneRegion), right)
