@@ -4,6 +4,7 @@ CUDA device.
 
 from __future__ import annotations
 
+import atexit
 import enum
 import gc
 import importlib
@@ -40,6 +41,9 @@ from determined_amp.cli import search
 from determined_amp.search import server, trial_process
 
 gc.disable()  # until all tests are imported
+# Libraries that count what they leak would count all of it. Not before pytest has
+# looked for what tests have left, which would look at what was imported, too.
+atexit.register(gc.unfreeze)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -221,7 +225,6 @@ def pytest_collection_finish() -> None:
     """Keep the garbage collector from looking at what was imported, millions of
     objects, again.
     """
-    gc.collect()
     gc.freeze()
     gc.enable()
 
@@ -244,11 +247,6 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     except TypeError:
         return None
     return f"{argname}={val}" if len(str(val)) <= LONGEST_ID else None
-
-
-def pytest_unconfigure() -> None:
-    """Libraries that count what they leak would count all of it."""
-    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
