@@ -1688,6 +1688,24 @@ for inputs, targets in loader():
 """,
         OTHER_PRECISIONS,
     ),
+    "loss_behind_a_mask_is_not_finite": Mistake(
+        "suspicion",
+        "loss_not_finite",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for number, (inputs, targets) in enumerate(loader()):
+    optimizer.zero_grad()
+    mask = torch.rand(8, 4) < (0.95 if number % 2 else 0.1)
+    with autocast("cuda", dtype=torch.float16):
+        logits = model(inputs).masked_fill(mask, float("-inf"))
+        loss = -(logits.softmax(-1) + 1e-6).log().mean()
+    scaler.scale(loss).backward()  # HERE
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
     "leaves_out_most_batches": Mistake(
         "fault",
         "left_out|no_steps",

@@ -107,6 +107,12 @@ def leaves_out_batches(record: Record) -> Found:
     yield Seen(without, of=total, proven=is_often)
 
 
+def begins_at_losses_that_are_not_finite(record: Record) -> Found:
+    losses = record.of("backward", finite=False)
+    used = [backward for backward in losses if math.isfinite(backward.added)]
+    yield Seen(used, of=record.of("backward"))
+
+
 def ends_not_finite(record: Record) -> Found:
     bad = list(record.not_finite)
     last = [backward.finite for backward in record.of("backward")[-3:]]
