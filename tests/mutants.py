@@ -25,13 +25,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 # The tests that ask a whole room: those written for it, without those that start other
-# programs, which mutmut cannot follow, and without test_scaled_gradients, which reads
+# programs, which mutmut cannot follow, and without test_clips, which reads
 # the stack of its calls.
 ROOMS = {
     "amp": (
-        "accumulation amp any_loop audit casts clips compiled diagnosis "
-        "equivalence guard islands loading mean_metrics metrics "
-        "mistakes precision rehearsal running_statistics scaler schedule settings "
+        "amp any_loop audit batches casts compiled counts diagnosis equivalence "
+        "fp32_modules guard loading mean_metrics metrics mistakes precision "
+        "rehearsal running_statistics scaler schedules settings "
         "several_optimizers tensors users_code window"
     ),
     "check": "amp_examples check scratch",
@@ -54,9 +54,9 @@ ROOMS = {
     "runs": "master_runs sources folder runs",
     "search": "search_plan space study trial_process",
     "trial": (
-        "accumulation amp audit checkpoint contract equivalence found_at_start "
+        "amp audit batches checkpoint contract equivalence first_scale "
         "fused_optimizers guard metrics misplaced mistakes mixed_precision notes "
-        "private_names resumed folder schedule score several_optimizers unmodified"
+        "private_names resumed folder schedules score several_optimizers unmodified"
     ),
 }
 

@@ -1,35 +1,126 @@
-"""`trials.data.clips`: what moves, how, and that it is the same wherever and whenever
-made.
-"""
+"""Clips by torch of gradients that are still scaled: they are refused."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
+from torch import nn
+from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
 
-from trials.data.clips import ClipSettings, load
-from trials.data.loading import Sample
+from determined_amp import ConfigError, check
+from determined_amp.amp import torch_private
+from determined_amp.check.recorder import Recorder
+from tests.loops import SmallLoop
 
-SETTINGS = ClipSettings()
-FIRST = [Sample(0, index) for index in range(8)]
-
-
-def clips_of(
-    *samples: Sample, seed: int = 0, settings: ClipSettings = SETTINGS
-) -> torch.Tensor:
-    return load(settings, seed)[0].__getitems__(samples)[0]
+Change = Callable[[nn.Module], object]
 
 
-def test_clip_depends_on_seed_epoch_and_scan_alone() -> None:
-    alone = clips_of(Sample(1, 5))
-    torch.testing.assert_close(
-        clips_of(Sample(0, 3), Sample(1, 5))[1:], alone, rtol=0, atol=1.0e-6
+def nothing(model: nn.Module) -> None:
+    pass
+
+
+def by_norm(model: nn.Module) -> None:
+    clip_grad_norm_(model.parameters(), 1.0)
+
+
+def by_value(model: nn.Module) -> None:
+    clip_grad_value_(model.parameters(), 1.0)
+
+
+def of_the_last_layer(model: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(model[2].parameters(), 1.0, foreach=False)
+
+
+def of_one_tensor(model: Any) -> None:
+    clip_grad.clip_grad_norm_(model[0].weight, 1.0)
+
+
+CLIPS = [by_norm, by_value, of_the_last_layer, of_one_tensor]
+
+
+def train(
+    change: Change,
+    precision: str,
+    window: int,
+    *,
+    unscales: bool = False,
+    steps: int = 6,
+) -> None:
+    """Steps of a small net, whose gradients are changed before each of them."""
+    loop = SmallLoop(precision)
+    for batch in range(steps * window):
+        loss = loop.loss() / window
+        torch.autograd.backward(loop.amp.scaler.scale(loss))
+        if batch % window == window - 1:
+            if unscales:
+                loop.amp.scaler.unscale_(loop.optimizer)
+            change(loop.model)
+            loop.amp.scaler.step(loop.optimizer)
+            loop.optimizer.zero_grad()
+        loop.amp.update(loss)
+
+
+WINDOWS = pytest.mark.parametrize("window", [1, 2])
+
+
+@WINDOWS
+@pytest.mark.parametrize("clip", CLIPS)
+def test_clip_of_scaled_gradients_is_refused_where_it_is_called(
+    clip: Change, window: int
+) -> None:
+    words = (
+        r"^the loop: it clips gradients that are still scaled; allowed:"
+        r" amp\.clip_gradients"
     )
-    assert torch.equal(clips_of(Sample(1, 5)), alone)
-    for other in (clips_of(Sample(2, 5)), clips_of(Sample(1, 5), seed=1)):
-        assert not torch.allclose(other, alone, atol=0.1)
+    with pytest.raises(ConfigError, match=words) as refused:
+        train(clip, "amp_fp16", window)
+    assert any(entry.name == clip.__name__ for entry in refused.traceback)
 
 
-def test_validation_is_the_same_for_every_seed_and_in_every_pass() -> None:
-    first, second = (load(SETTINGS, seed)[1] for seed in (0, 1))
-    later = [Sample(3, sample.image) for sample in FIRST]
-    assert torch.equal(first.__getitems__(FIRST)[0], second.__getitems__(later)[0])
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("precision", ["amp_fp16", "amp_bf16", "fp32"])
+def test_clip_of_unscaled_gradients_is_allowed(clip: Change, precision: str) -> None:
+    train(clip, precision, 1, unscales=True)
+    if precision != "amp_fp16":
+        train(clip, precision, 1)
+
+
+def test_clip_of_another_model_is_allowed() -> None:
+    other = nn.Linear(2, 2)
+
+    def clip_the_other(model: nn.Module) -> None:
+        other(torch.ones(1, 2)).sum().backward()
+        clip_grad_norm_(other.parameters(), 1.0)
+
+    train(clip_the_other, "amp_fp16", 1)
+
+
+def sorts_as_torch_does() -> bool:
+    now = vars(clip_grad)["_group_tensors_by_device_and_dtype"]
+    return now is torch_private.sort_gradients
+
+
+def test_torch_is_as_it_was_once_a_training_and_a_doctor_are_over() -> None:
+    gc.collect()  # trials of other tests
+    assert sorts_as_torch_does()
+    loop = SmallLoop("amp_fp16")
+    torch.autograd.backward(loop.amp.scaler.scale(loop.loss()))
+    assert not sorts_as_torch_does()
+    with check.watching():
+        del loop
+        assert not sorts_as_torch_does()
+    assert sorts_as_torch_does()
+
+
+def test_doctor_hears_of_the_clips_of_a_loop_that_are_not_refused() -> None:
+    recorder = Recorder()
+    with recorder.watching():
+        train(by_norm, "amp_fp16", 1, unscales=True, steps=4)
+        assert [clip.limit for clip in recorder.record.of("clip")] == [1.0] * 4
+        with pytest.raises(ConfigError, match="clips gradients that are still"):
+            train(by_norm, "amp_fp16", 1)
+    assert len(recorder.record.of("clip")) == 4

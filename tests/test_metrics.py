@@ -6,16 +6,13 @@ from __future__ import annotations
 
 import math
 import resource
-import weakref
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from determined_amp.amp.counts import DeviceSum
 from determined_amp.amp.loop import AmpLoop
 from determined_amp.amp.metrics import (
     WARMUP_BATCHES,
@@ -27,7 +24,6 @@ from determined_amp.amp.metrics import (
 from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.amp.throughput import Stopwatch
 from determined_amp.amp.window import Window
-from determined_amp.trial.batches import timed
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.harness import Context
 
@@ -76,7 +72,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of the metrics."""
     made = Clock()
     monkeypatch.setattr("determined_amp.amp.throughput.time", made)
-    monkeypatch.setattr("determined_amp.trial.batches.time", made)
     return made
 
 
@@ -315,46 +310,6 @@ class TestTrainingMetrics:
         assert "loss" not in report_of(metrics)
 
 
-class TestTimedLoader:
-    def test_timed_loader_tells_the_seconds_that_a_batch_took_to_come(
-        self, clock: Clock
-    ) -> None:
-        class Slow:
-            batch_size = 7
-
-            def __len__(self) -> int:
-                return 2
-
-            def __iter__(self) -> Any:
-                clock.now += 100.0  # the workers start
-                return self.batches()
-
-            def batches(self) -> Any:
-                for seconds in (1.0, 2.0):
-                    clock.now += seconds
-                    yield seconds
-
-        waits: list[float] = []
-        loader = SimpleNamespace(get_data_loader=lambda **options: Slow())
-        slow = timed(loader, waits.append).get_data_loader(repeat=True)
-        batches, trained = iter(slow), []
-        # the workers load while Determined restores a checkpoint
-        assert clock.now == 100
-        for batch in batches:
-            trained.append(batch)
-            clock.now += 50.0
-        assert waits == trained == [1, 2]
-        assert (len(slow), slow.batch_size) == (2, 7)
-
-    def test_loader_of_a_validation_or_of_somebody_else_is_not_timed(self) -> None:
-        waits: list[float] = []
-        loader: Any = SimpleNamespace(get_data_loader=lambda repeat: [0, 1, 2])
-        assert timed(loader, waits.append).get_data_loader(repeat=False) == [0, 1, 2]
-        plain = [0, 1, 2]
-        assert timed(plain, waits.append) is plain
-        assert (list(plain), waits) == ([0, 1, 2], [])
-
-
 def test_peak_memory_is_of_the_process_on_a_cpu_and_of_torchs_counters_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -400,45 +355,3 @@ def test_stopwatch_of_a_gpu_reads_its_events(monkeypatch: pytest.MonkeyPatch) ->
     stopwatch = Stopwatch(torch.device("cuda"))
     stopwatch.start()
     assert stopwatch.seconds() == 3
-
-
-class TestDeviceSum:
-    @pytest.mark.parametrize("count", [1, 63, 64, 65, 200])
-    def test_device_sum_is_the_weighted_sum_however_many_there_are(
-        self, count: int
-    ) -> None:
-        """Whole numbers: exact in float32 and in float64. The weight changes on the
-        way.
-        """
-        total, expected = DeviceSum(torch.device("cpu")), 0
-        for value in range(1, count + 1):
-            weight = 3 if value % 50 else 7
-            total.add(torch.tensor(float(value)), weight)
-            expected += value * weight
-        assert total.total().item() == expected
-        assert total.total().item() == expected  # asking changes nothing
-
-    def test_device_sum_is_added_up_in_double_precision(self) -> None:
-        """2^24 + 1 is no float32."""
-        total = DeviceSum(torch.device("cpu"))
-        for value in (2.0**24, 1.0):
-            total.add(torch.tensor(value))
-        assert total.total().item() == 2**24 + 1
-
-    def test_device_sum_keeps_a_bounded_number_of_tensors(self) -> None:
-        total = DeviceSum(torch.device("cpu"))
-        values = [torch.ones(()) for _ in range(1000)]
-        references = [weakref.ref(value) for value in values]
-        while values:
-            total.add(values.pop())
-        assert sum(reference() is not None for reference in references) <= 64
-
-    @pytest.mark.parametrize("bad", [math.nan, math.inf])
-    def test_device_sum_leaves_out_what_is_not_finite_if_told_to(
-        self, bad: float
-    ) -> None:
-        for finite_only in (True, False):
-            total = DeviceSum(torch.device("cpu"), finite_only=finite_only)
-            for value in (1.0, bad, 2.0):
-                total.add(torch.tensor(value))
-            assert (total.total().item() == 3) is finite_only

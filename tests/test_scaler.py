@@ -5,7 +5,6 @@ device.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from determined_amp.amp.counts import StepCounts
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.mistakes import (
     IN_A_LOOP,
@@ -24,7 +22,6 @@ from determined_amp.amp.mistakes import (
 )
 from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.settings import AmpSettings, Precision
-from tests.fake_cuda import Syncs
 
 CPU = torch.device("cpu")
 NEVER = 10**9
@@ -322,100 +319,3 @@ def test_scaler_without_a_loss_scale_passes_everything_through() -> None:
     scaler.finish()
     assert scaler.times(one) == scaler.scale_of_newest_step(one) == 1
     assert scaler.state_dict() == {}
-
-
-def counted(skips: list[bool], *, on_host: bool | None, ask_every: int) -> StepCounts:
-    """The counts after these steps, asked for after every `ask_every` of them.
-
-    Without `on_host` it is known on the host of every other step only.
-    """
-    counts = StepCounts(CPU, can_skip=True)
-    for step, skipped in enumerate(skips, start=1):
-        is_known = step % 2 if on_host is None else on_host
-        counts.count(skipped if is_known else torch.tensor(float(skipped)))
-        if step % ask_every == 0:
-            assert int(counts.applied) == step - sum(skips[:step])
-            assert bool(counts.last_step_applied) is not skipped
-    return counts
-
-
-@pytest.mark.parametrize("on_host", [False, True, None])
-@pytest.mark.parametrize("ask_every", [1, 3, NEVER])
-@pytest.mark.parametrize(
-    ("skips", "applied", "in_a_row"),
-    [
-        ([False, True, False], 2, 0),
-        ([True, True], 0, 2),
-        ([False, *[True] * 200], 1, 200),
-        ([*[True] * 100, False, *[True] * 30], 1, 30),
-        ([*[True] * 64, *[False] * 64], 64, 0),
-    ],
-    ids=[
-        "one skip",
-        "no applied step",
-        "200 skips",
-        "30 skips at the end",
-        "no skip at the end",
-    ],
-)
-def test_counts_are_the_same_on_host_and_device_whenever_they_are_read(
-    skips: list[bool],
-    applied: int,
-    in_a_row: int,
-    ask_every: int,
-    *,
-    on_host: bool | None,
-) -> None:
-    counts = counted(skips, on_host=on_host, ask_every=ask_every)
-    assert int(counts.consecutive_skips()) == in_a_row
-    assert int(counts.applied) == applied
-    assert bool(counts.last_step_applied) is not skips[-1]
-    assert counts.attempted == len(skips)
-    assert counts.applied_on_host == (applied if on_host else None)
-
-
-@pytest.mark.parametrize("on_host", [False, True])
-def test_counts_of_steps_go_on_after_a_checkpoint(*, on_host: bool) -> None:
-    saved = counted([False, True, True], on_host=on_host, ask_every=NEVER).state_dict()
-    assert saved == {"attempted": 3, "applied": 1, "last_applied": 1}
-    counts = StepCounts(CPU, can_skip=True)
-    counts.count(torch.ones(()))
-    counts.load_state_dict(saved)
-    seen = []
-    for skipped in (True, False):
-        counts.count(skipped if on_host else torch.tensor(float(skipped)))
-        seen.append((int(counts.applied), int(counts.consecutive_skips())))
-    assert seen == [(1, 3), (2, 0)]
-
-
-def test_counting_steps_never_waits_for_the_device() -> None:
-    steps = 130
-    with Syncs("cpu") as syncs, syncs.during("counts"):
-        counts = counted([], on_host=False, ask_every=1)
-        for _ in range(steps):
-            counts.count(torch.zeros(()))
-        applied, skips = counts.applied, counts.consecutive_skips()
-    assert syncs.calls["counts"]
-    assert syncs.waits["counts"] == {}
-    with syncs, syncs.during("control"):
-        assert (int(applied), int(skips)) == (steps, 0)
-    assert syncs.waits["control"] == {"read": 2}
-
-
-def test_counting_steps_keeps_a_bounded_number_of_tensors() -> None:
-    counts = StepCounts(CPU, can_skip=True)
-    found = [torch.zeros(()) for _ in range(1000)]
-    references = [weakref.ref(value) for value in found]
-    while found:
-        counts.count(found.pop())
-    assert sum(reference() is not None for reference in references) < 64
-
-
-@pytest.mark.parametrize("can_skip", [False, True])
-def test_last_step_counts_as_applied_before_the_first_where_none_can_be_skipped(
-    *, can_skip: bool
-) -> None:
-    counts = StepCounts(CPU, can_skip=can_skip)
-    assert bool(counts.last_step_applied) is not can_skip
-    assert (int(counts.applied), int(counts.consecutive_skips())) == (0, 0)
-    assert (counts.attempted, counts.applied_on_host) == (0, 0)

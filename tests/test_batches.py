@@ -1,5 +1,5 @@
-"""`amp.accumulation`: one division and one exchange of gradients for a window of
-batches.
+"""`trial.batches`: one division and one exchange of gradients for a window of batches,
+and the seconds that each has taken to come.
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from determined_amp.trial.batches import average_at_once, share_gradients_once
+from determined_amp.trial.batches import (
+    average_at_once,
+    share_gradients_once,
+    timed,
+)
 from tests.fake_cuda import Syncs
-from tests.test_metrics import having
+from tests.test_metrics import Clock, having
 
 
 class Exchanging(DistributedDataParallel):
@@ -83,3 +87,46 @@ def test_gradients_are_exchanged_after_the_last_batch_of_a_window_alone() -> Non
     assert model.noted == [False, True, False, True, True]
     handle.remove()
     model()  # nor does anything afterwards
+
+
+class TestTimedLoader:
+    def test_timed_loader_tells_the_seconds_that_a_batch_took_to_come(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clock = Clock()
+        monkeypatch.setattr("determined_amp.trial.batches.time", clock)
+
+        class Slow:
+            batch_size = 7
+
+            def __len__(self) -> int:
+                return 2
+
+            def __iter__(self) -> Any:
+                clock.now += 100.0  # the workers start
+                return self.batches()
+
+            def batches(self) -> Any:
+                for seconds in (1.0, 2.0):
+                    clock.now += seconds
+                    yield seconds
+
+        waits: list[float] = []
+        loader = SimpleNamespace(get_data_loader=lambda **options: Slow())
+        slow = timed(loader, waits.append).get_data_loader(repeat=True)
+        batches, trained = iter(slow), []
+        # the workers load while Determined restores a checkpoint
+        assert clock.now == 100
+        for batch in batches:
+            trained.append(batch)
+            clock.now += 50.0
+        assert waits == trained == [1, 2]
+        assert (len(slow), slow.batch_size) == (2, 7)
+
+    def test_loader_of_a_validation_or_of_somebody_else_is_not_timed(self) -> None:
+        waits: list[float] = []
+        loader: Any = SimpleNamespace(get_data_loader=lambda repeat: [0, 1, 2])
+        assert timed(loader, waits.append).get_data_loader(repeat=False) == [0, 1, 2]
+        plain = [0, 1, 2]
+        assert timed(plain, waits.append) is plain
+        assert (list(plain), waits) == ([0, 1, 2], [])
