@@ -38,7 +38,7 @@ dashboard: $(ENV)/ready ## open the newest local search, even while it runs
 
 report: $(ENV)/ready ## draw the newest local search: make report [STUDY=folder or experiment id]
 	@test -n "$(STUDY)" || { echo "no search in runs/ yet: make search; or give STUDY=..." >&2; exit 2; }
-	@$(RUN) -m determined_amp report loss-scale $(STUDY)
+	@$(RUN) -m determined_amp report $(STUDY)
 
 compare: $(ENV)/ready ## would AMP pay on a trial, and in which precision: make compare [CONFIG=...]
 	@$(RUN) -m determined_amp compare $(CONFIG)

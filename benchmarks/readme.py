@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean
@@ -27,8 +28,16 @@ from benchmarks.peers import LINE_BEGINS, TABLE_BEGINS
 from benchmarks.peers import line as line_of_costs
 from benchmarks.peers import markdown as table_of_costs
 from determined_amp.finder.scale_score import DEFAULT_LOG2
-from determined_amp.report.page import BLUE, GREEN, INK, MUTED, STYLE, VERMILION, as_png
-from determined_amp.report.precision_report import spread_text
+from determined_amp.report.page import (
+    BLUE,
+    GREEN,
+    INK,
+    MUTED,
+    STYLE,
+    VERMILION,
+    as_png,
+    spread_text,
+)
 from determined_amp.runs.run import Spread
 
 README = ROOT / "README.md"
@@ -83,14 +92,20 @@ def draw(
 
 def _draw_speed(ax: Axes, compared: Mapping[str, Mapping[str, Any]]) -> None:
     ax.set_title("Is it faster?")
+    # the results have logarithms of ratios
+    ratios = [
+        [math.exp(c["speed"][end]) for end in ("low", "mean", "high")]
+        for c in compared.values()
+    ]
     for row, comparison in enumerate(compared.values()):
-        speed, colour = comparison["speed"], _COLOURS[comparison["precision"]]
-        ax.barh(row, speed["mean"], height=0.5, color=colour, alpha=0.3)
-        ax.plot([speed["low"], speed["high"]], [row, row], color=colour, linewidth=2)
-        ax.text(speed["high"] + 0.03, row, f"{speed['mean']:.2f}x", va="center")
+        colour = _COLOURS[comparison["precision"]]
+        low, ratio, high = ratios[row]
+        ax.barh(row, ratio, height=0.5, color=colour, alpha=0.3)
+        ax.plot([low, high], [row, row], color=colour, linewidth=2)
+        ax.text(high + 0.03, row, f"{ratio:.2f}x", va="center")
     ax.axvline(1, color=INK, linewidth=1)
     ax.text(0.98, -0.78, "fp32", ha="right", va="top", color=MUTED)
-    ax.set_xlim(0, max(1.15, *(c["speed"]["high"] * 1.3 for c in compared.values())))
+    ax.set_xlim(0, max(1.15, *(high * 1.3 for _, _, high in ratios)))
     ax.set_xlabel("speed, fp32 is 1; mean, 95 % interval")
     _label_rows(ax, list(compared))
 
@@ -155,26 +170,17 @@ def table(precisions: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _rows(model: str, found: Mapping[str, Any]) -> Iterator[str]:
-    by_precision = {row["precision"]: row for row in found["precisions"]}
-    ratios = {c["precision"]: c["speed"] for c in found["pairs"]}
-    for name in _SHOWN:
-        row = by_precision.get(name)
-        if row is None:  # left out of this comparison
-            continue
-        speed, ratio = row["samples_per_second"], ratios.get(name)
-        # None without a loss scale, which alone skips steps.
-        skipped = [
-            run["skipped_steps"] or 0
-            for run in found["runs"]
-            if run["precision"] == name
-        ]
-        times = f"{ratio['mean']:.2f}x" if ratio else "1"
-        accuracy = f"{row['mean']:.3f}, {row['std']:.3f}"
-        speeds = spread_text(Spread(**speed))
-        yield (
-            f"| {model} | `{name}` | {accuracy} | {speeds} | {times} |"
-            f" {max(skipped):.0f} |"
-        )
+    for row in found["table"]:
+        name = row["precision"]
+        if name in _SHOWN:
+            accuracy = row["validation_accuracy"].replace(" ± ", ", ")
+            speeds = spread_text(Spread(**row["samples/s"]))
+            # null without a loss scale, which alone skips steps
+            skipped = (row["skipped"] or {"high": 0})["high"]
+            yield (
+                f"| {model} | `{name}` | {accuracy} | {speeds} | {row['speed']} | "
+                f"{skipped:.0f} |"
+            )
 
 
 def with_table(readme: str, rows: str) -> str:

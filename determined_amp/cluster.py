@@ -11,8 +11,7 @@ scale loses;
          any as the best.
 find     Finds the loss scale in one pass over a few batches. The log ends with tables
 and verdict.
-         The checkpoint holds everything in `loss_scale.json`, which
-         `det-amp report loss-scale SEARCH --finding ID` reads.
+         The checkpoint holds everything in `loss_scale.json`.
 check    Says what is wrong with the trial's own AMP. The findings end the log.
 """
 

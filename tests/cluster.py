@@ -165,7 +165,7 @@ class Cluster:
     """A master, what these tests make on it, and its removal.
 
     Raises:
-        MasterError: if there is no login.
+        UserError: if there is no login.
     """
 
     def __init__(self, address: str) -> None:

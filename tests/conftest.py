@@ -213,7 +213,7 @@ LONGEST = (
     "optimize check check_invariants doctor_answers compiled score processes "
     "compare refusals package determined_form local resume study torch_alone "
     "imports finder any_loop benchmarks_gpu mixed_precision contract never_waits flush "
-    "unmodified schedules loss_scale_report main first_overflow"
+    "unmodified schedules search_report main first_overflow"
 )
 
 

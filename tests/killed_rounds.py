@@ -23,7 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from determined_amp import __main__ as door
-from determined_amp.local.checkpoint_storage import complete_checkpoints, read_metadata
+from determined_amp.local.checkpoint_storage import read_metadata
+from determined_amp.runs.folder import complete_checkpoints
 from tests import training
 from tests.training import fork, wait
 

@@ -35,7 +35,7 @@ ROOMS = {
         "several_optimizers tensors users_code window"
     ),
     "check": "amp_examples check scratch",
-    "cli": "compare finder misplaced loss_scale_report precision_report",
+    "cli": "compare finder misplaced search_report precision_report",
     "compare": "compare",
     "determined_amp": "context master_runs",
     "experiment": (
@@ -48,7 +48,7 @@ ROOMS = {
     ),
     "local": "checkpoint determined_form local local_reports folder",
     "report": (
-        "loss_scale_report master_runs figures precision_report "
+        "search_report master_runs figures precision_report "
         "comparison run_report sources"
     ),
     "runs": "master_runs sources folder runs",

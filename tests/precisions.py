@@ -17,8 +17,7 @@ from determined_amp.runs.run import Part, Report, Reports, Run, RunState, judged
 from determined_amp.search.search_folder import Search
 
 GPU, CPU = "NVIDIA H100", "cpu"
-# As `resolved.yaml` has it; `test_precision_report` holds it against one of a real
-# run.
+# As `Experiment.resolved` has it; `test_precision_report` holds it against a real run.
 RESOLVED: dict[str, Any] = {
     "searcher": {
         "metric": "validation_loss",

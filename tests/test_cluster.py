@@ -22,8 +22,7 @@ import yaml
 from determined.experimental import client
 
 from determined_amp import __main__ as door
-from determined_amp.report.master_runs import read_finding
-from determined_amp.runs.master import MasterError
+from determined_amp.amp.errors import UserError
 from determined_amp.trial.notes import cause_first
 from tests.cluster import (
     Cluster,
@@ -158,7 +157,7 @@ def cluster() -> Iterator[Cluster]:
         pytest.skip("needs a Determined cluster: set DET_MASTER and log in")
     try:
         cluster = Cluster(address)
-    except MasterError as error:
+    except UserError as error:
         pytest.skip(f"needs a Determined cluster: {error}")
     yield cluster
     cluster.clean_up()
@@ -350,11 +349,6 @@ class TestSearch:
             assert scores
             assert all(math.isfinite(score) for score in scores)
 
-    def test_finding_is_fetched_for_a_report(self, searches: dict[Path, Run]) -> None:
-        run = searches[ROOT / "hp_search" / "find_loss_scale.yaml"].completed()
-        (found,) = run.metrics("validation")
-        assert read_finding(run.id).finding.choice_log2 == found["init_scale_log2"]
-
     def test_asha_stops_some_trials_early(self, searches: dict[Path, Run]) -> None:
         run = searches[ROOT / "hp_search" / "loss_scale_asha.yaml"].completed()
         lengths = [
@@ -470,7 +464,7 @@ class Slow(MyTrial):
 
 
 class TestComparison:
-    def test_comparison_that_is_paused_goes_on_and_leaves_its_answer(
+    def test_comparison_that_is_paused_gives_its_answer_first(
         self, cluster: Cluster, stranger: Path, tmp_path: Path
     ) -> None:
         context = tmp_path / "context"
@@ -485,12 +479,11 @@ class TestComparison:
         run = cluster.create(context / "before.yaml", entrypoint, context=context)
         run.wait_for_log(" trial   0 ")
         run.det("pause")
-        run.wait_for_log("|| paused: 1 of 3 runs")
+        run.wait_for_log("the page with all numbers")
         run.det("activate")
         (answer,) = run.completed().metrics("validation")
         assert answer["speed"] > 0
         log = run.log()
-        assert "going on: 1 of 3 runs" in log
         assert [log.count(f" trial   {number} ") for number in range(3)] == [1, 1, 1]
         assert "precision: " in log
         with pytest.MonkeyPatch.context() as patch:

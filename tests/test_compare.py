@@ -11,15 +11,14 @@ import json
 import math
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import determined as det
 import pytest
-from determined import core
 
 from determined_amp import __main__ as door
 from determined_amp.amp.errors import UserError
@@ -29,15 +28,17 @@ from determined_amp.compare import comparison_task, pilots, plan, runs
 from determined_amp.compare.comparison_task import compare_on_cluster
 from determined_amp.compare.pilots import BATCHES, FINDER_BATCHES, Pilot, PilotResults
 from determined_amp.compare.plan import ComparisonPlan
-from determined_amp.compare.runs import ComparisonEnd, RunConfigs
+from determined_amp.compare.runs import ComparisonEnd, search_over
 from determined_amp.experiment.experiment import experiment_in, parse
 from determined_amp.experiment.overrides import in_precision
 from determined_amp.experiment.training import Length
 from determined_amp.finder.found_scale import FoundScale
 from determined_amp.finder.scale_finding import Verdict
+from determined_amp.report import ReportError
 from determined_amp.report.precision_report import write_precision_report
 from determined_amp.runs.folder import RunFolder, read_record
 from determined_amp.runs.run import Run, RunState
+from determined_amp.search.optimize import INTERRUPTED
 from determined_amp.search.search_folder import (
     Search,
     read_config,
@@ -128,14 +129,15 @@ class TestAnswer:
         self, images: Path
     ) -> None:
         result = json.loads((images / "precision.json").read_text())
-        trained = {run["precision"] for run in result["runs"]}
+        runs = read_search(images).runs
+        trained = {run.precision.value for run in runs}
         # On a CPU tf32 is fp32. A slow precision is left out, and said to be.
         message = {reason.partition(":")[0] for reason in result["left_out"]}
         assert trained | message == {"fp32", "amp_fp16", "amp_bf16"}
         assert result["use"] in trained
-        assert {run["seed"] for run in result["runs"]} == {0, 1}
-        assert all(run["state"] == "completed" for run in result["runs"])
-        assert {run["audit_share"] for run in result["runs"]} == {1.0}
+        assert {run.seed for run in runs} == {0, 1}
+        assert all(run.state is RunState.COMPLETED for run in runs)
+        assert {run.reports.audit_share for run in runs} == {1.0}
         assert (images / "precision.md").is_file()
         answer = f"\n\n{result['answer']}\n\nhyperparameters:\n  amp:\n    precision: "
         _, _, after = (images / "printed").read_text().partition(answer)
@@ -169,8 +171,37 @@ class TestAnswer:
             why for why in result["left_out"] if why.startswith("amp_fp16: ")
         )
         assert "forward overflow in module loud" in left_out
-        assert {run["precision"] for run in result["runs"]} == {"fp32", "amp_bf16"}
-        assert math.isfinite(result["precisions"][1]["mean"])
+        rows = {row["precision"]: row for row in result["table"]}
+        assert list(rows) == ["fp32", "amp_bf16"]
+        assert math.isfinite(float(rows["amp_bf16"]["validation_loss"]))
+
+
+@pytest.mark.parametrize(
+    ("ended", "cut_short", "error"),
+    [
+        ((run("fp32"), run("amp_bf16")), "within 3 min", None),
+        ((), "within 3 min", ReportError),
+        ((), INTERRUPTED, KeyboardInterrupt),
+    ],
+)
+def test_comparison_that_was_cut_short_says_what_is_missing_and_how_to_go_on(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ended: tuple[Run, ...],
+    cut_short: str,
+    error: type[BaseException] | None,
+) -> None:
+    source = Search("", (*ended, run("fp32", 2, last_batch=60)))
+    monkeypatch.setattr(runs, "read_search", Mock(return_value=source))
+    monkeypatch.setattr(runs, "_page", Mock())
+    plan: Any = SimpleNamespace(points=range(6), search={})
+    done = f"{len(ended)} of 6 runs were finished {cut_short}; for the others: det-amp"
+    said = rf"{done} search --resume {tmp_path}, then det-amp report {tmp_path}"
+    if error is None:
+        assert said in runs._report(tmp_path, plan, cut_short).written.text
+    else:
+        with pytest.raises(error, match=said):
+            runs._report(tmp_path, plan, cut_short)
 
 
 def test_time_limit_is_what_the_user_allows_or_1_3_times_a_longer_estimate() -> None:
@@ -200,13 +231,17 @@ def test_chosen_precisions_are_trained_with_the_settings_of_the_yaml(
 
     pilot = Mock(side_effect=pilots_without_float16)
     monkeypatch.setattr(runs, "run_pilots", pilot)
-    monkeypatch.setattr(runs, "go_on", Mock(return_value=ComparisonEnd(tmp_path)))
+    monkeypatch.setattr(runs, "run_comparison", Mock(return_value=""))
+    monkeypatch.setattr(runs, "_report", Mock())
     amp = ("--config", "hyperparameters.amp={growth_interval: 7}")
     folder = compare("Images", tmp_path, *amp, "--precisions", "amp_bf16", "fp32")
     assert pilot.call_args.args[1] == [Precision.FP32, Precision.AMP_BF16]
     section = read_config(folder)["hyperparameters"]["amp"]
     precisions = {"type": "categorical", "vals": ["amp_bf16", "fp32"]}
     assert section == {"growth_interval": 7, "precision": precisions}
+    asked = read_search(folder).command
+    assert asked.startswith("det-amp compare ")
+    assert asked.endswith(" --precisions amp_bf16 fp32")
 
 
 @pytest.fixture
@@ -237,7 +272,7 @@ def test_task_without_a_batch_size_is_refused_before_its_pilots() -> None:
 def test_task_leaves_its_answer_on_the_master(
     on_cluster: TaskMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_remarks(tmp_path, [], [])
+    write_remarks(tmp_path, [], [], "det-amp compare YAML")
     amp = (run("amp_bf16", seed, speed=2000.0) for seed in (1, 2))
     source = Search("", (run("fp32"), run("fp32", 2), *amp))
     report = write_precision_report([source], tmp_path)
@@ -270,51 +305,30 @@ def test_task_that_can_train_only_fp32_leaves_that_answer_as_its_page(
 
 
 @pytest.mark.usefixtures("_workers_import_once")
-def test_paused_task_stops_at_a_report_and_goes_on_with_its_finished_runs(
+def test_task_that_was_paused_after_its_answer_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Paused in the second of its two runs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runs, "run_pilots", pilots_of_two)
     master = start_task(monkeypatch, tmp_path, IMAGES, IMAGES["hyperparameters"])
-    paused = Mock(side_effect=lambda *_: any(tmp_path.glob("runs/*/*/trials/0001")))
-    monkeypatch.setattr(core.DummyPreemptContext, "should_preempt", paused)
     info: Any = det.get_cluster_info()
     info.trial.experiment_id = 7
     options = Namespace(
-        trial=None, precisions=[*Precision], seeds=1, batches=24, minutes=20
+        trial=None, precisions=[*Precision], seeds=1, batches=24, minutes=20, words=[]
     )
     compare_on_cluster(options)
-    (kept,) = tmp_path.glob("checkpoints/*")
-    assert not master.reports
-    assert master.status.startswith("paused: 1 of ")
-    first, second = read_search(kept / "comparison").runs
-    assert (first.state, second.state) == (RunState.COMPLETED, RunState.STOPPED)
-    assert 0 < second.trained_batches < 24
-    assert not list(kept.glob("comparison/trials/0000/checkpoints/*"))
-
-    shutil.rmtree(tmp_path / "runs")  # with its container
-    info.latest_checkpoint = kept.name
-    paused.side_effect = lambda *_: False
-    compare_on_cluster(options)
-    (folder,) = tmp_path.glob("runs/*/*")
-    first_now, second_now = read_search(folder).runs
-    assert first_now.state is second_now.state is RunState.COMPLETED
-    assert [len(run.parts) for run in (first_now, second_now)] == [1, 2]
-    assert first_now.date == first.date
-    assert second_now.parts[1].first_batch == second.trained_batches
-    (answer,) = set(tmp_path.glob("checkpoints/*")) - {kept}
+    (answer,) = tmp_path.glob("checkpoints/*")
     files = {path.name for path in answer.iterdir()}
     assert {"precision.png", "precision.md", "precision.json"} <= files
     ((batches, _),) = master.reports["validation"]
     assert batches == 24
 
-    # Paused after the answer: activated again, it ends.
+    shutil.rmtree(tmp_path / "runs")  # with its container
     info.latest_checkpoint = answer.name
     monkeypatch.setattr(comparison_task, "compare", Mock(side_effect=AssertionError))
     compare_on_cluster(options)
     assert len(master.reports["validation"]) == 1
-    assert len([*tmp_path.glob("checkpoints/*")]) == 2
+    assert len([*tmp_path.glob("checkpoints/*")]) == 1
 
 
 @pytest.mark.parametrize(
@@ -365,11 +379,11 @@ def test_plan_beyond_the_minutes_says_so_and_what_to_type(
 def test_runs_of_a_comparison_differ_in_precision_and_seed_alone() -> None:
     config = {**IMAGES, "reproducibility": {"experiment_seed": 5}}
     config |= {"optimizations": {"aggregation_frequency": 3}}
-    configs = RunConfigs(parse(in_precision(config, "fp32"), "x"), {}, 2)
+    in_fp32 = parse(in_precision(config, "fp32"), "x")
     precisions = {"type": "categorical", "vals": ["amp_bf16", "fp32"]}
     whole, searcher = {"batches": 42}, config["searcher"]
     chosen = [Precision.FP32, Precision.AMP_BF16]
-    made = configs.search(chosen, ComparisonPlan(42, 6))
+    made = search_over(in_fp32, chosen, ComparisonPlan(42, 6, 2))
     assert {key: made[key] for key in made if made[key] != config.get(key)} == {
         "name": "compare-shape",
         "hyperparameters": {
@@ -381,14 +395,13 @@ def test_runs_of_a_comparison_differ_in_precision_and_seed_alone() -> None:
         **dict.fromkeys(("min_validation_period", "min_checkpoint_period"), whole),
         "scheduling_unit": 6,
     }
-    pilot = configs.pilot(Precision.TF32, BATCHES)
+    pilot = pilots.pilot_of(in_fp32, Precision.TF32, BATCHES)
     assert pilot.config["hyperparameters"]["amp"] == {"precision": "tf32"}
     # whole windows
-    assert pilot.config["searcher"] == {
-        **searcher,
-        "max_length": {"batches": 21},
-    }
+    assert pilot.config["searcher"] == {**searcher, "max_length": {"batches": 21}}
     assert pilot.config["scheduling_unit"] == 3
+    again = experiment_in(pilot.config, "x")
+    assert (again.amp, again.training) == (pilot.amp, pilot.training)
 
 
 @pytest.mark.parametrize("has_tf32", [True, False])
@@ -404,27 +417,25 @@ def test_pilots_are_of_every_precision_that_the_device_has(
 def test_no_loss_scale_is_sought_in_a_precision_that_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failures = {Precision.AMP_FP16: "for time"}
-    results = stage_pilots(tmp_path, monkeypatch, failures=failures)
-    assert (results.left_out, results.scale) == (failures, None)
+    failed = {Precision.AMP_FP16: [Pilot(0.0, failure="it overflows")]}
+    results = stage_pilots(tmp_path, monkeypatch, trained=failed)
+    assert results.left_out == {Precision.AMP_FP16: "it overflows"}
+    assert results.scale is None
 
 
 def stage_pilots(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     *,
-    failures: Mapping[Precision, str] = MappingProxyType({}),
+    trained: Mapping[Precision, Sequence[Pilot]] = MappingProxyType({}),
     has_tf32: bool = True,
 ) -> PilotResults:
-    """The results of pilots that end at once."""
+    """The results of pilots that end at once, one after the other."""
+    left = {precision: [*made] for precision, made in trained.items()}
 
-    def train(
-        _: Any, precision: Precision, __: Any, made: PilotResults, *more: Any
-    ) -> None:
-        if why := failures.get(precision):
-            made.leave_out(precision, why)
-        else:
-            made.pilots[precision] = Pilot(1.0)
+    def train(made: Any, *more: Any) -> Pilot:
+        mine = left.get(made.amp.precision)
+        return mine.pop(0) if mine else Pilot(1.0)
 
     def find(job: Job, goes_on: object) -> Run:
         (job.folder.path / "loss_scale.json").write_text(found_scale().json_text())
@@ -435,9 +446,28 @@ def stage_pilots(
     monkeypatch.setattr(pilots, "_run", find)
     monkeypatch.setattr(pilots, "train_pilot", train)
     results = PilotResults()
-    config_of = Mock(return_value={})
-    pilots.run_pilots(config_of, [*Precision], results, tmp_path / "pilots")
+    in_fp32 = experiment_in(in_precision(experiment("Images"), "fp32"), "x")
+    pilots.run_pilots(in_fp32, [*Precision], results, tmp_path / "pilots")
+    assert not any(left.values())
     return results
+
+
+@pytest.mark.parametrize(
+    ("seconds", "kept"), [((7.0, 1.5), 1.5), ((7.0, 6.0), None), ((4.9,), 4.9)]
+)
+def test_one_slow_pilot_leaves_no_precision_out(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: Sequence[float],
+    kept: float | None,
+) -> None:
+    """A batch in fp32 takes 1 s."""
+    trained = {Precision.AMP_BF16: [Pilot(each) for each in seconds]}
+    results = stage_pilots(tmp_path, monkeypatch, trained=trained)
+    pilot = results.pilots.get(Precision.AMP_BF16)
+    assert (pilot and pilot.seconds_per_batch) == kept
+    said = results.left_out.get(Precision.AMP_BF16, "")
+    assert said.startswith("for time: a batch takes 6 times") is (kept is None)
 
 
 def reports(*batches: int, **metrics: float) -> list[Metrics]:
@@ -450,73 +480,61 @@ class TestPilot:
     @pytest.fixture
     def train(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> Callable[..., PilotResults]:
-        """Runs a pilot in TF32 that sends these messages."""
+    ) -> Callable[..., Pilot]:
+        """Runs a pilot that sends these messages."""
         searching.stage(monkeypatch, pilots)
 
-        def pilot(
-            *messages: object, base: float = 1.0, watch: Any = id
-        ) -> PilotResults:
+        def pilot(*messages: object) -> Pilot:
             ticks = iter([0.0, *(100.0 + n * (n + 1) / 2 for n in range(20))])
             clock = SimpleNamespace(monotonic=lambda: next(ticks))
             monkeypatch.setattr(pilots, "time", clock)
             monkeypatch.setattr(Staged, "script", messages)
             images = experiment_in(experiment("Images"), "x")
-            results = PilotResults({Precision.FP32: Pilot(base)})
-            pilots.train_pilot(images, Precision.TF32, tmp_path, results, watch)
+            made = pilots.train_pilot(images, tmp_path, "pilot 2 of 4")
             (job,) = Staged.jobs
             assert (job.task, job.folder.path) == (Task(Verb.TRAIN), tmp_path)
             assert job.experiment is images
             assert not (tmp_path / "checkpoints").exists()
             assert Staged.made[0].connection.closed
-            return results
+            return made
 
         return pilot
 
-    @pytest.mark.parametrize(
-        ("told", "seconds"),
-        [
-            # It ends at 106 s; between reports of 2 batches there are 1 s and 2 s.
-            (reports(2, 4, 6), 0.75),
-            # 64 samples/s are 0.25 s for a batch of 16, also in the only report.
-            (reports(32, samples_per_second=64.0), 0.25),
-        ],
-    )
     def test_seconds_per_batch_exclude_the_start_of_the_run(
-        self, train: Callable[..., PilotResults], told: list[Metrics], seconds: float
+        self, train: Callable[..., Pilot]
     ) -> None:
-        made = train(*told, *DONE).pilots[Precision.TF32]
-        assert (made.seconds_per_batch, made.epoch_batches) == (seconds, 16)
-        assert seconds < 0.5 or made.overhead == 101.5
+        """It ends at 106 s; between reports of 2 batches there are 1 s and 2 s."""
+        assert train(*reports(2, 4, 6), *DONE) == Pilot(0.75, 101.5, 16)
 
-    @pytest.mark.parametrize("times", [4.9, 5.1, 7.0])
-    def test_precision_of_more_than_five_times_the_time_of_fp32_is_left_out(
-        self, train: Callable[..., PilotResults], times: float
+    def test_seconds_per_batch_are_those_of_the_speed_that_the_run_reports(
+        self, tmp_path: Path, train: Callable[..., Pilot]
     ) -> None:
-        """It is stopped. The same time of a batch is printed for both, and judged."""
-        ends = DONE if times < 5 else (Ended(RunState.PRUNED),)
-        why = train(*reports(2, 4, 6), *ends, base=0.75 / times).left_out
-        said = f"for time: a batch takes {times:.0f} times as long as in fp32 (`det-amp"
-        assert [words.startswith(said) for words in why.values()] == [True] * (
-            times > 5
+        """64 samples/s are 0.25 s for a batch of 16."""
+        told = reports(2, 4, samples_per_second=64.0)
+        (tmp_path / "metrics.jsonl").write_text(
+            "".join(f"{json.dumps(line)}\n" for line in told)
         )
-        answers = Staged.made[0].connection.answers
-        assert answers[:3] == [True, True, times < 5]
-
-    def test_precision_whose_last_report_tells_that_it_is_slow_is_left_out(
-        self, train: Callable[..., PilotResults]
-    ) -> None:
-        """Its speed is 7 times less than that of fp32, in a pilot that ended."""
-        told = reports(2, 4) + reports(12, samples_per_second=16 / 7.0)
-        assert Precision.TF32 in train(*told, *DONE).left_out
+        assert train(*told, *DONE).seconds_per_batch == 0.25
 
     def test_pilot_that_was_timed_for_long_is_cut_short(
-        self, train: Callable[..., PilotResults]
+        self, train: Callable[..., Pilot]
     ) -> None:
         """After 8 intervals, which take 36 s."""
         made = train(*reports(*range(2, 22, 2)), Ended(RunState.PRUNED))
-        assert made.pilots[Precision.TF32].is_cut_short
+        assert made.is_cut_short
         assert Staged.made[0].connection.answers == [*[True] * 8, False, False]
+
+    def test_pilot_shows_its_batches_and_the_rest_of_its_time(
+        self, train: Callable[..., Pilot], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        console = MagicMock()
+        monkeypatch.setattr(pilots, "Console", console)
+        train(*reports(2, 4), *DONE)
+        shown = console.return_value.status.return_value.__enter__.return_value
+        assert [call.args[0] for call in shown.update.call_args_list] == [
+            "pilot 2 of 4: 2 of 20 batches, at most 30 s more",
+            "pilot 2 of 4: 4 of 20 batches, at most 29 s more",
+        ]
 
     @pytest.mark.parametrize(
         ("message", "failure"),
@@ -526,10 +544,10 @@ class TestPilot:
             (Ended(), "its reports tell no speed"),
         ],
     )
-    def test_precision_whose_pilot_has_no_end_or_no_speed_is_left_out(
-        self, message: object, failure: str, train: Callable[..., PilotResults]
+    def test_pilot_without_an_end_or_a_speed_has_failed(
+        self, message: object, failure: str, train: Callable[..., Pilot]
     ) -> None:
-        assert train(message).left_out == {Precision.TF32: failure}
+        assert train(message).failure == failure
 
 
 @pytest.mark.parametrize(
@@ -552,7 +570,8 @@ def test_finder_has_an_answer_or_float16_is_left_out(
     place = RunFolder(tmp_path / "pilots" / "loss-scale").path
     (place / "loss_scale.json").write_text(found_scale().json_text())
     results = PilotResults({Precision.AMP_FP16: Pilot(seconds)})
-    pilots._find(Mock(return_value={}), results, tmp_path / "pilots")
+    in_fp32 = experiment_in(in_precision(experiment("Images"), "fp32"), "x")
+    pilots._find(in_fp32, results, tmp_path / "pilots")
     assert Staged.jobs[0].task == Task(Verb.FIND, 1 if left_out else FINDER_BATCHES)
     assert results.left_out == left_out
     assert results.scale == (None if left_out else found_scale())

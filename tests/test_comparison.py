@@ -16,10 +16,11 @@ from determined_amp.amp.settings import SCALER_KEYS
 from determined_amp.report import ReportError
 from determined_amp.report.answer import answer_of
 from determined_amp.report.change import Judgement, change_of
-from determined_amp.report.comparison import Comparison
+from determined_amp.report.comparison import Comparison, compare_runs
 from determined_amp.report.precision_report import precision_sentences, precision_table
 from determined_amp.report.precision_runs import Pair
 from determined_amp.runs.run import SEED, Report, Reports, Run
+from determined_amp.search.search_folder import Search
 from tests.precisions import CPU, GPU, LOST, comparison_of, run, seeds
 
 ACCURACIES = (0.90, 0.91, 0.92)
@@ -113,8 +114,8 @@ def test_verdict_is_that_of_an_interval_and_a_margin(
                 run("amp_fp16", 2, settings={"hyperparameters.amp.init_scale": 8.0}),
             ],
             (
-                "differ in init_scale: 65536.0 in amp_fp16, seed 1 (amp_fp16-1); 8.0 in"
-                " amp_fp16, s"
+                "differ in init_scale: 2^16 in amp_fp16, seed 1 (amp_fp16-1); 2^3 in "
+                "amp_fp16, s"
             ),
         ),
         (
@@ -251,7 +252,8 @@ def test_one_seed_tells_nothing_and_the_report_says_what_to_type(device: str) ->
     assert {change.judgement for change in changes} == {Judgement.UNKNOWN}
     answer = answer_of(found)
     assert answer.text.startswith("cannot tell yet: whether amp_bf16 is faster, at 9.")
-    assert "tell: `det-amp compare YAML --seeds 5`" in answer.text
+    said = text_of(found)
+    assert said.count("more seeds tell: `det-amp compare YAML --seeds 5`") == 1
     for word in ("not faster", "slower", "worse", "equal", "better"):
         assert word not in text_of(found).replace("of equal seed", "")
 
@@ -337,18 +339,18 @@ def test_memory_is_judged_on_a_gpu_alone(device: str, *, is_judged: bool) -> Non
         (
             [run("amp_bf16", speed=2000.0)],
             None,
-            "whether amp_bf16 is faster, at 2.00x (no interval yet); more seeds tell:",
+            "whether amp_bf16 is faster, at 2.00x (no interval yet)",
         ),
         (
             [run("amp_bf16", speed=0.0)],
             None,
-            "the speed of amp_bf16 was not measured; runs that are trained one after",
+            "the speed of amp_bf16 was not measured",
         ),
         (
             at_speeds(2000.0, 2010.0, accuracies=[0.898, 0.91]),
             "amp_fp16",
             "2.00 times as fast as fp32, but whether its validation_accuracy is the "
-            "same cannot be told with 2 seeds; more seeds tell: `det-amp compare",
+            "same cannot be told with 2 seeds",
         ),
         (
             seeds("amp_bf16", BETTER, speed=2000.0),
@@ -364,15 +366,14 @@ def test_memory_is_judged_on_a_gpu_alone(device: str, *, is_judged: bool) -> Non
         (
             at_speeds(1190.0, 1610.0, accuracies=ALIKE),
             None,
-            "whether amp_fp16 is faster, at 1.38x (95 % interval 0.20 to 9.45); more",
+            "whether amp_fp16 is faster, at 1.38x (95 % interval 0.20 to 9.45)",
         ),
         (
             seeds("amp_bf16", DOUBTFUL, speed=2000.0),
             None,
             (
                 "amp_bf16 is 2.00 times as fast, but whether its worse mean "
-                "validation_accuracy is chance cannot be told with 3 seeds; more seeds "
-                "tell: `det-amp compare YAML --seeds 5`"
+                "validation_accuracy is chance cannot be told with 3 seeds"
             ),
         ),
     ],
@@ -389,6 +390,23 @@ def test_fastest_precision_that_is_not_worse_is_advised(
     assert answer.text == (certain if advised else unknown)
     assert answer.precision.value == (advised or "fp32")
     assert why in answer.why
+
+
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [
+        ("det-amp compare a.yaml --batches 40", "det-amp compare a.yaml --batches 40"),
+        ("det-amp compare --seeds 1 a.yaml", "det-amp compare a.yaml"),
+        ("det-amp compare a.yaml --seeds=4", "det-amp compare a.yaml"),
+    ],
+)
+def test_more_seeds_are_asked_for_once_with_the_command_of_the_user(
+    command: str, more: str
+) -> None:
+    runs = (FP32, run("amp_bf16", speed=2000.0), run("amp_fp16", speed=2000.0))
+    said = text_of(compare_runs([Search("", runs, command=command)]))
+    assert said.count("--seeds") == 1
+    assert f"cannot tell yet, more seeds tell: `{more} --seeds 5`\n" in said
 
 
 LOST_RUNS = [run(p, last_batch=50, end=LOST) for p in ("fp32", "amp_fp16")]
@@ -554,7 +572,7 @@ def test_table_has_a_row_for_a_precision_whose_runs_all_failed() -> None:
     rows = [dict(row) for row in precision_table(comparison_of(*BASE, *lost))]
     assert [(row["precision"], row["runs"], row["audit"]) for row in rows] == [
         ("fp32", "3", "100.0%"),
-        ("amp_fp16", "0, 3 failed", ""),
+        ("amp_fp16", "0, 3 failed", None),
     ]
 
 
@@ -576,6 +594,6 @@ def test_run_that_changed_its_precision_at_a_resume_counts_for_neither() -> None
     assert found.runs == [FP32, FP16]
     (left_out,) = found.left_out
     assert (
-        f"{name} changed at a resume: fp32 from batch 0, amp_bf16 from batch 80"
+        f"{name} changed from fp32 to amp_bf16 at the resume after 80 batches"
         in left_out
     )

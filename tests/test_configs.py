@@ -215,7 +215,8 @@ class TestEverySearch:
         else:
             plan = SearchPlan(config)
             for probe in plan.space.probes():
-                plan.experiment(0, plan.space.nested(probe)).with_trial()
+                sampled = plan.space.nested(probe)
+                experiment.parse(config, name, hyperparameters=sampled)
 
     def test_comments_name_the_commands_of_this_file(self, name: str) -> None:
         text = (SEARCHES / f"{name}.yaml").read_text()

@@ -19,7 +19,7 @@ import torch
 
 from determined_amp import __main__ as door
 from determined_amp.amp.settings import Precision
-from determined_amp.local.checkpoint_storage import complete_checkpoints
+from determined_amp.runs.folder import complete_checkpoints
 from tests import training
 from tests.fake_cuda import fake_cuda, needs_fake_cuda
 from tests.test_never_waits import train as train_on_fake_cuda

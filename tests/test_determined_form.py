@@ -22,9 +22,9 @@ from determined_amp.experiment import experiment
 from determined_amp.experiment.experiment import experiment_in
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.experiment.training import Length
-from determined_amp.local.checkpoint_storage import complete_checkpoints, read_metadata
+from determined_amp.local.checkpoint_storage import read_metadata
 from determined_amp.local.open_trial import open_trial
-from determined_amp.runs.folder import read_metrics
+from determined_amp.runs.folder import complete_checkpoints, read_metrics
 from determined_amp.trial.fitting import fit
 from tests import strangers, training
 from tests.training import STRANGE, problems_of, run

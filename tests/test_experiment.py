@@ -8,6 +8,7 @@ changed.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import pickle
 from argparse import Namespace
@@ -30,6 +31,7 @@ from determined_amp.experiment.dotted import put
 from determined_amp.experiment.entrypoint import trial_in
 from determined_amp.experiment.overrides import in_precision, with_overrides
 from determined_amp.experiment.training import WITHOUT_EFFECT, Length
+from determined_amp.search.task import Task, Verb
 from tests import training
 
 _YAML = Path(__file__).parent.parent / "experiment_configs" / "mlp" / "amp.yaml"
@@ -235,6 +237,59 @@ def test_precision_of_the_command_line_may_be_in_quotes_as_in_the_yaml() -> None
     words = "^--precision: hyperparameters.amp.precision: amp is a value, not a section"
     with pytest.raises(ConfigError, match=words):
         in_precision({"hyperparameters": {"amp": "own"}}, "fp32")
+
+
+THEIRS = {
+    "entrypoint": "model_def:Trial",
+    "hyperparameters": {"amp": {"precision": "amp_fp16"}},
+    "searcher": {"max_length": {"epochs": 2}},
+    "min_validation_period": {"batches": 4},
+}
+
+
+@pytest.mark.parametrize("form", ["ours", "Determined's"])
+def test_replaced_settings_are_in_the_configuration(form: str) -> None:
+    path = str(training.ROOT / "experiment_configs/mlp/amp.yaml")
+    given = experiment.read_yaml(path) if form == "ours" else THEIRS
+    made = experiment.experiment_in(given, "x")
+    assert made.amp is not None
+    other = dataclasses.replace(
+        made,
+        amp=dataclasses.replace(made.amp, growth_interval=7),
+        training=dataclasses.replace(made.training, max_length=Length(batches=8)),
+        seed=5,
+    )
+    again = experiment.experiment_in(other.config, "x")
+    changed = (other.amp, other.training, 5)
+    assert (again.amp, again.training, again.seed) == changed
+    assert made.config["hyperparameters"] == given["hyperparameters"]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "determined.launch.torch_distributed",
+        "determined.launch.horovod --fused 1",
+        "determined.exec.harness",
+    ],
+)
+def test_launcher_of_determined_names_its_trial(program: str) -> None:
+    entrypoint = f"python3 -m {program} --trial model_def:Trial"
+    for written in (entrypoint, entrypoint.split()):
+        config = {"entrypoint": written, "searcher": {"max_length": {"batches": 4}}}
+        made = experiment.experiment_in({**config, "hyperparameters": {}}, "x")
+        assert (made.trial, made.trial_key) == ("model_def:Trial", "entrypoint")
+        assert Task.of(config) == Task(Verb.TRAIN)
+
+
+@pytest.mark.parametrize(
+    "words", ["python3 train.py", "python3 -m determined_amp find"]
+)
+def test_launcher_of_another_program_is_that_program(words: str) -> None:
+    entrypoint = f"python3 -m determined.launch.torch_distributed {words}"
+    assert trial_in(entrypoint) is None
+    ours = words.endswith("find")
+    assert Task.of({"entrypoint": entrypoint}) == (Task(Verb.FIND) if ours else None)
 
 
 def test_entrypoint_with_an_unclosed_quotation_names_no_trial() -> None:

@@ -13,19 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.spines import Spine
 
-from determined_amp.report.loss_scale_figure import draw_loss_scale
-from determined_amp.report.page import as_png
+from determined_amp.report.page import Panel, as_png, draw_panels
 from determined_amp.report.precision_figure import draw_comparison
 from tests.precisions import CPU, LOST, comparison_of, run, seeds
-from tests.reporting import Rows, found_scale, observed, scored
-
-SCORES: Rows = [
-    (float(scale), None, scored(scale), {}) for scale in (-8, 0, 16, 18, 19, 24)
-]
 
 # What is told of a part of a picture, of each that has it.
 PROPERTIES = (
@@ -36,12 +31,56 @@ PROPERTIES = (
 )
 
 
+def panel(figure: Figure, name: str) -> Axes:
+    """The panel with this label, or with a title that begins so."""
+    titles = [(ax.get_ylabel(), ax.get_title(loc="left"), ax) for ax in figure.axes]
+    (result,) = [
+        ax for label, title, ax in titles if label == name or title.startswith(name)
+    ]
+    return result
+
+
+def numbers(values: Any) -> list[float]:
+    return [float(number) for number in values]
+
+
+def test_panels_have_their_dots() -> None:
+    curve = Panel("loss", "batches", [(1, 0.5), (2, 0.25)])
+    dots = Panel("accuracy", "learning_rate", [(0.1, 0.9)], line="")
+    axes, others = draw_panels([curve, dots]).axes
+    assert (axes.get_title(loc="left"), axes.get_xlabel()) == ("loss", "batches")
+    (drawn,) = axes.get_lines()
+    assert numbers(drawn.get_xdata()) == [1.0, 2.0]
+    assert numbers(drawn.get_ydata()) == [0.5, 0.25]
+    assert [each.get_linestyle() for each in others.get_lines()] == ["None"]
+
+
 def compared() -> Figure:
     """Three seeds in fp32, and others in amp_bf16 at twice the speed."""
     base = seeds("fp32", (0.90, 0.91, 0.92), speed=1000.0, memory=800.0)
     return draw_comparison(
         comparison_of(*base, *seeds("amp_bf16", (0.90, 0.90, 0.92), speed=2000.0))
     )
+
+
+def bar_in(axes: Axes) -> tuple[float, list[float]]:
+    """The dot of the only change, and the ends of its bar."""
+    (container,) = axes.containers
+    dot: Any = container.get_children()[0]
+    (bars,) = container[2]
+    (bar,) = bars.get_segments()
+    return float(dot.get_ydata()[0]), sorted(bar[:, 1])
+
+
+def test_change_of_a_precision_has_its_interval_over_the_margin() -> None:
+    """Differences of the accuracy 0, -0.01 and 0: mean -0.0033, deviation 0.0058."""
+    middle, half = -0.01 / 3, 4.302653 * 0.0057735 / 3**0.5
+    dot, bar = bar_in(panel(compared(), "Difference"))
+    assert dot == pytest.approx(middle)
+    assert bar == pytest.approx([middle - half, middle + half], rel=1e-4)
+    dot, bar = bar_in(panel(compared(), "Times as fast"))
+    assert dot == pytest.approx(2.0)
+    assert bar == pytest.approx([2.0, 2.0])
 
 
 def test_comparison_on_a_cpu_with_one_seed_is_drawn() -> None:
@@ -51,10 +90,8 @@ def test_comparison_on_a_cpu_with_one_seed_is_drawn() -> None:
 
 
 def pictures() -> dict[str, Figure]:
-    searched = observed(SCORES, "loss_scale_score", learning_rate=[0.1] * 3 + [0.2] * 3)
     lost = [run("fp32"), run("amp_fp16", last_batch=60, end=LOST)]
     return {
-        "loss_scale": draw_loss_scale(found_scale(low=-6, top=18), searched),
         "comparison": compared(),
         "lost_precision": draw_comparison(comparison_of(*lost)),
     }
@@ -89,7 +126,7 @@ def description(name: str) -> Path:
     return Path(__file__).with_name("pictures") / f"{name}.txt"
 
 
-@pytest.mark.parametrize("name", ["loss_scale", "comparison", "lost_precision"])
+@pytest.mark.parametrize("name", ["comparison", "lost_precision"])
 def test_picture_is_the_one_that_is_described(name: str) -> None:
     assert [*parts_of(pictures()[name])] == description(name).read_text().splitlines()
 

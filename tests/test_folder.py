@@ -21,20 +21,20 @@ import pytest
 import torch
 from determined import core
 
+from determined_amp.amp.errors import UserError
 from determined_amp.experiment.experiment import parse, read_yaml
 from determined_amp.experiment.files import write_together
 from determined_amp.experiment.machine import Machine
 from determined_amp.local.checkpoint_storage import (
     LocalCheckpoints,
     Resume,
-    complete_checkpoints,
     is_of_the_machine,
     read_metadata,
 )
 from determined_amp.local.trainer import _copy_user_code, _not_finite
 from determined_amp.runs.folder import (
-    FolderInUseError,
     RunFolder,
+    complete_checkpoints,
     fresh_folder,
 )
 from determined_amp.trial.checkpoint import CheckpointError
@@ -301,9 +301,7 @@ class TestErrorOfAFile:
 
 def test_second_process_is_told_which_one_writes(tmp_path: Path) -> None:
     with training.locked_by_another_process(tmp_path) as number:
-        refused = pytest.raises(
-            FolderInUseError, match=f"process {number} is running this"
-        )
+        refused = pytest.raises(UserError, match=f"process {number} is running this")
         with refused, RunFolder(tmp_path).locked():
             pass
     with RunFolder(tmp_path).locked():  # it ends with the process
@@ -318,7 +316,8 @@ def test_part_whose_batches_are_trained_again_is_forgotten(tmp_path: Path) -> No
             experiment, Machine(), first_batch=first_batch
         )
     assert [part.first_batch for part in run.parts] == [0, 8]
-    assert read_yaml(str(tmp_path / "resolved.yaml")) == experiment.resolved()
+    assert read_yaml(str(tmp_path / "config.yaml")) == experiment.config
+    assert run.settings == experiment.settings
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ def test_comparison_of_an_older_checkout_is_reported(
     kept: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert door.main(["report", "precision", "comparison"]) == 0
-    said = capsys.readouterr().out
+    assert ", seeds 0, 1\n" in capsys.readouterr().out
+    page = (kept / "comparison" / "precision.md").read_text()
     for precision in ("fp32", "amp_bf16", "amp_fp16"):
-        assert f"{precision}: 2 runs, seeds 0, 1" in said
+        assert f"| {precision} | 2 | " in page

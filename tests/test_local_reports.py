@@ -13,10 +13,9 @@ import pytest
 from determined_amp.amp.plain_data import Config
 from determined_amp.experiment.experiment import parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.local.checkpoint_storage import complete_checkpoints
 from determined_amp.local.local_reports import LocalReports
 from determined_amp.local.trainer import train
-from determined_amp.runs.folder import RunFolder
+from determined_amp.runs.folder import RunFolder, complete_checkpoints
 from determined_amp.search.trial_process import _asking
 from tests import training
 

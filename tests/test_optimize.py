@@ -16,10 +16,10 @@ import yaml
 from optuna.trial import TrialState
 
 from determined_amp import __main__ as door
+from determined_amp.amp.errors import UserError
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.runs.run import Run, RunState
 from determined_amp.search import optimize
-from determined_amp.search.optimize import SearchError
 from determined_amp.search.search_display import line_of_a_trial
 from determined_amp.search.search_folder import STUDY_FILE, Search, read_search
 from tests import searching, training
@@ -74,7 +74,7 @@ def test_invalid_trial_has_its_reason_and_is_not_replaced(tmp_path: Path) -> Non
         tmp_path, "loss_scale_grid.yaml", *searching.TWO_SCALES, OVERFLOWING
     )
     with pytest.raises(
-        SearchError, match="no trial of 2 has a result; trial 0: no loss scale"
+        UserError, match="no trial of 2 has a result; trial 0: no loss scale"
     ):
         door.run(["search", path, "--workers", "2"])
     runs = read_search(searching.only_folder(tmp_path)).runs
@@ -141,7 +141,7 @@ def test_trials_of_a_comparison_are_runs_of_their_own_seed_and_process(
     assert training.digest(searched) == training.digest(expected)
     shown = capsys.readouterr().out
     folder = searching.only_folder(tmp_path).relative_to(tmp_path)
-    assert f"det-amp report precision {folder}\n" in shown
+    assert f"compare: det-amp report {folder}\n" in shown
     assert "best" not in shown
     assert "speeds cannot" not in shown
 

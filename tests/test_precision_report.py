@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 from determined_amp import __main__ as door
 from determined_amp.amp.plain_data import Metrics, Values
@@ -22,6 +21,7 @@ from determined_amp.report.comparison import compare_runs
 from determined_amp.report.master_runs import read_experiment
 from determined_amp.runs.folder import read_run
 from determined_amp.runs.run import RunState
+from determined_amp.trial.notes import in_parts
 from tests.precisions import CPU, RESOLVED, TRAINED, made_on, write_run
 from tests.report_master import TRIAL, Master, report, serving
 from tests.training import ROOT, metrics, run_small
@@ -56,26 +56,25 @@ def test_real_runs_are_compared_by_the_numbers_that_they_reported(
     for sentence in record["sentences"]:
         assert f"* {sentence}\n" in page
         assert f"* {sentence}\n" in output
-    precisions = [same["precision"] for same in record["precisions"]]
-    assert precisions == ["fp32", "amp_fp16", "amp_bf16"]
-    verdicts = {pair["metric"]["verdict"] for pair in record["pairs"]}
-    assert verdicts == {"cannot tell yet"}
-    (run,) = [run for run in record["runs"] if run["precision"] == "amp_fp16"]
-    assert record["machine"] == run["machine"]
+    rows = {row["precision"]: row for row in record["table"]}
+    assert list(rows) == ["fp32", "amp_fp16", "amp_bf16"]
     lines = metrics(trained / "amp")
-    first, *later = [line for line in lines if line["group"] == "training"]
+    _, *later = [line for line in lines if line["group"] == "training"]
     speeds = [x["samples_per_second"] for x in later if "samples_per_second" in x]
-    assert run["samples_per_second"]["median"] == pytest.approx(np.median(speeds))
+    row = rows["amp_fp16"]
+    assert row["samples/s"]["median"] == pytest.approx(np.median(speeds))
     accuracies = [x["validation_accuracy"] for x in lines if x["group"] == "validation"]
-    assert run["metrics"]["validation_accuracy"] == accuracies[-1]
-    assert [value for _, value in run["curve"]] == accuracies
-    assert run["audit_share"] == first["watch_audit_share"]
-    assert run["applied_steps"] == later[-1]["watch_applied_steps"]
+    assert row["validation_accuracy"] == f"{accuracies[-1]:.4g}"
+    assert row["applied steps"]["median"] == later[-1]["watch_applied_steps"]
+    pairs = {pair["precision"]: pair for pair in record["pairs"]}
+    base = metrics(trained / "fp32")[-1]["validation_accuracy"]
+    change = pairs["amp_fp16"]["metric"]
+    assert change["mean"] == pytest.approx(accuracies[-1] - base)
+    assert change["low"] is None  # of one seed
 
 
 def test_real_run_has_the_settings_of_the_runs_written_by_hand(trained: Path) -> None:
-    settings = flat(yaml.safe_load((trained / "amp/resolved.yaml").read_text()))
-    assert flat(RESOLVED).keys() <= settings.keys()
+    assert flat(RESOLVED).keys() <= read_run(trained / "amp").settings.keys()
 
 
 def test_report_on_fp32_alone_is_an_answer_beside_the_first_source(
@@ -100,7 +99,7 @@ def test_json_of_failed_runs_has_no_nan(tmp_path: Path) -> None:
     failed = write_run(tmp_path / "c", "amp_bf16", 2, loss=float("nan"))
     assert door.run(["report", "precision", str(base), str(failed)]) == 0
     text = (base / "precision.json").read_text()
-    assert json.loads(text)["precisions"][1]["failed"] == 1
+    assert json.loads(text)["table"][1]["runs"] == "0, 1 failed"
     assert "NaN" not in text
 
 
@@ -263,6 +262,18 @@ def test_settings_of_a_trial_are_what_was_sampled(master: Master) -> None:
     assert run.precision.value == "amp_fp16"
     assert run.settings["hyperparameters.amp.init_scale"] == 4096.0
     assert run.scale_log2 == 12.0
+
+
+def test_long_settings_of_a_trial_are_noted_and_read_whole(master: Master) -> None:
+    """A master takes no text of more than 5000 characters."""
+    classes = ["a name of a class"] * 500
+    text = json.dumps({**parse(CONFIG, "x").resolved(), "data": {"classes": classes}})
+    parts = in_parts(text)
+    assert isinstance(parts, list)
+    assert max(map(len, parts)) == 5000
+    master.metadata[11]["settings"] = parts
+    assert read_experiment(7).runs[0].settings["data.classes"] == classes
+    assert in_parts("short") == "short"
 
 
 def test_settings_of_a_run_folder_have_the_names_of_those_on_a_master(

@@ -32,7 +32,7 @@ def test_table_is_that_of_the_results(precisions: Any) -> None:
     readme = README.read_text()
     assert with_table(readme, table(precisions)) == readme
     other = copy.deepcopy(precisions)
-    other["wide MLP"]["precisions"][0]["mean"] = 0.5
+    other["wide MLP"]["table"][0]["validation_accuracy"] = "0.5 ± 0.1"
     assert with_table(readme, table(other)) != readme
 
 

@@ -119,7 +119,6 @@ SAID_AT_ONCE: dict[str, list[str]] = {
     f"find {MLP} --batches 0": ["--batches: got 0; allowed: an integer >= 1 and <= "],
     f"find {MLP} --json no/where.json": ["in a folder that exists"],
     f"find {MLP} --json a.txt": ["--json: got a.txt; allowed: a name in .json"],
-    f"find {MLP} --plot a.foo": ["--plot: got a.foo; allowed: a name in .png"],
     "check a.yaml --minutes 3": ["--minutes and --in-place are for a SCRIPT.py"],
     "check --trial b:C a.py": ["--trial, --config and --precision are for a YAML"],
     "check": ["give an experiment YAML, or a SCRIPT.py that trains"],
@@ -131,9 +130,10 @@ SAID_AT_ONCE: dict[str, list[str]] = {
     "report precision": ["the following arguments are required: SOURCE"],
     "report a --margin nan": ["--margin: got nan; allowed: a number above 0"],
     "report a --margin 0": ["--margin: got 0; allowed: a number above 0"],
-    "report fp32 --metric f1": ["--metric: belongs to report precision; this one is"],
-    "report loss-scale study --margin 1": ["--margin: belongs to report precision"],
-    "report loss-scale study study": ["got 2 sources; allowed: one search"],
+    **{
+        f"report {source}": ["for a comparison; ", "allowed: det-amp report precision"]
+        for source in ("fp32 --metric f1", "study --margin 1")
+    },
     # Before the first pilot.
     "compare plain.yaml": ["hyperparameters.global_batch_size: missing; allowed: "],
     f"compare plain.yaml {BATCH_SIZE} --precisions amp_bf16": [
@@ -189,7 +189,6 @@ SAID_LATER = {
     f"find {MLP} --checkpoint .": "neither a checkpoint",
     f"compare strange.yaml {BATCH_SIZE} --config hyperparameters.optimizer="
     "'{type: adam}'": "hyperparameters.optimizer.type: got 'adam'; allowed: const, ",
-    "report loss-scale study --finding none.json": "none.json: cannot be read: No",
     "score strange.yaml --trial tests.strangers:WithBatchSize "
     "--config 'hyperparameters.amp={precision: amp_fp16}'": "batch_size: missing; ",
     **{

@@ -17,8 +17,7 @@ from determined import pytorch
 from torch.utils.data import TensorDataset
 
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.local.checkpoint_storage import complete_checkpoints
-from determined_amp.runs.folder import read_record
+from determined_amp.runs.folder import complete_checkpoints, read_record
 from tests import killed_rounds, strangers, training
 from tests.harness import same_bits
 
@@ -190,14 +189,18 @@ def test_resumed_run_keeps_the_scale_and_takes_the_new_settings(
     }
 
 
-def test_resumed_run_adds_a_part_and_keeps_the_first(killed_run: Path) -> None:
+def test_resumed_run_says_where_it_begins_and_adds_a_part(
+    killed_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (first,) = read_record(killed_run).parts
     training.resume(killed_run)
+    assert "mlp-amp: resumed from batch 8 of 12\n" in capsys.readouterr().out
+    assert "partial checkpoint" not in (killed_run / "log.txt").read_text()
     run = read_record(killed_run)
     assert [part.first_batch for part in run.parts] == [0, 8]
     assert run.parts[0] == first
     assert run.parts[1].settings == first.settings
-    assert run.changed == {}
+    assert run.changes == []
 
 
 def test_resumed_run_of_another_precision_goes_on_and_is_recorded(
@@ -206,9 +209,9 @@ def test_resumed_run_of_another_precision_goes_on_and_is_recorded(
     folder = training.resume(
         killed_run, *training.arguments("mlp/fp32.yaml", *RICH[:-1])
     )
-    changed = read_record(folder).changed["hyperparameters.amp.precision"]
-    assert changed == [(0, "amp_fp16"), (8, "fp32")]
-    message = "after 8 batches hyperparameters.amp.precision changed from amp_fp16 to"
-    assert message in caplog.text
+    name = "hyperparameters.amp.precision"
+    changed = f"{name} changed from amp_fp16 to fp32 at the resume after 8 batches"
+    assert changed in read_record(folder).changes
+    assert changed in caplog.text
     assert "scaler_state_dict" not in training.checkpoint(folder, 12)
     assert training.metrics(folder)[-2]["watch_applied_steps"] == 6

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from determined_amp import __main__ as door
-from determined_amp.report.run_report import curves_of
+from determined_amp.report.run_report import panels_of
 from tests.precisions import LOST, record_of, run, write_record
 
 RATE = "hyperparameters.learning_rate"
@@ -24,7 +24,9 @@ def resumed(tmp_path: Path) -> Path:
     record["parts"] = [part, {**part, **later}]
     folder = write_record(tmp_path / "run", record, lines)
     for batches in (50, 100):
-        (folder / "checkpoints" / f"batch-{batches:08}").mkdir(parents=True)
+        checkpoint = folder / "checkpoints" / f"batch-{batches:08}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "metadata.json").touch()
     return folder
 
 
@@ -38,12 +40,13 @@ def test_report_on_a_run_says_how_it_ended_and_where_its_files_are(
         "98 optimizer steps applied, 2 skipped; the loss scale was 2^16 at the end",
         "audit: 100.0% of the FLOPs of the first batch in this precision",
         "1000 samples/s without the first report",
-        f"{RATE} changed at a resume: 0.001 from batch 0, 0.01 from batch 50",
+        f"{RATE} changed from 0.001 to 0.01 at the resume after 50 batches",
         f"checkpoints: batch-00000050, batch-00000100, in {resumed}/checkpoints",
         f"all curves: tensorboard --logdir {resumed}/tensorboard",
         f"the log: {resumed}/log.txt",
     ):
         assert f"* {words}\n" in shown
+    assert "go on" not in shown
     record = json.loads((resumed / "report.json").read_text())
     assert record["curves"]["validation_accuracy"] == [[50, 0.5], [100, 0.9]]
     assert (resumed / "report.png").exists()
@@ -64,8 +67,27 @@ def test_report_on_a_run_that_failed_begins_with_the_reason(
     assert f"* checkpoints: none, in {folder}/checkpoints\n" in shown
 
 
+def test_report_on_a_killed_run_has_its_newest_checkpoint_and_how_to_go_on(
+    resumed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record, lines = record_of("amp_bf16", 1, last_batch=60)
+    (resumed / "run.json").write_text(json.dumps(record))
+    report = "".join(f"{json.dumps(line)}\n" for line in lines)
+    (resumed / "metrics.jsonl").write_text(report)
+    partial = resumed / "checkpoints" / "batch-00000200"
+    partial.mkdir()  # without its metadata
+    assert door.run(["report", str(resumed)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(
+        "amp_bf16: killed, 60 batches: 60 of 100 batches: its process is gone"
+    )
+    newest = f"go on from batch-00000100: det-amp train --resume {resumed}"
+    assert f"* {newest}\n" in shown
+
+
 def test_curves_are_those_of_the_reports() -> None:
-    curves = dict(curves_of(run("amp_fp16", accuracy=0.75)))
+    panels = panels_of(run("amp_fp16", accuracy=0.75))
+    curves = {panel.title: panel.dots for panel in panels}
     assert curves["training loss"] == [(25, 0.5), (75, 0.5), (100, 0.5)]
     assert curves["validation_accuracy"] == [(50, 0.5), (100, 0.75)]
     assert [scale for _, scale in curves["log₂ of the loss scale"]] == [16.0] * 3
@@ -77,5 +99,5 @@ def test_comparison_of_a_run_that_was_changed_says_what_changed(
     """It has finished, and cannot be compared."""
     said = refusal("report", "precision", str(resumed))
     assert "no finished run can be compared; amp_fp16, seed 1" in said
-    assert f"{RATE} changed at a resume: 0.001 from batch 0" in said
+    assert f"{RATE} changed from 0.001 to 0.01 at the resume after 50" in said
     assert "no run has finished" not in said

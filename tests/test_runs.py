@@ -15,6 +15,7 @@ from determined_amp.runs.folder import (
     read_run,
 )
 from determined_amp.runs.run import Part, Report, Reports, Run, RunState, Spread
+from tests import training
 from tests.precisions import GPU, made_on, run, write_run
 
 SETTINGS = {
@@ -53,9 +54,8 @@ def resumed(*changes: Values, **machine: Any) -> Run:
 def test_resume_with_a_changed_setting_is_another_training_if_batches_differ(
     name: str, is_another: bool
 ) -> None:
-    changed = resumed({name: "another"}).changed
-    assert (name in changed) is is_another
-    assert len(changed) == is_another
+    changes = resumed({name: "another"}).changes
+    assert [change.partition(" ")[0] for change in changes] == [name] * is_another
 
 
 def test_steps_of_several_optimizers_are_added_up() -> None:
@@ -105,12 +105,14 @@ class TestReports:
 class TestChanged:
     def test_changed_setting_is_named_with_both_values(self) -> None:
         run = resumed({}, {"reproducibility.experiment_seed": 2})
-        assert run.changed == {
-            "reproducibility.experiment_seed": [(0, 1), (20, 1), (40, 2)]
-        }
+        name = "reproducibility.experiment_seed"
+        assert run.changes == [
+            f"{name} changed from 1 to 2 at the resume after 40 batches"
+        ]
 
     def test_changed_number_of_slots_is_named(self) -> None:
-        assert resumed({}, slots=2).changed == {"slots": [(0, 1), (20, 2)]}
+        changed = "slots changed from 1 to 2 at the resume after 20 batches"
+        assert resumed({}, slots=2).changes == [changed]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ class TestChanged:
             (
                 {"last_batch": 60, "trained": trained},
                 RunState.RUNNING,
-                "60 of 100 batches: it is running, or was killed",
+                "60 of 100 batches: it is running",
             )
             for trained in ({}, {"loss": math.nan, "watch_consecutive_skips": 51})
         ),
@@ -170,7 +172,7 @@ def test_end_of_a_run_is_judged_by_its_record_and_its_reports(
 def test_length_in_epochs_is_counted_in_epochs(tmp_path: Path) -> None:
     length = {"hyperparameters.training.max_length": {"batches": None, "epochs": 5}}
     folder = write_run(tmp_path / "a", "fp32", 1, settings=length)
-    assert read_run(folder).state is RunState.RUNNING
+    assert read_run(folder).state is RunState.KILLED
     lines = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(lines.replace("{", '{"epochs": 5, '))
     assert read_run(folder).state is RunState.COMPLETED
@@ -197,7 +199,22 @@ def test_line_cut_off_by_a_kill_ends_the_reports(tmp_path: Path) -> None:
     lines = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(lines[:-20])
     cut = read_run(folder)
-    assert (cut.state, cut.trained_batches) == (RunState.RUNNING, 100)
+    assert (cut.state, cut.trained_batches) == (RunState.KILLED, 100)
+
+
+def test_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", "fp32", 1, last_batch=60)
+    with training.locked_by_another_process(folder):
+        running = read_run(folder)
+    killed = read_run(folder)
+    assert (running.state, running.reason) == (
+        RunState.RUNNING,
+        "60 of 100 batches: it is running",
+    )
+    assert (killed.state, killed.reason) == (
+        RunState.KILLED,
+        "60 of 100 batches: its process is gone",
+    )
 
 
 @pytest.mark.parametrize(

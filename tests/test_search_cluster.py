@@ -73,7 +73,7 @@ def test_score_does_not_depend_on_the_seed_of_the_trial(
         noted = {"precision": "amp_fp16", "init_scale": 16.0, "seed": 20261121}
         assert master.metadata.items() >= noted.items()
         assert "failure" not in master.metadata
-        settings = json.loads(master.metadata["settings"])
+        settings = json.loads("".join(master.metadata["settings"]))
         assert settings["hyperparameters"]["amp"]["init_scale"] == 16.0
         assert settings["reproducibility"] == {"experiment_seed": 20261121}
         assert master.status == f"{metrics['steps_lost']:.3g} steps lost"

@@ -11,15 +11,17 @@ import pytest
 
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.plain_data import Values
-from determined_amp.experiment.dotted import flat
+from determined_amp.experiment.dotted import flat, put
 from determined_amp.experiment.entrypoint import trial_in
+from determined_amp.experiment.experiment import experiment_in
 from determined_amp.experiment.overrides import with_overrides, with_trial
+from determined_amp.search.search_folder import Search
 from determined_amp.search.search_plan import (
     AshaSearcher,
     SearchPlan,
     read_searcher,
 )
-from determined_amp.search.task import Topic
+from determined_amp.search.task import Verb
 from tests import searching
 from tests.training import STRANGE
 
@@ -116,34 +118,32 @@ def test_length_that_does_not_fit_the_searcher_is_named(
 
 
 @pytest.mark.parametrize(
-    ("command", "searched", "topic"),
+    ("command", "ranges", "searched", "compares"),
     [
-        ("find", {"learning_rate": True}, Topic.FINDING),
-        ("check", {}, Topic.CHECK),
-        ("compare", {}, Topic.COMPARISON),
-        ("train", {}, Topic.SINGLE_RUN),
-        ("train", {"learning_rate": True}, Topic.OTHER_SEARCH),
-        ("train", {"decoder": {"init_scale": True}}, Topic.OTHER_SEARCH),  # of weights
-        ("train", {"amp": {"init_scale": True}}, Topic.LOSS_SCALES),
-        ("train", {"amp": {"init_scale": True, "precision": True}}, Topic.PRECISIONS),
-        ("score", {"learning_rate": True}, Topic.LOSS_SCALES),
+        ("find", {"learning_rate": True}, ["learning_rate"], False),
+        ("train", {}, [], False),
+        # of weights
+        ("train", {"decoder": {"init_scale": True}}, ["decoder.init_scale"], False),
+        ("train", {"amp": {"init_scale": True}}, ["amp.init_scale"], False),
+        ("train", {"amp": {"precision": True}}, ["amp.precision"], True),
     ],
 )
-def test_topic_is_what_the_command_measures_or_the_search_varies(
-    command: str, searched: Values, topic: Topic
+def test_report_on_a_search_is_decided_by_its_command_and_its_ranges(
+    command: str, ranges: Values, searched: list[str], *, compares: bool
 ) -> None:
-    values = {
-        name: {"type": "double", "minval": 1, "maxval": 2} for name in flat(searched)
-    }
+    hyperparameters: Values = {}
+    for name in flat(ranges):
+        put(hyperparameters, name.split("."), {"type": "double"})
     config = {
         "entrypoint": f"python3 -m determined_amp {command}",
-        "hyperparameters": with_overrides(
-            {}, [f"{key}={value}" for key, value in values.items()]
-        ),
-        "searcher": {"name": "grid" if searched else "single"},
+        "hyperparameters": hyperparameters,
+        "searcher": {"name": "grid" if ranges else "single"},
     }
-    assert Topic.of(config) is topic
-    assert Topic.of({}) is Topic.SINGLE_RUN
+    search = Search("", (), config)
+    assert (search.searched, search.compares) == (searched, compares)
+    assert search.is_single is not bool(ranges)
+    assert search.verb is Verb(command)
+    assert Search("", ()).is_single
 
 
 def test_scale_from_a_range_is_a_power_of_two_and_a_listed_one_is_not_changed() -> None:
@@ -157,7 +157,7 @@ def test_scale_from_a_range_is_a_power_of_two_and_a_listed_one_is_not_changed() 
     ):
         override = f"hyperparameters.amp.init_scale={space}"
         search = SearchPlan(with_overrides(STRANGE, [*changes, override]))
-        trial = search.experiment(0, drawn)
+        trial = experiment_in(search.search, "x", hyperparameters=drawn)
         assert trial.amp is not None
         assert trial.amp.init_scale == used
         assert trial.config["hyperparameters"]["amp"]["init_scale"] == used
@@ -169,7 +169,7 @@ def test_seed_of_a_range_replaces_that_of_the_search() -> None:
     for name, own in (("trial_seed", {}), ("seed", {"seed": 2})):
         override = f"hyperparameters.{name}={ranges}"
         search = SearchPlan(with_overrides(STRANGE, ["searcher.name=grid", override]))
-        trial = search.experiment(0, {"lr": 0.1, name: 2})
+        trial, _ = search.trial(0)
         assert trial.hyperparameters == {"lr": 0.1, **own}
         assert trial.seed == (search.drawn_seed(0) if own else 2)
 

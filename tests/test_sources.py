@@ -13,8 +13,8 @@ from determined_amp.experiment.dotted import flat, put_by_name
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.scale_score import bits_from_default
 from determined_amp.report import ReportError
-from determined_amp.report.loss_scale_report import over_loss_scale, search_sentences
 from determined_amp.report.master_runs import read_experiment
+from determined_amp.report.search_report import write_search_report
 from determined_amp.report.sources import read_source
 from determined_amp.runs.run import RunState
 from determined_amp.search.search_folder import Search, read_search
@@ -51,7 +51,7 @@ def test_runs_of_a_folder_and_of_a_master_have_the_same_numbers(
 ) -> None:
     runs = search.runs
     assert search.name == "small"
-    assert search.also_searched == []
+    assert search.searched == ["amp.init_scale"]
     assert [run.scale_log2 for run in runs] == [16.0, 20.0, 10.0]
     assert [run.overflow for run in runs] == [False, True, None]
     assert [run.skipped_steps for run in runs] == [None] * 3
@@ -102,31 +102,17 @@ def test_values_by_dotted_name_come_from_sections_and_return_to_their_keys() -> 
     }
 
 
-def test_search_without_a_scale_is_a_sentence(tmp_path: Path) -> None:
-    space = (
-        "hyperparameters={learning_rate: {type: log, base: 10, minval: -4, maxval: 0}}"
-    )
-    search = with_overrides(SEARCH, (space,))
-    folder = write_study(
-        tmp_path, [(0.1, {"loss_scale_score": 1.0})], search, "learning_rate"
-    )
-    with pytest.raises(
-        ReportError, match="no trial has an initial loss scale; allowed: "
-    ):
-        over_loss_scale(read_search(folder))
-
-
 @pytest.mark.parametrize("record", ["{]", "{}"])
 def test_trial_with_a_damaged_record_is_left_out_and_named(
     tmp_path: Path, record: str
 ) -> None:
     write_study(tmp_path, [(2.0**scale, scored(scale)) for scale in (4, 16, 24)])
     (tmp_path / "trials" / "0001" / "run.json").write_text(record)
-    search = over_loss_scale(read_search(tmp_path))
+    search = read_search(tmp_path)
     assert [run.number for run in search.runs] == [0, 2]
     (note,) = search.notes
     assert note.startswith(f"left out: {tmp_path}/trials/0001: is not a run folder")
-    assert note in list(search_sentences(None, search))
+    assert note in write_search_report(search, tmp_path).text
 
 
 def test_source_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
@@ -138,8 +124,3 @@ def test_source_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
     reports.mkdir()
     with pytest.raises(ReportError, match=r"metrics\.jsonl: cannot be read: Is a dir"):
         read_source(str(folder))
-
-
-def test_search_without_trials_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ReportError, match="has no trials yet"):
-        over_loss_scale(read_search(write_study(tmp_path, [])))

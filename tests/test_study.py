@@ -12,10 +12,11 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
+from determined_amp.amp.errors import UserError
 from determined_amp.runs.folder import RunFolder, trial_folder
 from determined_amp.runs.run import RunState
 from determined_amp.search import optimize
-from determined_amp.search.optimize import SearchError, SearchLoop
+from determined_amp.search.optimize import SearchLoop
 from determined_amp.search.search_display import closing_lines
 from determined_amp.search.search_folder import (
     STUDY_FILE,
@@ -24,7 +25,7 @@ from determined_amp.search.search_folder import (
     write_config,
 )
 from determined_amp.search.search_plan import SearchPlan
-from determined_amp.search.study import StudyError, open_study, storing
+from determined_amp.search.study import open_study, storing
 from tests import searching, training
 from tests.reporting import SEARCH, scored, write_study
 from tests.searching import COMPLETED, DEAD, Ended, Staged
@@ -64,7 +65,7 @@ def test_trials_that_ran_wait_again_and_come_first(tmp_path: Path) -> None:
 def test_database_on_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     study, _ = study_in(tmp_path)
     refused = pytest.raises(
-        StudyError, match=r"its files cannot be read or written: .*disk.*--resume"
+        UserError, match=r"its files cannot be read or written: .*disk.*--resume"
     )
     with refused, storing(tmp_path), training.no_file_larger_than(1000):
         study.ask()
@@ -209,7 +210,7 @@ class TestTrials:
         self, tmp_path: Path
     ) -> None:
         with pytest.raises(
-            SearchError, match="disk full; the search stopped, and its open trials"
+            UserError, match="disk full; the search stopped, and its open trials"
         ):
             self.run(tmp_path, [Ended(RunState.STOPPED, "disk full")], (), workers=2)
         assert TrialState.FAIL not in self.states(tmp_path)

@@ -30,7 +30,8 @@ from torchvision.utils import make_grid
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.cli.options import at_least
 from determined_amp.experiment import experiment
-from determined_amp.local.checkpoint_storage import complete_checkpoints, read_metadata
+from determined_amp.local.checkpoint_storage import read_metadata
+from determined_amp.runs.folder import complete_checkpoints
 from determined_amp.trial.checkpoint import CheckpointError, check_bytes
 from trials.data.clips import ClipDataset
 from trials.latte import LatteHparams

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -206,6 +207,12 @@ class AmpSettings:
                 f"got {self.first_scale:g}, which is below min_scale "
                 f"{self.min_scale:g}; allowed: min_scale or more",
             )
+
+
+def scale_text(scale: float) -> str:
+    """A loss scale in words: as the power of two that it mostly is."""
+    fraction, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if fraction == 0.5 else f"{scale:g}"
 
 
 def yaml_lines(changes: Config) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.cli.options import (
@@ -24,10 +23,7 @@ from determined_amp.cli.options import (
     experiment_of,
 )
 from determined_amp.experiment.failures import is_task
-from determined_amp.experiment.files import write_together, write_whole
-
-if TYPE_CHECKING:
-    from determined_amp.finder.found_scale import FoundScale
+from determined_amp.experiment.files import write_whole
 
 
 def add_find(add_parser: AddParser) -> None:
@@ -50,31 +46,20 @@ def add_find(add_parser: AddParser) -> None:
         metavar="FILE",
         help="write the whole answer as JSON, in place of an old FILE",
     )
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE.png",
-        help="draw the prediction, in place of an old FILE",
-    )
 
 
 def _find(options: Namespace) -> int:
-    """Find the scale, print it, and write the files that the options name."""
+    """Find the scale, print it, and write the file that the options name."""
     if is_task():
         from determined_amp.cluster import find_task  # noqa: PLC0415
 
         find_task(options.trial, options.batches, options.words)
         return 0
-    for option, target, suffix in (
-        ("--json", options.json, ".json"),
-        ("--plot", options.plot, ".png"),
-    ):
-        # Before the work, and so that no YAML is replaced.
-        if target is not None and (
-            target.suffix != suffix or not target.parent.is_dir()
-        ):
-            text = f"got {target}; allowed: a name in {suffix}, in a folder that exists"
-            raise ConfigError(option, [text])
+    target = options.json
+    # Before the work, and so that no YAML is replaced.
+    if target and (target.suffix != ".json" or not target.parent.is_dir()):
+        text = f"got {target}; allowed: a name in .json, in a folder that exists"
+        raise ConfigError("--json", [text])
     experiment = experiment_of(options)
     # This imports torch, which takes seconds.
     from determined_amp.local.open_trial import open_trial  # noqa: PLC0415
@@ -82,24 +67,11 @@ def _find(options: Namespace) -> int:
     with open_trial(experiment, options.checkpoint) as opened:
         answer = opened.find(options.batches)
     print(answer)
-    _save(answer, options)
+    if target:
+        try:
+            write_whole(target, answer.json_text())
+        except OSError as error:
+            raise UserError(
+                f"the answer cannot be written: {error}; allowed: another file"
+            ) from error
     return 0
-
-
-def _save(answer: FoundScale, options: Namespace) -> None:
-    try:
-        if options.json:
-            write_whole(options.json, answer.json_text())
-        if options.plot:
-            # matplotlib takes seconds to import.
-            from determined_amp.report.loss_scale_figure import draw_loss_scale  # noqa: PLC0415
-            from determined_amp.report.page import as_png  # noqa: PLC0415
-            from determined_amp.search.search_folder import Search  # noqa: PLC0415
-
-            figure = draw_loss_scale(answer, Search("", ()))
-            write_together({options.plot: [as_png(figure)]})
-            print(f"written: {options.plot}")
-    except OSError as error:
-        raise UserError(
-            f"the answer cannot be written: {error}; allowed: another file"
-        ) from error

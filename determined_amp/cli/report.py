@@ -1,10 +1,9 @@
-"""The command `report`: show a run, compare precisions, or draw the loss scale.
+"""The command `report`: show a run, rank the trials of a search, or compare precisions.
 
 A single run has a report of its own: how it ended, its curves, and where its files are.
-The runs of `report precision` must differ in precision and seed only, and include fp32
-or tf32. `report loss-scale` shows what the trials of a search measured, and with
-`--finding` what the finder predicts: a file that `find --json` wrote, or the id of an
-experiment of `hp_search/find_loss_scale.yaml`.
+A search over precisions, and several sources, are compared: the runs must differ in
+precision and seed only, and include fp32 or tf32. `report precision` compares the runs
+of any source.
 """
 
 from __future__ import annotations
@@ -19,20 +18,19 @@ from determined_amp.cli.options import AddParser, add_command
 
 if TYPE_CHECKING:
     from determined_amp.report.page import Written
-    from determined_amp.search.search_folder import Search
 
-# By report: its own options.
-_OPTIONS = {"precision": ("metric", "margin"), "loss-scale": ("finding",)}
+# Said first, it asks for a comparison of sources that have another report.
+_PRECISION = "precision"
 
 
 def add_report(add_parser: AddParser) -> None:
     """Add the command."""
     text = (
-        "show a run, compare runs that differ in precision and seed only, or draw the "
-        "effects of the initial loss scale"
+        "show a run, rank the trials of a search, or compare runs that differ in "
+        "precision and seed only"
     )
     parser = add_command(add_parser, "report", text, _report)
-    parser.usage = "det-amp report [precision|loss-scale] SOURCE ... [options]"
+    parser.usage = "det-amp report [precision] SOURCE ... [options]"
     parser.add_argument(
         "sources",
         nargs="+",
@@ -51,8 +49,8 @@ def add_report(add_parser: AddParser) -> None:
         "--metric",
         metavar="NAME",
         help=(
-            "precision: validation metric; default: validation_accuracy, else the"
-            " searcher's"
+            "of a comparison: validation metric; default: validation_accuracy, else "
+            "the searcher's"
         ),
     )
     parser.add_argument(
@@ -60,94 +58,53 @@ def add_report(add_parser: AddParser) -> None:
         type=_positive,
         metavar="X",
         help=(
-            "precision: what does not matter; default: 0.003 of an accuracy or 1 %% of"
-            " the mean"
+            "of a comparison: what does not matter; default: 0.003 of an accuracy or "
+            "1 %% of the mean"
         ),
-    )
-    parser.add_argument(
-        "--finding",
-        metavar="FILE_OR_EXPERIMENT_ID",
-        help="loss-scale: the finder's JSON, or its experiment",
     )
 
 
 def _report(options: Namespace) -> int:
-    """Write the report that the first argument names, or the one that fits the first
-    source.
-    """
-    # Numpy and the SDK take a second.
-    from determined_amp.report.sources import read_source, report_on  # noqa: PLC0415
-
-    named = options.sources[0] if options.sources[0] in _OPTIONS else None
-    options.sources = options.sources[named is not None :]
-    if not options.sources:
+    """Write the report on some sources, and print its text."""
+    is_named = options.sources[0] == _PRECISION
+    sources = options.sources[is_named:]
+    if not sources:
         options.parser.error("the following arguments are required: SOURCE")
-    searches = []
-    report = named
-    is_alone = len(options.sources) == 1
-    for source in options.sources:
-        search = read_source(source)
-        report = report_on(source, search, report, is_alone=is_alone)
-        searches.append(search)
-    _check_options(report, options)
-    written = _write(report, searches, options)
+    written = _write(sources, options, compares=is_named or len(sources) > 1)
     print(f"{written.text}\n\nwritten: {', '.join(map(str, written.files))}")
     return 0
 
 
-def _write(report: str | None, searches: list[Search], options: Namespace) -> Written:
-    from determined_amp.report.sources import folder_beside  # noqa: PLC0415
-    from determined_amp.search.task import Topic  # noqa: PLC0415
-
-    first = options.sources[0]
-    folder = options.output or folder_beside(first)
-    if report == "run" and searches[0].runs:
-        from determined_amp.report.run_report import write_run_report  # noqa: PLC0415
-
-        return write_run_report(searches[0].runs[0], folder)
-    if report == "loss-scale":
-        # The finder's classes import torch.
-        from determined_amp.report import loss_scale_report  # noqa: PLC0415
-
-        return loss_scale_report.write_loss_scale_report(
-            searches[0], folder, options.finding
-        )
-    if Topic.of(searches[0].config) is Topic.COMPARISON:
-        return _fetch_comparison(int(first), options, folder)
-    # It draws: matplotlib takes a second, too.
-    from determined_amp.report.precision_report import write_precision_report  # noqa: PLC0415
-
-    precisions = write_precision_report(
-        searches, folder, options.metric, options.margin
-    )
-    return precisions.written
-
-
-def _check_options(report: str | None, options: Namespace) -> None:
-    """Raise if an option belongs to another report, or there are too many sources."""
-    for other, names in _OPTIONS.items():
-        foreign = [name for name in names if getattr(options, name)]
-        if foreign and other != report:
-            raise UserError(
-                f"--{foreign[0]}: belongs to report {other}; this one is report "
-                f"{report}"
-            )
-    if report == "loss-scale" and len(options.sources) > 1:
-        raise UserError(
-            f"report loss-scale: got {len(options.sources)} sources; allowed: one "
-            "search"
-        )
-
-
-def _fetch_comparison(number: int, options: Namespace, folder: Path) -> Written:
+def _write(sources: list[str], options: Namespace, *, compares: bool) -> Written:
+    # Numpy and the SDK take a second, matplotlib another.
     from determined_amp.report.master_runs import fetch_comparison  # noqa: PLC0415
+    from determined_amp.report.precision_report import write_precision_report  # noqa: PLC0415
+    from determined_amp.report.run_report import write_run_report  # noqa: PLC0415
+    from determined_amp.report.search_report import write_search_report  # noqa: PLC0415
+    from determined_amp.report.sources import (  # noqa: PLC0415
+        folder_beside,
+        is_experiment,
+        read_source,
+    )
+    from determined_amp.search.task import Verb  # noqa: PLC0415
 
-    if options.metric or options.margin or options.sources[1:]:
+    first = sources[0]
+    folder = options.output or folder_beside(first)
+    searches = [read_source(source) for source in sources]
+    search = searches[0]
+    if search.verb is Verb.COMPARE and is_experiment(first):
+        return fetch_comparison(int(first), folder)
+    if compares or search.compares:
+        metric, margin = options.metric, options.margin
+        return write_precision_report(searches, folder, metric, margin).written
+    if options.metric or options.margin:
         raise UserError(
-            f"experiment {number}: its task has written the report; allowed: no other "
-            "source, and no --metric and --margin"
+            f"--metric and --margin are for a comparison; {first} has another report; "
+            f"allowed: det-amp report precision {first}"
         )
-    return fetch_comparison(number, folder)
+    if search.is_single and search.runs:
+        return write_run_report(search.runs[0], folder)
+    return write_search_report(search, folder)
 
 
 def _positive(text: str) -> float:

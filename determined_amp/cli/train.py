@@ -66,12 +66,13 @@ def _train(options: Namespace) -> int:
 
 def _train_here(options: Namespace, experiment: Experiment) -> int:
     # These import torch, which takes seconds.
-    from determined_amp.local.checkpoint_storage import (  # noqa: PLC0415
-        Resume,
-        complete_checkpoints,
-    )
+    from determined_amp.local.checkpoint_storage import Resume  # noqa: PLC0415
     from determined_amp.local.trainer import train  # noqa: PLC0415
-    from determined_amp.runs.folder import RunFolder, fresh_folder  # noqa: PLC0415
+    from determined_amp.runs.folder import (  # noqa: PLC0415
+        RunFolder,
+        complete_checkpoints,
+        fresh_folder,
+    )
 
     experiment = experiment.with_trial()
     resume = Resume.latest(Path(options.resume)) if options.resume else None

@@ -1,8 +1,8 @@
 """Short runs of a trial in each precision, for the time of a batch and the loss scale.
 
 A pilot is an ordinary run with one rule of its own: a precision is left out if a batch
-takes more than `TOO_SLOW` times as long as in fp32. It ends as soon as its batches were
-timed long enough, so that a slow machine is not waited for.
+takes more than `TOO_SLOW` times as long as in fp32, in two pilots. It ends as soon as
+its batches were timed long enough, so that a slow machine is not waited for.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 from rich.console import Console
-from rich.status import Status
 
 from determined_amp.amp.errors import UserError
-from determined_amp.amp.metric_names import MetricName
 from determined_amp.amp.plain_data import Values
-from determined_amp.amp.settings import Precision
+from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.experiment.experiment import Experiment
+from determined_amp.experiment.training import Length, TrainingSettings
 from determined_amp.finder.found_scale import FILE_NAME, FoundScale
 from determined_amp.finder.scale_finding import Verdict
 from determined_amp.local.trainer import GoesOn
-from determined_amp.runs.folder import RunFolder, read_record
+from determined_amp.runs.folder import RunFolder, read_record, read_run
 from determined_amp.runs.run import Run, RunState
 from determined_amp.search.search_display import minutes
 from determined_amp.search.task import Task, Verb
@@ -45,22 +45,10 @@ _PASSES = 4
 # fp32.
 TOO_SLOW = 5.0
 
-# How many times between reports are needed to judge: one may be a hiccup.
-_ENOUGH = 2
-
-# Seconds after which the batches of a pilot are timed long enough, and after which its
-# state is printed again.
+# Seconds after the first report, which is that of a warm-up, after which a pilot ends.
 _LONG = 30.0
 
 _FLOAT16_HOPELESS = (Verdict.FORWARD_OVERFLOW, Verdict.BF16)
-
-
-class CompareError(UserError):
-    """No two precisions can be compared."""
-
-
-# The experiment of a pilot in a precision, with this length in batches.
-PilotOf = Callable[[Precision, int], Experiment]
 
 
 @dataclass(frozen=True)
@@ -73,6 +61,7 @@ class Pilot:
     overhead: float = 0.0
     epoch_batches: int | None = None  # batches of an epoch; None if it is not known
     is_cut_short: bool = False  # whether it was timed long enough before its end
+    failure: str = ""  # why it tells nothing
 
 
 @dataclass
@@ -89,27 +78,19 @@ class PilotResults:
         """Leave out a precision, and record why.
 
         Raises:
-            CompareError: if it is fp32, which the others are compared with.
+            UserError: if it is fp32, which the others are compared with.
         """
         if precision is Precision.FP32:
-            raise CompareError(f"the trial cannot be trained in fp32: {why}")
+            raise UserError(f"the trial cannot be trained in fp32: {why}")
         self.pilots.pop(precision, None)
         self.left_out[precision] = why
 
-    def judge(
-        self,
-        precision: Precision,
-        times: BatchTimes,
-        overhead: float,
-        *,
-        is_cut_short: bool,
-    ) -> None:
-        """Keep the times of a pilot that ended, or leave its precision out."""
-        seconds = times.seconds_per_batch
-        if not seconds:
-            self.leave_out(precision, "its reports tell no speed")
-        elif seconds > self.slowest:
-            factor = TOO_SLOW * seconds / self.slowest
+    def add(self, precision: Precision, pilot: Pilot) -> None:
+        """Keep a pilot, or leave its precision out."""
+        if pilot.failure:
+            self.leave_out(precision, pilot.failure)
+        elif pilot.seconds_per_batch > self.slowest:
+            factor = TOO_SLOW * pilot.seconds_per_batch / self.slowest
             self.leave_out(
                 precision,
                 f"for time: a batch takes {factor:.0f} times as long as in fp32 "
@@ -117,8 +98,7 @@ class PilotResults:
                 "the same)",
             )
         else:
-            epoch = times.epoch_batches
-            self.pilots[precision] = Pilot(seconds, overhead, epoch, is_cut_short)
+            self.pilots[precision] = pilot
 
     @property
     def slowest(self) -> float:
@@ -141,80 +121,40 @@ class PilotResults:
         return "\n".join(lines)
 
 
-class BatchTimes:
-    """The times of a pilot's batches, by its reports; the first one is left out.
-
-    The speed that a run reports is used where there is one: it does not include the
-    time of the report.
-
-    Args:
-        batch_size: Samples in a batch.
-    """
-
-    def __init__(self, batch_size: int) -> None:
-        self._batch_size = batch_size
-        self._last_report = 0.0
-        self._between_reports: list[float] = []
-        self._reported: list[float] = []
-        self.timed = 0.0  # seconds between the first report and the last
-        self.batches = 0
-        self.epoch_batches: int | None = None
-
-    def add(self, report: Values) -> None:
-        self.epoch_batches = report.get("epoch_batches", self.epoch_batches)
-        if report["group"] != "training":
-            return
-        now = time.monotonic()
-        batches = report["batches"]
-        if self.batches:
-            seconds = now - self._last_report
-            self.timed += seconds
-            self._between_reports.append(seconds / (batches - self.batches))
-        self._last_report = now
-        self.batches = batches
-        if speed := report.get(MetricName.SAMPLES_PER_SECOND):
-            self._reported.append(self._batch_size / speed)
-
-    @property
-    def are_enough(self) -> bool:
-        return len(self._between_reports) >= _ENOUGH
-
-    @property
-    def seconds_per_batch(self) -> float:
-        """The median; 0 if no report tells."""
-        times = self._reported or self._between_reports
-        return median(times) if times else 0.0
+def amp_of(experiment: Experiment) -> AmpSettings:
+    """The section `amp` of a comparison, which was made in fp32."""
+    assert experiment.amp is not None
+    return experiment.amp
 
 
-class PilotDisplay:
-    """Says how far a pilot is: in the status line, and every 30 s in the log.
+def lengths_of(experiment: Experiment, batches: int, period: int) -> TrainingSettings:
+    """Lengths of a run with one validation and one checkpoint, at its end.
 
     Args:
-        what: The pilot.
-        status: The status line.
-        console: For the log.
+        experiment: The experiment.
+        batches: Length of the run, rounded up to whole optimizer steps.
+        period: Its reporting period, rounded alike.
     """
+    window = experiment.aggregation_frequency
+    whole = Length(batches=-(-batches // window) * window)
+    return replace(
+        experiment.training,
+        max_length=whole,
+        validation_period=whole,
+        checkpoint_period=whole,
+        reporting_period=Length(batches=-(-period // window) * window),
+    )
 
-    def __init__(self, what: str, status: Status, console: Console) -> None:
-        self._what = what
-        self._status = status
-        self._console = console
-        self._shown = time.monotonic()
 
-    def show(self, times: BatchTimes) -> None:
-        text = f"{self._what}: {times.batches} of {BATCHES} batches"
-        if seconds := times.seconds_per_batch:
-            rest = (BATCHES - times.batches) * seconds
-            rest = min(rest, max(_LONG - times.timed, 0.0))
-            text = f"{text}, about {minutes(rest)} more"
-        self._status.update(text)
-        if time.monotonic() - self._shown > _LONG:
-            self._shown = time.monotonic()
-            self._console.print(text)
+def pilot_of(experiment: Experiment, precision: Precision, batches: int) -> Experiment:
+    """The experiment of a pilot."""
+    amp = replace(amp_of(experiment), precision=precision)
+    training = lengths_of(experiment, batches, REPORTING_PERIOD)
+    return replace(experiment, amp=amp, training=training)
 
 
 def run_pilots(
-    pilot_of: PilotOf,
+    experiment: Experiment,
     precisions: Sequence[Precision],
     results: PilotResults,
     folder: Path,
@@ -222,74 +162,87 @@ def run_pilots(
     """Train briefly in these precisions, fp32 first; find the loss scale of float16.
 
     Raises:
-        CompareError: if the trial cannot be trained in fp32.
+        UserError: if the trial cannot be trained in fp32.
     """
-    console = Console()
     baseline = folder / Precision.FP32.value
     for number, precision in enumerate(precisions, 1):
         what = f"pilot {number} of {len(precisions)}, in {precision.value}"
         if precision is Precision.TF32 and not read_record(baseline).machine.has_tf32:
             print(f"{what}: left out, because it is fp32 on this device", flush=True)
             continue
-        # A log has no status line.
-        print(f"{what}: up to {BATCHES} batches", flush=True)
-        waiting = f"{what}: waiting for its first batches, and their audit"
-        with console.status(waiting) as status:
-            display = PilotDisplay(what, status, console)
-            pilot = pilot_of(precision, BATCHES)
-            place = folder / precision.value
-            train_pilot(pilot, precision, place, results, display.show)
+        made = pilot_of(experiment, precision, BATCHES)
+        pilot = train_pilot(made, folder / precision.value, what)
+        if pilot.seconds_per_batch > results.slowest:
+            # the machine may have been busy
+            place = folder / f"{precision.value}-again"
+            again = train_pilot(made, place, f"{what}, once more")
+            if not again.failure:
+                pilot = min(pilot, again, key=lambda one: one.seconds_per_batch)
+        results.add(precision, pilot)
         if precision is Precision.AMP_FP16 and precision in results.pilots:
-            _find(pilot_of, results, folder)
+            _find(experiment, results, folder)
 
 
-def train_pilot(
-    experiment: Experiment,
-    precision: Precision,
-    folder: Path,
-    results: PilotResults,
-    watch: Callable[[BatchTimes], None],
-) -> None:
-    """Train a pilot, and keep its times, or the reason to leave its precision out.
+def train_pilot(experiment: Experiment, folder: Path, what: str) -> Pilot:
+    """Train a pilot.
 
     Args:
-        experiment: The experiment in this precision, with `REPORTING_PERIOD`.
-        precision: The precision.
+        experiment: Its experiment.
         folder: The run folder to make.
-        results: Of the pilots before it; gets that of this one.
-        watch: Called at each report; an error ends the pilot.
+        what: Its name, to be shown.
     """
-    times = BatchTimes(experiment.global_batch_size or 0)
-    slowest = results.slowest
+    # A log has no status line.
+    print(f"{what}: up to {BATCHES} batches", flush=True)
+    started: Values = {}
+    reports: list[tuple[float, int]] = []  # when, and after which batch
 
     def goes_on(report: Values) -> bool:
-        times.add(report)
-        watch(times)
-        is_known = times.timed > _LONG or times.seconds_per_batch > slowest
-        return not (times.are_enough and is_known)
+        if report["group"] == "start":
+            started.update(report)
+        if report["group"] != "training":
+            return True
+        reports.append((time.monotonic(), report["batches"]))
+        left = _LONG - (reports[-1][0] - reports[0][0])
+        done = f"{report['batches']} of {BATCHES} batches"
+        status.update(f"{what}: {done}, at most {minutes(max(left, 0.0))} more")
+        return left > 0.0
 
-    began = time.monotonic()
-    ended = _run(Job(Task(Verb.TRAIN), experiment, RunFolder(folder)), goes_on)
+    with Console().status(f"{what}: its first batches, and their audit") as status:
+        began = time.monotonic()
+        ended = _run(Job(Task(Verb.TRAIN), experiment, RunFolder(folder)), goes_on)
     wall = time.monotonic() - began
     # A pilot is never continued.
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    if ended.state in (RunState.COMPLETED, RunState.PRUNED):
-        overhead = max(wall - times.batches * times.seconds_per_batch, 0.0)
-        is_cut_short = ended.state is RunState.PRUNED
-        results.judge(precision, times, overhead, is_cut_short=is_cut_short)
-    else:
-        results.leave_out(precision, ended.reason)
+    if ended.state not in (RunState.COMPLETED, RunState.PRUNED):
+        return Pilot(0.0, failure=ended.reason)
+    seconds = _seconds_per_batch(reports)
+    # The speed that a run reports does not include the time of its reports.
+    if speed := read_run(folder).speed:
+        seconds = (experiment.global_batch_size or 0) / speed.median
+    if not seconds:
+        return Pilot(0.0, failure="its reports tell no speed")
+    overhead = max(wall - reports[-1][1] * seconds, 0.0)
+    is_cut_short = ended.state is RunState.PRUNED
+    return Pilot(seconds, overhead, started.get("epoch_batches"), is_cut_short)
 
 
-def _find(pilot_of: PilotOf, results: PilotResults, folder: Path) -> None:
+def _seconds_per_batch(reports: Sequence[tuple[float, int]]) -> float:
+    """The median between reports; 0 if they tell none."""
+    times = []
+    for (began, first), (ended, last) in pairwise(reports):
+        times.append((ended - began) / (last - first))
+    return median(times) if times else 0.0
+
+
+def _find(experiment: Experiment, results: PilotResults, folder: Path) -> None:
     """Find the loss scale, or the reason why float16 has none."""
     seconds = results.pilots[Precision.AMP_FP16].seconds_per_batch
     batches = int(min(max(_LONG / (_PASSES * seconds), 1), FINDER_BATCHES))
     print(f"measuring the loss scale of {batches} batches", flush=True)
-    experiment = pilot_of(Precision.AMP_FP16, batches)
-    task = Task(Verb.FIND, batches=batches)
+    made = pilot_of(experiment, Precision.AMP_FP16, batches)
     place = folder / "loss-scale"
-    ended = _run(Job(task, experiment, RunFolder(place)), lambda report: True)
+    job = Job(Task(Verb.FIND, batches=batches), made, RunFolder(place))
+    ended = _run(job, lambda report: True)
     if ended.state is not RunState.COMPLETED:
         results.leave_out(Precision.AMP_FP16, ended.reason)
         return

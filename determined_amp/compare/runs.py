@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
+import shlex
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import determined as det
 
-from determined_amp.amp.plain_data import Config, Values
+from determined_amp.amp.plain_data import Config
 from determined_amp.amp.settings import Precision
 from determined_amp.compare.pilots import (
-    BATCHES,
-    REPORTING_PERIOD,
     TOO_SLOW,
-    CompareError,
     PilotResults,
+    amp_of,
+    lengths_of,
     run_pilots,
 )
 from determined_amp.compare.plan import ComparisonPlan, plan_lines, plan_of
-from determined_amp.experiment.dotted import put
-from determined_amp.experiment.experiment import (
-    TRIAL_SEED,
-    Experiment,
-    experiment_in,
-    parse,
-)
+from determined_amp.experiment.dotted import value_at
+from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, parse
+from determined_amp.experiment.failures import is_task
 from determined_amp.experiment.files import write_whole
 from determined_amp.experiment.overrides import in_precision
 from determined_amp.finder.found_scale import scale_sentences, yaml_changes
@@ -38,12 +32,9 @@ from determined_amp.report.precision_report import (
     write_precision_report,
 )
 from determined_amp.runs.folder import fresh_folder
-from determined_amp.runs.run import Run, RunState
+from determined_amp.runs.run import HAVE_ENDED
 from determined_amp.search.optimize import INTERRUPTED, run_comparison
 from determined_amp.search.search_folder import (
-    Search,
-    read_config,
-    read_remarks,
     read_search,
     write_config,
     write_remarks,
@@ -56,17 +47,6 @@ ONLY_FP32 = (
 )
 
 
-# Asked at each report of a run whether to stop there.
-IsPaused = Callable[[], bool]
-
-
-@dataclass(eq=False)
-class ComparisonPaused(Exception):  # noqa: N818  # it is no error
-    """A comparison was paused."""
-
-    folder: Path  # it has the runs so far
-
-
 @dataclass(frozen=True)
 class ComparisonEnd:
     """How a comparison ended."""
@@ -76,50 +56,81 @@ class ComparisonEnd:
     is_interrupted: bool = False  # whether a signal stopped it
 
 
-def compare(
-    config: Config,
-    source: str,
-    options: Namespace,
-    is_paused: IsPaused = bool,
-) -> ComparisonEnd:
+def compare(config: Config, source: str, options: Namespace) -> ComparisonEnd:
     """Compare the precisions of a trial, and print which one to use.
 
     Args:
         config: The experiment configuration.
         source: Where it comes from, for the error message.
-        options: `trial`, `precisions`, `seeds`, `batches`, `minutes`.
-        is_paused: Asked at each report of a run whether to stop there.
+        options: `trial`, `precisions`, `seeds`, `batches`, `minutes`, and the `words`
+            that were typed.
 
     Raises:
         UserError: if the trial cannot be trained in fp32.
-        ComparisonPaused: if it is paused; `go_on` trains the other runs.
     """
     in_fp32 = in_precision(config, Precision.FP32.value)
     experiment = parse(in_fp32, source, trial=options.trial)
-    configs = RunConfigs(experiment, own_amp(config), options.seeds)
     # A search is checked more strictly than a run: its mistakes come before pilots.
-    shortest = ComparisonPlan(configs.rounded(BATCHES), configs.rounded(1))
-    SearchPlan(configs.search(options.precisions, shortest), source)
+    window = experiment.aggregation_frequency
+    shortest = ComparisonPlan(window, window, options.seeds)
+    SearchPlan(search_over(experiment, options.precisions, shortest), source)
     folder = fresh_folder(Path("runs"), f"compare-{experiment.name}")
     results = PilotResults()
-    pilots = folder / "pilots"
     try:
-        run_pilots(configs.pilot, options.precisions, results, pilots)
+        run_pilots(experiment, options.precisions, results, folder / "pilots")
     finally:  # after Ctrl-C, too
         print(results)
     if len(results.pilots) < 2:
         return _only_fp32(folder, results)
     plan = plan_of(results, experiment, options)
     print("\n".join(plan_lines(results, plan)), flush=True)
-    notes: list[str] = []
+    program = "python3 -m determined_amp" if is_task() else "det-amp"
+    command = f"{program} {shlex.join(options.words)}"
+    write_remarks(folder, results.reasons, list(_notes(results)), command)
+    if results.scale is not None and Precision.AMP_FP16 in results.pilots:
+        amp = replace(amp_of(experiment), **yaml_changes(results.scale))
+        experiment = replace(experiment, amp=amp)
+    config = search_over(experiment, list(results.pilots), plan)
+    search = SearchPlan(write_config(folder, config, workers=1))
+    cut_short = run_comparison(folder, search, plan.time_limit)
+    report = _report(folder, search, cut_short)
+    return ComparisonEnd(folder, report, cut_short == INTERRUPTED)
+
+
+def search_over(
+    experiment: Experiment, precisions: Sequence[Precision], plan: ComparisonPlan
+) -> Config:
+    """The search over these precisions and all seeds."""
+    lengths = lengths_of(experiment, plan.batches, plan.reporting_period)
+    config = dict(replace(experiment, training=lengths).config)
+    # A grid begins with its last value: fp32, which the others are compared with.
+    names = [precision.value for precision in precisions[::-1]]
+    seeds = [experiment.seed + i for i in range(plan.seeds)]
+    own = config["hyperparameters"]
+    precision = {"type": "categorical", "vals": names}
+    config["hyperparameters"] = {
+        **own,
+        "amp": {**own["amp"], "precision": precision},
+        TRIAL_SEED: {"type": "categorical", "vals": seeds},
+    }
+    if "trial" in own:
+        config["entrypoint"] = "python3 -m determined_amp train"
+    ranks = experiment.platform.searcher
+    config["searcher"] = {
+        "name": "grid",
+        "metric": ranks.metric,
+        "smaller_is_better": ranks.smaller_is_better,
+        "max_length": value_at(config, "searcher.max_length"),
+    }
+    config["name"] = f"compare-{experiment.name}"
+    return config
+
+
+def _notes(results: PilotResults) -> Iterator[str]:
+    """What the finder says, for the report."""
     if results.scale is not None:
-        sentences = scale_sentences(results.scale)
-        notes = [f"float16 loss scale: {text}" for text in sentences]
-        if Precision.AMP_FP16 in results.pilots:
-            configs = configs.with_amp(yaml_changes(results.scale))
-    write_remarks(folder, results.reasons, notes, time_limit=plan.time_limit)
-    search = configs.search(list(results.pilots), plan)
-    return go_on(folder, write_config(folder, search, workers=1), is_paused)
+        for text in scale_sentences(results.scale):
+            yield f"float16 loss scale: {text}"
 
 
 def _only_fp32(folder: Path, results: PilotResults) -> ComparisonEnd:
@@ -130,73 +141,27 @@ def _only_fp32(folder: Path, results: PilotResults) -> ComparisonEnd:
     return ComparisonEnd(folder)
 
 
-def go_on(folder: Path, config: Config, is_paused: IsPaused) -> ComparisonEnd:
-    """Train the runs of a comparison that have not ended, and print its answer.
-
-    They have the whole time limit. See `compare` for `is_paused` and what it raises.
-    """
-    search, time_limit = SearchPlan(config), read_remarks(folder)["time_limit"]
-    cut_short = run_comparison(folder, search, time_limit, is_paused)
-    is_interrupted = cut_short == INTERRUPTED
-    if is_interrupted and is_paused():
-        raise ComparisonPaused(folder)
-    return ComparisonEnd(folder, _report(folder, search, cut_short), is_interrupted)
-
-
-def planned_runs(folder: Path) -> int:
-    """The number of runs of the comparison in a folder."""
-    return len(SearchPlan(read_config(folder)).points)
-
-
-def ended_runs(source: Search) -> list[Run]:
-    """The runs of a comparison that have ended, or failed."""
-    return [
-        r for r in source.runs if r.state is RunState.COMPLETED or r.state.is_failure
-    ]
-
-
 def _report(folder: Path, search: SearchPlan, cut_short: str) -> PrecisionReport:
     """Write the report on those runs that have ended, and print its answer.
 
     `cut_short` is what `run_comparison` returned.
     """
-    steps = _to_go_on(folder)
+    made = read_search(folder, search.search)
+    ended = tuple(run for run in made.runs if run.state in HAVE_ENDED)
     planned = len(search.points)
-    ended = of_answer(read_search(folder, search.search), planned, cut_short)
+    left_out = made.left_out
+    if len(ended) < planned:
+        done = f"{len(ended)} of {planned} runs were finished {cut_short}"
+        left_out = (*left_out, f"{done}; for the others: {_to_go_on(folder)}")
     try:
-        report = write_precision_report([ended], folder)
+        source = replace(made, runs=ended, left_out=left_out)
+        report = write_precision_report([source], folder)
     except ReportError as error:
-        if not cut_short:
-            raise
-        kind = KeyboardInterrupt if cut_short == INTERRUPTED else CompareError
-        raise kind(
-            "stopped before there was anything to compare: too few runs were finished "
-            f"{cut_short}; {steps[0]}"
-        ) from error
-    if len(ended.runs) < planned:
-        more = "".join(f"  {step}\n" for step in steps)
-        early = (
-            f"not every run was finished {cut_short}: the answer is early. For more:"
-        )
-        print(f"{early}\n{more}")
+        if cut_short == INTERRUPTED:
+            raise KeyboardInterrupt(str(error)) from error
+        raise
     print(f"\n{report.written.text}\n\nthe page with all numbers: {_page(folder)}")
     return report
-
-
-def of_answer(source: Search, planned: int, cut_short: str) -> Search:
-    """The runs that have ended, by their number, and how many have not, and why.
-
-    The folder of a run says nothing to a reader, and on a cluster it ends with its
-    task.
-    """
-    ended = ended_runs(source)
-    missing = planned - len(ended)
-    were = "was" if missing == 1 else "were"
-    left_out = list(source.left_out)
-    if missing:
-        left_out.append(f"{missing} of {planned} runs {were} not finished {cut_short}")
-    runs = tuple(dataclasses.replace(run, name=f"run {run.number}") for run in ended)
-    return dataclasses.replace(source, runs=runs, left_out=tuple(left_out))
 
 
 def _page(folder: Path) -> str:
@@ -207,87 +172,8 @@ def _page(folder: Path) -> str:
     return f"det-amp report {info.trial.experiment_id}"
 
 
-def _to_go_on(folder: Path) -> list[str]:
-    """The commands to type for the missing runs."""
-    if det.get_cluster_info() is not None:  # the folder is lost with its task
-        longer = "python3 -m determined_amp compare --minutes MORE"
-        return [f"det experiment create ... --config entrypoint='{longer}'"]
-    commands = ("search --resume", "report")
-    return [f"det-amp {command} {folder}" for command in commands]
-
-
-def own_amp(config: Config) -> Config:
-    """The section `amp` of the user's own; empty if there is none of ours."""
-    section = config.get("hyperparameters", {}).get("amp")
-    return section if isinstance(section, Mapping) else {}
-
-
-@dataclass(frozen=True)
-class RunConfigs:
-    """Makes the configurations of runs, which differ in precision, seed and length."""
-
-    experiment: Experiment  # in fp32
-    amp: Config  # the section `amp` of all runs, but for the precision
-    seeds: int = 1  # number of runs of each precision
-
-    def with_amp(self, changes: Config) -> RunConfigs:
-        """The same with changes of the section `amp`; None removes a key."""
-        changed = {**self.amp, **changes}
-        amp = {key: value for key, value in changed.items() if value is not None}
-        return dataclasses.replace(self, amp=amp)
-
-    def pilot(self, precision: Precision, batches: int) -> Experiment:
-        """The experiment of a pilot in a precision."""
-        amp = {**self.amp, "precision": precision.value}
-        period = self.rounded(REPORTING_PERIOD)
-        config = self._config({"amp": amp}, self.rounded(batches), period)
-        return experiment_in(config, self.experiment.source)
-
-    def search(self, precisions: Sequence[Precision], plan: ComparisonPlan) -> Config:
-        """The search over these precisions and all seeds."""
-        # A grid begins with its last value: fp32, which the others are compared with.
-        names = [precision.value for precision in precisions[::-1]]
-        seeds = [self.experiment.seed + i for i in range(self.seeds)]
-        ranges = {
-            TRIAL_SEED: {"type": "categorical", "vals": seeds},
-            "amp": {**self.amp, "precision": {"type": "categorical", "vals": names}},
-        }
-        config = self._config(ranges, plan.batches, plan.reporting_period)
-        config["name"] = f"compare-{self.experiment.name}"
-        config["searcher"]["name"] = "grid"
-        return config
-
-    def _config(
-        self, hyperparameters: Config, batches: int, reporting_period: int
-    ) -> Values:
-        """The experiment with changed hyperparameters and lengths.
-
-        A run has one validation and one checkpoint, at its end.
-        """
-        config = copy.deepcopy(dict(self.experiment.config))
-        own = {**config["hyperparameters"], **hyperparameters}
-        config["hyperparameters"] = own
-        if "trial" in own:
-            config["entrypoint"] = "python3 -m determined_amp train"
-        searcher = self.experiment.platform.searcher
-        config["searcher"] = {
-            "name": "single",
-            "metric": searcher.metric,
-            "smaller_is_better": searcher.smaller_is_better,
-        }
-        own.get("training", {}).pop("reporting_period", None)  # it may be in epochs
-        whole = {"batches": batches}
-        lengths: Config = {
-            "max_length": whole,
-            "validation_period": whole,
-            "checkpoint_period": whole,
-            "reporting_period.batches": reporting_period,
-        }
-        for name, length in lengths.items():
-            put(config, self.experiment.key_of(name).split("."), length)
-        return config
-
-    def rounded(self, batches: int) -> int:
-        """A number of batches, rounded up to whole optimizer steps."""
-        window = self.experiment.aggregation_frequency
-        return -(-batches // window) * window
+def _to_go_on(folder: Path) -> str:
+    """What to type for the missing runs."""
+    if is_task():  # the folder is lost with its task
+        return "another task with more --minutes"
+    return f"det-amp search --resume {folder}, then det-amp report {folder}"

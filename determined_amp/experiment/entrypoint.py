@@ -18,6 +18,9 @@ _CLASS = re.compile(r"[\w.]+:[\w.]+")
 # What starts this library, as a module or as an installed program.
 _PROGRAM = ("determined_amp", "det-amp")
 
+# Determined's own programs, which train the class that `--trial` names.
+_LAUNCHER = re.compile(r"determined\.(launch\.\w+|exec\.harness)")
+
 # The task reads all of its options, and refuses what is wrong with them.
 _OPTIONS = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 for _name in ("--trial", "--batches"):
@@ -34,9 +37,8 @@ def command_in(entrypoint: object) -> tuple[str, argparse.Namespace]:
     `batches`.
 
     Returns:
-        An empty command if it runs another program, or is no command. An option is None
-            without a
-        value.
+        An empty command if it runs another program, or is no command; `train` for a
+            launcher of Determined with `--trial`. An option is None without a value.
     """
     words: list[str] = []
     if isinstance(entrypoint, list):
@@ -47,10 +49,13 @@ def command_in(entrypoint: object) -> tuple[str, argparse.Namespace]:
     ours = [at for at, word in enumerate(words, 1) if word in _PROGRAM]
     at = ours[0] if ours else len(words)
     options, _ = _OPTIONS.parse_known_args(words[at + 1 :])
+    if not ours and any(_LAUNCHER.fullmatch(word) for word in words):
+        options, _ = _OPTIONS.parse_known_args(words)
+        return "train" if options.trial else "", options
     return "".join(words[at : at + 1]), options
 
 
 def trial_in(entrypoint: object) -> str | None:
-    """The trial that a command in an entrypoint names by `--trial`."""
+    """The trial that an entrypoint names by `--trial`."""
     trial: str | None = command_in(entrypoint)[1].trial
     return trial

@@ -40,7 +40,7 @@ from determined_amp.amp.fields import (
 )
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.amp.settings import AmpSettings
-from determined_amp.experiment.dotted import flat, value_at
+from determined_amp.experiment.dotted import flat, put, value_at
 from determined_amp.experiment.entrypoint import is_class, trial_in
 from determined_amp.experiment.misplaced import misplaced, of_the_trial
 from determined_amp.experiment.training import (
@@ -181,14 +181,17 @@ _ATTRIBUTE = "determined_amp_experiment"
 class Experiment(CommonHyperparameters):
     """An experiment configuration, read once in a process.
 
+    What differs between runs is a field, so `dataclasses.replace(experiment, amp=...,
+    training=..., seed=...)` is another experiment, whose `config` says the same.
+
     What needs the trial is read when it is first asked for, and raises a `ConfigError`
     that names every mistake; `with_trial` asks for all of it.
     """
 
     source: str  # where it comes from, for error messages
-    # The configuration with the values, trial and seed of this experiment: it needs no
-    # arguments.
-    config: Config = dataclasses.field(repr=False)
+    # The configuration as it was given, with the values and the trial of this
+    # experiment.
+    given: Config = dataclasses.field(repr=False)
     trial: str  # import path of the factory, `module:name`
     trial_key: str  # the key or the option that names it
     platform: Platform  # Determined's own sections
@@ -224,7 +227,26 @@ class Experiment(CommonHyperparameters):
         """The key of the YAML that holds a setting of the training, such as
         `max_length`.
         """
-        return key_of(name, ours=has_our_form(self.config["hyperparameters"]))
+        return key_of(name, ours=has_our_form(self.given["hyperparameters"]))
+
+    @cached_property
+    def config(self) -> Config:
+        """The configuration of this experiment, in the form of the given one."""
+        config = copy.deepcopy(dict(self.given))
+        own = config["hyperparameters"]
+        put(config, ("reproducibility", "experiment_seed"), self.seed)
+        if self.amp is not None:
+            own["amp"] = _section(self.amp, own.get("amp"))
+        if has_our_form(own):
+            own["training"] = _section(self.training, own["training"])
+            return config
+        lengths = _section(self.training)
+        for name in ("max_length", "validation_period", "checkpoint_period"):
+            if name in lengths:
+                put(config, self.key_of(name).split("."), lengths[name])
+        if "reporting_period" in lengths:
+            config["scheduling_unit"] = self.training.reporting_period.batches
+        return config
 
     @property
     def max_length(self) -> Length:
@@ -410,7 +432,7 @@ def experiment_in(
     return Experiment(
         **vars(common),
         source=source,
-        config=_recorded(config, values, path, seed),
+        given=_with_trial(config, values, path),
         trial=path,
         trial_key=key,
         platform=platform,
@@ -471,7 +493,8 @@ def _read_common(
         values: The hyperparameters of the trial.
         problems: The mistakes are appended, with the keys of the user's form.
     """
-    problems.extend(Problem(name, _ONE_VALUE.format(name)) for name in ranges(values))
+    searched = [f"hyperparameters.{name}" for name in ranges(values)]
+    problems.extend(Problem(name, _ONE_VALUE.format(name)) for name in searched)
     ours, found = has_our_form(values), list[Problem]()
     if ours:
         problems.extend(mistakes_of_our_form(config, values))
@@ -497,15 +520,11 @@ def _values(config: Config, chosen: Config | None, problems: list[Problem]) -> C
     return values if chosen is None else with_power_of_two(values, config)
 
 
-def _recorded(config: Config, values: Config, trial: str, seed: int) -> Config:
-    """The configuration with hyperparameters, trial and seed."""
-    reproducibility = {**(config.get("reproducibility") or {}), "experiment_seed": seed}
-    recorded = {**config, "hyperparameters": values, "reproducibility": reproducibility}
+def _with_trial(config: Config, values: Config, trial: str) -> Config:
+    """The configuration with these hyperparameters, and this trial."""
     if isinstance(values.get("trial"), str):
-        recorded["hyperparameters"] = {**values, "trial": trial}
-    else:
-        recorded["entrypoint"] = trial
-    return recorded
+        return {**config, "hyperparameters": {**values, "trial": trial}}
+    return {**config, "hyperparameters": values, "entrypoint": trial}
 
 
 def with_power_of_two(values: Config, search: Config) -> Config:
@@ -544,7 +563,7 @@ def ranges(values: Config) -> Iterator[str]:
     """The dotted names of the hyperparameters that are search ranges."""
     for name, value in flat(values).items():
         if isinstance(value, Mapping) and value.get("type") in _RANGES:
-            yield f"hyperparameters.{name}"
+            yield name
 
 
 def indivisible_batch(global_batch_size: int, slots: int) -> Iterator[Problem]:
@@ -586,6 +605,21 @@ def _named_trial(
     )
     problems.append(Problem("hyperparameters.trial", text))
     return "", ""
+
+
+def _section(settings: Any, given: object = None) -> Values:
+    """Settings as a section of a YAML: those that were given, or are no default."""
+    known = given if isinstance(given, Mapping) else {}
+    section: Values = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if field.name not in known and value == field.default:
+            continue
+        if dataclasses.is_dataclass(value):
+            section[field.name] = _section(value, known.get(field.name))
+        else:
+            section[field.name] = plain(value)
+    return section
 
 
 def _own_class(factory: Factory, name: str) -> type[Any] | None:

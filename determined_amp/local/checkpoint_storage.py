@@ -24,6 +24,7 @@ from determined.common import storage
 
 from determined_amp.amp.plain_data import Values
 from determined_amp.local.local_reports import LocalReports
+from determined_amp.runs.folder import complete_checkpoints
 from determined_amp.trial.checkpoint import CheckpointError, check_bytes
 
 logger = logging.getLogger(__name__)
@@ -171,13 +172,6 @@ def _complete(partial: Path, metadata: Values) -> None:
 def checkpoint_name(batches: int) -> str:
     """The name of the checkpoint after that many batches."""
     return f"batch-{batches:08d}"
-
-
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, oldest first."""
-    return sorted(
-        path for path in folder.glob("batch-*") if (path / "metadata.json").exists()
-    )
 
 
 def read_metadata(checkpoint: Path) -> Values:

@@ -9,9 +9,8 @@ from determined_amp.amp.metric_names import AuditMetricName, MetricName
 from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.training import LENGTH_UNITS
-from determined_amp.local.checkpoint_storage import complete_checkpoints
 from determined_amp.local.processes import StopOnSignal
-from determined_amp.runs.folder import RunFolder
+from determined_amp.runs.folder import RunFolder, complete_checkpoints
 
 # The metrics of a report line, in this order, with their formats.
 _SHOWN = {
@@ -63,7 +62,10 @@ class Display:
         self._say(f"{self._title}: {precision}")
 
     def begin_training(self, first_batch: int, total_batches: int) -> None:
-        """Show a bar until the run ends."""
+        """Show a bar until the run ends, and where a resumed run begins."""
+        if 0 < first_batch < total_batches:
+            at = f"batch {first_batch} of {total_batches}"
+            self._say(f"{self._title}: resumed from {at}")
         if first_batch == total_batches:
             self._say(
                 f"{self._title}: {first_batch} batches are trained, which is all that "

@@ -13,7 +13,7 @@ from rich.logging import RichHandler
 
 logger = logging.getLogger(__name__)
 
-# How warnings of Determined begin that no user can act on.
+# How warnings of Determined begin that no user can act on, and that would alarm one.
 _NOT_FOR_USERS = ("TensorFlow writer not found", "Ignoring partial checkpoint download")
 
 
@@ -43,12 +43,11 @@ def logging_to(path: Path | None, console: Console) -> Iterator[None]:
     """Inside this block log to `path`, if given, and print warnings to `console`.
 
     Python's own warnings are logged, too, and the traceback of what ends the block. A
-    few warnings of Determined are written and not shown.
+    few warnings of Determined are left out.
     """
     shown: logging.Handler = RichHandler(
         logging.WARNING, console, show_time=False, show_path=False, markup=False
     )
-    shown.addFilter(lambda record: not record.getMessage().startswith(_NOT_FOR_USERS))
     handlers = [shown]
     if path is not None:
         written = _LogFile(path, encoding="utf-8")
@@ -61,6 +60,7 @@ def logging_to(path: Path | None, console: Console) -> Iterator[None]:
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
     for handler in handlers:
+        handler.addFilter(_is_for_users)
         root.addHandler(handler)
     try:
         yield
@@ -74,3 +74,7 @@ def logging_to(path: Path | None, console: Console) -> Iterator[None]:
             handler.close()
         logging.captureWarnings(False)
         root.setLevel(level)
+
+
+def _is_for_users(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_NOT_FOR_USERS)

@@ -7,11 +7,10 @@ from __future__ import annotations
 import copy
 import random
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import determined as det
 import numpy as np
@@ -26,7 +25,6 @@ from determined_amp.amp.rehearse.precision_audit import (
     audit_rehearsal,
 )
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
-from determined_amp.amp.rehearse.restored import without_steps
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment.experiment import Experiment, indivisible_batch
 from determined_amp.experiment.failures import faults_of_the_trial
@@ -36,13 +34,9 @@ from determined_amp.local.checkpoint_storage import DiskError, LocalCheckpoints,
 from determined_amp.runs.run import RunState
 from determined_amp.trial.checkpoint import CheckpointError
 from determined_amp.trial.determined_private import (
-    SafeController,
     average_by_default,
-    controlled_by,
-    end_loop,
-    what_steps,
 )
-from determined_amp.trial.loss_scale import find_in_trial, score
+from determined_amp.trial.loss_scale import find_in_trial, in_training, score
 from determined_amp.trial.mixed_precision import MixedPrecision
 from determined_amp.trial.unmodified import trial_of
 
@@ -168,7 +162,7 @@ def open_trial(
 
 
 def audit_here(experiment: Experiment) -> tuple[Audit, Precision | None]:
-    """Train one batch here, in Determined's loop and without writing files.
+    """Audit the first batch here, in Determined's loop and without writing files.
 
     Returns:
         The audit of the batch, and the precision that the trial asks for. The precision
@@ -180,52 +174,22 @@ def audit_here(experiment: Experiment) -> tuple[Audit, Precision | None]:
             for.
         ConfigError: if the trial cannot be imported, or its own sections are wrong.
     """
-    done: list[Audit] = []
     with open_trial(experiment) as opened:
-        context, amp = opened.context, MixedPrecision.of(opened.context)
+        context = opened.context
+        amp = MixedPrecision.of(context)
         precision = None if amp is None else amp.settings.precision
-        if amp is not None:
-            amp.guard.enabled = False  # otherwise it audits the batch as well
-        asked, has_tf32 = (
-            precision or Precision.FP32,
-            DeviceSupport.of(context.device).tf32,
-        )
-        rehearsal_of = _rehearsals(opened)
+        asked = precision or Precision.FP32
+        has_tf32 = DeviceSupport.of(context.device).tf32
 
-        def audit_in_place(**batch: Any) -> None:
-            done.append(
-                audit_rehearsal(rehearsal_of(**batch), asked, has_tf32=has_tf32)
-            )
-            end_loop()
+        def audit(rehearsals: Sequence[Rehearsal]) -> Audit:
+            return audit_rehearsal(rehearsals[0], asked, has_tf32=has_tf32)
 
-        opened.trial.train_batch = audit_in_place  # type: ignore[assignment,method-assign]
         try:
-            with controlled_by(SafeController):
-                trainer = pytorch.Trainer(opened.trial, context)
-                trainer.fit(max_length=pytorch.Batch(1), checkpoint_policy="none")
+            return in_training(opened.trial, context, 1, audit), precision
         except AuditError as error:
             if precision is not None:
                 raise
-            done.append(error.audit)
-    return done[0], precision
-
-
-def _rehearsals(opened: OpenTrial) -> Callable[..., Rehearsal]:
-    """What makes the rehearsal of a batch of the trial, given the arguments of
-    `train_batch`.
-    """
-    context, train_batch = opened.context, opened.trial.train_batch
-
-    def of_batch(**batch: Any) -> Rehearsal:
-        def train(scale: float | None) -> None:
-            # its own does as it likes here
-            no_scaler = torch.amp.GradScaler(enabled=False)
-            with without_steps(no_scaler, context.optimizers, what_steps(context)):
-                train_batch(**batch)
-
-        return Rehearsal(train, context.models)
-
-    return of_batch
+            return error.audit, None
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.patched import patched
-from determined_amp.amp.plain_data import Config, Values
+from determined_amp.amp.plain_data import Values
 from determined_amp.amp.tensors import is_finite, numbered
 from determined_amp.amp.users_code import is_installed
 from determined_amp.experiment.experiment import CheckpointPolicy, Experiment
@@ -43,7 +44,7 @@ from determined_amp.local.open_trial import (
 )
 from determined_amp.local.processes import StopOnSignal, process_group
 from determined_amp.runs.folder import RunFolder, read_record
-from determined_amp.runs.run import RunState
+from determined_amp.runs.run import RunState, changes_between
 from determined_amp.trial.checkpoint import CheckpointError
 from determined_amp.trial.determined_private import (
     SafeController,
@@ -113,12 +114,8 @@ class LocalRun:
             )
             self._folder.forget_metrics_after(first_batch)
             # Reports do not compare a run that a resume has changed with others.
-            before, now = run.parts[-2:][0], run.parts[-1]
-            changes = _changes(before.what_it_trains, now.what_it_trains)
-            if changes:
-                logger.warning(
-                    "at the resume after %d batches %s", first_batch, "; ".join(changes)
-                )
+            for change in replace(run, parts=run.parts[-2:]).changes:
+                logger.warning("%s", change)
         self.display.begin_training(first_batch, total_batches)
         self._ask(
             {"group": "start", "batches": first_batch, "epoch_batches": epoch_batches}
@@ -166,15 +163,6 @@ class LocalRun:
         if self._total is not None and self._batches < self._total:
             return RunState.STOPPED, "the trial asked to stop"
         return RunState.COMPLETED, ""
-
-
-def _changes(before: Config, now: Config) -> list[str]:
-    """What differs between two trainings, by the names of their settings."""
-    return [
-        f"{name} changed from {before.get(name)} to {now.get(name)}"
-        for name in {**before, **now}
-        if before.get(name) != now.get(name)
-    ]
 
 
 class LocalController(SafeController):
@@ -335,7 +323,8 @@ def _fit(
             fit(trial, context, latest_checkpoint=start, checkpoint_policy=policy)
         except CheckpointError as error:
             # a hyperparameter that has changed may be the cause
-            changes = _changes(read_record(folder.path).settings, experiment.settings)
+            before = read_record(folder.path).settings
+            changes = changes_between(before, experiment.settings)
             ours = [
                 change for change in changes if change.startswith("hyperparameters.")
             ]

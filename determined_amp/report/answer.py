@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass
 
 from determined_amp.amp.settings import Precision
@@ -61,8 +61,7 @@ def answer_of(comparison: Comparison) -> Answer:
         best = max(usable, key=lambda pair: pair.times_as_fast)
         return Answer(best.precision, _advantage(best, comparison.metric))
     if doubts:
-        why = "; ".join([*doubts, what_to_type(pairs)])
-        return Answer(comparison.baseline, why, is_certain=False)
+        return Answer(comparison.baseline, "; ".join(doubts), is_certain=False)
     return Answer(comparison.baseline, "; ".join(faults))
 
 
@@ -71,20 +70,24 @@ def _nothing_to_compare(comparison: Comparison) -> str:
     names = " and ".join(same.name for same in comparison.precisions)
     return (
         f"all finished runs are in {names}, and one in another precision is missing: "
-        "ask again when there is one, or type `det-amp compare YAML`"
+        f"ask again when there is one, or type `{comparison.command}`"
     )
 
 
-def what_to_type(pairs: Sequence[Pair]) -> str:
-    """What to type where these pairs cannot tell."""
+def what_to_type(comparison: Comparison) -> str:
+    """What to type where a pair cannot tell; empty where all of them tell."""
+    pairs = [pair for pair in comparison.pairs if pair.is_open]
+    if not pairs:
+        return ""
     if any(pair.speed is None for pair in pairs):
         return (
             "runs that are trained one after the other, of 20 batches or more, tell "
-            "their speed: `det-amp compare YAML`"
+            f"their speed: `{comparison.command}`"
         )
     seeds = max(pair.metric.pairs for pair in pairs)
     wanted = _SEEDS if seeds < _SEEDS else 2 * seeds
-    return f"more seeds tell: `det-amp compare YAML --seeds {wanted}`"
+    command = re.sub(r" --seeds[ =]\d+", "", comparison.command)
+    return f"where this cannot tell yet, more seeds tell: `{command} --seeds {wanted}`"
 
 
 def _fault(pair: Pair, metric: str) -> str:
@@ -126,7 +129,7 @@ def _advantage(pair: Pair, metric: str) -> str:
         return f"{why} with {judgement.value} {metric}"
     return (
         f"{why}, but whether its {metric} is the same cannot be told with "
-        f"{counted(pair.metric.pairs, 'seed')}; {what_to_type([pair])}"
+        f"{counted(pair.metric.pairs, 'seed')}"
     )
 
 

@@ -25,6 +25,7 @@ from determined_amp.runs.run import (
     ACCURACY,
     AMP,
     BATCH_SIZE,
+    HAVE_ENDED,
     METRIC,
     OF_A_MACHINE,
     PRECISION,
@@ -32,13 +33,12 @@ from determined_amp.runs.run import (
     SMALLER_IS_BETTER,
     Run,
     RunState,
+    shown_setting,
 )
 from determined_amp.search.search_folder import Search
 
 _ACCURACY_MARGIN = 0.003
 _RELATIVE_MARGIN = 0.01
-
-_ENDED = (RunState.COMPLETED, RunState.FAILED, RunState.INVALID)
 
 # Settings in which compared runs may differ. Names and search method do not affect the
 # training.
@@ -52,7 +52,6 @@ class Comparison:
     """Runs that differ in precision and seed only, and what each precision changes."""
 
     metric: str  # the compared metric
-    smaller_is_better: bool  # direction of the metric
     margin: float  # difference of the metric that does not matter
     baseline: Precision  # the precision that the others are compared with
     # The settings that all compared runs have in common, by dotted name.
@@ -62,7 +61,8 @@ class Comparison:
     precisions: Sequence[PrecisionRuns]
     pairs: Sequence[Pair]  # those with the baseline first
     left_out: Sequence[str]  # a sentence for each run that does not count
-    notes: Sequence[str] = ()  # further sentences from the sources
+    notes: Sequence[str]  # further sentences from the sources
+    command: str  # what the user typed for these runs, or may type for more
 
     @property
     def completed(self) -> list[Run]:
@@ -75,13 +75,15 @@ class Comparison:
 
     @property
     def setting(self) -> str:
-        """Device, versions, length and date of all runs, in one line."""
+        """Device, versions, length, date and seeds of all runs, in one line."""
         device = f"{self.machine.device}, torch {self.machine.torch}"
         batches = max(run.trained_batches for run in self.runs)
-        days = sorted(run.date[:10] for run in self.runs if run.date)
-        ends = dict.fromkeys(days[:1] + days[-1:])
-        dates = " to ".join(ends) or "date unknown"
-        return f"{device}, {batches} batches of {self.settings[BATCH_SIZE]}, {dates}"
+        date = max(run.date or "date unknown" for run in self.runs)
+        seeds = dict.fromkeys(str(run.seed) for run in self.completed)
+        return (
+            f"{device}, {batches} batches of {self.settings[BATCH_SIZE]}, {date[:10]}, "
+            f"seeds {', '.join(seeds)}"
+        )
 
     @property
     def with_baseline(self) -> list[Pair]:
@@ -91,15 +93,6 @@ class Comparison:
         """The pair of a precision with the baseline, if there is one."""
         pairs = self.with_baseline
         return next((pair for pair in pairs if pair.precision is precision), None)
-
-    def speed_label(self, precision: Precision, of_baseline: str) -> str:
-        """How many times as fast as the baseline a precision is; empty if that is
-        unknown.
-        """
-        if precision is self.baseline:
-            return of_baseline
-        pair = self.against_baseline(precision)
-        return f"{pair.times_as_fast:.2f}x" if pair and pair.speed else ""
 
 
 def compare_runs(
@@ -123,11 +116,10 @@ def compare_runs(
     baseline = _baseline(runs, left_out)
     _check_comparable(runs, metric)
     first = _finished(runs)[0]
-    smaller_is_better = _smaller_is_better(first, metric)
     precisions = by_precision(runs, metric)
     if margin is None:
         margin = _margin(precisions, baseline)
-    more_is_better = not smaller_is_better
+    more_is_better = not _smaller_is_better(first, metric)
     pairs = [
         pair_of(candidate, base, margin, more_is_better=more_is_better)
         for candidate, base in _to_compare(precisions, baseline)
@@ -135,7 +127,6 @@ def compare_runs(
     notes = dict.fromkeys(note for source in sources for note in source.notes)
     return Comparison(
         metric=metric,
-        smaller_is_better=smaller_is_better,
         margin=margin,
         baseline=baseline,
         settings=_fixed(first),
@@ -144,6 +135,7 @@ def compare_runs(
         pairs=pairs,
         left_out=left_out,
         notes=list(notes),
+        command=sources[0].command,
     )
 
 
@@ -186,20 +178,13 @@ def _countable(sources: Sequence[Search]) -> tuple[list[Run], list[str]]:
                 f"{run.name}: {PRECISION}: missing; allowed: a trial with "
                 "hyperparameters.amp, which names its precision"
             )
-        changes = "; ".join(changes_of(run))
-        if run.state in _ENDED and not changes:
+        changes = "; ".join(run.changes)
+        if run.state in HAVE_ENDED and not changes:
             runs.append(run)
         else:
             left_out.append(f"{run.short_name}: {changes or run.reason}")
     left_out += [reason for source in sources for reason in source.left_out]
     return runs, left_out
-
-
-def changes_of(run: Run) -> Sentences:
-    """A sentence for each fact of its training that changed at a resume."""
-    for name, parts in run.changed.items():
-        values = ", ".join(f"{value} from batch {first}" for first, value in parts)
-        yield f"{name} changed at a resume: {values}"
 
 
 def _finished(runs: Runs) -> list[Run]:
@@ -302,7 +287,7 @@ def differences(runs: Runs, facts_of: Callable[[Run], Config]) -> Sentences:
     for name in sorted(set().union(*facts)):
         first: Values = {}
         for run, known in zip(runs, facts, strict=True):
-            value = str(known.get(name, "not set"))
+            value = str(shown_setting(name, known.get(name, "not set")))
             first.setdefault(value, run.short_name)
         if len(first) > 1:
             values = "; ".join(f"{value} in {one}" for value, one in first.items())

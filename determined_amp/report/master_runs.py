@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,12 +36,11 @@ from determined_amp.runs.run import (
     judged,
 )
 from determined_amp.search.search_folder import Search
+from determined_amp.search.task import Verb
 
 if TYPE_CHECKING:
     from determined.common.api import Session
     from determined.experimental.client import Experiment, Trial
-
-    from determined_amp.finder.found_scale import FoundScale
 
 MASTER = "DET_MASTER"
 
@@ -74,21 +73,36 @@ def read_experiment(number: int) -> Search:
     """Read an experiment and its trials from the master that `DET_MASTER` names.
 
     Raises:
-        MasterError: if there is no such master, or the login fails.
+        UserError: if there is no such master, or the login fails.
         ReportError: if there is no such experiment.
     """
     with _on_master(number) as (session, experiment, origin):
         config: Config = {"hyperparameters": {}, **(experiment.config or {})}
         trials = experiment.list_trials()
         noted = [_noted(session, trial.id) for trial in trials]
-        known = next((notes["settings"] for notes in noted if "settings" in notes), "")
+        _refuse_answers(Search(origin, (), config), noted)
+        known = next((notes for notes in noted if "settings" in notes), None)
         unknown = {**config, "hyperparameters": {}}
-        shared = flat(json.loads(known) if known else unknown)
+        shared = flat(unknown if known is None else _settings(known))
         runs = []
         for trial, notes in zip(trials, noted, strict=True):
             hparams = flat(with_power_of_two(trial.hparams or {}, config))
             runs.append(_run(trial, notes, origin, hparams, shared))
     return Search(origin, tuple(runs), config, notes=_SIDE_BY_SIDE)
+
+
+def _refuse_answers(search: Search, noted: Sequence[Values]) -> None:
+    """Refuse the experiment of a command whose answer is no run.
+
+    Raises:
+        ReportError: if it ran `find` or `check`.
+    """
+    if search.verb in (Verb.FIND, Verb.CHECK):
+        failures = [notes["failure"] for notes in noted if "failure" in notes]
+        why = "; ".join(failures) or "its answer ends its log"
+        raise ReportError(
+            f"{search.origin}: a task of `{search.verb.value}` has no report: {why}"
+        )
 
 
 def _run(
@@ -101,7 +115,7 @@ def _run(
     """
     reports = _reports(trial)
     if "settings" in noted:
-        settings = flat(json.loads(noted["settings"]))
+        settings = flat(_settings(noted))
     else:
         of_trial = {f"hyperparameters.{name}": hparams[name] for name in hparams}
         settings = {**shared, **of_trial}
@@ -144,6 +158,12 @@ def _noted(session: Session, trial: int) -> Values:
     return noted
 
 
+def _settings(noted: Values) -> Config:
+    """The settings that a trial noted, which are a text in parts."""
+    settings: Config = json.loads("".join(noted["settings"]))
+    return settings
+
+
 def _reports(trial: Trial) -> Reports:
     """The reports of a trial, in the order of its batches."""
     reports = Reports()
@@ -156,65 +176,37 @@ def _reports(trial: Trial) -> Reports:
     return reports
 
 
-def read_finding(number: int) -> FoundScale:
-    """Read the finding of a `hp_search/find_loss_scale.yaml` experiment from its
-    checkpoint.
-
-    Raises:
-        MasterError: if there is no such master, or the login fails.
-        ReportError: if there is no such experiment, or it has no finding.
-        LossScaleError: if the file in its checkpoint is not a finding.
-    """
-    from determined_amp.finder.found_scale import FILE_NAME, FoundScale  # noqa: PLC0415  # torch
-
-    with _checkpoint(number, FILE_NAME) as (folder, origin):
-        return FoundScale.from_json(
-            json.loads((folder / FILE_NAME).read_text()), origin
-        )
-
-
 def fetch_comparison(number: int, folder: Path) -> Written:
     """Download the report of an experiment that ran `compare`, from its checkpoint.
 
     Raises:
-        MasterError: if there is no such master, or the login fails.
+        UserError: if there is no such master, or the login fails.
         ReportError: if there is no such experiment, or it has no report.
-    """
-    with _checkpoint(number, _TEXT) as (downloaded, _):
-        paths = downloaded.glob("precision.*")
-        files = {folder / path.name: path.read_bytes() for path in paths}
-    write_files(folder, files)
-    return Written(files[folder / _TEXT].decode(), list(files))
-
-
-@contextmanager
-def _checkpoint(number: int, name: str) -> Iterator[tuple[Path, str]]:
-    """Download the checkpoint that has the file `name`, and delete it after the block.
-
-    Yields:
-        The folder of the checkpoint, and a name for the experiment.
     """
     with (
         _on_master(number) as (session, experiment, origin),
-        temporary_folder() as folder,
+        temporary_folder() as downloaded,
     ):
         saved = [
-            c for c in experiment.list_checkpoints() if name in (c.resources or {})
+            c for c in experiment.list_checkpoints() if _TEXT in (c.resources or {})
         ]
         if not saved:
             why = "it has not completed, or ran another command"
             for trial in experiment.list_trials():
                 noted = _noted(session, trial.id)
                 why = noted.get("failure") or noted.get("answer") or why
-            raise ReportError(f"{origin}: has no checkpoint with {name}: {why}")
+            raise ReportError(f"{origin}: has no checkpoint with {_TEXT}: {why}")
         try:
-            saved[0].download(str(folder))
+            saved[0].download(str(downloaded))
         except det_errors.MultipleDownloadsFailed as error:
             raise ReportError(
                 f"{origin}: its checkpoint cannot be downloaded from here. Where its "
                 f"storage can be reached: det checkpoint download {saved[0].uuid}"
             ) from error
-        yield folder, origin
+        paths = downloaded.glob("precision.*")
+        files = {folder / path.name: path.read_bytes() for path in paths}
+    write_files(folder, files)
+    return Written(files[folder / _TEXT].decode(), list(files))
 
 
 @contextmanager
@@ -223,7 +215,7 @@ def _on_master(number: int) -> Iterator[tuple[Session, Experiment, str]]:
     that.
 
     Raises:
-        MasterError: if there is no such master, or the login fails.
+        UserError: if there is no such master, or the login fails.
         ReportError: if a request inside the block fails, as when there is no such
             experiment.
     """

@@ -22,6 +22,7 @@ from determined_amp.amp.fields import plain
 from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.files import write_together
 from determined_amp.report import ReportError
+from determined_amp.runs.run import Spread
 
 # A head and a cell for each column; all rows of a table have the same heads.
 Row = list[tuple[str, Any]]
@@ -53,6 +54,28 @@ STYLE: dict[Any, Any] = {
     "xtick.color": INK,
     "ytick.color": INK,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """Some dots of a picture."""
+
+    title: str
+    xlabel: str
+    dots: Sequence[tuple[float, float]]
+    line: str = "-"  # what joins them, as matplotlib names it
+
+
+def draw_panels(panels: Sequence[Panel]) -> Figure:
+    """A picture of some panels side by side."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(10.0, 3.0), layout="constrained")
+        places = figure.subplots(1, max(len(panels), 1), squeeze=False)[0]
+        for axes, panel in zip(places, panels, strict=False):
+            x, y = zip(*panel.dots, strict=True)
+            axes.plot(x, y, marker="o", linestyle=panel.line, color=BLUE, markersize=3)
+            axes.set(title=panel.title, xlabel=panel.xlabel)
+        return figure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +111,8 @@ def write_page(
         caption: The text below it.
         table: The numbers.
         origin: What they were measured on, and how.
-        record: More values for the JSON, which has null for what is not finite.
+        record: Values for the JSON besides the sentences and the table; null stands
+            for what is not finite.
     """
     items = "\n".join(f"* {sentence}" for sentence in sentences)
     paste = f"```yaml\n{yaml}\n```" if yaml else ""
@@ -96,7 +120,8 @@ def write_page(
     page = _paragraphs(f"# {answer}", paste, items, image, _markdown(table), origin)
     # a tag in somebody's name stays text
     page = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", page)
-    numbers = {"answer": answer, "sentences": sentences, **record}
+    rows = [dict(row) for row in table]
+    numbers = {"answer": answer, "sentences": sentences, "table": rows, **record}
     files = {
         folder / f"{name}.png": as_png(figure),
         folder / f"{name}.md": f"{page}\n".encode(),
@@ -160,8 +185,20 @@ def _line(cells: Sequence[Any]) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return ""
+    if isinstance(value, Spread):
+        return spread_text(value)
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return re.sub(r"\s+", " ", text).replace("|", r"\|")
+
+
+def spread_text(spread: Spread) -> str:
+    """The median, and the range if its ends still differ after rounding."""
+    median, low, high = map(_short, (spread.median, spread.low, spread.high))
+    return median if low == high else f"{median} ({low} to {high})"
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def as_png(figure: Figure) -> bytes:

@@ -4,10 +4,10 @@ JSON.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from determined_amp.amp.metric_names import MetricName
 from determined_amp.amp.plain_data import Values
@@ -22,43 +22,20 @@ from determined_amp.report.answer import (
     ratio_text,
     what_to_type,
 )
-from determined_amp.report.change import Change, Judgement
 from determined_amp.report.comparison import Comparison, compare_runs, differences
 from determined_amp.report.page import Table, Written, write_page
 from determined_amp.report.precision_figure import draw_comparison
 from determined_amp.report.precision_runs import Pair, PrecisionRuns, counted
-from determined_amp.runs.run import AMP, TRIAL, Run, Spread
+from determined_amp.runs.run import AMP, TRIAL, Run
 from determined_amp.search.search_folder import Search
 
 # AMP does not speed up a loop that spends a larger share of its time waiting for data.
 WAITS_FOR_DATA = 0.2
 
-# Attributes of a run that the JSON has under the same name.
-_FACTS = (
-    "name",
-    "precision",
-    "seed",
-    "state",
-    "reason",
-    "machine",
-    "date",
-    "metrics",
-    "training_seconds",
-    "shares_device",
-)
-
-# Numbers of the last training report, by their name in the JSON.
-_LAST = {
-    "peak_memory_mib": MetricName.PEAK_MEMORY_MIB,
-    "peak_reserved_memory_mib": MetricName.PEAK_RESERVED_MEMORY_MIB,
-    "loss_scale_log2": MetricName.LOSS_SCALE_LOG2,
-    "applied_steps": MetricName.APPLIED_STEPS,
-    "skipped_steps": MetricName.SKIPPED_STEPS,
-}
-
 _CAPTION = (
-    "Dots are runs, columns their median. Two precisions are equal if the whole "
-    "interval is inside the green band. A dot without an interval has one seed."
+    "A dot is the mean change over all seeds, its bar the 95 % interval. Two "
+    "precisions are equal if the whole bar is inside the green band. A dot without a "
+    "bar has one seed."
 )
 
 
@@ -85,14 +62,8 @@ def write_precision_report(
     """
     comparison = compare_runs(sources, metric, margin)
     answer = answer_of(comparison)
-    record = {
-        "use": answer.precision,
-        "why": answer.why,
-        **vars(comparison),
-        "precisions": [_precision_record(same) for same in comparison.precisions],
-        "pairs": [_pair_record(pair) for pair in comparison.pairs],
-        "runs": [_run_record(run, comparison.metric) for run in comparison.runs],
-    }
+    names = ("metric", "margin", "pairs", "left_out")
+    record = {name: getattr(comparison, name) for name in names}
     written = write_page(
         folder,
         "precision",
@@ -103,57 +74,9 @@ def write_precision_report(
         caption=_CAPTION,
         table=precision_table(comparison),
         origin=_method(comparison),
-        record=record,
+        record={"use": answer.precision, **record},
     )
     return PrecisionReport(written, comparison, answer)
-
-
-def _precision_record(same: PrecisionRuns) -> Values:
-    """The numbers of a precision for the JSON, which lists its runs apart."""
-    return {
-        "precision": same.precision,
-        "runs": len(same.runs),
-        "failed": len(same.failed),
-        "mean": same.mean,
-        "std": same.std,
-        "samples_per_second": same.speed,
-        "peak_memory_mib": same.last(MetricName.PEAK_MEMORY_MIB),
-        "data_wait_share": same.data_wait_share,
-    }
-
-
-def _pair_record(pair: Pair) -> Values:
-    """The numbers of a pair for the JSON; speed and memory are ratios."""
-    return {
-        "precision": pair.precision,
-        "against": pair.against,
-        "speed": _change_record(pair.speed, math.exp),
-        "memory": _change_record(pair.memory, math.exp),
-        "metric": _change_record(pair.metric, float),
-        "lost_runs": pair.lost_runs,
-    }
-
-
-def _change_record(
-    change: Change | None, shown: Callable[[float], float]
-) -> Values | None:
-    if change is None:
-        return None
-    numbers = {name: shown(getattr(change, name)) for name in ("mean", "low", "high")}
-    return {**numbers, "pairs": change.pairs, "verdict": change.judgement}
-
-
-def _run_record(run: Run, metric: str) -> Values:
-    """The numbers of a run for the JSON."""
-    record = {name: getattr(run, name) for name in _FACTS}
-    record["data_wait_share"] = run.reports.data_wait_share
-    record["audit_share"] = run.reports.audit_share
-    record |= {name: run.last(number) for name, number in _LAST.items()}
-    record["scaler"] = _scaler(run)
-    record["batches"] = run.trained_batches
-    record["curve"] = run.curve(metric)
-    record["samples_per_second"] = run.speed
-    return record
 
 
 def _scaler(run: Run) -> Values:
@@ -175,11 +98,11 @@ def yaml_of(comparison: Comparison, answer: Answer) -> str:
 
 
 def precision_sentences(comparison: Comparison) -> Sentences:
-    """All sentences besides the answer, the pairs first."""
+    """All sentences besides the answer, what to type first."""
+    if more := what_to_type(comparison):
+        yield more
     for pair in comparison.pairs:
         yield _pair_sentence(pair, comparison.metric)
-    if any(_is_open(pair) for pair in comparison.pairs):
-        yield f"where this cannot tell yet, {what_to_type(comparison.pairs)}"
     yield from comparison.notes
     yield from _waiting(comparison)
     yield from _failed(comparison)
@@ -188,20 +111,11 @@ def precision_sentences(comparison: Comparison) -> Sentences:
     yield from _audited(comparison)
     yield from _mixed(comparison)
     yield from _caveats(comparison)
-    seeds = "; ".join(
-        f"{same.name}: {same.seeds_in_words}" for same in comparison.precisions
-    )
-    yield f"measured on {comparison.setting}; {seeds}"
+    yield f"measured on {comparison.setting}"
     yield (
         "this says nothing about accuracy after more batches, other sizes or other "
         "devices"
     )
-
-
-def _is_open(pair: Pair) -> bool:
-    """Whether something that was compared cannot be told yet."""
-    changes = [pair.speed, pair.memory, pair.metric]
-    return any(c is not None and c.judgement is Judgement.UNKNOWN for c in changes)
 
 
 def _pair_sentence(pair: Pair, metric: str) -> str:
@@ -315,7 +229,7 @@ def precision_table(comparison: Comparison) -> Table:
     return [list(_cells(same, comparison)) for same in comparison.precisions]
 
 
-def _cells(same: PrecisionRuns, comparison: Comparison) -> Iterator[tuple[str, str]]:
+def _cells(same: PrecisionRuns, comparison: Comparison) -> Iterator[tuple[str, Any]]:
     """The heads and cells of a precision."""
     yield "precision", same.name
     failed = f", {len(same.failed)} failed" if same.failed else ""
@@ -323,18 +237,25 @@ def _cells(same: PrecisionRuns, comparison: Comparison) -> Iterator[tuple[str, s
     mean = "" if same.mean is None else f"{same.mean:.4g}"
     std = "" if same.std is None else f" ± {same.std:.2g}"
     yield comparison.metric, f"{mean}{std}"
-    yield "samples/s", spread_text(same.speed)
-    yield "speed", comparison.speed_label(same.precision, "1")
+    yield "samples/s", same.speed
+    yield "speed", _speed(same, comparison)
     memory = "allocated" if comparison.machine.on_gpu else "resident, not judged"
-    yield f"peak MiB, {memory}", spread_text(same.last(MetricName.PEAK_MEMORY_MIB))
-    yield "applied steps", spread_text(same.last(MetricName.APPLIED_STEPS))
-    yield "skipped", spread_text(same.last(MetricName.SKIPPED_STEPS))
+    yield f"peak MiB, {memory}", same.last(MetricName.PEAK_MEMORY_MIB)
+    yield "applied steps", same.last(MetricName.APPLIED_STEPS)
+    yield "skipped", same.last(MetricName.SKIPPED_STEPS)
     yield "loss scale", _scale(same)
     waits = same.data_wait_share
-    yield "waits for data", "" if waits is None else f"{waits:.0%}"
+    yield "waits for data", None if waits is None else f"{waits:.0%}"
     share = same.audit_share
-    yield "audit", "" if share is None else _share(share)
-    yield "training s", spread_text(same.spread(lambda run: run.training_seconds))
+    yield "audit", None if share is None else _share(share)
+
+
+def _speed(same: PrecisionRuns, comparison: Comparison) -> str:
+    """How many times as fast as the baseline a precision is; empty if unknown."""
+    if same.precision is comparison.baseline:
+        return "1"
+    pair = comparison.against_baseline(same.precision)
+    return f"{pair.times_as_fast:.2f}x" if pair and pair.speed else ""
 
 
 def _scale(same: PrecisionRuns) -> str:
@@ -344,18 +265,6 @@ def _scale(same: PrecisionRuns) -> str:
         return "none" if same.runs else ""
     ends = dict.fromkeys((scale.low, scale.high))
     return " to ".join(f"2^{end:g}" for end in ends)
-
-
-def spread_text(spread: Spread | None) -> str:
-    """The median, and the range if its ends still differ after rounding."""
-    if spread is None:
-        return ""
-    median, low, high = map(_short, (spread.median, spread.low, spread.high))
-    return median if low == high else f"{median} ({low} to {high})"
-
-
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _method(comparison: Comparison) -> str:

@@ -10,7 +10,7 @@ from statistics import mean, stdev
 from determined_amp.amp.metric_names import MetricName
 from determined_amp.amp.settings import Precision
 from determined_amp.report import ReportError, Runs
-from determined_amp.report.change import RATIO_MARGIN, Change, change_of
+from determined_amp.report.change import RATIO_MARGIN, Change, Judgement, change_of
 from determined_amp.runs.run import Run, Spread
 
 
@@ -31,18 +31,6 @@ class PrecisionRuns:
     @property
     def name(self) -> str:
         return self.precision.value
-
-    @property
-    def seeds_in_words(self) -> str:
-        """The number of runs, and their seeds."""
-        count = len(self.runs)
-        words = counted(count, "run")
-        if self.failed:
-            words = f"{words} and {len(self.failed)} failed"
-        if not count:
-            return words
-        seeds = ", ".join(str(run.seed) for run in self.runs)
-        return f"{words}, seed{'s' * (count > 1)} {seeds}"
 
     @property
     def values(self) -> list[float]:
@@ -115,6 +103,13 @@ class Pair:
     def times_as_fast(self) -> float:
         """The ratio of samples per second; 0 if it was not measured."""
         return math.exp(self.speed.mean) if self.speed else 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something that was compared cannot be told yet."""
+        changes = [self.metric, self.memory, self.speed]
+        verdicts = [change.judgement for change in changes if change is not None]
+        return self.speed is None or Judgement.UNKNOWN in verdicts
 
 
 def pair_of(

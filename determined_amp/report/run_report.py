@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-
-import matplotlib
-from matplotlib.figure import Figure
 
 from determined_amp.amp.metric_names import MetricName
 from determined_amp.report import Sentences
-from determined_amp.report.comparison import changes_of
-from determined_amp.report.page import BLUE, STYLE, Row, Table, Written, write_page
-from determined_amp.report.precision_report import spread_text
-from determined_amp.runs.run import ACCURACY, METRIC, PRECISION, Run
+from determined_amp.report.page import (
+    Panel,
+    Row,
+    Table,
+    Written,
+    draw_panels,
+    spread_text,
+    write_page,
+)
+from determined_amp.runs.folder import complete_checkpoints
+from determined_amp.runs.run import ACCURACY, METRIC, PRECISION, Run, RunState
 
 _CAPTION = "A dot per report: the training loss, a validation metric, the loss scale."
-
-# The title of a panel, and batches and value of its dots.
-Curve = tuple[str, Sequence[tuple[int, float]]]
 
 
 def write_run_report(run: Run, folder: Path) -> Written:
@@ -27,18 +27,19 @@ def write_run_report(run: Run, folder: Path) -> Written:
     Raises:
         ReportError: if it cannot be written.
     """
-    curves = curves_of(run)
+    panels = panels_of(run)
+    curves = {panel.title: panel.dots for panel in panels}
     return write_page(
         folder,
         "report",
         answer=_answer(run),
         yaml="",
         sentences=list(run_sentences(run)),
-        figure=_draw(curves),
+        figure=draw_panels(panels),
         caption=_CAPTION,
         table=_validations(run),
         origin=f"{run.name}; on {run.machine.device}, torch {run.machine.torch}.",
-        record={"settings": run.settings, "curves": dict(curves)},
+        record={"settings": run.settings, "curves": curves},
     )
 
 
@@ -71,38 +72,27 @@ def run_sentences(run: Run) -> Sentences:
         yield f"audit: {share:.1%} of the FLOPs of the first batch in this precision"
     if run.speed is not None:
         yield f"{spread_text(run.speed)} samples/s without the first report"
-    yield from changes_of(run)
+    yield from run.changes
     folder = Path(run.name)
     if not folder.is_dir():
         return
-    checkpoints = sorted(path.name for path in folder.glob("checkpoints/batch-*"))
-    names = ", ".join(checkpoints) or "none"
-    yield f"checkpoints: {names}, in {folder / 'checkpoints'}"
+    saved = [path.name for path in complete_checkpoints(folder / "checkpoints")]
+    yield f"checkpoints: {', '.join(saved) or 'none'}, in {folder / 'checkpoints'}"
+    if saved and run.state in (RunState.KILLED, RunState.STOPPED):
+        yield f"go on from {saved[-1]}: det-amp train --resume {folder}"
     yield f"all curves: tensorboard --logdir {folder / 'tensorboard'}"
     yield f"the log: {folder / 'log.txt'}"
 
 
-def curves_of(run: Run) -> list[Curve]:
+def panels_of(run: Run) -> list[Panel]:
     """The training loss, the validation metric and the loss scale, where there are."""
     metric = metric_of(run)
-    curves = [
-        ("training loss", run.trained_curve(MetricName.LOSS)),
-        (metric, run.curve(metric)),
-        ("log₂ of the loss scale", run.trained_curve(MetricName.LOSS_SCALE_LOG2)),
-    ]
-    return [(title, points) for title, points in curves if points]
-
-
-def _draw(curves: Sequence[Curve]) -> Figure:
-    with matplotlib.rc_context(STYLE):
-        count = max(len(curves), 1)
-        figure = Figure(figsize=(10.0, 3.0), layout="constrained")
-        panels = figure.subplots(1, count, squeeze=False)[0]
-        for axes, (title, points) in zip(panels, curves, strict=False):
-            axes.plot(*zip(*points, strict=True), "o-", color=BLUE, markersize=3)
-            axes.set_title(title)
-            axes.set_xlabel("batches")
-        return figure
+    curves = {
+        "training loss": run.trained_curve(MetricName.LOSS),
+        metric: run.curve(metric),
+        "log₂ of the loss scale": run.trained_curve(MetricName.LOSS_SCALE_LOG2),
+    }
+    return [Panel(title, "batches", dots) for title, dots in curves.items() if dots]
 
 
 def _validations(run: Run) -> Table:

@@ -1,9 +1,9 @@
 """The folder of a local run, and what reads it.
 
 config.yaml      the configuration, with the trial and the seed filled in; a resume
-reads it resolved.yaml    for a reader: all settings that were read, with every default;
-nothing reads it run.json         the run: its state, why it ended, and its parts, see
-`Run`:
+                 reads it
+run.json         the run: its state, why it ended, and its parts, see `Run`; the
+                 settings of a part are all that were read, with every default:
                  {"state": "stopped", "reason": "stopped by SIGINT", "number": 0,
                  "hparams": {},
                   "parts": [{"first_batch": 0, "settings": {...}, "machine": {...},
@@ -13,8 +13,7 @@ nothing reads it run.json         the run: its state, why it ended, and its part
                  "running". In a search `number` and `hparams` are the trial's number
                  and sampled values.
 metrics.jsonl    one report per line: its `group`, `batches` and metrics. A scored trial
-of a search
-                 has one report, of the group `validation`
+                 of a search has one report, of the group `validation`
 tensorboard/     event files
 checkpoints/     the newest and the best checkpoint
 log.txt          the log of Determined and of this package
@@ -45,15 +44,7 @@ from determined_amp.experiment.machine import Machine
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.runs.run import Part, Report, Reports, Run, RunState, judged
 
-_RECORD, _RESOLVED = "run.json", "resolved.yaml"
-
-
-class FolderError(UserError):
-    """A folder cannot be made."""
-
-
-class FolderInUseError(UserError):
-    """Another process writes into the folder."""
+_RECORD = "run.json"
 
 
 @contextmanager
@@ -66,14 +57,14 @@ def lock(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
         wait: Whether to wait for another process to finish.
 
     Raises:
-        FolderError: if it cannot be written.
-        FolderInUseError: if another process holds the lock; the message has its id.
+        UserError: if it cannot be written.
+        UserError: if another process holds the lock; the message has its id.
     """
     path = folder / ".lock"
     try:
         file = path.open("ab+", buffering=0)
     except OSError as error:
-        raise FolderError(
+        raise UserError(
             f"{path}: cannot be written: {error.strerror}; allowed: a folder of your "
             "own"
         ) from error
@@ -83,7 +74,7 @@ def lock(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
             fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError as error:
             holder = path.read_text().strip()
-            raise FolderInUseError(
+            raise UserError(
                 f"{folder}: process {holder} is running {what}; allowed: wait until it "
                 "ends, or stop it"
             ) from error
@@ -91,6 +82,19 @@ def lock(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
         with suppress(OSError):  # on a full disk the message cannot name the process
             file.write(f"{os.getpid()}\n".encode())
         yield
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process writes into a folder, see `lock`; not this one."""
+    path = folder / ".lock"
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 class RunError(UserError):
@@ -107,7 +111,7 @@ class RunFolder:
         shown: The path as it was given.
 
     Raises:
-        FolderError: if it cannot be made.
+        UserError: if it cannot be made.
     """
 
     def __init__(self, path: Path) -> None:
@@ -122,7 +126,7 @@ class RunFolder:
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise FolderError(
+            raise UserError(
                 f"cannot make the folder {error.filename}: {error.strerror}; allowed: "
                 "a new one, or that of a run"
             ) from error
@@ -130,7 +134,7 @@ class RunFolder:
     @property
     def foreign(self) -> list[str]:
         """Files that a run would replace, in a folder that is no run's."""
-        replaced = (self.config, self.path / _RESOLVED, self.metrics)
+        replaced = (self.config, self.metrics)
         there = [file.name for file in replaced if file.exists()]
         return [] if self.record.exists() else there
 
@@ -158,10 +162,8 @@ class RunFolder:
         before = (part for part in self._run().parts if part.first_batch < first_batch)
         # First the file that marks this folder as a run's.
         run = self._change(state=RunState.RUNNING, reason="", parts=(*before, part))
-        # A resume rewrites these files, and a later one needs them: a kill must not
-        # truncate them.
+        # A resume rewrites this file, and a later one needs it whole after a kill.
         write_whole(self.config, dump_yaml(dict(experiment.config)))
-        write_whole(self.path / _RESOLVED, dump_yaml(experiment.resolved()))
         return run
 
     def describe_trial(self, number: int, hparams: Config) -> None:
@@ -195,7 +197,7 @@ class RunFolder:
         """Keep other processes from writing here inside this block, see `lock`.
 
         Raises:
-            FolderInUseError: if another process writes here.
+            UserError: if another process writes here.
         """
         with lock(self.shown, "this run", wait=wait):
             yield
@@ -211,6 +213,13 @@ class RunFolder:
             line for line in read_metrics(self.metrics) if line["batches"] <= batches
         ]
         write_whole(self.metrics, (json.dumps(line) + "\n" for line in kept))
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, oldest first."""
+    return sorted(
+        path for path in folder.glob("batch-*") if (path / "metadata.json").exists()
+    )
 
 
 def read_record(folder: Path) -> Run:
@@ -250,7 +259,10 @@ def read_run(folder: Path) -> Run:
     run, reports = read_record(folder), Reports()
     for line in read_metrics(folder / "metrics.jsonl"):
         reports.add(line["group"], Report.read(line["batches"], line))
-    state, reason = judged(run.state, run.reason, run.settings, reports)
+    state = run.state
+    if state is RunState.RUNNING and not is_locked(folder):
+        state = RunState.KILLED
+    state, reason = judged(state, run.reason, run.settings, reports)
     return dataclasses.replace(run, state=state, reason=reason, reports=reports)
 
 
@@ -307,7 +319,7 @@ def fresh_folder(root: Path, name: str) -> Path:
     hyphen.
 
     Raises:
-        FolderError: if it cannot be made.
+        UserError: if it cannot be made.
     """
     name = re.sub(r"[^\w.+=@ -]+", "-", name).strip(". ")[:100] or "unnamed"
     # With microseconds: several runs may begin in one second.
@@ -315,5 +327,5 @@ def fresh_folder(root: Path, name: str) -> Path:
     try:
         path.mkdir(parents=True)
     except OSError as error:
-        raise FolderError(f"cannot make the folder {path}: {error.strerror}") from error
+        raise UserError(f"cannot make the folder {path}: {error.strerror}") from error
     return path

@@ -12,22 +12,23 @@ _FIRST_ANSWER = 10
 
 # What Determined's bindings raise if an answer does not look like a master's.
 NONSENSE = (
-    *(
-        LookupError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-        ValueError,
-        RecursionError,
-    ),
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    ValueError,
+    RecursionError,
     AssertionError,
 )
 
-
-class MasterError(UserError):
-    """A master cannot be used: the address is wrong, the login fails, or it refuses a
-    request.
-    """
+# What Determined makes of a timeout, a proxy, a wrong certificate, and all of these.
+_NO_MASTER = (
+    errors.APIException,
+    errors.BadRequestException,
+    errors.CorruptTokenCacheException,
+    OSError,
+    *NONSENSE,
+)
 
 
 def log_in(address: str) -> api.Session:
@@ -37,51 +38,34 @@ def log_in(address: str) -> api.Session:
     It never asks for a password: a report may run unattended.
 
     Raises:
-        MasterError: if no master answers, or the login fails.
+        UserError: if no master answers, or the login fails.
     """
     try:
         url = api.canonicalize_master_url(address)
     except ValueError:  # its message would repeat a password
-        raise MasterError(
+        raise UserError(
             "the master's address is not of the form http://HOST:PORT; it may hold no "
             "user, password, query or fragment"
         ) from None
     try:
-        return _session(url)
+        certificate = certs.default_load(url)
+        first = api.UnauthSession(url, certificate, max_retries=0)
+        answer = first.get("/api/v1/master", timeout=_FIRST_ANSWER).json()
+        if "clusterId" not in answer:
+            raise LookupError("its answer has no clusterId")
+        # Determined reads DET_USER and DET_PASS, and asks for a password if none is
+        # given; an empty one counts as given.
+        return authentication.login_with_cache(url, None, "", certificate)
     except (errors.UnauthenticatedException, errors.ForbiddenException) as error:
-        raise MasterError(
+        raise UserError(
             f"{url}: the login was refused; log in with `det -m {url} user login "
             "USER`, or set DET_USER and DET_PASS"
         ) from error
-    except errors.APIException as error:
-        raise MasterError(
-            f"{url}: answers with error {error.status_code}; allowed: a Determined "
-            "master that works"
+    except _NO_MASTER as error:
+        status = getattr(error, "status_code", None)
+        why = one_line(error) if status is None else f"error {status}"
+        raise UserError(
+            f"{url}: no Determined master answers there: {why}; allowed: "
+            "the address of one that works, with DET_MASTER_CERT_FILE if its "
+            "certificate is its own"
         ) from error
-    except errors.BadRequestException as error:
-        # what Determined makes of a timeout, too
-        raise MasterError(
-            f"{url}: no master answers there: {one_line(error)}"
-        ) from error
-    except NONSENSE as error:  # no JSON is an OSError of requests, too
-        raise not_a_master(url) from error
-    except (errors.CorruptTokenCacheException, OSError) as error:
-        raise MasterError(
-            f"{url}: cannot be used: {one_line(error)}; allowed: a connection that is "
-            "trusted, such as by DET_MASTER_CERT_FILE with its certificate"
-        ) from error
-
-
-def _session(url: str) -> api.Session:
-    certificate = certs.default_load(url)
-    first = api.UnauthSession(url, certificate, max_retries=0)
-    if "clusterId" not in first.get("/api/v1/master", timeout=_FIRST_ANSWER).json():
-        raise not_a_master(url)
-    # Determined reads DET_USER and DET_PASS, and asks for a password if none is given;
-    # an empty one counts as given.
-    return authentication.login_with_cache(url, None, "", certificate)
-
-
-def not_a_master(url: str) -> MasterError:
-    """The error for an address where something other than a master answers."""
-    return MasterError(f"{url}: what answers there is not a Determined master")

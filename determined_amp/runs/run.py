@@ -11,13 +11,14 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from determined_amp.amp.errors import one_line
 from determined_amp.amp.metric_names import AuditMetricName, MetricName
 from determined_amp.amp.plain_data import Config, Metrics
-from determined_amp.amp.settings import Precision
+from determined_amp.amp.settings import Precision, scale_text
 from determined_amp.experiment.machine import Machine
 
 # Settings by their dotted names, see `Experiment.settings`.
@@ -31,14 +32,17 @@ METRIC, SMALLER_IS_BETTER = "searcher.metric", "searcher.smaller_is_better"
 TRIAL = "hyperparameters.trial"
 
 ACCURACY = "validation_accuracy"
-# By this name `Run.hparams` has the initial loss scale that a search varies.
+# By these names `Run.hparams` has the initial loss scale, or the precision, that a
+# search varies.
 SCALE = "amp.init_scale"
+COMPARED = "amp.precision"
 
 
 class RunState(str, enum.Enum):
     """How far a run has come."""
 
-    RUNNING = "running"  # its process writes, or was killed
+    RUNNING = "running"  # as it is recorded, its process writes, or was killed
+    KILLED = "killed"  # it is recorded as running, and its process is gone
     COMPLETED = "completed"
     STOPPED = "stopped"  # by a signal or by its trial; it can be resumed
     PRUNED = "pruned"  # ended early by its search
@@ -49,6 +53,10 @@ class RunState(str, enum.Enum):
     def is_failure(self) -> bool:
         """Whether it ended without a result, by an error or by its hyperparameters."""
         return self in (RunState.FAILED, RunState.INVALID)
+
+
+# The states of a run that counts in a comparison.
+HAVE_ENDED = (RunState.COMPLETED, RunState.FAILED, RunState.INVALID)
 
 
 @dataclass(frozen=True)
@@ -218,17 +226,13 @@ class Run:
         return self.parts[0].date if self.parts else None
 
     @property
-    def changed(self) -> dict[str, list[tuple[int, Any]]]:
-        """What changed at a resume: by name the batches before each part, and its
-        value.
-        """
-        known = [(part.first_batch, part.what_it_trains) for part in self.parts]
-        changed = {}
-        for name in dict.fromkeys(name for _, facts in known for name in facts):
-            values = [(first, facts.get(name)) for first, facts in known]
-            if any(value != values[0][1] for _, value in values):
-                changed[name] = values
-        return changed
+    def changes(self) -> list[str]:
+        """A sentence for each fact of its training that changed at a resume."""
+        said = []
+        for before, now in pairwise(self.parts):
+            for text in changes_between(before.what_it_trains, now.what_it_trains):
+                said.append(f"{text} at the resume after {now.first_batch} batches")
+        return said
 
     @property
     def precision(self) -> Precision:
@@ -294,16 +298,6 @@ class Run:
         return None if self.shares_device else self.reports.speed
 
     @property
-    def training_seconds(self) -> float | None:
-        """Seconds to train all samples at its median speed, without validation and
-        checkpoints.
-        """
-        batch_size = self.settings.get(BATCH_SIZE)
-        if self.speed is None or batch_size is None:
-            return None
-        return float(self.trained_batches * batch_size / self.speed.median)
-
-    @property
     def scale_log2(self) -> float:
         """log2 of the initial loss scale; NaN if it has none.
 
@@ -332,6 +326,24 @@ class Run:
         """Whether its first steps overflow; None if that was not measured."""
         overflow = self.metrics.get("overflow")
         return None if overflow is None else bool(overflow)
+
+
+def changes_between(before: Config, now: Config) -> list[str]:
+    """What differs between two trainings, by the names of their settings."""
+    said = []
+    for name in {**before, **now}:
+        old, new = (shown_setting(name, facts.get(name)) for facts in (before, now))
+        if old != new:
+            said.append(f"{name} changed from {old} to {new}")
+    return said
+
+
+def shown_setting(name: str, value: Any) -> Any:
+    """A setting as a reader likes it: a loss scale as the power of two that it is."""
+    is_scale = name.rpartition(".")[2] in ("init_scale", "min_scale")
+    if is_scale and isinstance(value, (int, float)):
+        return scale_text(value)
+    return value
 
 
 def _curve(reports: Sequence[Report], metric: str) -> list[tuple[int, float]]:
@@ -388,7 +400,9 @@ def judged(
         lost = _not_finite(reports.validated, str(settings.get(METRIC)))
         return (RunState.FAILED, lost) if lost else (RunState.COMPLETED, "")
     if state is RunState.RUNNING:
-        return state, f"{progress}: it is running, or was killed"
+        return state, f"{progress}: it is running"
+    if state is RunState.KILLED:
+        return state, f"{progress}: its process is gone"
     early = state if state is RunState.PRUNED else RunState.STOPPED
     return early, one_line(f"{progress}: {reason or 'it was stopped'}")
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -45,10 +44,6 @@ _LONGEST_WAIT = 3600.0
 
 # What `run_comparison` returns after a signal.
 INTERRUPTED = "when it was interrupted"
-
-
-class SearchError(UserError):
-    """The search cannot continue."""
 
 
 def new_search(plan: SearchPlan, workers: int) -> Path:
@@ -95,29 +90,23 @@ def run_search(folder: Path, plan: SearchPlan, workers: int | None = None) -> in
         return 130
     if not ended.ranked():
         first = ended.runs[0]
-        raise SearchError(
+        raise UserError(
             f"no trial of {len(ended.runs)} has a result; trial {first.number}: "
             f"{first.reason}"
         )
     return 1 if ended.failed() else 0
 
 
-def run_comparison(
-    folder: Path,
-    plan: SearchPlan,
-    time_limit: float,
-    is_paused: Callable[[], bool],
-) -> str:
+def run_comparison(folder: Path, plan: SearchPlan, time_limit: float) -> str:
     """Run all trials of the comparison in a folder that have not ended, one at a time.
 
-    After `time_limit` seconds, or at a report while it `is_paused`, it stops as if by a
-    signal.
+    After `time_limit` seconds it stops as if by a signal.
 
     Returns:
         When or why it ended before its last trial, such as "within 3 min"; else an
             empty text.
     """
-    loop = _optimize(folder, plan, 1, time_limit, is_paused)
+    loop = _optimize(folder, plan, 1, time_limit)
     if loop.time_is_up:
         return f"within {minutes(time_limit)}"
     return INTERRUPTED if loop.stopping else ""
@@ -128,7 +117,6 @@ def _optimize(
     plan: SearchPlan,
     workers: int,
     time_limit: float = math.inf,
-    is_paused: Callable[[], bool] = bool,
 ) -> SearchLoop:
     """Run all trials of the search in a folder."""
     with lock(folder, "this search"), storing(folder):
@@ -136,7 +124,7 @@ def _optimize(
         if workers > workers_of(plan.search):
             plan.search = write_config(folder, plan.search, workers)
         study, waiting = open_study(folder, plan)
-        loop = SearchLoop(plan, folder, study, workers, is_paused)
+        loop = SearchLoop(plan, folder, study, workers)
         with on_stop_signals(lambda number, frame: loop.stop()):
             loop.run(waiting, time_limit)
     return loop
@@ -153,7 +141,6 @@ class SearchLoop:
         folder: Its folder.
         study: Its study.
         workers: Number of trials that run at the same time.
-        is_paused: Asked at each report whether to stop as if by a signal.
 
     Attributes:
         time_is_up: Whether the time limit stopped it.
@@ -165,10 +152,9 @@ class SearchLoop:
         folder: Path,
         study: optuna.Study,
         workers: int,
-        is_paused: Callable[[], bool] = bool,
     ) -> None:
         self._plan, self._folder, self._study = plan, folder, study
-        self._workers, self._is_paused = workers, is_paused
+        self._workers = workers
         self._slots = list(range(workers))  # those that are free
         # By the connection to their process.
         self._running: dict[Any, tuple[optuna.Trial, TrialProcess]] = {}
@@ -264,8 +250,6 @@ class SearchLoop:
         """Give a validation to Optuna; whether the trial continues after this
         report.
         """
-        if not self.stopping and self._is_paused():
-            self.stop()
         settings = self._plan.settings
         value = report.get(settings.metric)
         if report["group"] != "validation" or not isinstance(value, (int, float)):
@@ -281,12 +265,12 @@ class SearchLoop:
         """Tell the study how a trial ended; one that was interrupted stays open.
 
         Raises:
-            SearchError: if the machine interrupted it, as a full disk does.
+            UserError: if the machine interrupted it, as a full disk does.
         """
         if ended.state in (RunState.RUNNING, RunState.STOPPED) and self.stopping:
             return
         if ended.state is RunState.STOPPED:
-            raise SearchError(
+            raise UserError(
                 f"{ended.reason}; the search stopped, and its open trials continue "
                 f"with: det-amp search --resume {self._folder}"
             )

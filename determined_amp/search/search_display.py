@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +10,16 @@ from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import yaml_lines
 from determined_amp.experiment.dotted import put_by_name
 from determined_amp.experiment.yaml_text import dump_yaml
-from determined_amp.runs.run import Run, RunState
+from determined_amp.runs.run import Run, RunState, shown_setting
 from determined_amp.search.search_folder import STUDY_FILE, Search, result, workers_of
-from determined_amp.search.task import Topic
 
 
 def line_of_a_trial(run: Run, metric: str) -> str:
     """The line of a trial that has ended."""
-    values = "  ".join(f"{name} {_short(value)}" for name, value in run.hparams.items())
+    values = "  ".join(
+        f"{name} {_short(shown_setting(name, value))}"
+        for name, value in run.hparams.items()
+    )
     value = result(run, metric)
     end = f"{metric} {_short(value)}"
     if run.state is RunState.PRUNED:
@@ -38,18 +40,12 @@ def closing_lines(search: Search, folder: Path, *, stopped: bool) -> Iterator[st
     ranked, lost = search.ranked(), search.failed()
     state = "completed" if ranked else "failed"
     yield f"{search.name}: {'stopped' if stopped else state}"
-    if Topic.of(search.config) is Topic.PRECISIONS:
-        yield f"compare: det-amp report precision {folder}"
-    elif ranked and all(run.overflow for run in ranked):
-        yield "every scale of this search overflows: search smaller ones"
-    elif ranked and ranked[0].hparams:
-        yield from _best(search, ranked)
+    if search.compares:
+        yield f"compare: det-amp report {folder}"
+    elif ranked and search.searched:
+        yield from filter(None, best_of(search, ranked))
     if lost:
-        first = lost[0]
-        yield (
-            f"{len(lost)} of {len(search.runs)} trials failed; trial {first.number}: "
-            f"{first.reason}"
-        )
+        yield failed_trials(search, lost)
     if stopped:
         at_a_time = workers_of(search.config)
         workers = f" --workers {at_a_time}" if at_a_time > 1 else ""
@@ -57,17 +53,31 @@ def closing_lines(search: Search, folder: Path, *, stopped: bool) -> Iterator[st
     yield f"study: sqlite:///{folder / STUDY_FILE}"
 
 
-def _best(search: Search, ranked: list[Run]) -> Iterator[str]:
+def best_of(search: Search, ranked: Sequence[Run]) -> tuple[str, str]:
+    """What the trials of a search say, best first, and lines to paste, or none."""
     advice = search.scale_advice
+    if all(run.overflow for run in ranked):
+        return "every scale of this search overflows: search smaller ones", ""
     if advice is not None:
-        yield advice.text
-        if advice.scale_log2 is not None:
-            yield yaml_lines({"init_scale": 2.0**advice.scale_log2})
-        return
-    yield f"best, of trial {ranked[0].number}:"
+        scale = advice.scale_log2
+        paste = "" if scale is None else yaml_lines({"init_scale": 2.0**scale})
+        return advice.text, paste
+    first = ranked[0]
+    searched = {name: first.hparams.get(name) for name in search.searched}
     best: Values = {}
-    put_by_name(best, ranked[0].hparams, search.config["hyperparameters"])
-    yield dump_yaml({"hyperparameters": best}).rstrip()
+    put_by_name(best, searched, search.config["hyperparameters"])
+    value = _short(search.value(first))
+    paste = dump_yaml({"hyperparameters": best}).rstrip()
+    return f"best: trial {first.number}, with {search.metric} {value}", paste
+
+
+def failed_trials(search: Search, failed: Sequence[Run]) -> str:
+    """How many trials failed, and why the first one did."""
+    first = failed[0]
+    return (
+        f"{len(failed)} of {len(search.runs)} trials failed; trial {first.number}: "
+        f"{first.reason}"
+    )
 
 
 def minutes(seconds: float) -> str:

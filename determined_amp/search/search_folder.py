@@ -3,8 +3,8 @@ needed for it.
 
 search.yaml    the search; its `max_concurrent_trials` is the number of workers study.db
 Optuna's study: the points, which of them wait, and the reported values trials/0000
-the run folder of trial 0, and so on, see `runs.folder` compare.json   `left_out` and
-`notes` of `Search`, and the time limit of the runs, by `compare`
+the run folder of trial 0, and so on, see `runs.folder` compare.json   `left_out`,
+`notes` and `command` of `Search`, by `compare`
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment.dotted import value_at
-from determined_amp.experiment.experiment import read_yaml
+from determined_amp.experiment.experiment import ranges, read_yaml
 from determined_amp.experiment.files import write_whole
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.finder.scale_score import (
@@ -29,7 +27,8 @@ from determined_amp.finder.scale_score import (
     bits_from_default,
 )
 from determined_amp.runs.folder import read_trials
-from determined_amp.runs.run import SCALE, Run, RunState
+from determined_amp.runs.run import COMPARED, SCALE, Run, RunState
+from determined_amp.search.task import Task, Verb
 
 SEARCH_FILE, STUDY_FILE = "search.yaml", "study.db"
 _REMARKS = "compare.json"
@@ -49,6 +48,8 @@ class Search:
         str, ...
     ] = ()  # a sentence for each precision that was not trained at all
     notes: tuple[str, ...] = ()  # further sentences for the report
+    # What the user typed for a comparison, or may type for one.
+    command: str = "det-amp compare YAML"
 
     @property
     def name(self) -> str:
@@ -60,13 +61,25 @@ class Search:
         return str(value_at(self.config, "searcher.metric"))
 
     @property
-    def also_searched(self) -> list[str]:
-        """Hyperparameters besides the loss scale that differ between trials."""
-        values: dict[str, set[str]] = defaultdict(set)
-        for run in self.runs:
-            for name, value in run.hparams.items():
-                values[name].add(repr(value))
-        return [name for name in values if name != SCALE and len(values[name]) > 1]
+    def searched(self) -> list[str]:
+        """The dotted names of the searched hyperparameters."""
+        return list(ranges(self.config.get("hyperparameters") or {}))
+
+    @property
+    def compares(self) -> bool:
+        """Whether it compares precisions, so that it ranks nothing."""
+        return COMPARED in self.searched
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is a single run, and no search."""
+        return value_at(self.config, "searcher.name") in (None, "single")
+
+    @property
+    def verb(self) -> Verb | None:
+        """The command of this library that each trial runs; None for another."""
+        task = Task.of(self.config)
+        return None if task is None else task.verb
 
     def failed(self) -> list[Run]:
         """The failed trials, except those with hyperparameters that cannot train."""
@@ -95,7 +108,7 @@ class Search:
     @property
     def scale_advice(self) -> ScaleAdvice | None:
         """Which loss scale to set, by its scores; None if it has others."""
-        if self.also_searched:
+        if self.searched != [SCALE]:
             return None
         lost = [(r.scale_log2, r.metrics.get("steps_lost")) for r in self.ranked()]
         return advice_of(self.metric, lost)
@@ -134,11 +147,11 @@ def write_config(folder: Path, config: Config, workers: int) -> Config:
 
 
 def write_remarks(
-    folder: Path, left_out: Sequence[str], notes: Sequence[str], **more: Any
+    folder: Path, left_out: Sequence[str], notes: Sequence[str], command: str
 ) -> None:
-    """Write `left_out` and `notes` of a search into its folder, and more values."""
-    text = json.dumps({"left_out": left_out, "notes": notes, **more}, indent=2)
-    write_whole(folder / _REMARKS, text + "\n")
+    """Write `left_out`, `notes` and `command` of a search into its folder."""
+    remarks = {"left_out": left_out, "notes": notes, "command": command}
+    write_whole(folder / _REMARKS, json.dumps(remarks, indent=2) + "\n")
 
 
 def read_config(folder: Path) -> Config:
@@ -166,16 +179,19 @@ def read_search(folder: Path, config: Config | None = None) -> Search:
     Raises:
         ConfigError: if its configuration cannot be read.
     """
-    config, left_out = config or read_config(folder), list[str]()
-    remarks = read_remarks(folder)
+    config = config or read_config(folder)
+    remarks = _read_remarks(folder)
     shared = workers_of(config) > 1
-    trials = read_trials(folder, left_out)
+    damaged: list[str] = []
+    trials = read_trials(folder, damaged)
     runs = tuple(dataclasses.replace(run, shares_device=shared) for run in trials)
-    notes = (*left_out, *remarks.get("notes", ()))
-    return Search(str(folder), runs, config, tuple(remarks.get("left_out", ())), notes)
+    notes = (*damaged, *remarks.get("notes", ()))
+    left_out = tuple(remarks.get("left_out", ()))
+    command = remarks.get("command", Search.command)
+    return Search(str(folder), runs, config, left_out, notes, command)
 
 
-def read_remarks(folder: Path) -> Values:
+def _read_remarks(folder: Path) -> Values:
     """What `write_remarks` wrote; nothing for a search that is no comparison."""
     file = folder / _REMARKS
     if not file.exists():

@@ -5,7 +5,7 @@ trials.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from operator import getitem
 
@@ -26,8 +26,9 @@ from determined_amp.experiment.experiment import (
 )
 from determined_amp.experiment.score_check import check_score
 from determined_amp.experiment.training import LENGTH_UNITS
+from determined_amp.runs.run import COMPARED
 from determined_amp.search.space import MOST_TRIALS, Space, read_space
-from determined_amp.search.task import Task, Topic, Verb
+from determined_amp.search.task import Task, Verb
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)  # it would log every study and trial
 
@@ -165,7 +166,7 @@ class SearchPlan:
     @property
     def compares(self) -> bool:
         """Whether the search compares precisions, so that it ranks nothing."""
-        return Topic.of(self.search) is Topic.PRECISIONS
+        return COMPARED in self.distributions
 
     @property
     def distributions(self) -> dict[str, BaseDistribution]:
@@ -193,17 +194,7 @@ class SearchPlan:
         return optuna.pruners.NopPruner()
 
     def trial(self, number: int) -> tuple[Experiment, Config]:
-        """The experiment of a trial, and its searched hyperparameters by dotted
-        name.
-        """
-        point = self.space.nested(self.points[number])
-        sampled = with_power_of_two(point, self.search)
-        axes = self.space.axes
-        hparams = {axis.name: reduce(getitem, axis.path, sampled) for axis in axes}
-        return self.experiment(number, sampled), hparams
-
-    def experiment(self, number: int, sampled: Config) -> Experiment:
-        """The experiment of a trial, with nested values of its hyperparameters.
+        """The experiment of a trial, and its searched hyperparameters by dotted name.
 
         Without a `trial_seed`, every trained trial gets its own seed, drawn from
         `experiment_seed`. The platform does the same, but draws other numbers. All
@@ -212,12 +203,14 @@ class SearchPlan:
         Raises:
             ConfigError: naming every mistake.
         """
-        config = self.search
-        if self.task.verb is Verb.TRAIN:
-            given = config.get("reproducibility") or {}
-            drawn = {**given, "experiment_seed": self.drawn_seed(number)}
-            config = {**config, "reproducibility": drawn}
-        return experiment_in(config, self._source, hyperparameters=sampled)
+        point = self.space.nested(self.points[number])
+        sampled = with_power_of_two(point, self.search)
+        experiment = experiment_in(self.search, self._source, hyperparameters=sampled)
+        if self.task.verb is Verb.TRAIN and experiment.trial_seed is None:
+            experiment = replace(experiment, seed=self.drawn_seed(number))
+        axes = self.space.axes
+        hparams = {axis.name: reduce(getitem, axis.path, sampled) for axis in axes}
+        return experiment, hparams
 
     def drawn_seed(self, number: int) -> int:
         """A 32-bit seed that depends only on the search's seed and the trial's

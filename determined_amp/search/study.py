@@ -21,10 +21,6 @@ from determined_amp.search.search_folder import STUDY_FILE
 from determined_amp.search.search_plan import SearchPlan
 
 
-class StudyError(UserError):
-    """A file is not the study of a search, or cannot be read or written."""
-
-
 def open_study(folder: Path, plan: SearchPlan) -> tuple[optuna.Study, int]:
     """The study of the search in a folder with all its points, and the number of trials
     that wait.
@@ -59,7 +55,7 @@ def open_study(folder: Path, plan: SearchPlan) -> tuple[optuna.Study, int]:
 
 @contextmanager
 def storing(folder: Path) -> Iterator[None]:
-    """Inside this block, raise a `StudyError` if a file of the search cannot be read or
+    """Inside this block, raise a `UserError` if a file of the search cannot be read or
     written.
 
     Trials that have not ended stay open, and continue when the search is resumed.
@@ -70,7 +66,7 @@ def storing(folder: Path) -> Iterator[None]:
         cause: BaseException = error
         while cause.__cause__ is not None:  # of SQLite, without the statement
             cause = cause.__cause__
-        raise StudyError(
+        raise UserError(
             f"{folder}: its files cannot be read or written: {one_line(cause)}; "
             "free some space, or let this user write there, and go on with: det-amp "
             f"search --resume {folder}"

@@ -25,15 +25,11 @@ from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.machine import Machine
 from determined_amp.finder.found_scale import FILE_NAME
-from determined_amp.local.checkpoint_storage import (
-    Resume,
-    complete_checkpoints,
-    translating_disk_errors,
-)
+from determined_amp.local.checkpoint_storage import Resume, translating_disk_errors
 from determined_amp.local.logs import logging_to
 from determined_amp.local.open_trial import open_trial, outcome
 from determined_amp.local.trainer import GoesOn, train
-from determined_amp.runs.folder import RunFolder, read_record
+from determined_amp.runs.folder import RunFolder, complete_checkpoints, read_record
 from determined_amp.runs.run import Run, RunState
 from determined_amp.search.task import Task, Verb
 from determined_amp.trial.determined_private import leave_the_cluster

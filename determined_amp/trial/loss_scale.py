@@ -24,7 +24,7 @@ from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.patched import patched
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.rehearse.restored import without_steps
-from determined_amp.amp.settings import AmpSettings, OnOverflow
+from determined_amp.amp.settings import AmpSettings, OnOverflow, scale_text
 from determined_amp.amp.tensors import own_copy
 from determined_amp.experiment.dotted import value_at
 from determined_amp.finder.found_scale import FoundScale, run_now, scale_sentences
@@ -80,6 +80,7 @@ def find_in_trial(
     def find(rehearsals: Sequence[Rehearsal]) -> FoundScale:
         return _find(rehearsals, name, trial, context)
 
+    _check_scaled(context)
     return in_training(trial, context, batches, find, latest_checkpoint)
 
 
@@ -101,7 +102,7 @@ def score(
         determined.InvalidHP: if no loss scale helps, because the forward overflows.
         LossScaleError: if the trial scales no loss, or has no gradient to scale.
     """
-    scaler, amp = wrapped_scaler(context), amp_of(context)
+    scaler, amp = _check_scaled(context), amp_of(context)
     scale_log2 = math.log2(scaler.get_scale())
 
     def measure(rehearsals: Sequence[Rehearsal]) -> Score:
@@ -143,9 +144,11 @@ def in_training(
             storage.
 
     Raises:
-        LossScaleError: if the trial has no enabled `GradScaler`, or nothing to train.
+        Exception: what `work` raises.
     """
-    _prepare(context)
+    amp = amp_of(context)
+    if amp is not None:  # else it would end the loop at an overflow, and audit
+        amp.guard.enabled = False
     answer: Future[T] = Future()
 
     def finish(rehearsals: Sequence[Rehearsal]) -> None:
@@ -193,22 +196,20 @@ def _collector(
     return collect
 
 
-def _prepare(context: pytorch.PyTorchTrialContext) -> None:
-    """Let nothing end the loop at an overflow.
+def _check_scaled(context: pytorch.PyTorchTrialContext) -> torch.amp.GradScaler:
+    """The scaler of a trial that has something to scale.
 
     Raises:
         LossScaleError: if the trial scales no loss, or has nothing to train.
     """
-    wrapped_scaler(context)
+    scaler = wrapped_scaler(context)
     if not any(p.requires_grad for model in context.models for p in model.parameters()):
         raise LossScaleError(
             "no parameter of this trial requires a gradient: there is nothing to "
             "train, or to scale; leave out requires_grad_(False) for what is to be "
             "trained"
         )
-    amp = amp_of(context)
-    if amp is not None:
-        amp.guard.enabled = False
+    return scaler
 
 
 def _rehearsal_of(
@@ -219,7 +220,9 @@ def _rehearsal_of(
         return amp.rehearsal_by(lambda: train(own_copy(batch)), batch)
 
     def train_again(scale: float | None) -> None:
-        scaler, others = wrapped_scaler(context), what_steps(context)
+        # a trial that is only audited may have none
+        scaler = scaler_of(context) or torch.amp.GradScaler(enabled=False)
+        others = what_steps(context)
         with without_steps(scaler, context.optimizers, others, scale=scale):
             train(own_copy(batch))
 
@@ -282,7 +285,8 @@ def settings_with_found_scale(
         answer = _find([rehearsal], name, trial, context)
     except LossScaleError as error:
         logger.warning(
-            "init_scale: find found none: %s; starting with %g", error, first
+            "init_scale: find found none: %s; starting with %s",
+            *(error, scale_text(first)),
         )
         return default
     scale = _usable_scale(amp.settings, answer)
@@ -297,7 +301,7 @@ def settings_with_found_scale(
         ]
         logger.info(
             "init_scale: find found %s in %.1f s, %d samples forward and backward: %s",
-            *(repr(scale), time.perf_counter() - begun, answer.passed_samples),
+            *(scale_text(scale), time.perf_counter() - begun, answer.passed_samples),
             "; ".join(texts),
         )
     return dataclasses.replace(default, init_scale=scale)

@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 # twenty.
 _STATUS_WIDTH = 100
 
+# Characters of a text in the metadata of a run: a master refuses longer ones.
+_LONGEST_TEXT = 5000
+
 # What a reason may begin with before it names its cause: the symptom, or the place of a
 # key.
 _BEFORE_THE_CAUSE = re.compile(
@@ -66,6 +69,16 @@ def note(train: core.TrainContext, **values: Any) -> None:
         train.set_metadata({**known, "amp": kept})
     except REFUSED as error:
         logger.warning("the master did not take the metadata of this run: %s", error)
+
+
+def in_parts(text: str) -> str | list[str]:
+    """A text as metadata take it: in parts if it is too long for one value.
+
+    `"".join` is the text again, of either.
+    """
+    starts = range(0, len(text), _LONGEST_TEXT)
+    parts = [text[at : at + _LONGEST_TEXT] for at in starts]
+    return text if len(parts) == 1 else parts
 
 
 def show_failure(train: core.TrainContext, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""`report loss-scale`: a page with a picture, and clear errors."""
+"""`report SEARCH`: the best trial, a table and a picture of all, and clear errors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.scale_finding import Verdict
 from determined_amp.finder.scale_score import choice_of
-from determined_amp.report import page
-from determined_amp.report.loss_scale_report import (
-    search_sentences,
-    write_loss_scale_report,
-)
+from determined_amp.report import ReportError, page
+from determined_amp.report.search_report import panels_of, write_search_report
 from determined_amp.runs.run import Report, Reports, Run, RunState
 from determined_amp.search.search_display import closing_lines
 from determined_amp.search.search_folder import Search, read_search
@@ -37,7 +34,6 @@ from tests.reporting import (
     write_study,
 )
 
-PNG = b"\x89PNG\r\n"
 TRIALS = [(2.0**scale, scored(scale)) for scale in (8, 16, 17, 18, 19, 24)]
 
 
@@ -56,76 +52,41 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_report_on_a_local_search_says_what_its_scores_show(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert door.run(["report", "loss-scale", "study"]) == 0
+    assert door.run(["report", "study"]) == 0
     output = capsys.readouterr().out
-    page = (workplace / "study/loss_scale.md").read_text()
-    assert output.startswith(
+    page = (workplace / "study/report.md").read_text()
+    answer = (
         "no step is lost in 4 of 6 trials, at 2^8 to 2^18: default is fine: 2^16 is"
     )
-    assert "best trial: 2^16 with loss_scale_score 0\n" in output
-    # No YAML of this repository: that would find the scale of its own trial.
-    assert "`det-amp find CONFIG --json FILE` predicts it" in output
-    for line in output.splitlines()[:-1]:
-        assert line in page
-    assert "(loss_scale.png)" in page
-    record = json.loads((workplace / "study/loss_scale.json").read_text())
+    assert output.startswith(answer)
+    assert page.startswith(f"# {answer}")
+    assert "(report.png)" in page
+    assert "(study); on cpu, torch 2.6.0, 2026-01-02T" in page
+    assert "| trial | amp.init_scale | state | batches | loss_scale_score |" in page
+    record = json.loads((workplace / "study/report.json").read_text())
     assert record["answer"] == output.splitlines()[0]
-    assert [trial["init_scale"] for trial in record["trials"]] == [
-        scale for scale, _ in TRIALS
-    ]
-    assert record["finding"] is None
+    scales = [trial["amp.init_scale"] for trial in record["table"]]
+    assert scales == ["2^16", "2^17", "2^18", "2^8", "2^19", "2^24"]  # best first
 
 
-def test_report_shows_a_finding_beside_the_trials(
-    workplace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (workplace / "finding.json").write_text(json.dumps(finding()))
-    arguments = ["study", "--finding", "finding.json", "--output", "elsewhere"]
-    assert door.run(["report", "loss-scale", *arguments]) == 0
-    shown = capsys.readouterr().out
-    assert "verdict: use 2^17" in shown
-    # It may be another trial's: a search and a finding rarely have the same name.
-    made = "128 samples, on cpu with torch 2.6, 2026-01-01"
-    assert (
-        f"predicted by finding.json, of small: {made}; nothing tells whether that is"
-        in shown
-    )
-    table = "| trial | init_scale | state | batches | loss_scale_score | steps_lost |"
-    text = (workplace / "elsewhere" / "loss_scale.md").read_text()
-    assert table in text
-    assert "(study); on cpu, torch 2.6.0, 2026-01-02T" in text
-    assert sorted(p.name for p in (workplace / "elsewhere").iterdir()) == [
-        "loss_scale.json",
-        "loss_scale.md",
-        "loss_scale.png",
-    ]
-
-
-def test_report_does_not_overwrite_a_finding(
+def test_report_does_not_overwrite_json_of_another_program(
     workplace: Path, refusal: Callable[..., str]
 ) -> None:
-    """The file of a finding has the name of the report's own JSON."""
-    kept = workplace / "study" / "loss_scale.json"
-    text, other = json.dumps(finding()), workplace / "finding.json"
-    for path in (kept, other):
-        path.write_text(text)
-    assert "another" in refusal(
-        "report", "loss-scale", "study", "--finding", str(other)
-    )
-    assert kept.read_text() == text
+    kept = workplace / "study" / "report.json"
+    kept.write_text(json.dumps(finding()))
+    assert "another" in refusal("report", "study")
+    assert kept.read_text() == json.dumps(finding())
 
 
 def test_report_that_cannot_be_written_is_a_sentence_and_leaves_nothing(
     workplace: Path, refusal: Callable[..., str]
 ) -> None:
-    (workplace / "finding.json").write_text(json.dumps(finding()))
-    (workplace / "out" / "loss_scale.md").mkdir(parents=True)
-    options = ["--finding", "finding.json", "--output", "out"]
-    said = refusal("report", "loss-scale", "study", *options)
+    (workplace / "out" / "report.md").mkdir(parents=True)
+    said = refusal("report", "study", "--output", "out")
     assert said.startswith(
         "error: out: the report cannot be written: [Errno 21] Is a directory: "
     )
-    assert [path.name for path in (workplace / "out").iterdir()] == ["loss_scale.md"]
+    assert [path.name for path in (workplace / "out").iterdir()] == ["report.md"]
 
 
 def test_answer_that_cannot_be_written_is_a_sentence(
@@ -159,42 +120,36 @@ def test_page_shows_tags_and_bars_as_text(tmp_path: Path) -> None:
     assert "| x \\| y z |" in text
 
 
-def lines_of(rows: Any, metric: str = "loss_scale_score", **others: Any) -> str:
-    return "\n".join(
-        search_sentences(found_scale(top=18), observed(rows, metric, **others))
-    )
+def report_on(search: Search, folder: Path) -> str:
+    return write_search_report(search, folder).text
 
 
 def of_scores(*scales: int) -> Rows:
     return [(float(scale), None, scored(scale), {}) for scale in scales]
 
 
-WRONG = [*of_scores(8, 18, 19), (20.0, None, scored(20, top=20), {})]
-
-
 @pytest.mark.parametrize(
-    ("rows", "words"),
+    ("scales", "words"),
     [
-        (
-            of_scores(8, 18, 19),
-            "overflow: predicted above 2^18, and 3 of 3 trials agree\n",
-        ),
-        (WRONG, "3 of 4 trials agree; not those at 2^20"),
         # Of equal scores the one nearest to the default.
-        (of_scores(19, 18, 8, 14, -8), "best trial: 2^18 with loss_scale_score 0\n"),
         (
-            of_scores(19, 18, 8, 14, -8),
+            (19, 18, 8, 14, -8),
             "in 3 of 5 trials, at 2^8 to 2^18: default is fine: 2^16 i",
         ),
-        (of_scores(21, 20, -8), "best trial: 2^20 with loss_scale_score 1.585"),
         (
-            of_scores(21, 20, -8),
-            "every scale of this search loses steps, and the best one 2",
+            (21, 18, -8),
+            "no step is lost in 1 of 3 trials, at 2^18 to 2^18: use 2^18\n\n"
+            "hyperparameters:\n  amp:\n    init_scale: 262144.0",
         ),
+        ((21, 20), "every scale of this search overflows: search smaller ones"),
+        ((20, -8), "every scale of this search loses steps, and the best one 2"),
     ],
 )
-def test_scores_are_held_against_the_prediction(rows: Rows, words: str) -> None:
-    assert words in lines_of(rows)
+def test_scores_of_a_search_are_an_answer(
+    scales: Sequence[int], words: str, tmp_path: Path
+) -> None:
+    search = observed(of_scores(*scales), "loss_scale_score")
+    assert words in report_on(search, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -211,9 +166,7 @@ def test_search_report_and_finder_recommend_the_same_scale(
     verdict = Verdict.DEFAULT if scale is None else Verdict.SCALE
     found = dataclasses.replace(known.finding, choice_log2=choice, verdict=verdict)
     predicted = dataclasses.replace(known, finding=found)
-    (tmp_path / "finding.json").write_text(predicted.json_text())
-    reported = write_loss_scale_report(search, tmp_path, str(tmp_path / "finding.json"))
-    said = [str(predicted), reported.text]
+    said = [str(predicted), report_on(search, tmp_path)]
     said.append("\n".join(closing_lines(search, tmp_path, stopped=False)))
     for text in said:
         scales = re.findall(r"^ +init_scale: (.*)$", text, re.MULTILINE)
@@ -240,7 +193,7 @@ def searched(
 
 @pytest.mark.parametrize(("smaller_is_better", "best"), [(True, 16), (False, 18)])
 def test_best_trial_is_the_platforms_which_has_the_best_of_all_validations(
-    best: int, *, smaller_is_better: bool
+    best: int, tmp_path: Path, *, smaller_is_better: bool
 ) -> None:
     """A trial that ASHA stopped early may have the best validation and a worse last
     one.
@@ -251,21 +204,42 @@ def test_best_trial_is_the_platforms_which_has_the_best_of_all_validations(
         (18.0, RunState.COMPLETED, [0.9, math.nan, 0.2]),
         smaller_is_better=smaller_is_better,
     )
-    said = list(search_sentences(None, search))
-    assert said[0].startswith(f"best trial: 2^{best} with validation_loss ")
+    said = report_on(search, tmp_path)
+    assert said.startswith(f"best: trial {best - 16}, with validation_loss 0.")
+    assert f"init_scale: {2.0**best}" in said
 
 
-def test_failed_trial_does_not_count_whatever_it_reported() -> None:
+def test_failed_trial_does_not_count_whatever_it_reported(tmp_path: Path) -> None:
     failed = (16.0, RunState.FAILED, [0.1])
     search = searched(failed, (17.0, RunState.COMPLETED, [0.3]), smaller_is_better=True)
-    best, lost = search_sentences(None, search)
-    assert best.startswith("best trial: 2^17 with validation_loss 0.3")
-    assert lost.startswith(
-        "1 of 2 trials failed: they do not count, although the platform may name"
+    said = report_on(search, tmp_path)
+    assert said.startswith("best: trial 1, with validation_loss 0.3")
+    assert "* 1 of 2 trials failed; trial 0: " in said
+    assert "although the platform may name one as the best" in said
+
+
+def test_search_without_a_result_says_so(tmp_path: Path) -> None:
+    lost = searched((16.0, RunState.FAILED, []), smaller_is_better=True)
+    assert report_on(lost, tmp_path).startswith("no trial reported validation_loss yet")
+    with pytest.raises(ReportError, match="here: has no trials yet; draw it when"):
+        report_on(dataclasses.replace(lost, runs=()), tmp_path)
+
+
+RATES = "hyperparameters.learning_rate={type: double, minval: 0.1, maxval: 0.4}"
+
+
+def test_search_over_more_than_the_scale_has_a_best_trial_and_a_panel_for_each(
+    tmp_path: Path,
+) -> None:
+    rows: Rows = [(float(i), None, {"loss_scale_score": i}, {}) for i in (1, 0, 2)]
+    some = observed(rows, "loss_scale_score", learning_rate=[0.1, 0.2, 0.4])
+    search = dataclasses.replace(some, config=with_overrides(some.config, (RATES,)))
+    assert report_on(search, tmp_path).startswith(
+        "best: trial 1, with loss_scale_score 0\n\nhyperparameters:\n"
+        "  learning_rate: 0.2\n  amp:\n    init_scale: 1.0"
     )
-
-
-def test_search_over_more_than_the_scale_ranks_no_scales() -> None:
-    rows: Rows = [(float(i), None, {"validation_loss": 1.0 + i}, {}) for i in range(4)]
-    shown = lines_of(rows, "validation_loss", learning_rate=[1, 2, 3, 4])
-    assert "differ in learning_rate, too" in shown
+    panels = {panel.xlabel: list(panel.dots) for panel in panels_of(search)}
+    assert panels == {
+        "log₂ of amp.init_scale": [(0.0, 0), (1.0, 1), (2.0, 2)],
+        "learning_rate": [(0.2, 0), (0.1, 1), (0.4, 2)],
+    }
