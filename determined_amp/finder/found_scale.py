@@ -55,9 +55,9 @@ class FinderRun:
     # Whether the trial has a `MixedPrecision`, which reads the section `amp`.
     is_ours: bool = False
     min_scale: float = 0.0  # lower limit of the scale
-    steps: int | None = (
-        None  # optimizer steps of the whole run; None if they are not known
-    )
+
+
+_OF_A_RUN = [field.name for field in fields(FinderRun)]
 
 
 def run_now(name: str, device: torch.device, *others: Any, **more: Any) -> FinderRun:
@@ -130,7 +130,8 @@ class FoundScale:
             for name, kind in _PARTS.items():
                 values[name] = tuple(kind(**one) for one in values[name])
             values["hidden_modules"] = tuple(values["hidden_modules"])
-            return FoundScale(ScaleFinding(**values), FinderRun(**document["run"]))
+            run = {name: document["run"][name] for name in _OF_A_RUN}
+            return FoundScale(ScaleFinding(**values), FinderRun(**run))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise LossScaleError(
                 f"{source}: is not a finding: {type(error).__name__} {error}; allowed: "
@@ -282,11 +283,6 @@ def _cost_of_other_scales(answer: FoundScale) -> Iterator[str]:
             yield (
                 f"starting at {name} flushes {_share(finding.at(scale).flushed_share)} "
                 f"of a gradient to 0, and takes {steps} steps to grow into the range"
-                + (
-                    f"; the run has {run.steps}"
-                    if run.steps and run.steps < steps
-                    else ""
-                )
             )
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -26,7 +26,6 @@ from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.rehearse.restored import without_steps
 from determined_amp.amp.settings import AmpSettings, OnOverflow, scale_text
 from determined_amp.amp.tensors import own_copy
-from determined_amp.experiment.dotted import value_at
 from determined_amp.finder.found_scale import FoundScale, run_now, scale_sentences
 from determined_amp.finder.prediction import LossScaleError
 from determined_amp.finder.scale_finding import find_range
@@ -34,11 +33,9 @@ from determined_amp.finder.scale_score import Score
 from determined_amp.finder.scoring import NoScaleError, score_batches
 from determined_amp.trial.determined_private import (
     BatchCollector,
-    aggregation_frequency,
     amp_of,
     controlled_by,
     end_loop,
-    hyperparameters,
     scaler_of,
     what_steps,
 )
@@ -361,17 +358,5 @@ def _find(
         growth_interval=int(scaler.get_growth_interval()),
         is_ours=amp is not None,
         min_scale=amp.settings.min_scale if amp else 0.0,
-        steps=_steps(context),
     )
     return FoundScale(finding, run)
-
-
-def _steps(context: pytorch.PyTorchTrialContext) -> int | None:
-    """The optimizer steps of the whole run; None unless its YAML gives a length in
-    batches.
-    """
-    length = value_at(hyperparameters(context) or {}, "training.max_length")
-    batches = length.get("batches") if isinstance(length, Mapping) else None
-    return (
-        batches // aggregation_frequency(context) if isinstance(batches, int) else None
-    )

@@ -354,12 +354,7 @@ def _read_settings(context: pytorch.PyTorchTrialContext) -> AmpSettings:
     info, hparams = det.get_cluster_info(), hyperparameters(context)
     if hparams is None and info is not None and info.task_type == "TRIAL":
         hparams = info.trial.hparams
-    if hparams is None:
-        raise MixedPrecision._wrong(
-            "MixedPrecision",
-            "the context has no hyperparameters; allowed: pytorch.init(hparams=...), "
-            "or MixedPrecision(context, AmpSettings(...))",
-        )
+    hparams = hparams or {}
     elsewhere = list(misplaced({}, constants(hparams)))
     if elsewhere:
         raise ConfigError("hyperparameters", elsewhere)
@@ -368,7 +363,8 @@ def _read_settings(context: pytorch.PyTorchTrialContext) -> AmpSettings:
             "hyperparameters",
             [
                 "amp: missing; allowed: amp: {precision: amp_fp16}, or fp32, tf32, "
-                "amp_bf16 there"
+                "amp_bf16 there, in pytorch.init(hparams=...) or the YAML; or "
+                "MixedPrecision(context, AmpSettings(...))"
             ],
         )
     return read_section(AmpSettings, hparams["amp"], "hyperparameters.amp")
