@@ -247,12 +247,12 @@ class TestAudited:
 
 
 class Keeps(Converted):
-    """Keeps two counts, a queue and an average of its weights from batch to batch."""
+    """Keeps counts, one beside the scaler, a queue and an average of its weights."""
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         super().__init__(context)
         self.calls, self.queue = 0, deque[float](maxlen=3)
-        self.meter = SimpleNamespace(count=0)
+        self.meter = SimpleNamespace(count=0, scaler=self.amp.scaler)
         self.teacher = copy.deepcopy(self.model)
         self.lock = threading.Lock()  # cannot be copied
 
