@@ -370,8 +370,21 @@ class ZeroesInPlace(habits.LoudAtFirst):
             gradient.zero_()
 
 
-def test_step_ends_the_window_of_gradients_that_stay() -> None:
-    assert way(ZeroesInPlace, LESS_LOUD, batches=3).still == [0]
+class LeavesOutItsFirstStep(ZeroesInPlace):
+    """The one that overflows: it looks at its gradients, which are 0."""
+
+    def step(self) -> None:
+        if any(bool(gradient.any()) for gradient in self.gradients()):
+            super().step()
+        else:
+            self.model.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("habit", [ZeroesInPlace, LeavesOutItsFirstStep])
+def test_gradients_that_stay_after_their_window_skip_no_step_of_the_next(
+    habit: Any,
+) -> None:
+    assert way(habit, LESS_LOUD, batches=3).still == [0]
 
 
 class LoudOwnWindow(habits.OwnAccumulation):
