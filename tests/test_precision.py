@@ -158,8 +158,8 @@ def test_cpu_that_trains_in_16_bits_is_a_warning(
     for precision in Precision:
         for device in (_CPU, _GPU):
             warn_of_slow_operations(precision, device)
-    for precision, said in zip(("amp_fp16", "amp_bf16"), caplog.messages, strict=True):
-        assert f"amp.precision is {precision} on a CPU" in said
+    for name, said in zip(("amp_fp16", "amp_bf16"), caplog.messages, strict=True):
+        assert f"amp.precision is {name} on a CPU" in said
         # A CPU with instructions for them may be faster, too.
         assert "det-amp compare" in said
 
