@@ -30,7 +30,7 @@ class Bert(nn.Module):
         layer = nn.TransformerEncoderLayer(
             WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True
         )
-        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, 2)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
