@@ -140,38 +140,24 @@ class TestTrainingMetrics:
         assert [window.counts for window in windows.all()] == [first, second]
 
     def test_speed_and_wait_are_those_of_each_report(self, clock: Clock) -> None:
-        """16 samples in 4 s, 1 s of them waited; then 6 in 3 s, 1.5 s; then nothing."""
+        """16 samples in 4 s, 1 s of them waited; then 6 in 3 s; then nothing."""
         metrics = warmed_up()
-        for now in (1.0, 4.0):
-            clock.now = now
-            metrics.waited(0.5)
-            metrics.add(torch.tensor(1.0), 8)
-        report = report_of(metrics)
-        assert (report["samples_per_second"], report["watch_data_wait_share"]) == (
-            4,
-            0.25,
-        )
-        metrics.reset()
-        clock.now = 7.0
-        metrics.waited(1.5)
-        metrics.add(torch.tensor(1.0), 6)
-        report = report_of(metrics)
-        assert (report["samples_per_second"], report["watch_data_wait_share"]) == (
-            2,
-            0.5,
-        )
-        metrics.waited(2.0)  # a batch was asked for before the clock started
-        assert report_of(metrics)["watch_data_wait_share"] == 1
-        metrics.reset()
-        clock.now = 8.0
-        assert (
-            not {"samples_per_second", "watch_data_wait_share"}
-            & report_of(metrics).keys()
-        )
-        metrics.add(torch.tensor(1.0), 3)
-        report = report_of(metrics)
-        assert report["samples_per_second"] == 3
-        assert "watch_data_wait_share" not in report
+
+        def reported(*batches: tuple[float, float | None, int]) -> tuple[Any, Any]:
+            for clock.now, waited, samples in batches:
+                if waited is not None:
+                    metrics.waited(waited)
+                metrics.add(torch.tensor(1.0), samples)
+            report = report_of(metrics)
+            metrics.reset()
+            names = ("samples_per_second", "watch_data_wait_share")
+            return report.get(names[0]), report.get(names[1])
+
+        assert reported((1.0, 0.5, 8), (4.0, 0.5, 8)) == (4, 0.25)
+        # a batch was asked for before the clock started
+        assert reported((7.0, 3.5, 6)) == (2, 1)
+        assert reported() == (None, None)
+        assert reported((8.0, None, 3)) == (3, None)
 
     @pytest.mark.parametrize(
         ("waits", "share"), [((0.25, 0.5), 0.5), ((None, 0.25), 0.25)]
@@ -298,16 +284,14 @@ class TestTrainingMetrics:
 
     def test_training_metrics_are_reduced_in_training_only(self) -> None:
         context: Any = Context()
-        metrics = MixedPrecision(
-            context, AmpSettings(Precision.FP32, audit=False)
-        ).metrics
-        metrics.add(torch.tensor(1.0), 8)
+        amp = MixedPrecision(context, AmpSettings(Precision.FP32, audit=False))
         ((reducer, when),) = context.registered
         assert when == {"for_validation": False}
-        reported = reducer.cross_slot_reduce([reducer.per_slot_reduce()])
-        assert reported["loss"] == 1
-        reducer.reset()
-        assert "loss" not in report_of(metrics)
+        amp.metrics.add(torch.tensor(1.0), 8)
+        for loss in (1, None):
+            report = reducer.cross_slot_reduce([reducer.per_slot_reduce()])
+            assert report.get("loss") == loss
+            reducer.reset()
 
 
 def test_peak_memory_is_of_the_process_on_a_cpu_and_of_torchs_counters_on_a_gpu(
