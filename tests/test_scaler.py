@@ -23,9 +23,6 @@ from determined_amp.amp.mistakes import (
 from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.settings import AmpSettings, Precision
 
-CPU = torch.device("cpu")
-NEVER = 10**9
-
 
 class Fused(torch.optim.SGD):
     """Is called on a skip, too, and reads on the device that it is one, as torch's
@@ -291,20 +288,6 @@ class TestUpdate:
                 )
             )
         assert used == [(4, 8), (8, 4), (4, 8)]
-
-    @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, Fused])
-    def test_update_leaves_each_optimizer_what_it_found(
-        self, optimizer_class: Any
-    ) -> None:
-        """Torch's `update` adds up what all optimizers found, in the tensor of the
-        first.
-        """
-        made = Stepped(optimizer_class)
-        other = made.another(optimizer_class)
-        made.step(1.0)
-        made.step(math.inf, other)
-        made.scaler.update()
-        assert made.outcomes() == {made.optimizer: 0, other: 1}
 
 
 def test_scaler_without_a_loss_scale_passes_everything_through() -> None:

@@ -13,7 +13,7 @@ from torch.optim import SGD, lr_scheduler
 from determined_amp import AmpLoop, AmpSettings, Precision
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.schedules import schedule_of
-from determined_amp.amp.window import Window, Windows, fill_momentum
+from determined_amp.amp.window import Window, fill_momentum
 from tests.test_metrics import having
 
 CPU = torch.device("cpu")
@@ -193,19 +193,3 @@ def test_each_step_of_a_wrapper_without_hooks_is_seen_and_goes_on_as_it_was() ->
     del amp
     wrapper.step()
     assert len(seen) == 1
-
-
-def test_optimizer_that_comes_after_its_state_starts_from_it() -> None:
-    known: list[torch.optim.Optimizer] = []
-    windows = Windows(CPU, known, scaled=True)
-    windows.load_state_dict(
-        {"optimizers": [{"attempted": 3, "applied": 2, "last_applied": 2}]}
-    )
-    known.append(fused_sgd())
-    windows.restore(known[0])
-    (its,) = windows.all()
-    assert (its.counts.attempted, its.attempted_before, int(its.applied_before)) == (
-        3,
-        3,
-        2,
-    )
