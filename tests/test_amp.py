@@ -192,7 +192,7 @@ class TestMomentumOfFusedSGD:
         assert all(map(math.isfinite, fused))
 
     @pytest.mark.parametrize("stops_after", [0, 1, 2])
-    def test_fused_momentum_is_right_where_a_run_resumes_before_its_first_applied_step(
+    def test_fused_momentum_is_right_after_a_resume_before_the_first_applied_step(
         self, monkeypatch: pytest.MonkeyPatch, stops_after: int
     ) -> None:
         """The first two of four steps are skipped; the momenta of the others are 1 and

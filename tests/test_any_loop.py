@@ -213,7 +213,7 @@ class TestState:
         assert same_bits(moved.bits[len(whole) :], whole[1:])
 
 
-def test_process_group_that_is_joined_later_exchanges_through_the_gpu_of_the_loop(
+def test_process_group_joined_later_exchanges_through_the_gpu_of_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The current GPU is the first one in every process that has not set another."""

@@ -100,7 +100,7 @@ class StepsInRegionsOfTheirOwn(StepsInOneRegion):
 
 
 @SIXTEEN_BITS
-def test_trial_with_several_steps_in_one_region_trains_as_with_a_region_for_each(
+def test_several_steps_in_one_region_train_as_with_a_region_for_each(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def left(trial: type[Converted]) -> Any:

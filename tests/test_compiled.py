@@ -213,7 +213,7 @@ def test_mode_that_replays_cuda_graphs_is_refused_with_accumulation() -> None:
 
 
 class TestRun:
-    def test_compiled_model_trains_as_itself_captures_one_graph_and_resumes_to_the_bit(
+    def test_compiled_model_trains_as_itself_in_one_graph_and_resumes_to_the_bit(
         self, tmp_path: Path
     ) -> None:
         eager = training.run_small("mlp/amp.yaml", tmp_path / "eager")

@@ -305,7 +305,7 @@ class TestDiagnosis:
         ("lost", "module"),
         [(["body"], "body"), (["body", "head"], "head"), ([], "the model")],
     )
-    def test_cause_names_the_module_of_a_parameter_whose_gradient_alone_overflows(
+    def test_cause_names_the_module_whose_parameters_gradient_alone_overflows(
         self, lost: list[str], module: str
     ) -> None:
         model = Net(1, 1)
@@ -472,7 +472,7 @@ class TwoSlots:
 class TestSeveralSlots:
     """A forward may wait for those of other slots, so all make the same rehearsals."""
 
-    def test_sound_slot_makes_the_rehearsals_of_one_in_trouble_and_names_its_cause(
+    def test_sound_slot_rehearses_as_one_in_trouble_and_names_its_cause(
         self,
     ) -> None:
         causes, scales = list[str | None](), list[list[float]]()

@@ -322,7 +322,7 @@ class TestCause:
     ],
 )
 @pytest.mark.parametrize("value", [math.nan, -math.inf, 1.0, "a histogram"])
-def test_validation_metric_that_is_not_finite_ends_the_run_and_never_reaches_asha(
+def test_metric_that_is_not_finite_ends_the_run_and_never_reaches_asha(
     on_overflow: OnOverflow,
     searcher: str,
     error: Any,

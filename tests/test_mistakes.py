@@ -711,7 +711,7 @@ def test_max_norm_that_is_no_number_above_0_is_refused(max_norm: Any) -> None:
     ],
     ids=["no such module", "no model for fp32_modules", "no model for compile"],
 )
-def test_setting_for_modules_that_the_loop_does_not_have_is_refused_at_the_first_batch(
+def test_setting_for_modules_that_a_loop_has_not_is_refused_at_its_first_batch(
     settings: Values, words: str
 ) -> None:
     amp = AmpLoop(AmpSettings(Precision.AMP_FP16, **settings), "cpu")

@@ -329,7 +329,7 @@ class TestOwnBatch:
         monkeypatch.setattr(SummedLoss, "train_batch", train_batch)
 
     @pytest.mark.parametrize("prepare", [popped, normalised])
-    def test_trial_that_changes_its_batch_in_place_has_the_same_finding_and_score(
+    def test_trial_that_changes_its_batch_has_the_same_finding_and_score(
         self, prepare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def work(small: SmallTrial, context: Context, batches: Batches) -> Any:

@@ -429,7 +429,7 @@ def plateau(optimizer: Optimizer, **settings: Any) -> PlateauSchedule:
 
 
 @pytest.mark.parametrize("metric", [math.nan, math.inf, -math.inf])
-def test_metric_that_is_not_finite_is_logged_and_does_not_move_a_plateau_scheduler(
+def test_metric_that_is_not_finite_is_logged_and_moves_no_plateau_scheduler(
     metric: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     schedule = plateau(make_optimizer())

@@ -167,7 +167,7 @@ def skipped_in_training(trial: Trial, init_scale: float) -> int:
 
 @pytest.mark.parametrize("trial", [SummedLoss, TinyLoss])
 class TestSmallTrials:
-    def test_score_is_zero_all_through_the_measured_range_and_rises_on_both_sides(
+    def test_score_is_zero_in_the_measured_range_and_rises_on_both_sides(
         self, trial: Trial
     ) -> None:
         def work(small: SmallTrial, context: Context, batches: Batches) -> None:

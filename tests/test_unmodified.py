@@ -124,7 +124,7 @@ class TestForward:
         assert set(seen[::2]) == {(True, torch.bfloat16), (False, validated)}
         assert {dtype for _, dtype in seen[1::2]} == {torch.float32}
 
-    def test_wrapped_model_inside_another_one_stays_in_16_bits_also_under_a_checkpoint(
+    def test_wrapped_model_in_another_stays_in_16_bits_under_a_checkpoint_too(
         self,
     ) -> None:
         """Only what the outer one returns is cast to float32."""
@@ -168,7 +168,7 @@ class TestForward:
         assert same_state(ours, theirs)
         assert not same_state(ours, fit_as_it_is(Plain, BFLOAT16))
 
-    def test_copy_computes_with_its_own_weights_and_a_pickled_model_is_the_plain_one(
+    def test_copy_has_weights_of_its_own_and_a_pickled_model_is_the_plain_one(
         self,
     ) -> None:
         model, inputs = (
@@ -309,7 +309,7 @@ def test_unmodified_trial_in_16_bits_trains_as_in_float32(
 
 
 @pytest.mark.parametrize(("habit", "words"), habits.REFUSED_IN_FP16.items())
-def test_unmodified_trial_that_needs_a_precision_without_a_scale_is_refused_in_fp16(
+def test_unmodified_trial_that_a_loss_scale_would_break_is_refused_in_fp16(
     habit: Any, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)) as error:

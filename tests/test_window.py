@@ -108,7 +108,7 @@ class TestMeasure:
         ("scaled", "attempted", "largest"),
         [(True, 10, 1.0), (True, 11, 0.0), (False, 10, 0.0)],
     )
-    def test_gradients_of_every_tenth_step_are_measured_where_there_is_a_loss_scale(
+    def test_gradients_of_every_tenth_step_are_measured_with_a_loss_scale(
         self, attempted: int, largest: float, *, scaled: bool
     ) -> None:
         window = Window(CPU, scaled=scaled)
@@ -154,7 +154,7 @@ class TestFillMomentum:
         fill_momentum(optimizer, can_skip=False)
         assert momenta(optimizer) == [[3, 3], None, None, [0]]
 
-    def test_fused_momentum_with_dampening_is_refused_where_steps_can_be_skipped(
+    def test_fused_momentum_with_dampening_is_refused_if_steps_can_be_skipped(
         self,
     ) -> None:
         optimizer = fused_sgd(dampening=0.25)
