@@ -323,44 +323,22 @@ class Sam(Habit):
         return {"loss": loss}
 
 
-class Wgan(Habit):
+class Wgan(AlternatingHeads):
     """The critic is stepped three times a batch, and its weights are clamped."""
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        self.context = context
-        self.model = context.wrap_model(
-            nn.Sequential(nn.Linear(4, 16), nn.Linear(16, FEATURES))
-        )
-        self.critic = context.wrap_model(
-            nn.Sequential(nn.Linear(FEATURES, 16), nn.Linear(16, 1))
-        )
-        self.optimizers = [
-            # By default a gradient of nearly 0 becomes a whole step, whatever its
-            # rounding is.
-            context.wrap_optimizer(
-                torch.optim.RMSprop(model.parameters(), lr=0.01, eps=0.01)
-            )
-            for model in (self.model, self.critic)
-        ]
-
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        real, noise = batch[0], random(len(batch[0]), 4)
-        for _ in range(3):
-            loss = (
-                self.critic(self.model(noise).detach()).mean()
-                - self.critic(real).mean()
-            )
+        critic, generator = self.heads
+        for which in (0, 0, 0, 1):
+            made = generator(batch[0]).repeat(1, 2)
+            loss = -critic(made).mean()
+            if which == 0:
+                loss = critic(made.detach()).mean() - critic(batch[0]).mean()
             self.context.backward(loss)
-            self.context.step_optimizer(self.optimizers[1])
-            for parameter in self.critic.parameters():
+            self.context.step_optimizer(self.optimizers[which])
+            for parameter in critic.parameters():
                 parameter.data.clamp_(-0.2, 0.2)
-        self.context.backward(-self.critic(self.model(noise)).mean())
-        self.context.step_optimizer(self.optimizers[0])
-        self.optimizers[1].zero_grad()
+        self.optimizers[0].zero_grad()
         return {"loss": loss}
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        return self.critic(inputs).mean()
 
 
 class LineSearch(Habit):

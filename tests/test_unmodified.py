@@ -480,7 +480,7 @@ def test_steps_of_one_batch_and_of_an_optimizer_inside_another_are_all_counted()
             in_16_bits(habits.Wgan, "amp_fp16"),
         )
     )
-    assert (inside, several) == (8, [8, 24])
+    assert (inside, several) == (8, [24, 8])
 
 
 def test_hook_for_all_modules_is_refused_in_a_backward() -> None:
