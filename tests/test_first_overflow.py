@@ -7,7 +7,6 @@ operations compute a factor of their derivative in 16 bits, which no loss scale 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -59,15 +58,6 @@ def rms_norm(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
-def attention(x: torch.Tensor) -> torch.Tensor:
-    x = x.view(4, -1, WIDTH)
-    scores = torch.einsum("bid,bjd->bij", x, x) / math.sqrt(WIDTH)
-    mask = torch.ones_like(scores, dtype=torch.bool).tril()
-    scores = scores.masked_fill(~mask, -torch.inf)
-    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-    return ((weights / weights.sum(-1, keepdim=True)) @ x).view(-1, WIDTH)
-
-
 def in_place(x: torch.Tensor) -> torch.Tensor:
     y = x.clone()
     y[:, ::2] *= 3
@@ -75,32 +65,16 @@ def in_place(x: torch.Tensor) -> torch.Tensor:
     return y.add_(x.abs())
 
 
-def scattered(x: torch.Tensor) -> torch.Tensor:
-    index = (torch.arange(x.numel()) % 7).view_as(x)
-    return torch.zeros_like(x).scatter_add_(1, index, x) / 3
-
-
-def sparse(x: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cpu", enabled=False):
-        mixed: torch.Tensor = torch.sparse.mm(
-            torch.eye(len(x)).roll(1, 0).to_sparse(), x.float()
-        )
-    return mixed.square()
-
-
 OPERATIONS: dict[str, Operation] = {
     "SIREN": lambda x: torch.sin(30 * x),
     "RMSNorm by hand": rms_norm,
-    "attention by hand": attention,
     "scaled_dot_product_attention": lambda x: functional.scaled_dot_product_attention(
         x[None], x[None], x[None]
     )[0],
     "normalize": lambda x: functional.normalize(x, dim=-1),
     "reciprocal": lambda x: 1 / (x * x + 0.01),
     "square root of a ReLU": lambda x: torch.sqrt(functional.relu(x)),
-    "scatter_add": scattered,
     "Fourier transform": lambda x: torch.fft.rfft(x.float()).abs()[:, :16].repeat(1, 2),
-    "sparse product": sparse,
     "in place": in_place,
     "checkpoint": lambda x: checkpoint(lambda y: (y**3).sin(), x, use_reentrant=False),
     "checkpoint, reentrant": lambda x: checkpoint(
