@@ -1493,9 +1493,9 @@ class TestCommand:
         assert shown.startswith("0 faults: 20 batches, 18 steps, 2 skipped, autocast")
         assert doctor.ASK_FOR_AMP not in shown
         short, _, more = ONLY_ON_A_GPU.partition("\n")
-        assert short in plain
+        assert f"\nnote: {short} ...\n" in plain
         assert more not in plain
-        assert more in shown
+        assert f"\nnote: {short}\n  {more}\n" in shown
 
     @pytest.mark.usefixtures("_in_this_process")
     def test_trial_without_a_fault_ends_with_status_0_and_is_told_in_json(

@@ -177,11 +177,12 @@ class CheckFindings:
             told.insert(0, "0 faults")
         head = ", ".join(told) + (f": {self.seen}" if self.seen else "")
         body = [finding.text() for finding in self.all]
-        notes = (
-            self.notes if self.verbose else [n.partition("\n")[0] for n in self.notes]
-        )
-        shown = "\n".join(f"note: {note}" for note in notes)
-        return "\n\n".join(filter(None, [head, *body, shown]))
+        notes = []
+        for note in self.notes:
+            first, _, more = note.partition("\n")
+            rest = f"\n  {more}" if self.verbose else " ..."
+            notes.append(f"note: {first}{rest if more else ''}")
+        return "\n\n".join(filter(None, [head, *body, "\n".join(notes)]))
 
     def to_json(self) -> str:
         """The same for programs; `faults` is the number of the first line."""
