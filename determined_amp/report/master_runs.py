@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from determined import errors as det_errors
-from determined.common.api import bindings, errors
+from determined.common.api import bindings
 
 from determined_amp.amp.errors import one_line
 from determined_amp.amp.plain_data import Config, Values
@@ -24,7 +24,7 @@ from determined_amp.experiment.machine import Machine
 from determined_amp.experiment.training import LENGTH_UNITS
 from determined_amp.report import ReportError
 from determined_amp.report.page import Written, write_files
-from determined_amp.runs.master import NONSENSE, log_in
+from determined_amp.runs.master import NO_ANSWER, log_in
 from determined_amp.runs.run import (
     LENGTH,
     SEED,
@@ -43,15 +43,6 @@ if TYPE_CHECKING:
     from determined.experimental.client import Experiment, Trial
 
 MASTER = "DET_MASTER"
-
-# What the SDK raises where there is no experiment or where no Determined 0.38 answers.
-_NO_EXPERIMENT = (
-    errors.BadRequestException,
-    errors.BadResponseException,
-    bindings.APIHttpError,
-    OSError,
-    *NONSENSE,
-)
 
 # The report that the command `compare` leaves in its checkpoint, beside other files.
 _TEXT = "precision.md"
@@ -234,7 +225,7 @@ def _on_master(number: int) -> Iterator[tuple[Session, Experiment, str]]:
         experiment = Experiment(number, session)
         experiment.reload()
         yield session, experiment, f"experiment {number} on {session.master}"
-    except _NO_EXPERIMENT as error:
+    except NO_ANSWER as error:
         raise ReportError(
             f"{session.master} gave no experiment {number}: {type(error).__name__}: "
             f"{one_line(error)}; allowed: an experiment on a master of Determined 0.38"

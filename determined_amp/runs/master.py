@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from determined.common import api
-from determined.common.api import authentication, certs, errors
+from determined.common.api import authentication, bindings, certs, errors
 
 from determined_amp.amp.errors import UserError, one_line
 
 # Seconds to wait for the first answer: the address may be wrong.
 _FIRST_ANSWER = 10
 
-# What Determined's bindings raise if an answer does not look like a master's.
-NONSENSE = (
+# What Determined's SDK raises where no master of this version answers as it should:
+# after a timeout, for a proxy or a wrong certificate, and for an odd answer.
+NO_ANSWER = (
+    errors.APIException,
+    errors.BadRequestException,
+    errors.BadResponseException,
+    errors.CorruptTokenCacheException,
+    bindings.APIHttpError,
+    OSError,
     LookupError,
     TypeError,
     AttributeError,
@@ -19,15 +26,6 @@ NONSENSE = (
     ValueError,
     RecursionError,
     AssertionError,
-)
-
-# What Determined makes of a timeout, a proxy, a wrong certificate, and all of these.
-_NO_MASTER = (
-    errors.APIException,
-    errors.BadRequestException,
-    errors.CorruptTokenCacheException,
-    OSError,
-    *NONSENSE,
 )
 
 
@@ -61,7 +59,7 @@ def log_in(address: str) -> api.Session:
             f"{url}: the login was refused; log in with `det -m {url} user login "
             "USER`, or set DET_USER and DET_PASS"
         ) from error
-    except _NO_MASTER as error:
+    except NO_ANSWER as error:
         status = getattr(error, "status_code", None)
         why = one_line(error) if status is None else f"error {status}"
         raise UserError(
