@@ -61,7 +61,7 @@ def test_report_on_a_run_that_failed_begins_with_the_reason(
     assert door.run(["report", str(folder), "--output", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(
-        "amp_bf16: failed, 60 batches: 100% of the optimizer steps were skipped; it "
+        "amp_bf16: failed: 100% of the optimizer steps were skipped; it "
         "ended after 60 of 100 batches"
     )
     assert f"* checkpoints: none, in {folder}/checkpoints\n" in shown
@@ -78,9 +78,7 @@ def test_report_on_a_killed_run_has_its_newest_checkpoint_and_how_to_go_on(
     partial.mkdir()  # without its metadata
     assert door.run(["report", str(resumed)]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith(
-        "amp_bf16: killed, 60 batches: 60 of 100 batches: its process is gone"
-    )
+    assert shown.startswith("amp_bf16: killed: 60 of 100 batches: its process is gone")
     newest = f"go on from batch-00000100: det-amp train --resume {resumed}"
     assert f"* {newest}\n" in shown
 

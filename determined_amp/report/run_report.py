@@ -46,9 +46,9 @@ def write_run_report(run: Run, folder: Path) -> Written:
 def _answer(run: Run) -> str:
     """How the run ended, and its last metric."""
     precision = run.settings.get(PRECISION, "the trial's own precision")
-    end = f"{precision}: {run.state.value}, {run.trained_batches} batches"
     if run.reason:
-        return f"{end}: {run.reason}"
+        return f"{precision}: {run.state.value}: {run.reason}"
+    end = f"{precision}: {run.state.value}, {run.trained_batches} batches"
     metric = metric_of(run)
     value = run.metrics.get(metric)
     return end if value is None else f"{end}: {metric} {value:.4g}"
