@@ -87,7 +87,7 @@ def what_to_type(comparison: Comparison) -> str:
     seeds = max(pair.metric.pairs for pair in pairs)
     wanted = _SEEDS if seeds < _SEEDS else 2 * seeds
     command = re.sub(r" --seeds[ =]\d+", "", comparison.command)
-    return f"where this cannot tell yet, more seeds tell: `{command} --seeds {wanted}`"
+    return f"more seeds tell what is open: `{command} --seeds {wanted}`"
 
 
 def _fault(pair: Pair, metric: str) -> str:

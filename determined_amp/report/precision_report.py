@@ -4,6 +4,7 @@ JSON.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from determined_amp.report.answer import (
     ratio_text,
     what_to_type,
 )
+from determined_amp.report.change import Change
 from determined_amp.report.comparison import Comparison, compare_runs, differences
 from determined_amp.report.page import Table, Written, write_page
 from determined_amp.report.precision_figure import draw_comparison
@@ -122,16 +124,21 @@ def _pair_sentence(pair: Pair, metric: str) -> str:
     parts = []
     for name, ratio in (("speed", pair.speed), ("memory", pair.memory)):
         if ratio is not None:
-            parts.append(f"{name} {ratio_text(ratio)}: {ratio.judgement.value}")
+            parts.append(f"{name} {ratio_text(ratio)}{_verdict(ratio)}")
         elif name == "speed":
             parts.append("speed not measured")
     change = pair.metric
     interval = interval_text(change.low, change.high, "+.2g")
-    verdict = f"{change.judgement.value} (margin {change.margin:.2g})"
-    parts.append(f"{metric} {change.mean:+.2g} ({interval}): {verdict}")
+    verdict = f"{_verdict(change)} (margin {change.margin:.2g})"
+    parts.append(f"{metric} {change.mean:+.2g} ({interval}){verdict}")
     pairs = f"{counted(change.pairs, 'pair')} of equal seed"
     names = f"{pair.precision.value} against {pair.against.value}"
     return f"{names}, {pairs}: {'; '.join(parts)}"
+
+
+def _verdict(change: Change) -> str:
+    """The verdict on a change; nothing where there is no interval, which tells it."""
+    return "" if math.isnan(change.low) else f": {change.judgement.value}"
 
 
 def _waiting(comparison: Comparison) -> Sentences:
