@@ -30,11 +30,10 @@ def _audit(options: Namespace) -> int:
     except AuditError as error:
         print(error)
         return 1
-    lines = audit.table().splitlines()
+    verdict = ""
     if precision is None:
-        lines = [line for line in lines if " asks for " not in line]
-        lines.append(
+        verdict = (
             "not judged: the trial has no MixedPrecision; --precision gives it one"
         )
-    print("\n".join(lines))
+    print(audit.table(verdict))
     return 0

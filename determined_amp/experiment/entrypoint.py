@@ -6,6 +6,7 @@ import argparse
 import re
 import shlex
 from contextlib import suppress
+from itertools import pairwise
 from typing import TypeGuard
 
 # How many batches are scored, or used by the finder, without `--batches`, and with it
@@ -46,13 +47,13 @@ def command_in(entrypoint: object) -> tuple[str, argparse.Namespace]:
     elif isinstance(entrypoint, str):
         with suppress(ValueError):  # a quotation mark without its partner
             words = shlex.split(entrypoint)
-    ours = [at for at, word in enumerate(words, 1) if word in _PROGRAM]
-    at = ours[0] if ours else len(words)
-    options, _ = _OPTIONS.parse_known_args(words[at + 1 :])
-    if not ours and any(_LAUNCHER.fullmatch(word) for word in words):
-        options, _ = _OPTIONS.parse_known_args(words)
-        return "train" if options.trial else "", options
-    return "".join(words[at : at + 1]), options
+    options, _ = _OPTIONS.parse_known_args(words)
+    for word, command in pairwise([*words, ""]):
+        if word in _PROGRAM:
+            return command, options
+    if options.trial and any(map(_LAUNCHER.fullmatch, words)):
+        return "train", options
+    return "", _OPTIONS.parse_args([])
 
 
 def trial_in(entrypoint: object) -> str | None:

@@ -165,9 +165,8 @@ def audit_here(experiment: Experiment) -> tuple[Audit, Precision | None]:
     """Audit the first batch here, in Determined's loop and without writing files.
 
     Returns:
-        The audit of the batch, and the precision that the trial asks for. The precision
-            is None
-        for a trial without a `MixedPrecision`; then nothing is judged.
+        The audit of the batch, and the precision that the trial asks for, which is None
+            for a trial without a `MixedPrecision`: then nothing is judged.
 
     Raises:
         AuditError: if the batch is not computed in the precision that the trial asks

@@ -141,8 +141,12 @@ class Audit:
             return f"{setting}, but torch's switches for TF32 are {self.tf32}"
         return None
 
-    def table(self) -> str:
-        """The counts as text, the largest first."""
+    def table(self, verdict: str = "") -> str:
+        """The counts as text, the largest first.
+
+        Args:
+            verdict: The line below them; by default the share in the precision.
+        """
         width = max(
             len(operation) for operation in ("operation", *(o for o, _ in self.flops))
         )
@@ -154,10 +158,8 @@ class Audit:
             lines.append(
                 f"{operation:{width}}  {name:9}{flops / 1e9:>10.4g}{share:>8.1%}"
             )
-        asked = dtype_name(self.dtype)
-        lines.append(
-            f"{self.precision.value} asks for {asked}: {self.share:.1%} of the FLOPs"
-        )
+        asked = f"{self.precision.value} asks for {dtype_name(self.dtype)}"
+        lines.append(verdict or f"{asked}: {self.share:.1%} of the FLOPs")
         lines.append(f"TF32 switches: {self.tf32}")
         return "\n".join(lines)
 
