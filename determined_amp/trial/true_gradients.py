@@ -89,6 +89,8 @@ class TrueGradients:
         self._scaler = amp.scaler
         self._scaler.leaves_true_gradients = True
         self._one = torch.ones((), device=amp.device)
+        self._known: list[torch.Tensor] = []  # parameters
+        self._sizes: list[tuple[int, int]] = []  # id and length of each group of them
         self._norms: dict[Optimizer, torch.Tensor] = {}
         self._met: set[type] = set()  # kinds of nodes
         # The sizes of the graphs that were looked through and have no other leaves.
@@ -199,7 +201,14 @@ class TrueGradients:
             yield scale.double().reciprocal().float()  # as `GradScaler` does it
 
     def _parameters(self) -> list[torch.Tensor]:
-        return parameters_in(self._amp.models, self._amp.optimizers)
+        """All parameters, which are collected anew where a group has come or grown."""
+        optimizers = self._amp.optimizers
+        groups = [group["params"] for each in optimizers for group in each.param_groups]
+        sizes = [(id(group), len(group)) for group in groups]
+        if sizes != self._sizes or not self._known:
+            self._sizes = sizes
+            self._known = parameters_in(self._amp.models, optimizers)
+        return self._known
 
     def _other_leaves_of(
         self, loss: torch.Tensor, parameters: Sequence[torch.Tensor]
