@@ -199,7 +199,7 @@ class TestTrouble:
         for _ in range(2):
             judge(watched, counted(5, 66, name="_0"), *later)
         assert [int(line.split()[0]) for line in caplog.messages] == said
-        words = "steps were skipped at the start, while the loss scale fell from 65536"
+        words = "steps were skipped at the start, while the loss scale fell from 2^16"
         assert all(words in line for line in caplog.messages)
 
     def test_loss_that_is_not_finite_ends_a_run_that_can_skip_no_step(self) -> None:

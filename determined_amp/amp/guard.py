@@ -24,7 +24,12 @@ from determined_amp.amp.rehearse.diagnosis import find_cause
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.running_statistics import RunningStatistics
 from determined_amp.amp.scaler import LossScaler
-from determined_amp.amp.settings import DEFAULT_SCALE, AmpSettings, OnOverflow
+from determined_amp.amp.settings import (
+    DEFAULT_SCALE,
+    AmpSettings,
+    OnOverflow,
+    scale_text,
+)
 from determined_amp.amp.slots import Slots
 from determined_amp.amp.tensors import is_not_finite, parameters_in
 
@@ -303,10 +308,10 @@ class Guard:
             if skips >= _WORTH_A_LINE and self._slots.rank == 0:
                 logger.warning(
                     "%d steps were skipped at the start, while the loss scale fell "
-                    "from %g to %g: with that as amp.init_scale none would have been",
+                    "from %s to %s: with that as amp.init_scale none would have been",
                     skips,
-                    self._scale_at_start,
-                    self._metrics.scale_of_newest_step,
+                    scale_text(self._scale_at_start),
+                    scale_text(self._metrics.scale_of_newest_step),
                 )
 
     def _steps_of(self, optimizer: Optimizer) -> tuple[int, int]:

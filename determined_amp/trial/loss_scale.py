@@ -319,8 +319,9 @@ def _usable_scale(settings: AmpSettings, answer: FoundScale) -> float | None:
         return None
     if settings.min_scale > 2.0**answer.finding.top_log2:
         problem = (
-            f"init_scale: got find, which found {scale:g}, and gradients overflow at "
-            f"min_scale {settings.min_scale:g}; allowed: min_scale: {scale * 2.0**-8:g}"
+            f"init_scale: got find, which found {scale_text(scale)}, and gradients "
+            f"overflow at min_scale {scale_text(settings.min_scale)}; allowed: "
+            f"min_scale: {scale * 2.0**-8:g}"
         )
         raise ConfigError("the trial", [problem])
     return max(scale, settings.min_scale)

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.plain_data import StateDict
+from determined_amp.amp.settings import scale_text
 from determined_amp.trial.checkpoint import warn_of_what_cannot_be_restored
 from determined_amp.trial.determined_private import (
     aggregation_frequency,
@@ -139,10 +140,10 @@ class ResumedTraining(pytorch.PyTorchCallback):
             return
         if not state and not settings.finds_scale:
             logger.info(
-                "the checkpoint has no loss scale; starting with %g, which may cost "
+                "the checkpoint has no loss scale; starting with %s, which may cost "
                 "the first steps; amp.init_scale: find finds it on the first batch "
                 "instead",
-                settings.first_scale,
+                scale_text(settings.first_scale),
             )
         if not state or self._warm_start:
             state = amp.scaler.state_dict()
