@@ -34,6 +34,7 @@ from determined_amp import (
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.amp.settings import Compile
+from determined_amp.check.recorder import Recorder
 from tests import habits
 from tests.harness import (
     EVERY_PRECISION,
@@ -673,6 +674,35 @@ def test_loop_that_comes_or_goes_while_another_training_steps_is_no_error() -> N
     finally:
         for handle in handles:
             handle.remove()
+
+
+def test_loop_that_goes_while_another_training_steps_leaves_its_step_alone() -> None:
+    loops, optimizer = [OwnLoop()], torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    loops[0].amp.start()
+    handles = [  # torch goes on to the second one
+        register_optimizer_step_pre_hook(lambda *_: loops.clear()) for _ in range(2)
+    ]
+    hooks: Any = handles[0].hooks_dict_ref()
+    try:
+        registered = len(hooks)
+        optimizer.step()
+        another = OwnLoop()
+        another.amp.start()  # removes the hook of the first
+        assert len(hooks) == registered
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_step_that_is_refused_is_none_for_the_doctor() -> None:
+    recorder = Recorder()
+    with recorder.watching():
+        loop = OwnLoop()
+        loop.backward()
+        loop.step()
+        with pytest.raises(ConfigError, match="it steps an optimizer whose gradients"):
+            loop.optimizer.step()
+    assert len(recorder.record.of("step")) == 1
 
 
 def test_step_with_a_closure_and_a_loss_scale_is_refused() -> None:
