@@ -85,6 +85,18 @@ class TestNothingMoves:
         Rehearsal(train, [], [optimizer]).run()
         assert optimizer.param_groups[0]["lr"] == 0.5
 
+    def test_backward_hook_that_a_training_registers_stays_a_full_one(self) -> None:
+        model, seen = nn.Linear(1, 1), list[Any]()
+
+        def train(scale: float | None) -> None:
+            if not model._backward_hooks:
+                model.register_full_backward_hook(lambda *given: seen.append(given[2]))
+            torch.autograd.backward(model(torch.ones(1, 1, requires_grad=True)))
+
+        Rehearsal(train, [model], []).run()
+        train(None)
+        assert [gradient.tolist() for (gradient,) in seen] == [[[1.0]]] * 2
+
     def test_rehearsals_are_identical_dropout_included(self) -> None:
         def work(small: SmallTrial, context: Context, batches: Batches) -> None:
             first, again, other = (batches[number].run(1.0) for number in (0, 0, 1))
