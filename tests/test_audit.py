@@ -87,6 +87,11 @@ class TestProductCount:
         assert audit.total_flops == 13_090_816
         assert (audit.share, audit.passed) == (1.0, True)
 
+    def test_products_of_integers_are_not_counted(self) -> None:
+        with ProductCount() as count:
+            torch.ones(2, 2, dtype=torch.int64) @ torch.ones(2, 2, dtype=torch.int64)
+        assert not count.flops
+
     def test_flops_of_convolutions_are_those_by_hand(self) -> None:
         """Each of 2 * samples * outputs * inputs * kernel * output pixels; as many per
         gradient.

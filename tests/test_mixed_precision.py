@@ -15,6 +15,7 @@ from determined import pytorch
 from torch.optim import lr_scheduler
 
 from determined_amp import AmpSettings, ConfigError, MixedPrecision, Precision
+from determined_amp.amp.metrics import WARMUP_BATCHES
 from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.amp.rehearse.restored import undisturbed
@@ -101,6 +102,16 @@ def test_reported_loss_is_the_trials_or_a_mean_over_samples(
     report = report_of(trial)
     assert report.get("loss") == loss
     assert report["watch_applied_steps"] == (0 if trial is CountsItsOwnSamples else 2)
+
+
+class LongTrial(Weights):
+    rows = ((1.0, 1.0),) * (WARMUP_BATCHES + 4)
+
+
+def test_speed_and_wait_for_data_are_reported() -> None:
+    report = report_of(LongTrial, FP32)
+    assert report["samples_per_second"] > 0
+    assert 0 < report["watch_data_wait_share"] < 1
 
 
 class TrainsAgainWithoutSteps(Weights):

@@ -88,6 +88,8 @@ def test_unmodified_trial_trains_as_the_converted_one_bit_for_bit(
     )
     assert same_state(ours, theirs)
     assert ours.reports.validation == theirs.reports.validation
+    names = {name.partition(".")[0] for name in ours.checkpoint["callbacks"]}
+    assert names == {"determined_amp"}  # they hide no callback of the trial's own
     for report, expected in zip(numbers(ours), numbers(theirs), strict=True):
         assert report == pytest.approx(expected, nan_ok=True)
     assert bool(ours.report.get("skipped_steps")) == (precision == "amp_fp16")
