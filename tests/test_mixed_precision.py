@@ -109,7 +109,7 @@ class LongTrial(Weights):
 
 
 def test_speed_and_wait_for_data_are_reported() -> None:
-    report = report_of(LongTrial, FP32)
+    report = report_of(LongTrial, {"precision": "fp32"})
     assert report["samples_per_second"] > 0
     assert 0 < report["watch_data_wait_share"] < 1
 
