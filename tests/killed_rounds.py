@@ -31,7 +31,9 @@ from tests.training import fork, wait
 # What a run imports only when it needs it; a child would import it again in every
 # round.
 IMPORTED_LATE = (
-    *("sklearn.datasets", "sklearn.model_selection", "torch.utils.tensorboard"),
+    "sklearn.datasets",
+    "sklearn.model_selection",
+    "torch.utils.tensorboard",
     "trials.mlp",
 )
 

@@ -18,17 +18,24 @@ from determined.common.api import salt_and_hash
 from determined_amp.amp.plain_data import Config, Metrics, StateDict, Values
 
 EXPERIMENT = {
-    **{"id": 7, "archived": False, "jobId": "", "name": "small", "numTrials": 2},
-    **{
-        "originalConfig": "",
-        "projectId": 1,
-        "projectOwnerId": 1,
-        "searcherType": "grid",
-    },
-    **{"startTime": "", "state": "STATE_COMPLETED", "username": "someone"},
+    "id": 7,
+    "archived": False,
+    "jobId": "",
+    "name": "small",
+    "numTrials": 2,
+    "originalConfig": "",
+    "projectId": 1,
+    "projectOwnerId": 1,
+    "searcherType": "grid",
+    "startTime": "",
+    "state": "STATE_COMPLETED",
+    "username": "someone",
 }
 TRIAL = {
-    **{"experimentId": 7, "restarts": 0, "startTime": "", "state": "STATE_COMPLETED"},
+    "experimentId": 7,
+    "restarts": 0,
+    "startTime": "",
+    "state": "STATE_COMPLETED",
     "totalBatchesProcessed": 4,
 }
 PASSWORD = "Correct-horse-1"
@@ -39,18 +46,14 @@ def report(number: int, batches: int, group: str, metrics: Metrics) -> Metrics:
     """What trial `number` reported after that many batches."""
     key = "validation_metrics" if group == "validation" else "avg_metrics"
     return {
-        **{
-            "archived": False,
-            "endTime": "2026-01-01T00:00:00Z",
-            "id": 0,
-            "group": group,
-        },
-        **{
-            "trialId": number,
-            "trialRunId": 1,
-            "totalBatches": batches,
-            "metrics": {key: metrics},
-        },
+        "archived": False,
+        "endTime": "2026-01-01T00:00:00Z",
+        "id": 0,
+        "group": group,
+        "trialId": number,
+        "trialRunId": 1,
+        "totalBatches": batches,
+        "metrics": {key: metrics},
     }
 
 

@@ -62,12 +62,10 @@ def write_study(
     part = {"first_batch": 0, "settings": {SEED: 3}, "machine": machine, "date": date}
     for number, (sampled, metrics) in enumerate(trials):
         record = {
-            **{
-                "state": "completed",
-                "reason": "",
-                "number": number,
-                "hparams": {axis: sampled},
-            },
+            "state": "completed",
+            "reason": "",
+            "number": number,
+            "hparams": {axis: sampled},
             "parts": [{**part, "command": []}],
         }
         report = {"group": "validation", **metrics, "batches": 4}
@@ -109,14 +107,16 @@ def finding(low: int = -6, top: int = 18) -> Values:
     two.
     """
     run = {
-        **{"name": "small", "device": "cpu", "torch": "2.6", "date": "2026-01-01"},
-        **{
-            "batches": 4,
-            "samples": 128,
-            "init_scale": 65536.0,
-            "growth_interval": 2000,
-        },
-        **{"is_ours": True, "min_scale": 1.0},
+        "name": "small",
+        "device": "cpu",
+        "torch": "2.6",
+        "date": "2026-01-01",
+        "batches": 4,
+        "samples": 128,
+        "init_scale": 65536.0,
+        "growth_interval": 2000,
+        "is_ours": True,
+        "min_scale": 1.0,
     }
     safe = {"choice_log2": 17, "low_log2": low, "top_log2": top}
     predicted = [
@@ -133,8 +133,13 @@ def finding(low: int = -6, top: int = 18) -> Values:
         for name, largest, lowest in (("head", -3, -6), ("body <1>", -5, -20))
     ]
     return {
-        **{"run": run, "verdict": "use 2^k", **safe, "cause": ""},
-        **{"predicted": predicted, "measured": [measured], "modules": modules},
+        "run": run,
+        "verdict": "use 2^k",
+        **safe,
+        "cause": "",
+        "predicted": predicted,
+        "measured": [measured],
+        "modules": modules,
         "hidden_modules": ["hidden"],
     }
 

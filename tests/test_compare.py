@@ -64,11 +64,9 @@ def experiment(trial: str) -> Values:
         "entrypoint": f"shapes:{trial}",
         "hyperparameters": {"global_batch_size": 16},
         "searcher": {
-            **{
-                "name": "single",
-                "metric": "validation_loss",
-                "smaller_is_better": True,
-            },
+            "name": "single",
+            "metric": "validation_loss",
+            "smaller_is_better": True,
             "max_length": {"batches": 24},
         },
     }

@@ -44,7 +44,12 @@ README = (ROOT / "README.md").read_text()
 AMP, CHECK, CLUSTER, EVIDENCE, LOSS_SCALE, METRICS, PRECISION = (
     (DOCS / f"{name}.md").read_text()
     for name in (
-        *("amp", "check", "cluster", "evidence", "loss_scale", "metrics"),
+        "amp",
+        "check",
+        "cluster",
+        "evidence",
+        "loss_scale",
+        "metrics",
         "precision",
     )
 )
@@ -214,8 +219,10 @@ RECIPE = (
 @pytest.mark.parametrize(
     "train",
     [
-        *(mlp.MLPTrial.train_batch, resnet50.ResNet50Trial.train_batch),
-        *(latte.LatteTrial.train_batch, OneWeight.train_on),
+        mlp.MLPTrial.train_batch,
+        resnet50.ResNet50Trial.train_batch,
+        latte.LatteTrial.train_batch,
+        OneWeight.train_on,
     ],
     ids=["mlp", "resnet50", "latte", "one weight"],
 )

@@ -348,7 +348,8 @@ def test_parameters_and_buffers_that_are_not_finite_are_named() -> None:
     model.weight.data[0] = -torch.inf
     assert _not_finite([model]) == {"running_mean", "weight"}
     assert _not_finite([torch.nn.Linear(1, 1), model]) == {
-        *("model 1: running_mean", "model 1: weight")
+        "model 1: running_mean",
+        "model 1: weight",
     }
 
 

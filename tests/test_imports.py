@@ -17,8 +17,19 @@ from tests import training
 LIBRARY = Path(determined_amp.__file__).parent
 # Each may import those before it, and itself.
 LAYERS = (
-    *("amp", "audit", "finder", "experiment", "trial", "runs", "local", "search"),
-    *("check", "cluster", "report", "compare", "cli"),
+    "amp",
+    "audit",
+    "finder",
+    "experiment",
+    "trial",
+    "runs",
+    "local",
+    "search",
+    "check",
+    "cluster",
+    "report",
+    "compare",
+    "cli",
 )
 NOT_IN_THE_WHEEL = {"trials", "benchmarks", "tests", "hp_search"}
 # What the extras bring.

@@ -86,7 +86,9 @@ SAID_AT_ONCE: dict[str, list[str]] = {
             "the entrypoint 'python3 train.py' names none; allowed: module:Class"
         ]
         for name, options in (
-            *(("train", ""), ("audit", ""), ("check", "")),
+            ("train", ""),
+            ("audit", ""),
+            ("check", ""),
             ("find", " --precision amp_fp16"),
             ("score", " --config hyperparameters.amp.precision=amp_fp16"),
         )

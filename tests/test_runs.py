@@ -12,7 +12,10 @@ from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.machine import Machine
 from determined_amp.runs.folder import (
     RunError,
+    RunFolder,
     read_run,
+    read_trials,
+    trial_folder,
 )
 from determined_amp.runs.run import Part, Report, Reports, Run, RunState, Spread
 from tests import training
@@ -76,7 +79,11 @@ class TestReports:
         reports = Reports()
         for batches, (speed, share) in enumerate(
             [
-                *((1.0, 1.0), (0.5, None), (300.0, None), (7.0, 0.5), (200.0, None)),
+                (1.0, 1.0),
+                (0.5, None),
+                (300.0, None),
+                (7.0, 0.5),
+                (200.0, None),
                 *((odd, None) for odd in (None, 0.0, math.inf, math.nan, -1.0)),
             ]
         ):
@@ -115,6 +122,20 @@ class TestChanged:
         assert resumed({}, slots=2).changes == [changed]
 
 
+def test_trials_of_a_search_are_run_folders(tmp_path: Path) -> None:
+    for number, end in enumerate((RunState.COMPLETED, RunState.PRUNED)):
+        folder = RunFolder(trial_folder(tmp_path, number))
+        folder.describe_trial(number, {"amp.init_scale": 2.0**number})
+        line = {"group": "validation", "loss_scale_score": 0.5, "batches": 4}
+        folder.append_metrics(line)
+        folder.end(end, "too slow")
+    first, second = read_trials(tmp_path, [])
+    assert (first.number, first.state, first.scale_log2) == (0, RunState.COMPLETED, 0.0)
+    assert (second.number, second.state) == (1, RunState.PRUNED)
+    assert second.reason == "4 batches: too slow"
+    assert first.metrics == {"loss_scale_score": 0.5}
+
+
 @pytest.mark.parametrize(
     ("options", "state", "reason"),
     [
@@ -134,10 +155,12 @@ class TestChanged:
         ),
         (
             {
-                **{"last_batch": 60, "end": {"state": "stopped", "reason": ""}},
+                "last_batch": 60,
+                "end": {"state": "stopped", "reason": ""},
                 "trained": {"loss": math.nan, "watch_consecutive_skips": 1},
             },
-            *(RunState.STOPPED, "60 of 100 batches: it was stopped"),
+            RunState.STOPPED,
+            "60 of 100 batches: it was stopped",
         ),
         *(
             (

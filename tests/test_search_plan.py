@@ -74,8 +74,12 @@ def test_precisions_of_a_comparison_take_turns_seed_by_seed() -> None:
         (json.loads(p["trial_seed"]), json.loads(p["amp.precision"])) for p in points
     ]
     assert values == [
-        *((3, "amp_fp16"), (3, "fp32"), (2, "fp32")),
-        *((2, "amp_fp16"), (1, "amp_fp16"), (1, "fp32")),
+        (3, "amp_fp16"),
+        (3, "fp32"),
+        (2, "fp32"),
+        (2, "amp_fp16"),
+        (1, "amp_fp16"),
+        (1, "fp32"),
     ]
 
 
@@ -178,7 +182,9 @@ THEIRS: Values = {
     **STRANGE,
     "hyperparameters": {"lr": {"type": "double", "minval": 0.01, "maxval": 0.1}},
     "searcher": {
-        **{"name": "adaptive_asha", "metric": "val_loss", "max_trials": 4},
+        "name": "adaptive_asha",
+        "metric": "val_loss",
+        "max_trials": 4,
         "max_length": {"batches": 16},
     },
     "min_validation_period": {"batches": 4},
@@ -212,7 +218,7 @@ def test_length_of_older_versions_is_refused_with_the_lines_that_a_master_takes(
         ("python3 train.py", "train --trial a:B"),
         ("old:Trial", "train --trial a:B"),
         (
-            [*["python3", "-m", "determined_amp", "train", "--trial", "old:Trial"]],
+            ["python3", "-m", "determined_amp", "train", "--trial", "old:Trial"],
             "train --trial old:Trial --trial a:B",
         ),
         (None, "train --trial a:B"),

@@ -83,8 +83,11 @@ def test_trial_worse_than_another_stops_where_they_are_first_compared(
     loop, trials = SearchLoop(plan, tmp_path, study, 1), [study.ask(), study.ask()]
     continues = []
     for trial, batches, loss in (
-        *((0, 2, -1.0), (1, 2, math.nan), (1, 2, "no number")),
-        *((1, 2, -2.0), (1, 8, -2.0)),
+        (0, 2, -1.0),
+        (1, 2, math.nan),
+        (1, 2, "no number"),
+        (1, 2, -2.0),
+        (1, 8, -2.0),
     ):
         report = {"group": "validation", "validation_loss": loss, "batches": batches}
         assert loop._goes_on(trials[trial], {**report, "group": "training"})
@@ -138,16 +141,22 @@ class TestTrials:
         [
             (Ended(), "loss_scale_score", "", TrialState.COMPLETE),
             (
-                *(Ended(), "f1"),
-                *(f"loss_scale_score was not reported{AFTER}", TrialState.FAIL),
+                Ended(),
+                "f1",
+                f"loss_scale_score was not reported{AFTER}",
+                TrialState.FAIL,
             ),
             (
                 Ended(RunState.PRUNED, "why"),
-                *("loss_scale_score", "2 batches: why", TrialState.PRUNED),
+                "loss_scale_score",
+                "2 batches: why",
+                TrialState.PRUNED,
             ),
             (
                 Ended(RunState.INVALID, "why"),
-                *("loss_scale_score", f"why{AFTER}", TrialState.FAIL),
+                "loss_scale_score",
+                f"why{AFTER}",
+                TrialState.FAIL,
             ),
             (DEAD, "", f"its process died with status -15{AFTER}", TrialState.FAIL),
         ],

@@ -45,12 +45,26 @@ def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     "path",
     [
-        *("model_def:MyTrial", "model_def:Alias", "guarded:MyTrial", "model_def:torch"),
+        "model_def:MyTrial",
+        "model_def:Alias",
+        "guarded:MyTrial",
+        "model_def:torch",
         # Only an import can tell.
-        *("by_star:MyTrial", "by_getattr:Any", "by_globals:Hidden", "by_modules:real"),
-        *("made.up:path", "package.deep.trial:Deep.Inner", "package:deep"),
-        *("folder.inner.trial:InAFolder", "sys:path", "zlib:anything", "os.path:join"),
-        *("broken:Trial", "", ".model_def:MyTrial", "concurrent.futures.process:any"),
+        "by_star:MyTrial",
+        "by_getattr:Any",
+        "by_globals:Hidden",
+        "by_modules:real",
+        "made.up:path",
+        "package.deep.trial:Deep.Inner",
+        "package:deep",
+        "folder.inner.trial:InAFolder",
+        "sys:path",
+        "zlib:anything",
+        "os.path:join",
+        "broken:Trial",
+        "",
+        ".model_def:MyTrial",
+        "concurrent.futures.process:any",
     ],
 )
 def test_name_that_may_be_there_is_left_to_the_import(path: str) -> None:

@@ -78,14 +78,15 @@ def test_text_is_read_as_the_platform_reads_it_or_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        *(
-            ("1e-4", 0.0001),
-            ("032", 32),
-            ("0o17", 15),
-            ("1:30", "1:30"),
-            ("yes", "yes"),
-        ),
-        *((".inf", math.inf), ("true", True), ("2.5e-3", 0.0025), ("'1e-4'", "1e-4")),
+        ("1e-4", 0.0001),
+        ("032", 32),
+        ("0o17", 15),
+        ("1:30", "1:30"),
+        ("yes", "yes"),
+        (".inf", math.inf),
+        ("true", True),
+        ("2.5e-3", 0.0025),
+        ("'1e-4'", "1e-4"),
         ("{1: x}", {"1": "x"}),
     ],
 )

@@ -54,12 +54,12 @@ from tests.trials import (
 
 # What a run imports only when it needs it; each rank would import it again.
 IMPORTED_LATE = (
-    *("determined_amp.local.trainer", "functorch.compile", "sklearn.model_selection"),
-    *(
-        "torch._dynamo.repro.after_aot",
-        "torch._inductor.lowering",
-        "torch.utils.tensorboard",
-    ),
+    "determined_amp.local.trainer",
+    "functorch.compile",
+    "sklearn.model_selection",
+    "torch._dynamo.repro.after_aot",
+    "torch._inductor.lowering",
+    "torch.utils.tensorboard",
     "trials.mlp",
 )
 
@@ -290,8 +290,13 @@ def shuffled() -> Values:
 
 def main(rank: int, folder: Path) -> None:
     of_torchrun = {
-        **{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2},
-        **{"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"},
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "GROUP_RANK": 0,
+        "GROUP_WORLD_SIZE": 1,
+        "MASTER_ADDR": "127.0.0.1",
     }
     os.environ.update({name: str(value) for name, value in of_torchrun.items()})
     work = folder / "work"
