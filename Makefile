@@ -44,7 +44,7 @@ compare: $(ENV)/ready ## would AMP pay on a trial, and in which precision: make 
 	@$(RUN) -m determined_amp compare $(CONFIG)
 
 test: $(ENV)/ready ## all tests that need no GPU or cluster, with the newest torch
-	@# Images and CI often keep Python from writing bytecode; the tests start the library some sixty times.
+	@# Images and CI often keep Python from writing bytecode; the tests start the library many times.
 	@PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not cluster and not readme"
 
 test-oldest: ## the same with torch 2.3, the level of Determined's default task image

@@ -10,7 +10,6 @@ import inspect
 import json
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,6 @@ from determined_amp.experiment.overrides import with_overrides
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.mutants import AFTERWARDS, ROOMS
-from tests.trials import OneWeight
-from trials import latte, mlp, resnet50
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -205,34 +202,6 @@ def test_loop_of_the_readme_trains() -> None:
     names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
     exec(shown, {**names, "loss_fn": nn.CrossEntropyLoss()})
     assert not torch.equal(model.weight, start)
-
-
-RECIPE = (
-    "self.context.backward(self.amp.scaler.scale(loss))",
-    "self.context.step_optimizer(",
-    "clip_grads=self.amp.clip(",
-    "scaler=self.amp.scaler,",
-    "self.amp.update(loss, samples=len(",
-)
-
-
-@pytest.mark.parametrize(
-    "train",
-    [
-        mlp.MLPTrial.train_batch,
-        resnet50.ResNet50Trial.train_batch,
-        latte.LatteTrial.train_batch,
-        OneWeight.train_on,
-    ],
-    ids=["mlp", "resnet50", "latte", "one weight"],
-)
-def test_every_trial_steps_by_the_same_recipe(train: Callable[..., Any]) -> None:
-    """Otherwise what tests show of the one-weight trial would not hold for the
-    others.
-    """
-    places = [inspect.getsource(train).find(line) for line in RECIPE]
-    assert places == sorted(places)
-    assert places[0] > 0
 
 
 def test_page_has_the_table_of_all_settings() -> None:
