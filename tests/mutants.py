@@ -35,7 +35,7 @@ ROOMS = {
         "several_optimizers tensors users_code window"
     ),
     "check": "amp_examples check scratch",
-    "cli": "compare finder misplaced search_report precision_report",
+    "cli": "compare finder misplaced precision_report run_report search_report",
     "compare": "compare",
     "determined_amp": "context master_runs",
     "experiment": (
@@ -52,7 +52,7 @@ ROOMS = {
         "comparison run_report sources"
     ),
     "runs": "master_runs sources folder runs",
-    "search": "search_plan space study trial_process",
+    "search": "search_plan space study",
     "trial": (
         "amp audit batches checkpoint contract equivalence first_scale "
         "fused_optimizers guard metrics misplaced mistakes mixed_precision notes "
@@ -70,7 +70,7 @@ AFTERWARDS = {
     "local": "main processes resume",
     "report": "compare",
     "runs": "local precision_report",
-    "search": "compare refusals optimize",
+    "search": "compare optimize refusals trial_process",
     "trial": "determined_form processes refusals resume search_cluster",
 }
 
