@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
@@ -124,23 +124,24 @@ def ends_not_finite(record: Record) -> Found:
 
 
 def steps_other_parameters(record: Record) -> Found:
-    losses = record.of("backward")
-    if losses and losses[-1].loss.trains:
-        yield Seen(_steps_in_vain(record), backwards=losses)
+    return _steps_in_vain(record, trains=True)
 
 
 def steps_for_a_loss_without_parameters(record: Record) -> Found:
-    losses = record.of("backward")
-    if losses and not losses[-1].loss.trains:
-        yield Seen(_steps_in_vain(record), backwards=losses)
+    return _steps_in_vain(record, trains=False)
 
 
-def _steps_in_vain(record: Record) -> list[Event]:
-    """All steps, if no backward has reached what they step."""
-    steps = record.of("step")
-    has_norm = any(step.norm for step in steps)
-    is_reached = any(backward.reached for backward in record.of("backward"))
-    return [] if has_norm or is_reached or record.error else steps
+def _steps_in_vain(record: Record, *, trains: bool) -> Found:
+    """No backward reaches what is stepped.
+
+    Args:
+        record: The training.
+        trains: Whether parameters are behind its last loss.
+    """
+    steps, losses = record.of("step"), record.of("backward")
+    is_used = any(step.norm for step in steps) or any(each.reached for each in losses)
+    if losses and losses[-1].loss.trains is trains and not (is_used or record.error):
+        yield Seen(steps, backwards=losses)
 
 
 def leaves_weights_without_gradients(record: Record) -> Found:
@@ -169,7 +170,6 @@ class _Dependence:
     factor: float  # by which medians of norms differ, between high scales and low ones
     ratio: float  # of the medians of those scales
     norms: int  # that were measured at least at each of the two
-    is_clear: bool  # nearly all norms at the one are larger than those at the other
 
     @property
     def exponent(self) -> float:
@@ -186,6 +186,11 @@ class _Dependence:
         is_sure = self.norms >= _STEPS or exponent >= _EXPONENT
         return is_sure and self.ratio**exponent > _FACTOR
 
+    @property
+    def is_inverse(self) -> bool:
+        """Whether they are nearly proportional to the inverse of the scale."""
+        return self.exponent <= -_EXPONENT
+
     def at(self, steps: Sequence[Event]) -> Seen:
         """What was seen in these steps."""
         times = max(self.factor, 1 / self.factor)
@@ -195,7 +200,7 @@ class _Dependence:
 def _dependence(
     scales_and_norms: Iterable[tuple[float | None, float]],
 ) -> _Dependence | None:
-    """How norms follow the scale; None where it has not changed enough to tell.
+    """How norms follow the scale; None where too few do, or it has hardly changed.
 
     An infinite norm is that of a step that was skipped at a scale that was right.
     """
@@ -216,45 +221,48 @@ def _dependence(
     ratio = high_scale / median(scale for scale in scales if scale < middle)
     larger = sum(above > below for above in high for below in low)
     share = larger / (len(high) * len(low))
-    is_clear = max(share, 1 - share) >= _SEPARATED
-    return _Dependence(median(high_norms) / median(low_norms), ratio, norms, is_clear)
+    if max(share, 1 - share) < _SEPARATED:
+        return None
+    return _Dependence(median(high_norms) / median(low_norms), ratio, norms)
 
 
 def gradients_follow_the_scale(record: Record) -> Found:
-    for optimizer in range(record.optimizers):
-        calm = record.of("step", optimizer=optimizer, disturbed=False)
+    for calm in _steps_of_each(record):
         made = [step for step in calm if not step.skipped]
         spared = [(step.scale, math.inf) for step in _late(calm) if step.skipped]
         # A clip may hide what its gradients depend on.
         for norm in ("norm", "unclipped"):
             points = [(step.scale, vars(step)[norm]) for step in made]
             seen = _dependence([*points, *spared])
-            if seen is not None and seen.is_clear and seen.is_large:
+            if seen and seen.is_large:
                 yield seen.at(made)
                 break
 
 
 def changes_scaled_gradients_of_a_weight(record: Record) -> Found:
     """The norm of all gradients hides those of a weight that became small."""
-    for optimizer in range(record.optimizers):
-        steps = record.of("step", optimizer=optimizer, disturbed=False, skipped=False)
+    for steps in _steps_of_each(record, skipped=False):
         most = max((len(step.norms) for step in steps), default=0)
         whole = [step for step in steps if len(step.norms) == most]
         scales = [step.scale for step in whole]
         for norms in zip(*(step.norms for step in whole), strict=True):
             seen = _dependence(zip(scales, norms, strict=True))
-            is_sure = seen is not None and seen.is_clear and seen.norms >= _STEPS
-            if seen is not None and is_sure and seen.exponent <= -_EXPONENT:
+            if seen and seen.is_inverse and seen.norms >= _STEPS:
                 yield seen.at(whole)
                 break
 
 
 def adds_what_does_not_follow_the_scale(record: Record) -> Found:
-    for optimizer in range(record.optimizers):
-        steps = record.of("step", optimizer=optimizer, disturbed=False, skipped=False)
+    for steps in _steps_of_each(record, skipped=False):
         seen = _dependence((step.scale, step.added) for step in steps)
-        if seen is not None and seen.is_clear and seen.exponent <= -_EXPONENT:
+        if seen and seen.is_inverse:
             yield seen.at(steps)
+
+
+def _steps_of_each(record: Record, **known: bool) -> Iterator[list[Event]]:
+    """The steps of each optimizer that the doctor has left alone."""
+    for optimizer in range(record.optimizers):
+        yield record.of("step", optimizer=optimizer, disturbed=False, **known)
 
 
 def divides_what_was_not_scaled(record: Record) -> Found:
