@@ -56,7 +56,7 @@ ROOMS = {
     "trial": (
         "amp audit batches checkpoint contract equivalence first_scale "
         "fused_optimizers guard metrics misplaced mistakes mixed_precision notes "
-        "private_names resumed folder schedules score several_optimizers unmodified"
+        "resumed folder schedules score several_optimizers unmodified"
     ),
 }
 
