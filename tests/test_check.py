@@ -629,16 +629,6 @@ class ScalesNothing(Right):
 # What hides and switches.
 
 
-class HidesNan(Right):
-    def backward(self, loss: torch.Tensor) -> None:
-        self.context.backward(self.scaler.scale(torch.nan_to_num(loss)))  # HERE
-
-
-class HidesNanBeforeTheBackward(Right):
-    def forward(self, batch: Any) -> Any:
-        return torch.nan_to_num(super().forward(batch))  # HERE
-
-
 class HidesNanOfGradients(Right):
     def clip(self, parameters: Any) -> None:
         for parameter in parameters:
@@ -725,8 +715,6 @@ SUSPECTED: dict[type[Right], str] = {
     MovesTwice: "schedule_twice",
     NotDivided: "loss_not_divided",
     DividedTwice: "loss_divided_twice",
-    HidesNan: "nan_hidden",
-    HidesNanBeforeTheBackward: "nan_hidden",
     BackwardUnderAutocast: "autocast_backward",
     CoversNothing: "autocast_covers_nothing",
     ScalesNothing: "no_loss_scale",

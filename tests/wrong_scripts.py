@@ -768,23 +768,6 @@ for inputs, targets in loader():
     scaler.update()
 """,
     ),
-    "nan_to_num_of_the_loss": Mistake(
-        "suspicion",
-        "nan_hidden",
-        """\
-model = net()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scaler = GradScaler("cuda")
-for inputs, targets in loader():
-    optimizer.zero_grad()
-    with autocast("cuda", dtype=torch.float16):
-        loss = F.cross_entropy(model(inputs), targets)
-    loss = torch.nan_to_num(loss)  # HERE
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-""",
-    ),
     "closure_with_a_scaler": Mistake(
         "fault",
         "closure",

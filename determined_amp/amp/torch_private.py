@@ -111,11 +111,6 @@ def scale_tensor(scaler: Any) -> Any:
     return scale_in(scaler) if scaler.is_enabled() else None
 
 
-def replace_scale_tensor(scaler: Any, scale: torch.Tensor | None) -> None:
-    """Let a `GradScaler` have another tensor as its scale."""
-    scaler._scale = scale
-
-
 def give_found_inf(optimizer: Any) -> None:
     """Let `GradScaler.step` leave it to a fused optimizer whether its step is
     skipped.

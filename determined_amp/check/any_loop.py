@@ -18,7 +18,7 @@ from determined_amp.check.interventions import Moves
 from determined_amp.check.judge import interventions, judge_record
 from determined_amp.check.lines import is_doctors
 from determined_amp.check.recorder import OVERFLOWS, Recorder
-from determined_amp.check.stand_in import ONLY_ON_A_GPU, cpu_for_cuda
+from determined_amp.check.stand_in import ONLY_ON_A_GPU
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def watched(recorder: Recorder, findings: CheckFindings) -> Iterator[None]:
     record = recorder.record
     record.has_cuda = torch.cuda.is_available()
     try:
-        with cpu_for_cuda(), _batches_of_loaders(recorder), recorder.watching():
+        with _batches_of_loaders(recorder), recorder.watching():
             yield
     finally:
         vars(findings).update(vars(judge_record(record)))

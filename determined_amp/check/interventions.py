@@ -7,30 +7,34 @@ that is a power of two changes nothing beyond rounding.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from determined_amp.amp.torch_private import (
-    replace_scale_tensor,
-    scale_tensor,
-    version_of,
-)
+from determined_amp.amp.torch_private import scale_tensor, version_of
 
 # Where less than this is left to divide by, a scale stays.
 _WORTH = 4.0
 
 
+Key = tuple[int, int]
+
+
 @dataclass(frozen=True)
 class Moves:
-    """How far a scale is moved."""
+    """How far a scale is moved, by a power of two."""
 
-    by: float = 256.0  # it is divided by this
-    least: float = (
-        16.0  # and stays above this: float16 has few digits for small gradients
-    )
+    by: float = 256.0  # it is divided by no more than this
+    # It stays above this: float16 has few digits for small gradients.
+    least: float = 16.0
+
+    def of(self, scale: float) -> float:
+        """What a scale is divided by."""
+        most = min(self.by, scale / self.least)
+        return 2.0 ** int(math.log2(most)) if most >= _WORTH else 1.0
 
 
 @dataclass
@@ -39,7 +43,7 @@ class _Moved:
 
     windows: int = 0  # that may have been moved
     decided: bool = False  # about this window
-    kept: torch.Tensor | None = None  # the scale that comes back after the window
+    by: float = 1.0  # its scale is divided by this now
 
 
 class ScaleMoves:
@@ -58,34 +62,29 @@ class ScaleMoves:
     def __init__(self, rests: Callable[[], bool], moves: Moves | None) -> None:
         self._moves = moves
         self._rests = rests
-        self._known: dict[torch.amp.GradScaler, _Moved] = {}
+        self._known: dict[Any, _Moved] = defaultdict(_Moved)
 
     @property
     def is_moved(self) -> bool:
         """Whether a scale is moved now."""
-        return any(moved.kept is not None for moved in self._known.values())
+        return any(moved.by != 1 for moved in self._known.values())
 
     def begin(self, scalers: Iterable[torch.amp.GradScaler]) -> None:
         """A window may begin here."""
         for scaler in scalers:
-            moved = self._known.setdefault(scaler, _Moved())
-            if scale_tensor(scaler) is not None and not moved.decided:
-                moved.decided = True
-                if self._moves is not None and not self._rests():
-                    self._move(scaler, moved, self._moves)
-
-    def _move(self, scaler: Any, moved: _Moved, how: Moves) -> None:
-        moved.windows += 1
-        scale = float(scaler.get_scale())
-        low = max(scale / how.by, how.least)
-        in_this_one = moved.windows.bit_count() % 2  # the Thue-Morse sequence
-        if in_this_one and scale >= low * _WORTH:
-            moved.kept = scale_tensor(scaler)
-            replace_scale_tensor(scaler, torch.full_like(moved.kept, low))
+            moved, scale = self._known[scaler], scale_tensor(scaler)
+            if scale is None or moved.decided:
+                continue
+            moved.decided = True
+            if self._moves is not None and not self._rests():
+                moved.windows += 1
+                if moved.windows.bit_count() % 2:  # the Thue-Morse sequence
+                    moved.by = self._moves.of(float(scale))
+                    scale.div_(moved.by)
 
     def has_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """A scaler has multiplied a loss: its scale stays until its update."""
-        self._known.setdefault(scaler, _Moved()).decided = True
+        self._known[scaler].decided = True
 
     def update(self, scaler: Any, own: Callable[[], None], *, sets: bool) -> None:
         """Update a scale and put it back.
@@ -95,25 +94,18 @@ class ScaleMoves:
             own: Its own `update`.
             sets: Whether that sets the scale to a number.
         """
-        moved = self._known.setdefault(scaler, _Moved())
-        kept, moved.kept, moved.decided = moved.kept, None, False
-        if kept is None or sets:
-            own()
-            return
-        before = scale_tensor(scaler).clone()
+        moved = self._known[scaler]
+        by, moved.by, moved.decided = moved.by, 1.0, False
         own()
-        ratio = float(scale_tensor(scaler) / before)
-        # Where the floor of a scaler has stopped it, the scale that comes back has not
-        # moved.
-        factors = (scaler.get_growth_factor(), scaler.get_backoff_factor())
-        replace_scale_tensor(scaler, kept.mul_(ratio if ratio in factors else 1.0))
+        if by != 1 and not sets:
+            scale_tensor(scaler).mul_(by)
 
     def end(self) -> None:
         """Put back what a training has left moved."""
         for scaler, moved in self._known.items():
-            if moved.kept is not None:
-                replace_scale_tensor(scaler, moved.kept)
-                moved.kept = None
+            if moved.by != 1:
+                scale_tensor(scaler).mul_(moved.by)
+                moved.by = 1.0
 
 
 class ForcedOverflows:
@@ -129,16 +121,14 @@ class ForcedOverflows:
     def __init__(self, windows: Collection[int]) -> None:
         self.windows = windows
         # Of a weight: which gradient was made to overflow, and its values.
-        self._true: dict[torch.Tensor, tuple[tuple[int, int], torch.Tensor]] = {}
+        self._true: dict[torch.Tensor, tuple[Key, torch.Tensor]] = {}
 
     def make(self, weights: Iterable[torch.Tensor]) -> None:
         """Make the gradients of these weights overflow."""
         for weight in weights:
-            gradient = weight.grad
-            if gradient is not None:
-                made = id(gradient), version_of(gradient)
-                self._true[weight] = made, gradient.detach().clone()
-                _write(gradient, gradient.data * math.inf)
+            if weight.grad is not None:
+                self._true[weight] = key_of(weight), weight.grad.detach().clone()
+                _write(weight.grad, weight.grad.data * math.inf)
 
     def divide(self, weights: Iterable[torch.Tensor], divisor: float) -> None:
         """A scaler has divided the gradients: their true ones are divided, too."""
@@ -166,15 +156,8 @@ class ForcedOverflows:
 
     def are_untouched(self, weights: Iterable[torch.Tensor]) -> bool:
         """Whether the gradients are still those that were made to overflow."""
-        made = [
-            (weight.grad, self._true[weight][0])
-            for weight in weights
-            if weight in self._true
-        ]
-        return bool(made) and all(
-            gradient is not None and (id(gradient), version_of(gradient)) == key
-            for gradient, key in made
-        )
+        made = [weight for weight in weights if weight in self._true]
+        return bool(made) and all(key_of(each) == self._true[each][0] for each in made)
 
     def are_in(self, weights: Iterable[torch.Tensor]) -> bool:
         """Whether overflows are in the gradients of these weights."""
@@ -184,6 +167,12 @@ class ForcedOverflows:
         """These gradients are gone."""
         for weight in weights:
             self._true.pop(weight, None)
+
+
+def key_of(weight: torch.Tensor) -> Key:
+    """What differs as soon as its gradient is another or has other values."""
+    gradient = weight.grad
+    return (0, 0) if gradient is None else (id(gradient), version_of(gradient))
 
 
 def _write(gradient: torch.Tensor, values: torch.Tensor) -> None:

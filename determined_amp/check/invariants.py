@@ -302,7 +302,7 @@ def uses_an_overflow(record: Record) -> Found:
     steps = [step for window in forced for step in window.steps]
     wrong = [step for step in steps if step.overflows and step.scaled]
     if wrong:
-        hides = record.of("hide", scalar=False)[:1]
+        hides = record.of("hide")[:1]
         yield Seen([*hides, *wrong], part=wrong, of=forced)
 
 

@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 
-from determined_amp.amp.tensors import tensors_of
+from determined_amp.amp.tensors import dtype_name, tensors_of
 
-# In the metadata of a node: the scale of a loss, the dtype of what was scaled, and the
-# scale of a gradient.
-_SCALE, _DTYPE = "determined_amp.scale", "determined_amp.dtype_of_loss"
-_GRADIENT = "determined_amp.gradient_of_scaled"
+# In the metadata of a node: what is known of the tensor that it made.
+_KNOWN = "determined_amp.check"
 # Nodes that hand on a single value.
 _HANDS_ON = (
     "ToCopy",
@@ -51,22 +49,18 @@ class Loss:
     trains: bool = False  # parameters are behind it
 
 
-def mark(scaled: Any, losses: Any, scale: float) -> None:
-    """Remember in the graph that these tensors are losses that were scaled, and their
-    dtype.
+def mark(tensors: Any, **known: Any) -> None:
+    """Remember in the graph what is known of tensors.
+
+    Args:
+        tensors: The tensors, in any containers.
+        known: The `scale` of losses that were scaled, and the `dtype` of what was
+            scaled, or the scale of the loss that they are a `gradient` of.
     """
-    for each, loss in zip(tensors_of(scaled), tensors_of(losses), strict=True):
-        node: Any = each.grad_fn
+    for tensor in tensors_of(tensors):
+        node: Any = tensor.grad_fn
         if node is not None:
-            node.metadata.update({_SCALE: scale, _DTYPE: loss.dtype})
-
-
-def mark_gradients(gradients: Any, scale: float | None) -> None:
-    """Remember in the graph that these are gradients of a scaled loss."""
-    for gradient in tensors_of(gradients) if scale else ():
-        node: Any = gradient.grad_fn
-        if node is not None:
-            node.metadata[_GRADIENT] = scale
+            node.metadata[_KNOWN] = known
 
 
 def loss_of(outputs: Any, scales: Sequence[float]) -> Loss:
@@ -82,8 +76,7 @@ def loss_of(outputs: Any, scales: Sequence[float]) -> Loss:
         return Loss()
     roots: list[Any] = [each.grad_fn for each in tensors]
     loss = Loss(has_gradient=tensors[0].numel() > 1)
-    dtype = roots[0].metadata.get(_DTYPE, tensors[0].dtype)
-    loss.dtype = str(dtype).removeprefix("torch.")
+    loss.dtype = dtype_name(_known_of(roots[0]).get("dtype", tensors[0].dtype))
     _read_graph(loss, roots, scales)
     _read_divisor(loss, roots[0], scales)
     return loss
@@ -99,7 +92,7 @@ def _read_graph(loss: Loss, roots: list[Any], scales: Sequence[float]) -> None:
         node, factor = waiting.pop()
         number = _number_in(node)
         by_hand = number in scales and node.name() == "MulBackward0"
-        scale = node.metadata.get(_SCALE, number if by_hand else None)
+        scale = _known_of(node).get("scale", number if by_hand else None)
         if scale:
             factor = scale * (factor or 1.0)
             loss.scale = max(loss.scale or factor, factor)
@@ -108,8 +101,9 @@ def _read_graph(loss: Loss, roots: list[Any], scales: Sequence[float]) -> None:
         if "AccumulateGrad" in node.name():
             loss.unscaled = loss.unscaled or factor is None
             loss.trains = loss.trains or isinstance(node.variable, torch.nn.Parameter)
-        if _GRADIENT in node.metadata:  # what is behind it is another graph
-            gradients.append(node.metadata[_GRADIENT])
+        gradient = _known_of(node).get("gradient")
+        if gradient:  # what is behind it is another graph
+            gradients.append(gradient)
             continue
         behind = {(each, factor) for each in _behind(node)} - seen
         seen |= behind
@@ -127,7 +121,7 @@ def _read_divisor(loss: Loss, node: Any, scales: Sequence[float]) -> None:
     behind = _behind(node)
     while len(behind) == 1:
         number = _number_in(node)
-        if number and number not in scales and _SCALE not in node.metadata:
+        if number and number not in scales and "scale" not in _known_of(node):
             loss.divisor *= number if node.name().startswith("Div") else 1 / number
         elif not (number or node.name().startswith(_HANDS_ON)):
             break
@@ -135,6 +129,11 @@ def _read_divisor(loss: Loss, node: Any, scales: Sequence[float]) -> None:
     loss.mean = (
         node.name().startswith("Mean") or getattr(node, "_saved_reduction", None) == 1
     )
+
+
+def _known_of(node: Any) -> dict[str, Any]:
+    known: dict[str, Any] = node.metadata.get(_KNOWN, {})
+    return known
 
 
 def _behind(node: Any) -> list[Any]:

@@ -24,7 +24,6 @@ from determined_amp.check.interventions import Moves
 from determined_amp.check.lines import where_raised
 from determined_amp.check.record import Record
 from determined_amp.check.recorder import OVERFLOWS, Recorder
-from determined_amp.check.stand_in import cpu_for_cuda
 from determined_amp.experiment.experiment import parse
 from determined_amp.local.open_trial import trial_context
 from determined_amp.trial.checkpoint import CheckpointError
@@ -85,7 +84,6 @@ def run(probe: Probe) -> Record:
     record.determined, record.has_cuda = True, torch.cuda.is_available()
     try:
         with (
-            cpu_for_cuda(),
             float16_as(torch.float32 if probe.exact else None),
             recorder.watching(),
             patched(util, "write_user_code", lambda *given: None),

@@ -45,7 +45,7 @@ class Event(SimpleNamespace):
     | `move` | the `schedule`, and whether it was told its `place` |
     | `autocast`, `autocast_off` | the `dtype`, and whether that is `explicit`; |
     | | with `grad`; `in_batch` |
-    | `hide` | `nan_to_num`, of a `scalar` or not |
+    | `hide` | `nan_to_num` of what has no gradient |
     | `cast` | weights of a module were cast to a 16-bit `dtype` |
     | `gpu_refuses` | an `operation` without a 16-bit kernel on CUDA |
     | `save` | whether the state of an `optimizer` is saved, and a `scale` |

@@ -28,7 +28,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.overrides import TorchFunctionMode
 
 from determined_amp.amp.clips import Clip, listen_to_clips
 from determined_amp.amp.errors import UserError
@@ -58,8 +57,9 @@ from determined_amp.check.lines import (
     users_line,
     where_raised,
 )
-from determined_amp.check.losses import loss_of, mark, mark_gradients
+from determined_amp.check.losses import loss_of, mark
 from determined_amp.check.record import Event, Record, Scaler, Schedule
+from determined_amp.check.stand_in import StandIn
 from determined_amp.check.step_gradients import SCALED, StepGradients
 
 Run = Callable[..., Any]  # makes the call that a hook is called in place of
@@ -108,14 +108,12 @@ class Recorder:
         self._stack = ExitStack()  # of what is watched
         self._hooked: set[tuple[type, str]] = set()
         self._in_batch = False
-        self._running: dict[str, Any] = {}  # see `_outermost`
+        self._running: set[Hook] = set()
         self._backward_now: tuple[Event, dict[StepGradients, Any]] | None = None
         self._scaler_that_steps: torch.amp.GradScaler | None = None
         self._stepping: FrameType | None = None  # in which the outermost step runs
         self._skips, self._divisor = False, 1.0  # of that step
-        self._means_cuda = (
-            False  # the newest region of autocast, though it runs on a CPU
-        )
+        self._stand_in = StandIn(self._function)
         self._ended = False
 
     # What the loop around the training calls.
@@ -150,6 +148,7 @@ class Recorder:
     def watching(self) -> Iterator[None]:
         """Record what happens in this block."""
         with self._stack as stack:
+            stack.enter_context(self._stand_in.standing_in())
             for owner, name, hook in self._hooks():
                 hooked = self._in_place_of(getattr(owner, name), hook)
                 stack.enter_context(patched(owner, name, hooked))
@@ -163,9 +162,9 @@ class Recorder:
             ):
                 stack.callback(handle.remove)
             stack.callback(listen_to_clips(self._clip))
-            stack.enter_context(backwards_through(self._backward))
+            backward = partial(self._hear, self._backward)
+            stack.enter_context(backwards_through(backward))
             stack.enter_context(_eager())
-            stack.enter_context(_Functions(self._function))
             stack.callback(self._attempts.leave)
             stack.callback(self._attempts.end_forward)
             stack.callback(self._look_at_the_end)
@@ -212,7 +211,7 @@ class Recorder:
             (Optimizer, "__init__", self._make),
             (nn.Module, "zero_grad", self._zero),
             *((nn.Module, name, self._cast) for name in ("half", "bfloat16", "to")),
-            *((kind, "__init__", self._make_schedule) for kind in makes),
+            *((kind, "__init__", self._schedule) for kind in makes),
             (torch.autocast, "__enter__", self._autocast),
             (torch, "clear_autocast_cache", self._drop_casts),
             (torch, "save", self._save),
@@ -221,11 +220,21 @@ class Recorder:
     def _in_place_of(self, own: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         @wraps(own)
         def call(*args: Any, **kwargs: Any) -> Any:
-            run = partial(own, *args, **kwargs)
-            # A module that was imported meanwhile may have kept this.
-            return run() if self._ended else hook(run, *args, **kwargs)
+            return self._hear(hook, own, *args, **kwargs)
 
         return call
+
+    def _hear(self, hook: Hook, own: Run, *args: Any, **kwargs: Any) -> Any:
+        """Call a hook in place of a function, unless that is called by itself."""
+        run = partial(own, *args, **kwargs)
+        # A module that was imported meanwhile may have kept this.
+        if self._ended or hook in self._running:
+            return run()
+        self._running.add(hook)
+        try:
+            return hook(run, *args, **kwargs)
+        finally:
+            self._running.discard(hook)
 
     def _hook_into(self, thing: Any, method: str, hook: Hook) -> None:
         """Watch a method in each class of an object that has one of its own."""
@@ -234,16 +243,6 @@ class Recorder:
                 self._hooked.add((kind, method))
                 hooked = self._in_place_of(vars(kind)[method], hook)
                 self._stack.enter_context(patched(kind, method, hooked))
-
-    @contextmanager
-    def _outermost(self, kind: str, it: object = None) -> Iterator[Any]:
-        """None for the outermost call of its kind, else what that was called for."""
-        before = self._running.get(kind)
-        self._running[kind] = before or it or self
-        try:
-            yield before
-        finally:
-            self._running[kind] = before
 
     # Who takes part.
 
@@ -293,32 +292,23 @@ class Recorder:
 
     # Schedules.
 
-    def _make_schedule(self, run: Run, it: Any, *args: Any, **kwargs: Any) -> None:
-        self._hook_into(it, "step", self._move_schedule)
-        with self._outermost("schedule", it):
-            run()  # it moves to its first place
-        self._known_schedule(it)
-
-    def _move_schedule(self, run: Run, it: Any, *args: Any, **kwargs: Any) -> Any:
-        before = _place_of(it)
-        with self._outermost("schedule", it) as outer:
-            result = run()
-        if outer is None:  # a scheduler moves those that it consists of
-            schedule = self._known_schedule(it)
-            schedule.ours = called_by_library()
-            place = any(each is not None for each in [*args, *kwargs.values()])
-            moves = _place_of(it) != before
-            move = self.record.note("move", schedule=schedule, place=place or not moves)
-            move.where = move.where or schedule.where
-            self._parts_of(it.optimizer)[0].window.moves.append(move)
-        return result
-
-    def _known_schedule(self, it: Any) -> Schedule:
+    def _schedule(self, run: Run, it: Any, *args: Any, **kwargs: Any) -> None:
+        """A scheduler is made, or it moves, with all that it consists of."""
+        before = _place_of(it) if it in self.schedules else None
+        run()
         if it not in self.schedules:
+            self._hook_into(it, "step", self._schedule)
             optimizer = self._parts_of(it.optimizer)[0].number
             self.schedules[it] = Schedule(type(it).__name__, users_line(), optimizer)
             self.record.schedules.append(self.schedules[it])
-        return self.schedules[it]
+            return
+        schedule = self.schedules[it]
+        schedule.ours = called_by_library()
+        place = any(each is not None for each in [*args, *kwargs.values()])
+        place = place or _place_of(it) == before
+        move = self.record.note("move", schedule=schedule, place=place)
+        move.where = move.where or schedule.where
+        self._parts_of(it.optimizer)[0].window.moves.append(move)
 
     # Backward, unscale, clip.
 
@@ -332,24 +322,20 @@ class Recorder:
             known.used = True
             # of one that is made in the first batch
             known.states.setdefault("resumed", scale)
-            mark(scaled, outputs, scale)
+            mark(scaled, scale=scale, dtype=tensors_of(outputs)[0].dtype)
         return scaled
 
-    def _backward(self, own: Run, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _backward(self, run: Run, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """In place of the engine that all of torch's backwards call."""
-        run = partial(own, outputs, *args, **kwargs)
-        with self._outermost("backward") as outer:
-            if outer is not None:
-                return run()
-            if kwargs.get("accumulate_grad"):
-                result = self._watch_backward(run, outputs)
-            else:  # `torch.autograd.grad`
-                scale = loss_of(outputs, self._scales()).scale
-                result = run()
-                mark_gradients(result, scale)
-            for each in self._gradients:
-                each.is_new = True
-            return result
+        if kwargs.get("accumulate_grad"):
+            result = self._watch_backward(run, outputs)
+        else:  # `torch.autograd.grad`
+            scale = loss_of(outputs, self._scales()).scale
+            result = run()
+            mark(result, gradient=scale)
+        for each in self._gradients:
+            each.is_new = True
+        return result
 
     def _watch_backward(self, run: Run, outputs: Any) -> Any:
         self.before_backward()
@@ -461,10 +447,8 @@ class Recorder:
 
     def _is_stepping(self) -> bool:
         """Whether an optimizer steps; the frame of one that raised an error is gone."""
-        frames = traceback.walk_stack(sys._getframe(1))
-        return self._stepping is not None and any(
-            frame is self._stepping for frame, _ in frames
-        )
+        frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+        return self._stepping in frames
 
     def _before_step(self, optimizer: Any, *call: Any) -> None:
         if self._is_stepping():
@@ -514,17 +498,14 @@ class Recorder:
             self.record.note("update", after=_scale_of(scaler))
         self._attempts.look()
 
-    def _zero(self, run: Run, *args: Any, **kwargs: Any) -> Any:
-        with self._outermost("zero") as outer:
-            is_a_call = outer is None and not self._is_stepping()
-            if is_a_call:
-                self.record.note("zero_grad")
-            result = run()
+    def _zero(self, run: Run, *args: Any, **kwargs: Any) -> None:
+        is_a_call = not self._is_stepping()
+        if is_a_call:
+            self.record.note("zero_grad")
+        run()
         for gradients in self._gradients if is_a_call else ():
             gradients.look_for_zeros()
-        if is_a_call:
-            self._attempts.look()
-        return result
+        self._attempts.look()
 
     # Forwards, and what hides, casts or is saved.
 
@@ -544,7 +525,6 @@ class Recorder:
         is_enabled = autocast_is_on(region.device)
         if is_enabled:
             self._forwards.enter_autocast()
-        self._means_cuda = getattr(region, "_means_cuda", False)
         made_before = region.device == "cuda" and not self.record.has_cuda
         if is_enabled or made_before or is_users(caller().f_code.co_filename):
             self.record.note(
@@ -557,26 +537,23 @@ class Recorder:
         return entered
 
     def _cast(self, run: Run, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with self._outermost("cast") as outer:
-            before = _dtypes_of(module)
-            result = run()
-            for dtype in _dtypes_of(module) - before if outer is None else ():
-                self.record.note("cast", dtype=dtype)
+        before = _dtypes_of(module)
+        result = run()
+        for dtype in _dtypes_of(module) - before:
+            self.record.note("cast", dtype=dtype)
         return result
 
     def _function(self, name: str, given: Any, result: Any) -> None:
         """A function of torch has been called."""
-        if name in ("nan_to_num", "nan_to_num_"):
-            tensor = tensors_of(given)[0]
-            is_scalar = tensor.requires_grad and tensor.numel() == 1
-            self.record.note("hide", scalar=is_scalar)
-        if _KERNELS.match(name) and self._means_cuda and autocast_is_on("cpu"):
+        if self._stand_in.applies and autocast_is_on("cpu") and _KERNELS.match(name):
             dtypes = {each.dtype for each in tensors_of(given)}
             if dtypes.intersection(SIXTEEN_BITS):
                 self.record.note("gpu_refuses", operation=name)
-        is_number = isinstance(result, torch.Tensor) and result.numel() == 1
-        is_read = is_number and result.is_floating_point() and has_numbers(result)
-        if is_read and result.requires_grad:
+        is_trained = isinstance(result, torch.Tensor) and result.requires_grad
+        if name.startswith("nan_to_num") and not is_trained:
+            self.record.note("hide")
+        is_number = is_trained and result.numel() == 1 and result.is_floating_point()
+        if is_number and has_numbers(result):
             self._attempts.loss, self._attempts.line = result.detach(), users_line()
 
     def _save(self, run: Run, obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -588,22 +565,6 @@ class Recorder:
         scale = any(isinstance(each, _SCALER) or each in scales for each in parts)
         self.record.note("save", optimizer=optimizer, scale=scale)
         return run()
-
-
-class _Functions(TorchFunctionMode):
-    """Tells a hook of each function of torch what it got and what it made."""
-
-    def __init__(self, hook: Callable[[str, Any, Any], None]) -> None:
-        super().__init__()
-        self._hook = hook
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        self._hook(getattr(func, "__name__", ""), (args, kwargs), result)
-        return result
 
 
 def _dtypes_of(module: nn.Module) -> set[str]:

@@ -305,10 +305,6 @@ def adds_scaled_gradients_to_the_loss(record: Record) -> Found:
     yield Seen(penalized, proven=False)
 
 
-def hides_nan_of_losses(record: Record) -> Found:
-    yield Seen(record.of("hide", scalar=True), proven=False)
-
-
 def gets_16_bits_that_cuda_refuses(record: Record) -> Found:
     yield Seen(record.of("gpu_refuses"))
 

@@ -39,85 +39,92 @@ _FLOAT32_ON_CUDA = """
 """
 
 
-@contextmanager
-def cpu_for_cuda() -> Iterator[None]:
-    """Let `"cuda"` mean the CPU in this block; where there is a GPU nothing changes."""
-    here = _OnCpu()
-    with ExitStack() as stack:
-        if not torch.cuda.is_available():
-            for owner, name, replacement in _replacements(here):
-                stack.enter_context(patched(owner, name, replacement))
-            stack.enter_context(warnings.catch_warnings())
-            for words in (
-                "CUDA is not available",
-                ".*torch.cuda.amp",
-                "User provided device_type",
-            ):
-                warnings.filterwarnings("ignore", words)
-            stack.enter_context(here)
-            stack.enter_context(backwards_through(here.run_backward))
-        make = _making_autocast(torch.autocast.__init__, here)
-        stack.enter_context(patched(torch.autocast, "__init__", make))
-        yield
+class StandIn(TorchFunctionMode):
+    """Tells of each function of torch, and runs it on the CPU where an argument names
+    CUDA on a machine without a GPU.
 
+    There it computes in float32 what autocast does on CUDA, and leaves in 16 bits on
+    the CPU; it refuses what autocast refuses there.
 
-class _OnCpu(TorchFunctionMode):
-    """Runs every function of torch on the CPU where an argument names CUDA.
-
-    Computes in float32 what autocast does on CUDA, and leaves in 16 bits on the CPU;
-    refuses what it refuses there.
+    Args:
+        hear: Called with the name of a function, what it got, and what it made.
 
     Attributes:
-        applies: Whether an autocast of CUDA was made, and none of the CPU.
+        applies: Whether an autocast of CUDA was made without a GPU, and none of the
+            CPU.
     """
 
-    applies: bool | None = None
     _in_float32 = frozenset(_FLOAT32_ON_CUDA.split())
+
+    def __init__(self, hear: Callable[[str, Any, Any], None]) -> None:
+        super().__init__()
+        self.applies: bool | None = None
+        self._hear = hear
+        self._is_needed = not torch.cuda.is_available()
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Let `"cuda"` mean the CPU in this block, if there is no GPU."""
+        with ExitStack() as stack:
+            if self._is_needed:
+                for owner, name, replacement in _replacements(self):
+                    stack.enter_context(patched(owner, name, replacement))
+                stack.enter_context(warnings.catch_warnings())
+                for words in (
+                    "CUDA is not available",
+                    ".*torch.cuda.amp",
+                    "User provided device_type",
+                ):
+                    warnings.filterwarnings("ignore", words)
+                stack.enter_context(backwards_through(self._run_backward))
+            make = self._making_autocast(torch.autocast.__init__)
+            stack.enter_context(patched(torch.autocast, "__init__", make))
+            stack.enter_context(self)
+            yield
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in ("cuda", "pin_memory"):
-            return args[0]
-        args = [_on_cpu(each) for each in args]
-        kwargs = {key: _on_cpu(value) for key, value in (kwargs or {}).items()}
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if self._is_needed:
+            if name in ("cuda", "pin_memory"):
+                return args[0]
+            args = [_on_cpu(each) for each in args]
+            kwargs = {key: _on_cpu(value) for key, value in kwargs.items()}
         if self.applies and autocast_is_on("cpu"):
             if name == "binary_cross_entropy":
                 raise RuntimeError(f"{name} and BCELoss are unsafe to autocast")
             if name in self._in_float32:
                 args, kwargs = as_float32((args, kwargs))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._hear(name, (args, kwargs), result)
+        return result
 
-    def run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Torch leaves modes out of a backward, where a checkpoint computes its forward
         again.
         """
         with self:
             return run(*args, **kwargs)
 
+    def _making_autocast(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """Remember of each autocast whether its dtype was chosen by the user."""
 
-def _making_autocast(own: Callable[..., Any], here: _OnCpu) -> Callable[..., Any]:
-    """Remember of each autocast whether its dtype was chosen by the user."""
+        @wraps(own)
+        def make(
+            region: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any
+        ) -> None:
+            region._given_dtype = dtype is not None
+            if self._is_needed and _on_cpu(device_type) != device_type:
+                self.applies = self.applies is not False
+                # float16 is CUDA's own.
+                device_type, dtype = "cpu", torch.float16 if dtype is None else dtype
+            elif is_users(caller().f_code.co_filename):
+                # not torch's own for a checkpoint
+                self.applies = False
+            own(region, device_type, dtype, *args, **kwargs)
 
-    @wraps(own)
-    def make(
-        region: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any
-    ) -> None:
-        region._given_dtype = dtype is not None
-        is_cuda = _on_cpu(device_type) != device_type
-        if is_cuda:
-            here.applies = here.applies is not False
-        elif is_users(caller().f_code.co_filename):
-            # not torch's own for a checkpoint
-            here.applies = False
-        region._means_cuda = is_cuda and not torch.cuda.is_available()
-        if region._means_cuda:
-            # float16 is CUDA's own.
-            device_type, dtype = "cpu", torch.float16 if dtype is None else dtype
-        own(region, device_type, dtype, *args, **kwargs)
-
-    return make
+        return make
 
 
 def _on_cpu(device: Any) -> Any:
@@ -126,7 +133,7 @@ def _on_cpu(device: Any) -> Any:
     return "cpu" if is_cuda else device
 
 
-def _replacements(here: _OnCpu) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+def _replacements(here: StandIn) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """What is replaced, and by what."""
     make = torch.amp.GradScaler.__init__
 
