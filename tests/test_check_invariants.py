@@ -26,7 +26,7 @@ from determined_amp.__main__ import main
 from determined_amp.amp.plain_data import StateDict
 from determined_amp.check import watching
 from determined_amp.check.finding import CheckFindings, Level
-from determined_amp.check.interventions import Moves, ScaleMoves
+from determined_amp.check.interventions import ScaleMoves
 from determined_amp.check.script import NOT_SAVED, TOO_SHORT
 from tests.test_check import Right, examined
 
@@ -799,7 +799,7 @@ class TestScaleMoves:
         """The scale in each window; what the training sees around `update` never
         decreases.
         """
-        moves = ScaleMoves(lambda: False, Moves())
+        moves = ScaleMoves(lambda: False)
         used = []
         for _ in range(count):
             moves.begin([scaler])

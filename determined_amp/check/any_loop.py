@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from determined_amp.amp.patched import patched
 from determined_amp.check.finding import CheckFindings
-from determined_amp.check.interventions import Moves
 from determined_amp.check.judge import interventions, judge_record
 from determined_amp.check.lines import is_doctors
 from determined_amp.check.recorder import OVERFLOWS, Recorder
@@ -45,7 +44,7 @@ def watching(
             undisturbed.
     """
     findings = CheckFindings()
-    recorder = Recorder(overflows, Moves() if moves_scale else None)
+    recorder = Recorder(overflows, moves_scale=moves_scale)
     try:
         with watched(recorder, findings):
             yield findings

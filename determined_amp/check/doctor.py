@@ -4,11 +4,11 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from determined_amp.amp.plain_data import Config
-from determined_amp.check.finding import ROWS, CheckFinding, CheckFindings, Level
+from determined_amp.check.finding import CheckFindings
 from determined_amp.check.fresh_process import run_afresh
 from determined_amp.check.judge import concluded, judge_record, told
 from determined_amp.check.probe import Probe
@@ -16,9 +16,8 @@ from determined_amp.check.record import Record
 from determined_amp.check.stand_in import ONLY_ON_A_GPU
 from determined_amp.experiment.files import temporary_folder
 
-# Runs at most: one, one less disturbed, its resume, and one that moves the scale
-# further.
-RUNS = 4
+# Runs at most: one, one less disturbed, and its resume.
+RUNS = 3
 
 ASK_FOR_AMP = (
     "--precision amp_fp16, or hyperparameters.amp.precision: amp_fp16 in the YAML, "
@@ -63,27 +62,13 @@ def examine(
                 findings.notes.append(
                     "it raises an error on an overflow, so none was forced"
                 )
-        findings.all += _found_by_further_runs(record, probe, notify, run)
+        if any(folder.glob("*/state_dict.pth")):
+            notify("resuming from the checkpoint")
+            resumed = run(replace(probe, resumes=True))
+            findings.all += told("resumed", record, resumed)
     if findings.trained and not (findings.amp or record.scalers):
         findings.notes.append(ASK_FOR_AMP)
     if not record.has_cuda:
         findings.notes.append(ONLY_ON_A_GPU)
     findings.all = concluded(findings.all)
     return findings
-
-
-def _found_by_further_runs(
-    record: Record,
-    first: Probe,
-    notify: Callable[[str], None],
-    run: Callable[[Probe], Record],
-) -> Iterator[CheckFinding]:
-    if any(first.folder.glob("*/state_dict.pth")):
-        notify("resuming from the checkpoint")
-        yield from told("resumed", record, run(replace(first, resumes=True)))
-    if record.scales and not record.error:
-        notify("training while the loss scale moves, in float32")
-        for finding in judge_record(run(replace(first, overflows=(), exact=True))):
-            proofs = [finding.key, *ROWS[finding.key].get("proven_by", ())]
-            if "depends_on_scale" in proofs and finding.level is Level.FAULT:
-                yield finding

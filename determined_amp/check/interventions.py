@@ -16,25 +16,12 @@ import torch
 
 from determined_amp.amp.torch_private import scale_tensor, version_of
 
-# Where less than this is left to divide by, a scale stays.
-_WORTH = 4.0
+# A scale is divided by this at most, or by what leaves as much as `_LEAST`: float16 has
+# few digits for small gradients. Where that is less than `_WORTH`, it stays.
+_MOST, _LEAST, _WORTH = 256.0, 16.0, 4.0
 
 
 Key = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Moves:
-    """How far a scale is moved, by a power of two."""
-
-    by: float = 256.0  # it is divided by no more than this
-    # It stays above this: float16 has few digits for small gradients.
-    least: float = 16.0
-
-    def of(self, scale: float) -> float:
-        """What a scale is divided by."""
-        most = min(self.by, scale / self.least)
-        return 2.0 ** int(math.log2(most)) if most >= _WORTH else 1.0
 
 
 @dataclass
@@ -56,11 +43,9 @@ class ScaleMoves:
 
     Args:
         rests: Tells whether the next window is to be left alone.
-        moves: How far; None for not at all.
     """
 
-    def __init__(self, rests: Callable[[], bool], moves: Moves | None) -> None:
-        self._moves = moves
+    def __init__(self, rests: Callable[[], bool]) -> None:
         self._rests = rests
         self._known: dict[Any, _Moved] = defaultdict(_Moved)
 
@@ -76,11 +61,14 @@ class ScaleMoves:
             if scale is None or moved.decided:
                 continue
             moved.decided = True
-            if self._moves is not None and not self._rests():
-                moved.windows += 1
-                if moved.windows.bit_count() % 2:  # the Thue-Morse sequence
-                    moved.by = self._moves.of(float(scale))
-                    scale.div_(moved.by)
+            if self._rests():
+                continue
+            moved.windows += 1
+            most = min(_MOST, float(scale) / _LEAST)
+            # The Thue-Morse sequence, and a power of two, which rounds nothing.
+            if moved.windows.bit_count() % 2 and most >= _WORTH:
+                moved.by = 2.0 ** int(math.log2(most))
+                scale.div_(moved.by)
 
     def has_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """A scaler has multiplied a loss: its scale stays until its update."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import Config, Metrics
 from determined_amp.amp.rehearse.regions import float16_as
-from determined_amp.check.interventions import Moves
 from determined_amp.check.lines import where_raised
 from determined_amp.check.record import Record
 from determined_amp.check.recorder import OVERFLOWS, Recorder
@@ -63,12 +61,6 @@ class Probe:
     folder: Path  # an empty one for the checkpoint, or the one that has it
     overflows: tuple[int, ...] = OVERFLOWS  # steps whose gradients are made to overflow
     resumes: bool = False  # from the checkpoint in `folder`
-    exact: bool = False  # computes in float32, where the scale can move as far as to 1
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it validates and saves."""
-        return not (self.resumes or self.exact)
 
 
 def run(probe: Probe) -> Record:
@@ -78,13 +70,11 @@ def run(probe: Probe) -> Record:
         UserError: if the configuration is wrong, or the trial cannot be made on this
             machine.
     """
-    moves = Moves(by=math.inf, least=1.0) if probe.exact else Moves()
-    recorder = Recorder(probe.overflows, None if probe.resumes else moves)
+    recorder = Recorder(probe.overflows, moves_scale=not probe.resumes)
     record = recorder.record
     record.determined, record.has_cuda = True, torch.cuda.is_available()
     try:
         with (
-            float16_as(torch.float32 if probe.exact else None),
             recorder.watching(),
             patched(util, "write_user_code", lambda *given: None),
             _core_context(probe.folder) as core_context,
@@ -95,7 +85,7 @@ def run(probe: Probe) -> Record:
         if is_the_users and not isinstance(error, CheckpointError):
             raise
         # What a trial raises is recorded.
-    if probe.is_first:
+    if not probe.resumes:
         _examine_checkpoint(probe.folder, record)
     return record
 
@@ -191,7 +181,7 @@ class Examined(WatchedController):
 
     def run_loop(self) -> None:
         super().run_loop()
-        if self._probe.is_first:
+        if not self._probe.resumes:
             self._compare_metrics()
 
     def train_one_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
@@ -214,7 +204,7 @@ class Examined(WatchedController):
         self._recorder.record.epochs += 1
 
     def validate(self) -> Metrics:
-        if not self._probe.is_first:
+        if self._probe.resumes:
             assert self.state
             self.state.last_val = self.state.batches_trained
             return {}
@@ -229,7 +219,7 @@ class Examined(WatchedController):
     def checkpoint(self, already_exiting: bool) -> None:
         assert self.state
         record = self._recorder.record
-        if self._probe.is_first and not record.saved:
+        if not self._probe.resumes and not record.saved:
             record.saved = True
             self._recorder.take_state("saved")
             super().checkpoint(already_exiting)
@@ -244,11 +234,8 @@ class Examined(WatchedController):
         reports: list[dict[str, Any]] = []
         for dtype in (None, None, torch.float32):
             restore_random_state(before, 0)
-            # a cast by hand may not fit float32
-            with (
-                suppress(Exception),
-                float16_as(dtype),
-            ):
+            # A cast by hand may not fit float32.
+            with suppress(Exception), float16_as(dtype):
                 reports.append(self.validate())
         del record.events[seen:]
         if len(reports) < 3:

@@ -46,11 +46,7 @@ from determined_amp.amp.torch_private import backwards_through, states_of_steps
 from determined_amp.amp.users_code import is_users
 from determined_amp.check.causes import Attempts
 from determined_amp.check.forwards import Forwards
-from determined_amp.check.interventions import (
-    ForcedOverflows,
-    Moves,
-    ScaleMoves,
-)
+from determined_amp.check.interventions import ForcedOverflows, ScaleMoves
 from determined_amp.check.lines import (
     called_by_library,
     caller,
@@ -83,7 +79,7 @@ class Recorder:
     Args:
         overflows: Windows of each optimizer in which its gradients are made to
             overflow.
-        moves: How far to move loss scales in some windows; None for not at all.
+        moves_scale: Whether to divide loss scales in some windows.
 
     Attributes:
         record: What was seen.
@@ -92,7 +88,7 @@ class Recorder:
     """
 
     def __init__(
-        self, overflows: Collection[int] = OVERFLOWS, moves: Moves | None = None
+        self, overflows: Collection[int] = OVERFLOWS, *, moves_scale: bool = False
     ) -> None:
         self.record = Record()
         self.schedules: dict[Any, Schedule] = {}
@@ -101,7 +97,7 @@ class Recorder:
         self._gradients: list[StepGradients] = []
         self._parts: dict[Any, list[StepGradients]] = {}  # see `_parts_of`
         self._overflows = ForcedOverflows(overflows)
-        self._moves = ScaleMoves(self._rests, moves)
+        self._moves = ScaleMoves(self._rests if moves_scale else lambda: True)
         self._forwards = Forwards(self.record)
         self._attempts = Attempts(self.record, self._forwards.roots)
         self._disturbed = False  # gradients, since the newest update of a scale
@@ -448,7 +444,7 @@ class Recorder:
     def _is_stepping(self) -> bool:
         """Whether an optimizer steps; the frame of one that raised an error is gone."""
         frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
-        return self._stepping in frames
+        return any(frame is self._stepping for frame in frames)
 
     def _before_step(self, optimizer: Any, *call: Any) -> None:
         if self._is_stepping():

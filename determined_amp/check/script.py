@@ -14,7 +14,6 @@ from determined_amp.amp.patched import patched
 from determined_amp.check.any_loop import leave_out_doctor, watched
 from determined_amp.check.confinement import confine
 from determined_amp.check.finding import CheckFindings
-from determined_amp.check.interventions import Moves
 from determined_amp.check.recorder import Recorder
 from determined_amp.check.scratch import Scratch, changing_only, folder_of_launch
 
@@ -109,7 +108,7 @@ def examine_script(
     Returns:
         The findings, and what the script itself raised.
     """
-    recorder, findings = Recorder(moves=Moves()), CheckFindings()
+    recorder, findings = Recorder(moves_scale=True), CheckFindings()
     end = _End(recorder)
     recorder.before_backward = end.look
     raised: BaseException | None = None
