@@ -98,6 +98,9 @@ class StepWindow:
     forced: bool = False  # the doctor made it overflow
     # Code of the user's has written other values into its gradients, not a multiple.
     rewritten: bool = False
+    by_hand: float = 1.0  # what code of the user's has multiplied their norm by
+    added: float = 0.0  # the norm of what it has added to scaled ones, unscaled
+    unclipped: float | None = None  # the norm that the scaler left
 
     @property
     def used(self) -> list[Event]:

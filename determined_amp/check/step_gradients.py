@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from determined_amp.amp.tensors import SIXTEEN_BITS, parameters_of, values_of
-from determined_amp.amp.torch_private import version_of
-from determined_amp.check.interventions import ForcedOverflows
+from determined_amp.amp.tensors import (
+    SIXTEEN_BITS,
+    dtype_name,
+    parameters_of,
+    values_of,
+)
+from determined_amp.check.interventions import ForcedOverflows, Key, key_of
 from determined_amp.check.record import Event, Record, Schedule, StepWindow
-
-Versions = list[tuple[int, int]]
 
 # Gradients that are multiplied by more than this are still scaled.
 SCALED = 1.5
@@ -61,26 +64,20 @@ class StepGradients:
         self._optimizer = optimizer
         self._record = record
         self._stale = 0  # gradients that a step has used and nobody has zeroed since
-        self._emptied = False  # they were zeroed after the newest backward
-        self._used: Versions = []  # of the newest step
-        self._unclipped: float | None = None  # the norm that the scaler left
-        self._by_hand = 1.0  # what code of the user's has multiplied their norm by
+        self._used: list[Key] = []  # of the newest step
         self._values = torch.zeros(0)  # some of them, when they were looked at last
-        self._added = 0.0  # the norm of what code of the user's has added, unscaled
-        self._rates: list[Any] | None = None  # at the newest step
         self._stepped = self.window  # the window of the newest step
         self._to_force = 0  # overflows that this window may still get
         self._overflown = 0  # windows that were made to overflow
-        self._usually = 1.0  # `_by_hand` of the newest window without an overflow
-        # When a step began: norm and versions, and whether an overflow was taken out.
-        self._before: tuple[list[float], Versions] = ([], [])
-        self._was_pending = self._gave_back = False
+        self._usually = 1.0  # `by_hand` of the newest window without an overflow
+        # Of the step that runs, and of the newest one: what is known of it, its
+        # gradients when it began, and the 16-bit weights then.
+        self._step: dict[str, Any] = {}
+        self._begun: list[Key] = []
+        self._halves: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._is_rounded: bool | None = None  # the weights, at the newest look
-        self._was_rounded = False  # since the newest step
-        self._halves: list[tuple[torch.Tensor, torch.Tensor]] = []  # before a step
-        self._goes_on = (
-            False  # the true gradients are back while a backward adds to them
-        )
+        # The true gradients are back while a backward adds to them.
+        self._goes_on = False
         record.optimizers += 1
 
     @property
@@ -98,10 +95,9 @@ class StepGradients:
         gradients = (p.grad for p in self.weights if p.grad is not None)
         return [values_of(g) if g.is_sparse else g for g in gradients]
 
-    def versions(self) -> Versions:
+    def versions(self) -> list[Key]:
         """What differs as soon as a gradient is another or has other values."""
-        gradients = (p.grad for p in self.weights)
-        return [(0, 0) if g is None else (id(g), version_of(g)) for g in gradients]
+        return [key_of(weight) for weight in self.weights]
 
     def measure(self) -> None:
         """Take the norm of each, and a few of their numbers, in float32."""
@@ -120,25 +116,26 @@ class StepGradients:
         if not self.pending:
             self._look_for_new()
         elif not self.overflows.are_in(self.weights):
-            before, values = self.norm, self._values
+            norm, values = self.norm, self._values
             self.measure()
             if not self.clipped:
-                self._compare(self.norm / before if before else math.nan, values)
+                self._compare(self.norm / norm if norm else math.nan, values)
             self.clipped = False
 
     def _compare(self, ratio: float, before: torch.Tensor) -> None:
         if abs(ratio - 1) > 1e-3:
-            self._by_hand *= ratio
+            self.window.by_hand *= ratio
         same_size = len(before) == len(self._values)
         if self.norm and not (
             same_size and torch.allclose(self._values, ratio * before, rtol=0.01)
         ):
             self.window.rewritten = True
-        if self.factor > SCALED and same_size:
-            change = float(torch.linalg.vector_norm(self._values - before))
-            self._added = math.hypot(self._added, change / self.factor)
-        if self.factor > SCALED and not ratio * self.factor > 1.01:
-            self.factor = math.nan  # divided by the scale, and clipped perhaps
+        if self.factor > SCALED:
+            if same_size:
+                change = float(torch.linalg.vector_norm(self._values - before))
+                self.window.added = math.hypot(self.window.added, change / self.factor)
+            if not ratio * self.factor > 1.01:
+                self.factor = math.nan  # divided by the scale, and clipped perhaps
 
     def _look_for_new(self) -> None:
         """Gradients of no backward were set by the training, as `p.grad = g`."""
@@ -171,11 +168,11 @@ class StepGradients:
 
     def look_for_zeros(self) -> None:
         """Note if they were zeroed before any step has used them."""
-        looks = self.pending and not self._emptied
+        looks = self.pending and not self.window.is_empty
         if looks and not any(bool(gradient.any()) for gradient in self.dense()):
             self.window.zeroed += self._record.of("zero_grad")[-1:]
             self.window.lost, self.window.stale = len(self.window.backwards), 0
-            self.factor, self.norms, self._emptied = 1.0, [], True
+            self.factor, self.norms = 1.0, []
             self.overflows.forget(self.weights)
 
     def unscale(self, scale: float) -> None:
@@ -184,7 +181,7 @@ class StepGradients:
         self.overflows.divide(self.weights, scale)
         self.window.unscales.append(self._record.note("unscale"))
         self.measure()
-        self._unclipped = self.norm
+        self.window.unclipped = self.norm
 
     def is_due(self) -> bool:
         """Whether the next window is one to make overflow."""
@@ -201,14 +198,15 @@ class StepGradients:
         Returns:
             Whether they were.
         """
+        window = self.window
         # Where the scaler has looked, the loop has left the step out by itself.
-        left_out = self._emptied and self._unclipped is not None and self.window.forced
-        if self.window.steps or not self.window.backwards or left_out:
+        left_out = window.is_empty and window.unclipped is not None and window.forced
+        if window.steps or left_out or not window.backwards:
             self._to_force = _MOST_OVERFLOWS if may_force and self.is_due() else 0
             self._open_window()
             self.window.stale = self._stale
+        is_first = self.window.is_empty or not self.window.backwards
         scale = backward.loss.scale
-        is_first = self._emptied or not self.window.backwards
         begins = bool(scale) and is_first and self._to_force > 0
         self.window.backwards.append(backward)
         if backward.loss.has_gradient and not scale:
@@ -216,7 +214,7 @@ class StepGradients:
         elif scale:
             self.factor = scale
         before = self.norm if self.pending else 0.0
-        self.pending, self._emptied, self.scale = True, False, scale
+        self.pending, self.scale = True, scale
         self.measure()
         backward.added = math.hypot(backward.added, self.norm - before)
         if begins:
@@ -236,7 +234,6 @@ class StepGradients:
     def _open_window(self) -> None:
         self.overflows.forget(self.weights)
         self.window = StepWindow(self.number, self.window.place + 1)
-        self._unclipped, self._by_hand, self._added = None, 1.0, 0.0
         self.clipped = False
         self._record.windows.append(self.window)
 
@@ -245,41 +242,26 @@ class StepGradients:
     def begin_step(self, *, skips: bool) -> None:
         """The optimizer is about to step with them, or a scaler has skipped that."""
         self.look()
-        self._gave_back = not skips and self.overflows.give_back(
-            self.weights, self._usually
-        )
+        gave_back = not skips and self.overflows.give_back(self.weights, self._usually)
         self.measure()
         if not self.window.forced:
-            self._usually = self._by_hand
-        self._before = self.norms, self.versions()
-        self._was_pending = self.pending
+            self._usually = self.window.by_hand
         rates = [group.get("lr") for group in self._optimizer.param_groups]
-        if self._rates not in (None, rates):
+        if self._step.get("rates", rates) != rates:
             self._move_by_hand()
-        self._rates = rates
-        is_rounded, self._is_rounded = self._is_rounded, self._are_rounded()
-        self._was_rounded = self._is_rounded and is_rounded is False
-        halves = [p for p in self.weights if p.dtype in SIXTEEN_BITS]
-        self._halves = [(weight, weight.detach().clone()) for weight in halves]
-
-    def _are_rounded(self) -> bool:
-        """Whether all float32 weights are exactly 16-bit numbers."""
-        weights = [p.detach() for p in self.weights if p.dtype is torch.float32]
-        return any(
-            all(torch.equal(each, each.to(dtype).float()) for each in weights)
-            for dtype in (SIXTEEN_BITS if weights else ())
-        )
-
-    def _share_lost(self) -> float:
-        """The share of 16-bit weights with a gradient that a step has not changed."""
-        same, moved = 0, 0
-        for weight, before in self._halves:
-            if weight.grad is not None:
-                pulled = values_of(weight.grad) != 0
-                same += int((pulled & (weight.detach() == before)).sum())
-                moved += int(pulled.sum())
-        self._halves = []
-        return same / max(moved, 1)
+        was_rounded, self._is_rounded = self._is_rounded, are_rounded(self.weights)
+        self._begun = self.versions()
+        self._halves = [
+            (weight, weight.detach().clone())
+            for weight in self.weights
+            if weight.dtype in SIXTEEN_BITS
+        ]
+        self._step = {
+            "again": not self.pending,
+            "overflows": gave_back,
+            "rates": rates,
+            "rounded": self._is_rounded and was_rounded is False,
+        }
 
     def end_step(self, *, divisor: float, **known: Any) -> None:
         """The optimizer has stepped with them, or a scaler has skipped that.
@@ -288,49 +270,44 @@ class StepGradients:
             divisor: What the step itself divides them by.
             known: What else is known of the step.
         """
-        norms = self._norms_of_step(divisor)
+        window, norms = self.window, self._norms_of_step(divisor)
         norm = math.hypot(*norms)
-        again = not self._was_pending and norm != 0
+        self._step["again"] &= norm != 0
         step = self._record.note(
             "step",
             optimizer=self.number,
-            again=again,
             norm=norm,
             norms=norms,
-            unclipped=norm if self._unclipped is None else self._unclipped,
-            added=self._added,
+            unclipped=norm if window.unclipped is None else window.unclipped,
+            added=window.added,
             factor=self.factor / divisor,
-            by_hand=self._by_hand,
-            divided=bool(self.window.unscales) or divisor != 1,
-            rates=self._rates,
-            overflows=self._gave_back,
-            rounded=self._was_rounded,
-            lost=self._share_lost(),
+            by_hand=window.by_hand,
+            divided=bool(window.unscales) or divisor != 1,
+            lost=_share_lost(self._halves),
+            **self._step,
             **known,
         )
-        dtypes = {str(p.dtype) for p in self.weights if p.requires_grad}
-        self._record.weights |= {dtype.removeprefix("torch.") for dtype in dtypes}
+        weights = (weight for weight in self.weights if weight.requires_grad)
+        self._record.weights |= {dtype_name(weight.dtype) for weight in weights}
         if self.pending or norm:  # there are some
-            self.window.steps.append(step)
-        for backward in self.window.used:
+            window.steps.append(step)
+        for backward in window.used:
             backward.divided = backward.divided or step.scaled
-        self._stepped = self.window
-        self._is_rounded = self._are_rounded()
+        self._stepped = window
+        self._is_rounded = are_rounded(self.weights)
         self.pending, self.factor, self.is_new = False, 1.0, False
         self._used = self.versions()
 
     def _norms_of_step(self, divisor: float) -> list[float]:
         """The norms of what it has used: hooks and the step itself may change that."""
-        measured, versions = self._before
-        norms = [norm / divisor for norm in measured]
-        norm = math.hypot(*norms)
-        now = self.versions()
-        is_same = [g for g, _ in now] == [g for g, _ in versions]
-        if is_same and now != versions:
+        norms, now = [norm / divisor for norm in self.norms], self.versions()
+        is_same = [g for g, _ in now] == [g for g, _ in self._begun]
+        if is_same and now != self._begun:
+            norm = math.hypot(*norms)
             self.measure()
             if self.norm:  # it has not zeroed them
-                self._by_hand *= self.norm / norm if norm else 1.0
-                norms = self.norms
+                self.window.by_hand *= self.norm / norm if norm else 1.0
+                return self.norms
         return norms
 
     def _move_by_hand(self) -> None:
@@ -343,3 +320,27 @@ class StepGradients:
             move = self._record.note("move", schedule=schedules[0], place=False)
             move.where = None
             self._stepped.moves.append(move)
+
+
+def are_rounded(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether all float32 weights are exactly 16-bit numbers."""
+    exact = [each.detach() for each in weights if each.dtype is torch.float32]
+    return any(
+        all(torch.equal(each, each.to(dtype).float()) for each in exact)
+        for dtype in (SIXTEEN_BITS if exact else ())
+    )
+
+
+def _share_lost(halves: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """The share of 16-bit weights with a gradient that a step has not changed.
+
+    Args:
+        halves: The weights, each with what it was before the step.
+    """
+    same, pulled = 0, 0
+    for weight, before in halves:
+        if weight.grad is not None:
+            has_gradient = values_of(weight.grad) != 0
+            same += int((has_gradient & (weight.detach() == before)).sum())
+            pulled += int(has_gradient.sum())
+    return same / max(pulled, 1)
