@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bz2
+import importlib
 import json
 import logging
 import os
 import shutil
+import sys
 import tarfile
 import tempfile
 from collections.abc import Callable
@@ -136,6 +138,24 @@ def write_in_another_folder() -> None:
     os.chdir("old")
     write("a", "a")
     os.chdir("..")
+
+
+def is_the_working_directory(folder: str) -> bool:
+    before = os.getcwd()
+    os.chdir(folder)
+    here = os.getcwd()
+    os.chdir("..")
+    return here == os.path.join(before, folder) and os.getcwd() == before
+
+
+def value_of_module(name: str) -> object:
+    sys.path.insert(0, "")
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(name).value
+    finally:
+        sys.path.remove("")
+        del sys.modules[name]
 
 
 def make_folders_that_are_there() -> None:
@@ -291,6 +311,16 @@ WRITES: dict[str, tuple[Callable[[], object], Callable[[], object], object]] = {
     "utime": (
         lambda: os.utime("log.txt", (1, 1)),
         lambda: os.stat("log.txt").st_mtime,
+        1,
+    ),
+    "in a new working directory": (
+        lambda: os.mkdir("new"),
+        lambda: is_the_working_directory("new"),
+        True,
+    ),
+    "a module": (
+        lambda: write("written.py", "w", "value = 1"),
+        lambda: value_of_module("written"),
         1,
     ),
     "in another working directory": (

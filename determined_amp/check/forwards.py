@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from determined_amp.amp.precision import autocast_is_on
+from determined_amp.amp.rehearse.backward_graph import WHOLE_MODEL, module_names
 from determined_amp.amp.tensors import (
     SIXTEEN_BITS,
     has_numbers,
@@ -29,21 +30,19 @@ class Forwards:
         record: What they do is noted there.
 
     Attributes:
-        met: The modules that have run, each with its buffers that were finite then.
         roots: The modules that the training itself has called.
     """
 
     def __init__(self, record: Record) -> None:
-        self.met: dict[nn.Module, list[str]] = {}
         self.roots: dict[nn.Module, None] = {}
+        # The modules that have run, each with its buffers that were finite then.
+        self._met: dict[nn.Module, list[str]] = {}
         self._record = record
         self._running: list[nn.Module] = []
-        self._newest_root: nn.Module | None = None
-        self._validates = True  # until a validation was not finite
+        self._first: nn.Module | None = None  # that was called with gradients
         self._reached: set[torch.Tensor] = set()  # weights that had a gradient
-        self._trained: dict[
-            torch.Tensor, nn.Module
-        ] = {}  # weights, by a module that ran
+        # Weights, each with a module that ran.
+        self._trained: dict[torch.Tensor, nn.Module] = {}
         # Versions of weights at their first use since autocast has dropped its casts.
         self._cast: dict[int, int] = {}
 
@@ -53,10 +52,10 @@ class Forwards:
             self._record.forwards[True] += 1
 
     def begins_again(self, module: nn.Module) -> bool:
-        """Whether the training calls the module with which its newest batch began."""
+        """Whether the training calls the module with which its batches begin."""
         if self._running:
             return False
-        first, self._newest_root = self._newest_root, self._newest_root or module
+        first, self._first = self._first, self._first or module
         return first is module
 
     def before(self, module: nn.Module, inputs: Any) -> None:
@@ -64,9 +63,10 @@ class Forwards:
         if not self._running:
             self.roots[module] = None
         self._running.append(module)
-        if module not in self.met:
-            self.met[module] = [
-                name for name, each in _buffers(module) if is_finite(each)
+        if module not in self._met:
+            buffers = module.named_buffers(recurse=False)
+            self._met[module] = [
+                name for name, each in buffers if has_numbers(each) and is_finite(each)
             ]
         weights = [
             p for p in module.parameters(recurse=False) if p.requires_grad and p.is_leaf
@@ -87,15 +87,13 @@ class Forwards:
 
     def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """A hook of all modules."""
-        is_root = len(self._running) == 1
-        if is_root and self._validates and not torch.is_grad_enabled():
+        is_root, self._running = len(self._running) == 1, self._running[:-1]
+        known = self._record.validation is not None
+        if is_root and not (known or torch.is_grad_enabled()):
             bad = has_overflown(output) and not has_overflown(inputs)
             if bad and _is_finite_in_float32(module, inputs):
-                self._validates = False
                 name = f"the output of {type(module).__name__}"
                 self._record.validation = name, users_line()
-        if self._running:
-            self._running.pop()
 
     def drop_casts(self) -> None:
         """Autocast has dropped its casts."""
@@ -112,31 +110,21 @@ class Forwards:
 
     def buffers_not_finite(self) -> Iterator[str]:
         """Those that were finite when they were met."""
-        for module, names in self.met.items():
-            buffers = dict(_buffers(module))
-            for name in names:
-                if name in buffers and not is_finite(buffers[name]):
+        for module, names in self._met.items():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name in names and not is_finite(buffer):
                     yield f"{name} of {self._name_of(module)}"
 
     def _name_of(self, module: nn.Module) -> str:
         """Its name in the model whose forward runs, or that of its class."""
-        for root in self.roots:
-            for name, each in root.named_modules():
-                if each is module and name:
-                    return f"{name} ({type(module).__name__})"
-        return type(module).__name__
+        name, kind = module_names([*self.roots]).get(module), type(module).__name__
+        return kind if name in (None, WHOLE_MODEL) else f"{name} ({kind})"
 
 
 def has_overflown(value: Any) -> bool:
     """Whether it has NaN or infinity; minus infinity is a mask."""
     tensors = [each for each in tensors_of(value) if each.is_floating_point()]
     return any(bool((each.isnan() | each.isposinf()).any()) for each in tensors)
-
-
-def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, buffer in module.named_buffers(recurse=False):
-        if buffer.is_floating_point() and has_numbers(buffer):
-            yield name, buffer
 
 
 def _is_finite_in_float32(module: nn.Module, inputs: Any) -> bool:

@@ -13,9 +13,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from importlib.machinery import PathFinder
 from os import readlink, stat  # not those that are replaced
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from determined_amp.amp.patched import patched
@@ -129,6 +130,9 @@ def changing_only(scratch: Scratch) -> Iterator[None]:
             for suffix, each in by_suffix.items():
                 by_suffix[suffix] = calls.get(id(each), each)
         stack.callback(scratch.close)
+        importer = _Importer(scratch)
+        sys.meta_path.append(importer)
+        stack.callback(sys.meta_path.remove, importer)
         yield
 
 
@@ -148,6 +152,7 @@ def _calls(scratch: Scratch) -> Iterator[tuple[Call, Call]]:
             owner = importlib.import_module(module)
             for own in [getattr(owner, each) for each in names if hasattr(owner, each)]:
                 yield own, partial(_call, scratch, getattr(scratch, find), places, own)
+    yield os.getcwd, partial(_getcwd, scratch, os.getcwd)
     yield os.open, partial(_open, scratch, os.open)
     yield open, partial(open, opener=partial(_open, scratch, os.open, mode=0o666))
     for own in (os.listdir, os.scandir):
@@ -192,6 +197,24 @@ def _open(
 def _list(scratch: Scratch, own: Call, path: Any = ".") -> Any:
     """`os.listdir` and `os.scandir`."""
     return _call(scratch, scratch.look_into, (0,), own, path)
+
+
+def _getcwd(scratch: Scratch, own: Callable[[], str]) -> str:
+    """`os.getcwd`: the path that the user knows."""
+    folder, is_in_scratch, place = own().partition(f"{scratch.folder}/files/")
+    shown = f"/{place}/".replace(f"/{_SHADOW}/", "/").rstrip("/")
+    return shown if is_in_scratch else folder
+
+
+class _Importer(NamedTuple):
+    """Finds modules that a script has written."""
+
+    scratch: Scratch
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        folders = [each or "." for each in path or sys.path]
+        shown = [self.scratch.find(self.scratch.look_into, each) for each in folders]
+        return PathFinder.find_spec(name, shown, target)
 
 
 class _Local(threading.local):
