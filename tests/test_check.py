@@ -390,15 +390,6 @@ class MakesScalerInFirstBatch(Right):
         return super().train_batch(batch, epoch_idx, batch_idx)
 
 
-class DisabledScalerWrapped(Right):
-    def wrap_scaler(self) -> None:
-        disabled = torch.amp.GradScaler("cpu", enabled=False)  # HERE
-        self.scaler = self.context.wrap_scaler(disabled)
-
-    def autocast(self) -> Any:
-        return torch.autocast("cpu", dtype=torch.bfloat16)
-
-
 # Windows of several batches.
 
 
@@ -718,7 +709,6 @@ SUSPECTED: dict[type[Right], str] = {
     BackwardUnderAutocast: "autocast_backward",
     CoversNothing: "autocast_covers_nothing",
     ScalesNothing: "no_loss_scale",
-    DisabledScalerWrapped: "empty_scaler_state",
 }
 WINDOWS: dict[type[Right], int] = {
     **dict.fromkeys([UpdatesEachMicroBatch, DividedTwice, UnscalesInTheWindow], 2),
@@ -1355,12 +1345,10 @@ def train_with_rate_by_hand() -> None:
         optimizer.param_groups[0]["lr"] *= 0.9
 
 
-def test_rate_that_is_moved_by_hand_on_skipped_steps_is_a_suspicion() -> None:
+def test_rate_that_is_moved_by_hand_is_no_schedule() -> None:
     with watching() as findings:
         train_with_rate_by_hand()
-    assert [(each.key, each.level) for each in findings] == [
-        ("schedule_on_skipped", Level.SUSPICION)
-    ]
+    assert [finding.text() for finding in findings] == []
 
 
 def train_critic(weight: float) -> None:

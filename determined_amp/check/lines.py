@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import runpy
 import sys
 import traceback
-from collections.abc import Iterable
-from linecache import getlines
 from pathlib import Path
 from types import FrameType
 
@@ -23,7 +20,6 @@ _AUTOCAST = tuple(
     os.path.join("torch", *parts, "amp", "autocast_mode.py")
     for parts in ((), ("cuda",), ("cpu",))
 )
-_SETS_RATE = re.compile(r"""\[["']lr["']\]\s*[-+*/]?=[^=]""")
 # What calls a trial: what it does by itself is not done by a line of the user's.
 _LOOP = ("determined/pytorch/_pytorch_trial.py", "determined/pytorch/_trainer.py")
 
@@ -46,16 +42,6 @@ def users_line() -> Where | None:
         if is_users(file):
             return where_in(file, line)
     return None
-
-
-def lines_that_set_rates(files: Iterable[str]) -> list[Where]:
-    """The lines of files that set the rate of a group of an optimizer."""
-    return [
-        Where(file, number)
-        for file in files
-        for number, line in enumerate(getlines(file), start=1)
-        if _SETS_RATE.search(line)
-    ]
 
 
 def caller() -> FrameType:

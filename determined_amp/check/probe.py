@@ -85,8 +85,6 @@ def run(probe: Probe) -> Record:
         if is_the_users and not isinstance(error, CheckpointError):
             raise
         # What a trial raises is recorded.
-    if not probe.resumes:
-        _examine_checkpoint(probe.folder, record)
     return record
 
 
@@ -147,13 +145,6 @@ def _note_settings(context: pytorch.PyTorchTrialContext, recorder: Recorder) -> 
     }
     for scheduler, schedule in recorder.schedules.items():
         schedule.wrapped = id(scheduler) in wrapped
-
-
-def _examine_checkpoint(folder: Path, record: Record) -> None:
-    for path in folder.glob("*/state_dict.pth"):
-        with suppress(Exception):  # the resumed run tells whether it can be read
-            content = torch.load(path, map_location="cpu", weights_only=True)
-            record.empty_scaler_state = content.get("scaler_state_dict") == {}
 
 
 class Examined(WatchedController):

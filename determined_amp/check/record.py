@@ -73,7 +73,6 @@ class Schedule:
     optimizer: int  # the number of its optimizer
     ours: bool = False  # this library moves it
     wrapped: bool = False  # Determined moves it
-    by_hand: bool = False  # it is none: code of the user's sets the rate
     states: dict[str, Any] = field(default_factory=dict)  # its place, as with a scaler
 
 
@@ -184,9 +183,6 @@ class Record:
     raised: Where | None = None  # by which line
     disturbed: bool = False  # when the doctor had made gradients overflow
     saved: bool = False  # a checkpoint was made
-    empty_scaler_state: bool = (
-        False  # its checkpoint has the state of a disabled scaler
-    )
 
     def note(self, kind: str, **known: Any) -> Event:
         """Add an event that the line of the user's does which is being executed."""

@@ -15,7 +15,6 @@ from statistics import median
 from typing import Any
 
 from determined_amp.check.finding import ROWS, Found, Seen
-from determined_amp.check.lines import lines_that_set_rates
 from determined_amp.check.record import Event, Record, Schedule, StepWindow
 from determined_amp.check.step_gradients import SCALED
 from determined_amp.experiment.failures import name_in_16_bits
@@ -180,12 +179,9 @@ def moves_on_skipped_steps(record: Record) -> Found:
     for schedule, windows in _moved_by_steps(record):
         skipped = [window for window in windows if window.skipped]
         wrong = [window for window in skipped if window.movers_of(schedule)]
-        at: Sequence[object] = record.of("move", schedule=schedule)
-        if schedule.by_hand:
-            files = (event.where.file for event in record.events if event.where)
-            at = lines_that_set_rates(dict.fromkeys(files)) or at
         if wrong:
-            yield Seen(at, part=wrong, of=skipped, proven=not schedule.by_hand)
+            moves = record.of("move", schedule=schedule)
+            yield Seen(moves, part=wrong, of=skipped)
 
 
 def _schedules(record: Record) -> Iterator[tuple[Schedule, list[StepWindow]]]:
@@ -370,13 +366,6 @@ def saves_no_scale(record: Record) -> Found:
     updates = record.of("update") if record.scales else []
     if updates and not record.of("save", scale=True):
         yield Seen(saves, scale=updates[-1].after)
-
-
-def saves_a_disabled_scaler(record: Record) -> Found:
-    """Without a GPU what is off may be on elsewhere, unless AMP needs no scaler."""
-    if record.empty_scaler_state and (record.has_cuda or record.is_amp):
-        off = [scaler.where for scaler in record.scalers if not scaler.enabled]
-        yield Seen(off or [None])
 
 
 # What a resume has lost, by a run that saved a checkpoint, and one that began with it.

@@ -16,7 +16,7 @@ from determined_amp.amp.tensors import (
     values_of,
 )
 from determined_amp.check.interventions import ForcedOverflows, Key, key_of
-from determined_amp.check.record import Event, Record, Schedule, StepWindow
+from determined_amp.check.record import Event, Record, StepWindow
 
 # Gradients that are multiplied by more than this are still scaled.
 SCALED = 1.5
@@ -66,7 +66,6 @@ class StepGradients:
         self._stale = 0  # gradients that a step has used and nobody has zeroed since
         self._used: list[Key] = []  # of the newest step
         self._values = torch.zeros(0)  # some of them, when they were looked at last
-        self._stepped = self.window  # the window of the newest step
         self._to_force = 0  # overflows that this window may still get
         self._overflown = 0  # windows that were made to overflow
         self._usually = 1.0  # `by_hand` of the newest window without an overflow
@@ -246,9 +245,6 @@ class StepGradients:
         self.measure()
         if not self.window.forced:
             self._usually = self.window.by_hand
-        rates = [group.get("lr") for group in self._optimizer.param_groups]
-        if self._step.get("rates", rates) != rates:
-            self._move_by_hand()
         was_rounded, self._is_rounded = self._is_rounded, are_rounded(self.weights)
         self._begun = self.versions()
         self._halves = [
@@ -259,7 +255,7 @@ class StepGradients:
         self._step = {
             "again": not self.pending,
             "overflows": gave_back,
-            "rates": rates,
+            "rates": [group.get("lr") for group in self._optimizer.param_groups],
             "rounded": self._is_rounded and was_rounded is False,
         }
 
@@ -293,7 +289,6 @@ class StepGradients:
             window.steps.append(step)
         for backward in window.used:
             backward.divided = backward.divided or step.scaled
-        self._stepped = window
         self._is_rounded = are_rounded(self.weights)
         self.pending, self.factor, self.is_new = False, 1.0, False
         self._used = self.versions()
@@ -309,17 +304,6 @@ class StepGradients:
                 self.window.by_hand *= self.norm / norm if norm else 1.0
                 return self.norms
         return norms
-
-    def _move_by_hand(self) -> None:
-        """The rate has moved since the last step, without a scheduler."""
-        schedules = [s for s in self._record.schedules if s.optimizer == self.number]
-        if not schedules:
-            schedules = [Schedule("rate by hand", None, self.number, by_hand=True)]
-            self._record.schedules += schedules
-        if schedules[0].by_hand:
-            move = self._record.note("move", schedule=schedules[0], place=False)
-            move.where = None
-            self._stepped.moves.append(move)
 
 
 def are_rounded(weights: Sequence[torch.Tensor]) -> bool:
