@@ -36,7 +36,7 @@ import torch
 from determined import core
 
 from determined_amp import __main__ as door
-from determined_amp.check import script
+from determined_amp.check import scratch
 from determined_amp.cli import search
 from determined_amp.search import server, trial_process
 
@@ -122,7 +122,7 @@ def _levels_restored() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _unconfined(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process of the tests writes where it wants: a confined one would stay so."""
-    monkeypatch.setattr(script, "confine", lambda folders: None)
+    monkeypatch.setattr(scratch, "confine", lambda folders: None)
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from determined_amp import AmpLoop, AmpSettings, Precision
 from determined_amp import __main__ as door
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Metrics, StateDict, Values
-from determined_amp.check import doctor, fresh_process, invariants, rules, watching
+from determined_amp.check import doctor, invariants, rules, watching
 from determined_amp.check import probe as probes
 from determined_amp.check.finding import ROWS, CheckFindings, Level
 from determined_amp.check.stand_in import ONLY_ON_A_GPU
@@ -1429,7 +1429,7 @@ def test_error_of_a_run_in_its_own_process_is_told_by_its_last_line(
     with pytest.raises(
         UserError, match="a run of the trial failed: KeyError: 'weights'"
     ):
-        fresh_process._run(probe)
+        probes._run(probe)
 
 
 class TestCommand:

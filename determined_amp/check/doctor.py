@@ -9,9 +9,8 @@ from dataclasses import replace
 
 from determined_amp.amp.plain_data import Config
 from determined_amp.check.finding import CheckFindings
-from determined_amp.check.fresh_process import run_afresh
 from determined_amp.check.judge import concluded, judge_record, told
-from determined_amp.check.probe import Probe
+from determined_amp.check.probe import Probe, run_afresh
 from determined_amp.check.record import Record
 from determined_amp.check.stand_in import ONLY_ON_A_GPU
 from determined_amp.experiment.files import temporary_folder

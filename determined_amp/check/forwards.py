@@ -87,13 +87,14 @@ class Forwards:
 
     def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """A hook of all modules."""
-        is_root, self._running = len(self._running) == 1, self._running[:-1]
-        known = self._record.validation is not None
-        if is_root and not (known or torch.is_grad_enabled()):
+        is_known = self._record.validation is not None
+        is_root = len(self._running) == 1
+        if is_root and not (is_known or torch.is_grad_enabled()):
             bad = has_overflown(output) and not has_overflown(inputs)
             if bad and _is_finite_in_float32(module, inputs):
                 name = f"the output of {type(module).__name__}"
                 self._record.validation = name, users_line()
+        self._running = self._running[:-1]
 
     def drop_casts(self) -> None:
         """Autocast has dropped its casts."""

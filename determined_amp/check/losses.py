@@ -90,9 +90,9 @@ def _read_graph(loss: Loss, roots: list[Any], scales: Sequence[float]) -> None:
     seen = {*waiting}
     while waiting and len(seen) < _MOST_NODES:
         node, factor = waiting.pop()
-        number = _number_in(node)
+        known, number = _known_of(node), _number_in(node)
         by_hand = number in scales and node.name() == "MulBackward0"
-        scale = _known_of(node).get("scale", number if by_hand else None)
+        scale = known.get("scale", number if by_hand else None)
         if scale:
             factor = scale * (factor or 1.0)
             loss.scale = max(loss.scale or factor, factor)
@@ -101,9 +101,8 @@ def _read_graph(loss: Loss, roots: list[Any], scales: Sequence[float]) -> None:
         if "AccumulateGrad" in node.name():
             loss.unscaled = loss.unscaled or factor is None
             loss.trains = loss.trains or isinstance(node.variable, torch.nn.Parameter)
-        gradient = _known_of(node).get("gradient")
-        if gradient:  # what is behind it is another graph
-            gradients.append(gradient)
+        if known.get("gradient"):  # what is behind it is another graph
+            gradients.append(known["gradient"])
             continue
         behind = {(each, factor) for each in _behind(node)} - seen
         seen |= behind

@@ -1,10 +1,19 @@
-"""One run of a trial for the doctor: a few batches, in Determined's own loop."""
+"""One run of a trial for the doctor: a few batches, in Determined's own loop, in a
+process of its own.
+"""
 
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
+import signal
+import sys
 import time
-from contextlib import suppress
+import traceback
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +31,7 @@ from determined_amp.amp.rehearse.regions import float16_as
 from determined_amp.check.lines import where_raised
 from determined_amp.check.record import Record
 from determined_amp.check.recorder import OVERFLOWS, Recorder
+from determined_amp.check.scratch import changing_all_in
 from determined_amp.experiment.experiment import parse
 from determined_amp.local.open_trial import trial_context
 from determined_amp.trial.checkpoint import CheckpointError
@@ -30,6 +40,7 @@ from determined_amp.trial.determined_private import (
     aggregation_frequency,
     averages_gradients,
     controlled_by,
+    leave_the_cluster,
     schedulers,
     shorten_epoch,
 )
@@ -47,8 +58,13 @@ _STEPS = 20
 # makes.
 _SAVED, RESUMED = 10, 2
 
-# Seconds after which a run ends with what it has.
-_PATIENCE = 60.0
+# Seconds after which a run ends with what it has, and those that it may take with its
+# start.
+_TRAINS, PATIENCE = 60.0, 300
+# Seconds in which its process sends what it has seen, and ends.
+_PARTING = 30
+
+_ENTERED = ExitStack()  # what its process is in until it ends
 
 
 @dataclass(frozen=True)
@@ -61,6 +77,52 @@ class Probe:
     folder: Path  # an empty one for the checkpoint, or the one that has it
     overflows: tuple[int, ...] = OVERFLOWS  # steps whose gradients are made to overflow
     resumes: bool = False  # from the checkpoint in `folder`
+
+
+def run_afresh(probe: Probe) -> Record:
+    """Run a probe in a process of its own, which prints nothing.
+
+    What its trial changes, changes in the folder of the probe.
+
+    Raises:
+        UserError: if the trial cannot be run.
+    """
+    processes = multiprocessing.get_context("forkserver")
+    entered = os.getcwd(), str(probe.folder)
+    with ProcessPoolExecutor(1, processes, _enter, entered) as pool:
+        try:
+            return pool.submit(_run, probe).result()
+        except BrokenProcessPool:
+            raise UserError(
+                f"a run of the trial died, or took more than {PATIENCE} s; give it "
+                "less data"
+            ) from None
+
+
+def _enter(directory: str, folder: str) -> None:
+    signal.alarm(PATIENCE)  # it ends the process
+    os.chdir(directory)
+    sys.path.insert(0, directory)
+    leave_the_cluster()  # the doctor may be a task of one, but its runs are not
+    # for data loaders, as in a training
+    multiprocessing.set_start_method("fork", force=True)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(nothing, stream.fileno())
+    _ENTERED.enter_context(changing_all_in(folder))
+
+
+def _run(probe: Probe) -> Record:
+    try:
+        return run(probe)
+    except UserError as error:
+        raise UserError(str(error)) from None
+    except BaseException:  # a trial may raise anything, and not all of it can be sent
+        said = traceback.format_exc().strip().splitlines()[-1]
+        raise UserError(f"a run of the trial failed: {said}") from None
+    finally:
+        signal.alarm(_PARTING)  # a thread that the trial has left may never end
 
 
 def run(probe: Probe) -> Record:
@@ -186,7 +248,7 @@ class Examined(WatchedController):
             recorder.end_batch()
         wanted = RESUMED if self._probe.resumes else _STEPS
         enough = max(recorder.record.steps_of_each, default=0) >= wanted
-        if enough or time.monotonic() - self._began > _PATIENCE:
+        if enough or time.monotonic() - self._began > _TRAINS:
             self.context.set_stop_requested(True)
         return metrics
 

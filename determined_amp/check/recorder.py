@@ -108,7 +108,6 @@ class Recorder:
         self._backward_now: tuple[Event, dict[StepGradients, Any]] | None = None
         self._scaler_that_steps: torch.amp.GradScaler | None = None
         self._stepping: FrameType | None = None  # in which the outermost step runs
-        self._skips, self._divisor = False, 1.0  # of that step
         self._stand_in = StandIn(self._function)
         self._ended = False
 
@@ -431,15 +430,15 @@ class Recorder:
         self._scaler_that_steps = scaler
         try:
             result = run()
+            if len(self.record.of("step")) == before:  # it has called none
+                found: Any = states_of_steps(scaler)[id(optimizer)]
+                known = found["found_inf_per_device"].values()
+                for gradients in parts:
+                    gradients.begin_step(skipped=not known or any(map(bool, known)))
+                    self._end_step(gradients)
+            return result
         finally:
             self._scaler_that_steps = None
-        if len(self.record.of("step")) == before:
-            known: Any = states_of_steps(scaler)[id(optimizer)]["found_inf_per_device"]
-            skipped = not known or any(map(bool, known.values()))
-            for gradients in parts:
-                gradients.begin_step(skips=skipped)
-                self._end_step(gradients, scaler, skipped=skipped, divisor=1.0)
-        return result
 
     def _is_stepping(self) -> bool:
         """Whether an optimizer steps; the frame of one that raised an error is gone."""
@@ -452,34 +451,25 @@ class Recorder:
         self._stepping = sys._getframe(1)
         self._attempts.leave()
         self._arrive()
-        self._skips = bool(getattr(optimizer, "found_inf", None) or False)
+        skipped = bool(getattr(optimizer, "found_inf", None) or False)
         # What a scaler leaves to a fused optimizer.
-        self._divisor = float(getattr(optimizer, "grad_scale", None) or 1.0)
+        divisor = float(getattr(optimizer, "grad_scale", None) or 1.0)
         for gradients in self._parts_of(optimizer):
-            gradients.begin_step(skips=self._skips)
+            gradients.begin_step(skipped=skipped, divisor=divisor)
 
     def _after_step(self, optimizer: Optimizer, *call: Any) -> None:
-        if self._stepping is not sys._getframe(1):
-            return
-        self._stepping = None
-        for gradients in self._parts_of(optimizer):
-            self._end_step(
-                gradients,
-                self._scaler_that_steps,
-                skipped=self._skips,
-                divisor=self._divisor,
-            )
+        if self._stepping is sys._getframe(1):
+            self._stepping = None
+            for gradients in self._parts_of(optimizer):
+                self._end_step(gradients)
 
-    def _end_step(
-        self, gradients: StepGradients, scaler: Any, *, skipped: bool, divisor: float
-    ) -> None:
+    def _end_step(self, gradients: StepGradients) -> None:
         self._forwards.note_gradients(gradients.weights)
+        scaler = self._scaler_that_steps
         scaled = scaler is not None and scaler.is_enabled()
         gradients.end_step(
-            divisor=divisor,
-            skipped=skipped,
             scaled=scaled,
-            scale=_scale_of(scaler) if scaled else gradients.scale,
+            scale=_scale_of(scaler) if scaler and scaled else gradients.scale,
             moved=self._moves.is_moved,
             disturbed=self._disturbed,
             after_save=self.record.saved,
@@ -494,14 +484,15 @@ class Recorder:
             self.record.note("update", after=_scale_of(scaler))
         self._attempts.look()
 
-    def _zero(self, run: Run, *args: Any, **kwargs: Any) -> None:
-        is_a_call = not self._is_stepping()
-        if is_a_call:
-            self.record.note("zero_grad")
+    def _zero(self, run: Run, *args: Any, **kwargs: Any) -> Any:
+        if self._is_stepping():
+            return run()
+        self.record.note("zero_grad")
         run()
-        for gradients in self._gradients if is_a_call else ():
+        for gradients in self._gradients:
             gradients.look_for_zeros()
         self._attempts.look()
+        return None
 
     # Forwards, and what hides, casts or is saved.
 
@@ -525,7 +516,7 @@ class Recorder:
         if is_enabled or made_before or is_users(caller().f_code.co_filename):
             self.record.note(
                 "autocast" if is_enabled else "autocast_off",
-                dtype=str(region.fast_dtype).removeprefix("torch."),
+                dtype=dtype_name(region.fast_dtype),
                 explicit=getattr(region, "_given_dtype", True),
                 grad=torch.is_grad_enabled(),
                 in_batch=self._in_batch,

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from determined_amp.amp.patched import patched
+from determined_amp.check.confinement import confine
 
 # Loggers and hubs, switched off by their own variables.
 _OFF = {
@@ -99,6 +100,18 @@ def folder_of_launch() -> str:
 
 
 @contextmanager
+def changing_all_in(folder: str) -> Iterator[Scratch]:
+    """Let what is changed in this block change in a folder, or be refused.
+
+    What is not redirected is refused until the process ends.
+    """
+    scratch = Scratch(folder)
+    confine(scratch.writable)
+    with changing_only(scratch):
+        yield scratch
+
+
+@contextmanager
 def changing_only(scratch: Scratch) -> Iterator[None]:
     """Let what Python changes by a path in this block change in a scratch folder.
 
@@ -129,10 +142,9 @@ def changing_only(scratch: Scratch) -> Iterator[None]:
             stack.callback(by_suffix.update, dict(by_suffix))
             for suffix, each in by_suffix.items():
                 by_suffix[suffix] = calls.get(id(each), each)
+        finders = [*sys.meta_path, _Importer(scratch)]
+        stack.enter_context(patched(sys, "meta_path", finders))
         stack.callback(scratch.close)
-        importer = _Importer(scratch)
-        sys.meta_path.append(importer)
-        stack.callback(sys.meta_path.remove, importer)
         yield
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from determined_amp.amp.patched import patched
 from determined_amp.check.any_loop import leave_out_doctor, watched
-from determined_amp.check.confinement import confine
 from determined_amp.check.finding import CheckFindings
 from determined_amp.check.recorder import Recorder
-from determined_amp.check.scratch import Scratch, changing_only, folder_of_launch
+from determined_amp.check.scratch import changing_all_in, folder_of_launch
 
 # Steps of each optimizer: two that overflow, and nine at each of two scales.
 STEPS = 20
@@ -114,9 +113,7 @@ def examine_script(
     raised: BaseException | None = None
     with ExitStack() as stack:
         if not in_place:
-            scratch = Scratch(folder_of_launch())
-            confine(scratch.writable)
-            stack.enter_context(changing_only(scratch))
+            scratch = stack.enter_context(changing_all_in(folder_of_launch()))
         stack.enter_context(_as_started(path, arguments))
         try:
             with watched(recorder, findings), end.after(60 * minutes):

@@ -69,9 +69,10 @@ class StepGradients:
         self._to_force = 0  # overflows that this window may still get
         self._overflown = 0  # windows that were made to overflow
         self._usually = 1.0  # `by_hand` of the newest window without an overflow
-        # Of the step that runs, and of the newest one: what is known of it, its
+        # Of the newest step: what is known of it, what it divides them by itself, its
         # gradients when it began, and the 16-bit weights then.
         self._step: dict[str, Any] = {}
+        self._divisor = 1.0
         self._begun: list[Key] = []
         self._halves: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._is_rounded: bool | None = None  # the weights, at the newest look
@@ -238,10 +239,17 @@ class StepGradients:
 
     # The step.
 
-    def begin_step(self, *, skips: bool) -> None:
-        """The optimizer is about to step with them, or a scaler has skipped that."""
+    def begin_step(self, *, skipped: bool, divisor: float = 1.0) -> None:
+        """The optimizer is about to step with them, or a scaler has skipped that.
+
+        Args:
+            skipped: Whether it changes nothing.
+            divisor: What the step itself divides them by.
+        """
         self.look()
-        gave_back = not skips and self.overflows.give_back(self.weights, self._usually)
+        gave_back = not skipped and self.overflows.give_back(
+            self.weights, self._usually
+        )
         self.measure()
         if not self.window.forced:
             self._usually = self.window.by_hand
@@ -252,21 +260,22 @@ class StepGradients:
             for weight in self.weights
             if weight.dtype in SIXTEEN_BITS
         ]
+        self._divisor = divisor
         self._step = {
+            "skipped": skipped,
             "again": not self.pending,
             "overflows": gave_back,
             "rates": [group.get("lr") for group in self._optimizer.param_groups],
             "rounded": self._is_rounded and was_rounded is False,
         }
 
-    def end_step(self, *, divisor: float, **known: Any) -> None:
+    def end_step(self, **known: Any) -> None:
         """The optimizer has stepped with them, or a scaler has skipped that.
 
         Args:
-            divisor: What the step itself divides them by.
             known: What else is known of the step.
         """
-        window, norms = self.window, self._norms_of_step(divisor)
+        window, norms = self.window, self._norms_of_step()
         norm = math.hypot(*norms)
         self._step["again"] &= norm != 0
         step = self._record.note(
@@ -276,9 +285,9 @@ class StepGradients:
             norms=norms,
             unclipped=norm if window.unclipped is None else window.unclipped,
             added=window.added,
-            factor=self.factor / divisor,
+            factor=self.factor / self._divisor,
             by_hand=window.by_hand,
-            divided=bool(window.unscales) or divisor != 1,
+            divided=bool(window.unscales) or self._divisor != 1,
             lost=_share_lost(self._halves),
             **self._step,
             **known,
@@ -293,9 +302,9 @@ class StepGradients:
         self.pending, self.factor, self.is_new = False, 1.0, False
         self._used = self.versions()
 
-    def _norms_of_step(self, divisor: float) -> list[float]:
+    def _norms_of_step(self) -> list[float]:
         """The norms of what it has used: hooks and the step itself may change that."""
-        norms, now = [norm / divisor for norm in self.norms], self.versions()
+        norms, now = [norm / self._divisor for norm in self.norms], self.versions()
         is_same = [g for g, _ in now] == [g for g, _ in self._begun]
         if is_same and now != self._begun:
             norm = math.hypot(*norms)

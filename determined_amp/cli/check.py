@@ -115,7 +115,7 @@ def _check(options: Namespace) -> int:
     # Imported after the server starts: both spend seconds importing torch, at the same
     # time.
     from determined_amp.check.doctor import RUNS, examine  # noqa: PLC0415
-    from determined_amp.check.fresh_process import PATIENCE  # noqa: PLC0415
+    from determined_amp.check.probe import PATIENCE  # noqa: PLC0415
 
     _say(
         f"at most {RUNS} short runs of the trial, each in a fresh process: most take "
