@@ -804,7 +804,6 @@ class TestScaleMoves:
         for _ in range(count):
             moves.begin([scaler])
             scaler.scale(torch.ones(()))
-            moves.has_scaled(scaler)
             used.append(scaler.get_scale())
             gradient = torch.nn.Parameter(torch.ones(1))
             gradient.grad = torch.ones(1)

@@ -58,10 +58,8 @@ class ScaleMoves:
         """A window may begin here."""
         for scaler in scalers:
             moved, scale = self._known[scaler], scale_tensor(scaler)
-            if scale is None or moved.decided:
-                continue
-            moved.decided = True
-            if self._rests():
+            is_decided, moved.decided = moved.decided, True
+            if is_decided or scale is None or self._rests():
                 continue
             moved.windows += 1
             most = min(_MOST, float(scale) / _LEAST)
@@ -69,10 +67,6 @@ class ScaleMoves:
             if moved.windows.bit_count() % 2 and most >= _WORTH:
                 moved.by = 2.0 ** int(math.log2(most))
                 scale.div_(moved.by)
-
-    def has_scaled(self, scaler: torch.amp.GradScaler) -> None:
-        """A scaler has multiplied a loss: its scale stays until its update."""
-        self._known[scaler].decided = True
 
     def update(self, scaler: Any, own: Callable[[], None], *, sets: bool) -> None:
         """Update a scale and put it back.

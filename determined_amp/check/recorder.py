@@ -310,7 +310,6 @@ class Recorder:
     def _scale(self, run: Run, scaler: Any, outputs: Any) -> Any:
         self._moves.begin([scaler])
         scaled = run()
-        self._moves.has_scaled(scaler)
         scale = _scale_of(scaler)
         if scale:
             known = self._known_scaler(scaler)
