@@ -155,7 +155,7 @@ def value_of_module(name: str) -> object:
         return importlib.import_module(name).value
     finally:
         sys.path.remove("")
-        del sys.modules[name]
+        sys.modules.pop(name, None)
 
 
 def make_folders_that_are_there() -> None:
