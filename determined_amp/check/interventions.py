@@ -136,6 +136,11 @@ class ForcedOverflows:
                 has_given = True
         return has_given
 
+    def stop(self) -> None:
+        """Take all back and make no more: the training raises an error on one."""
+        self.give_back([*self._true])
+        self.windows = ()
+
     def are_untouched(self, weights: Iterable[torch.Tensor]) -> bool:
         """Whether the gradients are still those that were made to overflow."""
         made = [weight for weight in weights if weight in self._true]

@@ -402,7 +402,8 @@ class Recorder:
         if self._backward_now is not None:  # a hook of it clips
             factors = [self._backward_now[0].loss.scale or 1.0]
         for of in {"max_norm", "clip_value"} & known.keys() if factors else ():
-            self._spare(clipped, known)
+            if known.get("error_if_nonfinite"):
+                self._overflows.stop()
             for gradients in clipped:
                 gradients.clipped = True
             norm = math.hypot(*(float(each.detach().float().norm()) for each in given))
@@ -410,13 +411,6 @@ class Recorder:
             if math.isfinite(norm):
                 limit = float(known[of])
                 self.record.note("clip", of=of, limit=limit, norm=norm, factor=factor)
-
-    def _spare(self, clipped: list[StepGradients], known: dict[str, Any]) -> None:
-        """A clip that raises an error on an overflow gets none."""
-        if known.get("error_if_nonfinite"):
-            for gradients in clipped:
-                self._overflows.give_back(gradients.weights)
-            self._overflows.windows = ()
 
     # Step, update, zero_grad.
 
