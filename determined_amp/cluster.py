@@ -57,6 +57,7 @@ def train_task(trial: str | None, words: Sequence[str]) -> None:
     """Train the trial of this task; `words` are those of its command line."""
     info = task_info()
     experiment = _experiment(info, trial)
+    _ = experiment.max_length  # raises if there is none
     start_ranks(info, *words)
     if TRIAL_SEED in info.trial.hparams:
         info.trial.trial_seed = experiment.seed

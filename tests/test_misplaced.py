@@ -248,6 +248,14 @@ def test_script_of_the_users_own_is_told_of_a_misplaced_precision() -> None:
             fit(Stranger(context), context)
 
 
+def test_script_of_the_users_own_is_told_of_a_missing_length() -> None:
+    with (
+        pytest.raises(ConfigError, match=r"training\.max_length: missing"),
+        pytorch.init(hparams={}, exp_conf={"name": "own"}) as context,
+    ):
+        fit(Stranger(context), context)
+
+
 @pytest.mark.parametrize(
     ("section", "first", "last"),
     [

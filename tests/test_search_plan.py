@@ -121,6 +121,16 @@ def test_length_that_does_not_fit_the_searcher_is_named(
     assert named == {f"hyperparameters.training.{name}" for name in wrong}
 
 
+def test_missing_length_is_named_once_with_its_key() -> None:
+    rate = {"type": "double", "minval": 0.1, "maxval": 0.2}
+    hparams = {"trial": "tests.strangers:Stranger", "lr": rate}
+    entrypoint = "python3 -m determined_amp train"
+    search = {"entrypoint": entrypoint, "hyperparameters": hparams}
+    with pytest.raises(ConfigError) as caught:
+        SearchPlan({**search, "searcher": ASHA})
+    assert [p.key for p in caught.value.problems] == ["searcher.max_length"]
+
+
 @pytest.mark.parametrize(
     ("command", "ranges", "searched", "compares"),
     [

@@ -51,6 +51,7 @@ from determined_amp.experiment.training import (
     in_our_form,
     in_their_words,
     key_of,
+    missing_length,
     mistakes_of_our_form,
 )
 from determined_amp.experiment.trial_text import refuse_typo
@@ -256,11 +257,7 @@ class Experiment(CommonHyperparameters):
             ConfigError: if the configuration has none.
         """
         if self.training.max_length is None:
-            text = (
-                "has no length; allowed: hyperparameters.training.max_length: "
-                "{batches: N}, or --config searcher.max_length.batches=N"
-            )
-            raise ConfigError(self.name, [text])
+            raise ConfigError(self.name, [missing_length(self.key_of("max_length"))])
         return self.training.max_length
 
     def resolved(self) -> Config:

@@ -141,6 +141,17 @@ def key_of(name: str, *, ours: bool) -> str:
     return key if ours else _DETERMINEDS_KEYS[key]
 
 
+def missing_length(key: str) -> Problem:
+    """The problem of a configuration without the length of a run, which this key
+    gives.
+    """
+    text = (
+        "missing; allowed: {batches: N} or {epochs: N}, for instance by --config "
+        f"{key}.batches=100"
+    )
+    return Problem(key, text)
+
+
 def for_test(config: Config, values: Config) -> Config:
     """The hyperparameters, for one batch if `det experiment create --test` made the
     experiment.
@@ -161,9 +172,7 @@ def mistakes_of_our_form(config: Config, values: Config) -> Iterator[Problem]:
     A key with the master's default asks for nothing: a master fills it in.
     """
     if values["training"].get("max_length") is None:
-        yield Problem(
-            f"{_TRAINING}.max_length", "missing; allowed: {batches: N} or {epochs: N}"
-        )
+        yield missing_length(f"{_TRAINING}.max_length")
     if _is_test(config):  # which has some of these keys from `det`
         return
     for name, default, instead in WITHOUT_EFFECT:

@@ -22,6 +22,7 @@ from determined_amp.experiment.experiment import (
 )
 from determined_amp.experiment.failures import ending_the_program
 from determined_amp.experiment.misplaced import misplaced
+from determined_amp.experiment.training import missing_length
 from determined_amp.trial.determined_private import aggregation_frequency, safe_loop
 from determined_amp.trial.mixed_precision import MixedPrecision
 
@@ -52,8 +53,12 @@ def fit(
     _check_aggregation(common.aggregation_frequency, context)
     if common.training.cudnn_benchmark is not None:
         torch.backends.cudnn.benchmark = common.training.cudnn_benchmark
+    given = {**_options(common, platform), **options}
+    if given["max_length"] is None:
+        problem = missing_length("hyperparameters.training.max_length")
+        raise ConfigError("experiment configuration", [problem])
     with safe_loop():
-        pytorch.Trainer(trial, context).fit(**{**_options(common, platform), **options})
+        pytorch.Trainer(trial, context).fit(**given)
 
 
 def _check_aggregation(frequency: int, context: pytorch.PyTorchTrialContext) -> None:
