@@ -68,7 +68,9 @@ def examined(trial: type, aggregation: int = 1) -> CheckFindings:
         experiment(optimizations=optimizations) if aggregation > 1 else experiment()
     )
     name = f"{trial.__module__}:{trial.__qualname__}"
-    return doctor.examine(config, "planted.yaml", name, lambda text: None, probes.run)
+    return doctor.examine(
+        config, "planted.yaml", name, lambda text: None, probes.run_here
+    )
 
 
 class Right(pytorch.PyTorchTrial):
@@ -920,7 +922,7 @@ def test_unmodified_trial_in_float16_has_no_fault(trial: type) -> None:
     values = {"global_batch_size": 8, "amp": {"precision": "amp_fp16"}}
     name = f"{trial.__module__}:{trial.__qualname__}"
     config = experiment(hyperparameters=values)
-    said = doctor.examine(config, "x.yaml", name, lambda text: None, probes.run)
+    said = doctor.examine(config, "x.yaml", name, lambda text: None, probes.run_here)
     assert said.faults == []
     assert "a GradScaler" in str(said)
 
@@ -1423,7 +1425,7 @@ def test_error_of_a_run_in_its_own_process_is_told_by_its_last_line(
     def fail(probe: object) -> None:
         raise KeyError("weights")
 
-    monkeypatch.setattr(probes, "run", fail)
+    monkeypatch.setattr(probes, "run_here", fail)
     monkeypatch.setattr(signal, "alarm", lambda seconds: None)
     probe: Any = None
     with pytest.raises(
@@ -1441,7 +1443,7 @@ class TestCommand:
 
     @pytest.fixture
     def _in_this_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(doctor, "run_afresh", probes.run)
+        monkeypatch.setattr(doctor, "run_afresh", probes.run_here)
 
     @pytest.mark.usefixtures("_workers_import_once")
     def test_fault_is_counted_in_the_first_line_and_ends_with_status_1(

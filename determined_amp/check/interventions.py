@@ -109,7 +109,7 @@ class ForcedOverflows:
         """Make the gradients of these weights overflow."""
         for weight in weights:
             if weight.grad is not None:
-                self._true[weight] = key_of(weight), weight.grad.detach().clone()
+                self._true[weight] = version_key(weight), weight.grad.detach().clone()
                 _write(weight.grad, weight.grad.data * math.inf)
 
     def divide(self, weights: Iterable[torch.Tensor], divisor: float) -> None:
@@ -144,7 +144,9 @@ class ForcedOverflows:
     def are_untouched(self, weights: Iterable[torch.Tensor]) -> bool:
         """Whether the gradients are still those that were made to overflow."""
         made = [weight for weight in weights if weight in self._true]
-        return bool(made) and all(key_of(each) == self._true[each][0] for each in made)
+        return bool(made) and all(
+            version_key(each) == self._true[each][0] for each in made
+        )
 
     def are_in(self, weights: Iterable[torch.Tensor]) -> bool:
         """Whether overflows are in the gradients of these weights."""
@@ -156,7 +158,7 @@ class ForcedOverflows:
             self._true.pop(weight, None)
 
 
-def key_of(weight: torch.Tensor) -> Key:
+def version_key(weight: torch.Tensor) -> Key:
     """What differs as soon as its gradient is another or has other values."""
     gradient = weight.grad
     return (0, 0) if gradient is None else (id(gradient), version_of(gradient))

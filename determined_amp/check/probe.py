@@ -115,7 +115,7 @@ def _enter(directory: str, folder: str) -> None:
 
 def _run(probe: Probe) -> Record:
     try:
-        return run(probe)
+        return run_here(probe)
     except UserError as error:
         raise UserError(str(error)) from None
     except BaseException:  # a trial may raise anything, and not all of it can be sent
@@ -125,7 +125,7 @@ def _run(probe: Probe) -> Record:
         signal.alarm(_PARTING)  # a thread that the trial has left may never end
 
 
-def run(probe: Probe) -> Record:
+def run_here(probe: Probe) -> Record:
     """Run it here; the process is used up.
 
     Raises:

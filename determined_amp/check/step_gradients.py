@@ -15,7 +15,7 @@ from determined_amp.amp.tensors import (
     parameters_of,
     values_of,
 )
-from determined_amp.check.interventions import ForcedOverflows, Key, key_of
+from determined_amp.check.interventions import ForcedOverflows, Key, version_key
 from determined_amp.check.record import Event, Record, StepWindow
 
 # Gradients that are multiplied by more than this are still scaled.
@@ -97,7 +97,7 @@ class StepGradients:
 
     def versions(self) -> list[Key]:
         """What differs as soon as a gradient is another or has other values."""
-        return [key_of(weight) for weight in self.weights]
+        return [version_key(weight) for weight in self.weights]
 
     def measure(self) -> None:
         """Take the norm of each, and a few of their numbers, in float32."""
