@@ -148,11 +148,11 @@ class TestFillMomentum:
         optimizer = fused_sgd()
         (weight,) = optimizer.param_groups[0]["params"]
         optimizer.state[weight]["momentum_buffer"] = torch.full((2,), 3.0)
-        for settings in ({"fused": False}, {"dampening": 0.25}, {}):
+        for settings in ({"fused": False}, {"dampening": 0.25}, {"momentum": 0.0}, {}):
             later = {"params": [nn.Parameter(torch.ones(1))], "fused": True, **settings}
             optimizer.add_param_group(later)
         fill_momentum(optimizer, can_skip=False)
-        assert momenta(optimizer) == [[3, 3], None, None, [0]]
+        assert momenta(optimizer) == [[3, 3], None, None, None, [0]]
 
     def test_fused_momentum_with_dampening_is_refused_if_steps_can_be_skipped(
         self,
