@@ -372,6 +372,8 @@ def test_plan_beyond_the_minutes_says_so_and_what_to_type(
     assert ("that is more than the 3 min of --minutes; shorter: " in said) is shorter
     for option in ("--precisions fp32 amp_bf16", "--seeds 2", "--batches 20"):
         assert (f"`{option}`" in said) is shorter
+    fewest = dataclasses.replace(made, seeds=2)
+    assert "--seeds" not in "\n".join(plan.plan_lines(results, fewest))
 
 
 def test_runs_of_a_comparison_differ_in_precision_and_seed_alone() -> None:
