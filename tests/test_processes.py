@@ -7,13 +7,16 @@ import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from determined import core
+from rich.console import Console
 from torch import distributed
 
 from determined_amp.amp.errors import UserError
+from determined_amp.local.display import Display
 from determined_amp.local.processes import StopOnSignal, process_group
 from tests import strangers, training, two_ranks
 
@@ -199,6 +202,19 @@ class TestStop:
             tells.should_preempt()
             assert told.should_preempt() is of_the_chief
         assert sent == [False, True]
+
+    def test_stop_is_acknowledged_once_where_there_is_a_terminal(
+        self, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """The next report may be minutes away."""
+        with StopOnSignal(core.DummyDistributedContext()).listening() as stop:
+            signal.raise_signal(signal.SIGTERM)
+        assert not capfd.readouterr().err
+        with StopOnSignal(core.DummyDistributedContext()).listening() as stop:
+            Display(Mock(), Console(), Mock(), stop)
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+        assert capfd.readouterr().err.count("stopping at the next report") == 1
 
     @pytest.mark.parametrize(
         "first", [signal.SIGTERM, signal.SIGINT], ids=["after SIGTERM", "after Ctrl-C"]
