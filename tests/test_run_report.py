@@ -37,7 +37,7 @@ def test_report_on_a_run_says_how_it_ended_and_where_its_files_are(
     shown = capsys.readouterr().out
     assert shown.startswith("amp_fp16: completed, 100 batches: validation_accuracy 0.9")
     for words in (
-        "98 optimizer steps applied, 2 skipped; the loss scale was 2^16 at the end",
+        "98 optimizer steps applied, 2 skipped; the last loss scale was 2^16",
         "audit: 100.0% of the FLOPs of the first batch in this precision",
         "1000 samples/s without the first report",
         f"{RATE} changed from 0.001 to 0.01 at the resume after 50 batches",
@@ -65,6 +65,18 @@ def test_report_on_a_run_that_failed_begins_with_the_reason(
         "ended after 60 of 100 batches"
     )
     assert f"* checkpoints: none, in {folder}/checkpoints\n" in shown
+
+
+def test_run_killed_before_its_first_validation_has_its_loss_and_no_way_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record, lines = record_of("amp_bf16", 1, last_batch=60)
+    trained = [line for line in lines if line["group"] == "training"]
+    folder = write_record(tmp_path / "run", record, trained)
+    assert door.run(["report", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "* there is nothing to go on from: start the run anew\n" in shown
+    assert "| batches | training loss |" in (folder / "report.md").read_text()
 
 
 def test_report_on_a_killed_run_has_its_newest_checkpoint_and_how_to_go_on(

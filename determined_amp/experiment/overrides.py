@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import shlex
 from collections.abc import Sequence
 
@@ -12,6 +13,9 @@ from determined_amp.experiment.dotted import put
 from determined_amp.experiment.entrypoint import command_in
 from determined_amp.experiment.training import UNITS
 from determined_amp.experiment.yaml_text import load_yaml
+
+# A colon that YAML takes for a part of the key before it.
+_STUCK = re.compile(r"\w:\S")
 
 
 def with_overrides(
@@ -31,6 +35,10 @@ def with_overrides(
         if not equals or "" in key.split("."):
             raise ConfigError(option, [f"got {override!r}; allowed: KEY=VALUE"])
         value = load_yaml(text, f"{option}: {key}")
+        if isinstance(value, dict) and _STUCK.search(text) and None in value.values():
+            spaced = text.replace(":", ": ")
+            problem = Problem(key, f"got {text}; allowed: '{spaced}', with a space")
+            raise ConfigError(option, [problem])
         section, _, last = key.rpartition(".")
         if last in UNITS and section.endswith(("_length", "_period")):
             key, value = section, {last: value}

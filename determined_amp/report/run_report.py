@@ -65,8 +65,11 @@ def run_sentences(run: Run) -> Sentences:
     if applied is not None:
         skipped = run.skipped_steps or 0.0
         scale = run.last(MetricName.LOSS_SCALE_LOG2)
-        at = "" if scale is None else f"; the loss scale was 2^{scale:g} at the end"
-        yield f"{applied:.0f} optimizer steps applied, {skipped:.0f} skipped{at}"
+        last = "" if scale is None else f"; the last loss scale was 2^{scale:g}"
+        several = run.last(f"{MetricName.APPLIED_STEPS}_1") is not None
+        of_all = " by all optimizers" if several else ""
+        steps = f"{applied:.0f} optimizer steps applied"
+        yield f"{steps}, {skipped:.0f} skipped{of_all}{last}"
     share = run.reports.audit_share
     if share is not None:
         yield f"audit: {share:.1%} of the FLOPs of the first batch in this precision"
@@ -78,8 +81,11 @@ def run_sentences(run: Run) -> Sentences:
         return
     saved = [path.name for path in complete_checkpoints(folder / "checkpoints")]
     yield f"checkpoints: {', '.join(saved) or 'none'}, in {folder / 'checkpoints'}"
-    if saved and run.state in (RunState.KILLED, RunState.STOPPED):
-        yield f"go on from {saved[-1]}: det-amp train --resume {folder}"
+    if run.state in (RunState.KILLED, RunState.STOPPED):
+        go_on = "there is nothing to go on from: start the run anew"
+        if saved:
+            go_on = f"go on from {saved[-1]}: det-amp train --resume {folder}"
+        yield go_on
     yield f"all curves: tensorboard --logdir {folder / 'tensorboard'}"
     yield f"the log: {folder / 'log.txt'}"
 
@@ -96,10 +102,11 @@ def panels_of(run: Run) -> list[Panel]:
 
 
 def _validations(run: Run) -> Table:
-    """A row per validation; one without metrics if there was none."""
+    """A row per validation; that of the last report if there was none."""
     rows = []
     for report in run.reports.validations:
         row: Row = [("batches", report.batches)]
         row += [(name, report.metrics.get(name)) for name in run.metrics]
         rows.append(row)
-    return rows or [[("batches", run.trained_batches)]]
+    trained = [("training loss", run.last(MetricName.LOSS))]
+    return rows or [[("batches", run.trained_batches), *trained]]
