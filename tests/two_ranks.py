@@ -336,6 +336,7 @@ def main(rank: int, folder: Path) -> None:
         say(part())
     say(own_loop(torch_alone=True))
     training.run_small("mlp/fp32.yaml", folder / "two")
+    torch._dynamo.utils.counters.clear()  # of what the forked process had compiled
     # captures graphs, as Inductor does
     compiler: Any = partial(torch.compile, backend="aot_eager")
     with patched(torch, "compile", lambda forward, mode: compiler(forward)):

@@ -66,8 +66,8 @@ def run_sentences(run: Run) -> Sentences:
         skipped = run.skipped_steps or 0.0
         scale = run.last(MetricName.LOSS_SCALE_LOG2)
         last = "" if scale is None else f"; the last loss scale was 2^{scale:g}"
-        several = run.last(f"{MetricName.APPLIED_STEPS}_1") is not None
-        of_all = " by all optimizers" if several else ""
+        is_one = MetricName.APPLIED_STEPS in run.reports.training.metrics
+        of_all = "" if is_one else " by all optimizers"
         steps = f"{applied:.0f} optimizer steps applied"
         yield f"{steps}, {skipped:.0f} skipped{of_all}{last}"
     share = run.reports.audit_share
