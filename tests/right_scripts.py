@@ -1262,6 +1262,41 @@ for inputs, targets in loader():
     scaler.step(optimizer)
     scaler.update()
 """,
+    "schedule_guarded_by_the_scale_where_batches_are_bad": """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+schedule = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=48)
+scaler = GradScaler("cuda")
+for number, (inputs, targets) in enumerate(loader(4)):
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    if number in (12, 13, 25, 26):
+        loss = loss * math.nan
+    scaler.scale(loss).backward()
+    before = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    if scaler.get_scale() >= before:
+        schedule.step()
+""",
+    "penalty_of_divided_gradients_of_inputs": """\
+critic = net(1)
+optimizer = torch.optim.Adam(critic.parameters(), lr=1e-3)
+scaler = GradScaler("cuda", init_scale=2.0**24)
+for real, _ in loader(4):
+    between = real + 0.1 * torch.randn_like(real).requires_grad_()
+    with autocast("cuda", dtype=torch.float16):
+        out = critic(between).sum()
+    (scaled,) = torch.autograd.grad(scaler.scale(out), between, create_graph=True)
+    penalty = ((scaled.float() / scaler.get_scale()).norm(dim=1) - 1).square().mean()
+    with autocast("cuda", dtype=torch.float16):
+        loss = critic(-real).float().mean() - critic(real).float().mean()
+    optimizer.zero_grad()
+    scaler.scale(loss + 10 * penalty).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
     "maml": """\
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -1,4 +1,4 @@
-"""Private names of torch are in one file, fourteen at most, those of Determined in
+"""Private names of torch are in one file, fifteen at most, those of Determined in
 another, and Determined still has them.
 
 What torch's do is tested by whatever needs it: its clips, steps, hooks and backwards.
@@ -121,8 +121,8 @@ def test_no_other_file_touches_a_private_name_of_torch_or_determined() -> None:
     assert [found for path in ELSEWHERE for found in of_others(path)] == []
 
 
-def test_private_names_of_torch_are_fourteen_at_most() -> None:
-    assert len(used_in(OF_TORCH)) <= 14
+def test_private_names_of_torch_are_fifteen_at_most() -> None:
+    assert len(used_in(OF_TORCH)) <= 15
 
 
 def test_private_names_that_are_used_are_still_those_of_determined() -> None:

@@ -25,11 +25,15 @@ __all__ = [
     "CASTS_OF_AUTOCAST",
     "GROWTH_TRACKER",
     "NODE_HOOKS",
+    "READ",
     "TorchDispatchMode",
 ]
 
 # The operation that casts a tensor.
 CAST = torch.ops.aten._to_copy
+
+# The operation that reads the number of a tensor.
+READ = torch.ops.aten._local_scalar_dense.default
 
 # Casts each argument of a function that autocast treats.
 CASTS_OF_AUTOCAST: tuple[Any, str] = (torch.amp.autocast_mode, "_cast")

@@ -19,7 +19,7 @@ from determined_amp.amp.tensors import (
     mapped,
     tensors_of,
 )
-from determined_amp.amp.torch_private import CAST, is_in_place
+from determined_amp.amp.torch_private import CAST, READ, is_in_place
 from determined_amp.check.finding import Where
 from determined_amp.check.lines import users_line
 from determined_amp.check.record import Cause, Record
@@ -136,6 +136,8 @@ class CauseWatch(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has n
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is READ and not isinstance(args[0], torch.Tensor):
+            return args[0]  # torch hands a number of Python's on as it is
         if self._graph.in_backward:
             return func(*args, **kwargs)
         # `batch_norm` changes its statistics, and its schema does not say so.

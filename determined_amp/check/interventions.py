@@ -38,8 +38,9 @@ class ScaleMoves:
     `update`.
 
     Which windows follows no period, so that a training whose batches alternate is not
-    mistaken. `update` puts the scale back: a training that compares the scale before
-    and after it sees no decrease.
+    mistaken. `update` puts the scale back, or after a skipped step the next window
+    does: a training that compares the scale before and after `update` sees a decrease
+    if the step was skipped, and else none.
 
     Args:
         rests: Tells whether the next window is to be left alone.
@@ -59,7 +60,10 @@ class ScaleMoves:
         for scaler in scalers:
             moved, scale = self._known[scaler], scale_tensor(scaler)
             is_decided, moved.decided = moved.decided, True
-            if is_decided or scale is None or self._rests():
+            if is_decided or scale is None:
+                continue
+            self._put_back(scaler)
+            if self._rests():
                 continue
             moved.windows += 1
             most = min(_MOST, float(scale) / _LEAST)
@@ -77,17 +81,24 @@ class ScaleMoves:
             sets: Whether that sets the scale to a number.
         """
         moved = self._known[scaler]
-        by, moved.by, moved.decided = moved.by, 1.0, False
+        moved.decided = False
+        before = float(scale_tensor(scaler)) if moved.by != 1 else 0.0
         own()
-        if by != 1 and not sets:
-            scale_tensor(scaler).mul_(by)
+        if sets:
+            moved.by = 1.0
+        elif moved.by != 1 and float(scale_tensor(scaler)) >= before:
+            self._put_back(scaler)
 
     def end(self) -> None:
         """Put back what a training has left moved."""
-        for scaler, moved in self._known.items():
-            if moved.by != 1:
-                scale_tensor(scaler).mul_(moved.by)
-                moved.by = 1.0
+        for scaler in self._known:
+            self._put_back(scaler)
+
+    def _put_back(self, scaler: Any) -> None:
+        moved = self._known[scaler]
+        if moved.by != 1:
+            scale_tensor(scaler).mul_(moved.by)
+            moved.by = 1.0
 
 
 class ForcedOverflows:

@@ -102,7 +102,8 @@ def leaves_out_batches(record: Record) -> Found:
         lost = [] if window.forced else window.backwards[: window.lost]
         bad = (each for each in lost if not (each.finite and math.isfinite(each.added)))
         without += bad
-    total = max(record.batches, len(without))
+    batches = record.batches or len(record.of("backward"))
+    total = max(batches, len(without))
     is_often = len(without) >= max(_MANY, _SHARE * total)
     yield Seen(without, of=total, proven=is_often)
 

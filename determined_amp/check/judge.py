@@ -23,11 +23,13 @@ from determined_amp.check.finding import (
 from determined_amp.check.record import Cause, Event, Record
 
 _RULES: dict[str, Any] = {**vars(invariants), **vars(rules)}
-_STOPS = "the training stops in batch {batches}: {error}"
+_STOPS = "the training stops {place}: {error}"
 
 # So many lines before and behind the line of a finding are near it.
 _NEAR = 8
 _CALL = re.compile(r"\w+\(\)?")
+# What a statement calls, up to its arguments.
+_CALLED = re.compile(r"[\w.]+\(")
 
 
 def judge_record(record: Record) -> CheckFindings:
@@ -70,7 +72,11 @@ def told(kind: str, record: Record, *resumed: Record) -> Iterator[CheckFinding]:
 def _told_by_error(record: Record) -> Iterator[CheckFinding]:
     """What the error tells that has ended a training, if it is not by the doctor."""
     key, seen = rules.cause_of_error(record) if record.error else ("raised", Seen([]))
-    seen.words |= {"batches": record.batches, "error": record.first_line_of_error}
+    backwards = len(record.of("backward"))
+    place = f"in batch {record.batches}" if record.batches else "before a backward"
+    if backwards and not record.batches:
+        place = f"after backward {backwards}"
+    seen.words |= {"place": place, "error": record.first_line_of_error}
     if key != "raised" or record.determined or not record.disturbed:
         yield from _findings(record, key, _STOPS, [seen])
 
@@ -217,9 +223,14 @@ def _fitted_to_script(finding: CheckFinding) -> CheckFinding:
 
 
 def _with_its_number(line: str, near: dict[int, str]) -> str:
-    """A line of an order, with the number of the script's own that is the same."""
+    """A line of an order, with the number of the script's own that calls the same."""
     code = code_of(line)
-    same = [number for number, its in near.items() if code and its.endswith(code)]
+    called = _CALLED.match(code)
+    same = [
+        number
+        for number, its in near.items()
+        if code and (its.endswith(code) or (called and its.startswith(called[0])))
+    ]
     return f"{line}  # your line {same[0]}" if same else line
 
 
@@ -248,7 +259,8 @@ def interventions(record: Record) -> list[str]:
 def _seen(record: Record) -> str:
     dtypes = sorted({region.dtype for region in record.regions})
     autocast = f"autocast in {' and '.join(dtypes)}" if dtypes else "no autocast"
-    scaler = "a GradScaler" if record.scales else "no GradScaler"
+    is_there = any(scaler.enabled for scaler in record.scalers)
+    scaler = "a GradScaler" if is_there else "no GradScaler"
     # Where no loader gives batches, nobody knows how many there were.
     count = f"{record.batches} batches"
     if not record.batches:

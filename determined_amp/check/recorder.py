@@ -274,7 +274,7 @@ class Recorder:
 
     def _known_scaler(self, scaler: torch.amp.GradScaler) -> Scaler:
         if scaler not in self._scalers:
-            ours = "determined_amp" in type(scaler).__module__
+            ours = "determined_amp" in type(scaler).__module__ or called_by_library()
             self._scalers[scaler] = Scaler(users_line(), scaler.is_enabled(), ours)
             self.record.scalers.append(self._scalers[scaler])
         return self._scalers[scaler]

@@ -49,7 +49,8 @@ def makes_scalers_anew(record: Record) -> Found:
     """One scaler lasts for the whole training."""
     steps = record.of("step", scaled=True)
     skipped = record.of("step", scaled=True, skipped=True, disturbed=False)
-    made = Counter(scaler.where for scaler in record.scalers if scaler.used)
+    used = [scaler for scaler in record.scalers if scaler.used and not scaler.ours]
+    made = Counter(scaler.where for scaler in used)
     for line, times in made.items():
         if times > max(2, len(steps) / 2):
             is_often = len(skipped) > len(steps) / 2

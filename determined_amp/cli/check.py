@@ -18,6 +18,7 @@ import sys
 import textwrap
 import traceback
 from argparse import Namespace
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,11 +38,8 @@ if TYPE_CHECKING:
     from determined_amp.check.finding import CheckFindings
 
 
-# Options that a script may have, too.
-_OPTIONS = (
-    *("--json", "--verbose", "--minutes", "--in-place"),
-    *("--trial", "--config", "--precision"),
-)
+# Options for a script that it may have itself, too.
+_OPTIONS = ("--json", "--verbose", "--minutes", "--in-place")
 
 # What of the row of a finding is printed, and its name.
 _SHOWN = {
@@ -108,7 +106,7 @@ def _check(options: Namespace) -> int:
         options.parser.error("give an experiment YAML, or a SCRIPT.py that trains")
     if options.config.endswith(".py"):
         return _check_script(options)
-    if options.minutes or options.in_place:
+    if options.minutes is not None or options.in_place:
         options.parser.error("--minutes and --in-place are for a SCRIPT.py")
     experiment = experiment_of(options)
     start_server("determined_amp.check.doctor")
@@ -159,9 +157,15 @@ def _check_script(options: Namespace) -> int:
             "--trial, --config and --precision are for a YAML; options of a script "
             "stand behind it"
         )
-    script_file, minutes = options.config, options.minutes or 2.0
+    script_file = options.config
+    minutes = 2.0 if options.minutes is None else options.minutes
+    if not minutes > 0:
+        options.parser.error(f"--minutes: got {minutes:g}; allowed: a number above 0")
     if not Path(script_file).is_file():
-        raise UserError(f"{script_file}: no such file; allowed: a script that trains")
+        near = near_name(script_file, map(str, Path(script_file).parent.glob("*.py")))
+        raise UserError(
+            f"{script_file}: no such file{near}; allowed: a script that trains"
+        )
     from determined_amp.check import script  # noqa: PLC0415  # torch
 
     first = script.is_first_rank()
@@ -182,9 +186,11 @@ def _check_script(options: Namespace) -> int:
             "of each are made to overflow, and the loss scale moves in others. "
             f"What it writes, renames and removes changes {changes}; {script.ONE_RUN}"
         )
-    findings, raised = script.examine_script(
-        script_file, options.arguments, minutes, in_place=options.in_place
-    )
+    # The JSON stands alone on standard output.
+    with redirect_stdout(sys.stderr if options.json else sys.stdout):
+        findings, raised = script.examine_script(
+            script_file, options.arguments, minutes, in_place=options.in_place
+        )
     status = _answer(findings, options) if first else 0
     sys.stdout.flush()
     if raised is None:
