@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from determined_amp import __main__ as door
-from determined_amp.report.run_report import panels_of
+from determined_amp.report.run_report import curves_of
 from tests.precisions import LOST, record_of, run, write_record
 
 RATE = "hyperparameters.learning_rate"
@@ -96,7 +96,7 @@ def test_report_on_a_killed_run_has_its_newest_checkpoint_and_how_to_go_on(
 
 
 def test_curves_are_those_of_the_reports() -> None:
-    panels = panels_of(run("amp_fp16", accuracy=0.75))
+    panels = curves_of(run("amp_fp16", accuracy=0.75))
     curves = {panel.title: panel.dots for panel in panels}
     assert curves["training loss"] == [(25, 0.5), (75, 0.5), (100, 0.5)]
     assert curves["validation_accuracy"] == [(50, 0.5), (100, 0.75)]

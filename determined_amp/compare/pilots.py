@@ -121,7 +121,7 @@ class PilotResults:
         return "\n".join(lines)
 
 
-def amp_of(experiment: Experiment) -> AmpSettings:
+def amp_settings_of(experiment: Experiment) -> AmpSettings:
     """The section `amp` of a comparison, which was made in fp32."""
     assert experiment.amp is not None
     return experiment.amp
@@ -148,7 +148,7 @@ def lengths_of(experiment: Experiment, batches: int, period: int) -> TrainingSet
 
 def pilot_of(experiment: Experiment, precision: Precision, batches: int) -> Experiment:
     """The experiment of a pilot."""
-    amp = replace(amp_of(experiment), precision=precision)
+    amp = replace(amp_settings_of(experiment), precision=precision)
     training = lengths_of(experiment, batches, REPORTING_PERIOD)
     return replace(experiment, amp=amp, training=training)
 

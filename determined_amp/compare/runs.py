@@ -15,7 +15,7 @@ from determined_amp.amp.settings import Precision
 from determined_amp.compare.pilots import (
     TOO_SLOW,
     PilotResults,
-    amp_of,
+    amp_settings_of,
     lengths_of,
     run_pilots,
 )
@@ -88,7 +88,7 @@ def compare(config: Config, source: str, options: Namespace) -> ComparisonEnd:
     command = f"{program} {shlex.join(options.words)}"
     write_remarks(folder, results.reasons, list(_notes(results)), command)
     if results.scale is not None and Precision.AMP_FP16 in results.pilots:
-        amp = replace(amp_of(experiment), **yaml_changes(results.scale))
+        amp = replace(amp_settings_of(experiment), **yaml_changes(results.scale))
         experiment = replace(experiment, amp=amp)
     config = search_over(experiment, list(results.pilots), plan)
     search = SearchPlan(write_config(folder, config, workers=1))

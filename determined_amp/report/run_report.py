@@ -27,7 +27,7 @@ def write_run_report(run: Run, folder: Path) -> Written:
     Raises:
         ReportError: if it cannot be written.
     """
-    panels = panels_of(run)
+    panels = curves_of(run)
     curves = {panel.title: panel.dots for panel in panels}
     return write_page(
         folder,
@@ -67,9 +67,9 @@ def run_sentences(run: Run) -> Sentences:
         scale = run.last(MetricName.LOSS_SCALE_LOG2)
         last = "" if scale is None else f"; the last loss scale was 2^{scale:g}"
         is_one = MetricName.APPLIED_STEPS in run.reports.training.metrics
-        of_all = "" if is_one else " by all optimizers"
-        steps = f"{applied:.0f} optimizer steps applied"
-        yield f"{steps}, {skipped:.0f} skipped{of_all}{last}"
+        of_all = "" if is_one else " of all optimizers"
+        steps = f"{applied:.0f} optimizer steps{of_all} applied"
+        yield f"{steps}, {skipped:.0f} skipped{last}"
     share = run.reports.audit_share
     if share is not None:
         yield f"audit: {share:.1%} of the FLOPs of the first batch in this precision"
@@ -90,7 +90,7 @@ def run_sentences(run: Run) -> Sentences:
     yield f"the log: {folder / 'log.txt'}"
 
 
-def panels_of(run: Run) -> list[Panel]:
+def curves_of(run: Run) -> list[Panel]:
     """The training loss, the validation metric and the loss scale, where there are."""
     metric = metric_of(run)
     curves = {
