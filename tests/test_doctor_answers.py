@@ -79,6 +79,13 @@ def findings_of(script: str, file: str) -> CheckFindings:
     return findings
 
 
+def test_script_that_ends_itself_has_raised_no_error() -> None:
+    script = RIGHT["torch_recipe"] + "raise SystemExit(2)\n"
+    with suppress(SystemExit), watching() as findings:
+        exec(compile(script, "ends.py", "exec"), prepared())
+    assert [finding.key for finding in findings] == []
+
+
 def findings_of_mistake(name: str) -> CheckFindings:
     """What is said of one of the scripts with a mistake."""
     return findings_of(WRONG[name].script, f"{name}.py")

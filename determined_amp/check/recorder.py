@@ -172,6 +172,8 @@ class Recorder:
                 raise
 
     def _note_error(self, error: BaseException) -> None:
+        if isinstance(error, SystemExit) and not self._disturbed:
+            return  # the training ends itself, as where its options are wrong
         # A sentence of this library tells what the trial raised.
         cause = error.__cause__ if isinstance(error, UserError) else None
         cause = cause or error

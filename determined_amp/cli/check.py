@@ -197,5 +197,8 @@ def _check_script(options: Namespace) -> int:
         return status
     if isinstance(raised, KeyboardInterrupt):
         raise raised
-    traceback.print_exception(raised)
+    if not isinstance(raised, SystemExit):
+        traceback.print_exception(raised)
+    elif isinstance(raised.code, str):  # Python prints this, too
+        _say(raised.code)
     return 1
