@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import linecache
+import math
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
+from determined_amp import AmpLoop, AmpSettings, Precision
 from determined_amp.check import watching
 from determined_amp.check.finding import CheckFindings
 from tests.right_scripts import PRELUDE, RIGHT
@@ -84,6 +86,25 @@ def test_script_that_ends_itself_has_raised_no_error() -> None:
     with suppress(SystemExit), watching() as findings:
         exec(compile(script, "ends.py", "exec"), prepared())
     assert [finding.key for finding in findings] == []
+
+
+def test_scale_moved_below_the_floor_of_a_loop_comes_back_after_a_skip() -> None:
+    names = prepared()
+    with watching():
+        loop = AmpLoop(AmpSettings(Precision.AMP_FP16, min_scale=1024.0), "cpu")
+        model = loop.prepare(names["net"]())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number, (inputs, targets) in enumerate(names["loader"]()):
+            with loop.autocast():
+                loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+            loss = loss * math.nan if number == 1 else loss
+            loop.scaler.scale(loss).backward()
+            loop.scaler.step(optimizer)
+            optimizer.zero_grad()
+            loop.update(loss)
+            if number == 4:
+                break
+    assert loop.scaler.get_scale() == 2.0**15
 
 
 def findings_of_mistake(name: str) -> CheckFindings:

@@ -30,7 +30,7 @@ class _Moved:
 
     windows: int = 0  # that may have been moved
     decided: bool = False  # about this window
-    by: float = 1.0  # its scale is divided by this now
+    true: float | None = None  # the scale that comes back, if it is moved now
 
 
 class ScaleMoves:
@@ -53,7 +53,7 @@ class ScaleMoves:
     @property
     def is_moved(self) -> bool:
         """Whether a scale is moved now."""
-        return any(moved.by != 1 for moved in self._known.values())
+        return any(moved.true is not None for moved in self._known.values())
 
     def begin(self, scalers: Iterable[torch.amp.GradScaler]) -> None:
         """A window may begin here."""
@@ -69,8 +69,8 @@ class ScaleMoves:
             most = min(_MOST, float(scale) / _LEAST)
             # The Thue-Morse sequence, and a power of two, which rounds nothing.
             if moved.windows.bit_count() % 2 and most >= _WORTH:
-                moved.by = 2.0 ** int(math.log2(most))
-                scale.div_(moved.by)
+                moved.true = float(scale)
+                scale.div_(2.0 ** int(math.log2(most)))
 
     def update(self, scaler: Any, own: Callable[[], None], *, sets: bool) -> None:
         """Update a scale and put it back.
@@ -82,11 +82,17 @@ class ScaleMoves:
         """
         moved = self._known[scaler]
         moved.decided = False
-        before = float(scale_tensor(scaler)) if moved.by != 1 else 0.0
+        if moved.true is None or sets:
+            moved.true = None
+            own()
+            return
+        before = float(scale_tensor(scaler))
         own()
-        if sets:
-            moved.by = 1.0
-        elif moved.by != 1 and float(scale_tensor(scaler)) >= before:
+        ratio = float(scale_tensor(scaler)) / before
+        # Where a floor has stopped the moved scale, the one that comes back stays.
+        if ratio in (scaler.get_growth_factor(), scaler.get_backoff_factor()):
+            moved.true *= ratio
+        if ratio >= 1:
             self._put_back(scaler)
 
     def end(self) -> None:
@@ -96,9 +102,9 @@ class ScaleMoves:
 
     def _put_back(self, scaler: Any) -> None:
         moved = self._known[scaler]
-        if moved.by != 1:
-            scale_tensor(scaler).mul_(moved.by)
-            moved.by = 1.0
+        if moved.true is not None:
+            scale_tensor(scaler).fill_(moved.true)
+            moved.true = None
 
 
 class ForcedOverflows:
