@@ -10,7 +10,8 @@ from typing import Any
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.finder.found_scale import FoundScale
+from determined_amp.finder.found_scale import FinderRun, FoundScale
+from determined_amp.finder.scale_finding import ScaleFinding, Verdict
 from determined_amp.runs.folder import trial_folder
 from determined_amp.runs.run import SEED, Part, Report, Reports, Run, RunState
 from determined_amp.search.search_folder import STUDY_FILE, Search, write_config
@@ -102,48 +103,9 @@ def observed(
     return Search("here", tuple(runs), {**SEARCH, "searcher": searcher})
 
 
-def finding(low: int = -6, top: int = 18) -> Values:
-    """What the finder's JSON holds, for a model whose gradients are two powers of
-    two.
-    """
-    run = {
-        "name": "small",
-        "device": "cpu",
-        "torch": "2.6",
-        "date": "2026-01-01",
-        "batches": 4,
-        "samples": 128,
-        "init_scale": 65536.0,
-        "growth_interval": 2000,
-        "is_ours": True,
-        "min_scale": 1.0,
-    }
-    safe = {"choice_log2": 17, "low_log2": low, "top_log2": top}
-    predicted = [
-        {
-            "scale_log2": scale,
-            "overflow_share": 0.5 if scale > top else 0.0,
-            "flushed_share": 0.5 if scale < low else 0.0,
-        }
-        for scale in range(-16, 49)
-    ]
-    measured = {"scale_log2": 17, "overflow": False}
-    modules = [
-        {"name": name, "largest_log2": largest, "low_log2": lowest}
-        for name, largest, lowest in (("head", -3, -6), ("body <1>", -5, -20))
-    ]
-    return {
-        "run": run,
-        "verdict": "use 2^k",
-        **safe,
-        "cause": "",
-        "predicted": predicted,
-        "measured": [measured],
-        "modules": modules,
-        "hidden_modules": ["hidden"],
-    }
-
-
 def found_scale(low: int = -6, top: int = 18) -> FoundScale:
-    """The finding that this JSON holds."""
-    return FoundScale.from_json(finding(low, top), "test")
+    """The finder's answer for a model whose gradients are two powers of two."""
+    finding = ScaleFinding(low, top, choice_log2=17, verdict=Verdict.SCALE, scales=())
+    made_on = "small", "cpu", "2.6", "2026-01-01"
+    run = FinderRun(*made_on, 4, 128, 65536.0, is_ours=True, min_scale=1.0)
+    return FoundScale(finding, run)

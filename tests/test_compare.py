@@ -32,7 +32,6 @@ from determined_amp.compare.runs import ComparisonEnd, search_over
 from determined_amp.experiment.experiment import experiment_in, parse
 from determined_amp.experiment.overrides import in_precision
 from determined_amp.experiment.training import Length
-from determined_amp.finder.found_scale import FoundScale
 from determined_amp.finder.scale_finding import Verdict
 from determined_amp.report import ReportError
 from determined_amp.report.precision_report import write_precision_report
@@ -223,9 +222,8 @@ def test_chosen_precisions_are_trained_with_the_settings_of_the_yaml(
 
     def pilots_without_float16(*given: Any) -> None:
         pilots_of_two(*given)
-        known = found_scale()
-        finding = dataclasses.replace(known.finding, verdict=Verdict.BF16)
-        given[2].scale = dataclasses.replace(known, finding=finding)
+        known = json.loads(found_scale().json_text())
+        given[2].scale = {**known, "verdict": Verdict.BF16.value}
 
     pilot = Mock(side_effect=pilots_without_float16)
     monkeypatch.setattr(runs, "run_pilots", pilot)
@@ -411,7 +409,7 @@ def test_pilots_are_of_every_precision_that_the_device_has(
     results = stage_pilots(tmp_path, monkeypatch, has_tf32=has_tf32)
     lacks = set() if has_tf32 else {Precision.TF32}
     assert {*Precision} - results.pilots.keys() == lacks
-    assert results.scale == FoundScale.read(tmp_path / "loss_scale.json")
+    assert results.scale == json.loads((tmp_path / "loss_scale.json").read_text())
 
 
 def test_no_loss_scale_is_sought_in_a_precision_that_is_left_out(
@@ -574,4 +572,6 @@ def test_finder_has_an_answer_or_float16_is_left_out(
     pilots._find(in_fp32, results, tmp_path / "pilots")
     assert Staged.jobs[0].task == Task(Verb.FIND, 1 if left_out else FINDER_BATCHES)
     assert results.left_out == left_out
-    assert results.scale == (None if left_out else found_scale())
+    assert results.scale == (
+        None if left_out else json.loads(found_scale().json_text())
+    )

@@ -73,7 +73,7 @@ class TestAnswer:
         found = find_loss_scale(net, loss_of(net), batches(), init_scale=2.0**20)
         text = str(found)
         assert text.startswith("Classifier: 2 batches, 16 samples, on ")
-        assert "starting at the scaler's 2^20 costs" in text
+        assert "from 2^16, 9 steps are skipped" in text
         assert f"torch.amp.GradScaler(..., init_scale={found.init_scale})" in text
 
     def test_model_in_evaluation_mode_is_measured_in_training_mode_and_put_back(

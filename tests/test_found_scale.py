@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,41 +17,17 @@ from determined_amp.finder.found_scale import (
     scale_sentences,
     yaml_changes,
 )
-from determined_amp.finder.prediction import LossScaleError
-from determined_amp.finder.scale_finding import (
-    Measured,
-    ModuleGradients,
-    ScaleFinding,
-    Shares,
-    Verdict,
+from determined_amp.finder.scale_finding import AtScale, ScaleFinding, Verdict
+
+# A tenth of a tensor is flushed at 2^6, and a quarter of all values overflows at 2^15.
+SCALES = (
+    AtScale(6, 0.0, 0.1, None),
+    AtScale(8, 0.0, 2e-5, None),
+    AtScale(14, 0.0, 0.0, overflow=False),
+    AtScale(15, 0.25, 0.0, overflow=True),
 )
-
-# Overflows from 2^15 on.
-HEAD = ModuleGradients("head", 1, 2)
-# Is flushed below 2^9.
-DEEP = ModuleGradients("blocks[0]", -20, 9)
-
-
-def shares(scale: int) -> Shares:
-    """At 2^6 a tenth of a tensor is flushed, a bit less at every bit more; 2^15
-    overflows.
-    """
-    return Shares(
-        scale,
-        0.25 if scale >= 15 else 0.0,
-        0.0 if scale >= 9 else 0.1 / 2 ** (scale - 6),
-    )
-
-
-MEASURED = (Measured(14, overflow=False), Measured(15, overflow=True))
 FINDING = ScaleFinding(
-    low_log2=9,
-    top_log2=14,
-    choice_log2=13,
-    verdict=Verdict.SCALE,
-    predicted=tuple(shares(scale) for scale in range(6, 20)),
-    measured=MEASURED,
-    modules=(HEAD, DEEP),
+    low_log2=9, top_log2=14, choice_log2=13, verdict=Verdict.SCALE, scales=SCALES
 )
 RUN = FinderRun(
     name="mlp [amp]",
@@ -62,7 +37,6 @@ RUN = FinderRun(
     batches=3,
     samples=192,
     init_scale=65536.0,
-    growth_interval=2000,
     is_ours=True,
     min_scale=1.0,
 )
@@ -88,43 +62,27 @@ HOPELESS = found(
 )
 
 
-def rows(text: str, title: str) -> list[list[str]]:
-    """The rows of a table in a text, without its head."""
-    _, _, table = text.partition(f"{title}\n")
-    lines = table.partition("\n\n")[0].splitlines()
-    return [line.split() for line in lines[1:]]
-
-
-SCALES, MODULES = "16-bit gradients by loss scale", "modules that limit it"
-
-
 def test_text_on_a_fine_default_has_no_lines_to_paste() -> None:
-    assert str(FINE).endswith("\n".join(scale_sentences(FINE)))
+    assert str(FINE).endswith("\n".join(scale_sentences(FINE.finding)))
     assert FINE.finding.answer_log2 == 16
 
 
-def test_text_has_tables_sentences_and_the_lines_to_paste() -> None:
-    """What lies outside the predictions is that of the nearest of them."""
-    text = str(FOUND)
-    assert text.startswith("mlp [amp]: 3 batches, 192 samples, on Some GPU\n")
-    assert text.endswith("\n".join([*scale_sentences(FOUND), "", scale_lines(FOUND)]))
-    scales = {row[0]: row[1:] for row in rows(text, SCALES)}
-    assert list(scales) == [f"2^{scale}" for scale in range(5, 21)]
-    assert [scales[f"2^{scale}"] for scale in (5, 6, 8, 9)] == [
-        ["0", "10.0%"],
-        ["0", "10.0%"],
-        ["0", "2.5%"],
-        ["0", "0"],
+def test_text_has_a_table_sentences_and_the_lines_to_paste() -> None:
+    head, table, sentences, lines = str(FOUND).split("\n\n")
+    assert head == "mlp [amp]: 3 batches, 192 samples, on Some GPU"
+    title, columns, *rows = table.splitlines()
+    assert title == "16-bit gradients by loss scale"
+    assert columns.split()[:2] == ["init_scale", "overflow"]
+    assert [row.split() for row in rows] == [
+        ["2^6", "0", "10.0%"],
+        ["2^8", "0", "2e-05"],
+        ["2^14", "0", "0", "sound"],
+        ["2^15", "25.0%", "0", "overflow"],
     ]
-    assert scales["2^14"] == ["0", "0", "sound"]
-    assert scales["2^15"] == ["25.0%", "0", "overflow"]
-    assert rows(text, MODULES) == [
-        ["head", "2^1", "2^15", "2^2"],
-        ["blocks[0]", "2^-20", "2^36", "2^9"],
-    ]
+    assert sentences.splitlines() == [*scale_sentences(FINDING)]
+    assert lines == scale_lines(FOUND)
 
 
-SKIPS = "2^16 costs 2 skipped steps: negligible beyond 40 steps"
 NO_WINDOW = (
     "no safe range: above 2^14 gradients overflow, and below 2^16 some tensor loses "
     "more than 0.1% of its norm, flushed to 0"
@@ -135,22 +93,12 @@ SENTENCES: dict[str, tuple[FoundScale, list[str]]] = {
         FOUND,
         [
             "safe range: 2^9 to 2^14, 6 powers of two",
-            "verdict: use 2^13",
-            f"starting at the YAML's {SKIPS}",
+            "verdict: use 2^13; from 2^16, 2 steps are skipped",
         ],
     ),
-    "scale below the range": (  # from 2^6 three doublings, each after 2000 steps
-        of_run(init_scale=64.0),
-        [
-            "...",
-            "starting at the YAML's 2^6 flushes 10.0% of a gradient to 0, and takes "
-            "6000 steps to grow into the range",
-            f"starting at the default {SKIPS}",
-        ],
-    ),
-    "no section amp": (
-        of_run(is_ours=False),
-        ["...", f"starting at the scaler's {SKIPS}"],
+    "scale above the default": (
+        found(low_log2=17, top_log2=22, choice_log2=19),
+        ["safe range: 2^17 to 2^22, 6 powers of two", "verdict: use 2^19"],
     ),
     "default": (
         found(verdict=Verdict.DEFAULT, top_log2=16, choice_log2=16),
@@ -174,12 +122,11 @@ SENTENCES: dict[str, tuple[FoundScale, list[str]]] = {
             NO_WINDOW,
             "verdict: use amp_bf16, or fp32 where the device has no bfloat16; float16 "
             "loses gradients at every scale, the fewest at 2^13",
-            f"starting at the YAML's {SKIPS}",
         ],
     ),
     "forward that overflows": (HOPELESS, ["verdict: no scale helps: head overflows"]),
     "modules without gradients": (
-        found(modules=(HEAD,), hidden_modules=("dead", "other")),
+        found(hidden_modules=("dead", "other")),
         [
             "...",
             "2 modules have gradients of exactly 0, for instance dead: an output that "
@@ -193,7 +140,7 @@ SENTENCES: dict[str, tuple[FoundScale, list[str]]] = {
 @pytest.mark.parametrize("name", SENTENCES)
 def test_sentences_say_what_to_do(name: str) -> None:
     given, expected = SENTENCES[name]
-    said = [*scale_sentences(given)]
+    said = [*scale_sentences(given.finding)]
     known = [line for line in expected if line != "..."]
     assert said[-len(known) :] == known
     assert len(said) == len(known) or expected[0] == "..."
@@ -256,51 +203,16 @@ class TestJson:
     @pytest.mark.parametrize(
         "given", [FOUND, BF16, HOPELESS], ids=lambda f: f.finding.verdict
     )
-    def test_json_gives_the_same_finding_back(
-        self, given: FoundScale, tmp_path: Path
-    ) -> None:
-        (tmp_path / "found.json").write_text(given.json_text())
-        assert FoundScale.read(tmp_path / "found.json") == given
-
-    def test_json_holds_what_a_program_needs(self) -> None:
-        written = json.loads(json.dumps(FOUND.as_json()))
-        known = {
-            "choice_log2": 13,
-            "low_log2": 9,
-            "top_log2": 14,
-            "verdict": Verdict.SCALE.value,
-            "expected_skips": {"default": 2, "yaml": 2},
-            "yaml": {"init_scale": 8192.0},
-            "sentences": [*scale_sentences(FOUND)],
-        }
-        assert {**written, **known} == written
-        assert written["measured"][1] == {"scale_log2": 15, "overflow": True}
-        shares = {"scale_log2": 6, "overflow_share": 0.0, "flushed_share": 0.1}
-        assert written["predicted"][0] == shares
-        assert written["modules"][0]["name"] == "head"
-        assert written["run"]["samples"] == 192
-
-    @pytest.mark.parametrize(
-        ("content", "said"),
-        [
-            (None, "found.json: cannot be read: No such file or directory"),
-            ("{", "found.json: is not JSON: Expecting property name"),
-            ("[]", "found.json: is not a finding: TypeError "),
-            (
-                '{"run": {}}',
-                "found.json: is not a finding: KeyError 'low_log2'; allowed: what ",
-            ),
-        ],
-    )
-    def test_file_without_a_finding_is_refused_in_one_sentence(
-        self, content: str | None, said: str, tmp_path: Path
-    ) -> None:
-        path = tmp_path / "found.json"
-        if content is not None:
-            path.write_text(content)
-        with pytest.raises(LossScaleError) as caught:
-            FoundScale.read(path)
-        assert said in str(caught.value)
+    def test_json_holds_what_a_program_needs(self, given: FoundScale) -> None:
+        written = json.loads(given.json_text())
+        finding = given.finding
+        assert written["verdict"] == finding.verdict.value
+        assert written["sentences"] == [*scale_sentences(finding)]
+        assert written["yaml"] == yaml_changes(given)
+        assert written["run"] == dataclasses.asdict(given.run)
+        for name in ("low_log2", "top_log2", "choice_log2", "cause"):
+            assert written[name] == getattr(finding, name)
+        assert written["scales"] == [dataclasses.asdict(each) for each in SCALES]
 
     def test_answer_counts_the_samples_of_all_rehearsals(self) -> None:
         """One in bfloat16, two in float16."""

@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from determined_amp.amp.rehearse.backward_graph import OUTSIDE, WHOLE_MODEL
 from determined_amp.finder.gradient_recorder import GradientRecorder
-from determined_amp.finder.histogram import Histogram
-from determined_amp.finder.prediction import Prediction
+from determined_amp.finder.histogram import Histogram, count_in
 from tests.loss_scale import powers_in
 
 BF16 = torch.bfloat16
@@ -40,8 +39,10 @@ class Net(nn.Module):
 
 
 def by_module(recorder: GradientRecorder) -> dict[str, Histogram]:
-    modules = Prediction(recorder.histograms).modules
-    return {name: prediction.total for name, prediction in modules.items()}
+    modules: dict[str, Histogram] = {}
+    for source, histogram in recorder.histograms.items():
+        count_in(modules, source.module, histogram)
+    return modules
 
 
 def recorded(model: nn.Module, dtype: torch.dtype = BF16) -> dict[str, Histogram]:

@@ -14,12 +14,7 @@ import pytest
 
 from determined_amp.finder import scale_finding
 from determined_amp.finder.prediction import Prediction
-from determined_amp.finder.scale_finding import (
-    ModuleGradients,
-    ScaleFinding,
-    Verdict,
-    find_range,
-)
+from determined_amp.finder.scale_finding import ScaleFinding, Verdict, find_range
 from tests.loss_scale import histogram, prediction_of
 
 REHEARSALS: Any = object()
@@ -51,12 +46,8 @@ def test_shown_scales_reach_from_below_the_range_to_above_it(
 ) -> None:
     """Four powers of two on either side; in 24 rows and a few more."""
     finding = found(monkeypatch, prediction_of(ONE), lambda scale: scale > 12)
-    tried = {measured.scale_log2 for measured in finding.measured}
-    assert finding.shown_scales() == sorted({-27, 12, 16, *tried, *range(-31, 21, 3)})
-    predicted = [shares.scale_log2 for shares in finding.predicted]
-    assert predicted == [*range(-31, 49)]
-    assert finding.at(-1000) is finding.predicted[0]
-    assert finding.at(1000) is finding.predicted[-1]
+    shown = [one.scale_log2 for one in finding.scales]
+    assert shown == sorted({-27, 12, 13, 16, *range(-31, 21, 3)})
 
 
 def test_finder_advises_bfloat16_where_no_scale_is_safe(
@@ -108,9 +99,10 @@ def test_range_and_choice_are_those_that_float16_shows(
     finding = found(monkeypatch, prediction_of(modules), lambda scale: scale > works)
     assert (finding.low_log2, finding.choice_log2) == (low, choice)
     assert finding.verdict is verdict
-    scales = [one.scale_log2 for one in finding.measured]
-    assert max(scales) <= 127
-    assert len(scales) == len({*scales}) <= (2 if works == 12 else 14)
+    tried = [one for one in finding.scales if one.overflow is not None]
+    assert [one.overflow for one in tried] == [one.scale_log2 > works for one in tried]
+    assert tried[-1].scale_log2 <= 127
+    assert len(tried) <= (2 if works == 12 else 14)
     if choice is None:
         assert (finding.answer_log2, finding.cause) == (None, "the cause")
     else:
@@ -121,16 +113,9 @@ def test_range_and_choice_are_those_that_float16_shows(
 
 def test_shares_are_those_of_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = found(monkeypatch, prediction_of(ONE), lambda scale: scale > 12)
-    assert [finding.at(scale).overflow_share for scale in (12, 13)] == [0, 1]
-    assert [finding.at(scale).flushed_share for scale in (-28, -27)] == [1, 0]
-
-
-@pytest.mark.parametrize(
-    ("init", "skips"), [(9, 0), (10, 0), (10.5, 1), (11, 1), (16, 6)]
-)
-def test_every_bit_above_the_range_is_a_skipped_step(init: float, skips: int) -> None:
-    finding = ScaleFinding(0, 10, 9, Verdict.SCALE, (), (), ())
-    assert finding.expected_skips(init) == skips
+    at = {one.scale_log2: one for one in finding.scales}
+    assert [at[scale].overflow_share for scale in (12, 13)] == [0, 1]
+    assert [at[scale].flushed_share for scale in (-28, -27)] == [1, 0]
 
 
 def test_modules_whose_gradients_are_all_zero_are_hidden(
@@ -143,4 +128,3 @@ def test_modules_whose_gradients_are_all_zero_are_hidden(
     }
     finding = found(monkeypatch, Prediction(tensors), lambda scale: scale > 15)
     assert finding.hidden_modules == ("a",)
-    assert finding.modules == (ModuleGradients("b", 0, -24),)

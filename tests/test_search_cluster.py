@@ -18,7 +18,6 @@ from determined.tensorboard.base import get_metric_writer
 from determined_amp import __main__ as door
 from determined_amp import cluster
 from determined_amp.check.finding import CheckFinding, CheckFindings, Level
-from determined_amp.finder.found_scale import FoundScale
 from determined_amp.search.space import read_space
 from determined_amp.trial import determined_private
 from tests import searching
@@ -91,7 +90,7 @@ def test_finder_reports_its_choice_and_stores_its_finding(
     assert master.status == f"init_scale 2^{choice}"
     assert "verdict: default is fine" in capsys.readouterr().out
     (file,) = tmp_path.glob("checkpoints/*/loss_scale.json")
-    assert FoundScale.read(file).finding.answer_log2 == choice
+    assert json.loads(file.read_text())["verdict"] == "default is fine"
     metadata = json.loads((file.parent / "metadata.json").read_text())
     assert metadata["steps_completed"] == 4
 

@@ -27,7 +27,6 @@ from tests import training
 from tests.reporting import (
     SEARCH,
     Rows,
-    finding,
     found_scale,
     observed,
     scored,
@@ -73,9 +72,9 @@ def test_report_does_not_overwrite_json_of_another_program(
     workplace: Path, refusal: Callable[..., str]
 ) -> None:
     kept = workplace / "study" / "report.json"
-    kept.write_text(json.dumps(finding()))
+    kept.write_text(found_scale().json_text())
     assert "another" in refusal("report", "study")
-    assert kept.read_text() == json.dumps(finding())
+    assert kept.read_text() == found_scale().json_text()
 
 
 def test_report_that_cannot_be_written_is_a_sentence_and_leaves_nothing(

@@ -7,6 +7,7 @@ its batches were timed long enough, so that a slow machine is not waited for.
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import time
@@ -23,7 +24,7 @@ from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.training import Length, TrainingSettings
-from determined_amp.finder.found_scale import FILE_NAME, FoundScale
+from determined_amp.finder.found_scale import FILE_NAME
 from determined_amp.finder.scale_finding import Verdict
 from determined_amp.local.trainer import GoesOn
 from determined_amp.runs.folder import RunFolder, read_record, read_run
@@ -48,7 +49,7 @@ TOO_SLOW = 5.0
 # Seconds after the first report, which is that of a warm-up, after which a pilot ends.
 _LONG = 30.0
 
-_FLOAT16_HOPELESS = (Verdict.FORWARD_OVERFLOW, Verdict.BF16)
+_FLOAT16_HOPELESS = (Verdict.FORWARD_OVERFLOW.value, Verdict.BF16.value)
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class PilotResults:
     pilots: dict[Precision, Pilot] = field(default_factory=dict)
     # Why the others cannot, by precision.
     left_out: dict[Precision, str] = field(default_factory=dict)
-    scale: FoundScale | None = None  # the finder's answer; None if it has none
+    scale: Values | None = None  # the JSON of the finder; None if it has no answer
 
     def leave_out(self, precision: Precision, why: str) -> None:
         """Leave out a precision, and record why.
@@ -246,11 +247,12 @@ def _find(experiment: Experiment, results: PilotResults, folder: Path) -> None:
     if ended.state is not RunState.COMPLETED:
         results.leave_out(Precision.AMP_FP16, ended.reason)
         return
-    results.scale = answer = FoundScale.read(place / FILE_NAME)
-    if answer.finding.verdict in _FLOAT16_HOPELESS:
-        cause = answer.finding.cause or "float16 loses gradients at every loss scale"
+    text = (place / FILE_NAME).read_text()
+    (folder.parent / FILE_NAME).write_text(text)
+    results.scale = answer = json.loads(text)
+    if answer["verdict"] in _FLOAT16_HOPELESS:
+        cause = answer["cause"] or "float16 loses gradients at every loss scale"
         results.leave_out(Precision.AMP_FP16, cause)
-    (folder.parent / FILE_NAME).write_text(answer.json_text())
 
 
 def _run(job: Job, goes_on: GoesOn) -> Run:

@@ -25,7 +25,6 @@ from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, parse
 from determined_amp.experiment.failures import is_task
 from determined_amp.experiment.files import write_whole
 from determined_amp.experiment.overrides import in_precision
-from determined_amp.finder.found_scale import scale_sentences, yaml_changes
 from determined_amp.report import ReportError
 from determined_amp.report.precision_report import (
     PrecisionReport,
@@ -88,7 +87,7 @@ def compare(config: Config, source: str, options: Namespace) -> ComparisonEnd:
     command = f"{program} {shlex.join(options.words)}"
     write_remarks(folder, results.reasons, list(_notes(results)), command)
     if results.scale is not None and Precision.AMP_FP16 in results.pilots:
-        amp = replace(amp_settings_of(experiment), **yaml_changes(results.scale))
+        amp = replace(amp_settings_of(experiment), **results.scale["yaml"])
         experiment = replace(experiment, amp=amp)
     config = search_over(experiment, list(results.pilots), plan)
     search = SearchPlan(write_config(folder, config, workers=1))
@@ -129,7 +128,7 @@ def search_over(
 def _notes(results: PilotResults) -> Iterator[str]:
     """What the finder says, for the report."""
     if results.scale is not None:
-        for text in scale_sentences(results.scale):
+        for text in results.scale["sentences"]:
             yield f"float16 loss scale: {text}"
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -15,29 +14,15 @@ import torch
 from determined_amp.amp.plain_data import Values
 from determined_amp.amp.precision import DeviceSupport
 from determined_amp.amp.settings import SCALER_KEYS, yaml_lines
-from determined_amp.finder.prediction import LossScaleError
-from determined_amp.finder.scale_finding import (
-    Measured,
-    ModuleGradients,
-    ScaleFinding,
-    Shares,
-    Verdict,
-)
+from determined_amp.finder.scale_finding import ScaleFinding, Verdict
 from determined_amp.finder.scale_score import DEFAULT_LOG2, FLUSHED_LIMIT
 
-# The name of the finder's JSON in the checkpoint of a task on a cluster.
+# The name of the finder's JSON in a run folder, and in the checkpoint of a task on a
+# cluster.
 FILE_NAME = "loss_scale.json"
 
-# How many modules the table lists for each side of the range.
-_MODULES_PER_SIDE = 4
-
-
-# The fields of a finding that hold several of a kind.
-_PARTS: dict[str, Callable[..., Any]] = {
-    "predicted": Shares,
-    "measured": Measured,
-    "modules": ModuleGradients,
-}
+# The widths of the columns of the table.
+_ROW = "{:>10}  {:>8}  {:>12}  {:>19}"
 
 
 @dataclass(frozen=True)
@@ -51,23 +36,18 @@ class FinderRun:
     batches: int  # number of training batches that the finder used
     samples: int  # number of samples in these batches, over all slots
     init_scale: float  # initial loss scale of the YAML
-    growth_interval: int  # applied steps before the scale doubles
     # Whether the trial has a `MixedPrecision`, which reads the section `amp`.
     is_ours: bool = False
     min_scale: float = 0.0  # lower limit of the scale
 
 
-_OF_A_RUN = [field.name for field in fields(FinderRun)]
-
-
-def run_now(name: str, device: torch.device, *others: Any, **more: Any) -> FinderRun:
+def run_now(name: str, device: torch.device, **others: Any) -> FinderRun:
     """A `FinderRun` on `device`, with today's date, this version of torch, and its
     other fields.
     """
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    return FinderRun(
-        name, DeviceSupport.of(device).name, torch.__version__, today, *others, **more
-    )
+    words = DeviceSupport.of(device).name
+    return FinderRun(name, words, torch.__version__, today, **others)
 
 
 @dataclass(frozen=True)
@@ -90,134 +70,52 @@ class FoundScale:
     @property
     def passed_samples(self) -> int:
         """Samples over all rehearsals: one in bfloat16, the others in float16."""
-        return self.run.samples * (1 + len(self.finding.measured))
+        tried = [one for one in self.finding.scales if one.overflow is not None]
+        return self.run.samples * (1 + len(tried))
 
-    def as_json(self) -> Values:
+    def json_text(self) -> str:
         """The JSON that `det-amp find --json` writes.
 
         It has the fields of `ScaleFinding`, those of `FinderRun` under `run`, and the
-        advice in words.
+        advice in words and as changes of the section `amp`.
         """
-        finding, run = self.finding, self.run
-        return {
-            "run": asdict(run),
-            **asdict(finding),
-            "verdict": finding.verdict.value,
-            "sentences": list(scale_sentences(self)),
-            "expected_skips": {
-                "default": finding.expected_skips(DEFAULT_LOG2),
-                "yaml": finding.expected_skips(math.log2(run.init_scale)),
-            },
+        document = {
+            "run": asdict(self.run),
+            **asdict(self.finding),
+            "verdict": self.finding.verdict.value,
+            "sentences": list(scale_sentences(self.finding)),
             "yaml": yaml_changes(self),
         }
-
-    def json_text(self) -> str:
-        """What stands in the file of `as_json`."""
-        return json.dumps(self.as_json(), indent=1) + "\n"
-
-    @staticmethod
-    def from_json(document: Any, source: str) -> FoundScale:
-        """The finding in a JSON of this version, for a report on another machine.
-
-        Raises:
-            LossScaleError: if the document is not a finding.
-        """
-        try:
-            values = {
-                field.name: document[field.name] for field in fields(ScaleFinding)
-            }
-            values["verdict"] = Verdict(values["verdict"])
-            for name, kind in _PARTS.items():
-                values[name] = tuple(kind(**one) for one in values[name])
-            values["hidden_modules"] = tuple(values["hidden_modules"])
-            run = {name: document["run"][name] for name in _OF_A_RUN}
-            return FoundScale(ScaleFinding(**values), FinderRun(**run))
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise LossScaleError(
-                f"{source}: is not a finding: {type(error).__name__} {error}; allowed: "
-                "what `det-amp find CONFIG --json FILE` of this "
-                "version writes"
-            ) from error
-
-    @staticmethod
-    def read(path: Path) -> FoundScale:
-        """Read the finding from a file.
-
-        Raises:
-            LossScaleError: if the file cannot be read or holds no finding.
-        """
-        try:
-            document = json.loads(path.read_text())
-        except OSError as error:
-            raise LossScaleError(f"{path}: cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise LossScaleError(f"{path}: is not JSON: {error}") from error
-        return FoundScale.from_json(document, str(path))
+        return json.dumps(document, indent=1) + "\n"
 
     def __str__(self) -> str:
         run = self.run
+        ran = f"{run.batches} batches, {run.samples} samples, on {run.device}"
         parts = [
-            (
-                f"{run.name}: {run.batches} batches, {run.samples} samples, on "
-                f"{run.device}"
-            ),
-            _scale_table(self.finding),
-            _module_table(self.finding),
-            "\n".join(scale_sentences(self)),
+            f"{run.name}: {ran}",
+            _table(self.finding),
+            "\n".join(scale_sentences(self.finding)),
             scale_lines(self),
         ]
         return "\n\n".join(filter(None, parts))
 
 
-def _scale_table(finding: ScaleFinding) -> str:
+def _table(finding: ScaleFinding) -> str:
     """Predicted overflow and flush per power of two, and what was measured in
     float16.
     """
-    measured = {one.scale_log2: one.overflow for one in finding.measured}
     words = {None: "", True: "overflow", False: "sound"}
-    rows = [["init_scale", "overflow", "flushed to 0", "measured in float16"]]
-    for scale in finding.shown_scales():
-        predicted = finding.at(scale)
-        shares = _share(predicted.overflow_share), _share(predicted.flushed_share)
-        rows.append([f"2^{scale}", *shares, words[measured.get(scale)]])
-    return _table("16-bit gradients by loss scale", rows)
-
-
-def _module_table(finding: ScaleFinding) -> str:
-    """The modules with the largest gradients, then the modules with the smallest.
-
-    The largest gradients set the top of the safe range, the smallest gradients its
-    bottom.
-    """
-    large = sorted(finding.modules, key=lambda module: -module.largest_log2)
-    small = sorted(finding.modules, key=lambda module: -module.low_log2)
-    listed = (*large[:_MODULES_PER_SIDE], *small[:_MODULES_PER_SIDE])
-    rows = [
-        [
-            "module",
-            "largest gradient",
-            "overflows at",
-            f"{FLUSHED_LIMIT:.1%} flushed below",
-        ]
-    ]
-    for module in {module.name: module for module in listed}.values():
-        powers = (module.largest_log2, module.first_overflow_log2, module.low_log2)
-        rows.append([module.name, *(f"2^{power}" for power in powers)])
-    return _table("modules that limit it", rows)
-
-
-def _table(title: str, rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [title]
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
+    head = _ROW.format("init_scale", "overflow", "flushed to 0", "measured in float16")
+    lines = ["16-bit gradients by loss scale", head]
+    for one in finding.scales:
+        shares = _share(one.overflow_share), _share(one.flushed_share)
+        row = _ROW.format(f"2^{one.scale_log2}", *shares, words[one.overflow])
+        lines.append(row.rstrip())
     return "\n".join(lines)
 
 
-def scale_sentences(answer: FoundScale) -> Iterator[str]:
-    """Sentences on the range, the verdict, and the cost of the YAML's scale."""
-    finding = answer.finding
+def scale_sentences(finding: ScaleFinding) -> Iterator[str]:
+    """Sentences on the range and the verdict."""
     low, top, bits = finding.low_log2, finding.top_log2, finding.range_bits
     if finding.verdict is Verdict.FORWARD_OVERFLOW:
         yield f"verdict: no scale helps: {finding.cause}"
@@ -232,13 +130,14 @@ def scale_sentences(answer: FoundScale) -> Iterator[str]:
     if finding.verdict is Verdict.DEFAULT:
         yield _fine(finding)
     elif finding.verdict is Verdict.SCALE:
-        yield f"verdict: use 2^{finding.choice_log2}"
+        skips = max(DEFAULT_LOG2 - top, 0)  # each halves the scale
+        cost = f"; from 2^{DEFAULT_LOG2}, {skips} steps are skipped" if skips else ""
+        yield f"verdict: use 2^{finding.choice_log2}{cost}"
     else:
         yield (
             "verdict: use amp_bf16, or fp32 where the device has no bfloat16; float16 "
             f"loses gradients at every scale, the fewest at 2^{finding.choice_log2}"
         )
-    yield from _cost_of_other_scales(answer)
     if finding.hidden_modules:
         yield (
             f"{len(finding.hidden_modules)} modules have gradients of exactly 0, for "
@@ -261,31 +160,6 @@ def _fine(finding: ScaleFinding) -> str:
     )
 
 
-def _cost_of_other_scales(answer: FoundScale) -> Iterator[str]:
-    """The cost of the YAML's scale and of PyTorch's default, if they lie outside the
-    range.
-    """
-    finding, run = answer.finding, answer.run
-    owner = "the YAML's" if run.is_ours else "the scaler's"
-    for scale in dict.fromkeys((math.log2(run.init_scale), float(DEFAULT_LOG2))):
-        skips = finding.expected_skips(scale)
-        name = (
-            f"{owner if scale == math.log2(run.init_scale) else 'the default'}"
-            f" 2^{scale:g}"
-        )
-        if skips:
-            yield (
-                f"starting at {name} costs {skips} skipped step{'s' * (skips > 1)}: "
-                f"negligible beyond {20 * skips} steps"
-            )
-        elif scale < finding.low_log2 <= finding.top_log2:
-            steps = math.ceil(finding.low_log2 - scale) * run.growth_interval
-            yield (
-                f"starting at {name} flushes {_share(finding.at(scale).flushed_share)} "
-                f"of a gradient to 0, and takes {steps} steps to grow into the range"
-            )
-
-
 def yaml_changes(answer: FoundScale) -> Values:
     """The changes to the `amp` section for this verdict, by key; None removes the key.
 
@@ -293,15 +167,16 @@ def yaml_changes(answer: FoundScale) -> Values:
     """
     finding, run = answer.finding, answer.run
     if finding.verdict is Verdict.DEFAULT:
-        is_safe = math.log2(run.init_scale) in finding
+        log2 = math.log2(run.init_scale)
+        is_safe = finding.low_log2 <= log2 <= finding.top_log2
         return {} if is_safe else {"init_scale": 2.0**DEFAULT_LOG2}
     if finding.verdict in (Verdict.BF16, Verdict.FORWARD_OVERFLOW):
         return {"precision": "amp_bf16", **dict.fromkeys(SCALER_KEYS)}
-    assert finding.choice_log2 is not None
-    changes = {"init_scale": 2.0**finding.choice_log2}
-    if changes["init_scale"] < run.min_scale:
-        changes["min_scale"] = changes["init_scale"] * 2.0**-8
-    return changes
+    scale = answer.init_scale
+    assert scale is not None
+    if scale < run.min_scale:
+        return {"init_scale": scale, "min_scale": scale * 2.0**-8}
+    return {"init_scale": scale}
 
 
 def scale_lines(answer: FoundScale) -> str:

@@ -61,9 +61,10 @@ def find_loss_scale(
     rehearsals = [rehearsal_of(model, loss_fn, batch, where) for batch in moved]
     finding = find_range(rehearsals, OneSlot())
     samples = sum(map(_samples, moved))
-    interval = AmpSettings(Precision.AMP_FP16).growth_interval  # PyTorch's default
     name = type(model).__name__
-    run = run_now(name, where, len(moved), samples, init_scale, interval)
+    run = run_now(
+        name, where, batches=len(moved), samples=samples, init_scale=init_scale
+    )
     return FoundScale(finding, run)
 
 

@@ -46,26 +46,20 @@ class Prediction:
     tensors: dict[Source, Histogram]  # in the order of the backward; one is not 0
 
     @cached_property
-    def modules(self) -> dict[str, Prediction]:
-        """The gradients of each module, in the order of the backward."""
-        tensors: dict[str, dict[Source, Histogram]] = {}
-        for source, histogram in self.tensors.items():
-            tensors.setdefault(source.module, {})[source] = histogram
-        return {name: Prediction(its) for name, its in tensors.items()}
-
-    @cached_property
     def total(self) -> Histogram:
         return reduce(operator.add, self.tensors.values())
 
     @property
-    def largest_log2(self) -> int:
-        """Floor of log2 of the largest value."""
-        return math.floor(math.log2(self.total.largest))
+    def hidden_modules(self) -> tuple[str, ...]:
+        """The modules whose gradients are all 0, in the order of the backward."""
+        seen = {source.module for source, its in self.tensors.items() if its.nonzero}
+        modules = dict.fromkeys(source.module for source in self.tensors)
+        return tuple(module for module in modules if module not in seen)
 
     @property
     def first_overflow_log2(self) -> int:
         """log2 of the smallest power of two at which a value becomes infinite."""
-        return OVERFLOW_LOG2 - self.largest_log2
+        return OVERFLOW_LOG2 - math.floor(math.log2(self.total.largest))
 
     @property
     def headroom_log2(self) -> float:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.rehearse.searching import largest_working
 from determined_amp.amp.slots import Slots
-from determined_amp.finder.histogram import OVERFLOW_LOG2
 from determined_amp.finder.prediction import (
     Prediction,
     cause_of,
@@ -26,9 +25,6 @@ from determined_amp.finder.scale_score import (
 # How many powers of two a table shows on each side of the range, and in total.
 _MARGIN = 4
 _MOST_ROWS = 24
-
-# Predictions cover at least this range of log2 scales, which a search may have tried.
-_SEARCHED = (-16, 48)
 
 # A loss scale is a float32.
 LARGEST_LOG2 = 127
@@ -48,36 +44,16 @@ class Verdict(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Shares:
-    """The shares of the 16-bit gradients that float16 is predicted to lose at one loss
-    scale.
-    """
+class AtScale:
+    """What float16 does to the 16-bit gradients at one loss scale."""
 
     scale_log2: int
-    overflow_share: float  # share of the nonzero values that overflow, by count
-    flushed_share: float  # `Prediction.flushed_share`
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A loss scale that was tried in float16."""
-
-    scale_log2: int
-    overflow: bool  # whether a gradient was not finite: `GradScaler` skips such a step
-
-
-@dataclass(frozen=True)
-class ModuleGradients:
-    """The 16-bit gradients of one module without a loss scale; they are not all 0."""
-
-    name: str
-    largest_log2: int  # floor of log2 of the largest value
-    low_log2: int  # `ScaleFinding.low_log2` of this module alone
-
-    @property
-    def first_overflow_log2(self) -> int:
-        """log2 of the smallest power of two at which a value overflows."""
-        return OVERFLOW_LOG2 - self.largest_log2
+    # predicted share of the nonzero values that overflow, by count
+    overflow_share: float
+    flushed_share: float  # predicted, see `Prediction.flushed_share`
+    # Whether a gradient was not finite in float16, so that `GradScaler` skips the
+    # step; None where that was not tried.
+    overflow: bool | None
 
 
 @dataclass(frozen=True)
@@ -94,17 +70,11 @@ class ScaleFinding:
     # the scale that loses least; None if no scale helps.
     choice_log2: int | None
     verdict: Verdict  # what to do
-    # predictions for consecutive powers of two, ascending
-    predicted: tuple[Shares, ...]
-    measured: tuple[Measured, ...]  # in the order of the measurements
-    # gradients by module, in the order of the backward
-    modules: tuple[ModuleGradients, ...]
+    # from below the range to above it, with 2^16 and all that were tried
+    scales: tuple[AtScale, ...]
     # Modules whose gradients are all 0, for instance before an output that starts at 0.
     hidden_modules: tuple[str, ...] = ()
     cause: str = ""  # why no scale helps
-
-    def __contains__(self, scale_log2: float) -> bool:
-        return self.low_log2 <= scale_log2 <= self.top_log2
 
     @property
     def range_bits(self) -> int:
@@ -119,21 +89,6 @@ class ScaleFinding:
         if self.verdict is Verdict.DEFAULT:
             return DEFAULT_LOG2
         return self.choice_log2 if self.verdict is Verdict.SCALE else None
-
-    def expected_skips(self, init_scale_log2: float) -> int:
-        """Number of steps that a run skips from this initial scale; each skip halves
-        the scale.
-        """
-        return max(0, math.ceil(init_scale_log2 - self.top_log2))
-
-    def at(self, scale_log2: float) -> Shares:
-        """The prediction for a scale, rounded down to a power of two."""
-        index = math.floor(scale_log2) - self.predicted[0].scale_log2
-        return self.predicted[min(max(index, 0), len(self.predicted) - 1)]
-
-    def shown_scales(self) -> list[int]:
-        """log2 of scales from below the range to above it, including 2^16."""
-        return _shown_scales(self.low_log2, self.top_log2, self.measured)
 
 
 def find_range(rehearsals: Sequence[Rehearsal], slots: Slots) -> ScaleFinding:
@@ -151,54 +106,38 @@ def find_range(rehearsals: Sequence[Rehearsal], slots: Slots) -> ScaleFinding:
         LossScaleError: if there is nothing to scale.
     """
     prediction = predict_float16(rehearsals, slots)
-    measured: list[Measured] = []
+    tried: dict[int, bool] = {}
 
     def fails(scale_log2: int) -> bool:
-        measured.append(Measured(scale_log2, overflows(rehearsals, slots, scale_log2)))
-        return measured[-1].overflow
+        tried[scale_log2] = overflows(rehearsals, slots, scale_log2)
+        return tried[scale_log2]
 
     guess = min(prediction.first_overflow_log2 - 1, LARGEST_LOG2)
     least = guess - _LOWER
     top = largest_working(fails, guess, least, LARGEST_LOG2)
     gave_up = top < least
     low = prediction.smallest_scale_log2(FLUSHED_LIMIT)
-    shown = _shown_scales(low, top, measured)
-    seen = {name: its for name, its in prediction.modules.items() if its.total.nonzero}
     return ScaleFinding(
         low_log2=low,
         top_log2=top,
         choice_log2=None if gave_up else choice_of(low, top),
         verdict=_verdict(low, top, gave_up=gave_up),
-        predicted=_shares(prediction, shown),
-        measured=tuple(measured),
-        modules=tuple(_module(name, its) for name, its in seen.items()),
-        hidden_modules=tuple(name for name in prediction.modules if name not in seen),
+        scales=tuple(_at_scales(prediction, tried, {low, top, DEFAULT_LOG2})),
+        hidden_modules=prediction.hidden_modules,
         cause=cause_of(rehearsals, slots) if gave_up else "",
     )
 
 
-def _shares(prediction: Prediction, shown: Sequence[int]) -> tuple[Shares, ...]:
-    first, last = min(shown[0], _SEARCHED[0]), max(shown[-1], _SEARCHED[1])
-    return tuple(
-        Shares(
-            scale,
-            prediction.total.overflow_share(scale),
-            prediction.flushed_share(scale),
-        )
-        for scale in range(first, last + 1)
-    )
-
-
-def _module(name: str, prediction: Prediction) -> ModuleGradients:
-    low = prediction.smallest_scale_log2(FLUSHED_LIMIT)
-    return ModuleGradients(name, prediction.largest_log2, low)
-
-
-def _shown_scales(low: int, top: int, measured: Iterable[Measured]) -> list[int]:
-    marks = {low, top, DEFAULT_LOG2, *(one.scale_log2 for one in measured)}
+def _at_scales(
+    prediction: Prediction, tried: Mapping[int, bool], others: set[int]
+) -> Iterator[AtScale]:
+    marks = others.union(tried)
     scales = range(min(marks) - _MARGIN, max(marks) + _MARGIN + 1)
     step = math.ceil(len(scales) / _MOST_ROWS)
-    return sorted({*marks, *scales[::step]})
+    for scale in sorted(marks.union(scales[::step])):
+        overflow_share = prediction.total.overflow_share(scale)
+        flushed_share = prediction.flushed_share(scale)
+        yield AtScale(scale, overflow_share, flushed_share, tried.get(scale))
 
 
 def _verdict(low: int, top: int, *, gave_up: bool) -> Verdict:

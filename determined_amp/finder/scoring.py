@@ -29,27 +29,6 @@ class NoScaleError(LossScaleError):
     """Every loss scale overflows. The message says why."""
 
 
-class _Descent:
-    """The loss scales after so many skipped steps in a row, in log2."""
-
-    def __init__(
-        self, first_log2: float, bits_per_skip: float, min_scale: float
-    ) -> None:
-        self._first_log2 = first_log2
-        self._bits_per_skip = bits_per_skip
-        floor_log2 = math.log2(max(min_scale, _LEAST_SCALE))
-        self.least_log2 = min(floor_log2, first_log2)
-        self.most_skips = self.skips_to(self.least_log2)
-
-    def after(self, skips: int) -> float:
-        """log2 of the scale after so many skipped steps."""
-        return max(self._first_log2 - skips * self._bits_per_skip, self.least_log2)
-
-    def skips_to(self, scale_log2: float) -> int:
-        """The skipped steps until the scale is no larger than this one."""
-        return math.ceil((self._first_log2 - scale_log2) / self._bits_per_skip)
-
-
 def score_batches(
     rehearsals: Sequence[Rehearsal],
     slots: Slots,
@@ -74,37 +53,24 @@ def score_batches(
         LossScaleError: if there is no gradient to scale.
     """
     prediction = predict_float16(rehearsals, slots)
-    descent = _Descent(scale_log2, -math.log2(backoff_factor), min_scale)
-    skipped = _skips(rehearsals, slots, descent, prediction.headroom_log2)
-    if skipped > descent.most_skips:
-        cause = cause_of(rehearsals, slots, descent.least_log2 if min_scale else 0.0)
-        raise NoScaleError(f"no loss scale helps: {cause}")
-    flushed_share = prediction.flushed_share(descent.after(skipped))
-    lost = steps_lost(skipped, flushed_share, growth_interval)
-    return Score(
-        init_scale_log2=scale_log2,
-        loss_scale_score=score_of(lost),
-        steps_lost=lost,
-        backward_headroom_bits=prediction.headroom_log2 - scale_log2,
-        flushed_share=flushed_share,
-        overflow=float(skipped > 0),
-    )
+    bits_per_skip = -math.log2(backoff_factor)
+    least_log2 = min(math.log2(max(min_scale, _LEAST_SCALE)), scale_log2)
 
-
-def _skips(
-    rehearsals: Sequence[Rehearsal],
-    slots: Slots,
-    descent: _Descent,
-    headroom_log2: float,
-) -> int:
-    """The steps that a training skips until nothing overflows, beginning at the
-    predicted number.
-
-    They are one more than `most_skips` if the smallest scale overflows, too.
-    """
+    def after(skips: int) -> float:
+        return max(scale_log2 - skips * bits_per_skip, least_log2)
 
     def fails(minus_skips: int) -> bool:
-        return overflows(rehearsals, slots, descent.after(-minus_skips))
+        return overflows(rehearsals, slots, after(-minus_skips))
 
-    predicted = descent.skips_to(headroom_log2)
-    return -largest_working(fails, -predicted, -descent.most_skips, 0)
+    # Beginning at the predicted number; one more than all if the last one fails, too.
+    most_skips = math.ceil((scale_log2 - least_log2) / bits_per_skip)
+    predicted = math.ceil((scale_log2 - prediction.headroom_log2) / bits_per_skip)
+    skipped = -largest_working(fails, -predicted, -most_skips, 0)
+    if skipped > most_skips:
+        cause = cause_of(rehearsals, slots, least_log2 if min_scale else 0.0)
+        raise NoScaleError(f"no loss scale helps: {cause}")
+    flushed_share = prediction.flushed_share(after(skipped))
+    headroom_bits = prediction.headroom_log2 - scale_log2
+    lost = steps_lost(skipped, flushed_share, growth_interval)
+    score, overflow = score_of(lost), float(skipped > 0)
+    return Score(scale_log2, score, lost, headroom_bits, flushed_share, overflow)

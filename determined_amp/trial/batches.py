@@ -97,15 +97,12 @@ class Batches:
         self.newest = None
 
     def __call__(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        """Find, audit, keep, train, check the end; return what the trial returns."""
+        """Keep, find, audit, train, check the end; return what the trial returns."""
         self._indices = {"epoch_idx": epoch_idx, "batch_idx": batch_idx}
         self.is_counted = False
-        audit_error = None
-        if self._is_first:
-            self._is_first = False
-            self._find_scale(batch)
-            audit_error = self._audit(batch)
         versions = self._keep(batch)
+        audit_error = self._prepare() if self._is_first else None
+        self._is_first = False
         result = self._train_batch(batch=batch, **self._indices)
         if self._changes_batches is not True:
             self._changes_batches = any(version_of(t) != v for t, v in versions)
@@ -122,7 +119,7 @@ class Batches:
         batch = self.newest
         if batch is None:
             return None
-        return self._amp.rehearsal_by(lambda: self._train_copy(batch), batch)
+        return self._amp.rehearsal_by(lambda: self._train_again(batch), batch)
 
     def samples(self) -> int:
         """The samples in the newest batch, as the trial counts them."""
@@ -130,22 +127,22 @@ class Batches:
 
     # What is done around a batch.
 
-    def _find_scale(self, batch: Any) -> None:
-        amp = self._amp
-        if amp.guard.enabled and amp.settings.finds_scale:
-            rehearsal = amp.rehearsal_by(lambda: self._train_copy(batch), batch)
+    def _prepare(self) -> Exception | None:
+        """Find the scale, and audit the first batch, in rehearsals of it.
+
+        Returns:
+            The error that the trial raised in the audit. If the batch cannot be trained
+            either, training it raises the error again.
+        """
+        amp, rehearsal = self._amp, self.rehearsal()
+        if not amp.guard.enabled or rehearsal is None:
+            return None
+        if amp.settings.finds_scale:
             trial, context = self._trial, self._context
             amp.settings = settings_with_found_scale(amp, trial, context, rehearsal)
-
-    def _audit(self, batch: Any) -> Exception | None:
-        """Audit a rehearsal of a batch; return the error that the trial raised in it.
-
-        If the batch cannot be trained either, training it raises the error again.
-        """
-        amp = self._amp
-        if not (amp.guard.enabled and amp.settings.audit):
+        if not amp.settings.audit:
             return None
-        rehearsal = amp.rehearsal_by(lambda: self._train_apart(batch))
+        rehearsal = amp.rehearsal_by(self._train_apart)
         precision, has_tf32 = amp.settings.precision, DeviceSupport.of(amp.device).tf32
         try:
             audit = audit_rehearsal(rehearsal, precision, has_tf32=has_tf32)
@@ -167,18 +164,18 @@ class Batches:
         tensors = [tensor for tensor in tensors_of(batch) if not tensor.is_inference()]
         return [(tensor, version_of(tensor)) for tensor in tensors]
 
-    def _train_copy(self, batch: Any) -> Any:
+    def _train_again(self, batch: Any) -> Any:
         return self._train_batch(batch=own_copy(batch), **self._indices)
 
-    def _train_apart(self, batch: Any) -> None:
-        """Train a copy of a batch without a trace in the trial's own attributes."""
+    def _train_apart(self) -> None:
+        """Train the newest batch without a trace in the trial's own attributes."""
         amp, context = self._amp, self._context
         modules = [module for model in amp.models for module in model.modules()]
         tensors = parameters_in(amp.models, amp.optimizers)
         owners = [owner for owner, _ in what_steps(context)]
         shared = [amp, amp.scaler, self, *vars(context).values(), *amp.optimizers]
         with attributes_apart(self._trial, [*shared, *owners, *modules, *tensors]):
-            self._train_copy(batch)
+            self._train_again(self.newest)
 
     def _step(
         self,

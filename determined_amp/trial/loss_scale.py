@@ -45,9 +45,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# How the sentences of a finding begin that are of no use in the log of a training.
-_NEEDLESS = ("starting at", "verdict:")
-
 # Longer than any training, so that a resumed loop does not end before its first batch.
 _NEVER = pytorch.Batch(2**40)
 
@@ -258,9 +255,6 @@ def settings_with_found_scale(
 ) -> AmpSettings:
     """Find the loss scale of a training, and give it to its scaler.
 
-    A rehearsal restores models and random state. What the trial itself keeps, such as a
-    counter, a queue or a generator of its own, sees every rehearsal.
-
     Args:
         amp: The trial's mixed precision.
         trial: The trial.
@@ -275,49 +269,40 @@ def settings_with_found_scale(
             overflows.
     """
     begun = time.perf_counter()
-    first = max(amp.settings.first_scale, amp.settings.min_scale)
-    default = dataclasses.replace(amp.settings, init_scale=first)
-    name = type(trial).__name__
+    scale = amp.settings.first_scale
     try:
-        answer = _find([rehearsal], name, trial, context)
+        answer = _find([rehearsal], type(trial).__name__, trial, context)
+        scale = _usable_scale(amp.settings, answer)
     except LossScaleError as error:
-        logger.warning(
-            "init_scale: find found none: %s; starting with %s",
-            *(error, scale_text(first)),
-        )
-        return default
-    scale = _usable_scale(amp.settings, answer)
-    if scale is None:
-        return default
-    amp.scaler.load_state_dict({**amp.scaler.state_dict(), "scale": scale})
-    note_on_master(context, init_scale=scale)
-    if amp.slots.rank == 0:
-        needless = ("starting at",) if answer.finding.answer_log2 is None else _NEEDLESS
-        texts = [
-            text for text in scale_sentences(answer) if not text.startswith(needless)
-        ]
-        logger.info(
-            "init_scale: find found %s in %.1f s, %d samples forward and backward: %s",
-            *(scale_text(scale), time.perf_counter() - begun, answer.passed_samples),
-            "; ".join(texts),
-        )
-    return dataclasses.replace(default, init_scale=scale)
+        text = "init_scale: find found none: %s; starting with %s"
+        logger.warning(text, error, scale_text(scale))
+    else:
+        amp.scaler.load_state_dict({**amp.scaler.state_dict(), "scale": scale})
+        note_on_master(context, init_scale=scale)
+        if amp.slots.rank == 0:
+            took = f"{time.perf_counter() - begun:.1f} s"
+            samples = f"{answer.passed_samples} samples forward and backward"
+            text = "init_scale: find found %s in %s, %s: %s"
+            sentences = "; ".join(scale_sentences(answer.finding))
+            logger.info(text, scale_text(scale), took, samples, sentences)
+    return dataclasses.replace(amp.settings, init_scale=scale)
 
 
-def _usable_scale(settings: AmpSettings, answer: FoundScale) -> float | None:
-    """The scale to start with; None if none helps and the settings only want a
-    warning.
+def _usable_scale(settings: AmpSettings, answer: FoundScale) -> float:
+    """The scale to start with.
+
+    Raises:
+        LossScaleError: if none helps, and the settings only want a warning.
+        ConfigError: if none helps, or the smallest one that is allowed overflows.
     """
-    scale = answer.init_scale
+    scale, finding = answer.init_scale, answer.finding
     if scale is None:
-        *_, verdict = scale_sentences(answer)
-        because = verdict.removeprefix("verdict: ")
+        because = f"no scale helps: {finding.cause}"
+        if settings.on_overflow is OnOverflow.WARN:
+            raise LossScaleError(because)
         problem = f"init_scale: got find, and {because}; allowed: amp_bf16"
-        if settings.on_overflow is OnOverflow.ABORT:
-            raise ConfigError("the trial", [problem])
-        logger.warning("%s", problem)
-        return None
-    if settings.min_scale > 2.0**answer.finding.top_log2:
+        raise ConfigError("the trial", [problem])
+    if settings.min_scale > 2.0**finding.top_log2:
         problem = (
             f"init_scale: got find, which found {scale_text(scale)}, and gradients "
             f"overflow at min_scale {scale_text(settings.min_scale)}; allowed: "
@@ -344,19 +329,15 @@ def _find(
     Raises:
         LossScaleError: if no scale can be found.
     """
-    scaler, amp = scaler_of(context), amp_of(context)
+    amp = amp_of(context)
     finding = find_range(rehearsals, context.distributed)
-    samples = sum(
-        int(trial.get_batch_length(rehearsal.batch)) for rehearsal in rehearsals
-    )
-    samples_of_slots = context.distributed.allgather(samples)
+    samples = sum(int(trial.get_batch_length(each.batch)) for each in rehearsals)
     run = run_now(
         name,
         context.device,
         batches=len(rehearsals),
-        samples=sum(samples_of_slots),
-        init_scale=float(scaler.get_scale()),
-        growth_interval=int(scaler.get_growth_interval()),
+        samples=sum(context.distributed.allgather(samples)),
+        init_scale=float(scaler_of(context).get_scale()),
         is_ours=amp is not None,
         min_scale=amp.settings.min_scale if amp else 0.0,
     )
