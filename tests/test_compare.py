@@ -247,14 +247,18 @@ def on_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TaskMaster:
         "learning_rate": {"type": "const", "val": 0.5},
         "global_batch_size": 4,
     }
-    return start_task(monkeypatch, tmp_path, {"name": "a"}, hparams)
+    config = {"name": "a", "entrypoint": "tests.shapes:Images"}
+    return start_task(monkeypatch, tmp_path, config, hparams)
+
+
+OPTIONS = Namespace(trial=None, seeds=1, precisions=[*Precision], batches=None)
 
 
 @pytest.mark.usefixtures("on_cluster")
 def test_task_of_several_slots_is_refused() -> None:
     det.get_cluster_info().slot_ids.append(1)  # type: ignore[union-attr]
     with pytest.raises(UserError, match="slots_per_trial: got 2; allowed: 1"):
-        compare_on_cluster(Namespace())
+        compare_on_cluster(OPTIONS)
 
 
 @pytest.mark.usefixtures("on_cluster")
@@ -262,7 +266,7 @@ def test_task_without_a_batch_size_is_refused_before_its_pilots() -> None:
     info: Any = det.get_cluster_info()
     del info.trial.hparams["global_batch_size"]
     with pytest.raises(UserError, match=r"hyperparameters\.global_batch_size: missing"):
-        compare_on_cluster(Namespace())
+        compare_on_cluster(OPTIONS)
 
 
 def test_task_leaves_its_answer_on_the_master(
@@ -274,7 +278,7 @@ def test_task_leaves_its_answer_on_the_master(
     report = write_precision_report([source], tmp_path)
     compared = Mock(return_value=ComparisonEnd(tmp_path, report))
     monkeypatch.setattr(comparison_task, "compare", compared)
-    compare_on_cluster(Namespace())
+    compare_on_cluster(OPTIONS)
     assert on_cluster.reports["validation"] == [(100, {"speed": 2.0})]
     noted = {"precision": "amp_bf16", "verdict": "cannot tell yet", "speed": 2.0}
     assert on_cluster.metadata.items() >= noted.items()
@@ -292,7 +296,7 @@ def test_task_that_can_train_only_fp32_leaves_that_answer_as_its_page(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runs, "run_pilots", pilots_of_one)
     master = start_task(monkeypatch, tmp_path, IMAGES, IMAGES["hyperparameters"])
-    compare_on_cluster(Namespace(trial=None, seeds=1, precisions=[*Precision]))
+    compare_on_cluster(OPTIONS)
     (page,) = tmp_path.glob("checkpoints/*/precision.md")
     assert (
         page.read_text() == f"# {runs.ONLY_FP32}\n\n* amp_bf16: it is emulated here\n"

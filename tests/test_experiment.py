@@ -121,6 +121,11 @@ def test_key_without_effect_is_an_error_unless_it_is_the_masters_default(
             {"hp.trial": None, "entrypoint": "trials.mlp.MLPTrial"},
             ("hp.trial: missing, and the entrypoint 'trials.mlp.MLPTrial' names none"),
         ),
+        # One that is required is named once.
+        (
+            {"hp.training": {"max_lenght": {"batches": 8}}},
+            "hp.training.max_lenght: unknown key; did you mean max_length?",
+        ),
         # A key that is nearly one of Determined's is no other.
         ({"nae": 1}, "nae: unknown key; did you mean name?"),
         # Without the class its keys cannot be known: `hidden_features` is not called a

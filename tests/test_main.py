@@ -137,8 +137,8 @@ def test_package_that_is_missing_is_named_with_the_remedy(
         ("trian", "invalid choice: 'trian' (choose from "),
         ("train --tral x:Y", "unrecognized arguments: --tral x:Y"),
         ("find --batches 0", "--batches: got 0; allowed: an integer >= 1"),
-        ("train --trial trials.mlp:MLPTrail", "did you mean 'MLPTrial'?"),
-        ("train --trial trials.late:LatteTrial", "did you mean 'latte'?"),
+        ("train --trial trials.mlp:MLPTrail", "did you mean MLPTrial?"),
+        ("train --trial trials.late:LatteTrial", "did you mean latte?"),
     ],
 )
 def test_mistake_in_an_entrypoint_is_noted_on_the_master_and_not_retried(

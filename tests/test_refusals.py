@@ -100,15 +100,15 @@ SAID_AT_ONCE: dict[str, list[str]] = {
         for name in TRAINING
     },
     **{
-        f"{name} {MLP} --trial trials.mlp:MLPTrail": ["did you mean 'MLPTrial'?"]
+        f"{name} {MLP} --trial trials.mlp:MLPTrail": ["did you mean MLPTrial?"]
         for name in (*TRAINING, "check")
     },
     "train plain.yaml --trial nowhere:Trial": ["searched: "],
     # The words of the command.
     "": ["the following arguments are required: COMMAND"],
     "trian": ["invalid choice: 'trian' (choose from "],
-    "find a.yaml --batchs 3": ["--batchs 3; did you mean '--batches'?"],
-    "report a --metrc b": ["did you mean '--metric'?"],
+    "find a.yaml --batchs 3": ["--batchs 3; did you mean --batches?"],
+    "report a --metrc b": ["did you mean --metric?"],
     # An empty argument is a variable that is not set; an empty value is a value.
     "train a.yaml --run-folder ''": ["got an empty argument in train a.yaml --run-fo"],
     "report a --output=": ["got an empty argument in report a --output="],
@@ -121,10 +121,27 @@ SAID_AT_ONCE: dict[str, list[str]] = {
     f"find {MLP} --batches 0": ["--batches: got 0; allowed: an integer >= 1 and <= "],
     f"find {MLP} --json no/where.json": ["in a folder that exists"],
     f"find {MLP} --json a.txt": ["--json: got a.txt; allowed: a name in .json"],
+    # A script in place of a YAML, and more words than the script.
+    **{
+        f"{name} sub/train.py": [
+            f"sub/train.py: is Python; allowed: det-amp {name} YAML --trial sub.train:",
+            "of a script: det-amp check sub/train.py",
+        ]
+        for name in (*TRAINING, "score", "search")
+    },
+    **{
+        f"check {words}": ["; write det-amp check SCRIPT.py ITS ARGUMENTS, with the "]
+        for words in (
+            "python train.py",
+            "torchrun --nproc-per-node 2 train.py",
+            "python -m package",
+            "-m package",
+        )
+    },
     "check a.yaml --minutes 3": ["--minutes and --in-place are for a SCRIPT.py"],
     "check --trial b:C a.py": ["--trial, --config and --precision are for a YAML"],
     "check": ["give an experiment YAML, or a SCRIPT.py that trains"],
-    "check --explain clip_scald": ["did you mean 'clip_scaled'?"],
+    "check --explain clip_scald": ["did you mean clip_scaled?"],
     "search a.yaml --resume b": ["give either a search YAML, or --resume FOLDER"],
     "search --resume b --config a=1": ["leave --config and --trial out"],
     f"search a --workers {'9' * 5000}": ["99; allowed: an integer >= 1 and <= "],
@@ -132,6 +149,8 @@ SAID_AT_ONCE: dict[str, list[str]] = {
     "report precision": ["the following arguments are required: SOURCE"],
     "report a --margin nan": ["--margin: got nan; allowed: a number above 0"],
     "report a --margin 0": ["--margin: got 0; allowed: a number above 0"],
+    "check train.py --minutes 0": ["train.py: no such file"],
+    "check --minutes 0 train.py": ["--minutes: got 0; allowed: a number above 0"],
     **{
         f"report {source}": ["for a comparison; ", "allowed: det-amp report precision"]
         for source in ("fp32 --metric f1", "study --margin 1")
@@ -143,6 +162,10 @@ SAID_AT_ONCE: dict[str, list[str]] = {
     ],
     f"compare plain.yaml {BATCH_SIZE} --precisions fp32 fp32": [
         "--precisions: got fp32 fp32; allowed:"
+    ],
+    f"compare plain.yaml {BATCH_SIZE} --batches 21 --config "
+    "optimizations.aggregation_frequency=4": [
+        "--batches: got 21; allowed: a multiple of aggregation_frequency, such as 24"
     ],
     # A search.
     **{

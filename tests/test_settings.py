@@ -137,6 +137,8 @@ def test_bound_is_kept_on_both_sides_of_its_edge(
     [
         ({}, "s.count: missing; allowed: an integer"),
         ({"count": 1, "ratoi": 1}, "s.ratoi: unknown key; did you mean ratio?"),
+        # One that is required is named once.
+        ({"cuont": 1}, "s.cuont: unknown key; did you mean count?"),
         (
             {"count": 1, "inner": {"depth": 0}},
             "s.inner.depth: got 0; allowed: an integer >= 1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import textwrap
 from collections.abc import Iterable
@@ -86,6 +87,18 @@ class GuardError(UserError):
         super().__init__(message)
         self.state_is_good = state_is_good
         self.metrics = metrics
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The name that is spelt most alike; empty if none is near."""
+    near = difflib.get_close_matches(name, [*names], n=1, cutoff=0.75)
+    return near[0] if near else ""
+
+
+def near_name(name: str, names: Iterable[str], otherwise: str = "") -> str:
+    """A question that names the nearest name; without a near one `otherwise`."""
+    near = nearest(name, names)
+    return f"; did you mean {near}?" if near else otherwise
 
 
 def one_line(value: object) -> str:

@@ -13,7 +13,6 @@ hyperparameters as JSON, where 65536.0 becomes 65536.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
 import json
 import operator
@@ -24,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from determined_amp.amp.errors import ConfigError, Problem
+from determined_amp.amp.errors import ConfigError, Problem, near_name, nearest
 
 T = TypeVar("T")
 
@@ -136,9 +135,12 @@ def fill(
     names = [field.name for field in fields]
     if getattr(cls, "READ_IN_PART", False):
         raw = {name: raw[name] for name in names if raw.get(name) is not None}
-    found = list(_unknown_keys(raw, path, names))
+    unknown = [str(key) for key in raw if key not in names]
+    found = [_unknown(path, key, names) for key in unknown]
     hints = typing.get_type_hints(cls)
     for field in fields:
+        if field.name not in raw and nearest(field.name, unknown):
+            continue  # it is not missing, but misspelt
         place = _join(path, field.name)
         value = known.get(field.name) if field.name in raw else None
         if type(value) not in _kinds(hints[field.name])[0]:
@@ -190,13 +192,9 @@ def shown(raw: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _unknown_keys(
-    raw: Mapping[Any, object], path: str, names: list[str]
-) -> Iterator[Problem]:
-    for key in [key for key in raw if key not in names]:
-        near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.6)
-        allowed = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(names)}"
-        yield Problem(_join(path, key), f"unknown key; {allowed}")
+def _unknown(path: str, key: str, names: list[str]) -> Problem:
+    near = near_name(key, names, f"; allowed: {', '.join(names)}")
+    return Problem(_join(path, key), f"unknown key{near}")
 
 
 def _join(path: str, key: object) -> str:

@@ -150,6 +150,21 @@ def _as_started(path: str, arguments: Sequence[str]) -> Iterator[None]:
         yield
 
 
+def announced(file: str, minutes: float, *, in_place: bool) -> str:
+    """What will be done with a script, in a line."""
+    changes = (
+        "where it says"
+        if in_place
+        else "in a scratch folder alone, and loggers are off"
+    )
+    return (
+        f"running {file} until each of its optimizers has made {STEPS} steps and one "
+        f"was saved, for {MOST_STEPS} steps or {minutes:g} minutes at most; two steps "
+        "of each are made to overflow, and the loss scale moves in others. What it "
+        f"writes, renames and removes changes {changes}; {ONE_RUN}"
+    )
+
+
 def is_first_rank() -> bool:
     """Whether this process is the one of its launcher that prints."""
     return os.environ.get("RANK", "0") == "0"

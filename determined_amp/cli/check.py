@@ -22,16 +22,16 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from determined_amp.amp.errors import UserError
+from determined_amp.amp.errors import UserError, near_name
 from determined_amp.check.finding import ROWS
 from determined_amp.cli.options import (
     AddParser,
     add_command,
     add_trial_options,
     experiment_of,
+    positive,
 )
 from determined_amp.experiment.failures import is_task
-from determined_amp.experiment.trial_text import near_name
 from determined_amp.search.server import start_server
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 # Options for a script that it may have itself, too.
 _OPTIONS = ("--json", "--verbose", "--minutes", "--in-place")
+
+_MINUTES = 2.0
 
 # What of the row of a finding is printed, and its name.
 _SHOWN = {
@@ -68,6 +70,10 @@ def add_check(add_parser: AddParser) -> None:
     parser.usage = (
         "det-amp check [options] (YAML | SCRIPT.py ITS ARGUMENTS | --explain [KEY])"
     )
+    parser.instead = (
+        "; write det-amp check SCRIPT.py ITS ARGUMENTS, with the file of a module in "
+        "place of -m MODULE, or torchrun ... -m determined_amp check SCRIPT.py"
+    )
     parser.add_argument(
         "--explain",
         nargs="?",
@@ -77,8 +83,9 @@ def add_check(add_parser: AddParser) -> None:
     )
     parser.add_argument(
         "--minutes",
-        type=float,
-        help="how long a script may run (default: 2)",
+        type=positive,
+        metavar="N",
+        help=f"how long a script may run (default: {_MINUTES:g})",
     )
     parser.add_argument(
         "--in-place",
@@ -151,47 +158,45 @@ def _answer(findings: CheckFindings, options: Namespace) -> int:
     return 0 if findings.are_right else 1
 
 
-def _check_script(options: Namespace) -> int:
+def _refuse_script(options: Namespace) -> None:
+    """Refuse a script that is not there, and options that are not for one."""
     if options.trial or options.overrides or options.precision:
         options.parser.error(
             "--trial, --config and --precision are for a YAML; options of a script "
             "stand behind it"
         )
-    script_file = options.config
-    minutes = 2.0 if options.minutes is None else options.minutes
-    if not minutes > 0:
-        options.parser.error(f"--minutes: got {minutes:g}; allowed: a number above 0")
-    if not Path(script_file).is_file():
-        near = near_name(script_file, map(str, Path(script_file).parent.glob("*.py")))
-        raise UserError(
-            f"{script_file}: no such file{near}; allowed: a script that trains"
-        )
-    from determined_amp.check import script  # noqa: PLC0415  # torch
+    file = Path(options.config)
+    if not file.is_file():
+        near = near_name(options.config, map(str, file.parent.glob("*.py")))
+        raise UserError(f"{file}: no such file{near}; allowed: a script that trains")
 
-    first = script.is_first_rank()
+
+def _shared(options: Namespace) -> str:
+    """Which options of ours the script gets, in a line; empty if none."""
     given = [word.partition("=")[0] for word in options.arguments]
     both = [word for word in given if word in _OPTIONS]
-    if first and both:
-        _say(f"{script_file} gets {', '.join(both)}: options of check stand before it")
-    if first:
-        changes = (
-            "where it says"
-            if options.in_place
-            else "in a scratch folder alone, and loggers are off"
-        )
-        _say(
-            f"running {script_file} until each of its optimizers has made "
-            f"{script.STEPS} steps and one was saved, for {script.MOST_STEPS} steps "
-            f"or {minutes:g} minutes at most; two steps "
-            "of each are made to overflow, and the loss scale moves in others. "
-            f"What it writes, renames and removes changes {changes}; {script.ONE_RUN}"
-        )
+    if not both:
+        return ""
+    return (
+        f"{options.config} gets {', '.join(both)}: options of check stand before it\n"
+    )
+
+
+def _check_script(options: Namespace) -> int:
+    _refuse_script(options)
+    from determined_amp.check import script  # noqa: PLC0415  # torch
+
+    minutes = options.minutes or _MINUTES
+    is_first = script.is_first_rank()
+    if is_first:
+        plan = script.announced(options.config, minutes, in_place=options.in_place)
+        _say(f"{_shared(options)}{plan}")
     # The JSON stands alone on standard output.
     with redirect_stdout(sys.stderr if options.json else sys.stdout):
         findings, raised = script.examine_script(
-            script_file, options.arguments, minutes, in_place=options.in_place
+            options.config, options.arguments, minutes, in_place=options.in_place
         )
-    status = _answer(findings, options) if first else 0
+    status = _answer(findings, options) if is_first else 0
     sys.stdout.flush()
     if raised is None:
         return status

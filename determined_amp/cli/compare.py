@@ -17,8 +17,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from determined_amp.amp.errors import ConfigError, UserError
-from determined_amp.amp.plain_data import Config
+from determined_amp.amp.errors import UserError
 from determined_amp.amp.settings import Precision
 from determined_amp.cli.options import (
     INTERRUPTED,
@@ -28,7 +27,8 @@ from determined_amp.cli.options import (
     at_least,
     experiment_of,
 )
-from determined_amp.experiment.failures import MISSING_BATCH_SIZE, is_task
+from determined_amp.compare.comparable import check_comparable
+from determined_amp.experiment.failures import is_task
 from determined_amp.search.server import start_server
 
 
@@ -78,22 +78,19 @@ def _compare(options: Namespace) -> int:
             f"--precisions: got {names}; allowed: fp32, and what to compare with it"
         )
     options.precisions = chosen
-    config: Config = {}
-    if not is_task():
-        options.precision = Precision.FP32.value  # that of the YAML counts for nothing
-        experiment = experiment_of(options)
-        if experiment.global_batch_size is None:
-            raise ConfigError(options.config, [MISSING_BATCH_SIZE])
-        config = experiment.config
-    start_server()
-    # Imported after the server starts: both spend seconds importing torch, at the same
-    # time.
+    # What is imported after the server starts spends seconds importing torch, as the
+    # server does at the same time.
     if is_task():
+        start_server()
         from determined_amp.compare.comparison_task import compare_on_cluster  # noqa: PLC0415
 
         compare_on_cluster(options)
         return 0
+    options.precision = Precision.FP32.value  # that of the YAML counts for nothing
+    experiment = experiment_of(options)
+    check_comparable(experiment, options.batches)
+    start_server()
     from determined_amp.compare.runs import compare  # noqa: PLC0415
 
-    end = compare(config, options.config, options)
+    end = compare(experiment, options)
     return INTERRUPTED if end.is_interrupted else 0

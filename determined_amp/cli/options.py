@@ -5,18 +5,19 @@ Nothing here imports torch: a mistake in an option or in a YAML is named at once
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from determined_amp.amp.errors import UserError
+from determined_amp.amp.errors import UserError, near_name
 from determined_amp.amp.plain_data import Config
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment.entrypoint import BATCHES, MOST_BATCHES
 from determined_amp.experiment.failures import is_task
-from determined_amp.experiment.trial_text import near_name
 
 if TYPE_CHECKING:
     from determined_amp.experiment.experiment import Experiment
@@ -26,7 +27,13 @@ INTERRUPTED = 130
 
 
 class Parser(ArgumentParser):
-    """Raises a `UserError` for a mistake, which the door prints and a task notes."""
+    """Raises a `UserError` for a mistake, which the door prints and a task notes.
+
+    Attributes:
+        instead: What to type in place of words that are no options.
+    """
+
+    instead = ""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog}: {message}; {self.prog} --help lists all")
@@ -34,7 +41,8 @@ class Parser(ArgumentParser):
     def refuse(self, words: Sequence[str]) -> NoReturn:
         """Raise for words that no option takes."""
         known = re.findall(r"--[\w-]+", self.format_help())
-        near = near_name(words[0].partition("=")[0], known)
+        option = words[0].partition("=")[0] if words[0].startswith("--") else ""
+        near = near_name(option, known, self.instead)
         self.error(f"unrecognized arguments: {shlex.join(words)}{near}")
 
 
@@ -105,6 +113,13 @@ def configuration_of(options: Namespace) -> Config:
     from determined_amp.experiment.experiment import read_yaml  # noqa: PLC0415
     from determined_amp.experiment.overrides import in_precision, with_overrides  # noqa: PLC0415
 
+    if options.config.endswith(".py"):
+        module = ".".join(Path(options.config).with_suffix("").parts)
+        raise UserError(
+            f"{options.config}: is Python; allowed: {options.parser.prog} YAML --trial "
+            f"{module}:CLASS with a PyTorchTrial of it, and of a script: det-amp check "
+            f"{options.config}"
+        )
     config = with_overrides(read_yaml(options.config), options.overrides)
     return in_precision(config, getattr(options, "precision", None))
 
@@ -162,3 +177,14 @@ def at_least(least: int, most: int = 10**9) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+def positive(text: str) -> float:
+    """The `type` of an option that takes a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ArgumentTypeError(f"got {text}; allowed: a number above 0")
+    return value

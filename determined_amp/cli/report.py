@@ -8,13 +8,12 @@ of any source.
 
 from __future__ import annotations
 
-import math
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from determined_amp.amp.errors import UserError
-from determined_amp.cli.options import AddParser, add_command
+from determined_amp.cli.options import AddParser, add_command, positive
 
 if TYPE_CHECKING:
     from determined_amp.report.page import Written
@@ -55,7 +54,7 @@ def add_report(add_parser: AddParser) -> None:
     )
     parser.add_argument(
         "--margin",
-        type=_positive,
+        type=positive,
         metavar="X",
         help=(
             "of a comparison: what does not matter; default: 0.003 of an accuracy or "
@@ -105,13 +104,3 @@ def _write(sources: list[str], options: Namespace, *, compares: bool) -> Written
     if search.is_single and search.runs:
         return write_run_report(search.runs[0], folder)
     return write_search_report(search, folder)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ArgumentTypeError(f"got {text}; allowed: a number above 0")
-    return value

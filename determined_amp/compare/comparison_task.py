@@ -7,13 +7,14 @@ from argparse import Namespace
 
 from determined import core
 
-from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import Precision
 from determined_amp.cluster import leave_answer, task_info, task_without_trial
+from determined_amp.compare.comparable import check_comparable
 from determined_amp.compare.pilots import BATCHES
 from determined_amp.compare.runs import ONLY_FP32, ComparisonEnd, compare
-from determined_amp.experiment.failures import MISSING_BATCH_SIZE
+from determined_amp.experiment.experiment import experiment_in
+from determined_amp.experiment.overrides import in_precision
 
 
 def compare_on_cluster(options: Namespace) -> None:
@@ -26,12 +27,13 @@ def compare_on_cluster(options: Namespace) -> None:
         UserError: see `compare`.
     """
     with task_without_trial() as (config, core_context):
-        if config["hyperparameters"].get("global_batch_size") is None:
-            raise ConfigError("experiment", [MISSING_BATCH_SIZE])
         if task_info().latest_checkpoint is not None:
             print("nothing is left to do: the answer is in the checkpoint")
             return
-        _leave(core_context, compare(config, "experiment", options))
+        in_fp32 = in_precision(config, Precision.FP32.value)
+        experiment = experiment_in(in_fp32, "experiment", trial=options.trial)
+        check_comparable(experiment, options.batches)
+        _leave(core_context, compare(experiment, options))
 
 
 def _leave(core_context: core.Context, end: ComparisonEnd) -> None:

@@ -193,7 +193,7 @@ def train_pilot(experiment: Experiment, folder: Path, what: str) -> Pilot:
         what: Its name, to be shown.
     """
     # A log has no status line.
-    print(f"{what}: up to {BATCHES} batches", flush=True)
+    print(f"{what}: 0 of {BATCHES} batches", flush=True)
     started: Values = {}
     reports: list[tuple[float, int]] = []  # when, and after which batch
 
@@ -208,7 +208,9 @@ def train_pilot(experiment: Experiment, folder: Path, what: str) -> Pilot:
         status.update(f"{what}: {done}, at most {minutes(max(left, 0.0))} more")
         return left > 0.0
 
-    with Console().status(f"{what}: its first batches, and their audit") as status:
+    with Console().status(
+        f"{what}: 0 of {BATCHES} batches, the first is audited"
+    ) as status:
         began = time.monotonic()
         ended = _run(Job(Task(Verb.TRAIN), experiment, RunFolder(folder)), goes_on)
     wall = time.monotonic() - began

@@ -21,10 +21,9 @@ from determined_amp.compare.pilots import (
 )
 from determined_amp.compare.plan import ComparisonPlan, plan_lines, plan_of
 from determined_amp.experiment.dotted import value_at
-from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, parse
+from determined_amp.experiment.experiment import TRIAL_SEED, Experiment
 from determined_amp.experiment.failures import is_task
 from determined_amp.experiment.files import write_whole
-from determined_amp.experiment.overrides import in_precision
 from determined_amp.report import ReportError
 from determined_amp.report.precision_report import (
     PrecisionReport,
@@ -55,24 +54,22 @@ class ComparisonEnd:
     is_interrupted: bool = False  # whether a signal stopped it
 
 
-def compare(config: Config, source: str, options: Namespace) -> ComparisonEnd:
+def compare(experiment: Experiment, options: Namespace) -> ComparisonEnd:
     """Compare the precisions of a trial, and print which one to use.
 
     Args:
-        config: The experiment configuration.
-        source: Where it comes from, for the error message.
-        options: `trial`, `precisions`, `seeds`, `batches`, `minutes`, and the `words`
-            that were typed.
+        experiment: Its experiment in fp32, see `check_comparable`.
+        options: `precisions`, `seeds`, `batches`, `minutes`, and the `words` that were
+            typed.
 
     Raises:
         UserError: if the trial cannot be trained in fp32.
     """
-    in_fp32 = in_precision(config, Precision.FP32.value)
-    experiment = parse(in_fp32, source, trial=options.trial)
+    experiment = experiment.with_trial()
     # A search is checked more strictly than a run: its mistakes come before pilots.
     window = experiment.aggregation_frequency
     shortest = ComparisonPlan(window, window, options.seeds)
-    SearchPlan(search_over(experiment, options.precisions, shortest), source)
+    SearchPlan(search_over(experiment, options.precisions, shortest), experiment.source)
     folder = fresh_folder(Path("runs"), f"compare-{experiment.name}")
     results = PilotResults()
     try:

@@ -10,8 +10,8 @@ from typing import Any
 
 from determined import pytorch
 
-from determined_amp.amp.errors import ConfigError
-from determined_amp.experiment.trial_text import near_name, not_importable, refuse_typo
+from determined_amp.amp.errors import ConfigError, near_name
+from determined_amp.experiment.trial_text import not_importable, refuse_typo
 
 # Takes a context, and the hyperparameters if it requires a second argument.
 Factory = Callable[..., pytorch.PyTorchTrial]

@@ -11,12 +11,11 @@ true` and `precision: 16`: those are its own, and the first line of the log name
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from determined_amp.amp.errors import Problem
+from determined_amp.amp.errors import Problem, near_name
 from determined_amp.amp.fields import shown
 from determined_amp.amp.plain_data import Config
 from determined_amp.amp.settings import AmpSettings
@@ -34,8 +33,8 @@ reproducibility resources retention_policy scheduling_unit searcher security slu
 tensorboard_storage workspace
 """
 _OTHERWISE = (
-    "Determined 0.38.1 has none of that name at the top level; allowed there: its own; "
-    "a trial's own values belong in hyperparameters or data"
+    "; Determined 0.38.1 has none of that name at the top level; allowed there: its "
+    "own; a trial's own values belong in hyperparameters or data"
 )
 _SECTIONS = {
     "checkpoint_storage": """
@@ -140,7 +139,9 @@ def _unknown(
         if key.lower() == "amp" or key in _AMP_KEYS | _LENGTHS:
             yield _belongs(place, value, key)
         else:
-            yield Problem(place, f"unknown key; {_near(key, allowed, otherwise)}")
+            listed = otherwise or f"; allowed: {', '.join(allowed)}"
+            near = near_name(key.lower(), allowed, listed)
+            yield Problem(place, f"unknown key{near}")
 
 
 def _of_the_searcher(section: Any) -> Iterator[Problem]:
@@ -151,14 +152,10 @@ def _of_the_searcher(section: Any) -> Iterator[Problem]:
         keys = f"{_OF_EVERY_SEARCHER} {_SEARCHERS[name]}".split()
         yield from _unknown("searcher", section, keys)
     else:
-        yield Problem("searcher.name", f"got {name!r}; {_near(name, _SEARCHERS)}")
-
-
-def _near(word: str, allowed: Collection[str], otherwise: str = "") -> str:
-    near = difflib.get_close_matches(word.lower(), allowed, n=1, cutoff=0.75)
-    if near:
-        return f"did you mean {near[0]}?"
-    return otherwise or f"allowed: {', '.join(allowed)}"
+        near = near_name(
+            name.lower(), _SEARCHERS, f"; allowed: {', '.join(_SEARCHERS)}"
+        )
+        yield Problem("searcher.name", f"got {name!r}{near}")
 
 
 def _of_ours(path: Sequence[str], value: object) -> Iterator[Problem]:

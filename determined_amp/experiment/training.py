@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from determined_amp.amp.errors import Problem
+from determined_amp.amp.errors import Problem, nearest
 from determined_amp.amp.fields import Contradictions, setting
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment.dotted import value_at
@@ -171,7 +171,8 @@ def mistakes_of_our_form(config: Config, values: Config) -> Iterator[Problem]:
 
     A key with the master's default asks for nothing: a master fills it in.
     """
-    if values["training"].get("max_length") is None:
+    given = [key for key, value in values["training"].items() if value is not None]
+    if not nearest("max_length", given):  # a misspelt key is named as that
         yield missing_length(f"{_TRAINING}.max_length")
     if _is_test(config):  # which has some of these keys from `det`
         return

@@ -6,13 +6,14 @@ To import a trial is to import torch, which takes seconds. A typo is named befor
 from __future__ import annotations
 
 import ast
-import difflib
 import os
 import sys
 from collections.abc import Iterable
 from importlib import util
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+
+from determined_amp.amp.errors import near_name
 
 # With one of these names a module can get attributes that its text does not show.
 _DYNAMIC = {"globals", "locals", "vars", "exec", "sys", "__getattr__", "*"}
@@ -51,12 +52,6 @@ def not_importable(import_path: str, why: str) -> ValueError:
     return ValueError(
         f"got {import_path!r}, which cannot be imported: {why}; searched: {os.getcwd()}"
     )
-
-
-def near_name(name: str, names: Iterable[str]) -> str:
-    """A question that names the nearest of some names; empty if none is near."""
-    near = difflib.get_close_matches(name, list(names), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _names_in(spec: ModuleSpec) -> set[str] | None:
