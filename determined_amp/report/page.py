@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from determined_amp.amp.fields import plain
@@ -37,7 +38,6 @@ PAPER = "#fefefe"
 BLUE = "#0072b2"
 VERMILION = "#d55e00"
 GREEN = "#009e73"
-AMBER = "#b07800"
 
 STYLE: dict[Any, Any] = {
     "font.size": 9.0,
@@ -64,6 +64,9 @@ class Panel:
     xlabel: str
     dots: Sequence[tuple[float, float]]
     line: str = "-"  # what joins them, as matplotlib names it
+    errors: Sequence[Sequence[float]] | None = None  # below and above each dot
+    names: Sequence[str] = ()  # of the dots
+    band: tuple[float, float] | None = None  # from where to where nothing matters
 
 
 def draw_panels(panels: Sequence[Panel]) -> Figure:
@@ -72,10 +75,19 @@ def draw_panels(panels: Sequence[Panel]) -> Figure:
         figure = Figure(figsize=(10.0, 3.0), layout="constrained")
         places = figure.subplots(1, max(len(panels), 1), squeeze=False)[0]
         for axes, panel in zip(places, panels, strict=False):
-            x, y = zip(*panel.dots, strict=True)
-            axes.plot(x, y, marker="o", linestyle=panel.line, color=BLUE, markersize=3)
-            axes.set(title=panel.title, xlabel=panel.xlabel)
+            _draw(axes, panel)
         return figure
+
+
+def _draw(axes: Axes, panel: Panel) -> None:
+    x, y = zip(*panel.dots, strict=True)
+    style: Values = {"marker": "o", "markersize": 3, "linestyle": panel.line}
+    axes.errorbar(x, y, panel.errors, color=BLUE, capsize=5, **style)
+    if panel.band is not None:
+        axes.axhspan(*panel.band, color=GREEN, alpha=0.14, linewidth=0)
+    if panel.names:
+        axes.set_xticks(x, panel.names)
+    axes.set(title=panel.title, xlabel=panel.xlabel)
 
 
 @dataclasses.dataclass(frozen=True)

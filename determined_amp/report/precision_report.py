@@ -5,7 +5,7 @@ JSON.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,15 @@ from determined_amp.report.answer import (
     ratio_text,
     what_to_type,
 )
-from determined_amp.report.change import Change
+from determined_amp.report.change import MIN_RATIO, RATIO_MARGIN, Change
 from determined_amp.report.comparison import Comparison, compare_runs, differences
-from determined_amp.report.page import Table, Written, write_page
-from determined_amp.report.precision_figure import draw_comparison
+from determined_amp.report.page import (
+    Panel,
+    Table,
+    Written,
+    draw_panels,
+    write_page,
+)
 from determined_amp.report.precision_runs import Pair, PrecisionRuns, counted
 from determined_amp.runs.run import AMP, TRIAL, Run
 from determined_amp.search.search_folder import Search
@@ -72,7 +77,7 @@ def write_precision_report(
         answer=answer.text,
         yaml=yaml_of(comparison, answer),
         sentences=list(precision_sentences(comparison)),
-        figure=draw_comparison(comparison),
+        figure=draw_panels(panels_of(comparison)),
         caption=_CAPTION,
         table=precision_table(comparison),
         origin=_method(comparison),
@@ -229,6 +234,39 @@ def _caveats(comparison: Comparison) -> Sentences:
             "ratios far outside the range of the runs. The memory is that of the whole "
             "process, libraries included"
         )
+
+
+def panels_of(comparison: Comparison) -> list[Panel]:
+    """The change of speed and metric in each pair that has it."""
+    pairs, margin = comparison.pairs, comparison.margin
+    speed = f"Times as fast (band: {MIN_RATIO - 1:.0%})"
+    metric = f"Difference of {comparison.metric} (band: {margin:.2g})"
+    speeds = [(pair, pair.speed) for pair in pairs if pair.speed is not None]
+    metrics = [(pair, pair.metric) for pair in pairs]
+    panels = [
+        _panel(speed, speeds, RATIO_MARGIN, math.exp),
+        _panel(metric, metrics, margin, float),
+    ]
+    return [panel for panel in panels if panel.dots]
+
+
+def _panel(
+    title: str,
+    changes: Sequence[tuple[Pair, Change]],
+    margin: float,
+    shown: Callable[[float], float],
+) -> Panel:
+    """A panel of some changes, each number as `shown` makes it."""
+    dots, below, above, names = [], [], [], []
+    for place, (pair, change) in enumerate(changes):
+        mean = shown(change.mean)
+        dots.append((place, mean))
+        below.append(mean - shown(change.low))
+        above.append(shown(change.high) - mean)
+        against = f"{pair.precision.value}\n- {pair.against.value}"
+        names.append(f"{against}:\n{change.judgement.value}")
+    band = shown(-margin), shown(margin)
+    return Panel(title, "", dots, "", [below, above], names, band)
 
 
 def precision_table(comparison: Comparison) -> Table:
