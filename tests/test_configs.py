@@ -203,8 +203,8 @@ class TestEverySearch:
             experiment.parse(config, name)
         else:
             plan = SearchPlan(config)
-            for probe in plan.space.probes():
-                sampled = plan.space.nested(probe)
+            for point in plan.points:
+                sampled = plan.space.nested(point)
                 experiment.parse(config, name, hyperparameters=sampled)
 
     def test_comments_name_the_commands_of_this_file(self, name: str) -> None:

@@ -46,9 +46,9 @@ def processes_in(directory: Path) -> int:
 def test_grid_that_a_signal_stopped_goes_on_and_finds_the_best(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def end_then_interrupt(run: Run, metric: str) -> str:
+    def end_then_interrupt(search: Search, run: Run) -> str:
         signal.raise_signal(signal.SIGINT)
-        return line_of_a_trial(run, metric)
+        return line_of_a_trial(search, run)
 
     scales = (*searching.THREE_SCALES, LEAVING)
     with monkeypatch.context() as planted:
@@ -168,7 +168,7 @@ def test_killed_search_continues_where_it_was(
     is lost.
     """
 
-    def kill(run: Run, metric: str) -> None:
+    def kill(search: Search, run: Run) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     many = ("hyperparameters.amp.init_scale.count=4", searching.TWO_SCALES[1])

@@ -46,7 +46,11 @@ def task(
         sampled = config["hyperparameters"]
         if config["searcher"]["name"] != "single":
             space = read_space(sampled, [])
-            sampled = space.nested(next(space.probes()))
+            axes: list[Any] = [*space.axes]
+            lowest = {
+                a.name: (*a.grid, getattr(a.distribution, "low", 0)) for a in axes
+            }
+            sampled = space.nested({name: values[0] for name, values in lowest.items()})
         masters.append(start_task(monkeypatch, tmp_path, config, sampled, seed=seed))
         masters[-1].stops.extend(stops)
         monkeypatch.setattr(

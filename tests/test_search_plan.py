@@ -183,7 +183,7 @@ def test_seed_of_a_range_replaces_that_of_the_search() -> None:
     for name, own in (("trial_seed", {}), ("seed", {"seed": 2})):
         override = f"hyperparameters.{name}={ranges}"
         search = SearchPlan(with_overrides(STRANGE, ["searcher.name=grid", override]))
-        trial, _ = search.trial(0)
+        trial, _ = search.trials[0]
         assert trial.hyperparameters == {"lr": 0.1, **own}
         assert trial.seed == (search.drawn_seed(0) if own else 2)
 

@@ -100,19 +100,6 @@ class TestNesting:
             "with.dot": 1,
         }
 
-    def test_probes_have_both_ends_of_a_range_and_every_choice(self) -> None:
-        result = space(
-            {
-                "a": {"type": "categorical", "vals": ["x", "y", "z"]},
-                "b": {"type": "log", "base": 2.0, "minval": 0, "maxval": 4},
-            },
-        )
-        assert list(result.probes()) == [
-            {"a": '"x"', "b": 1.0},
-            {"a": '"y"', "b": 16.0},
-            {"a": '"z"', "b": 16.0},
-        ]
-
 
 @pytest.mark.parametrize(
     ("raw", "distribution"),

@@ -26,7 +26,7 @@ from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.training import Length, TrainingSettings
 from determined_amp.finder.found_scale import FILE_NAME
 from determined_amp.finder.scale_finding import Verdict
-from determined_amp.local.trainer import GoesOn
+from determined_amp.local.processes import GoesOn
 from determined_amp.runs.folder import RunFolder, read_record, read_run
 from determined_amp.runs.run import Run, RunState
 from determined_amp.search.search_display import minutes

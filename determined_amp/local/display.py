@@ -62,11 +62,12 @@ class Display:
         self._say(f"{self._title}: {precision}")
 
     def begin_training(self, first_batch: int, total_batches: int) -> None:
-        """Show a bar until the run ends, and where a resumed run begins."""
-        if 0 < first_batch < total_batches:
-            at = f"batch {first_batch} of {total_batches}"
-            self._say(f"{self._title}: resumed from {at}")
-        if first_batch == total_batches:
+        """Show a bar until the run ends, and where the run begins."""
+        at = f"batch {first_batch} of {total_batches}"
+        if first_batch < total_batches:
+            begins = "resumed from" if first_batch else "begins at"
+            self._say(f"{self._title}: {begins} {at}")
+        else:
             self._say(
                 f"{self._title}: {first_batch} batches are trained, which is all that "
                 f"it asks for; to go on, give it a larger {self._length}"

@@ -17,6 +17,7 @@ from determined import core
 from torch import distributed
 
 from determined_amp.amp.errors import UserError
+from determined_amp.amp.plain_data import Values
 from determined_amp.runs.run import RunState
 
 # Variables that torchrun sets in every process.
@@ -27,6 +28,9 @@ _OF_TORCHRUN = (
     "GROUP_RANK",
     "GROUP_WORLD_SIZE",
 )
+
+# Given the line of a report, or of the group `start`: whether the run goes on after it.
+GoesOn = Callable[[Values], bool]
 
 
 @contextmanager
@@ -113,6 +117,7 @@ class StopOnSignal(core.DummyPreemptContext):
 
     Args:
         processes: The processes of this run.
+        goes_on: What a search decides; None without one.
 
     Attributes:
         requested: Whether to stop at the next report; set it to stop the run.
@@ -122,9 +127,12 @@ class StopOnSignal(core.DummyPreemptContext):
         answer: Text to print at the first signal; None prints nothing.
     """
 
-    def __init__(self, processes: core.DistributedContext) -> None:
+    def __init__(
+        self, processes: core.DistributedContext, goes_on: GoesOn | None = None
+    ) -> None:
         super().__init__(processes)
         self._processes = processes
+        self._goes_on = goes_on
         self.requested = False
         self.obeyed = False
         self.state = RunState.STOPPED
@@ -136,6 +144,13 @@ class StopOnSignal(core.DummyPreemptContext):
         """Handle the signals inside this block; only in the main thread."""
         with on_stop_signals(self._on_signal):
             yield self
+
+    def ask(self, line: Values) -> None:
+        """Ask the search, at the start of the training and after each report."""
+        if self._goes_on is not None and not self._goes_on(line):
+            self.state = RunState.PRUNED
+            self.reason = "stopped early by the search"
+            self.requested = True
 
     def should_preempt(self, auto_ack: bool = True) -> bool:
         self.obeyed = bool(self._processes.broadcast(self.requested))

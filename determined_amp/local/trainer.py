@@ -42,7 +42,7 @@ from determined_amp.local.open_trial import (
     translating_invalid_trials,
     trial_context,
 )
-from determined_amp.local.processes import StopOnSignal, process_group
+from determined_amp.local.processes import GoesOn, StopOnSignal, process_group
 from determined_amp.runs.folder import RunFolder, read_record
 from determined_amp.runs.run import RunState, changes_between
 from determined_amp.trial.checkpoint import CheckpointError
@@ -57,10 +57,6 @@ from determined_amp.trial.unmodified import precision_of, trial_of_run
 logger = logging.getLogger(__name__)
 
 
-# Given the line of a report, or of the group `start`: whether the run goes on after it.
-GoesOn = Callable[[Values], bool]
-
-
 class LocalRun:
     """A run as its folder records it and the terminal shows it, in the process of its
     chief.
@@ -73,9 +69,11 @@ class LocalRun:
         resume: The checkpoint that it continues from; None for a new run.
         folder: Its folder.
         stop: What stops it.
+        console: Shows it.
         slots: The number of its processes.
-        display: Shows it.
-        goes_on: A search, asked at the start of the training and after each report.
+
+    Attributes:
+        reports: Where the loop reports.
     """
 
     def __init__(
@@ -84,21 +82,21 @@ class LocalRun:
         resume: Resume | None,
         folder: RunFolder,
         stop: StopOnSignal,
+        console: Terminal,
         *,
         slots: int,
-        display: Display,
-        goes_on: GoesOn | None,
     ) -> None:
         self._experiment, self._folder, self._stop = experiment, folder, stop
         self._resumed = resume is not None
+        self._batches = resume.batches if resume else 0
         self._total: int | None = None  # until the training starts
-        self._goes_on = goes_on
-        self.display = display
+        self.display = Display(experiment, console, folder, stop)
         # Before the trial can leave the directory, whose commit is recorded.
         self._machine = Machine.of_this_process(slots)
         if not self._resumed:
             folder.forget_metrics_after(0)
             folder.describe(experiment, self._machine)
+        self.reports = LocalReports(folder, experiment, self.report, self._batches)
 
     def begin_training(
         self, first_batch: int, total_batches: int, epoch_batches: int
@@ -117,7 +115,7 @@ class LocalRun:
             for change in replace(run, parts=run.parts[-2:]).changes:
                 logger.warning("%s", change)
         self.display.begin_training(first_batch, total_batches)
-        self._ask(
+        self._stop.ask(
             {"group": "start", "batches": first_batch, "epoch_batches": epoch_batches}
         )
 
@@ -126,15 +124,7 @@ class LocalRun:
         self._folder.append_metrics(line)
         self._batches = line["batches"]
         self.display.report(line)
-        self._ask(line)
-
-    def _ask(self, line: Values) -> None:
-        if self._goes_on is not None and not self._goes_on(line):
-            self._stop.state, self._stop.reason = (
-                RunState.PRUNED,
-                "stopped early by the search",
-            )
-            self._stop.requested = True
+        self._stop.ask(line)
 
     def __enter__(self) -> LocalRun:
         return self
@@ -264,27 +254,17 @@ def train(
         directory_kept(),
         translating_invalid_trials(),
         process_group() as processes,
-        StopOnSignal(processes).listening() as stop,
+        StopOnSignal(processes, goes_on).listening() as stop,
     ):
-        chief = processes.rank == 0
-        folder = processes.broadcast(choose_folder() if chief else None)
-        console = Terminal(quiet=goes_on is not None or not chief)
-        log = logging_to(folder.log if chief else None, console)
+        is_chief = processes.rank == 0
+        folder = processes.broadcast(choose_folder() if is_chief else None)
+        console = Terminal(quiet=goes_on is not None or not is_chief)
+        log = logging_to(folder.log if is_chief else None, console)
         with translating_disk_errors(folder.path), log:
             run = None
-            if chief:
-                display, slots = (
-                    Display(experiment, console, folder, stop),
-                    processes.size,
-                )
+            if is_chief:
                 run = LocalRun(
-                    experiment,
-                    resume,
-                    folder,
-                    stop,
-                    slots=slots,
-                    display=display,
-                    goes_on=goes_on,
+                    experiment, resume, folder, stop, console, slots=processes.size
                 )
             _fit(experiment, resume, folder, run, processes=processes, stop=stop)
         return stop.obeyed
@@ -303,7 +283,7 @@ def _fit(
     folder.
     """
     first_batch, start = (resume.batches, resume.checkpoint) if resume else (0, None)
-    reports = LocalReports(folder, experiment, run.report, first_batch) if run else None
+    reports = run.reports if run else None
     core_context = core.Context(
         checkpoint=LocalCheckpoints(processes, folder.checkpoints, reports),
         distributed=processes,

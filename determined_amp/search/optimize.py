@@ -28,7 +28,6 @@ from determined_amp.search.search_display import closing_lines, line_of_a_trial,
 from determined_amp.search.search_folder import (
     Search,
     read_search,
-    result,
     workers_of,
     write_config,
 )
@@ -154,6 +153,7 @@ class SearchLoop:
         workers: int,
     ) -> None:
         self._plan, self._folder, self._study = plan, folder, study
+        self._search = Search(str(folder), (), plan.search)
         self._workers = workers
         self._slots = list(range(workers))  # those that are free
         # By the connection to their process.
@@ -221,7 +221,7 @@ class SearchLoop:
             if before.state in (RunState.COMPLETED, RunState.PRUNED):
                 self._tell(trial, before)
                 return
-        experiment, hparams = self._plan.trial(trial.number)
+        experiment, hparams = self._plan.trials[trial.number]
         folder.describe_trial(trial.number, hparams)
         job = Job(self._plan.task, experiment, folder)
         running = TrialProcess(job, self._slots.pop(), self._workers)
@@ -251,7 +251,7 @@ class SearchLoop:
         report.
         """
         settings = self._plan.settings
-        value = report.get(settings.metric)
+        value = report.get(self._search.metric)
         if report["group"] != "validation" or not isinstance(value, (int, float)):
             return True
         if not math.isfinite(value):
@@ -275,21 +275,20 @@ class SearchLoop:
                 f"with: det-amp search --resume {self._folder}"
             )
         folder = RunFolder(trial_folder(self._folder, trial.number))
-        run, metric = read_run(folder.path), self._plan.settings.metric
+        run = read_run(folder.path)
         if ended.state is RunState.RUNNING:
             folder.end(RunState.FAILED, ended.reason)
-        elif run.state is RunState.COMPLETED and result(run, metric) is None:
-            folder.end(RunState.FAILED, f"{metric} was not reported")
+        elif run.state is RunState.COMPLETED and self._search.value(run) is None:
+            folder.end(RunState.FAILED, f"{self._search.metric} was not reported")
         self._tell(trial, read_run(folder.path))
 
     def _tell(self, trial: optuna.Trial, run: Run) -> None:
         """Print the end of a trial, and tell it to the study."""
-        metric = self._plan.settings.metric
-        print(line_of_a_trial(run, metric))
-        best = Search(str(self._folder), (run,), self._plan.search).value(run)
+        print(line_of_a_trial(self._search, run))
+        value = self._search.value(run)
         if run.state is RunState.PRUNED:
             self._study.tell(trial, state=TrialState.PRUNED)
-        elif result(run, metric) is None:
+        elif value is None:
             self._study.tell(trial, state=TrialState.FAIL)
         else:
-            self._study.tell(trial, best)
+            self._study.tell(trial, value)

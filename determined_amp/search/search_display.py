@@ -11,17 +11,17 @@ from determined_amp.amp.settings import yaml_lines
 from determined_amp.experiment.dotted import put_by_name
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.runs.run import Run, RunState, shown_setting
-from determined_amp.search.search_folder import STUDY_FILE, Search, result, workers_of
+from determined_amp.search.search_folder import STUDY_FILE, Search, workers_of
 
 
-def line_of_a_trial(run: Run, metric: str) -> str:
+def line_of_a_trial(search: Search, run: Run) -> str:
     """The line of a trial that has ended."""
     values = "  ".join(
         f"{name} {_short(shown_setting(name, value))}"
         for name, value in run.hparams.items()
     )
-    value = result(run, metric)
-    end = f"{metric} {_short(value)}"
+    value = search.value(run)
+    end = f"{search.metric} {_short(value)}"
     if run.state is RunState.PRUNED:
         end += f", stopped after {run.batches} batches"
     elif value is None:

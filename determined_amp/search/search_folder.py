@@ -86,9 +86,12 @@ class Search:
         return [run for run in self.runs if run.state is RunState.FAILED]
 
     def value(self, run: Run) -> float | None:
-        """The value that ranks a trial: its best validation, as the platform does; None
-        without.
+        """The value that ranks a trial: its best validation, as the platform does.
+
+        None before it was trained to its end, or stopped early by its search.
         """
+        if run.state not in (RunState.COMPLETED, RunState.PRUNED):
+            return None
         values = [value for _, value in run.curve(self.metric) if math.isfinite(value)]
         return min(values, key=lambda value: self._sign * value, default=None)
 
@@ -102,7 +105,7 @@ class Search:
 
     def ranked(self) -> list[Run]:
         """The trials with a result, best first."""
-        ended = [run for run in self.runs if result(run, self.metric) is not None]
+        ended = [run for run in self.runs if self.value(run) is not None]
         return sorted(ended, key=self.order)
 
     @property
@@ -116,15 +119,6 @@ class Search:
     @property
     def _sign(self) -> int:
         return -1 if value_at(self.config, "searcher.smaller_is_better") is False else 1
-
-
-def result(run: Run, metric: str) -> float | None:
-    """The value of a trial that was trained to its end, or stopped early by its
-    search.
-    """
-    value = run.metrics.get(metric)
-    ended = run.state in (RunState.COMPLETED, RunState.PRUNED)
-    return value if ended and value is not None and math.isfinite(value) else None
 
 
 def is_search(path: Path) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import reduce
 from operator import getitem
 
 import numpy as np
@@ -51,7 +51,7 @@ class GridSearcher(Searcher):
 class RandomSearcher(GridSearcher):
     """The same for a number of random points."""
 
-    max_trials: int = setting(at_least=1)
+    max_trials: int = setting(at_least=1, at_most=MOST_TRIALS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +100,14 @@ class SearchPlan:
     """A search, read from its YAML and checked as far as that is possible without
     torch.
 
-    The trials at the ends of all ranges are checked: many others would share their
-    mistakes.
-
     Args:
         search: The content of the YAML.
         source: Where it comes from, for the error message.
+
+    Attributes:
+        points: The point of each trial, by dotted name; they depend on the YAML alone.
+        trials: The experiment of each trial, and its searched hyperparameters by dotted
+            name.
 
     Raises:
         ConfigError: naming every mistake.
@@ -119,49 +121,67 @@ class SearchPlan:
         self.space = read_space(search.get("hyperparameters"), in_space)
         if settings is not None and settings.name == "grid":
             in_space.extend(_mistakes_of_a_grid(self.space))
-        self.search = search
-        self._source = source
-        self._probes: list[Experiment] = []
+        self.search, self._source = search, source
+        self.trials: list[tuple[Experiment, Config]] = []
+        seed = value_at(search, "reproducibility.experiment_seed")
+        self._seed = seed if isinstance(seed, int) else 0
+        self.points: list[Values] = []
         if not in_space:
-            for probe in self.space.probes():
-                problems.extend(self._mistakes_of_a_trial(probe, task, settings))
+            self.points = self._points(settings)
+            for point in self.points:
+                problems.extend(self._plan_trial(point, task, settings))
         problems.extend(in_space)
         problems.raise_from(source)
         assert settings is not None
         assert task is not None
         self.task: Task = task
         self.settings: GridSearcher = settings
-        self._seed = int(value_at(search, "reproducibility.experiment_seed") or 0)
 
-    def _mistakes_of_a_trial(
-        self, probe: Values, task: Task | None, settings: GridSearcher | None
+    def _points(self, settings: GridSearcher | None) -> list[Values]:
+        """The points; one if the searcher is wrong, to find other mistakes."""
+        if settings is not None and not isinstance(settings, RandomSearcher):
+            grid = self.space.grid()
+            return _by_turns(grid) if self.compares else grid
+        sampler = optuna.samplers.RandomSampler(seed=self._seed)
+        draws = optuna.create_study(sampler=sampler)
+        trials = range(1 if settings is None else settings.max_trials)
+        return [draws.ask(self.distributions).params for _ in trials]
+
+    def _plan_trial(
+        self, point: Values, task: Task | None, settings: GridSearcher | None
     ) -> list[Problem]:
-        """What is wrong with one trial; mistakes of searcher and entrypoint are named
-        elsewhere.
+        """Add the trial at a point; what is wrong with it.
+
+        Without a `trial_seed`, every trained trial gets its own seed, drawn from
+        `experiment_seed`. The platform does the same, but draws other numbers. All
+        scored trials share one seed.
         """
+        sampled = with_power_of_two(self.space.nested(point), self.search)
         try:
-            sampled = self.space.nested(probe)
-            experiment = experiment_in(
-                self.search, self._source, hyperparameters=sampled
-            )
-            experiment.check_files()
+            made = experiment_in(self.search, self._source, hyperparameters=sampled)
+            made.check_files()
             if task is not None and task.verb is Verb.SCORE:
-                check_score(experiment)
+                check_score(made)
             elif isinstance(settings, AshaSearcher):
-                return list(unequal_lengths(experiment, settings))
+                unequal = Problems(unequal_lengths(made, settings))
+                unequal.raise_from(self._source)
         except ConfigError as error:
             return list(error.problems)
-        self._probes.append(experiment)
+        if task is not None and task.verb is Verb.TRAIN and made.trial_seed is None:
+            made = replace(made, seed=self.drawn_seed(len(self.trials)))
+        axes = self.space.axes
+        hparams = {axis.name: reduce(getitem, axis.path, sampled) for axis in axes}
+        self.trials.append((made, hparams))
         return []
 
     def check_trial(self) -> None:
-        """Check what only the class of the trial knows, at the ends of all ranges.
+        """Check what only the class of the trial knows.
 
         Raises:
             ConfigError: naming every mistake of the first trial that has one.
         """
-        for probe in self._probes:
-            probe.with_trial()
+        for experiment, _ in self.trials:
+            experiment.with_trial()
 
     @property
     def compares(self) -> bool:
@@ -173,17 +193,6 @@ class SearchPlan:
         """Optuna's distribution of each searched hyperparameter, by dotted name."""
         return {axis.name: axis.distribution for axis in self.space.axes}
 
-    @cached_property
-    def points(self) -> list[Values]:
-        """The point of each trial, by dotted name; they depend on the YAML alone."""
-        if not isinstance(self.settings, RandomSearcher):
-            grid = self.space.grid()
-            return _by_turns(grid) if self.compares else grid
-        sampler = optuna.samplers.RandomSampler(seed=self._seed)
-        draws = optuna.create_study(sampler=sampler)
-        trials = range(self.settings.max_trials)
-        return [draws.ask(self.distributions).params for _ in trials]
-
     def pruner(self) -> optuna.pruners.BasePruner:
         """The early stopping of the search."""
         settings = self.settings
@@ -192,25 +201,6 @@ class SearchPlan:
                 settings.first_rung(), settings.divisor
             )
         return optuna.pruners.NopPruner()
-
-    def trial(self, number: int) -> tuple[Experiment, Config]:
-        """The experiment of a trial, and its searched hyperparameters by dotted name.
-
-        Without a `trial_seed`, every trained trial gets its own seed, drawn from
-        `experiment_seed`. The platform does the same, but draws other numbers. All
-        scored trials share one seed.
-
-        Raises:
-            ConfigError: naming every mistake.
-        """
-        point = self.space.nested(self.points[number])
-        sampled = with_power_of_two(point, self.search)
-        experiment = experiment_in(self.search, self._source, hyperparameters=sampled)
-        if self.task.verb is Verb.TRAIN and experiment.trial_seed is None:
-            experiment = replace(experiment, seed=self.drawn_seed(number))
-        axes = self.space.axes
-        hparams = {axis.name: reduce(getitem, axis.path, sampled) for axis in axes}
-        return experiment, hparams
 
     def drawn_seed(self, number: int) -> int:
         """A 32-bit seed that depends only on the search's seed and the trial's

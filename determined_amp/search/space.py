@@ -13,7 +13,7 @@ import copy
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +40,6 @@ class Axis:
     # Optuna's distribution: uniform, or uniform in the exponent for `log`.
     distribution: distributions.BaseDistribution
     grid: tuple[Scalar, ...]  # its points in a grid; empty without a `count`
-    # All choices, or both ends of a range: if they are valid, all are.
-    ends: tuple[Scalar, ...]
 
     @property
     def name(self) -> str:
@@ -68,16 +66,6 @@ class Space:
         names = [axis.name for axis in self.axes]
         points = itertools.product(*(axis.grid for axis in self.axes))
         return [dict(zip(names, point, strict=True)) for point in points][::-1]
-
-    def probes(self) -> Iterator[Values]:
-        """A few points that together contain every end and every choice of each
-        axis.
-        """
-        most = max((len(axis.ends) for axis in self.axes), default=1)
-        for i in range(most):
-            yield {
-                axis.name: axis.ends[min(i, len(axis.ends) - 1)] for axis in self.axes
-            }
 
     def nested(self, point: Values) -> Config:
         """The hyperparameters of the trial at a point, nested, constants included."""
@@ -124,7 +112,7 @@ class _Choices:
         # Optuna stores only scalars, and cannot tell 1 from true.
         choices = tuple(map(json.dumps, self.vals))
         drawn = distributions.CategoricalDistribution(choices)
-        return Axis(path, drawn, choices, choices)
+        return Axis(path, drawn, choices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +132,7 @@ class _Double:
     def axis(self, path: tuple[str, ...]) -> Axis:
         ends = self.value(self.minval), self.value(self.maxval)
         grid = dict.fromkeys(map(self.value, self.evenly_spaced()))
-        return Axis(path, self.distribution(*ends), tuple(grid), ends)
+        return Axis(path, self.distribution(*ends), tuple(grid))
 
     def evenly_spaced(self) -> list[float]:
         """`count` numbers with both ends; a single number is the middle."""

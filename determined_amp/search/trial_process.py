@@ -28,7 +28,8 @@ from determined_amp.finder.found_scale import FILE_NAME
 from determined_amp.local.checkpoint_storage import Resume, translating_disk_errors
 from determined_amp.local.logs import logging_to
 from determined_amp.local.open_trial import open_trial, outcome
-from determined_amp.local.trainer import GoesOn, train
+from determined_amp.local.processes import GoesOn
+from determined_amp.local.trainer import train
 from determined_amp.runs.folder import RunFolder, complete_checkpoints, read_record
 from determined_amp.runs.run import Run, RunState
 from determined_amp.search.task import Task, Verb
