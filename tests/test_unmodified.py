@@ -20,7 +20,6 @@ import pytest
 import torch
 from determined import pytorch
 from torch import nn
-from torch.nn import functional
 from torch.nn.modules import module
 from torch.utils.checkpoint import checkpoint
 
@@ -522,33 +521,6 @@ def test_losses_that_a_trial_adds_up_in_place_are_reported_as_they_were() -> Non
     made = fit_as_it_is(AddsLossesUp, {"precision": "fp32"}, reporting_period=8)
     totals = made.trial.totals
     assert made.report["loss"] == pytest.approx(sum(totals) / len(totals))
-
-
-class Sharper(habits.Habit):
-    """Clips in the backward of a function of its own."""
-
-    class Clip(torch.autograd.Function):
-        @staticmethod
-        def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
-            return gradient.clamp(-1, 1)
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        return functional.cross_entropy(self.Clip.apply(self.model(inputs)), classes)
-
-
-def test_warning_names_an_autograd_function_of_the_trials_own_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    words = "gets gradients times the loss scale"
-    way(Sharper, BFLOAT16)
-    assert words not in caplog.text
-    way(Sharper, {"precision": "amp_fp16"})
-    (said,) = [message for message in caplog.messages if words in message]
-    assert re.match(rf"{__file__}:\d+: the backward of Clip ", said)
 
 
 def test_graph_is_looked_through_again_only_when_its_size_changes(

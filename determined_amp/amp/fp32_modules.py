@@ -196,9 +196,7 @@ def write_back(replaced: Sequence[tuple[Any, Any]]) -> None:
             for key in original.keys() - cast.keys():
                 del original[key]
             for key, item in cast.items():
-                own = original_of.get(id(item), item)
-                if key not in original or original[key] is not own:
-                    original[key] = own
+                original[key] = original_of.get(id(item), item)
 
 
 def as_float32(value: Any, replaced: list[tuple[Any, Any]] | None = None) -> Any:

@@ -18,8 +18,6 @@ Nothing here waits for the device.
 
 from __future__ import annotations
 
-import inspect
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -38,13 +36,10 @@ from determined_amp.amp.tensors import parameters_in, parameters_of
 from determined_amp.amp.torch_private import NODE_HOOKS, number_of
 from determined_amp.trial.unmodified_autocast import (
     UnmodifiedAutocast,
-    calling_first,
-    has_hook_of_trial,
+    hooks_by,
     is_the_trials,
     refuse_in_float16,
 )
-
-logger = logging.getLogger(__name__)
 
 # Integers as wide as the numbers: times 0 they are 0, which infinity is not.
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -92,7 +87,6 @@ class TrueGradients:
         self._known: list[torch.Tensor] = []  # parameters
         self._sizes: list[tuple[int, int]] = []  # id and length of each group of them
         self._norms: dict[Optimizer, torch.Tensor] = {}
-        self._met: set[type] = set()  # kinds of nodes
         # The sizes of the graphs that were looked through and have no other leaves.
         self._plain_sizes: set[int] = set()
         self._number = 0  # of the newest loss among all nodes
@@ -112,8 +106,8 @@ class TrueGradients:
         with ExitStack() as stack:
             for owner, names in _OF_BACKWARDS.items():
                 for name in names:
-                    registering = calling_first(self._refuse_hook, getattr(owner, name))
-                    stack.enter_context(patched(owner, name, registering))
+                    refusing = self._refusing(getattr(owner, name))
+                    stack.enter_context(patched(owner, name, refusing))
             yield
 
     def begin_batch(self, *, in_window: bool) -> None:
@@ -258,12 +252,9 @@ class TrueGradients:
                 if leaf is not None and leaf not in parameters:
                     _refuse_hooks_of(leaf)
                     others.append(leaf)
-        for kind in set(map(type, seen)) - self._met:
-            # it calls the backward hooks of a module, or of all modules
-            if kind.__name__ == "BackwardHookFunctionBackward":
-                raise _refusal()
-            self._met.add(kind)
-            _warn_of_function(kind)
+        # It calls the backward hooks of a module, or of all modules.
+        if any(node.name() == "BackwardHookFunctionBackward" for node in seen):
+            raise _refusal()
         return others
 
     def _refuse_moved_weights(self) -> None:
@@ -285,6 +276,13 @@ class TrueGradients:
                     "step would not put them back"
                 )
 
+    def _refusing(self, register: Callable[..., Any]) -> Callable[..., Any]:
+        def registering(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            self._refuse_hook(owner, *args, **kwargs)
+            return register(owner, *args, **kwargs)
+
+        return registering
+
     def _refuse_hook(self, owner: Any, hook: Any = None, *_: Any, **__: Any) -> None:
         if hook is not None and not is_the_trials(hook):  # a compiler has hooks, too
             return
@@ -298,7 +296,7 @@ class TrueGradients:
 def _refuse_hooks_of(leaf: torch.Tensor) -> None:
     """Refuse the hooks of a leaf of a graph, which may be in no model."""
     for register in _OF_LEAVES:
-        if has_hook_of_trial(partial(register, leaf)):
+        if any(map(is_the_trials, hooks_by(partial(register, leaf)).values())):
             raise _refusal()
 
 
@@ -334,22 +332,3 @@ def by_kind(leaves: Sequence[torch.Tensor]) -> list[_Kind]:
 def _multiply(leaves: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     for device, _, gradients in by_kind(leaves):
         torch._foreach_mul_(gradients, factor.to(device))
-
-
-def _warn_of_function(kind: type) -> None:
-    """Warn that the backward of a trial's own function gets scaled gradients."""
-    made_for = (each for each in vars(kind).values() if isinstance(each, type))
-    function: Any = next(
-        (f for f in made_for if issubclass(f, torch.autograd.Function)), None
-    )
-    backward = inspect.unwrap(getattr(function, "backward", _warn_of_function))
-    code = backward.__code__ if inspect.isfunction(backward) else None
-    if code is None or backward.__module__.startswith(("torch.", "determined_amp.")):
-        return
-    if "site-packages" not in code.co_filename:  # those of libraries are linear
-        logger.warning(
-            "%s:%d: the backward of %s gets gradients times the loss scale in "
-            "amp_fp16, which is right if it is linear in them; one that clips or "
-            "rounds them needs amp_bf16",
-            *(code.co_filename, code.co_firstlineno, function.__name__),
-        )
