@@ -17,8 +17,8 @@ from determined_amp.amp.loop import AmpLoop
 from determined_amp.experiment.experiment import Experiment, parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.open_trial import throwaway_core_context, trial_context
+from determined_amp.trial.determined_private import amp_of
 from determined_amp.trial.fitting import fit
-from determined_amp.trial.mixed_precision import MixedPrecision
 from determined_amp.trial.unmodified import trial_of
 from trials.data import images as data
 from trials.data import loading
@@ -277,7 +277,7 @@ def take_turns(trial: pytorch.PyTorchTrial, turns: Turns) -> None:
     train_batch = trial.train_batch
 
     def in_turn(*arguments: Any, **named: Any) -> Any:
-        amp = MixedPrecision.of(trial.context)  # type: ignore[attr-defined]  # as every trial here
+        amp = amp_of(trial.context)  # type: ignore[attr-defined]  # as every trial here
         if amp is None or not amp.is_rehearsing:  # the audit rehearses the first batch
             turns.batch_begins()
         if turns.over:

@@ -1,5 +1,5 @@
-"""`trial.batches`: one division and one exchange of gradients for a window of batches,
-and the seconds that each has taken to come.
+"""`trial.batches`: one exchange of gradients for a window of batches, and the seconds
+that each has taken to come.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from determined_amp.trial.batches import (
-    average_at_once,
     share_gradients_once,
     timed,
 )
-from tests.fake_cuda import Syncs
-from tests.test_metrics import Clock, having
+from tests.test_metrics import Clock
 
 
 class Exchanging(DistributedDataParallel):
@@ -33,45 +31,6 @@ class Exchanging(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **named: Any) -> None:
         self.noted.append(self.require_backward_grad_sync)
-
-
-class TestAverage:
-    @pytest.fixture
-    def context(self) -> Any:
-        made: Any = SimpleNamespace()
-        average_at_once(made)
-        return made
-
-    def test_average_divides_all_gradients_in_one_kernel(self, context: Any) -> None:
-        parameters = [
-            *having(torch.tensor([4.0, 8.0]), torch.tensor(6.0)),
-            nn.Parameter(torch.ones(1)),
-        ]
-        with Syncs("cpu") as syncs, syncs.during("average"):
-            context._average_gradients(parameters=iter(parameters), divisor=2)
-        assert syncs.calls["average"] == {"_foreach_div_": 1}
-        gradients = [p.grad.tolist() for p in parameters if p.grad is not None]
-        assert gradients == [[2.0, 4.0], 3.0]
-
-    def test_average_divides_sparse_gradients_too(self, context: Any) -> None:
-        dense, sparse = having(torch.tensor([4.0, 8.0]), torch.eye(2).to_sparse())
-        context._average_gradients([dense, sparse], 2)
-        assert dense.grad is not None
-        assert dense.grad.tolist() == [2.0, 4.0]
-        assert sparse.grad is not None
-        assert sparse.grad.is_sparse
-        assert sparse.grad.to_dense().tolist() == [[0.5, 0.0], [0.0, 0.5]]
-
-    @pytest.mark.parametrize("divisor", [1, 2])
-    def test_average_of_one_batch_or_of_no_gradient_runs_no_kernel(
-        self, context: Any, divisor: int
-    ) -> None:
-        parameters = (
-            having(torch.ones(1)) if divisor == 1 else [nn.Parameter(torch.ones(1))]
-        )
-        with Syncs("cpu") as syncs, syncs.during("average"):
-            context._average_gradients(parameters, divisor)
-        assert not syncs.calls["average"]
 
 
 def test_gradients_are_exchanged_after_the_last_batch_of_a_window_alone() -> None:

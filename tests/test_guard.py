@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import determined as det
@@ -62,9 +63,13 @@ def judge(
 
 
 def counted(
-    applied: int, skipped: int, consecutive_skips: int = 0, name: str = ""
+    applied: int,
+    skipped: int,
+    consecutive_skips: int = 0,
+    name: str = "",
+    began: tuple[int, int] = (0, 0),
 ) -> StepReport:
-    return StepReport(name, applied, skipped, consecutive_skips, 0, 0)
+    return StepReport(name, applied, skipped, consecutive_skips, 0, 0, began=began)
 
 
 # Steps, or steps, loss and loss scale.
@@ -150,15 +155,16 @@ def test_share_of_skips_counts_from_the_resumed_checkpoint_on(
     ending: tuple[int, int] | None,
 ) -> None:
     watched = guard(optimizers=1)
-    (gradients,) = watched._guard._metrics.windows.all()
+    (window,) = watched._guard._metrics.windows.all()
     saved = {"attempted": attempted, "applied": applied, "last_applied": applied}
-    gradients.counts.load_state_dict(saved)
+    window.counts.load_state_dict(saved)
+    began = window.counts.began
     watched.on_training_start()
     for steps in passing:
-        judge(watched, counted(*steps))
+        judge(watched, counted(*steps, began=began))
     if ending is not None:
         with pytest.raises(GuardError, match="60% of the optimizer steps"):
-            judge(watched, counted(*ending))
+            judge(watched, counted(*ending, began=began))
 
 
 class TestTrouble:
@@ -189,15 +195,12 @@ class TestTrouble:
         """
         watched = guard(optimizers=3)
         watched._context.distributed.rank = rank
-        for gradients in watched._guard._metrics.windows.all():
-            gradients.counts.load_state_dict(
-                {"attempted": 64, "applied": 4, "last_applied": 4}
-            )
         watched.on_training_start()
-        later = [counted(5, 65, name="_1"), counted(5, 64, name="_2")]
-        judge(watched, counted(4, 66, 3, name="_0"), *later)
+        before = partial(counted, began=(4, 60))
+        later = [before(5, 65, name="_1"), before(5, 64, name="_2")]
+        judge(watched, before(4, 66, 3, name="_0"), *later)
         for _ in range(2):
-            judge(watched, counted(5, 66, name="_0"), *later)
+            judge(watched, before(5, 66, name="_0"), *later)
         assert [int(line.split()[0]) for line in caplog.messages] == said
         words = "steps were skipped at the start, while the loss scale fell from 2^16"
         assert all(words in line for line in caplog.messages)

@@ -35,6 +35,7 @@ from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.amp.settings import Compile
 from determined_amp.check.recorder import Recorder
+from determined_amp.trial.determined_private import amp_of
 from tests import habits
 from tests.harness import (
     EVERY_PRECISION,
@@ -180,7 +181,7 @@ def test_trial_without_a_mistake_is_trained() -> None:
     """The control of all that is refused below: w = 1 - 1/4, then - (3 + 1/2) / 4."""
     trial = fit(Weights, FP16_SECTION, batches=2).trial
     assert trial.weights() == [-0.125]
-    assert MixedPrecision.of(trial.context) is trial.amp
+    assert amp_of(trial.context) is trial.amp
 
 
 @pytest.mark.parametrize("trial", MISTAKES)

@@ -276,18 +276,13 @@ class TestUpdate:
         assert made.scaler.get_scale() == 1.5
 
     def test_update_keeps_the_scale_of_the_newest_step(self) -> None:
-        made, one = Stepped(growth_interval=1), torch.ones(())
-        assert made.scaler.scale_of_newest_step(one) == 4
-        used = []
+        made = Stepped(growth_interval=1)
+        assert [*made.scaler.now_and_used()] == [4, 4]
+        found = []
         for gradient in (1.0, math.inf, 1.0):
             made.step_and_update(gradient)
-            used.append(
-                (
-                    float(made.scaler.scale_of_newest_step(one)),
-                    float(made.scaler.times(one)),
-                )
-            )
-        assert used == [(4, 8), (8, 4), (4, 8)]
+            found.append(tuple(map(float, made.scaler.now_and_used())))
+        assert found == [(8, 4), (4, 8), (8, 4)]
 
 
 def test_scaler_without_a_loss_scale_passes_everything_through() -> None:
@@ -300,5 +295,5 @@ def test_scaler_without_a_loss_scale_passes_everything_through() -> None:
     assert made.outcomes() == {made.optimizer: False}
     assert weight.item() == 0.75
     scaler.finish()
-    assert scaler.times(one) == scaler.scale_of_newest_step(one) == 1
+    assert [*scaler.now_and_used()] == [1, 1]
     assert scaler.state_dict() == {}

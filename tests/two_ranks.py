@@ -36,7 +36,7 @@ from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.amp.rehearse.restored import undisturbed
 from determined_amp.local.processes import process_group
 from determined_amp.trial import mixed_precision as amp
-from determined_amp.trial.mixed_precision import MixedPrecision
+from determined_amp.trial.determined_private import amp_of
 from tests import habits, strangers, training
 from tests.harness import Fitted, fit, fit_as_it_is
 from tests.trials import (
@@ -160,7 +160,7 @@ def unmodified() -> Values:
         options: Values = {"aggregation_frequency": 2, "processes": processes}
         made = fit_as_it_is(habits.LoudAtFirst, amp, batches=4, **options)
         trained["loud"] = training.digest(made.trial.model.state_dict())
-        mixed = MixedPrecision.of(made.context)
+        mixed = amp_of(made.context)
         assert mixed is not None
         counts = mixed.steps(made.trial.optimizer)
     applied = int(counts.applied)
@@ -191,7 +191,7 @@ def found() -> Values:
     with process_group() as processes:
         amp = {"precision": "amp_fp16", "init_scale": "find"}
         made = fit_as_it_is(LoudOnOneRank, amp, batches=2, processes=processes)
-    mixed = MixedPrecision.of(made.context)
+    mixed = amp_of(made.context)
     assert mixed is not None
     weights = training.digest(made.trial.model.state_dict())
     return {

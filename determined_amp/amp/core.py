@@ -112,8 +112,7 @@ class AmpCore:
         trained = _weakly(self._trained)
         self.scaler = LossScaler(settings, where.type, self.windows, trained=trained)
         self._dtype = settings.precision.autocast_dtype
-        self._one = torch.ones((), device=where)
-        scales = partial(self.scaler.scales, self._one)
+        scales = self.scaler.now_and_used
         self.metrics = TrainingMetrics(
             where, self.windows, slots.size, scales, scaled=scaled
         )
@@ -122,7 +121,6 @@ class AmpCore:
             self.metrics,
             self.scaler,
             models=models,
-            optimizers=optimizers,
             slots=slots,
             newest=_weakly(self._rehearsal),
         )
@@ -307,7 +305,7 @@ class AmpCore:
 
     def loss_scale(self) -> torch.Tensor:
         """The current loss scale, (), float32, on the device; 1 without a scaler."""
-        return self.scaler.times(self._one)
+        return self.scaler.now()
 
     def steps(self, optimizer: Optimizer) -> StepCounts:
         """The steps of one optimizer, counted on the device."""

@@ -64,10 +64,13 @@ class StepCounts:
 
     Attributes:
         attempted: Steps applied or skipped so far.
+        began: Steps applied and steps skipped before this run, as a checkpoint has
+            them.
     """
 
     def __init__(self, device: torch.device, *, can_skip: bool) -> None:
         self.attempted = 0
+        self.began = 0, 0
         self._device = device
         self._can_skip = can_skip
         self._applied: int | torch.Tensor = 0
@@ -141,6 +144,7 @@ class StepCounts:
         """Continue from what `state_dict` returned."""
         self.attempted = state["attempted"]
         self._applied = state["applied"]
+        self.began = state["applied"], state["attempted"] - state["applied"]
         self._last_applied = state["last_applied"]
         self._outcomes.clear()
 

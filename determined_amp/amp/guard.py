@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from determined_amp.amp.errors import GuardError
 from determined_amp.amp.metrics import StepReport, TrainingMetrics
@@ -58,7 +57,6 @@ class Guard:
         metrics: The training's metrics; the newest report is judged.
         scaler: Its scaler.
         models: Its models; more may come until `start`.
-        optimizers: Its optimizers; the same holds for them.
         slots: Its processes. All of them judge at the same time.
         newest: Returns the rehearsal of the newest batch.
 
@@ -76,7 +74,6 @@ class Guard:
         scaler: LossScaler,
         *,
         models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
         slots: Slots,
         newest: NewestRehearsal,
     ) -> None:
@@ -86,13 +83,10 @@ class Guard:
         self._metrics = metrics
         self._scaler = scaler
         self._models = models
-        self._optimizers = optimizers
         self._slots = slots
         self._newest = newest
         self._statistics = RunningStatistics(())
-        # Applied and skipped steps of each optimizer when the run began, and when their
-        # ratio was judged last.
-        self._began_at: dict[str, tuple[int, int]] = {}
+        # Applied and skipped steps of each optimizer when their ratio was judged last.
         self._judged_at: dict[str, tuple[int, int]] = {}
         self._norm_at_start: torch.Tensor | None = None
         self._scale_at_start = 1.0
@@ -106,17 +100,8 @@ class Guard:
         if not self.enabled:
             return
         self._statistics = RunningStatistics(self._models)
-        for optimizer in self._optimizers:
-            self.begin_with(optimizer)
         self._norm_at_start = _norm(self._models)
         self._scale_at_start = self._scaler.get_scale()
-
-    def begin_with(self, optimizer: Optimizer) -> None:
-        """Remember the steps of an optimizer before the run; it may come after the
-        start.
-        """
-        name = self._metrics.windows.suffix(optimizer)
-        self._began_at[name] = self._judged_at[name] = self._steps_of(optimizer)
 
     def warn_of_no_applied_step(self) -> None:
         """Say so, once, if a run that has stepped or reported has applied no step;
@@ -125,13 +110,12 @@ class Guard:
         if not self.enabled or self._slots.rank:
             return
         skipped_in_all = 0
-        for optimizer in self._optimizers:
-            name = self._metrics.windows.suffix(optimizer)
-            applied_before, skipped_before = self._began_at.get(name, (0, 0))
-            applied, skipped = self._steps_of(optimizer)
-            if applied > applied_before:
+        for window in self._metrics.windows.all():
+            counts = window.counts
+            applied_before, skipped_before = counts.began
+            if int(counts.applied) > applied_before:
                 return
-            skipped_in_all += skipped - skipped_before
+            skipped_in_all += counts.attempted - applied_before - skipped_before
         has_run = skipped_in_all or self._metrics.latest is not None
         if has_run and self._is_new("no applied step"):
             logger.warning(
@@ -271,7 +255,7 @@ class Guard:
 
         They are no sign of trouble, and whether a report falls between them is chance.
         """
-        applied_before, _ = self._began_at.get(step.name, (0, 0))
+        applied_before, _ = step.began
         if step.applied > applied_before or self._scale_at_start <= DEFAULT_SCALE:
             return 0
         bits = math.log2(self._scale_at_start / DEFAULT_SCALE)
@@ -284,10 +268,9 @@ class Guard:
         It is 0 until ten steps have been applied: a scale k bits too high skips k
         steps.
         """
-        before = self._judged_at.get(step.name, (0, 0))
-        began_at, _ = self._began_at.get(step.name, (0, 0))
+        before = self._judged_at.get(step.name, step.began)
         applied, skipped = step.applied - before[0], step.skipped - before[1]
-        is_settling = before[0] - began_at < MIN_STEPS_TO_JUDGE
+        is_settling = before[0] - step.began[0] < MIN_STEPS_TO_JUDGE
         if applied + skipped < MIN_STEPS_TO_JUDGE and not is_settling:
             return 0.0
         self._judged_at[step.name] = (step.applied, step.skipped)
@@ -296,7 +279,7 @@ class Guard:
     def _warn_of_skips_at_the_start(self, steps: Sequence[StepReport]) -> None:
         """Once per optimizer, in the first report that has an applied step."""
         for step in steps:
-            applied, skipped = self._began_at.get(step.name, (0, 0))
+            applied, skipped = step.began
             key = f"skips of optimizer {step.name}"
             if (
                 step.applied == applied
@@ -313,13 +296,6 @@ class Guard:
                     scale_text(self._scale_at_start),
                     scale_text(self._metrics.scale_of_newest_step),
                 )
-
-    def _steps_of(self, optimizer: Optimizer) -> tuple[int, int]:
-        """Applied and skipped steps of an optimizer; synchronises."""
-        counts = self._metrics.windows[optimizer].counts
-        known = counts.applied_on_host
-        applied = int(counts.applied) if known is None else known
-        return applied, counts.attempted - applied
 
     def _is_new(self, warning: str) -> bool:
         """Whether a warning has not been given yet; from now on it has."""

@@ -263,8 +263,6 @@ class AmpLoop(AmpCore):
             self.optimizers.append(optimizer)
             self._see_steps_of(optimizer)
             self.windows.restore(optimizer)
-            if self._started:
-                self.guard.begin_with(optimizer)
 
 
 def _described(loss: object) -> str:

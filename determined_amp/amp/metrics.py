@@ -48,6 +48,7 @@ class StepReport:
         largest_gradient: The largest scaled gradient since the last report; 0 if there
             is none.
         drifts: Whether it has a scheduler that moves on skipped steps, too.
+        began: Steps applied and steps skipped before this run.
     """
 
     name: str
@@ -59,6 +60,7 @@ class StepReport:
     grad_norm: float | None = None
     largest_gradient: float = 0.0
     drifts: bool = False
+    began: tuple[int, int] = (0, 0)
 
 
 class TrainingMetrics:
@@ -239,6 +241,7 @@ class TrainingMetrics:
             grad_norm=grad_norm,
             largest_gradient=largest,
             drifts=window.optimizer in self.drifting,
+            began=window.counts.began,
         )
 
     def cross_slot_reduce(

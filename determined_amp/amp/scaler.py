@@ -94,6 +94,7 @@ class LossScaler(torch.amp.GradScaler):
         self._min_scale = settings.min_scale
         self._end_listening: Callable[[], None] | None = None
         self._used: torch.Tensor | None = None
+        self._one = torch.ones((), device=windows.device)
         _SCALERS.add(self)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -205,20 +206,17 @@ class LossScaler(torch.amp.GradScaler):
         for window in windows:
             window.finish()
 
-    def times(self, one: torch.Tensor) -> torch.Tensor:
-        """The scale itself, (), float32, on the device of `one`; 1 without a scaler."""
-        scaled: torch.Tensor = super().scale(one)
+    def now(self) -> torch.Tensor:
+        """The scale itself, (), float32, on the device; 1 without a scaler."""
+        scaled: torch.Tensor = super().scale(self._one)
         return scaled
 
-    def scales(self, one: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The present scale, and that of the newest step; see `times`."""
-        return self.times(one), self.scale_of_newest_step(one)
-
-    def scale_of_newest_step(self, one: torch.Tensor) -> torch.Tensor:
-        """The scale that the newest step was made with, (), float32; the present one
-        before it.
+    def now_and_used(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The present scale, and that of the newest step, if there is one; see
+        `now`.
         """
-        return self.times(one) if self._used is None else self._used
+        now = self.now()
+        return now, now if self._used is None else self._used
 
     # Calls on behalf of a training whose code knows nothing of a scaler.
 

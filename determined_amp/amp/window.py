@@ -279,6 +279,7 @@ class Windows(dict[Optimizer, Window]):
         remedies: What error messages suggest for each mistake.
 
     Attributes:
+        device: See above.
         first: That of the first optimizer, which may not exist yet.
     """
 
@@ -293,7 +294,7 @@ class Windows(dict[Optimizer, Window]):
     ) -> None:
         super().__init__()
         self.optimizers = optimizers
-        self._device = device
+        self.device = device
         self._scaled = scaled
         self._meet = meet
         self.remedies = remedies
@@ -310,7 +311,7 @@ class Windows(dict[Optimizer, Window]):
         return window
 
     def _another(self) -> Window:
-        return Window(self._device, scaled=self._scaled, remedies=self.remedies)
+        return Window(self.device, scaled=self._scaled, remedies=self.remedies)
 
     def all(self) -> list[Window]:
         """The window of every optimizer, in the order of the training's optimizers."""

@@ -38,13 +38,13 @@ from determined_amp.trial.checkpoint import CheckpointError
 from determined_amp.trial.determined_private import (
     WatchedController,
     aggregation_frequency,
+    amp_of,
     averages_gradients,
     controlled_by,
     leave_the_cluster,
     schedulers,
     shorten_epoch,
 )
-from determined_amp.trial.mixed_precision import MixedPrecision
 from determined_amp.trial.random_state import random_state, restore_random_state
 from determined_amp.trial.unmodified import trial_of
 
@@ -196,7 +196,7 @@ def _note_settings(context: pytorch.PyTorchTrialContext, recorder: Recorder) -> 
     record = recorder.record
     record.aggregation = aggregation_frequency(context)
     record.averages = averages_gradients(context)
-    amp = MixedPrecision.of(context)
+    amp = amp_of(context)
     if amp is not None:
         amp.guard.enabled = (
             False  # its guard would end a run that the doctor makes overflow

@@ -34,10 +34,10 @@ from determined_amp.local.checkpoint_storage import DiskError, LocalCheckpoints,
 from determined_amp.runs.run import RunState
 from determined_amp.trial.checkpoint import CheckpointError
 from determined_amp.trial.determined_private import (
+    amp_of,
     average_by_default,
 )
 from determined_amp.trial.loss_scale import find_in_trial, in_training, score
-from determined_amp.trial.mixed_precision import MixedPrecision
 from determined_amp.trial.unmodified import trial_of
 
 
@@ -175,7 +175,7 @@ def audit_here(experiment: Experiment) -> tuple[Audit, Precision | None]:
     """
     with open_trial(experiment) as opened:
         context = opened.context
-        amp = MixedPrecision.of(context)
+        amp = amp_of(context)
         precision = None if amp is None else amp.settings.precision
         asked = precision or Precision.FP32
         has_tf32 = DeviceSupport.of(context.device).tf32

@@ -12,18 +12,17 @@ A trial that makes none itself gets one from outside: `unmodified.py` replaces
 `wrap_model` of its context, and `unmodified_training.py` `backward` and
 `step_optimizer` of the context, and `train_batch` and `build_callbacks` of the trial.
 
-Where gradients accumulate over several batches, they are exchanged once per step and
-divided once, in place of `_average_gradients` of the context. Determined 0.38.1 enters
-`no_sync` around the backward alone. DistributedDataParallel decides in the forward
-whether the backward after it exchanges gradients, so they are exchanged after every
-batch.
+Where gradients accumulate over several batches, they are exchanged once per step.
+Determined 0.38.1 enters `no_sync` around the backward alone. DistributedDataParallel
+decides in the forward whether the backward after it exchanges gradients, so they are
+exchanged after every batch.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -42,7 +41,7 @@ from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.rehearse.restored import attributes_apart
 from determined_amp.amp.tensors import own_copy, parameters_in, tensors_of
 from determined_amp.amp.torch_private import version_of
-from determined_amp.trial.determined_private import average_gradients_by, what_steps
+from determined_amp.trial.determined_private import what_steps
 from determined_amp.trial.loss_scale import settings_with_found_scale
 
 logger = logging.getLogger(__name__)
@@ -238,29 +237,6 @@ class _Timed:
                 return
             self._waited(time.perf_counter() - start)
             yield batch
-
-
-def average_at_once(context: pytorch.PyTorchTrialContext) -> None:
-    """Average the gradients of an accumulation window in one kernel, not one per
-    parameter.
-
-    Args:
-        context: The trial's context.
-    """
-
-    def average_gradients(parameters: Iterable[torch.Tensor], divisor: int) -> None:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if (
-            divisor > 1
-            and gradients
-            and not any(gradient.is_sparse for gradient in gradients)
-        ):
-            torch._foreach_div_(gradients, float(divisor))
-        elif divisor > 1:
-            for gradient in gradients:
-                gradient.div_(float(divisor))
-
-    average_gradients_by(context, average_gradients)
 
 
 def share_gradients_once(

@@ -208,13 +208,6 @@ def what_steps(context: pytorch.PyTorchTrialContext) -> list[tuple[object, str]]
     ]
 
 
-def average_gradients_by(
-    context: pytorch.PyTorchTrialContext, average: Callable[[Any, int], None]
-) -> None:
-    """Let `step_optimizer` average gradients with another function."""
-    context._average_gradients = average  # type: ignore[assignment,method-assign]
-
-
 def task_configuration(info: det.ClusterInfo) -> Config:
     """The experiment configuration of a cluster's task, as the master has completed
     it.

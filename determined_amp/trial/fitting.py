@@ -23,8 +23,11 @@ from determined_amp.experiment.experiment import (
 from determined_amp.experiment.failures import ending_the_program
 from determined_amp.experiment.misplaced import misplaced
 from determined_amp.experiment.training import missing_length
-from determined_amp.trial.determined_private import aggregation_frequency, safe_loop
-from determined_amp.trial.mixed_precision import MixedPrecision
+from determined_amp.trial.determined_private import (
+    aggregation_frequency,
+    amp_of,
+    safe_loop,
+)
 
 
 @ending_the_program()
@@ -102,7 +105,7 @@ def _settings(
         return experiment, experiment.platform
     config, hyperparameters = _configuration(context)
     # One has read its settings, or its script gave them: they are not read again.
-    is_made = MixedPrecision.of(context) is not None
+    is_made = amp_of(context) is not None
     problems = Problems()
     problems.extend(misplaced(config, {} if is_made else hyperparameters))
     values = {**hyperparameters, "amp": None}

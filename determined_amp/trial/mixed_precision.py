@@ -40,13 +40,13 @@ from determined_amp.experiment.failures import (
 from determined_amp.experiment.misplaced import misplaced
 from determined_amp.trial.batches import (
     Batches,
-    average_at_once,
     share_gradients_once,
 )
 from determined_amp.trial.checkpoint import PortableCheckpoint
 from determined_amp.trial.determined_private import (
     AMP,
     aggregation_frequency,
+    amp_of,
     averages_gradients,
     hyperparameters,
     portable_checkpoint,
@@ -121,12 +121,6 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
         context.wrap_reducer(reducer, for_validation=False)
         self._batches: Batches | None = None
         setattr(context, AMP, self)
-
-    @staticmethod
-    def of(context: pytorch.PyTorchTrialContext) -> MixedPrecision | None:
-        """The mixed precision of a context, if its trial has one."""
-        amp: MixedPrecision | None = getattr(context, AMP, None)
-        return amp
 
     # Calls of the trial.
 
@@ -243,7 +237,6 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
                 warn_of_slow_operations(self.settings.precision, self.device)
         if self._aggregation_frequency > 1:
             self._check_averaging()
-            average_at_once(self._context)
             for hook in share_gradients_once(self._context, self._is_update_batch):
                 self._patches.callback(hook.remove)
         if self.scaler.is_enabled():
@@ -313,7 +306,7 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
 
 
 def _check_order(context: pytorch.PyTorchTrialContext) -> None:
-    if MixedPrecision.of(context) is not None:
+    if amp_of(context) is not None:
         raise MixedPrecision._wrong(
             "MixedPrecision",
             "this context has one already; allowed: one, also for GANs",

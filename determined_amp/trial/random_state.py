@@ -50,37 +50,37 @@ def settle_order(loader: Any, seed: int, *, warns: bool) -> None:
         seed: The seed, equal on every rank and after a resume.
         warns: Whether to log what a resume depends on if the order is the trial's own.
     """
-    repeated = getattr(loader, "batch_sampler", None)
-    while repeated is not None and not isinstance(
-        repeated, samplers.RepeatBatchSampler
-    ):
+    repeated: Any = getattr(loader, "batch_sampler", None)
+    while repeated and not isinstance(repeated, samplers.RepeatBatchSampler):
         repeated = getattr(repeated, "batch_sampler", None)
+    sampler: Any = None if repeated is None else _sampler_in(repeated.batch_sampler)
+    if type(sampler) in _DRAWN and sampler.generator is None:
+        repeated.batch_sampler = _SeededBatches(repeated.batch_sampler, seed)
+    elif warns:
+        _tell_conditions(loader, sampler)
+
+
+def _sampler_in(batches: Any) -> Any:
+    return batches.sampler if type(batches) is BatchSampler else batches
+
+
+def _tell_conditions(loader: Any, sampler: Any) -> None:
+    """Log what a resume depends on where the order is the trial's own."""
     conditions = []
-    if repeated is None:
-        conditions.append(
-            "the trial skips them: its loader is no determined.pytorch.DataLoader"
-        )
-    else:
-        batches = repeated.batch_sampler
-        sampler: Any = batches.sampler if type(batches) is BatchSampler else batches
-        if type(sampler) in _DRAWN and sampler.generator is None:
-            repeated.batch_sampler = _SeededBatches(batches, seed)
-            return
-        if type(sampler) in _DRAWN:
-            conditions.append(
-                "the generator of its loader starts with the same seed again"
-            )
-        elif (
-            type(sampler) is not SequentialSampler
-            and getattr(sampler, "seed", None) is None
-        ):
-            conditions.append(
-                f"its {type(sampler).__name__} gives the same order again"
-            )
+    if sampler is None:
+        what = "the trial skips them: its loader is no determined.pytorch.DataLoader"
+        conditions.append(what)
+    elif type(sampler) in _DRAWN:
+        what = "the generator of its loader starts with the same seed again"
+        conditions.append(what)
+    elif type(sampler) is not SequentialSampler:
+        if getattr(sampler, "seed", None) is None:
+            name = type(sampler).__name__
+            conditions.append(f"its {name} gives the same order again")
     level = logging.WARNING if conditions else logging.INFO
     if getattr(loader, "num_workers", 0):
         conditions.append("its loader's workers draw nothing at random")
-    if warns and conditions:
+    if conditions:
         text = "a resumed run sees the batches of an undisturbed one if %s"
         logger.log(level, text, " and ".join(conditions))
 

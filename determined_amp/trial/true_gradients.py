@@ -83,7 +83,6 @@ class TrueGradients:
         self._autocast = autocast
         self._scaler = amp.scaler
         self._scaler.leaves_true_gradients = True
-        self._one = torch.ones((), device=amp.device)
         self._known: list[torch.Tensor] = []  # parameters
         self._sizes: list[tuple[int, int]] = []  # id and length of each group of them
         self._norms: dict[Optimizer, torch.Tensor] = {}
@@ -186,7 +185,7 @@ class TrueGradients:
         """Scale the gradients that leaves have; yields 1 over the scale, (),
         float32.
         """
-        scale = self._scaler.times(self._one)
+        scale = self._scaler.now()
         _multiply(leaves, scale)
         # An overflow is no anomaly: its step is skipped.
         with torch.autograd.set_detect_anomaly(

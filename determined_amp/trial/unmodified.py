@@ -18,7 +18,7 @@ from determined_amp.amp.errors import UserError
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.experiment.experiment import Experiment, parse
 from determined_amp.experiment.failures import ending_the_program
-from determined_amp.trial.mixed_precision import MixedPrecision
+from determined_amp.trial.determined_private import amp_of
 from determined_amp.trial.notes import in_parts, note_on_master
 from determined_amp.trial.unmodified_autocast import refusal
 from determined_amp.trial.unmodified_training import UnmodifiedTraining
@@ -67,7 +67,7 @@ def trial_of_run(
 
 def precision_of(experiment: Experiment, context: pytorch.PyTorchTrialContext) -> str:
     """The precision in which a trial that has been made trains, in words."""
-    amp = MixedPrecision.of(context)
+    amp = amp_of(context)
     if experiment.amp is None and amp is not None:
         return (
             f"{amp.settings.precision.value} (by AmpSettings in the trial; no amp"
@@ -96,7 +96,7 @@ def make_with_amp(
     wrap, made = context.wrap_model, list[UnmodifiedTraining]()
 
     def wrap_model(model: nn.Module) -> nn.Module:
-        if MixedPrecision.of(context) is None:
+        if amp_of(context) is None:
             made.append(UnmodifiedTraining(context, settings))
         for training in made:
             training.prepare(model)
@@ -104,7 +104,7 @@ def make_with_amp(
 
     context.wrap_model = wrap_model  # type: ignore[method-assign]
     trial = make_trial(context)
-    if MixedPrecision.of(context) is None:
+    if amp_of(context) is None:
         raise refusal("it wraps no model", "self.model = context.wrap_model(model)")
     for training in made:
         training.attach(trial)
