@@ -64,6 +64,10 @@ def _sampler_in(batches: Any) -> Any:
     return batches.sampler if type(batches) is BatchSampler else batches
 
 
+def _has_seed(sampler: Any) -> bool:
+    return getattr(sampler, "seed", None) is not None
+
+
 def _tell_conditions(loader: Any, sampler: Any) -> None:
     """Log what a resume depends on where the order is the trial's own."""
     conditions = []
@@ -73,10 +77,8 @@ def _tell_conditions(loader: Any, sampler: Any) -> None:
     elif type(sampler) in _DRAWN:
         what = "the generator of its loader starts with the same seed again"
         conditions.append(what)
-    elif type(sampler) is not SequentialSampler:
-        if getattr(sampler, "seed", None) is None:
-            name = type(sampler).__name__
-            conditions.append(f"its {name} gives the same order again")
+    elif not (type(sampler) is SequentialSampler or _has_seed(sampler)):
+        conditions.append(f"its {type(sampler).__name__} gives the same order again")
     level = logging.WARNING if conditions else logging.INFO
     if getattr(loader, "num_workers", 0):
         conditions.append("its loader's workers draw nothing at random")
