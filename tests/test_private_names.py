@@ -21,7 +21,7 @@ from determined.common import api
 
 import determined_amp
 from determined_amp.amp import torch_private
-from determined_amp.check import probe
+from determined_amp.check import doctor
 from determined_amp.local import checkpoint_storage, local_reports, trainer
 from determined_amp.trial import determined_private
 
@@ -155,7 +155,7 @@ def test_private_methods_that_the_library_replaces_are_called_by_determined() ->
     "cls",
     [
         trainer.LocalController,
-        probe.Examined,
+        doctor.Examined,
         checkpoint_storage.LocalCheckpoints,
         local_reports.LocalReports,
     ],

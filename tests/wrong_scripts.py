@@ -950,23 +950,6 @@ for inputs, targets in loader():
     scaler.update()
 """,
     ),
-    "features_are_detached": Mistake(
-        "suspicion",
-        "cut_off|other_parameters",
-        """\
-body, head = net(8), nn.Linear(8, 4)
-optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
-scaler = GradScaler("cuda")
-for inputs, targets in loader():
-    optimizer.zero_grad()
-    with autocast("cuda", dtype=torch.float16):
-        features = body(inputs)
-        loss = F.cross_entropy(head(features.detach()), targets)
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-""",
-    ),
     "loss_is_rewrapped": Mistake(
         "fault",
         "loss_cut_off",
@@ -1031,23 +1014,6 @@ for inputs, targets in loader():
         p.grad = g
     scaler.step(optimizer)
     scaler.update()
-""",
-    ),
-    "window_not_divided": Mistake(
-        "suspicion",
-        "loss_not_divided",
-        """\
-model = net()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scaler = GradScaler("cuda")
-for i, (inputs, targets) in enumerate(loader(2)):
-    with autocast("cuda", dtype=torch.float16):
-        loss = F.cross_entropy(model(inputs), targets)
-    scaler.scale(loss).backward()  # HERE
-    if i % 4 == 3:
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
 """,
     ),
     # Schedules.
@@ -1117,37 +1083,9 @@ for epoch in range(2):
     scheduler.step()
 """,
     ),
-    "schedule_moves_twice": Mistake(
-        "suspicion",
-        "schedule_twice",
-        """\
-model = net()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scheduler = lr_scheduler.ExponentialLR(optimizer, 0.99)
-scaler = GradScaler("cuda")
-
-
-def log(number, loss):
-    scheduler.step()
-    return number, loss.item(), scheduler.get_last_lr()
-
-
-for number, (inputs, targets) in enumerate(loader()):
-    optimizer.zero_grad()
-    with autocast("cuda", dtype=torch.float16):
-        loss = F.cross_entropy(model(inputs), targets)
-    scaler.scale(loss).backward()
-    before = scaler.get_scale()
-    scaler.step(optimizer)
-    scaler.update()
-    if scaler.get_scale() >= before:
-        scheduler.step()  # HERE
-        log(number, loss)
-""",
-    ),
     "schedule_moves_in_each_micro_batch": Mistake(
-        "suspicion",
-        "schedule_per_batch|schedule_on_skipped",
+        "fault",
+        "schedule_on_skipped",
         """\
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -1162,24 +1100,6 @@ for i, (inputs, targets) in enumerate(loader(2)):
         scaler.update()
         optimizer.zero_grad()
     scheduler.step()  # HERE
-""",
-    ),
-    "schedule_never_moves": Mistake(
-        "suspicion",
-        "schedule_never",
-        """\
-model = net()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scheduler = lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)  # HERE
-scaler = GradScaler("cuda")
-for epoch in range(3):
-    for inputs, targets in loader():
-        optimizer.zero_grad()
-        with autocast("cuda", dtype=torch.float16):
-            loss = F.cross_entropy(model(inputs), targets)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
 """,
     ),
     # Checkpoints.
@@ -1259,24 +1179,6 @@ for inputs, targets in loader():
     with autocast("cuda", dtype=torch.bfloat16):
         loss = F.cross_entropy(model(inputs), targets)
     loss.backward()
-    optimizer.step()
-""",
-    ),
-    "rounds_its_weights": Mistake(
-        "fault|suspicion",
-        "half_weights",
-        """\
-model = net()
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-for inputs, targets in loader():
-    model.half()
-    outputs = model(inputs.half())
-    loss = F.cross_entropy(outputs.float(), targets)
-    optimizer.zero_grad()
-    loss.backward()
-    model.float()
-    for p in model.parameters():
-        p.grad = p.grad.float()
     optimizer.step()
 """,
     ),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from determined_amp.amp.rehearse.backward_graph import module_names
+from determined_amp.amp.rehearse.backward_graph import OUTSIDE, module_names
 from determined_amp.amp.rehearse.overflows import OverflowWatch, Place
 from determined_amp.amp.tensors import (
     SIXTEEN_BITS,
@@ -23,8 +23,6 @@ from determined_amp.amp.torch_private import CAST, READ, is_in_place
 from determined_amp.check.finding import Where
 from determined_amp.check.lines import users_line
 from determined_amp.check.record import Cause, Record
-
-_FLOAT32, _BFLOAT16 = "in float32", "in bfloat16"
 
 # So many forwards are looked at: each takes several times as long.
 _MOST_LOOKS = 12
@@ -39,14 +37,10 @@ class Other:
     Args:
         rounds: The dtype that results are rounded to where they have 16 bits; None for
             float32.
-        is_exact: Tells whether the operation that runs now is left in float32.
     """
 
-    def __init__(
-        self, rounds: torch.dtype | None, is_exact: Callable[[], bool] = lambda: False
-    ) -> None:
+    def __init__(self, rounds: torch.dtype | None) -> None:
         self._rounds = rounds
-        self._is_exact = is_exact
         self._numbers: dict[int, torch.Tensor] = {}  # by the address of the storage
         self._storages: list[Any] = []  # so that no address is used again
 
@@ -85,52 +79,43 @@ class Other:
         given = {_address(each) for each in tensors_of(args)}
         results = zip(tensors_of(made), tensors_of(other), strict=False)
         for result, numbers in results if other is not None else ():
-            address = _address(result)
-            is_view = address in given and not changes
+            is_view = _address(result) in given and not changes
             differs = result.dtype in SIXTEEN_BITS or self._numbers.keys() & given
-            if (
-                not (result.is_floating_point() and result.numel() and differs)
-                or is_view
-            ):
-                continue
+            has_numbers = result.is_floating_point() and result.numel()
+            if has_numbers and differs and not is_view:
+                self._write(result, self._rounded(result, numbers))
+
+    def _write(self, result: torch.Tensor, numbers: torch.Tensor) -> None:
+        address = _address(result)
+        if address not in self._numbers:
             storage = result.untyped_storage()
-            if not (changes and address in self._numbers):
-                whole = torch.empty(0, dtype=result.dtype).set_(storage)
-                self._storages.append(storage)
-                self._numbers[address] = whole.float().clone()
-            self.of(result).copy_(self._rounded(result, numbers))
+            whole = torch.empty(0, dtype=result.dtype).set_(storage)
+            self._storages.append(storage)
+            self._numbers[address] = whole.float().clone()
+        self.of(result).copy_(numbers)
 
     def _rounded(self, made: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        if made.dtype in SIXTEEN_BITS and self._rounds and not self._is_exact():
+        if self._rounds and made.dtype in SIXTEEN_BITS:
             return numbers.to(self._rounds).float()
         return numbers
 
 
 class CauseWatch(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has no types
-    """Looks at one forward, and computes it in other precisions, too.
+    """Looks at one forward, and computes it in float32 and in bfloat16, too.
 
     Args:
         models: The models whose modules name the places.
-        island: A module to try in float32, by its name.
     """
 
-    def __init__(self, models: Sequence[nn.Module], island: str) -> None:
+    def __init__(self, models: Sequence[nn.Module]) -> None:
         super().__init__(models, [])
-        self._others = {_FLOAT32: Other(None), _BFLOAT16: Other(torch.bfloat16)}
-        if island:
-            inside = f"{island}."
-
-            def is_inside() -> bool:
-                return f"{self._graph.current}.".startswith(inside)
-
-            self._others[f"with {island} {_FLOAT32}"] = Other(torch.float16, is_inside)
-        self.has_island = bool(island)
+        self._float32, self._bfloat16 = Other(None), Other(torch.bfloat16)
         self._kinds = {
             name: f"{name} ({type(module).__name__})"
             for module, name in module_names(models).items()
         }
         # Of each place: whether its result is finite in float32, and the line.
-        self._seen: list[tuple[Place, bool, Any]] = []
+        self._seen: list[tuple[Place, bool, Where | None]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -143,47 +128,49 @@ class CauseWatch(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has n
         # `batch_norm` changes its statistics, and its schema does not say so.
         changes = is_in_place(func) or "batch_norm" in str(func)
         draws = torch.Tag.nondeterministic_seeded in func.tags
-        others = {
-            name: None if draws else other.compute(func, args, kwargs, changes=changes)
-            for name, other in self._others.items()
-        }
+        others = [] if draws else [self._float32, self._bfloat16]
+        made = [other.compute(func, args, kwargs, changes=changes) for other in others]
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        for name, other in self._others.items():
-            other.keep((args, kwargs), result, others[name], changes=changes)
+        for other, numbers in zip(others, made, strict=True):
+            other.keep((args, kwargs), result, numbers, changes=changes)
         if len(self.forward) > len(self._seen):
-            exact = all(map(is_finite, tensors_of(others[_FLOAT32])))
+            exact = all(map(is_finite, tensors_of(made[:1])))
             self._seen.append((self.forward[-1], exact, users_line()))
         return result
 
     def cause(self, loss: torch.Tensor) -> Cause | None:
         """Why a loss is not finite; None if no operation of this forward tells."""
-        helps = [
-            name for name, each in self._others.items() if is_finite(each.of(loss))
-        ]
-        wanted = _FLOAT32 in helps
-        seen = next((each for each in self._seen if each[1] is wanted), None)
-        if seen is None:
+        in_float32 = is_finite(self._float32.of(loss))
+        seen = [each for each in self._seen if each[1] is in_float32]
+        if not seen:
             return None
-        place, is_finite_in_float32, where = seen
+        place, _, where = seen[0]
         operation = "a cast" if place.key[1] == CAST.__name__ else place.key[1]
         text = f"{operation} in {self._kinds.get(place.module, place.module)}"
-        if is_finite_in_float32:
-            reason = "of numbers that 16 bits have rounded"
-            if place.dtype in SIXTEEN_BITS:
-                limit = torch.finfo(place.dtype).max
-                reason = f"beyond {dtype_name(place.dtype)}, which ends at {limit:g}"
-            text += f", {reason}; tried: the loss is finite {' and '.join(helps)}"
-        else:
+        if not in_float32:
             text += ", also in float32: the precision is not the cause"
-        return Cause(text, where, place.module, helps)
+            return Cause(text, where, text)
+        text += f", {_limit(place.dtype)}; tried: the loss is finite in float32"
+        advice = "float32 from there to the loss: the loss is finite in float32"
+        if not is_finite(self._bfloat16.of(loss)):
+            return Cause(text, where, advice)
+        text += " and in bfloat16"
+        if place.module == OUTSIDE:  # where it may have been cast by hand
+            return Cause(text, where, advice)
+        advice = "dtype=torch.bfloat16  # tried: the loss is finite, without a scale"
+        return Cause(text, where, advice, orders=True)
 
     def cause_of_gradients(self) -> Cause | None:
         """Which module makes gradients that are not finite of a loss that is."""
-        if self.backward is None:
-            return None
-        return Cause(
-            f"the gradients that {self.backward} makes", None, self.backward, []
-        )
+        text = f"the gradients that {self.backward} makes"
+        return None if self.backward is None else Cause(text, None, text)
+
+
+def _limit(dtype: torch.dtype) -> str:
+    if dtype not in SIXTEEN_BITS:
+        return "of numbers that 16 bits have rounded"
+    limit = torch.finfo(dtype).max
+    return f"beyond {dtype_name(dtype)}, which ends at {limit:g}"
 
 
 class Attempts:
@@ -205,7 +192,7 @@ class Attempts:
         self._roots = roots
         self._batch: Any = None
         self._left = _MOST_LOOKS  # forwards that may still be looked at
-        self._looks = False  # a loss was not finite, and its cause is not known
+        self._has_reason = False  # to look: a loss was not finite
         self._watch: CauseWatch | None = None
         self._stack = ExitStack()  # of what watches
 
@@ -216,10 +203,10 @@ class Attempts:
 
     def look(self) -> None:
         """Watch what is computed until the next backward, if there is a reason."""
-        if self._looks and self._left and self._watch is None:
+        is_open = self._has_reason and self._record.cause is None
+        if is_open and self._left and self._watch is None:
             self._left -= 1
-            island = self._record.cause.module if self._record.cause else ""
-            self._watch = CauseWatch([*self._roots], island)
+            self._watch = CauseWatch([*self._roots])
             self._stack.enter_context(self._watch.watching())
 
     def leave(self) -> None:
@@ -249,22 +236,18 @@ class Attempts:
 
     def _judge(self, bad: Sequence[torch.Tensor]) -> None:
         """These losses are not finite, or, without any, the gradients are not."""
-        watch, known = self._watch, self._record.cause
-        self._looks = self._looks or known is None
+        if self._record.cause is not None:
+            return
         for number, each in enumerate(tensors_of(self._batch)):
             if bad and each.is_floating_point() and not is_finite(each):
                 text = f"input {number} of the batch: the precision is not the cause"
-                self._know(Cause(text, None, "", []))
+                self._record.cause = Cause(text, None, text)
                 return
-        if watch is None:
-            return
-        found = watch.cause(bad[0]) if bad else watch.cause_of_gradients()
-        if found is not None and (known is None or watch.has_island):
-            self._know(found)
-            self._looks = _FLOAT32 in found.helps and not watch.has_island
-
-    def _know(self, cause: Cause) -> None:
-        self._record.cause, self._looks = cause, False
+        self._has_reason = True
+        watch = self._watch
+        if watch is not None:
+            cause = watch.cause(bad[0]) if bad else watch.cause_of_gradients()
+            self._record.cause = cause
 
 
 def _address(tensor: torch.Tensor) -> int:

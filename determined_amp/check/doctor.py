@@ -1,19 +1,57 @@
-"""Examines a trial: a few runs, each in a fresh process, and what they show
+"""Examines a trial: a few runs, each in a process of its own, and what they show
 together.
+
+A run trains a few batches in Determined's own loop.
 """
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from determined_amp.amp.plain_data import Config
+import torch
+from determined import core, pytorch, util
+from determined.common import storage
+from torch.utils.data import DataLoader
+
+from determined_amp.amp.errors import UserError, one_line
+from determined_amp.amp.patched import patched
+from determined_amp.amp.plain_data import Config, Metrics
+from determined_amp.amp.rehearse.regions import float16_as
 from determined_amp.check.finding import CheckFindings
-from determined_amp.check.judge import concluded, judge_record, told
-from determined_amp.check.probe import Probe, run_afresh
+from determined_amp.check.judge import judge_record
+from determined_amp.check.lines import where_raised
 from determined_amp.check.record import Record
+from determined_amp.check.recorder import OVERFLOWS, Recorder
+from determined_amp.check.scratch import changing_all_in
 from determined_amp.check.stand_in import ONLY_ON_A_GPU
+from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.files import temporary_folder
+from determined_amp.local.open_trial import trial_context
+from determined_amp.trial.checkpoint import CheckpointError
+from determined_amp.trial.determined_private import (
+    WatchedController,
+    aggregation_frequency,
+    amp_of,
+    controlled_by,
+    leave_the_cluster,
+    shorten_epoch,
+)
+from determined_amp.trial.random_state import random_state, restore_random_state
+from determined_amp.trial.unmodified import trial_of
 
 # Runs at most: one, one less disturbed, and its resume.
 RUNS = 3
@@ -22,6 +60,36 @@ ASK_FOR_AMP = (
     "--precision amp_fp16, or hyperparameters.amp.precision: amp_fp16 in the YAML, "
     "examines this trial with AMP"
 )
+
+# Windows of batches in an epoch of the doctor's, and batches of a validation.
+_EPOCH, _VALIDATION = 4, 4
+
+# Steps that a run makes: two that overflow, and nine at each of two scales.
+_STEPS = 20
+
+# Steps before the checkpoint, not at the end of an epoch, and those that a resumed run
+# makes.
+_SAVED, RESUMED = 10, 2
+
+# Seconds after which a run ends with what it has, and those that it may take with its
+# start.
+_TRAINS, PATIENCE = 60.0, 300
+# Seconds in which its process sends what it has seen, and ends.
+_PARTING = 30
+
+_ENTERED = ExitStack()  # what its process is in until it ends
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What to run."""
+
+    config: Config  # the experiment configuration
+    source: str  # where it comes from, for error messages
+    trial: str | None  # `module:Class`, if the configuration does not name it
+    folder: Path  # an empty one for the checkpoint, or the one that has it
+    overflows: tuple[int, ...] = OVERFLOWS  # steps whose gradients are made to overflow
+    resumes: bool = False  # from the checkpoint in `folder`
 
 
 def examine(
@@ -51,23 +119,226 @@ def examine(
             "training a few batches, two of them with an overflow if it scales its loss"
         )
         record = run(probe)
-        findings = judge_record(record)
-        if any(finding.key == "raised" for finding in findings):
-            notify("once more, since it raised an error")
+        if record.disturbed:
+            notify("once more, since it raised an error after an overflow")
             probe = replace(probe, overflows=())
-            undisturbed = run(probe)
-            if not undisturbed.error:
-                record, findings = undisturbed, judge_record(undisturbed)
-                findings.notes.append(
-                    "it raises an error on an overflow, so none was forced"
-                )
+            record = run(probe)
+        resumed = None
         if any(folder.glob("*/state_dict.pth")):
             notify("resuming from the checkpoint")
             resumed = run(replace(probe, resumes=True))
-            findings.all += told("resumed", record, resumed)
+    findings = judge_record(record, resumed)
+    if not probe.overflows:
+        findings.notes.append("it raises an error on an overflow, so none was forced")
     if findings.trained and not (findings.amp or record.scalers):
         findings.notes.append(ASK_FOR_AMP)
     if not record.has_cuda:
         findings.notes.append(ONLY_ON_A_GPU)
-    findings.all = concluded(findings.all)
     return findings
+
+
+def run_afresh(probe: Probe) -> Record:
+    """Run a probe in a process of its own, which prints nothing.
+
+    What its trial changes, changes in the folder of the probe.
+
+    Raises:
+        UserError: if the trial cannot be run.
+    """
+    processes = multiprocessing.get_context("forkserver")
+    entered = os.getcwd(), str(probe.folder)
+    with ProcessPoolExecutor(1, processes, _enter, entered) as pool:
+        try:
+            return pool.submit(_run, probe).result()
+        except BrokenProcessPool:
+            raise UserError(
+                f"a run of the trial died, or took more than {PATIENCE} s; give it "
+                "less data"
+            ) from None
+
+
+def _enter(directory: str, folder: str) -> None:
+    signal.alarm(PATIENCE)  # it ends the process
+    os.chdir(directory)
+    sys.path.insert(0, directory)
+    leave_the_cluster()  # the doctor may be a task of one, but its runs are not
+    # for data loaders, as in a training
+    multiprocessing.set_start_method("fork", force=True)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(nothing, stream.fileno())
+    _ENTERED.enter_context(changing_all_in(folder))
+
+
+def _run(probe: Probe) -> Record:
+    try:
+        return run_here(probe)
+    except UserError as error:
+        raise UserError(str(error)) from None
+    except BaseException:  # a trial may raise anything, and not all of it can be sent
+        said = traceback.format_exc().strip().splitlines()[-1]
+        raise UserError(f"a run of the trial failed: {said}") from None
+    finally:
+        signal.alarm(_PARTING)  # a thread that the trial has left may never end
+
+
+def run_here(probe: Probe) -> Record:
+    """Run it here; the process is used up.
+
+    Raises:
+        UserError: if the configuration is wrong, or the trial cannot be made on this
+            machine.
+    """
+    recorder = Recorder(probe.overflows, moves_scale=not probe.resumes)
+    record = recorder.record
+    record.determined, record.has_cuda = True, torch.cuda.is_available()
+    try:
+        with (
+            recorder.watching(),
+            patched(util, "write_user_code", lambda *given: None),
+            _core_context(probe.folder) as core_context,
+        ):
+            _train(probe, recorder, core_context)
+    except BaseException as error:  # an `InvalidExperimentException` is no `Exception`
+        is_the_users = isinstance(error, (UserError, KeyboardInterrupt))
+        if is_the_users and not isinstance(error, CheckpointError):
+            raise
+        # What a trial raises is recorded.
+    return record
+
+
+def _train(probe: Probe, recorder: Recorder, core_context: core.Context) -> None:
+    """Train a few batches, beginning with the checkpoint of the first run if the probe
+    resumes.
+    """
+    experiment = parse(probe.config, probe.source, trial=probe.trial)
+    try:
+        context = trial_context(core_context, experiment)
+        trial = trial_of(experiment, context)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        what = f"{type(error).__name__} at {where_raised(error)}: {one_line(error)}"
+        raise UserError(f"the trial cannot be made on this machine: {what}") from error
+    amp = amp_of(context)
+    if amp is not None:  # its guard would end a run that the doctor makes overflow
+        amp.guard.enabled = False
+    aggregation = aggregation_frequency(context)
+    batches, checkpoint = 4 * _STEPS * aggregation, None
+    if probe.resumes:
+        saved = next(probe.folder.glob("*/state_dict.pth"))
+        batches, checkpoint = 1_000_000, saved.parent.name
+    with controlled_by(partial(Examined, probe, recorder)):
+        pytorch.Trainer(trial, context).fit(
+            max_length=pytorch.Batch(batches),
+            reporting_period=pytorch.Batch(1),
+            validation_period=pytorch.Batch(_EPOCH * aggregation),
+            checkpoint_period=pytorch.Batch(_SAVED * aggregation),
+            checkpoint_policy="none",
+            latest_checkpoint=checkpoint,
+        )
+
+
+def _core_context(folder: Path) -> core.Context:
+    """One process; all that is written goes to a folder."""
+    alone = core.DummyDistributedContext()
+    checkpoints = storage.SharedFSStorageManager(str(folder))
+    return core.Context(
+        checkpoint=core.DummyCheckpointContext(alone, checkpoints),
+        distributed=alone,
+        train=core.DummyTrainContext(folder / "tensorboard"),
+    )
+
+
+class Examined(WatchedController):
+    """Determined's loop, with short epochs, until the optimizers have stepped often
+    enough.
+
+    Args:
+        probe: What to run.
+        recorder: Record it.
+        fitted: The arguments of `Trainer.fit`.
+    """
+
+    def __init__(self, probe: Probe, recorder: Recorder, **fitted: Any) -> None:
+        super().__init__(**fitted)
+        self._probe = probe
+        self._recorder = recorder
+        self._began = time.monotonic()
+
+    def set_data_loaders(self) -> None:
+        super().set_data_loaders()
+        shorten_epoch(self.context, _EPOCH * aggregation_frequency(self.context))
+        # Again and again: Determined repeats its own loaders alone.
+        again = itertools.repeat(self.training_loader)
+        self.training_loader: Any = itertools.chain.from_iterable(again)
+
+    def run_loop(self) -> None:
+        super().run_loop()
+        if not self._probe.resumes:
+            self._compare_metrics()
+
+    def train_one_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
+        recorder = self._recorder
+        if self._probe.resumes and not recorder.record.batches:
+            recorder.take_state("resumed")
+        recorder.begin_batch(batch)
+        try:
+            metrics: Metrics = super().train_one_batch(batch, epoch_idx, batch_idx)
+        finally:
+            recorder.end_batch()
+        wanted = RESUMED if self._probe.resumes else _STEPS
+        enough = max(recorder.record.steps_of_each, default=0) >= wanted
+        if enough or time.monotonic() - self._began > _TRAINS:
+            self.context.set_stop_requested(True)
+        return metrics
+
+    def end_epoch(self, epoch_idx: int) -> None:
+        super().end_epoch(epoch_idx)
+        self._recorder.record.epochs += 1
+
+    def validate(self) -> Metrics:
+        if self._probe.resumes:
+            assert self.state
+            self.state.last_val = self.state.batches_trained
+            return {}
+        own = DataLoader.__iter__
+
+        def few(loader: Any) -> Any:
+            return itertools.islice(own(loader), _VALIDATION)
+
+        with patched(DataLoader, "__iter__", few):
+            return super().validate()
+
+    def checkpoint(self, already_exiting: bool) -> None:
+        assert self.state
+        record = self._recorder.record
+        if not self._probe.resumes and not record.saved:
+            record.saved = True
+            self._recorder.take_state("saved")
+            super().checkpoint(already_exiting)
+        self.state.last_ckpt = self.state.batches_trained
+
+    def _compare_metrics(self) -> None:
+        """Validate the same weights as the trial does, and in float32."""
+        record = self._recorder.record
+        if not record.regions_of_validation:
+            return
+        seen, before = len(record.events), random_state(0)
+        reports: list[dict[str, Any]] = []
+        for dtype in (None, None, torch.float32):
+            restore_random_state(before, 0)
+            # A cast by hand may not fit float32.
+            with suppress(Exception), float16_as(dtype):
+                reports.append(self.validate())
+        del record.events[seen:]
+        if len(reports) < 3:
+            return
+        as_is, again, exact = reports
+        for name, value in as_is.items():
+            # Some draw numbers that no seed fixes, and differ by themselves. A NaN is
+            # none of them.
+            draws = str(value) != str(again.get(name))
+            if util.is_numerical_scalar(value) and name in exact and not draws:
+                record.metrics[name] = float(value), float(exact[name])

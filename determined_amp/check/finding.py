@@ -77,7 +77,6 @@ class Seen:
         at: The events to name, or lines; without any, nothing was seen.
         proven: Whether it is a fault, where its row has two levels.
         holds: Whether the lines to write are right in this training.
-        write: Lines that are right in it, in place of those.
         words: What the words of the rule name. They know these events as `part`, and
             the newest as `last`; a list is told by its length.
     """
@@ -88,13 +87,11 @@ class Seen:
         *,
         proven: bool = True,
         holds: bool = True,
-        write: Sequence[str] = (),
         **words: Any,
     ) -> None:
         self.at = at
         self.proven = proven
         self.holds = holds
-        self.write = write
         self.words: dict[str, Any] = {"part": at, "last": [None, *at][-1], **words}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -40,9 +40,6 @@ class Forwards:
         self._record = record
         self._running: list[nn.Module] = []
         self._first: nn.Module | None = None  # that was called with gradients
-        self._reached: set[torch.Tensor] = set()  # weights that had a gradient
-        # Weights, each with a module that ran.
-        self._trained: dict[torch.Tensor, nn.Module] = {}
         # Versions of weights at their first use since autocast has dropped its casts.
         self._cast: dict[int, int] = {}
 
@@ -76,7 +73,6 @@ class Forwards:
         on = autocast_is_on(weights[0].device.type)
         if torch.is_grad_enabled():
             self._record.forwards[on] += 1
-            self._trained.update(dict.fromkeys(weights, module))
         if on and torch.is_autocast_cache_enabled():
             matrices = [p for p in weights if p.dtype is torch.float32 and p.dim() > 1]
             for weight in matrices:
@@ -99,15 +95,6 @@ class Forwards:
     def drop_casts(self) -> None:
         """Autocast has dropped its casts."""
         self._cast.clear()
-
-    def note_gradients(self, weights: Collection[torch.Tensor]) -> None:
-        """An optimizer steps with the gradients of these weights."""
-        self._reached.update(weight for weight in weights if weight.grad is not None)
-
-    def cut_off(self, weights: Collection[torch.Tensor]) -> list[str]:
-        """Those of these weights whose module ran and that never had a gradient."""
-        never = self._trained.keys() & {*weights} - self._reached
-        return sorted(self._name_of(self._trained[weight]) for weight in never)
 
     def buffers_not_finite(self) -> Iterator[str]:
         """Those that were finite when they were met."""

@@ -7,10 +7,9 @@ A rule looks at a record and yields what it has seen. Its name stands in the row
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from statistics import median
 
 from determined_amp.check.finding import Found, Seen
@@ -51,6 +50,15 @@ def skips_every_step(record: Record) -> Found:
         yield Seen(steps[-1:], part=steps, proven=len(steps) >= _SETTLED)
 
 
+def skips_every_step_at_its_own_scale(record: Record) -> Found:
+    """Each skip halves the scale: here it is as high again."""
+    for steps in _steps_of_each(record, scaled=True, moved=False):
+        pairs = pairwise(steps)
+        again = [late for early, late in pairs if late.scale >= early.scale]
+        if len(again) >= _MANY and all(step.skipped for step in steps):
+            yield Seen(steps[-1:], part=steps)
+
+
 def skips_at_scales_that_were_right(record: Record) -> Found:
     late = _late(_steps_of_scalers(record))
     skipped = [step for step in late if step.skipped]
@@ -70,29 +78,6 @@ def _late(steps: Sequence[Event]) -> list[Event]:
     largest = accumulate(made_at, max, initial=0.0)
     pairs = zip(steps, largest, strict=False)
     return [step for step, scale in pairs if (step.scale or 0.0) <= scale]
-
-
-def skips_one_kind_of_batch(record: Record) -> Found:
-    """What begins at one line is skipped again where the scale is high again."""
-    kinds: dict[object, list[Event]] = defaultdict(list)
-    for window in record.complete:
-        step = window.steps[0]
-        if window.used and step.scaled and not (step.disturbed or step.moved):
-            kinds[window.used[-1].where].append(step)
-    for line, steps in kinds.items():
-        scales = [step.scale for step in steps]
-        pairs = zip(scales[1:], accumulate(scales, min), strict=False)
-        again = [scale for scale, least in pairs if scale >= least]
-        if len(again) >= _MANY and all(step.skipped for step in steps):
-            yield Seen(steps, line=line)
-
-
-def stops_stepping(record: Record) -> Found:
-    last = max((step.number for step in record.of("step")), default=math.inf)
-    unused = [each for each in record.of("backward") if each.number > last]
-    longest = max((len(window.backwards) for window in record.complete), default=0)
-    if len(unused) > _SETTLED // 2 + 2 * longest:
-        yield Seen(unused)
 
 
 def leaves_out_batches(record: Record) -> Found:
@@ -143,13 +128,6 @@ def _steps_in_vain(record: Record, *, trains: bool) -> Found:
     is_used = any(step.norm for step in steps) or any(each.reached for each in losses)
     if losses and losses[-1].loss.trains is trains and not (is_used or record.error):
         yield Seen(steps, backwards=losses)
-
-
-def leaves_weights_without_gradients(record: Record) -> Found:
-    steps = record.of("step")
-    if record.cut_off and len(steps) >= _MANY:
-        names = ", ".join(dict.fromkeys(record.cut_off))
-        yield Seen([None], part=record.cut_off, steps=steps, names=names)
 
 
 def never_steps(record: Record) -> Found:
@@ -322,15 +300,6 @@ def uses_gradients_again(record: Record) -> Found:
     if len(windows) >= 2:
         at = [window.backwards[0] for window in windows]
         yield Seen(at, of=record.complete)
-
-
-def rounds_its_weights(record: Record) -> Found:
-    """Weights that are rounded to 16 bits lose small updates."""
-    steps = record.of("step", skipped=False)
-    rounded = [step for step in steps if step.rounded]
-    if rounded:
-        at = [*record.of("cast"), *rounded[:1]]
-        yield Seen(at, part=rounded, of=steps, proven=len(rounded) >= _MANY)
 
 
 # Validation.

@@ -6,10 +6,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
-from determined_amp.amp.rehearse.backward_graph import OUTSIDE
 from determined_amp.check import invariants, rules
 from determined_amp.check.finding import (
     ROWS,
@@ -20,28 +18,36 @@ from determined_amp.check.finding import (
     Words,
     code_of,
 )
-from determined_amp.check.record import Cause, Event, Record
+from determined_amp.check.record import Event, Record
 
 _RULES: dict[str, Any] = {**vars(invariants), **vars(rules)}
 _STOPS = "the training stops {place}: {error}"
 
 # So many lines before and behind the line of a finding are near it.
 _NEAR = 8
+# In so many, lines of the script are not to be repeated.
+_FAR = 24
 _CALL = re.compile(r"\w+\(\)?")
 # What a statement calls, up to its arguments.
 _CALLED = re.compile(r"[\w.]+\(")
 
 
-def judge_record(record: Record) -> CheckFindings:
-    """All findings of one run: one for each kind of mistake, with all of its lines."""
+def judge_record(record: Record, resumed: Record | None = None) -> CheckFindings:
+    """All findings of one run: one for each kind of mistake, with all of its lines.
+
+    Args:
+        record: The run.
+        resumed: One that has resumed it.
+    """
     kinds = {event.kind for event in record.events}
     trained = not kinds.isdisjoint({"backward", "left_out", "step"})
-    seen = _seen(record) if trained else ""
-    all_told = chain(told("seen", record), _told_by_error(record))
+    all_told = [*_told("seen", record), *_told_by_error(record)]
+    if resumed is not None:
+        all_told += _told("resumed", record, resumed)
     fitted = [_fitted_to_script(each) for each in concluded(all_told)]
-    findings = CheckFindings(fitted, seen=seen, trained=trained)
-    findings.amp = record.is_amp
-    if record.disturbed and not record.determined:
+    findings = CheckFindings(fitted, trained=trained, amp=record.is_amp)
+    findings.seen = _seen(record) if trained else ""
+    if record.disturbed:
         findings.notes.append(
             "the training raises an error on an overflow, and the doctor made one "
             f"here: {record.raised}; watching(overflows=()) makes none"
@@ -54,7 +60,7 @@ def judge_record(record: Record) -> CheckFindings:
     return findings
 
 
-def told(kind: str, record: Record, *resumed: Record) -> Iterator[CheckFinding]:
+def _told(kind: str, record: Record, *resumed: Record) -> Iterator[CheckFinding]:
     """What the rules of a kind tell.
 
     Args:
@@ -71,13 +77,15 @@ def told(kind: str, record: Record, *resumed: Record) -> Iterator[CheckFinding]:
 
 def _told_by_error(record: Record) -> Iterator[CheckFinding]:
     """What the error tells that has ended a training, if it is not by the doctor."""
-    key, seen = rules.cause_of_error(record) if record.error else ("raised", Seen([]))
+    if not record.error:
+        return
+    key, seen = rules.cause_of_error(record)
     backwards = len(record.of("backward"))
     place = f"in batch {record.batches}" if record.batches else "before a backward"
     if backwards and not record.batches:
         place = f"after backward {backwards}"
     seen.words |= {"place": place, "error": record.first_line_of_error}
-    if key != "raised" or record.determined or not record.disturbed:
+    if key != "raised" or not record.disturbed:
         yield from _findings(record, key, _STOPS, [seen])
 
 
@@ -93,62 +101,40 @@ def _findings(
         seen: What a rule has seen.
     """
     row = ROWS[key]
-    has_cause = bool(row.get("has_cause"))
     for each in seen:
         if not each.at:
             continue
         events = [line for line in each.at if isinstance(line, Event)]
         of = record.of(events[0].kind) if events else []
         effect = Words().format(words, **{"of": of, **each.words})
-        kind = "write" if "write" in row and each.holds else "look"
-        of_a_loop = [] if record.determined else row.get(f"in_a_loop_{kind}")
-        lines = each.write or of_a_loop or row[kind]
         at = [line.where if isinstance(line, Event) else line for line in each.at]
-        if has_cause:
-            effect += _cause_of(record)
-        if has_cause and record.cause:
-            at.insert(0, record.cause.where)
-            kind, lines = _tried(record.cause)
+        orders, advice = _advice(row, each, in_a_loop=not record.determined)
+        if row.get("has_cause"):
+            effect += _bad_losses(record)
+            if cause := record.cause:
+                effect += f"; first: {cause.text}"
+                at.insert(0, cause.where)
+                orders, advice = cause.orders, cause.advice
         level = Level(row["level"].split(" or ")[0 if each.proven else -1])
-        yield CheckFinding(
-            key,
-            level,
-            row["sentence"],
-            tuple(dict.fromkeys(line for line in at if line is not None)),
-            effect,
-            "\n".join(lines),
-            orders=kind == "write" and level is not Level.SUSPICION,
-        )
+        where = tuple(dict.fromkeys(line for line in at if line is not None))
+        orders = orders and level is not Level.SUSPICION
+        sentence = row["sentence"]
+        yield CheckFinding(key, level, sentence, where, effect, advice, orders)
 
 
-def _cause_of(record: Record) -> str:
-    """What is known of why losses or gradients are not finite."""
+def _advice(row: dict[str, Any], seen: Seen, *, in_a_loop: bool) -> tuple[bool, str]:
+    """Whether a row orders lines where this was seen, and which."""
+    orders = "write" in row and seen.holds
+    kind = "write" if orders else "look"
+    of_a_trial = row.get(kind, [])
+    lines = row.get(f"in_a_loop_{kind}", of_a_trial) if in_a_loop else of_a_trial
+    return orders, "\n".join(lines)
+
+
+def _bad_losses(record: Record) -> str:
     bad, losses = record.of("backward", finite=False), record.of("backward")
-    words = "; {bad} of {losses} backwards began at a loss that is not finite"
-    told = Words().format(words, bad=bad, losses=losses) if bad else ""
-    return told + (f"; first: {record.cause.text}" if record.cause else "")
-
-
-def _tried(cause: Cause) -> tuple[str, list[str]]:
-    """What was tried, to write, or where to look."""
-    if f"with {cause.module} in float32" in cause.helps:
-        if cause.module == OUTSIDE:  # all of it was tried, from any line
-            return "look", [
-                "all that is computed outside of modules: in float32 the loss is finite"
-            ]
-        return "write", [
-            "# tried: the loss of this batch is finite then",
-            "with torch.autocast(device_type, enabled=False):"
-            f"  # around {cause.module}",
-            "    output = module(inputs.float())",
-        ]
-    if "in bfloat16" in cause.helps:
-        return "write", [
-            "dtype=torch.bfloat16  # tried: the loss is finite, without a scale"
-        ]
-    if cause.helps:
-        return "look", ["float32 from there to the loss: the loss is finite in float32"]
-    return "look", [cause.text]
+    told = f"; {len(bad)} of {len(losses)} backwards began at a loss that is not finite"
+    return told if bad else ""
 
 
 # From what was told to what is shown.
@@ -212,32 +198,32 @@ def _fitted_to_script(finding: CheckFinding) -> CheckFinding:
     if not (finding.orders and finding.where):
         return finding
     lines = finding.write.splitlines()
-    near = finding.where[0].code_around(_NEAR)
-    write = "\n".join(_with_its_number(line, near) for line in lines)
-    orders = _calls_in(map(code_of, lines))
+    code = finding.where[0].code_around(_FAR)
+    numbered = [_with_its_number(line, code) for line in lines]
+    if not any(map(str.__eq__, lines, numbered)):  # nothing would be left to write
+        numbered = lines
+    orders = [_calls_in(code_of(line)) for line in lines]
+    wanted = [calls for calls in orders if calls]
     stands = False
-    for where in finding.where if orders else ():
-        calls_near = iter(_calls_in(where.code_around(_NEAR).values()))
-        stands |= all(calls in calls_near for calls in orders)
-    return replace(finding, write=write, orders=not stands)
+    for where in finding.where if wanted else ():
+        near = map(_calls_in, where.code_around(_NEAR).values())
+        stands |= all(calls in near for calls in wanted)  # reads it once
+    return replace(finding, write="\n".join(numbered), orders=not stands)
 
 
 def _with_its_number(line: str, near: dict[int, str]) -> str:
     """A line of an order, with the number of the script's own that calls the same."""
     code = code_of(line)
     called = _CALLED.match(code)
-    same = [
-        number
-        for number, its in near.items()
-        if code and (its.endswith(code) or (called and its.startswith(called[0])))
-    ]
-    return f"{line}  # your line {same[0]}" if same else line
+    for number, its in near.items():
+        if code and (its.endswith(code) or (called and its.startswith(called[0]))):
+            return f"{line}  # your line {number}"
+    return line
 
 
-def _calls_in(code: Iterable[str]) -> list[list[str]]:
-    """What each line calls, with the bracket that follows."""
-    lines = (line for line in code if not line.startswith("leave "))
-    return [calls for calls in map(_CALL.findall, lines) if calls]
+def _calls_in(code: str) -> list[str]:
+    """What a line calls, by its last name and the bracket that follows."""
+    return [] if code.startswith("leave ") else _CALL.findall(code)
 
 
 # What is told beside the findings.

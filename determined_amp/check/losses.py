@@ -1,6 +1,4 @@
-"""Reads in the graph of a loss how it was made: scaled, divided, with gradients in
-it.
-"""
+"""Reads in the graph of a loss how it was made: scaled, or with gradients in it."""
 
 from __future__ import annotations
 
@@ -16,17 +14,6 @@ from determined_amp.amp.tensors import dtype_name, tensors_of
 
 # In the metadata of a node: what is known of the tensor that it made.
 _KNOWN = "determined_amp.check"
-# Nodes that hand on a single value.
-_HANDS_ON = (
-    "ToCopy",
-    "NanToNum",
-    "View",
-    "Squeeze",
-    "Unsqueeze",
-    "Clone",
-    "Alias",
-    "Reshape",
-)
 # No graph is read further than this.
 _MOST_NODES = 20_000
 
@@ -37,8 +24,7 @@ class Loss:
 
     scale: float | None = None  # what a `GradScaler` multiplied it by, or a part of it
     unscaled: bool = False  # parameters are reached past all scales
-    divisor: float = 1.0  # what it was divided by, apart from the scale
-    mean: bool = False  # what was divided is a mean
+    factor: float = 1.0  # what it was multiplied by last, perhaps by that
     dtype: str = "float32"  # what it is in
     has_gradient: bool = (
         False  # it is several numbers, so the backward begins with a gradient
@@ -78,7 +64,7 @@ def loss_of(outputs: Any, scales: Sequence[float]) -> Loss:
     loss = Loss(has_gradient=tensors[0].numel() > 1)
     loss.dtype = dtype_name(_known_of(roots[0]).get("dtype", tensors[0].dtype))
     _read_graph(loss, roots, scales)
-    _read_divisor(loss, roots[0], scales)
+    loss.factor = _factor_before(roots[0])
     return loss
 
 
@@ -113,21 +99,13 @@ def _read_graph(loss: Loss, roots: list[Any], scales: Sequence[float]) -> None:
             loss.penalty = gradient
 
 
-def _read_divisor(loss: Loss, node: Any, scales: Sequence[float]) -> None:
-    """Find what a loss was divided by, apart from its scale, and whether that was a
-    mean.
-    """
-    behind = _behind(node)
-    while len(behind) == 1:
-        number = _number_in(node)
-        if number and number not in scales and "scale" not in _known_of(node):
-            loss.divisor *= number if node.name().startswith("Div") else 1 / number
-        elif not (number or node.name().startswith(_HANDS_ON)):
-            break
-        node, behind = behind[0], _behind(behind[0])
-    loss.mean = (
-        node.name().startswith("Mean") or getattr(node, "_saved_reduction", None) == 1
-    )
+def _factor_before(node: Any) -> float:
+    """What a loss was multiplied by last, as by a fixed scale."""
+    factor = 1.0
+    while number := _number_in(node):
+        factor *= 1 / number if node.name().startswith("Div") else number
+        (node,) = _behind(node)
+    return factor
 
 
 def _known_of(node: Any) -> dict[str, Any]:

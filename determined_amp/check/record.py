@@ -72,7 +72,6 @@ class Schedule:
     where: Where | None  # the line that made it
     optimizer: int  # the number of its optimizer
     ours: bool = False  # this library moves it
-    wrapped: bool = False  # Determined moves it
     states: dict[str, Any] = field(default_factory=dict)  # its place, as with a scaler
 
 
@@ -145,8 +144,8 @@ class Cause:
 
     text: str
     where: Where | None  # the line whose operation makes it so
-    module: str
-    helps: list[str]  # what was tried, with a loss that is finite
+    advice: str
+    orders: bool = False  # the advice, which was tried
 
 
 @dataclass
@@ -165,8 +164,6 @@ class Record:
     weights: set[str] = field(default_factory=set)
     batches: int = 0  # of the training
     epochs: int = 0  # that ended
-    aggregation: int = 1  # batches of one step that Determined counts
-    averages: bool = True  # Determined averages the gradients of those
     # Forwards of modules with weights of their own that train: by whether autocast was
     # on for them.
     forwards: Counter[bool] = field(default_factory=Counter)
@@ -174,8 +171,6 @@ class Record:
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     # weights and buffers, at the end
     not_finite: list[str] = field(default_factory=list)
-    # Weights of an optimizer whose module runs, and that never get a gradient.
-    cut_off: list[str] = field(default_factory=list)
     # A forward without gradients that is not finite, and is in float32.
     validation: tuple[str, Where | None] | None = None
     cause: Cause | None = None  # of a loss that is not finite

@@ -190,7 +190,6 @@ class Recorder:
         if bad:
             self.record.not_finite.append(f"{bad} of {len(weights)} weights")
         self.record.not_finite += self._forwards.buffers_not_finite()
-        self.record.cut_off = self._forwards.cut_off(weights)
 
     # What is watched, and by what.
 
@@ -459,7 +458,6 @@ class Recorder:
                 self._end_step(gradients)
 
     def _end_step(self, gradients: StepGradients) -> None:
-        self._forwards.note_gradients(gradients.weights)
         scaler = self._scaler_that_steps
         scaled = scaler is not None and scaler.is_enabled()
         gradients.end_step(

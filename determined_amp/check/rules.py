@@ -114,31 +114,21 @@ def clips_scaled_values(record: Record) -> Found:
 
 def _clips_scaled(record: Record, clips: list[Event]) -> Found:
     scaled = [clip for clip in clips if clip.factor > SCALED]
-    bites = [clip for clip in scaled if clip.limit < clip.norm]
     wrong = [
         clip
-        for clip in bites
-        if clip.limit < _LIMIT * clip.factor or _stays(clip, scaled)
+        for clip in scaled
+        if clip.limit < clip.norm
+        and (clip.limit < _LIMIT * clip.factor or _stays(clip, scaled))
     ]
     if wrong:
         last = wrong[-1]
         true_limit, true_norm = last.limit / last.factor, last.norm / last.factor
-        orders = {_unscale_first(record, clip) for clip in wrong}
-        write = [] if "" in orders else sorted(orders)
-        yield Seen(wrong, write=write, true_limit=true_limit, true_norm=true_norm)
-
-
-def _unscale_first(record: Record, clip: Event) -> str:
-    """The order to move a line that unscales above the clip; empty if there is none."""
-    kinds = ("unscale", "step", "backward")
-    after = [each for each in record.events[clip.number :] if each.kind in kinds][:2]
-    lines = {each.where for each in (clip, *after)}
-    if [each.kind for each in after] != ["unscale", "step"] or len(lines) < 3:
-        return ""  # the step unscales
-    unscale, line = after[0].where, clip.where
-    if unscale is None or line is None or unscale.file != line.file:
-        return ""
-    return f"move line {unscale.line} above line {line.line}"
+        kinds = ("unscale", "step", "backward")
+        later = [each for each in record.events[last.number :] if each.kind in kinds]
+        # `step` unscales, too, from its own line.
+        is_unscaled = [each.kind for each in later[:2]] == ["unscale", "step"]
+        is_late = is_unscaled and later[0].where != later[1].where
+        yield Seen(wrong, holds=not is_late, true_limit=true_limit, true_norm=true_norm)
 
 
 def _stays(clip: Event, clips: list[Event]) -> bool:
@@ -149,31 +139,6 @@ def _stays(clip: Event, clips: list[Event]) -> bool:
 
 
 # Schedules: what counts is the rate of each group over the steps of an optimizer.
-
-
-def never_moves(record: Record) -> Found:
-    has_ended = record.determined or record.epochs
-    for schedule, windows in _schedules(record) if has_ended else ():
-        rates = {str(window.steps[0].rates) for window in windows}
-        is_called = schedule.wrapped or any(window.moves for window in windows)
-        if len(rates) == 1 and not is_called:
-            kind, epochs = schedule.kind, record.epochs
-            yield Seen([schedule.where], kind=kind, steps=windows, epochs=epochs)
-
-
-def moves_twice_a_step(record: Record) -> Found:
-    for schedule, windows in _moved_by_steps(record):
-        twice = [each for each in windows if len(each.movers_of(schedule)) > 1]
-        if len(twice) > len(windows) / 2:
-            moves = record.of("move", schedule=schedule)
-            yield Seen(moves, steps=windows, end=len(windows) / len(moves))
-
-
-def moves_more_often_than_it_steps(record: Record) -> Found:
-    for schedule, windows in _moved_by_steps(record):
-        moves = record.of("move", schedule=schedule)
-        if len(moves) > 1.5 * len(windows) and not schedule.wrapped:
-            yield Seen(moves, steps=windows)
 
 
 def moves_on_skipped_steps(record: Record) -> Found:
@@ -236,38 +201,6 @@ def zeroes_in_a_window(record: Record) -> Found:
             size=last.backwards,
             proven=is_known and not is_rewritten,
         )
-
-
-def divides_what_is_averaged(record: Record) -> Found:
-    size = record.aggregation
-    if size > 1 and record.averages:
-        divided = _windows_of_means(record, size)
-        if _are_nearly_all(record, divided):
-            yield Seen(divided[-1].backwards, size=size)
-
-
-def adds_up_losses(record: Record) -> Found:
-    if record.aggregation == 1 or not record.averages:
-        summed = [
-            window
-            for window in _windows_of_means(record, 1)
-            if not _is_near(len(window.backwards) * window.steps[0].by_hand, 1)
-        ]
-        if _are_nearly_all(record, summed):
-            last = summed[-1]
-            yield Seen(last.backwards, size=last.backwards)
-
-
-def _windows_of_means(record: Record, divisor: float) -> list[StepWindow]:
-    """Those of several batches, whose losses are means that are divided by a number."""
-    return [
-        window
-        for window in record.undisturbed
-        if _is_accumulated(record, window)
-        and not window.lost
-        and all(each.loss.mean for each in window.backwards)
-        and _is_near(window.backwards[-1].loss.divisor, divisor)
-    ]
 
 
 def _is_near(number: float, other: float) -> bool:
@@ -348,7 +281,7 @@ def scales_bfloat16(record: Record) -> Found:
 
 def scales_no_loss(record: Record) -> Found:
     losses = [backward.loss for backward in record.of("backward")]
-    by_hand = any(loss.scale or loss.divisor < 1 / 8 for loss in losses)
+    by_hand = any(loss.scale or loss.factor > 8 for loss in losses)
     regions = [region for region in record.regions if region.dtype == "float16"]
     if losses and not (by_hand or record.scales):
         scalers = [scaler for scaler in record.scalers if not scaler.ours]

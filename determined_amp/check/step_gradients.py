@@ -75,7 +75,6 @@ class StepGradients:
         self._divisor = 1.0
         self._begun: list[Key] = []
         self._halves: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._is_rounded: bool | None = None  # the weights, at the newest look
         # The true gradients are back while a backward adds to them.
         self._goes_on = False
         record.optimizers += 1
@@ -253,7 +252,6 @@ class StepGradients:
         self.measure()
         if not self.window.forced:
             self._usually = self.window.by_hand
-        was_rounded, self._is_rounded = self._is_rounded, are_rounded(self.weights)
         self._begun = self.versions()
         self._halves = [
             (weight, weight.detach().clone())
@@ -266,7 +264,6 @@ class StepGradients:
             "again": not self.pending,
             "overflows": gave_back,
             "rates": [group.get("lr") for group in self._optimizer.param_groups],
-            "rounded": self._is_rounded and was_rounded is False,
         }
 
     def end_step(self, **known: Any) -> None:
@@ -298,7 +295,6 @@ class StepGradients:
             window.steps.append(step)
         for backward in window.used:
             backward.divided = backward.divided or step.scaled
-        self._is_rounded = are_rounded(self.weights)
         self.pending, self.factor, self.is_new = False, 1.0, False
         self._used = self.versions()
 
@@ -313,15 +309,6 @@ class StepGradients:
                 self.window.by_hand *= self.norm / norm if norm else 1.0
                 return self.norms
         return norms
-
-
-def are_rounded(weights: Sequence[torch.Tensor]) -> bool:
-    """Whether all float32 weights are exactly 16-bit numbers."""
-    exact = [each.detach() for each in weights if each.dtype is torch.float32]
-    return any(
-        all(torch.equal(each, each.to(dtype).float()) for each in exact)
-        for dtype in (SIXTEEN_BITS if exact else ())
-    )
 
 
 def _share_lost(halves: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:

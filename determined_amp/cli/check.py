@@ -119,8 +119,7 @@ def _check(options: Namespace) -> int:
     start_server("determined_amp.check.doctor")
     # Imported after the server starts: both spend seconds importing torch, at the same
     # time.
-    from determined_amp.check.doctor import RUNS, examine  # noqa: PLC0415
-    from determined_amp.check.probe import PATIENCE  # noqa: PLC0415
+    from determined_amp.check.doctor import PATIENCE, RUNS, examine  # noqa: PLC0415
 
     _say(
         f"at most {RUNS} short runs of the trial, each in a fresh process: most take "
