@@ -187,20 +187,3 @@ def test_report_of_several_sources_or_of_that_name_is_a_comparison(
     said = r"hyperparameters\.amp\.precision: missing; allowed: a trial with"
     with pytest.raises(ReportError, match=said):
         door.run(["report", *words])
-
-
-@pytest.mark.parametrize("command", [["7"], ["precision", "7"]])
-@pytest.mark.parametrize(("entrypoint", "verb"), [(FIND, "find"), (CHECK, "check")])
-def test_report_on_the_answer_of_a_finder_or_a_check_is_refused(
-    master: Master, entrypoint: str, verb: str, command: list[str]
-) -> None:
-    """Its settings are not read: those of a trial with AMP of its own could not be."""
-    master.config = {**SEARCH, "entrypoint": entrypoint}
-    said = f"a task of `{verb}` has no report: its answer ends its log"
-    with pytest.raises(ReportError, match=said):
-        door.run(["report", *command])
-    master.reports["validation"].clear()
-    master.trials = [{**master.trials[0], "state": "STATE_ERROR"}]
-    master.metadata = {11: {"failure": "this trial scales no loss"}}
-    with pytest.raises(ReportError, match="has no report: this trial scales no loss"):
-        door.run(["report", *command])

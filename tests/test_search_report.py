@@ -113,7 +113,7 @@ def test_page_shows_tags_and_bars_as_text(tmp_path: Path) -> None:
         "sentences": [],
         "origin": "",
     }
-    page.write_page(tmp_path, "x", **parts)
+    page.Page(**parts).write(tmp_path, "x")
     text = (tmp_path / "x.md").read_text()
     assert text.startswith("# &lt;script>a&lt;/script>, 1 < 2\n")
     assert "| x \\| y z |" in text

@@ -95,20 +95,8 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         self._reports = reports
         self.finite = True
         if reports is not None:
-            self._clean_up()
-
-    def _clean_up(self) -> None:
-        """After a killed process: restore the checkpoint it was replacing, delete its
-        leftovers.
-        """
-        for replaced in self._folder.glob(".batch-*.replaced"):
-            final = self._folder / replaced.name.removeprefix(".").removesuffix(
-                ".replaced"
-            )
-            if not final.exists():
-                replaced.rename(final)
-        for leftover in self._folder.glob(".batch-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+            for leftover in self._folder.glob(".batch-*"):  # of a killed process
+                shutil.rmtree(leftover, ignore_errors=True)
 
     @contextmanager
     def store_path(
@@ -131,6 +119,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
             if not _is_of_the_disk(error):
                 raise
             raise DiskError(f"{final}: could not be saved: {error}; {_KEPT}") from error
+        # It was passed over by a resume, and is of no use to another.
         replaced = self._folder / f".{name}.replaced"
         if final.exists():
             final.rename(replaced)

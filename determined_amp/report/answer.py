@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 
 from determined_amp.amp.settings import Precision
-from determined_amp.report.change import MIN_RATIO, RATIO_MARGIN, Change, Judgement
+from determined_amp.report.change import MIN_RATIO, RATIO_MARGIN, Judgement
 from determined_amp.report.comparison import Comparison
 from determined_amp.report.precision_runs import Pair, counted
 
@@ -103,7 +102,7 @@ def _fault(pair: Pair, metric: str) -> str:
     reason = (
         "is slower" if is_slower else f"is not faster by {MIN_RATIO - 1:.0%} or more"
     )
-    return f"{reason}: {ratio_text(speed)}"
+    return f"{reason}: {speed}"
 
 
 def _doubt(pair: Pair, metric: str) -> str:
@@ -112,7 +111,7 @@ def _doubt(pair: Pair, metric: str) -> str:
     if pair.speed is None:
         return f"the speed of {name} was not measured"
     if pair.speed.judgement is not Judgement.BETTER:
-        return f"whether {name} is faster, at {ratio_text(pair.speed)}"
+        return f"whether {name} is faster, at {pair.speed}"
     is_known = pair.metric.judgement is not Judgement.UNKNOWN
     if is_known or pair.metric.gain >= -pair.metric.margin:
         return ""
@@ -131,17 +130,3 @@ def _advantage(pair: Pair, metric: str) -> str:
         f"{why}, but whether its {metric} is the same cannot be told with "
         f"{counted(pair.metric.pairs, 'seed')}"
     )
-
-
-def ratio_text(change: Change) -> str:
-    """The ratio of a speed or memory, and its interval."""
-    ratio = math.exp(change.mean)
-    low, high = math.exp(change.low), math.exp(change.high)
-    return f"{ratio:.2f}x ({interval_text(low, high, '.2f')})"
-
-
-def interval_text(low: float, high: float, form: str) -> str:
-    """An interval with its ends in this form."""
-    if math.isnan(low):
-        return "no interval yet"
-    return f"95 % interval {low:{form}} to {high:{form}}"

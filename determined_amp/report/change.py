@@ -44,6 +44,7 @@ class Change:
     pairs: int
     margin: float  # a smaller change does not matter
     more_is_better: bool
+    is_ratio: bool = False  # whether the numbers are logs of ratios
 
     @property
     def gain(self) -> float:
@@ -54,6 +55,23 @@ class Change:
     def most_gain(self) -> float:
         """The end of the interval that is best; NaN without an interval."""
         return self.high if self.more_is_better else -self.low
+
+    def shown(self, number: float) -> float:
+        """A number of this change as a reader sees it."""
+        return math.exp(number) if self.is_ratio else number
+
+    def __str__(self) -> str:
+        """The mean, and its interval."""
+        form, unit = (".2f", "x") if self.is_ratio else ("+.2g", "")
+        low, middle, high = map(self.shown, (self.low, self.mean, self.high))
+        interval = f"95 % interval {low:{form}} to {high:{form}}"
+        told = "no interval yet" if math.isnan(low) else interval
+        return f"{middle:{form}}{unit} ({told})"
+
+    @property
+    def verdict(self) -> str:
+        """The judgement behind the numbers; nothing where no interval tells it."""
+        return "" if math.isnan(self.low) else f": {self.judgement.value}"
 
     @property
     def judgement(self) -> Judgement:
@@ -71,7 +89,11 @@ class Change:
 
 
 def change_of(
-    differences: Sequence[float], margin: float, *, more_is_better: bool
+    differences: Sequence[float],
+    margin: float,
+    *,
+    more_is_better: bool,
+    is_ratio: bool = False,
 ) -> Change:
     """The change with its interval by Student's t-test.
 
@@ -79,6 +101,7 @@ def change_of(
         differences: One per pair of runs, at least one.
         margin: What does not matter.
         more_is_better: Whether a positive difference is for the better.
+        is_ratio: Whether the differences are logs of ratios.
     """
     middle = mean(differences)
     pairs = len(differences)
@@ -89,4 +112,4 @@ def change_of(
         if spread > _ROUNDING * max(map(abs, differences)):
             test = stats.ttest_1samp(differences, 0.0)
             low, high = map(float, test.confidence_interval(_CONFIDENCE))
-    return Change(middle, low, high, pairs, margin, more_is_better)
+    return Change(middle, low, high, pairs, margin, more_is_better, is_ratio)

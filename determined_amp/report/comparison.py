@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import mean
 
 from determined_amp.amp.plain_data import Config, Values
@@ -110,9 +110,8 @@ def compare_runs(
     Raises:
         ReportError: if the runs cannot be compared, or do not report the metric.
     """
-    countable, left_out = _countable(sources)
-    metric = metric or _default_metric(countable)
-    runs = [_judged_by(run, metric) for run in countable]
+    runs, left_out = _countable(sources)
+    metric = metric or _default_metric(runs)
     baseline = _baseline(runs, left_out)
     _check_comparable(runs, metric)
     first = _finished(runs)[0]
@@ -196,16 +195,6 @@ def _default_metric(runs: Runs) -> str:
     return ACCURACY if all_report_it else str(runs[0].settings[METRIC])
 
 
-def _judged_by(run: Run, metric: str) -> Run:
-    """A run that is a failure, too, if its last value of the compared metric is not
-    finite.
-    """
-    value = run.metrics.get(metric, 0.0)
-    if run.state is not RunState.COMPLETED or math.isfinite(value):
-        return run
-    return replace(run, state=RunState.FAILED, reason=f"{metric} is {value} at the end")
-
-
 def _smaller_is_better(run: Run, metric: str) -> bool:
     """The searcher's direction for its own metric; for others, the one that the name
     implies.
@@ -236,7 +225,7 @@ def _check_comparable(runs: Runs, metric: str) -> None:
     Raises:
         ReportError: if the runs differ in settings, devices or versions that must be
             the same (the message names them all), if two finished runs have the same
-            precision and seed, or if one lacks the metric.
+            precision and seed, or if one lacks a finite metric.
     """
     finished = _finished(runs)
     # A failed run may have ended before its log named its machine.
@@ -249,10 +238,10 @@ def _check_comparable(runs: Runs, metric: str) -> None:
             f"{listed}\nallowed: runs that differ in precision, scaler settings, seed "
             "and name only"
         )
-    if any(metric not in run.metrics for run in finished):
+    if not all(math.isfinite(run.metrics.get(metric, math.nan)) for run in finished):
         raise ReportError(
-            f"--metric: {metric} is not in the last validation of every finished run; "
-            f"allowed: {', '.join(sorted(finished[0].metrics))}"
+            f"--metric: {metric} is not a number in the last validation of every "
+            f"finished run; allowed: {', '.join(sorted(finished[0].metrics))}"
         )
 
 

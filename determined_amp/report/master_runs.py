@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +36,6 @@ from determined_amp.runs.run import (
     judged,
 )
 from determined_amp.search.search_folder import Search
-from determined_amp.search.task import Verb
 
 if TYPE_CHECKING:
     from determined.common.api import Session
@@ -71,7 +70,6 @@ def read_experiment(number: int) -> Search:
         config: Config = {"hyperparameters": {}, **(experiment.config or {})}
         trials = experiment.list_trials()
         noted = [_noted(session, trial.id) for trial in trials]
-        _refuse_answers(Search(origin, (), config), noted)
         known = next((notes for notes in noted if "settings" in notes), None)
         unknown = {**config, "hyperparameters": {}}
         shared = flat(unknown if known is None else _settings(known))
@@ -80,20 +78,6 @@ def read_experiment(number: int) -> Search:
             hparams = flat(with_power_of_two(trial.hparams or {}, config))
             runs.append(_run(trial, notes, origin, hparams, shared))
     return Search(origin, tuple(runs), config, notes=_SIDE_BY_SIDE)
-
-
-def _refuse_answers(search: Search, noted: Sequence[Values]) -> None:
-    """Refuse the experiment of a command whose answer is no run.
-
-    Raises:
-        ReportError: if it ran `find` or `check`.
-    """
-    if search.verb in (Verb.FIND, Verb.CHECK):
-        failures = [notes["failure"] for notes in noted if "failure" in notes]
-        why = "; ".join(failures) or "its answer ends its log"
-        raise ReportError(
-            f"{search.origin}: a task of `{search.verb.value}` has no report: {why}"
-        )
 
 
 def _run(

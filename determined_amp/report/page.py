@@ -98,49 +98,40 @@ class Written:
     files: Sequence[Path]  # the PNG, Markdown and JSON files
 
 
-def write_page(
-    folder: Path,
-    name: str,
-    *,
-    answer: str,
-    yaml: str,
-    sentences: Sequence[str],
-    figure: Figure,
-    caption: str,
-    table: Table,
-    origin: str,
-    record: Values,
-) -> Written:
-    """Write the files of a report, see `write_files`.
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """A report that is to be written."""
 
-    Args:
-        folder: The folder, which is made if it is missing.
-        name: Name of the files, without their suffix.
-        answer: The first line.
-        yaml: Lines to paste; may be empty.
-        sentences: All that is said besides the answer.
-        figure: The picture.
-        caption: The text below it.
-        table: The numbers.
-        origin: What they were measured on, and how.
-        record: Values for the JSON besides the sentences and the table; null stands
-            for what is not finite.
-    """
-    items = "\n".join(f"* {sentence}" for sentence in sentences)
-    paste = f"```yaml\n{yaml}\n```" if yaml else ""
-    image = f"![{caption}]({name}.png)"
-    page = _paragraphs(f"# {answer}", paste, items, image, _markdown(table), origin)
-    # a tag in somebody's name stays text
-    page = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", page)
-    rows = [dict(row) for row in table]
-    numbers = {"answer": answer, "sentences": sentences, "table": rows, **record}
-    files = {
-        folder / f"{name}.png": as_png(figure),
-        folder / f"{name}.md": f"{page}\n".encode(),
-        folder / f"{name}.json": _json(numbers).encode(),
-    }
-    write_files(folder, files)
-    return Written(_paragraphs(answer, yaml, items), list(files))
+    answer: str  # the first line
+    yaml: str  # lines to paste; may be empty
+    sentences: Sequence[str]  # all that is said besides the answer
+    figure: Figure  # the picture
+    caption: str  # the text below it
+    table: Table  # the numbers
+    origin: str  # what they were measured on, and how
+    # Values for the JSON besides the sentences and the table; null stands for what is
+    # not finite.
+    record: Values
+
+    def write(self, folder: Path, name: str) -> Written:
+        """Write the files of this name into a folder, see `write_files`."""
+        items = "\n".join(f"* {sentence}" for sentence in self.sentences)
+        paste = f"```yaml\n{self.yaml}\n```" if self.yaml else ""
+        image = f"![{self.caption}]({name}.png)"
+        numbers = _markdown(self.table)
+        head = f"# {self.answer}"
+        page = _paragraphs(head, paste, items, image, numbers, self.origin)
+        # a tag in somebody's name stays text
+        page = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", page)
+        rows = [dict(row) for row in self.table]
+        told = {"answer": self.answer, "sentences": self.sentences, "table": rows}
+        files = {
+            folder / f"{name}.png": as_png(self.figure),
+            folder / f"{name}.md": f"{page}\n".encode(),
+            folder / f"{name}.json": _json({**told, **self.record}).encode(),
+        }
+        write_files(folder, files)
+        return Written(_paragraphs(self.answer, self.yaml, items), list(files))
 
 
 def _paragraphs(*parts: str) -> str:

@@ -4,8 +4,7 @@ JSON.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,16 @@ from determined_amp.report.answer import (
     RULE,
     Answer,
     answer_of,
-    interval_text,
-    ratio_text,
     what_to_type,
 )
-from determined_amp.report.change import MIN_RATIO, RATIO_MARGIN, Change
+from determined_amp.report.change import Change
 from determined_amp.report.comparison import Comparison, compare_runs, differences
 from determined_amp.report.page import (
+    Page,
     Panel,
     Table,
     Written,
     draw_panels,
-    write_page,
 )
 from determined_amp.report.precision_runs import Pair, PrecisionRuns, counted
 from determined_amp.runs.run import AMP, TRIAL, Run
@@ -71,9 +68,7 @@ def write_precision_report(
     answer = answer_of(comparison)
     names = ("metric", "margin", "pairs", "left_out")
     record = {name: getattr(comparison, name) for name in names}
-    written = write_page(
-        folder,
-        "precision",
+    page = Page(
         answer=answer.text,
         yaml=yaml_of(comparison, answer),
         sentences=list(precision_sentences(comparison)),
@@ -83,6 +78,7 @@ def write_precision_report(
         origin=_method(comparison),
         record={"use": answer.precision, **record},
     )
+    written = page.write(folder, "precision")
     return PrecisionReport(written, comparison, answer)
 
 
@@ -126,24 +122,15 @@ def precision_sentences(comparison: Comparison) -> Sentences:
 
 
 def _pair_sentence(pair: Pair, metric: str) -> str:
-    parts = []
-    for name, ratio in (("speed", pair.speed), ("memory", pair.memory)):
-        if ratio is not None:
-            parts.append(f"{name} {ratio_text(ratio)}{_verdict(ratio)}")
-        elif name == "speed":
-            parts.append("speed not measured")
+    parts = ["speed not measured"] if pair.speed is None else []
+    for name, change in (("speed", pair.speed), ("memory", pair.memory)):
+        if change is not None:
+            parts.append(f"{name} {change}{change.verdict}")
     change = pair.metric
-    interval = interval_text(change.low, change.high, "+.2g")
-    verdict = f"{_verdict(change)} (margin {change.margin:.2g})"
-    parts.append(f"{metric} {change.mean:+.2g} ({interval}){verdict}")
+    parts.append(f"{metric} {change}{change.verdict} (margin {change.margin:.2g})")
     pairs = f"{counted(change.pairs, 'pair')} of equal seed"
     names = f"{pair.precision.value} against {pair.against.value}"
     return f"{names}, {pairs}: {'; '.join(parts)}"
-
-
-def _verdict(change: Change) -> str:
-    """The verdict on a change; nothing where there is no interval, which tells it."""
-    return "" if math.isnan(change.low) else f": {change.judgement.value}"
 
 
 def _waiting(comparison: Comparison) -> Sentences:
@@ -238,34 +225,24 @@ def _caveats(comparison: Comparison) -> Sentences:
 
 def panels_of(comparison: Comparison) -> list[Panel]:
     """The change of speed and metric in each pair that has it."""
-    pairs, margin = comparison.pairs, comparison.margin
-    speed = f"Times as fast (band: {MIN_RATIO - 1:.0%})"
-    metric = f"Difference of {comparison.metric} (band: {margin:.2g})"
+    pairs, metric = comparison.pairs, comparison.metric
     speeds = [(pair, pair.speed) for pair in pairs if pair.speed is not None]
     metrics = [(pair, pair.metric) for pair in pairs]
-    panels = [
-        _panel(speed, speeds, RATIO_MARGIN, math.exp),
-        _panel(metric, metrics, margin, float),
-    ]
-    return [panel for panel in panels if panel.dots]
+    drawn = (("Times as fast", speeds), (f"Difference of {metric}", metrics))
+    return [_panel(title, changes) for title, changes in drawn if changes]
 
 
-def _panel(
-    title: str,
-    changes: Sequence[tuple[Pair, Change]],
-    margin: float,
-    shown: Callable[[float], float],
-) -> Panel:
-    """A panel of some changes, each number as `shown` makes it."""
+def _panel(title: str, changes: Sequence[tuple[Pair, Change]]) -> Panel:
     dots, below, above, names = [], [], [], []
     for place, (pair, change) in enumerate(changes):
-        mean = shown(change.mean)
-        dots.append((place, mean))
-        below.append(mean - shown(change.low))
-        above.append(shown(change.high) - mean)
+        low, middle, high = map(change.shown, (change.low, change.mean, change.high))
+        dots.append((place, middle))
+        below.append(middle - low)
+        above.append(high - middle)
         against = f"{pair.precision.value}\n- {pair.against.value}"
         names.append(f"{against}:\n{change.judgement.value}")
-    band = shown(-margin), shown(margin)
+    _, one = changes[0]
+    band = one.shown(-one.margin), one.shown(one.margin)
     return Panel(title, "", dots, "", [below, above], names, band)
 
 

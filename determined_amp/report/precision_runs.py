@@ -160,7 +160,7 @@ def _ratio(
             logs.append(math.log(mine / its))
     if not logs:
         return None
-    return change_of(logs, RATIO_MARGIN, more_is_better=more_is_better)
+    return change_of(logs, RATIO_MARGIN, more_is_better=more_is_better, is_ratio=True)
 
 
 def speed_of(run: Run) -> float | None:

@@ -7,13 +7,13 @@ from pathlib import Path
 from determined_amp.amp.metric_names import MetricName
 from determined_amp.report import Sentences
 from determined_amp.report.page import (
+    Page,
     Panel,
     Row,
     Table,
     Written,
     draw_panels,
     spread_text,
-    write_page,
 )
 from determined_amp.runs.folder import complete_checkpoints
 from determined_amp.runs.run import ACCURACY, METRIC, PRECISION, Run, RunState
@@ -29,9 +29,7 @@ def write_run_report(run: Run, folder: Path) -> Written:
     """
     panels = curves_of(run)
     curves = {panel.title: panel.dots for panel in panels}
-    return write_page(
-        folder,
-        "report",
+    page = Page(
         answer=_answer(run),
         yaml="",
         sentences=list(run_sentences(run)),
@@ -41,6 +39,7 @@ def write_run_report(run: Run, folder: Path) -> Written:
         origin=f"{run.name}; on {run.machine.device}, torch {run.machine.torch}.",
         record={"settings": run.settings, "curves": curves},
     )
+    return page.write(folder, "report")
 
 
 def _answer(run: Run) -> str:

@@ -9,12 +9,12 @@ from determined_amp.amp.metric_names import MetricName
 from determined_amp.experiment.dotted import flat
 from determined_amp.report import ReportError, Sentences
 from determined_amp.report.page import (
+    Page,
     Panel,
     Row,
     Table,
     Written,
     draw_panels,
-    write_page,
 )
 from determined_amp.runs.run import shown_setting
 from determined_amp.search.search_display import best_of, failed_trials
@@ -39,9 +39,7 @@ def write_search_report(search: Search, folder: Path) -> Written:
     answer, yaml = f"no trial reported {search.metric} yet", ""
     if ranked:
         answer, yaml = best_of(search, ranked)
-    return write_page(
-        folder,
-        "report",
+    page = Page(
         answer=answer,
         yaml=yaml,
         sentences=list(_sentences(search)),
@@ -51,6 +49,7 @@ def write_search_report(search: Search, folder: Path) -> Written:
         origin=_origin(search),
         record={"metric": search.metric},
     )
+    return page.write(folder, "report")
 
 
 def _sentences(search: Search) -> Sentences:

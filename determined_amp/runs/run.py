@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -132,16 +132,11 @@ class Reports:
     Attributes:
         validations: The validation reports in order.
         trained: The training reports in order.
-        audit_share: Share of the first batch's FLOPs in the configured precision, the
-            minimum over processes; None if it was not audited.
     """
 
     def __init__(self, reports: Iterable[tuple[str, Report]] = ()) -> None:
         self.validations: list[Report] = []
         self.trained: list[Report] = []
-        self.audit_share: float | None = None
-        self._speeds: list[float] = []
-        self._waits: list[float] = []
         for group, report in reports:
             self.add(group, report)
 
@@ -150,25 +145,27 @@ class Reports:
         if group == "validation":
             self.validations.append(report)
         elif group == "training":
-            self._add_training(report)
+            self.trained.append(report)
 
-    def _add_training(self, report: Report) -> None:
-        metrics = report.metrics
-        share = metrics.get(AuditMetricName.SHARE)
-        is_first = not self.trained
-        self.trained.append(report)
-        if share is not None:
-            self.audit_share = min(
-                share, share if self.audit_share is None else self.audit_share
-            )
-        # The first report of a process includes the audit, allocations, and the timing
-        # of algorithms, so its speed does not count.
-        speed = metrics.get(MetricName.SAMPLES_PER_SECOND, 0.0)
-        if is_first or share is not None or not 0.0 < speed < math.inf:
-            return
-        self._speeds.append(speed)
-        if MetricName.DATA_WAIT_SHARE in metrics:
-            self._waits.append(metrics[MetricName.DATA_WAIT_SHARE])
+    @property
+    def audit_share(self) -> float | None:
+        """Share of the first batch's FLOPs in the configured precision, the minimum
+        over processes; None if it was not audited.
+        """
+        audits = (r.metrics.get(AuditMetricName.SHARE) for r in self.trained)
+        return min((share for share in audits if share is not None), default=None)
+
+    @property
+    def _steady(self) -> Iterator[Mapping[str, float]]:
+        """The metrics of the training reports whose speed counts.
+
+        The first report of a process does not: it includes the audit, allocations, and
+        the timing of algorithms.
+        """
+        for report in self.trained[1:]:
+            speed = report.metrics.get(MetricName.SAMPLES_PER_SECOND, 0.0)
+            if AuditMetricName.SHARE not in report.metrics and 0.0 < speed < math.inf:
+                yield report.metrics
 
     @property
     def training(self) -> Report:
@@ -183,14 +180,16 @@ class Reports:
     @property
     def speed(self) -> Spread | None:
         """Samples per second in steady reports; None without one."""
-        return Spread.of(self._speeds)
+        return Spread.of([m[MetricName.SAMPLES_PER_SECOND] for m in self._steady])
 
     @property
     def data_wait_share(self) -> float | None:
         """Share of the time that the loop waited for data: the median over steady
         reports.
         """
-        return median(self._waits) if self._waits else None
+        name = MetricName.DATA_WAIT_SHARE
+        waits = [metrics[name] for metrics in self._steady if name in metrics]
+        return median(waits) if waits else None
 
 
 @dataclass(frozen=True)
