@@ -532,7 +532,11 @@ class TestPilot:
         console = MagicMock()
         monkeypatch.setattr(pilots, "Console", console)
         train(*reports(2, 4), *DONE)
-        shown = console.return_value.status.return_value.__enter__.return_value
+        status = console.return_value.status
+        status.assert_called_once_with(
+            "pilot 2 of 4: 0 of 20 batches, the first is audited"
+        )
+        shown = status.return_value
         assert [call.args[0] for call in shown.update.call_args_list] == [
             "pilot 2 of 4: 2 of 20 batches, at most 30 s more",
             "pilot 2 of 4: 4 of 20 batches, at most 29 s more",

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.axes import Axes
 
 from determined_amp.report.page import Panel, as_png, draw_panels
-from determined_amp.report.precision_report import panels_of
+from determined_amp.report.precision_report import change_panels
 from tests.precisions import CPU, LOST, comparison_of, run, seeds
 
 
@@ -35,7 +35,7 @@ def test_change_of_a_precision_has_its_interval_over_the_margin() -> None:
     """Differences of the accuracy 0, -0.01 and 0: mean -0.0033, deviation 0.0058."""
     base = seeds("fp32", (0.90, 0.91, 0.92), speed=1000.0)
     amp = seeds("amp_bf16", (0.90, 0.90, 0.92), speed=2000.0)
-    speed, metric = draw_panels(panels_of(comparison_of(*base, *amp))).axes
+    speed, metric = draw_panels(change_panels(comparison_of(*base, *amp))).axes
     middle, half = -0.01 / 3, 4.302653 * 0.0057735 / 3**0.5
     ends = [([0.0], [middle]), ([0.0], [middle - half]), ([0.0], [middle + half])]
     assert lines_in(metric) == [(x, pytest.approx(y, rel=1e-4)) for x, y in ends]
@@ -57,4 +57,4 @@ def test_change_of_a_precision_has_its_interval_over_the_margin() -> None:
     ],
 )
 def test_comparison_that_tells_little_is_drawn(runs: list[Any]) -> None:
-    assert as_png(draw_panels(panels_of(comparison_of(*runs))))
+    assert as_png(draw_panels(change_panels(comparison_of(*runs))))

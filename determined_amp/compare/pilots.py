@@ -184,6 +184,46 @@ def run_pilots(
             _find(experiment, results, folder)
 
 
+class PilotWatch:
+    """Times the batches of a pilot, shows them, and ends it after long enough.
+
+    Args:
+        what: The name of the pilot.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._reports: list[tuple[float, int]] = []  # when, and after which batch
+        self.epoch_batches: int | None = None  # batches of an epoch, once it is known
+        self.status = Console().status(
+            f"{what}: 0 of {BATCHES} batches, the first is audited"
+        )
+
+    @property
+    def batches(self) -> int:
+        """The number of batches before the last report."""
+        return self._reports[-1][1]
+
+    def goes_on(self, report: Values) -> bool:
+        """Note a report; whether the pilot goes on after it."""
+        self.epoch_batches = report.get("epoch_batches", self.epoch_batches)
+        if report["group"] != "training":
+            return True
+        self._reports.append((time.monotonic(), report["batches"]))
+        left = _LONG - (self._reports[-1][0] - self._reports[0][0])
+        done = f"{self.batches} of {BATCHES} batches"
+        more = f"at most {minutes(max(left, 0.0))} more"
+        self.status.update(f"{self._what}: {done}, {more}")
+        return left > 0.0
+
+    def seconds_per_batch(self) -> float:
+        """The median between reports; 0 if they tell none."""
+        times = []
+        for (began, first), (ended, last) in pairwise(self._reports):
+            times.append((ended - began) / (last - first))
+        return median(times) if times else 0.0
+
+
 def train_pilot(experiment: Experiment, folder: Path, what: str) -> Pilot:
     """Train a pilot.
 
@@ -194,47 +234,24 @@ def train_pilot(experiment: Experiment, folder: Path, what: str) -> Pilot:
     """
     # A log has no status line.
     print(f"{what}: 0 of {BATCHES} batches", flush=True)
-    started: Values = {}
-    reports: list[tuple[float, int]] = []  # when, and after which batch
-
-    def goes_on(report: Values) -> bool:
-        if report["group"] == "start":
-            started.update(report)
-        if report["group"] != "training":
-            return True
-        reports.append((time.monotonic(), report["batches"]))
-        left = _LONG - (reports[-1][0] - reports[0][0])
-        done = f"{report['batches']} of {BATCHES} batches"
-        status.update(f"{what}: {done}, at most {minutes(max(left, 0.0))} more")
-        return left > 0.0
-
-    with Console().status(
-        f"{what}: 0 of {BATCHES} batches, the first is audited"
-    ) as status:
-        began = time.monotonic()
-        ended = _run(Job(Task(Verb.TRAIN), experiment, RunFolder(folder)), goes_on)
+    watch, began = PilotWatch(what), time.monotonic()
+    with watch.status:
+        job = Job(Task(Verb.TRAIN), experiment, RunFolder(folder))
+        ended = _run(job, watch.goes_on)
     wall = time.monotonic() - began
     # A pilot is never continued.
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     if ended.state not in (RunState.COMPLETED, RunState.PRUNED):
         return Pilot(0.0, failure=ended.reason)
-    seconds = _seconds_per_batch(reports)
+    seconds = watch.seconds_per_batch()
     # The speed that a run reports does not include the time of its reports.
     if speed := read_run(folder).speed:
         seconds = (experiment.global_batch_size or 0) / speed.median
     if not seconds:
         return Pilot(0.0, failure="its reports tell no speed")
-    overhead = max(wall - reports[-1][1] * seconds, 0.0)
+    overhead = max(wall - watch.batches * seconds, 0.0)
     is_cut_short = ended.state is RunState.PRUNED
-    return Pilot(seconds, overhead, started.get("epoch_batches"), is_cut_short)
-
-
-def _seconds_per_batch(reports: Sequence[tuple[float, int]]) -> float:
-    """The median between reports; 0 if they tell none."""
-    times = []
-    for (began, first), (ended, last) in pairwise(reports):
-        times.append((ended - began) / (last - first))
-    return median(times) if times else 0.0
+    return Pilot(seconds, overhead, watch.epoch_batches, is_cut_short)
 
 
 def _find(experiment: Experiment, results: PilotResults, folder: Path) -> None:

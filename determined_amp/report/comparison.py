@@ -101,7 +101,7 @@ def compare_runs(
     """Compare all runs of some sources.
 
     Args:
-        sources: The sources.
+        sources: What has the runs.
         metric: Validation metric; by default the accuracy if all report it, else the
             searcher's.
         margin: What does not matter; by default 0.003 of an accuracy, else 1 % of the
@@ -116,14 +116,13 @@ def compare_runs(
     _check_comparable(runs, metric)
     first = _finished(runs)[0]
     precisions = by_precision(runs, metric)
-    if margin is None:
-        margin = _margin(precisions, baseline)
+    margin = margin or _margin(precisions, baseline)
     more_is_better = not _smaller_is_better(first, metric)
     pairs = [
         pair_of(candidate, base, margin, more_is_better=more_is_better)
         for candidate, base in _to_compare(precisions, baseline)
     ]
-    notes = dict.fromkeys(note for source in sources for note in source.notes)
+    notes = [note for source in sources for note in source.notes]
     return Comparison(
         metric=metric,
         margin=margin,
@@ -133,7 +132,7 @@ def compare_runs(
         precisions=precisions,
         pairs=pairs,
         left_out=left_out,
-        notes=list(notes),
+        notes=list(dict.fromkeys(notes)),
         command=sources[0].command,
     )
 

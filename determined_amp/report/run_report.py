@@ -16,7 +16,7 @@ from determined_amp.report.page import (
     spread_text,
 )
 from determined_amp.runs.folder import complete_checkpoints
-from determined_amp.runs.run import ACCURACY, METRIC, PRECISION, Run, RunState
+from determined_amp.runs.run import ACCURACY, METRIC, PRECISION, Run, RunState, curve_of
 
 _CAPTION = "A dot per report: the training loss, a validation metric, the loss scale."
 
@@ -93,9 +93,11 @@ def curves_of(run: Run) -> list[Panel]:
     """The training loss, the validation metric and the loss scale, where there are."""
     metric = metric_of(run)
     curves = {
-        "training loss": run.trained_curve(MetricName.LOSS),
+        "training loss": curve_of(run.reports.trained, MetricName.LOSS),
         metric: run.curve(metric),
-        "log₂ of the loss scale": run.trained_curve(MetricName.LOSS_SCALE_LOG2),
+        "log₂ of the loss scale": curve_of(
+            run.reports.trained, MetricName.LOSS_SCALE_LOG2
+        ),
     }
     return [Panel(title, "batches", dots) for title, dots in curves.items() if dots]
 

@@ -273,11 +273,7 @@ class Run:
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
         """Batches and value of the validations that have the metric."""
-        return _curve(self.reports.validations, metric)
-
-    def trained_curve(self, metric: str) -> list[tuple[int, float]]:
-        """The same of the training reports."""
-        return _curve(self.reports.trained, metric)
+        return curve_of(self.reports.validations, metric)
 
     def last(self, name: str) -> float | None:
         """A number of the last training report, summed over the optimizers.
@@ -345,7 +341,8 @@ def shown_setting(name: str, value: Any) -> Any:
     return value
 
 
-def _curve(reports: Sequence[Report], metric: str) -> list[tuple[int, float]]:
+def curve_of(reports: Sequence[Report], metric: str) -> list[tuple[int, float]]:
+    """Batches and value of the reports that have a metric."""
     return [(r.batches, r.metrics[metric]) for r in reports if metric in r.metrics]
 
 

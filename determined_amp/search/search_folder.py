@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from determined_amp.amp.plain_data import Config, Values
+from determined_amp.amp.plain_data import Config
 from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.experiment import ranges, read_yaml
 from determined_amp.experiment.files import write_whole
@@ -44,10 +44,9 @@ class Search:
     runs: tuple[Run, ...]  # the trials that have started, in the order of their numbers
     # The configuration; empty for a run folder.
     config: Config = field(default_factory=dict)
-    left_out: tuple[
-        str, ...
-    ] = ()  # a sentence for each precision that was not trained at all
-    notes: tuple[str, ...] = ()  # further sentences for the report
+    # A sentence for each precision that was not trained at all.
+    left_out: Sequence[str] = ()
+    notes: Sequence[str] = ()  # further sentences for the report
     # What the user typed for a comparison, or may type for one.
     command: str = "det-amp compare YAML"
 
@@ -174,21 +173,11 @@ def read_search(folder: Path, config: Config | None = None) -> Search:
         ConfigError: if its configuration cannot be read.
     """
     config = config or read_config(folder)
-    remarks = _read_remarks(folder)
     shared = workers_of(config) > 1
     damaged: list[str] = []
     trials = read_trials(folder, damaged)
     runs = tuple(dataclasses.replace(run, shares_device=shared) for run in trials)
-    notes = (*damaged, *remarks.get("notes", ()))
-    left_out = tuple(remarks.get("left_out", ()))
-    command = remarks.get("command", Search.command)
-    return Search(str(folder), runs, config, left_out, notes, command)
-
-
-def _read_remarks(folder: Path) -> Values:
-    """What `write_remarks` wrote; nothing for a search that is no comparison."""
     file = folder / _REMARKS
-    if not file.exists():
-        return {}
-    remarks: Values = json.loads(file.read_bytes())
-    return remarks
+    remarks = json.loads(file.read_bytes()) if file.exists() else {}
+    search = Search(str(folder), runs, config, **remarks)
+    return dataclasses.replace(search, notes=[*damaged, *search.notes])
