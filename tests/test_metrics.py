@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import resource
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -47,6 +48,10 @@ def gradients_of(metrics: TrainingMetrics) -> Window:
 def report_of(metrics: TrainingMetrics) -> dict[str, Any]:
     """What one slot alone reports."""
     return metrics.cross_slot_reduce([metrics.per_slot_reduce()])
+
+
+# The loss scale of gradients that are measured as they are.
+UNSCALED = partial(torch.ones, ())
 
 
 def having(*gradients: torch.Tensor) -> list[nn.Parameter]:
@@ -101,7 +106,7 @@ class TestTrainingMetrics:
         """
         metrics = training_metrics()
         gradients = gradients_of(metrics)
-        gradients.measure(having(torch.full((1,), 2.0**10)))
+        gradients.measure(having(torch.full((1,), 2.0**10)), UNSCALED)
         gradients.add_norm(torch.tensor(2.0))
         gradients.counts.count(torch.tensor(0.0))
         first = report_of(metrics)
@@ -109,7 +114,7 @@ class TestTrainingMetrics:
         assert first["watch_headroom_bits"] == pytest.approx(math.log2(65504) - 10)
         metrics.reset()
         gradients.counts.attempted = 0  # looked at on every tenth step
-        gradients.measure(having(torch.full((1,), 2.0)))
+        gradients.measure(having(torch.full((1,), 2.0)), UNSCALED)
         gradients.counts.attempted = 1
         for norm, found_inf in ((math.inf, 1.0), (4.0, 0.0), (8.0, 0.0)):
             gradients.add_norm(torch.tensor(norm))
@@ -278,8 +283,10 @@ class TestTrainingMetrics:
         metrics = training_metrics(precision=precision)
         sparse = torch.ones(2, 2).to_sparse()
         parameters = having(torch.tensor([gradient]), sparse)
-        gradients_of(metrics).measure([nn.Parameter(torch.ones(1)), *parameters])
-        gradients_of(metrics).measure(parameters[1:])
+        gradients_of(metrics).measure(
+            [nn.Parameter(torch.ones(1)), *parameters], UNSCALED
+        )
+        gradients_of(metrics).measure(parameters[1:], UNSCALED)
         assert "watch_headroom_bits" not in report_of(metrics)
 
     def test_training_metrics_are_reduced_in_training_only(self) -> None:

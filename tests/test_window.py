@@ -14,7 +14,7 @@ from determined_amp import AmpLoop, AmpSettings, Precision
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.schedules import schedule_of
 from determined_amp.amp.window import Window, fill_momentum
-from tests.test_metrics import having
+from tests.test_metrics import UNSCALED, having
 
 CPU = torch.device("cpu")
 
@@ -101,7 +101,9 @@ class TestMeasure:
             (-5.0, 5),
             (3.0, 5),
         ):
-            window.measure(having(torch.tensor([gradient, 0.5]), torch.empty(0)))
+            window.measure(
+                having(torch.tensor([gradient, 0.5]), torch.empty(0)), UNSCALED
+            )
             assert window.largest.item() == largest
 
     @pytest.mark.parametrize(
@@ -113,7 +115,7 @@ class TestMeasure:
     ) -> None:
         window = Window(CPU, scaled=scaled)
         window.counts.attempted = attempted
-        window.measure(having(torch.ones(1)))
+        window.measure(having(torch.ones(1)), UNSCALED)
         assert window.largest.item() == largest
 
 

@@ -223,23 +223,17 @@ class Window:
             self.add_norm(torch.linalg.vector_norm(norms))
 
     def measure(
-        self,
-        parameters: Sequence[torch.Tensor],
-        scale: Callable[[], torch.Tensor] | None = None,
+        self, parameters: Sequence[torch.Tensor], scale: Callable[[], torch.Tensor]
     ) -> None:
         """Measure the largest scaled gradient, on every tenth step. No synchronisation.
 
         Gradients that are not finite are left out: their step is skipped.
-
-        Args:
-            parameters: The optimizer's parameters.
-            scale: Returns the loss scale, if the gradients are already unscaled.
         """
         if not self._scaled or self.counts.attempted % HEADROOM_PERIOD:
             return
         if gradients := gradients_of(parameters):
             norm = torch.stack(torch._foreach_norm(gradients, math.inf)).max()
-            largest = torch.nan_to_num(norm * scale() if scale else norm, posinf=0.0)
+            largest = torch.nan_to_num(norm * scale(), posinf=0.0)
             torch.maximum(self.largest, largest, out=self.largest)
 
     def add_norm(self, norm: torch.Tensor) -> None:

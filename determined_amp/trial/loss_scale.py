@@ -25,7 +25,7 @@ from determined_amp.amp.patched import patched
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.rehearse.restored import without_steps
 from determined_amp.amp.settings import AmpSettings, OnOverflow, scale_text
-from determined_amp.amp.tensors import own_copy
+from determined_amp.amp.tensors import own_copy, parameters_in
 from determined_amp.finder.found_scale import FoundScale, run_now, scale_sentences
 from determined_amp.finder.prediction import LossScaleError
 from determined_amp.finder.scale_finding import find_range
@@ -74,7 +74,7 @@ def find_in_trial(
     def find(rehearsals: Sequence[Rehearsal]) -> FoundScale:
         return _find(rehearsals, name, trial, context)
 
-    _check_scaled(context)
+    wrapped_scaler(context)
     return in_training(trial, context, batches, find, latest_checkpoint)
 
 
@@ -96,7 +96,7 @@ def score(
         determined.InvalidHP: if no loss scale helps, because the forward overflows.
         LossScaleError: if the trial scales no loss, or has no gradient to scale.
     """
-    scaler, amp = _check_scaled(context), amp_of(context)
+    scaler, amp = wrapped_scaler(context), amp_of(context)
     scale_log2 = math.log2(scaler.get_scale())
 
     def measure(rehearsals: Sequence[Rehearsal]) -> Score:
@@ -190,22 +190,6 @@ def _collector(
     return collect
 
 
-def _check_scaled(context: pytorch.PyTorchTrialContext) -> torch.amp.GradScaler:
-    """The scaler of a trial that has something to scale.
-
-    Raises:
-        LossScaleError: if the trial scales no loss, or has nothing to train.
-    """
-    scaler = wrapped_scaler(context)
-    if not any(p.requires_grad for model in context.models for p in model.parameters()):
-        raise LossScaleError(
-            "no parameter of this trial requires a gradient: there is nothing to "
-            "train, or to scale; leave out requires_grad_(False) for what is to be "
-            "trained"
-        )
-    return scaler
-
-
 def _rehearsal_of(
     context: pytorch.PyTorchTrialContext, batch: Any, train: Callable[[Any], object]
 ) -> Rehearsal:
@@ -227,7 +211,7 @@ def wrapped_scaler(context: pytorch.PyTorchTrialContext) -> torch.amp.GradScaler
     """The enabled scaler that the trial passed to `wrap_scaler` or got from `use_amp`.
 
     Raises:
-        LossScaleError: if there is none.
+        LossScaleError: if there is none, or nothing to train.
     """
     scaler = scaler_of(context)
     if scaler is None or not scaler.is_enabled():
@@ -242,6 +226,12 @@ def wrapped_scaler(context: pytorch.PyTorchTrialContext) -> torch.amp.GradScaler
         raise LossScaleError(
             "this trial scales no loss: float32 and bfloat16 need no loss scale; "
             f"{remedy}"
+        )
+    if not any(p.requires_grad for p in parameters_in(context.models)):
+        raise LossScaleError(
+            "no parameter of this trial requires a gradient: there is nothing to "
+            "train, or to scale; leave out requires_grad_(False) for what is to be "
+            "trained"
         )
     enabled: torch.amp.GradScaler = scaler
     return enabled
@@ -265,8 +255,7 @@ def settings_with_found_scale(
         The settings with the scale that was found, or torch's default if there is none.
 
     Raises:
-        ConfigError: if no scale helps, unless `on_overflow` is `warn`, or `min_scale`
-            overflows.
+        ConfigError: if no scale helps, unless `on_overflow` is `warn`.
     """
     begun = time.perf_counter()
     scale = amp.settings.first_scale
@@ -293,21 +282,14 @@ def _usable_scale(settings: AmpSettings, answer: FoundScale) -> float:
 
     Raises:
         LossScaleError: if none helps, and the settings only want a warning.
-        ConfigError: if none helps, or the smallest one that is allowed overflows.
+        ConfigError: if none helps.
     """
-    scale, finding = answer.init_scale, answer.finding
+    scale = answer.init_scale
     if scale is None:
-        because = f"no scale helps: {finding.cause}"
+        because = f"no scale helps: {answer.finding.cause}"
         if settings.on_overflow is OnOverflow.WARN:
             raise LossScaleError(because)
         problem = f"init_scale: got find, and {because}; allowed: amp_bf16"
-        raise ConfigError("the trial", [problem])
-    if settings.min_scale > 2.0**finding.top_log2:
-        problem = (
-            f"init_scale: got find, which found {scale_text(scale)}, and gradients "
-            f"overflow at min_scale {scale_text(settings.min_scale)}; allowed: "
-            f"min_scale: {scale * 2.0**-8:g}"
-        )
         raise ConfigError("the trial", [problem])
     return max(scale, settings.min_scale)
 

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 # The key of its state in a checkpoint. No trial has a callback of such a name.
 CALLBACK = "determined_amp.mixed_precision"
 
+# The settings of an optimizer's groups, as plain numbers.
+Groups = Sequence[Mapping[str, Any]]
 
 # Settings of an optimizer that schedulers move.
 _MOVED_BY_SCHEDULERS = frozenset(
@@ -156,30 +158,29 @@ class ResumedTraining(pytorch.PyTorchCallback):
         """Take what comes from this trial, and log what the YAML has changed in
         vain.
         """
-        constructed = self._remember_constructed()
+        self._remember_constructed()
         before = checkpoint.get("callbacks", {}).get(CALLBACK) or {}
-        made_then = before.get("constructed") or [[]] * len(constructed)
-        told: dict[str, str] = {}
+        made_then = before.get("constructed") or ()
         states = checkpoint.get("optimizers_state_dict", [])
-        of_each = zip(
-            self._amp.optimizers, states, made_then, constructed, strict=False
-        )
-        for number, (optimizer, state, then, now) in enumerate(of_each):
-            name = f"optimizer {number} ({type(optimizer).__name__})"
-            told[name] = "follows the YAML"
-            ours = self._settings_of_this_trial(optimizer)
+        told, keeps = [], False
+        for number, (optimizer, state) in enumerate(
+            zip(self._amp.optimizers, states, strict=False)
+        ):
+            then: Groups = ()
             if not self._warm_start:
                 _check_kind(state, optimizer)
-                kept = _kept_settings(state, then, now, ours)
-                if kept:
-                    told[name] = f"keeps {', '.join(kept)}"
-            _take_settings(state, optimizer, ours)
-        if {*told.values()} - {"follows the YAML"}:
+                then = made_then[number] if number < len(made_then) else ()
+            ours = self._settings_of_this_trial(optimizer)
+            kept = _settle(state, optimizer, ours, then)
+            keeps = keeps or bool(kept)
+            does = f"keeps {', '.join(kept)}" if kept else "follows the YAML"
+            told.append(f"optimizer {number} ({type(optimizer).__name__}) {does}")
+        if keeps:
             logger.warning(
                 "%s. A new run from the weights of the checkpoint "
                 "(searcher.source_checkpoint_uuid on a cluster) begins with the "
                 "settings of its YAML",
-                "; ".join(f"{name} {does}" for name, does in told.items()),
+                "; ".join(told),
             )
 
     def _settings_of_this_trial(self, optimizer: Optimizer) -> frozenset[str]:
@@ -194,15 +195,14 @@ class ResumedTraining(pytorch.PyTorchCallback):
         by_context = optimizer in scheduled(self._context)
         return settings - _MOVED_BY_SCHEDULERS if by_context else settings
 
-    def _remember_constructed(self) -> list[list[dict[str, Any]]]:
-        """The settings of the optimizers as made, before a checkpoint or a step changes
-        them.
+    def _remember_constructed(self) -> None:
+        """Keep the settings of the optimizers as made, before a checkpoint or a step
+        changes them.
         """
         if self._constructed is None:
             self._constructed = [
                 _plain_groups(optimizer) for optimizer in self._amp.optimizers
             ]
-        return self._constructed
 
 
 def scheduled(
@@ -227,44 +227,32 @@ def _plain_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def _take_settings(
-    saved: StateDict, optimizer: Optimizer, keys: Collection[str]
-) -> None:
-    """Replace settings in the state of a saved optimizer by those of this trial's.
+def _settle(
+    saved: StateDict, optimizer: Optimizer, ours: Collection[str], then: Groups
+) -> list[str]:
+    """Put this trial's settings into the state of a saved optimizer.
 
     Args:
         saved: The state; changed in place.
-        optimizer: This trial's optimizer.
-        keys: The settings to replace. Those that the state lacks are added.
-    """
-    groups = zip(_groups_in(saved), optimizer.param_groups, strict=False)
-    for saved_group, group in groups:  # torch itself reports a mismatch
-        missing = group.keys() - saved_group.keys()
-        taken = missing.union(keys).intersection(group) - {"params"}
-        saved_group.update({key: group[key] for key in taken})
-
-
-def _kept_settings(
-    saved: StateDict,
-    then: Sequence[Mapping[str, Any]],
-    now: Sequence[Mapping[str, Any]],
-    ours: Collection[str],
-) -> list[str]:
-    """The settings of a saved optimizer that a resume keeps, in words, although its
-    YAML has changed them.
-
-    Args:
-        saved: The state of the optimizer.
+        optimizer: This trial's optimizer, as it was made.
+        ours: The settings that come from this trial. Those that the state lacks are
+            added.
         then: `_plain_groups` of the saved run's optimizer as it was made.
-        now: The same of this trial's.
-        ours: The settings that come from this trial.
+
+    Returns:
+        The settings that a resume keeps, in words, although its YAML has changed them.
     """
     kept = []
-    for saved_group, was, here in zip(_groups_in(saved), then, now, strict=False):
-        for key in sorted(was.keys() & here.keys() & saved_group.keys()):
-            value = _plain(saved_group[key])
-            if key not in ours and was[key] != here[key] != value:
-                kept.append(f"{key} {value} of the checkpoint (YAML: {here[key]})")
+    groups = zip(_groups_in(saved), optimizer.param_groups, strict=False)
+    for number, (saved_group, group) in enumerate(groups):  # torch reports a mismatch
+        was = then[number] if number < len(then) else {}
+        for key in sorted(group.keys() - {"params"}):
+            if key in ours or key not in saved_group:
+                saved_group[key] = group[key]
+                continue
+            here, value = _plain(group[key]), _plain(saved_group[key])
+            if key in was and was[key] != here != value:
+                kept.append(f"{key} {value} of the checkpoint (YAML: {here})")
     return list(dict.fromkeys(kept))
 
 

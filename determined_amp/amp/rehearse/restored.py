@@ -7,7 +7,7 @@ import logging
 import random
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,12 +25,10 @@ from determined_amp.amp.tensors import parameters_in
 
 logger = logging.getLogger(__name__)
 
-_NEVER_COPIED = (Dataset, DataLoader, types.MethodType)
-
-# They are what they are, and cannot be changed in place.
-_PLAIN = (bool, int, float, str, type(None))
 # What torch keeps of a module: it goes with hooks, which stay.
 _OF_TORCH = frozenset(vars(nn.Module()))
+
+_NEVER_COPIED = (Dataset, DataLoader, types.MethodType)
 
 
 @contextmanager
@@ -92,8 +90,8 @@ def undisturbed(
             stack.callback(setattr, module, "training", module.training)
             # A script keeps its own values, and a lazy module learns its sizes.
             if not isinstance(module, (torch.jit.ScriptModule, LazyModuleMixin)):
-                kept = _values(module), _own_buffers(module), dir(module)
-                stack.callback(_put_back_values, module, *kept)
+                kept = _attributes(module), _own_buffers(module), dir(module)
+                stack.callback(_put_back_attributes, module, *kept)
         _keep_weights(stack, parameters)
         for group in groups:
             stack.callback(group.update, dict(group))
@@ -139,18 +137,18 @@ def _put_back(buffer: torch.Tensor, before: torch.Tensor) -> None:
             buffer.copy_(before)
 
 
-def _put_back_values(
+def _put_back_attributes(
     module: nn.Module,
-    values: Mapping[str, Any],
-    buffers: Mapping[str, torch.Tensor],
+    attributes: dict[str, Any],
+    buffers: dict[str, torch.Tensor],
     names: Sequence[str],
 ) -> None:
     """Put back what a module kept; a forward may have put other buffers in place."""
-    for name in _values(module).keys() - values.keys():
+    for name in _attributes(module).keys() - attributes.keys():
         del vars(module)[name]
-    vars(module).update(values)
-    made = [name for name in _own_buffers(module) if name in names]  # which were None
-    for name in dict.fromkeys([*buffers, *made]):
+    vars(module).update(attributes)
+    # Not those that are new, but those that were None.
+    for name in {*buffers, *_own_buffers(module)}.intersection(names):
         setattr(module, name, buffers.get(name))
 
 
@@ -158,13 +156,9 @@ def _own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict(module.named_buffers(recurse=False, remove_duplicate=False))
 
 
-def _values(module: nn.Module) -> dict[str, Any]:
-    """The numbers and words that a module keeps, such as a count of its forwards."""
-    return {
-        name: each
-        for name, each in vars(module).items()
-        if isinstance(each, _PLAIN) and name not in _OF_TORCH
-    }
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module keeps by itself, such as a count of its forwards."""
+    return {name: v for name, v in vars(module).items() if name not in _OF_TORCH}
 
 
 @contextmanager
