@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 from determined import pytorch
 
 from benchmarks import small_trials
@@ -92,21 +91,16 @@ def prediction_of(modules: Mapping[str, Mapping[int, int]]) -> Prediction:
 
 def histogram(values_by_log2: Mapping[int, int], zeros: int = 0) -> Histogram:
     """So many values of each power of two."""
-    counts = {
-        0.0: zeros,
-        **{2.0**power: count for power, count in values_by_log2.items()},
-    }
-    magnitudes = sorted(magnitude for magnitude, count in counts.items() if count)
-    return Histogram(
-        np.array(magnitudes),
-        np.array([counts[magnitude] for magnitude in magnitudes], dtype=int),
-    )
+    counts = Counter({2.0**power: n for power, n in values_by_log2.items()})
+    if zeros:
+        counts[0.0] = zeros
+    return Histogram(counts)
 
 
 def powers_in(counted: Histogram) -> dict[int, int]:
     """How many values there are in [2^q, 2^(q+1)), by q."""
     powers = Counter[int]()
-    for magnitude, count in zip(counted.magnitudes, counted.counts, strict=True):
+    for magnitude, count in counted.counts.items():
         if magnitude:
-            powers[math.floor(math.log2(magnitude))] += int(count)
+            powers[math.floor(math.log2(magnitude))] += count
     return dict(powers)

@@ -25,7 +25,7 @@ from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.fp32_modules import keep_in_float32, matching
 from determined_amp.amp.guard import Guard
 from determined_amp.amp.metrics import TrainingMetrics
-from determined_amp.amp.mistakes import Mistake, error_of
+from determined_amp.amp.mistakes import Mistake, Stage, error_of
 from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import autocast, prepare_backend
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
@@ -223,9 +223,11 @@ class AmpCore:
     ) -> None:
         if self.is_rehearsing:
             return
-        self.scaler.unscale_once(optimizer)
+        window = self.windows[optimizer]
+        if window.stage is not Stage.UNSCALED:
+            self.scaler.unscale_(optimizer)
         given = None if parameters is None else list(parameters)
-        self.windows[optimizer].clip(given, max_norm, self.loss_scale)
+        window.clip(given, max_norm, self.scaler.now)
 
     def _before_step(self, optimizer: Optimizer, *call: Any) -> None:
         """A hook before every step in the process, in every precision: fp32 shows a

@@ -152,16 +152,14 @@ def _parameters_outside(model: nn.Module, islands: set[str]) -> bool:
 
 
 def _near(pattern: str, modules: dict[str, nn.Module]) -> str:
-    """Up to three names like `pattern`, in whole or in their last part; else the first
+    """Up to three names whose last part is like that of `pattern`; else the first
     names.
     """
     names = [name for name in modules if name]
-    last_parts = {name.rpartition(".")[2]: name for name in reversed(names)}
+    last_parts = {name: name.rpartition(".")[2] for name in names}
     plain = re.sub(r"[\\^$.*+?()\[\]{}|]+", ".", pattern).strip(".")
-    known = {**last_parts, **dict(zip(names, names, strict=True))}
-    words = plain, plain.split(".")[-1]
-    found = (known[near] for word in words for near in get_close_matches(word, known))
-    near = list(dict.fromkeys(found))[:3]
+    alike = get_close_matches(plain.rpartition(".")[2], last_parts.values())
+    near = [name for name in names if last_parts[name] in alike][:3]
     if near:
         return f"near names: {', '.join(near)}"
     return f"the first of its {len(names)} modules: {', '.join(names[:5]) or 'none'}"

@@ -165,13 +165,6 @@ class LossScaler(torch.amp.GradScaler):
 
     # The calls of the loop around it.
 
-    def unscale_once(self, optimizer: Optimizer) -> None:
-        """Call `unscale_`, unless the gradients of an optimizer are unscaled
-        already.
-        """
-        if self.windows[optimizer].stage is not Stage.UNSCALED:
-            self.unscale_(optimizer)
-
     def refuse_no_clips(self) -> None:
         """A training that may still be held is over."""
         if self._end_listening is not None:

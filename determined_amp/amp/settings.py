@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from determined_amp.amp.errors import ConfigError, Problem
 from determined_amp.amp.fields import fill, setting
@@ -219,18 +220,8 @@ def yaml_lines(changes: Config) -> str:
     """Format changes to the `amp` section as lines to paste into an experiment YAML."""
     lines = ["hyperparameters:", "  amp:"]
     for key, value in changes.items():
-        lines.append(
-            f"    # without {key}"
-            if value is None
-            else f"    {key}: {_yaml_value(value)}"
-        )
+        # A float has all its digits, so a power of two stays exact.
+        text = value if isinstance(value, str) else json.dumps(value)
+        line = f"# without {key}" if value is None else f"{key}: {text}"
+        lines.append(f"    {line}")
     return "\n".join(lines)
-
-
-def _yaml_value(value: Any) -> str:
-    """A number, a text or a list of texts, as it stands in a YAML."""
-    if isinstance(value, float):
-        return repr(value)  # all digits, so a power of two stays exact
-    if isinstance(value, list):
-        return "[" + ", ".join(f'"{item}"' for item in value) + "]"
-    return str(value)

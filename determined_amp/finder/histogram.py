@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -27,38 +28,33 @@ _MAGNITUDE, _INFINITY = 0x7FFF, 0x7F80
 
 @dataclass(frozen=True)
 class Histogram:
-    """The finite magnitudes that occur in a set of values, and how often."""
+    """How often each finite magnitude occurs in a set of values."""
 
-    magnitudes: npt.NDArray[np.float64]  # (N,), distinct and ascending
-    counts: npt.NDArray[np.int64]  # (N,)
+    counts: Counter[float]
 
     @staticmethod
     def of(values: torch.Tensor) -> Histogram:
         """The histogram of a bfloat16 tensor; synchronises."""
         flat = values.detach().contiguous().flatten()
         counts = torch.bincount(flat.view(torch.int16) & _MAGNITUDE)[:_INFINITY]
-        patterns = counts.nonzero().flatten()
-        bits = patterns.cpu().numpy().astype(np.uint32) << 16  # as a float32
-        magnitudes = bits.view(np.float32).astype(np.float64)
-        return Histogram(magnitudes, counts[patterns].cpu().numpy())
+        bits = counts.nonzero().flatten()
+        magnitudes = bits.to(torch.int16).view(torch.bfloat16).tolist()
+        return Histogram(
+            Counter(dict(zip(magnitudes, counts[bits].tolist(), strict=True)))
+        )
 
     def __add__(self, other: Histogram) -> Histogram:
-        both = np.concatenate((self.magnitudes, other.magnitudes))
-        counts = np.concatenate((self.counts, other.counts))
-        magnitudes, positions = np.unique(both, return_inverse=True)
-        summed = np.zeros(len(magnitudes), dtype=np.int64)
-        np.add.at(summed, positions, counts)
-        return Histogram(magnitudes, summed)
+        return Histogram(self.counts + other.counts)
 
     @property
     def nonzero(self) -> int:
         """How many values are not 0."""
-        return int(self.counts[self.magnitudes > 0].sum())
+        return self.counts.total() - self.counts[0.0]
 
     @property
     def largest(self) -> float:
         """The largest magnitude; 0 if there is none."""
-        return float(self.magnitudes.max(initial=0.0))
+        return max(self.counts, default=0.0)
 
     def flushed_share(self, scale_log2: float) -> float:
         """2-norm of the values flushed to 0 at a loss scale, divided by the 2-norm of
@@ -66,7 +62,7 @@ class Histogram:
 
         This is the relative error that the flush in float16 causes.
         """
-        flushed = self.magnitudes <= 2.0 ** (FLUSH_LOG2 - scale_log2)
+        flushed = self._magnitudes <= 2.0 ** (FLUSH_LOG2 - scale_log2)
         whole = self._squares.sum()
         return math.sqrt(self._squares[flushed].sum() / whole) if whole else 0.0
 
@@ -78,18 +74,24 @@ class Histogram:
         """
         running = np.cumsum(self._squares)
         first_kept = np.searchsorted(running, flushed**2 * running[-1], side="right")
-        return math.floor(FLUSH_LOG2 - math.log2(self.magnitudes[first_kept])) + 1
+        return math.floor(FLUSH_LOG2 - math.log2(self._magnitudes[first_kept])) + 1
 
     def overflow_share(self, scale_log2: float) -> float:
         """The share of the nonzero values that float16 makes infinite at a loss
         scale.
         """
-        infinite = self.magnitudes >= 2.0 ** (OVERFLOW_LOG2 - scale_log2)
-        return int(self.counts[infinite].sum()) / self.nonzero if self.nonzero else 0.0
+        least = 2.0 ** (OVERFLOW_LOG2 - scale_log2)
+        infinite = sum(n for value, n in self.counts.items() if value >= least)
+        return infinite / self.nonzero if self.nonzero else 0.0
+
+    @cached_property
+    def _magnitudes(self) -> npt.NDArray[np.float64]:
+        return np.array(sorted(self.counts))
 
     @cached_property
     def _squares(self) -> npt.NDArray[np.float64]:
-        return self.counts * self.magnitudes**2
+        """Of all values of each magnitude."""
+        return np.array([self.counts[each] * each**2 for each in self._magnitudes])
 
 
 def count_in(

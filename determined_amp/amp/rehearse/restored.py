@@ -121,20 +121,15 @@ def _keep_weights(stack: ExitStack, parameters: Sequence[torch.Tensor]) -> None:
     stack.callback(drop_casts)
     for parameter in parameters:
         if not is_lazy(parameter):
-            stack.callback(_put_back_weight, parameter, parameter.detach().clone())
+            stack.callback(_put_back, parameter, parameter.detach().clone())
         stack.callback(setattr, parameter, "grad", parameter.grad)
         parameter.grad = None
 
 
-def _put_back_weight(weight: torch.Tensor, before: torch.Tensor) -> None:
-    weight.data.copy_(before)
-
-
-def _put_back(buffer: torch.Tensor, before: torch.Tensor) -> None:
+def _put_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
     # One that is not strided cannot be restored.
-    if buffer.layout is torch.strided and not torch.equal(buffer, before):
-        with torch.no_grad():
-            buffer.copy_(before)
+    if tensor.layout is torch.strided and not torch.equal(tensor, before):
+        tensor.data.copy_(before)
 
 
 def _put_back_attributes(
