@@ -116,6 +116,13 @@ SAID_AT_ONCE: dict[str, list[str]] = {
     "check no/such.py --name ''": ["no/such.py: no such file"],
     "train": ["give an experiment YAML"],
     "train --resume missing": ["cannot be read"],
+    # Of the folder above it, and of a searcher.
+    "report .": ["run.json'; allowed: what ", "; did you mean fp32/run.json?"],
+    f"search {GRID} --config searcher.name=grdi": ["got grdi; did you mean grid?"],
+    f"compare {MLP} --precisions fp32 fp16": ["'fp16' (choose from "],
+    f"train {MLP} --config hyperparameters.training.max_length=20": [
+        "max_length: got 20; allowed: {batches: N}, {epochs: N}, or a text such as"
+    ],
     "search --resume missing": ["search.yaml: cannot be read: No such file"],
     "train list.yaml": ["is not an experiment configuration: its top level has no k"],
     f"find {MLP} --batches 0": ["--batches: got 0; allowed: an integer >= 1 and <= "],

@@ -92,7 +92,8 @@ def read(
             `tuple[str, ...]`, an `enum.Enum`, another settings class, a number or an
             enum, or one of these `| None`. It may define `contradictions(self,
             fields_set: frozenset[str]) -> Contradictions`, and `section_of(text: str)`,
-            which returns the section that a text stands for, or None. With
+            which returns the section that a text stands for, or None, with `ALLOWED`,
+            which names both forms. With
             `READ_IN_PART = True` it has some keys of a section: others are no mistakes,
             and null counts as no key.
         raw: The section, as read from YAML or JSON.
@@ -105,7 +106,8 @@ def read(
     if isinstance(raw, str) and section_of is not None:
         raw = section_of(raw) or raw
     if not isinstance(raw, Mapping):
-        problems.append(Problem(path, f"got {shown(raw)}; allowed: {_MAPPING}"))
+        allowed = getattr(cls, "ALLOWED", _MAPPING)
+        problems.append(Problem(path, f"got {shown(raw)}; allowed: {allowed}"))
         return None
     settings = cls.__new__(cls)
     return settings if fill(settings, raw, path, problems, known) else None

@@ -21,6 +21,7 @@ from determined_amp.amp.errors import UserError
 from determined_amp.amp.settings import Precision
 from determined_amp.cli.options import (
     INTERRUPTED,
+    PRECISIONS,
     AddParser,
     add_command,
     add_trial_options,
@@ -39,11 +40,11 @@ def add_compare(add_parser: AddParser) -> None:
     add_trial_options(parser, precision=False)
     parser.add_argument(
         "--precisions",
-        type=Precision,
+        choices=PRECISIONS,
         nargs="+",
-        default=list(Precision),
+        default=PRECISIONS,
         metavar="PRECISION",
-        help=f"of {', '.join(p.value for p in Precision)}, with fp32 (all)",
+        help=f"of {', '.join(PRECISIONS)}, with fp32 (all)",
     )
     parser.add_argument(
         "--seeds",
@@ -71,9 +72,9 @@ def _compare(options: Namespace) -> int:
     """Compare the precisions of a trial, until there is an answer or a signal stops
     it.
     """
-    chosen = [p for p in Precision if p in options.precisions]
+    chosen = [p for p in Precision if p.value in options.precisions]
     if len(chosen) < 2 or Precision.FP32 not in chosen:
-        names = " ".join(p.value for p in options.precisions)
+        names = " ".join(options.precisions)
         raise UserError(
             f"--precisions: got {names}; allowed: fp32, and what to compare with it"
         )

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # The exit status of a command that a signal has stopped, so that `a && b` stops, too.
 INTERRUPTED = 130
 
+PRECISIONS = [precision.value for precision in Precision]
+
 
 class Parser(ArgumentParser):
     """Raises a `UserError` for a mistake, which the door prints and a task notes.
@@ -94,7 +96,7 @@ def add_trial_options(
     if precision:
         parser.add_argument(
             "--precision",
-            choices=[member.value for member in Precision],
+            choices=PRECISIONS,
             help="overrides hyperparameters.amp.precision; a trial without AMP needs "
             "no change",
         )

@@ -233,7 +233,7 @@ def train_pilot(experiment: Experiment, folder: Path, what: str) -> Pilot:
         what: Its name, to be shown.
     """
     # A log has no status line.
-    print(f"{what}: 0 of {BATCHES} batches", flush=True)
+    print(f"{what}: up to {BATCHES} batches", flush=True)
     watch, began = PilotWatch(what), time.monotonic()
     with watch.status:
         job = Job(Task(Verb.TRAIN), experiment, RunFolder(folder))

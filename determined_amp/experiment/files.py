@@ -49,6 +49,14 @@ def _write(path: Path, content: Iterable[bytes]) -> None:
         raise
 
 
+def found_below(path: Path) -> str:
+    """A question that names the newest file of this name one folder further down; empty
+    without one.
+    """
+    there = sorted(path.parent.glob(f"*/{path.name}"))
+    return f"; did you mean {there[-1]}?" if there else ""
+
+
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
     """A folder that is deleted after this block.

@@ -72,6 +72,8 @@ class Length:
     section could then have both units, but text replaces the whole section.
     """
 
+    ALLOWED = "{batches: N}, {epochs: N}, or a text such as '2 epochs'"
+
     batches: int | None = setting(None, at_least=1)  # calls of `train_batch`
     epochs: int | None = setting(None, at_least=1)  # passes over the training data
 
@@ -85,10 +87,7 @@ class Length:
         if len(fields_set) != 1:
             yield (
                 "batches",
-                (
-                    f"got {len(fields_set)} units; allowed: one of batches and epochs,"
-                    " or a text instead of the section, such as '2 epochs'"
-                ),
+                f"got {len(fields_set)} units; allowed: {self.ALLOWED}",
             )
 
     def unit(self) -> pytorch.TrainUnit:

@@ -12,6 +12,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError
 
 from determined_amp.amp.errors import ConfigError, one_line
+from determined_amp.experiment.files import found_below
 
 
 def load_yaml(text: str, source: str) -> Any:
@@ -71,7 +72,8 @@ def read_text(path: str | Path) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(str(path), [f"cannot be read: {error.strerror}"]) from error
+        why = f"cannot be read: {error.strerror}{found_below(Path(path))}"
+        raise ConfigError(str(path), [why]) from error
     except ValueError as error:  # not UTF-8, or a path with a NUL
         raise ConfigError(
             str(path), [f"cannot be read as UTF-8 text: {error}"]

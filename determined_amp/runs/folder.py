@@ -39,7 +39,7 @@ from typing import Any
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment.experiment import Experiment
-from determined_amp.experiment.files import write_whole
+from determined_amp.experiment.files import found_below, write_whole
 from determined_amp.experiment.machine import Machine
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.runs.run import Part, Report, Reports, Run, RunState, judged
@@ -228,8 +228,9 @@ def read_record(folder: Path) -> Run:
     Raises:
         RunError: if there is no record, or it is damaged.
     """
+    file = folder / _RECORD
     try:
-        record = json.loads((folder / _RECORD).read_bytes())
+        record = json.loads(file.read_bytes())
         parts = (
             Part(**{**p, "machine": Machine(**p["machine"])}) for p in record["parts"]
         )
@@ -246,7 +247,7 @@ def read_record(folder: Path) -> Run:
         raise RunError(
             f"{folder}: is not a run folder that this version reads: {_RECORD}: "
             f"{type(error).__name__} {one_line(error)}; allowed: what `det-amp "
-            "train` leaves in runs/NAME/TIME"
+            f"train` leaves in runs/NAME/TIME{found_below(file)}"
         ) from error
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution
 
-from determined_amp.amp.errors import ConfigError, Problem, Problems
+from determined_amp.amp.errors import ConfigError, Problem, Problems, near_name
 from determined_amp.amp.fields import Contradictions, read, setting
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment.dotted import value_at
@@ -215,8 +215,8 @@ def read_searcher(raw: object, problems: list[Problem]) -> GridSearcher | None:
     name = str(section.get("name"))
     if name not in _METHODS:
         removed = ", which Determined has removed" if name in _REMOVED else ""
-        text = f"got {name}{removed}; allowed: {', '.join(_METHODS)}"
-        problems.append(Problem("searcher.name", text))
+        near = near_name(name, _METHODS, f"; allowed: {', '.join(_METHODS)}")
+        problems.append(Problem("searcher.name", f"got {name}{removed}{near}"))
         return None
     # The length of a trial in Determined's own form is no key of the search.
     own = {key: value for key, value in section.items() if key != "max_length"}
