@@ -193,6 +193,10 @@ def test_command_of_a_page_is_of_a_yaml_that_takes_its_overrides(command: str) -
         SearchPlan(changed)
 
 
+def test_readme_has_at_most_120_lines() -> None:
+    assert len(README.splitlines()) <= 120
+
+
 def test_loop_of_the_readme_trains() -> None:
     (shown,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     model = nn.Linear(4, 2)
