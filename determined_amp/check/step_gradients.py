@@ -17,6 +17,7 @@ from determined_amp.amp.tensors import (
 )
 from determined_amp.check.interventions import ForcedOverflows, Key, version_key
 from determined_amp.check.record import Event, Record, StepWindow
+from determined_amp.check.stand_in import unheard
 
 # Gradients that are multiplied by more than this are still scaled.
 SCALED = 1.5
@@ -110,6 +111,7 @@ class StepGradients:
 
     # Between a backward and the step.
 
+    @unheard
     def look(self) -> None:
         """Note what code of the user's has done since they were looked at last."""
         if not self.pending:
@@ -148,6 +150,7 @@ class StepGradients:
                 self.pending, self.factor = True, math.nan
                 self._open_window()
 
+    @unheard
     def before_backward(self) -> None:
         """They may have been zeroed, by hand perhaps, or not at all."""
         self.look_for_zeros()
@@ -165,6 +168,7 @@ class StepGradients:
         """Whether it is a gradient that a step has used, perhaps changed in place."""
         return now == used or (now[0] == used[0] and not self.is_new)
 
+    @unheard
     def look_for_zeros(self) -> None:
         """Note if they were zeroed before any step has used them."""
         looks = self.pending and not self.window.is_empty
@@ -174,6 +178,7 @@ class StepGradients:
             self.factor, self.norms = 1.0, []
             self.overflows.forget(self.weights)
 
+    @unheard
     def unscale(self, scale: float) -> None:
         """A scaler has looked for an overflow and divided them."""
         self.factor /= scale
@@ -187,6 +192,7 @@ class StepGradients:
         due = sum(number <= self.window.place for number in self.overflows.windows)
         return due > self._overflown
 
+    @unheard
     def add(self, backward: Event, *, may_force: bool) -> bool:
         """A backward has added to them.
 
@@ -224,6 +230,7 @@ class StepGradients:
             self.window.forced = True
         return begins
 
+    @unheard
     def after_backward(self) -> None:
         """The gradients of a window that was made to overflow do so again."""
         if self._goes_on:
@@ -238,6 +245,7 @@ class StepGradients:
 
     # The step.
 
+    @unheard
     def begin_step(self, *, skipped: bool, divisor: float = 1.0) -> None:
         """The optimizer is about to step with them, or a scaler has skipped that.
 
@@ -266,6 +274,7 @@ class StepGradients:
             "rates": [group.get("lr") for group in self._optimizer.param_groups],
         }
 
+    @unheard
     def end_step(self, **known: Any) -> None:
         """The optimizer has stepped with them, or a scaler has skipped that.
 
