@@ -12,8 +12,10 @@ import json
 import logging
 import multiprocessing
 import os
+import pickle
 import random
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
@@ -36,8 +38,7 @@ import torch
 from determined import core
 
 from determined_amp import __main__ as door
-from determined_amp.check import scratch
-from determined_amp.cli import search
+from determined_amp.check import doctor, scratch
 from determined_amp.search import server, trial_process
 
 gc.disable()  # until all tests are imported
@@ -177,35 +178,32 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return of
 
 
-# What the trials of the tests need besides.
-OF_A_TRIAL = ("sklearn.model_selection", "trials.mlp")
-
-
-@pytest.fixture(scope="session")
-def _workers_import_once() -> None:
-    """Trials of a search are forks of a process that has imported what a trial needs.
-
-    Each would spend seconds on it.
+@pytest.fixture(scope="module")
+def _workers_are_forks() -> Iterator[None]:
+    """Trials of a search, and the runs of `check`, are forks of this process, which has
+    imported what they need; with the server of forks each worker would import it again.
     """
-    multiprocessing.set_forkserver_preload([*server.PRELOADED, *OF_A_TRIAL])
-    forkserver.ensure_running()
-
-
-@pytest.fixture
-def _workers_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trials of a search are forks of this process, which imports all of it once."""
-    for module in (*server.PRELOADED, *OF_A_TRIAL):
+    for module in (*server.PRELOADED, "sklearn.model_selection", "trials.mlp"):
         importlib.import_module(module)
-    serve = trial_process._serve
-
-    def begin(*job: Any) -> None:
-        warnings.resetwarnings()  # they are errors in a test alone
-        serve(*job)
-
-    monkeypatch.setattr(trial_process, "_serve", begin)
+    serve, enter = trial_process._serve, doctor._enter
     forks = multiprocessing.get_context("fork")
-    monkeypatch.setattr(trial_process, "_processes", forks)
-    monkeypatch.setattr(search, "start_server", lambda *more: None)
+
+    def begin(connection: Any, *job: Any) -> None:
+        warnings.resetwarnings()  # they are errors in a test alone
+        serve(connection, *pickle.loads(pickle.dumps(job)))  # as the server gets it
+
+    def begin_probe(*given: Any) -> None:
+        warnings.resetwarnings()
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not those of capsys
+        enter(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial_process, "_serve", begin)
+        patch.setattr(trial_process, "_processes", forks)
+        patch.setattr(doctor, "_enter", begin_probe)
+        patch.setattr(multiprocessing, "get_context", lambda method=None: forks)
+        patch.setattr(forkserver, "ensure_running", lambda: None)
+        yield
 
 
 # Files that take longest, started first: workers that end together leave no core idle.

@@ -18,7 +18,6 @@ from tests import gpu
 
 
 @pytest.mark.gpu  # and in the dry run of those tests: it takes half a minute of a CPU
-@pytest.mark.usefixtures("_workers_import_once")
 def test_rehearsal_measures_every_part(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

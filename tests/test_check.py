@@ -1382,7 +1382,7 @@ class TestCommand:
     def _in_this_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(doctor, "run_afresh", doctor.run_here)
 
-    @pytest.mark.usefixtures("_workers_import_once")
+    @pytest.mark.usefixtures("_workers_are_forks")
     def test_fault_is_counted_in_the_first_line_and_ends_with_status_1(
         self, config: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

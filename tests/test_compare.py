@@ -90,9 +90,7 @@ def compare(trial: str, tmp: Path, *options: str, status: int = 0) -> Path:
 
 
 @pytest.fixture(scope="module")
-def images(
-    _workers_import_once: None, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def images(_workers_are_forks: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The comparison of a trial that nothing is wrong with; what it printed is in
     `printed`.
     """
@@ -114,7 +112,7 @@ def images(
 
 
 @pytest.fixture(scope="module")
-def loud(_workers_import_once: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def loud(_workers_are_forks: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The comparison of a trial that float16 cannot hold."""
     return compare(
         "Loud", tmp_path_factory.mktemp("loud"), "--seeds", "1", "--batches", "20"
@@ -304,7 +302,7 @@ def test_task_that_can_train_only_fp32_leaves_that_answer_as_its_page(
     assert master.status == "use fp32"
 
 
-@pytest.mark.usefixtures("_workers_import_once")
+@pytest.mark.usefixtures("_workers_are_forks")
 def test_task_that_was_paused_after_its_answer_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

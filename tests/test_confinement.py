@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import yaml
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from determined_amp import __main__ as door
+from determined_amp.check import scratch
+from determined_amp.check.confinement import confine
 from tests.habits import Habit
 from tests.test_check import experiment
-from tests.training import outcome
+from tests.training import fork, outcome, wait
 from tests.writes import WRITES, files_of, make_files
-
-COMMAND = ("-W", "ignore", "-m", "determined_amp", "check")
 
 # Changes the files of a user in every way, each way in a folder of its own.
 SCRIPT = """
@@ -120,43 +123,53 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_files(folder)
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.chdir(folder)
     return folder
 
 
-def is_removed(folder: Path) -> bool:
-    """Whether the scratch folders are removed, by and by."""
-    for _ in range(100):
-        if not any((folder.parent / "tmp").glob("determined_amp-*")):
+def happens(holds: Callable[[], bool]) -> bool:
+    """Whether something comes true by and by."""
+    for _ in range(200):
+        if holds():
             return True
-        time.sleep(0.1)
+        time.sleep(0.05)
     return False
 
 
+def is_removed(folder: Path) -> bool:
+    """Whether the scratch folders are removed, by and by."""
+    scratch_folders = (folder.parent / "tmp").glob
+    return happens(lambda: not any(scratch_folders("determined_amp-*")))
+
+
+def check(*arguments: str) -> int:
+    """The command, in a process of its own that stays confined."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scratch, "confine", confine)
+        return door.main(["check", "train.py", *arguments])
+
+
 @contextmanager
-def checked(folder: Path, seconds: int) -> Iterator[subprocess.Popen[str]]:
-    """A command that checks `SCRIPT`, when that has changed all it changes."""
+def checked(folder: Path, seconds: int, status: int) -> Iterator[int]:
+    """A process that checks `SCRIPT`, when that has changed all it changes."""
     for way in WRITES:
         (folder / way).mkdir()
         make_files(folder / way)
     (folder / "train.py").write_text(SCRIPT)
-    command = [sys.executable, *COMMAND, "train.py", str(seconds)]
-    before = files_of(folder)
-    with subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, text=True
-    ) as run:
-        assert run.stdout is not None
-        assert run.stdout.readline() == "changed\n"
-        assert list((folder.parent / "tmp").glob("determined_amp-*/files"))
-        yield run
+    before, log = files_of(folder), folder.parent / "log"
+    log.touch()
+    child = fork(lambda: check(str(seconds)), log)
+    assert happens(lambda: "changed\n" in log.read_text()), log.read_text()
+    yield child
+    assert wait(child) == status, log.read_text()
     assert files_of(folder) == before
     assert is_removed(folder)
 
 
 def test_no_file_of_the_user_changes_in_any_way(folder: Path) -> None:
-    with checked(folder, 0) as run:
-        run.communicate()
-    assert run.returncode == 0
+    with checked(folder, seconds=0, status=0):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -165,10 +178,9 @@ def test_no_file_of_the_user_changes_in_any_way(folder: Path) -> None:
 def test_no_file_of_the_user_changes_when_the_command_is_ended(
     folder: Path, number: signal.Signals, status: int
 ) -> None:
-    with checked(folder, 1000) as run:
-        run.send_signal(number)
-        run.communicate()
-    assert run.returncode == status
+    with checked(folder, seconds=1000, status=status) as child:
+        assert list((folder.parent / "tmp").glob("determined_amp-*/files"))
+        os.kill(child, number)
 
 
 # This asks for the version of Landlock.
@@ -197,21 +209,27 @@ def test_what_is_not_redirected_is_refused_before_it_happens(
     assert files_of(folder) == before
 
 
+def launch() -> None:
+    """As `torchrun --nproc-per-node 2` does, in forks of this process."""
+    ranks = LaunchConfig(1, 1, 2, rdzv_backend="c10d", start_method="fork")
+    ranks.rdzv_endpoint = "localhost:0"
+    assert elastic_launch(ranks, check)() == {0: 0, 1: 0}
+
+
 def test_all_ranks_of_a_launcher_have_one_scratch_folder(folder: Path) -> None:
     (folder / "train.py").write_text(TWO_RANKS)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    before = files_of(folder)
-    ran = outcome(*launcher, *COMMAND[2:], "train.py", cwd=folder)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("loaded {'rank': 0}\n") == 2
+    before, log = files_of(folder), folder.parent / "log"
+    assert wait(fork(launch, log)) == 0, log.read_text()
+    assert log.read_text().count("loaded {'rank': 0}\n") == 2
     assert files_of(folder) == before
     assert is_removed(folder)
 
 
-@pytest.mark.usefixtures("_workers_import_once")
+@pytest.mark.usefixtures("_workers_are_forks")
 def test_no_file_of_the_user_changes_while_a_trial_is_checked(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(scratch, "confine", confine)
     (folder / "planted.yaml").write_text(yaml.safe_dump(experiment()))
     before = files_of(folder)
     trial = "tests.test_confinement:Removes"
