@@ -198,15 +198,11 @@ def test_determineds_own_amp_beside_it_is_refused() -> None:
     )
 
 
-def test_sum_of_the_gradients_of_a_window_is_refused() -> None:
-    """The batches 1 and 3 have the mean gradient 2, so w = 1 - 2 / 4. One batch has no
-    sum.
-    """
+def test_gradients_of_a_window_are_summed_where_the_trial_asks_for_that() -> None:
+    """The batches 1 and 3 have the mean gradient 2, so w = 1 - 2 / 4, and the sum 4."""
     two: Values = {"batches": 2, "aggregation_frequency": 2}
     assert fit(Weights, FP16_SECTION, **two).trial.weights() == [0.5]
-    words = "average_aggregated_gradients: got false, which sums the gradients of the 2"
-    assert words in refusal(SumsTheGradients, FP16_SECTION, **two)
-    assert fit(SumsTheGradients, FP16_SECTION, batches=2).trial.weights() == [-0.125]
+    assert fit(SumsTheGradients, FP16_SECTION, **two).trial.weights() == [0.0]
 
 
 def test_refusal_of_the_amp_section_names_every_mistake_in_it() -> None:

@@ -277,11 +277,11 @@ class TestUpdate:
 
     def test_update_keeps_the_scale_of_the_newest_step(self) -> None:
         made = Stepped(growth_interval=1)
-        assert [*made.scaler.now_and_used()] == [4, 4]
+        assert [*made.scaler.loss_scales()] == [4, 4]
         found = []
         for gradient in (1.0, math.inf, 1.0):
             made.step_and_update(gradient)
-            found.append(tuple(map(float, made.scaler.now_and_used())))
+            found.append(tuple(map(float, made.scaler.loss_scales())))
         assert found == [(8, 4), (4, 8), (8, 4)]
 
 
@@ -295,5 +295,5 @@ def test_scaler_without_a_loss_scale_passes_everything_through() -> None:
     assert made.outcomes() == {made.optimizer: False}
     assert weight.item() == 0.75
     scaler.finish()
-    assert [*scaler.now_and_used()] == [1, 1]
+    assert [*scaler.loss_scales()] == [1, 1]
     assert scaler.state_dict() == {}

@@ -112,7 +112,7 @@ class AmpCore:
         trained = _weakly(self._trained)
         self.scaler = LossScaler(settings, where.type, self.windows, trained=trained)
         self._dtype = settings.precision.autocast_dtype
-        scales = self.scaler.now_and_used
+        scales = self.scaler.loss_scales
         self.metrics = TrainingMetrics(
             where, self.windows, slots.size, scales, scaled=scaled
         )
@@ -227,7 +227,7 @@ class AmpCore:
         if window.stage is not Stage.UNSCALED:
             self.scaler.unscale_(optimizer)
         given = None if parameters is None else list(parameters)
-        window.clip(given, max_norm, self.scaler.now)
+        window.clip(given, max_norm, self.scaler.loss_scale)
 
     def _before_step(self, optimizer: Optimizer, *call: Any) -> None:
         """A hook before every step in the process, in every precision: fp32 shows a
@@ -307,7 +307,7 @@ class AmpCore:
 
     def loss_scale(self) -> torch.Tensor:
         """The current loss scale, (), float32, on the device; 1 without a scaler."""
-        return self.scaler.now()
+        return self.scaler.loss_scale()
 
     def steps(self, optimizer: Optimizer) -> StepCounts:
         """The steps of one optimizer, counted on the device."""

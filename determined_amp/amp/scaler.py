@@ -199,16 +199,16 @@ class LossScaler(torch.amp.GradScaler):
         for window in windows:
             window.finish()
 
-    def now(self) -> torch.Tensor:
+    def loss_scale(self) -> torch.Tensor:
         """The scale itself, (), float32, on the device; 1 without a scaler."""
         scaled: torch.Tensor = super().scale(self._one)
         return scaled
 
-    def now_and_used(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The present scale, and that of the newest step, if there is one; see
-        `now`.
+        `loss_scale`.
         """
-        now = self.now()
+        now = self.loss_scale()
         return now, now if self._used is None else self._used
 
     # Calls on behalf of a training whose code knows nothing of a scaler.

@@ -100,7 +100,7 @@ class Batches:
         self._indices = {"epoch_idx": epoch_idx, "batch_idx": batch_idx}
         self.is_counted = False
         versions = self._keep(batch)
-        audit_error = self._prepare() if self._is_first else None
+        audit_error = self._rehearse_first() if self._is_first else None
         self._is_first = False
         result = self._train_batch(batch=batch, **self._indices)
         if self._changes_batches is not True:
@@ -126,7 +126,7 @@ class Batches:
 
     # What is done around a batch.
 
-    def _prepare(self) -> Exception | None:
+    def _rehearse_first(self) -> Exception | None:
         """Find the scale, and audit the first batch, in rehearsals of it.
 
         Returns:

@@ -47,7 +47,6 @@ from determined_amp.trial.determined_private import (
     AMP,
     aggregation_frequency,
     amp_of,
-    averages_gradients,
     hyperparameters,
     portable_checkpoint,
     scaler_of,
@@ -236,7 +235,6 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
             if self.guard.enabled:
                 warn_of_slow_operations(self.settings.precision, self.device)
         if self._aggregation_frequency > 1:
-            self._check_averaging()
             for hook in share_gradients_once(self._context, self._is_update_batch):
                 self._patches.callback(hook.remove)
         if self.scaler.is_enabled():
@@ -289,16 +287,6 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
                 "wrap_lr_scheduler",
                 "an optimizer has a schedule of amp.wrap_lr_scheduler and one of "
                 "context.wrap_lr_scheduler; allowed: one of them",
-            )
-
-    def _check_averaging(self) -> None:
-        if not averages_gradients(self._context):
-            frequency = self._aggregation_frequency
-            raise self._wrong(
-                "average_aggregated_gradients",
-                f"got false, which sums the gradients of the {frequency} batches of a "
-                "step; allowed: true, its default, which takes their mean (then do not "
-                "divide the loss)",
             )
 
     def _rehearsal(self) -> Rehearsal | None:

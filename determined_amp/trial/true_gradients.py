@@ -185,7 +185,7 @@ class TrueGradients:
         """Scale the gradients that leaves have; yields 1 over the scale, (),
         float32.
         """
-        scale = self._scaler.now()
+        scale = self._scaler.loss_scale()
         _multiply(leaves, scale)
         # An overflow is no anomaly: its step is skipped.
         with torch.autograd.set_detect_anomaly(
