@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from determined_amp.amp.errors import ConfigError, Problem
-from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.failures import MISSING_BATCH_SIZE
+
+if TYPE_CHECKING:
+    # it needs PyYAML, which the doctor of a loop does without
+    from determined_amp.experiment.experiment import Experiment
 
 
 def check_comparable(experiment: Experiment, batches: int | None) -> None:

@@ -179,5 +179,6 @@ def read_search(folder: Path, config: Config | None = None) -> Search:
     runs = tuple(dataclasses.replace(run, shares_device=shared) for run in trials)
     file = folder / _REMARKS
     remarks = json.loads(file.read_bytes()) if file.exists() else {}
+    remarks.pop("time_limit", None)  # of an older checkout
     search = Search(str(folder), runs, config, **remarks)
     return dataclasses.replace(search, notes=[*damaged, *search.notes])
