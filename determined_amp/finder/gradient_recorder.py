@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.optim import Optimizer
 
 from determined_amp.amp.patched import patched
 from determined_amp.amp.rehearse.backward_graph import (
@@ -41,24 +40,21 @@ class Source(NamedTuple):
 
 
 class GradientRecorder(BackwardGraph):
-    """Counts the bfloat16 gradients that reach a parameter, by module and operation.
+    """Counts the bfloat16 gradients of a backward, by module and operation.
 
     It does not see what lies inside a kernel, such as the sums of fused attention, or
     the buckets of DistributedDataParallel.
 
     Args:
         models: Their modules name the sources.
-        optimizers: Those of the training.
 
     Attributes:
         histograms: Histograms by source, in the order of the backward.
         makes_float16: Whether a gradient was float16 nevertheless.
     """
 
-    def __init__(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()
-    ) -> None:
-        super().__init__(models, optimizers, self._record)
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        super().__init__(models, self._record)
         self.histograms: dict[Source, Histogram] = {}
         self.makes_float16 = False
         self._scaled: set[Any] = set()  # the nodes of scaled losses

@@ -157,7 +157,7 @@ def _require_float32_parameters(rehearsals: Sequence[Rehearsal]) -> None:
 
 def _recorded_in_bfloat16(rehearsals: Sequence[Rehearsal]) -> dict[Source, Histogram]:
     """The histograms of the batches of this slot."""
-    recorder = GradientRecorder(rehearsals[0].models, rehearsals[0].optimizers)
+    recorder = GradientRecorder(rehearsals[0].models)
     for rehearsal in rehearsals:
         try:
             outcome = rehearsal.run(1.0, torch.bfloat16, watch=recorder.watching())

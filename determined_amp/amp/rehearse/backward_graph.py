@@ -4,16 +4,14 @@ it makes.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from determined_amp.amp.tensors import numbered, parameters_in, tensors_of
+from determined_amp.amp.tensors import numbered, tensors_of
 from determined_amp.amp.torch_private import backwards_through
 
 # Names for what no module computes, usually the loss, and for the model itself.
@@ -34,9 +32,6 @@ class BackwardGraph:
 
     Args:
         models: The models whose modules are told apart.
-        optimizers: The optimizers. Only gradients that go on to one of their
-            parameters, or to one of a model, are passed on: nobody sees those of
-            inputs.
         on_node: Called after each node of a backward with what it made and took.
 
     Attributes:
@@ -44,16 +39,10 @@ class BackwardGraph:
         in_backward: Whether a backward runs.
     """
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
-        on_node: OnNode,
-    ) -> None:
+    def __init__(self, models: Sequence[nn.Module], on_node: OnNode) -> None:
         self.left = ""
         self.in_backward = False
         self._names = module_names(models)
-        self._parameters = set(parameters_in(models, optimizers))
         self._on_node = on_node
         self._entered: list[str] = []
         self._makers: dict[Any, str] = {}  # the module of each node
@@ -120,56 +109,24 @@ class BackwardGraph:
         accumulates = bool(kwargs.get("accumulate_grad"))
         self._claim(outputs)
         if self.is_followed(outputs, accumulates=accumulates):
-            self._hook_into(outputs, all_leaves=is_inner)
+            self._hook_into(outputs)
         self.in_backward = True
         try:
             return run(outputs, *args, **kwargs)
         finally:
             self.in_backward = is_inner
 
-    def _hook_into(self, outputs: Any, *, all_leaves: bool) -> None:
-        """Look at every node whose gradient goes on to a parameter.
-
-        Args:
-            outputs: What the backward begins with.
-            all_leaves: Whether other leaves count, too: those of a backward within a
-                backward, such as that of a checkpoint, are handed on.
-        """
-        nodes = nodes_behind(outputs)
-        reaching = self._reaching(nodes, all_leaves=all_leaves)
-        for node in nodes:
-            if node in reaching and node.next_functions and node not in self._hooked:
-                goes_on = [before in reaching for before, _ in node.next_functions]
-                hook = self._node_hook(self._makers[node], node.name(), goes_on)
+    def _hook_into(self, outputs: Any) -> None:
+        """Look at every node of a backward that begins with these outputs."""
+        for node in nodes_behind(outputs):
+            if node.next_functions and node not in self._hooked:
+                hook = self._node_hook(self._makers[node], node.name())
                 self._hooked.add(node)
                 self._stack.callback(node.register_hook(hook).remove)
 
-    def _reaching(self, nodes: Collection[Any], *, all_leaves: bool) -> set[Any]:
-        """The nodes from which a gradient goes on to a parameter, and the parameters'
-        own.
-        """
-        after = defaultdict(list)
-        waiting = []
-        for node in nodes:
-            for before, _ in node.next_functions:
-                after[before].append(node)
-            leaf = None if node.next_functions else getattr(node, "variable", None)
-            if leaf is not None and (all_leaves or leaf in self._parameters):
-                waiting.append(node)
-        reaching = set()
-        while waiting:
-            node = waiting.pop()
-            if node not in reaching:
-                reaching.add(node)
-                waiting.extend(after[node])
-        return reaching
-
-    def _node_hook(self, module: str, operation: str, goes_on: Sequence[bool]) -> Any:
+    def _node_hook(self, module: str, operation: str) -> Any:
         def hook(made: Gradients, taken: Gradients) -> None:
-            used = [
-                gradient for gradient, goes in zip(made, goes_on, strict=False) if goes
-            ]
-            self._on_node(module, operation, used, taken)
+            self._on_node(module, operation, made, taken)
 
         return hook
 

@@ -130,7 +130,7 @@ def _see(
     asked: Sequence[Place] = (),
 ) -> _Seen:
     keys = {place.key for place in asked}
-    watch = OverflowWatch(rehearsal.models, rehearsal.optimizers, keys)
+    watch = OverflowWatch(rehearsal.models, keys)
     outcome = rehearsal.run(scale, dtype, islands=islands, watch=watch.watching())
     return _Seen(outcome, watch.forward, watch.backward, watch.largest)
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from determined_amp.amp.rehearse.backward_graph import (
     BackwardGraph,
@@ -65,7 +64,6 @@ class OverflowWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
     Args:
         models: The models whose modules name the places.
-        optimizers: Their optimizers.
         asked: Operations whose largest result is recorded.
 
     Attributes:
@@ -80,7 +78,6 @@ class OverflowWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     def __init__(
         self,
         models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
         asked: Collection[Key] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -88,7 +85,7 @@ class OverflowWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         self.backward: str | None = None
         self.largest: dict[Key, float] = {}
         self._asked = asked
-        self._graph = BackwardGraph(models, optimizers, self._look_at_node)
+        self._graph = BackwardGraph(models, self._look_at_node)
         self._leaves = {
             n for m, n in module_names(models).items() if not list(m.children())
         }
