@@ -26,7 +26,7 @@ from determined_amp.amp.fp32_modules import keep_in_float32, matching
 from determined_amp.amp.guard import Guard
 from determined_amp.amp.metrics import TrainingMetrics
 from determined_amp.amp.mistakes import Mistake, Stage, error_of
-from determined_amp.amp.patched import patched
+from determined_amp.amp.patched import do_nothing, patched
 from determined_amp.amp.precision import autocast, prepare_backend
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.rehearse.restored import without_steps
@@ -420,7 +420,7 @@ class AmpCore:
     def _see_steps_of(self, optimizer: Optimizer) -> None:
         """See those of a wrapper, too, that torch has no hooks for."""
         try:
-            optimizer.register_step_pre_hook(_nothing).remove()
+            optimizer.register_step_pre_hook(do_nothing).remove()
         except AttributeError:  # it never calls `Optimizer.__init__`, or is none
             step, before = optimizer.step, _weakly(self._before_step)
 
@@ -458,10 +458,6 @@ def _before_any_step(optimizer: Optimizer, *call: Any) -> None:
         training = reference()
         if training is not None:
             training._before_step(optimizer, *call)
-
-
-def _nothing(*call: Any) -> None:
-    """A hook that does nothing."""
 
 
 def _weakly(method: Callable[..., T]) -> Callable[..., T | None]:

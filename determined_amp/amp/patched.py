@@ -29,6 +29,10 @@ from contextlib import contextmanager
 from typing import Any
 
 
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of a method, or as a hook."""
+
+
 @contextmanager
 def patched(owner: Any, name: str, replacement: object) -> Iterator[None]:
     """Replace an attribute of any object inside this block."""

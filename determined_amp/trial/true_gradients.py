@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.patched import patched
+from determined_amp.amp.rehearse.backward_graph import nodes_behind
 from determined_amp.amp.tensors import parameters_in, parameters_of
 from determined_amp.amp.torch_private import NODE_HOOKS, number_of
 from determined_amp.trial.unmodified_autocast import (
@@ -236,24 +237,15 @@ class TrueGradients:
         Raises:
             ConfigError: if a node or a leaf has a hook of the trial.
         """
-        root: Any = loss.grad_fn
-        seen, waiting = {root}, [root]
-        others = []
-        while waiting:
-            node = waiting.pop()
-            following = node.next_functions
-            for other, _ in following:
-                if other is not None and other not in seen:
-                    seen.add(other)
-                    waiting.append(other)
-            if not following:
-                leaf = getattr(node, "variable", None)
-                if leaf is not None and leaf not in parameters:
-                    _refuse_hooks_of(leaf)
-                    others.append(leaf)
+        nodes = nodes_behind(loss)
         # It calls the backward hooks of a module, or of all modules.
-        if any(node.name() == "BackwardHookFunctionBackward" for node in seen):
+        if any(node.name() == "BackwardHookFunctionBackward" for node in nodes):
             raise _refusal()
+        ends = [node for node in nodes if not node.next_functions]
+        leaves: list[Any] = [getattr(node, "variable", None) for node in ends]
+        others = [leaf for leaf in leaves if not (leaf is None or leaf in parameters)]
+        for leaf in others:
+            _refuse_hooks_of(leaf)
         return others
 
     def _refuse_moved_weights(self) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.fp32_modules import as_float32, write_back
-from determined_amp.amp.patched import patched
+from determined_amp.amp.patched import do_nothing, patched
 from determined_amp.amp.precision import autocast_is_on
 from determined_amp.amp.tensors import tensors_of
 
@@ -133,14 +133,10 @@ def _put_back(hooks: dict[int, Any], before: dict[int, Any]) -> None:
 
 def hooks_by(register: Callable[..., Any]) -> dict[int, Any]:
     """The hooks that a function has registered so far, by the ids of their handles."""
-    handle = register(_hook)
+    handle = register(do_nothing)
     hooks: dict[int, Any] = handle.hooks_dict_ref()
     handle.remove()
     return hooks
-
-
-def _hook(*_: Any) -> None:
-    """Does nothing."""
 
 
 def is_the_trials(hook: Callable[..., Any]) -> bool:

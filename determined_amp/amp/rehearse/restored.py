@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from determined_amp.amp.casts import drop_casts
 from determined_amp.amp.compiled import as_written
-from determined_amp.amp.patched import patched
+from determined_amp.amp.patched import do_nothing, patched
 from determined_amp.amp.tensors import parameters_in
 
 logger = logging.getLogger(__name__)
@@ -55,16 +55,12 @@ def without_steps(
     ]
     with ExitStack() as stack:
         for owner, name in (*still, *others):
-            stack.enter_context(patched(owner, name, _do_nothing))
+            stack.enter_context(patched(owner, name, do_nothing))
         if scale is not None and scaler.is_enabled():
             before = scaler.state_dict()
             stack.callback(scaler.load_state_dict, before)
             scaler.load_state_dict({**before, "scale": scale})
         yield
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 @contextmanager
