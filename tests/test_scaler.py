@@ -206,7 +206,8 @@ CALLS: dict[str, Callable[[Stepped], object]] = {
 
 class TestStages:
     @pytest.mark.parametrize("precision", [Precision.AMP_FP16, Precision.FP32])
-    @pytest.mark.parametrize(("stage", "call"), TRANSITIONS)
+    @pytest.mark.parametrize("stage", TRANSITIONS)
+    @pytest.mark.parametrize("call", CALLS)
     def test_call_in_a_stage_does_what_the_table_of_stages_says(
         self, precision: Precision, stage: Stage, call: str
     ) -> None:
@@ -214,7 +215,7 @@ class TestStages:
         if precision is Precision.FP32:
             made.scaler = LossScaler(AmpSettings(precision), "cpu")
         reach(made, stage)
-        after = TRANSITIONS[stage, call]
+        after = TRANSITIONS[stage][call]
         if isinstance(after, Mistake):
             with pytest.raises(ConfigError, match=after.value.replace("(", r"\(")[:40]):
                 CALLS[call](made)

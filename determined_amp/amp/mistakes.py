@@ -35,23 +35,25 @@ class Mistake(enum.Enum):
 # What each call does to an optimizer in each stage. Other mistakes are possible in
 # every stage: a step that bypasses the scaler or takes a closure, or one without a
 # scaled loss since the last update.
-TRANSITIONS: Mapping[tuple[Stage, str], Stage | Mistake] = {
-    (Stage.SCALED, "unscale"): Stage.UNSCALED,
-    (Stage.SCALED, "clip"): Mistake.CLIPS_SCALED,
-    (Stage.SCALED, "step"): Stage.STEPPED,
-    (Stage.SCALED, "end"): Stage.SCALED,
-    # torch itself refuses it, if it scales
-    (
-        Stage.UNSCALED,
-        "unscale",
-    ): Stage.UNSCALED,
-    (Stage.UNSCALED, "clip"): Stage.UNSCALED,
-    (Stage.UNSCALED, "step"): Stage.STEPPED,
-    (Stage.UNSCALED, "end"): Stage.UNSCALED,
-    (Stage.STEPPED, "unscale"): Mistake.STEPS_TWICE,
-    (Stage.STEPPED, "clip"): Mistake.STEPS_TWICE,
-    (Stage.STEPPED, "step"): Mistake.STEPS_TWICE,
-    (Stage.STEPPED, "end"): Mistake.UPDATES_NOTHING,
+TRANSITIONS: Mapping[Stage, Mapping[str, Stage | Mistake]] = {
+    Stage.SCALED: {
+        "unscale": Stage.UNSCALED,
+        "clip": Mistake.CLIPS_SCALED,
+        "step": Stage.STEPPED,
+        "end": Stage.SCALED,
+    },
+    Stage.UNSCALED: {
+        "unscale": Stage.UNSCALED,  # torch itself refuses it, if it scales
+        "clip": Stage.UNSCALED,
+        "step": Stage.STEPPED,
+        "end": Stage.UNSCALED,
+    },
+    Stage.STEPPED: {
+        "unscale": Mistake.STEPS_TWICE,
+        "clip": Mistake.STEPS_TWICE,
+        "step": Mistake.STEPS_TWICE,
+        "end": Mistake.UPDATES_NOTHING,
+    },
 }
 
 _TWICE = (

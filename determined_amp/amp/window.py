@@ -119,7 +119,7 @@ class Window:
         Raises:
             ConfigError: if the call is a mistake in this stage.
         """
-        after = TRANSITIONS[self.stage, call]
+        after = TRANSITIONS[self.stage][call]
         if isinstance(after, Mistake):
             raise error_of(after, self._remedies)
         return after
