@@ -4,15 +4,13 @@ Determined cluster.
 The platform has sampled the hyperparameters of the trial; `info.trial.hparams` has
 them.
 
-score    Measures on a few frozen batches how many optimizer steps the trial's loss
-scale loses;
-         nothing is trained. All trials use the seed of the experiment, so they have the
-         same parameters and batches. Of several that lose none, the platform may name
-         any as the best.
-find     Finds the loss scale in one pass over a few batches. The log ends with tables
-and verdict.
-         The checkpoint holds everything in `loss_scale.json`.
-check    Says what is wrong with the trial's own AMP. The findings end the log.
+score   Measures on a few frozen batches how many optimizer steps the trial's loss scale
+        loses; nothing is trained. All trials use the seed of the experiment, so they
+        have the same parameters and batches. Of several that lose none, the platform
+        may name any as the best.
+find    Finds the loss scale in one pass over a few batches. The log ends with tables
+        and verdict. The checkpoint holds everything in `loss_scale.json`.
+check   Says what is wrong with the trial's own AMP. The findings end the log.
 """
 
 from __future__ import annotations

@@ -24,14 +24,11 @@ _PACKAGES = ("torchvision", "determined", "numpy")
 class Machine:
     """The machine of a run, as far as it is known."""
 
-    device: str = (
-        _UNKNOWN  # the device in words; runs are compared only if these words are equal
-    )
+    # The device in words; runs are compared only if these words are equal.
+    device: str = _UNKNOWN
     slots: int = 1  # number of processes, each with such a device
     on_gpu: bool = False  # whether the device is a GPU
-    has_tf32: bool = (
-        False  # whether the device has TF32; if not, `tf32` is the same as `fp32`
-    )
+    has_tf32: bool = False  # whether the device has TF32; if not, `tf32` is `fp32`
     torch: str = _UNKNOWN  # version of torch
     versions: Values = field(default_factory=dict)  # other versions, by name
 
@@ -40,21 +37,12 @@ class Machine:
         """The machine that this process trains on, with all that is known of it."""
         import torch  # noqa: PLC0415
 
-        device = (
-            torch.device("cuda", 0)
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
-        versions = {
-            "python": platform.python_version(),
-            **{
-                name: version
-                for name in _PACKAGES
-                if (version := installed_version(name))
-            },
-            "platform": platform.platform(),
-            "commit": _commit(),
-        }
+        device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        versions: Values = {"python": platform.python_version()}
+        for name in _PACKAGES:
+            if version := installed_version(name):
+                versions[name] = version
+        versions |= {"platform": platform.platform(), "commit": _commit()}
         return machine_of(device, slots, versions)
 
 

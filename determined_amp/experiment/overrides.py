@@ -69,7 +69,7 @@ def in_precision(config: Config, precision: str | None) -> Config:
     Raises:
         ConfigError: if `hyperparameters.amp` is something else than a section.
     """
-    changes = (
-        [f"hyperparameters.amp.precision={precision}"] if precision is not None else []
-    )
-    return with_overrides(config, changes, "--precision")
+    if precision is None:
+        return config
+    change = f"hyperparameters.amp.precision={precision}"
+    return with_overrides(config, [change], "--precision")

@@ -124,12 +124,9 @@ def has_our_form(hyperparameters: object) -> bool:
     """Whether these hyperparameters have a section `training` with lengths and
     periods.
     """
-    section = (
-        hyperparameters.get("training")
-        if isinstance(hyperparameters, Mapping)
-        else None
-    )
-    return isinstance(section, Mapping)
+    if not isinstance(hyperparameters, Mapping):
+        return False
+    return isinstance(hyperparameters.get("training"), Mapping)
 
 
 def key_of(name: str, *, ours: bool) -> str:

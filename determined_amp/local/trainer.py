@@ -177,10 +177,8 @@ class LocalController(SafeController):
         directory: Path,
         **fitted: Any,
     ) -> None:
-        searcher, policy = (
-            experiment.platform.searcher,
-            experiment.platform.checkpoint_policy,
-        )
+        searcher = experiment.platform.searcher
+        policy = experiment.platform.checkpoint_policy
         # nothing to rank by
         if policy is CheckpointPolicy.BEST and searcher.metric is None:
             policy = CheckpointPolicy.ALL

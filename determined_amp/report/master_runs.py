@@ -143,10 +143,8 @@ def _reports(trial: Trial) -> Reports:
     """The reports of a trial, in the order of its batches."""
     reports = Reports()
     for group in ("training", "validation"):
-        sent = sorted(
-            trial.iter_metrics(group), key=lambda report: report.steps_completed
-        )
-        for report in sent:
+        sent = trial.iter_metrics(group)
+        for report in sorted(sent, key=lambda report: report.steps_completed):
             reports.add(group, Report.read(report.steps_completed, report.metrics))
     return reports
 
@@ -162,9 +160,8 @@ def fetch_comparison(number: int, folder: Path) -> Written:
         _on_master(number) as (session, experiment, origin),
         temporary_folder() as downloaded,
     ):
-        saved = [
-            c for c in experiment.list_checkpoints() if _TEXT in (c.resources or {})
-        ]
+        checkpoints = experiment.list_checkpoints()
+        saved = [c for c in checkpoints if _TEXT in (c.resources or {})]
         if not saved:
             why = "it has not completed, or ran another command"
             for trial in experiment.list_trials():

@@ -164,29 +164,24 @@ def _failed(comparison: Comparison) -> Sentences:
 
 
 def _audited(comparison: Comparison) -> Sentences:
-    unaudited = [
-        run.short_name
-        for run in comparison.completed
-        if run.reports.audit_share is None
-    ]
-    shares = {
-        same.name: same.audit_share for same in comparison.precisions if same.runs
-    }
+    runs = comparison.completed
+    unaudited = [run.short_name for run in runs if run.reports.audit_share is None]
     if unaudited:
         yield (
             "not audited, so whether the precision was on is unknown:"
             f" {', '.join(unaudited)}"
         )
-    elif set(shares.values()) == {1.0}:
+    elif all(run.reports.audit_share == 1.0 for run in runs):
         yield (
             "audit: every finished run computed all products in the precision that it"
             " asks for"
         )
-    for name, share in shares.items():
+    for same in comparison.precisions:
+        share = same.audit_share
         if share is not None and share < 1.0:
             yield (
-                f"audit: {name} computed at least {_share(share)} of the FLOPs of the "
-                "first batch in the precision that it asks for, the rest in another"
+                f"audit: {same.name} computed at least {_share(share)} of the FLOPs of "
+                "the first batch in the precision that it asks for, the rest in another"
             )
 
 

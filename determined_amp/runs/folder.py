@@ -2,13 +2,12 @@
 
 config.yaml      the configuration, with the trial and the seed filled in; a resume
                  reads it
-run.json         the run: its state, why it ended, and its parts, see `Run`; the
-                 settings of a part are all that were read, with every default:
-                 {"state": "stopped", "reason": "stopped by SIGINT", "number": 0,
-                 "hparams": {},
+run.json         the run: its state, why it ended, and its parts, see `Run`:
+                 {"state": "stopped", "reason": "stopped by SIGINT",
+                  "number": 0, "hparams": {},
                   "parts": [{"first_batch": 0, "settings": {...}, "machine": {...},
-                  "date": ...,
-                             "command": [...]}]}
+                             "date": ..., "command": [...]}]}
+                 The settings of a part are all that were read, with every default.
                  Every resume that trains adds a part. The state of a killed run stays
                  "running". In a search `number` and `hparams` are the trial's number
                  and sampled values.
@@ -185,10 +184,8 @@ class RunFolder:
         """Write the run with these changes, and return it."""
         run = dataclasses.replace(self._run(), **changes)
         values = dataclasses.asdict(run)
-        record = {
-            name: values[name]
-            for name in ("state", "reason", "number", "hparams", "parts")
-        }
+        names = ("state", "reason", "number", "hparams", "parts")
+        record = {name: values[name] for name in names}
         write_whole(self.record, json.dumps(record, indent=2) + "\n")
         return run
 
@@ -301,10 +298,8 @@ def read_metrics(path: Path) -> Iterator[Values]:
                 return
             try:
                 line = json.loads(text)
-                line["group"], line["batches"] = (
-                    str(line["group"]),
-                    int(line["batches"]),
-                )
+                line["group"] = str(line["group"])
+                line["batches"] = int(line["batches"])
             except (LookupError, TypeError, ValueError) as error:
                 raise RunError(
                     f"{path}: line {number} is no report; allowed: the file without "

@@ -77,12 +77,15 @@ class Part:
         """What makes it a training of its own: settings and facts of its machine, by
         name.
         """
-        facts = {
-            n: value
-            for n, value in self.settings.items()
-            if not n.startswith(_MAY_CHANGE)
-        }
-        return facts | {name: getattr(self.machine, name) for name in OF_A_MACHINE}
+        facts = {name: getattr(self.machine, name) for name in OF_A_MACHINE}
+        for name, value in self.settings.items():
+            if not name.startswith(_MAY_CHANGE):
+                facts[name] = value
+        return facts
+
+
+# How JSON of other programs has them.
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 @dataclass(frozen=True)
@@ -97,15 +100,11 @@ class Report:
         """The report with the numbers among some metrics; NaN and infinities may be
         text.
         """
-        numbers = {
-            name: float(value)
-            for name, value in metrics.items()
-            if name != "batches"
-            and (
-                isinstance(value, (int, float))
-                or value in ("NaN", "Infinity", "-Infinity")
-            )
-        }
+        numbers = {}
+        for name, value in metrics.items():
+            is_number = isinstance(value, (int, float)) or value in _NOT_FINITE
+            if is_number and name != "batches":
+                numbers[name] = float(value)
         return Report(batches, numbers)
 
 
@@ -199,9 +198,7 @@ class Run:
     name: str  # its folder, or its trial and master
     state: RunState  # how far it has come
     reason: str = ""  # why it failed or was stopped; empty if it completed
-    parts: tuple[
-        Part, ...
-    ] = ()  # the parts that were trained, in order; empty if unknown
+    parts: tuple[Part, ...] = ()  # what was trained, in order; empty if unknown
     reports: Reports = field(default_factory=Reports)
     number: int = 0  # its number in the search; on a cluster the id of the trial
     # The hyperparameters from its search, by dotted name.

@@ -1,10 +1,10 @@
 """A search and its trials, and the folder of one without a cluster; Optuna is not
 needed for it.
 
-search.yaml    the search; its `max_concurrent_trials` is the number of workers study.db
-Optuna's study: the points, which of them wait, and the reported values trials/0000
-the run folder of trial 0, and so on, see `runs.folder` compare.json   `left_out`,
-`notes` and `command` of `Search`, by `compare`
+search.yaml    the search; its `max_concurrent_trials` is the number of workers
+study.db       Optuna's study: the points, which of them wait, and the reported values
+trials/0000    the run folder of trial 0, and so on, see `runs.folder`
+compare.json   `left_out`, `notes` and `command` of `Search`, by `compare`
 """
 
 from __future__ import annotations

@@ -117,11 +117,9 @@ def _share_machine(slot: int, workers: int) -> None:
     """Use this process's share of the processors, and one GPU if there are several."""
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = (
-        visible.split(",")
-        if visible
-        else [str(gpu) for gpu in range(torch.cuda.device_count())]
-    )
+    gpus = [str(gpu) for gpu in range(torch.cuda.device_count())]
+    if visible:
+        gpus = visible.split(",")
     if len(gpus) > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
 
