@@ -242,7 +242,7 @@ def test_precision_of_the_command_line_may_be_in_quotes_as_in_the_yaml() -> None
 
 
 THEIRS = {
-    "entrypoint": "model_def:Trial",
+    "entrypoint": "tests.strangers:Stranger",
     "hyperparameters": {"amp": {"precision": "amp_fp16"}},
     "searcher": {"max_length": {"epochs": 2}},
     "min_validation_period": {"batches": 4},
@@ -276,11 +276,14 @@ def test_replaced_settings_are_in_the_configuration(form: str) -> None:
     ],
 )
 def test_launcher_of_determined_names_its_trial(program: str) -> None:
-    entrypoint = f"python3 -m {program} --trial model_def:Trial"
+    entrypoint = f"python3 -m {program} --trial tests.strangers:Stranger"
     for written in (entrypoint, entrypoint.split()):
         config = {"entrypoint": written, "searcher": {"max_length": {"batches": 4}}}
         made = experiment.experiment_in({**config, "hyperparameters": {}}, "x")
-        assert (made.trial, made.trial_key) == ("model_def:Trial", "entrypoint")
+        assert (made.trial, made.trial_key) == (
+            "tests.strangers:Stranger",
+            "entrypoint",
+        )
         assert Task.of(config) == Task(Verb.TRAIN)
 
 

@@ -103,6 +103,8 @@ SAID_AT_ONCE: dict[str, list[str]] = {
         f"{name} {MLP} --trial trials.mlp:MLPTrail": ["did you mean MLPTrial?"]
         for name in (*TRAINING, "check")
     },
+    # With all other mistakes.
+    "train wrong.yaml --trial trials.mlp:MLPTrail": ["MLPTrial?", "searchr: "],
     "train plain.yaml --trial nowhere:Trial": ["searched: "],
     # The words of the command.
     "": ["the following arguments are required: COMMAND"],

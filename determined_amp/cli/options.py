@@ -136,9 +136,7 @@ def experiment_of(options: Namespace) -> Experiment:
     from determined_amp.experiment.experiment import experiment_in  # noqa: PLC0415
 
     config = configuration_of(options)
-    experiment = experiment_in(config, options.config, trial=options.trial)
-    experiment.check_files()
-    return experiment
+    return experiment_in(config, options.config, trial=options.trial)
 
 
 def add_override_option(parser: Parser) -> None:

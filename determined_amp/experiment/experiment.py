@@ -24,7 +24,6 @@ import dataclasses
 import enum
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -54,7 +53,7 @@ from determined_amp.experiment.training import (
     missing_length,
     mistakes_of_our_form,
 )
-from determined_amp.experiment.trial_text import refuse_typo
+from determined_amp.experiment.trial_text import typo_in
 from determined_amp.experiment.yaml_text import load_yaml, read_text
 
 if TYPE_CHECKING:
@@ -76,6 +75,8 @@ _ONE_VALUE = (
     "got a range to search; allowed: one value, for instance by --config {}=VALUE, or "
     "all of them by det-amp search"
 )
+
+_A_TRIAL = "; allowed: module:Class of a PyTorchTrial"
 
 # The hyperparameter that sets the seed of a trial, in place of one that the platform
 # draws.
@@ -297,32 +298,16 @@ class Experiment(CommonHyperparameters):
         """The `data` section: an instance of the trial's class `Data`, else a dict."""
         return self._own_sections[1]
 
-    def check_files(self) -> None:
-        """Refuse a trial whose files show that it cannot be imported; nothing is
-        imported.
-
-        Raises:
-            ConfigError: naming what is missing.
-        """
-        with self._naming_the_trial():
-            refuse_typo(self.trial)
-
-    @contextmanager
-    def _naming_the_trial(self) -> Iterator[None]:
-        """Raise a `ConfigError` with the key of the trial for a `ValueError`."""
-        try:
-            yield
-        except ValueError as error:
-            text = f"{error}; allowed: module:Class of a PyTorchTrial"
-            raise ConfigError(self.source, [Problem(self.trial_key, text)]) from error
-
     @cached_property
     def factory(self) -> Factory:
         """The trial class, or a function that makes the trial."""
         from determined_amp.experiment.factory import load_factory  # noqa: PLC0415  # torch
 
-        with self._naming_the_trial():
+        try:
             return load_factory(self.trial)
+        except ValueError as error:
+            problem = Problem(self.trial_key, f"{error}{_A_TRIAL}")
+            raise ConfigError(self.source, [problem]) from error
 
     @cached_property
     def _own_sections(self) -> tuple[Any, Any]:
@@ -421,6 +406,8 @@ def experiment_in(
     problems = Problems()
     values = _values(config, hyperparameters, problems)
     path, key = ("", "") if problems else _named_trial(config, values, trial, problems)
+    if path and (typo := typo_in(path)):
+        problems.append(Problem(key, f"{typo}{_A_TRIAL}"))
     problems.extend(misplaced(config, values))
     common, platform = read_sections(config, values, source, problems)
     of_search = platform.reproducibility.experiment_seed

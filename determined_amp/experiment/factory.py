@@ -11,7 +11,7 @@ from typing import Any
 from determined import pytorch
 
 from determined_amp.amp.errors import ConfigError, near_name
-from determined_amp.experiment.trial_text import not_importable, refuse_typo
+from determined_amp.experiment.trial_text import not_importable
 
 # Takes a context, and the hyperparameters if it requires a second argument.
 Factory = Callable[..., pytorch.PyTorchTrial]
@@ -25,7 +25,6 @@ def load_factory(import_path: str) -> Factory:
             two.
     """
     module_name, _, name = import_path.partition(":")
-    refuse_typo(import_path)
     try:
         module = importlib.import_module(module_name)
         target: Any = functools.reduce(getattr, name.split("."), module)
@@ -33,7 +32,7 @@ def load_factory(import_path: str) -> Factory:
         near = ""
         if isinstance(error, AttributeError) and error.name:
             near = near_name(error.name, dir(error.obj))
-        raise not_importable(import_path, f"{error}{near}") from error
+        raise ValueError(not_importable(import_path, f"{error}{near}")) from error
     is_class = isinstance(target, type)
     if is_class and any(base.__name__ == "DeepSpeedTrial" for base in target.__mro__):
         raise ValueError(

@@ -19,39 +19,37 @@ from determined_amp.amp.errors import near_name
 _DYNAMIC = {"globals", "locals", "vars", "exec", "sys", "__getattr__", "*"}
 
 
-def refuse_typo(import_path: str) -> None:
-    """Refuse `module:name` if files show that it cannot be imported.
+def typo_in(import_path: str) -> str:
+    """What `module:name` lacks, with a near name, if files show that it cannot be
+    imported; else nothing.
 
     `importlib.util.find_spec` of a whole dotted name would import the packages above
     it.
-
-    Raises:
-        ValueError: naming what is missing, with a near name.
     """
     module, _, name = import_path.partition(":")
     first, *others = [*module.split("."), name.partition(".")[0]]
     if module in sys.modules or not first:
-        return
+        return ""
     spec, above = util.find_spec(first), first
     if spec is None:
         near = near_name(first, _files_in([os.getcwd()]))
-        raise not_importable(import_path, f"No module named {first!r}{near}")
+        return not_importable(import_path, f"No module named {first!r}{near}")
     for part in others:
         names = None if spec is None else _names_in(spec)
         if spec is None or names is None:
-            return
+            return ""
         if part not in names:
             text = f"{above!r} has no {part!r}{near_name(part, names)}"
-            raise not_importable(import_path, text)
+            return not_importable(import_path, text)
         folders = spec.submodule_search_locations or []
         spec, above = PathFinder.find_spec(part, list(folders)), f"{above}.{part}"
+    return ""
 
 
-def not_importable(import_path: str, why: str) -> ValueError:
-    """The error of a trial that cannot be imported."""
-    return ValueError(
-        f"got {import_path!r}, which cannot be imported: {why}; searched: {os.getcwd()}"
-    )
+def not_importable(import_path: str, why: str) -> str:
+    """What is wrong with a trial that cannot be imported."""
+    wrong = f"got {import_path!r}, which cannot be imported: {why}"
+    return f"{wrong}; searched: {os.getcwd()}"
 
 
 def _names_in(spec: ModuleSpec) -> set[str] | None:

@@ -159,7 +159,6 @@ class SearchPlan:
         sampled = with_power_of_two(self.space.nested(point), self.search)
         try:
             made = experiment_in(self.search, self._source, hyperparameters=sampled)
-            made.check_files()
             if task is not None and task.verb is Verb.SCORE:
                 check_score(made)
             elif isinstance(settings, AshaSearcher):
