@@ -268,12 +268,13 @@ def trials(*steps: float | None) -> list[tuple[float, float | None]]:
         ),
         # As the finder chooses in this range: half of it is left to the top.
         (
-            [(8.0, 0.0), (9.0, 0.0), (15.0, 0.0), (16.0, 1.0)],
-            "no step is lost in 3 of 4 trials, at 2^8 to 2^15: use 2^11",
+            [(7.0, 0.5), (8.0, 0.0), (9.0, 0.0), (15.0, 0.0), (16.0, 1.0)],
+            "no step is lost in 3 of 5 trials, at 2^8 to 2^15: use 2^11",
         ),
         (
             [(14.25, 0.0), (14.5, 0.0)],
-            "no step is lost in 2 of 2 trials, at 2^14.25 to 2^14.5: use 2^14.25",
+            "no step is lost in 2 of 2 trials, at 2^14.25 to 2^14.5: use 2^14.25; "
+            "no lower scale was tried",
         ),
         (
             trials(3, 0.5, 4),

@@ -127,4 +127,6 @@ def advice_of(
         fine = f"default is fine: 2^{DEFAULT_LOG2} is among them"
         return ScaleAdvice(f"{found}: {fine}; a search can find nothing better", None)
     choice = min(max(choice_of(math.ceil(low), math.floor(top)), low), top)
-    return ScaleAdvice(f"{found}: use 2^{choice:g}", choice)
+    lowest = min(scale for scale, _ in known)
+    untried = "; no lower scale was tried" if low == lowest else ""
+    return ScaleAdvice(f"{found}: use 2^{choice:g}{untried}", choice)

@@ -36,7 +36,7 @@ _STATE, _CHECKSUM = "trial_state.pkl", "trial_state_crc32"
 _OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 # How to go on after an error of a disk.
-_KEPT = "fix this, then continue with --resume: the checkpoints that it has are intact"
+_KEPT = "fix this, then continue with --resume: the checkpoints it may have are intact"
 
 
 class DiskError(CheckpointError):
@@ -118,7 +118,9 @@ class LocalCheckpoints(core.DummyCheckpointContext):
             shutil.rmtree(partial, ignore_errors=True)
             if not _is_of_the_disk(error):
                 raise
-            raise DiskError(f"{final}: could not be saved: {error}; {_KEPT}") from error
+            full = "" if isinstance(error, OSError) else " (is the disk full?)"
+            told = f"{final}: could not be saved{full}: {error}; {_KEPT}"
+            raise DiskError(told) from error
         # It was passed over by a resume, and is of no use to another.
         replaced = self._folder / f".{name}.replaced"
         if final.exists():
