@@ -13,8 +13,8 @@ import io
 import logging
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,31 +44,34 @@ class PortableCheckpoint(pytorch.PyTorchCallback):
     Args:
         schedulers: Those that Determined saves.
         rank: The rank of this process.
+
+    Attributes:
         of_ranks: The random state of every rank if there are several; Determined itself
             saves only that of the chief.
     """
 
     NAME = "determined_amp.portable_checkpoint"
 
-    def __init__(
-        self,
-        schedulers: Sequence[Any],
-        rank: int,
-        of_ranks: Sequence[StateDict] | None = None,
-    ) -> None:
+    def __init__(self, schedulers: Sequence[Any], rank: int) -> None:
+        self.of_ranks: Sequence[StateDict] | None = None
         self._schedulers = schedulers
         self._rank = rank
-        self._of_ranks = of_ranks
+        self._has_saved = False
 
     def on_checkpoint_save_start(self, checkpoint: StateDict) -> None:
         state = checkpoint["rng_state"]
         state["np_rng_state"] = plain_numbers(state["np_rng_state"])
-        if self._of_ranks is not None:
-            checkpoint["rng_state_of_ranks"] = self._of_ranks
+        if self.of_ranks is not None:
+            checkpoint["rng_state_of_ranks"] = self.of_ranks
         states = checkpoint.get("lr_schedulers_state_dict", [])
-        checkpoint["lr_schedulers_state_dict"] = [
-            _without_code(state) for state in states
-        ]
+        plain = [_without_code(state) for state in states]
+        checkpoint["lr_schedulers_state_dict"] = plain
+        if not self._has_saved:
+            self._has_saved = True
+            for scheduler, state in zip(self._schedulers, plain, strict=True):
+                _warn_if_refused(type(scheduler).__name__, state)
+            for name, state in checkpoint["callbacks"].items():
+                _warn_if_refused(f"callback {name}", state)
 
     def on_checkpoint_load_start(self, checkpoint: StateDict) -> None:
         of_ranks = checkpoint.pop("rng_state_of_ranks", ())
@@ -192,21 +195,10 @@ def _held(value: dict[str, Any], scheduler: Any) -> Any:
     return scheduler
 
 
-def warn_of_what_cannot_be_restored(states: Mapping[str, Callable[[], Any]]) -> None:
-    """Warn of states that could not be loaded from a checkpoint as plain values and
-    tensors.
-
-    Args:
-        states: By the name of its owner, what returns a state; that may not be ready
-            before the training.
-    """
-    for name, state_dict in states.items():
-        with suppress(Exception):  # a state that is not ready is saved later
-            state = _without_code(state_dict())
-            _warn_if_refused(name, state)
-
-
 def _warn_if_refused(name: str, state: Any) -> None:
+    """Warn if a state could not be loaded from a checkpoint as plain values and
+    tensors.
+    """
     content = io.BytesIO()
     try:
         torch.save(state, content)

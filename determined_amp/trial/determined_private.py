@@ -7,9 +7,9 @@ version is to review this file.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,7 +30,6 @@ from determined_amp.trial.checkpoint import (
     load_plain,
     read_without_code,
     restoring,
-    warn_of_what_cannot_be_restored,
 )
 from determined_amp.trial.random_state import (
     random_state,
@@ -183,19 +182,10 @@ def schedulers(
     ]
 
 
-def portable_checkpoint(
-    context: pytorch.PyTorchTrialContext, of_ranks: Sequence[StateDict] | None = None
-) -> PortableCheckpoint:
+def portable_checkpoint(context: pytorch.PyTorchTrialContext) -> PortableCheckpoint:
     """The callback that saves plain types, and restores them."""
     saved = [each for each, _ in schedulers(context)]
-    return PortableCheckpoint(saved, context.distributed.rank, of_ranks)
-
-
-def states_of_schedulers(
-    context: pytorch.PyTorchTrialContext,
-) -> dict[str, Callable[[], Any]]:
-    """By its name, what returns the state of each scheduler that Determined saves."""
-    return {type(each).__name__: each.state_dict for each, _ in schedulers(context)}
+    return PortableCheckpoint(saved, context.distributed.rank)
 
 
 def what_steps(context: pytorch.PyTorchTrialContext) -> list[tuple[object, str]]:
@@ -273,14 +263,6 @@ class SafeController(_Controller):
             )
 
     def run_loop(self) -> None:
-        if self.is_chief:
-            states = {
-                f"callback {name}": each.state_dict
-                for name, each in self.callbacks.items()
-            }
-            warn_of_what_cannot_be_restored(
-                {**states_of_schedulers(self.context), **states}
-            )
         try:
             super()._run()
         except GuardError as error:
@@ -329,24 +311,24 @@ class SafeController(_Controller):
             restore_random_state(
                 self._before_validation, self.context.distributed.local_rank
             )
-        self._of_ranks = self.context.distributed.gather(
-            random_state(self.context.distributed.local_rank)
-        )
+        distributed = self.context.distributed
+        of_ranks = distributed.gather(random_state(distributed.local_rank))
+        if distributed.size > 1:
+            self._portable_checkpoint.of_ranks = of_ranks
         super()._checkpoint(already_exiting)
 
     def save(self, path: Path) -> None:
         """Save as Determined does, with plain types even without callbacks of ours."""
-        several = self.context.distributed.size > 1
-        with self._portable(self._of_ranks if several else None):
+        with self._portable():
             super()._save(path)
 
-    def _portable(
-        self, of_ranks: Sequence[StateDict] | None = None
-    ) -> AbstractContextManager[None]:
-        portable = portable_checkpoint(self.context, of_ranks)
-        return patched(
-            self, "callbacks", {**self.callbacks, PortableCheckpoint.NAME: portable}
-        )
+    @cached_property
+    def _portable_checkpoint(self) -> PortableCheckpoint:
+        return portable_checkpoint(self.context)
+
+    def _portable(self) -> AbstractContextManager[None]:
+        ours = {PortableCheckpoint.NAME: self._portable_checkpoint}
+        return patched(self, "callbacks", {**self.callbacks, **ours})
 
     @property
     def evaluates_batches(self) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import determined as det
@@ -19,13 +18,11 @@ from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.plain_data import StateDict
 from determined_amp.amp.settings import scale_text
-from determined_amp.trial.checkpoint import warn_of_what_cannot_be_restored
 from determined_amp.trial.determined_private import (
     aggregation_frequency,
     current_batch,
     is_determineds_own_loop,
     schedulers,
-    states_of_schedulers,
 )
 
 logger = logging.getLogger(__name__)
@@ -63,7 +60,6 @@ class ResumedTraining(pytorch.PyTorchCallback):
         self._context = context
         self._constructed: list[list[dict[str, Any]]] | None = None
         self._warm_start = False
-        self._has_saved = False
 
     def state_dict(self) -> StateDict:
         """Counts and schedules; Determined saves the loss scale itself."""
@@ -90,17 +86,9 @@ class ResumedTraining(pytorch.PyTorchCallback):
         self._warm_start = not same_trial
 
     def on_training_start(self) -> None:
-        if is_determineds_own_loop() and self._context.distributed.rank == 0:
-            warn_of_what_cannot_be_restored(states_of_schedulers(self._context))
         self._remember_constructed()
 
     def on_checkpoint_save_start(self, checkpoint: StateDict) -> None:
-        # ours warns before the training
-        if is_determineds_own_loop() and not self._has_saved:
-            self._has_saved = True
-            states = checkpoint["callbacks"]
-            of_each = {f"callback {name}": partial(states.get, name) for name in states}
-            warn_of_what_cannot_be_restored(of_each)
         batch_idx = current_batch(self._context)
         frequency = aggregation_frequency(self._context)
         if batch_idx is not None and (batch_idx + 1) % frequency:
