@@ -111,9 +111,14 @@ def averages_gradients(context: pytorch.PyTorchTrialContext) -> bool:
     return all(config["average_aggregated_gradients"] for config in configs)
 
 
-def hyperparameters(context: pytorch.PyTorchTrialContext) -> Config | None:
-    """The hyperparameters of the trial; None if it was given none."""
-    return context._hparams
+def sections(context: pytorch.PyTorchTrialContext) -> tuple[Config, Config]:
+    """Configuration and hyperparameters; empty where a script has given none, and the
+    task of a cluster has none.
+    """
+    info, hyperparameters = det.get_cluster_info(), context._hparams
+    if hyperparameters is None and info is not None and info.task_type == "TRIAL":
+        hyperparameters = info.trial.hparams
+    return context._exp_conf or {}, hyperparameters or {}
 
 
 def searcher(context: pytorch.PyTorchTrialContext) -> Config:

@@ -4,7 +4,6 @@ configuration.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import determined as det
@@ -27,6 +26,7 @@ from determined_amp.trial.determined_private import (
     aggregation_frequency,
     amp_of,
     safe_loop,
+    sections,
 )
 
 
@@ -80,22 +80,6 @@ def _check_aggregation(frequency: int, context: pytorch.PyTorchTrialContext) -> 
         )
 
 
-def _configuration(
-    context: pytorch.PyTorchTrialContext,
-) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Configuration and hyperparameters; a script without a cluster may give
-    neither.
-    """
-    sections: list[Mapping[str, Any]] = []
-    for get in (context.get_experiment_config, context.get_hparams):
-        try:
-            sections.append(get())
-        except ValueError:  # it was not given
-            sections.append({})
-    config, hyperparameters = sections
-    return config, constants(hyperparameters)
-
-
 def _settings(
     context: pytorch.PyTorchTrialContext,
 ) -> tuple[CommonHyperparameters, Platform]:
@@ -103,7 +87,8 @@ def _settings(
     experiment = Experiment.of(context)
     if experiment is not None:
         return experiment, experiment.platform
-    config, hyperparameters = _configuration(context)
+    config, given = sections(context)
+    hyperparameters = constants(given)
     # One has read its settings, or its script gave them: they are not read again.
     is_made = amp_of(context) is not None
     problems = Problems()

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import determined as det
 import torch
 from determined import pytorch
 from torch.optim import Optimizer
@@ -47,10 +46,10 @@ from determined_amp.trial.determined_private import (
     AMP,
     aggregation_frequency,
     amp_of,
-    hyperparameters,
     portable_checkpoint,
     scaler_of,
     searcher,
+    sections,
     what_steps,
 )
 from determined_amp.trial.notes import TrialGuard
@@ -332,10 +331,7 @@ def _settings_of(context: pytorch.PyTorchTrialContext) -> AmpSettings:
 
 
 def _read_settings(context: pytorch.PyTorchTrialContext) -> AmpSettings:
-    info, hparams = det.get_cluster_info(), hyperparameters(context)
-    if hparams is None and info is not None and info.task_type == "TRIAL":
-        hparams = info.trial.hparams
-    hparams = hparams or {}
+    _, hparams = sections(context)
     elsewhere = list(misplaced({}, constants(hparams)))
     if elsewhere:
         raise ConfigError("hyperparameters", elsewhere)
