@@ -34,16 +34,20 @@ class Exchanging(DistributedDataParallel):
 
 
 def test_gradients_are_exchanged_after_the_last_batch_of_a_window_alone() -> None:
-    model, batches = Exchanging(), iter(range(4))
+    model, last = Exchanging(), iter([False, True, False, True, True])
     context: Any = SimpleNamespace(
-        models=[nn.Linear(1, 1), model], current_train_batch=lambda: next(batches)
+        models=[nn.Linear(1, 1), model],
+        _should_communicate_and_update=lambda: next(last),
     )
-    (handle,) = share_gradients_once(context, lambda batch: batch % 2 == 1)
+    amp: Any = SimpleNamespace(is_rehearsing=False)
+    (handle,) = share_gradients_once(context, amp)
     for _ in range(4):
         model()
     with torch.no_grad():
-        model()  # as in a validation, which asks for no fifth batch
-    assert model.noted == [False, True, False, True, True]
+        model()  # as in a validation, which does not ask
+    amp.is_rehearsing = True
+    model()
+    assert model.noted == [False, True, False, True, True, False]
     handle.remove()
     model()  # nor does anything afterwards
 

@@ -18,7 +18,6 @@ import torch
 from determined import core, pytorch
 
 from determined_amp.amp.errors import ConfigError, UserError
-from determined_amp.amp.precision import DeviceSupport
 from determined_amp.amp.rehearse.precision_audit import (
     Audit,
     AuditError,
@@ -178,10 +177,9 @@ def audit_here(experiment: Experiment) -> tuple[Audit, Precision | None]:
         amp = amp_of(context)
         precision = None if amp is None else amp.settings.precision
         asked = precision or Precision.FP32
-        has_tf32 = DeviceSupport.of(context.device).tf32
 
         def audit(rehearsals: Sequence[Rehearsal]) -> Audit:
-            return audit_rehearsal(rehearsals[0], asked, has_tf32=has_tf32)
+            return audit_rehearsal(rehearsals[0], asked, context.device)
 
         try:
             return in_training(opened.trial, context, 1, audit), precision

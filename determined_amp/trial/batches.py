@@ -35,13 +35,12 @@ from torch.utils.hooks import RemovableHandle
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import one_line
 from determined_amp.amp.patched import patched
-from determined_amp.amp.precision import DeviceSupport
 from determined_amp.amp.rehearse.precision_audit import AuditError, audit_rehearsal
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.rehearse.restored import attributes_apart
 from determined_amp.amp.tensors import own_copy, parameters_in, tensors_of
 from determined_amp.amp.torch_private import version_of
-from determined_amp.trial.determined_private import what_steps
+from determined_amp.trial.determined_private import ends_step, what_steps
 from determined_amp.trial.loss_scale import settings_with_found_scale
 
 logger = logging.getLogger(__name__)
@@ -142,9 +141,8 @@ class Batches:
         if not amp.settings.audit:
             return None
         rehearsal = amp.rehearsal_by(self._train_apart)
-        precision, has_tf32 = amp.settings.precision, DeviceSupport.of(amp.device).tf32
         try:
-            audit = audit_rehearsal(rehearsal, precision, has_tf32=has_tf32)
+            audit = audit_rehearsal(rehearsal, amp.settings.precision, amp.device)
         except AuditError:
             raise
         except Exception as error:  # whatever the trial raises
@@ -240,22 +238,22 @@ class _Timed:
 
 
 def share_gradients_once(
-    context: pytorch.PyTorchTrialContext, is_update_batch: Callable[[int], bool]
+    context: pytorch.PyTorchTrialContext, amp: AmpCore
 ) -> list[RemovableHandle]:
     """Average the gradients over the ranks only in the last batch of a window.
 
     By then they are sums over the window, so every rank gets the same average of sums.
+    A batch that is rehearsed to find a fault exchanges nothing: every rank rehearses
+    its own.
 
     Args:
         context: The trial's context; its wrapped models are told before each forward.
-        is_update_batch: Whether a step follows the batch with that index. It must be
-            false for a batch that is rehearsed to find a fault, because every rank
-            rehearses its own.
+        amp: The trial's mixed precision.
     """
 
     def set_exchange(model: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled():
-            last = is_update_batch(context.current_train_batch())
+            last = ends_step(context) and not amp.is_rehearsing
             model.require_backward_grad_sync = last  # type: ignore[assignment]  # of DDP, a bool
 
     return [

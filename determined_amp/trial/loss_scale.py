@@ -115,10 +115,6 @@ def score(
         raise det.InvalidHP(str(error)) from error
 
 
-class PreemptedError(SystemExit):
-    """The platform has asked a task to stop before it measured anything."""
-
-
 def in_training(
     trial: pytorch.PyTorchTrial,
     context: pytorch.PyTorchTrialContext,
@@ -161,7 +157,7 @@ def in_training(
             checkpoint_policy="none",
         )
     if not answer.done():  # the platform asked to stop before the last batch
-        raise PreemptedError(0)
+        raise SystemExit(0)
     return answer.result()
 
 

@@ -234,7 +234,7 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
             if self.guard.enabled:
                 warn_of_slow_operations(self.settings.precision, self.device)
         if self._aggregation_frequency > 1:
-            for hook in share_gradients_once(self._context, self._is_update_batch):
+            for hook in share_gradients_once(self._context, self):
                 self._patches.callback(hook.remove)
         if self.scaler.is_enabled():
             modes = pytorch.LRScheduler.StepMode
@@ -271,12 +271,6 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
 
     def _others_that_step(self) -> list[tuple[object, str]]:
         return what_steps(self._context)
-
-    def _is_update_batch(self, batch_idx: int) -> bool:
-        return (
-            not self.is_rehearsing
-            and (batch_idx + 1) % self._aggregation_frequency == 0
-        )
 
     def _check_schedules(self) -> None:
         optimizers = self._context.optimizers

@@ -173,10 +173,9 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         """Go backward from an unscaled loss, and leave true gradients."""
         amp, gradients = self._amp, self._gradients
         if create_graph and amp.scaler.is_enabled():
-            raise refusal(
+            raise refuse_in_float16(
                 "it calls context.backward(create_graph=True), whose gradients would "
-                "be scaled",
-                "precision amp_bf16, which needs no scale",
+                "be scaled"
             )
         if loss.dtype in SIXTEEN_BITS:
             raise refusal(

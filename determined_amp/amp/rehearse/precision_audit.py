@@ -200,25 +200,25 @@ def audit_loss(
         )
         raise ConfigError(amp.source, [problem])
     rehearsal = amp.rehearsal(batch, loss_fn)
-    has_tf32 = DeviceSupport.of(amp.device).tf32
-    return audit_rehearsal(rehearsal, amp.settings.precision, has_tf32=has_tf32)
+    return audit_rehearsal(rehearsal, amp.settings.precision, amp.device)
 
 
 def audit_rehearsal(
-    rehearsal: Rehearsal, precision: Precision, *, has_tf32: bool
+    rehearsal: Rehearsal, precision: Precision, device: torch.device
 ) -> Audit:
     """Audit one rehearsal of a batch.
 
     Args:
         rehearsal: The rehearsal.
         precision: The precision that the YAML asks for.
-        has_tf32: Whether the device has TF32.
+        device: The device that computes it.
 
     Raises:
         AuditError: if it is not computed in that precision.
     """
     count = ProductCount()
     rehearsal.run(watch=count)
+    has_tf32 = DeviceSupport.of(device).tf32
     audit = Audit(precision, count.flops, _tf32(), has_tf32)
     if not audit.passed:
         raise AuditError(audit)
