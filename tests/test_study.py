@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +15,13 @@ from optuna.trial import FrozenTrial, TrialState
 
 from determined_amp.amp.errors import UserError
 from determined_amp.runs.folder import RunFolder, trial_folder
-from determined_amp.runs.run import RunState
+from determined_amp.runs.run import Report, Reports, Run, RunState
 from determined_amp.search import optimize
 from determined_amp.search.optimize import SearchLoop
 from determined_amp.search.search_display import closing_lines
 from determined_amp.search.search_folder import (
     STUDY_FILE,
+    Search,
     read_config,
     read_search,
     write_config,
@@ -60,6 +62,17 @@ def test_trials_that_ran_wait_again_and_come_first(tmp_path: Path) -> None:
     assert [trial.params for trial in asked[:2]] == [trial.params for trial in started]
     scales = [trial.params["amp.init_scale"] for trial in asked]
     assert scales == [2.0**24, 2.0**14, 2.0**4]
+
+
+@pytest.mark.parametrize(("smaller", "best"), [(True, 0.25), (False, 0.75)])
+def test_value_of_a_trial_is_its_best_validation(best: float, *, smaller: bool) -> None:
+    values = enumerate((0.5, 0.25, 0.75, math.nan))
+    told = [("validation", Report(n, {"f1": value})) for n, value in values]
+    run = Run("a", RunState.COMPLETED, reports=Reports(told))
+    ranks = {"metric": "f1", "smaller_is_better": smaller}
+    search = Search("", (run,), {"searcher": ranks})
+    assert search.value(run) == best
+    assert search.value(dataclasses.replace(run, state=RunState.FAILED)) is None
 
 
 def test_database_on_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
@@ -110,7 +123,6 @@ class TestTrials:
         folder: Path,
         *processes: Sequence[object],
         metric: str = "loss_scale_score",
-        values: Sequence[float] = (0.5,),
         workers: int = 1,
         time_limit: float = math.inf,
     ) -> Any:
@@ -120,9 +132,8 @@ class TestTrials:
         config = searching.load("loss_scale_grid.yaml", *searching.THREE_SCALES)
         for number in range(3):
             run_folder = RunFolder(trial_folder(folder, number))
-            for batches, value in enumerate(values, 2):
-                line = {"group": "validation", "batches": batches, metric: value}
-                run_folder.append_metrics(line)
+            line = {"group": "validation", "batches": 2, metric: 0.5}
+            run_folder.append_metrics(line)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Staged, "scripts", list(processes))
             write_config(folder, config, workers)
@@ -171,14 +182,10 @@ class TestTrials:
         assert run.state is (RunState.FAILED if failed else end.state)
         assert run.reason == reason
         assert run.hparams == {"amp.init_scale": 2.0**24}
-        assert self.states(tmp_path)[0] is kept
+        first = self.trials(tmp_path)[0]
+        assert first.state is kept
+        assert (first.value == 0.5) is (kept is TrialState.COMPLETE)
         assert len(Staged.made) == 3
-
-    def test_best_validation_of_a_trial_is_its_value_as_on_the_platform(
-        self, tmp_path: Path
-    ) -> None:
-        self.run(tmp_path, *[COMPLETED] * 3, values=(0.5, 0.25, 0.75))
-        assert [trial.value for trial in self.trials(tmp_path)] == [0.25] * 3
 
     def test_every_trial_has_a_process_and_one_of_the_slots(
         self, tmp_path: Path

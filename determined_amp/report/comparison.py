@@ -22,7 +22,6 @@ from determined_amp.report.precision_runs import (
     pair_of,
 )
 from determined_amp.runs.run import (
-    ACCURACY,
     AMP,
     BATCH_SIZE,
     HAVE_ENDED,
@@ -33,6 +32,7 @@ from determined_amp.runs.run import (
     SMALLER_IS_BETTER,
     Run,
     RunState,
+    metric_of,
     shown_setting,
 )
 from determined_amp.search.search_folder import Search
@@ -111,7 +111,7 @@ def compare_runs(
         ReportError: if the runs cannot be compared, or do not report the metric.
     """
     runs, left_out = _countable(sources)
-    metric = metric or _default_metric(runs)
+    metric = metric or metric_of(_finished(runs))
     baseline = _baseline(runs, left_out)
     _check_comparable(runs, metric)
     first = _finished(runs)[0]
@@ -187,11 +187,6 @@ def _countable(sources: Sequence[Search]) -> tuple[list[Run], list[str]]:
 
 def _finished(runs: Runs) -> list[Run]:
     return [run for run in runs if run.state is RunState.COMPLETED]
-
-
-def _default_metric(runs: Runs) -> str:
-    all_report_it = all(ACCURACY in run.metrics for run in _finished(runs))
-    return ACCURACY if all_report_it else str(runs[0].settings[METRIC])
 
 
 def _smaller_is_better(run: Run, metric: str) -> bool:

@@ -16,7 +16,7 @@ from determined_amp.report.page import (
     spread_text,
 )
 from determined_amp.runs.folder import complete_checkpoints
-from determined_amp.runs.run import ACCURACY, METRIC, PRECISION, Run, RunState, curve_of
+from determined_amp.runs.run import PRECISION, Run, RunState, curve_of, metric_of
 
 _CAPTION = "A dot per report: the training loss, a validation metric, the loss scale."
 
@@ -48,14 +48,9 @@ def _answer(run: Run) -> str:
     if run.reason:
         return f"{precision}: {run.state.value}: {run.reason}"
     end = f"{precision}: {run.state.value}, {run.trained_batches} batches"
-    metric = metric_of(run)
+    metric = metric_of([run])
     value = run.metrics.get(metric)
     return end if value is None else f"{end}: {metric} {value:.4g}"
-
-
-def metric_of(run: Run) -> str:
-    """The accuracy if the run reports it, else the metric of its searcher."""
-    return ACCURACY if ACCURACY in run.metrics else str(run.settings.get(METRIC))
 
 
 def run_sentences(run: Run) -> Sentences:
@@ -91,7 +86,7 @@ def run_sentences(run: Run) -> Sentences:
 
 def curves_of(run: Run) -> list[Panel]:
     """The training loss, the validation metric and the loss scale, where there are."""
-    metric = metric_of(run)
+    metric = metric_of([run])
     curves = {
         "training loss": curve_of(run.reports.trained, MetricName.LOSS),
         metric: run.curve(metric),

@@ -320,6 +320,13 @@ class Run:
         return None if overflow is None else bool(overflow)
 
 
+def metric_of(runs: Sequence[Run]) -> str:
+    """The accuracy if all of some runs report it, else the metric of their searcher."""
+    if all(ACCURACY in run.metrics for run in runs):
+        return ACCURACY
+    return str(runs[0].settings.get(METRIC))
+
+
 def changes_between(before: Config, now: Config) -> list[str]:
     """What differs between two trainings, by the names of their settings."""
     said = []
