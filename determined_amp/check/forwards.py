@@ -21,6 +21,7 @@ from determined_amp.amp.tensors import (
 from determined_amp.amp.torch_private import version_of
 from determined_amp.check.lines import users_line
 from determined_amp.check.record import Record
+from determined_amp.check.stand_in import unheard
 
 
 class Forwards:
@@ -55,6 +56,7 @@ class Forwards:
         first, self._first = self._first, self._first or module
         return first is module
 
+    @unheard
     def before(self, module: nn.Module, inputs: Any) -> None:
         """A hook of all modules."""
         if not self._running:

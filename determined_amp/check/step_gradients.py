@@ -90,6 +90,7 @@ class StepGradients:
         """What they are the gradients of."""
         return parameters_of(self._optimizer)
 
+    @unheard
     def dense(self) -> list[torch.Tensor]:
         """Those there are."""
         gradients = (p.grad for p in self.weights if p.grad is not None)
