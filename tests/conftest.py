@@ -1,50 +1,14 @@
-"""What every test runs with: a fixed seed, one thread, and a skip where there is no
-CUDA device.
+"""What pytest reads first. The process that hands tests to the workers of xdist runs
+none: it needs no torch, whose import takes seconds.
 """
 
 from __future__ import annotations
 
-import atexit
-import enum
-import gc
-import importlib
-import json
-import logging
-import multiprocessing
 import os
-import pickle
-import random
 import signal
-import sys
-import warnings
-from collections.abc import Callable, Iterator
-from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
 
-import joblib  # type: ignore[import-untyped]  # scikit-learn brings it
-import numpy as np
 import pytest
-
-# Before torch is imported: it is inherited by the processes that tests start. They find
-# the repository wherever they start; a server of workers that does not would import
-# nothing ahead.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-)
-
-import torch
-from determined import core
-
-from determined_amp import __main__ as door
-from determined_amp.check import doctor, scratch
-from determined_amp.search import server, trial_process
-
-gc.disable()  # until all tests are imported
-# Libraries that count what they leak would count all of it. Not before pytest has
-# looked for what tests have left, which would look at what was imported, too.
-atexit.register(gc.unfreeze)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,18 +19,19 @@ def pytest_configure(config: pytest.Config) -> None:
     there. A process that has started CUDA cannot hide them any more, so it is all or
     nothing.
     """
-    # The loader of a run that an error ended is collected at a random later moment, and
-    # waits so many seconds for each of its workers: 5 by default.
-    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2
     # A shell has its background jobs ignore SIGINT, which the processes of tests would
     # inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("markexpr") != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        # a seed for later has the call stack with it
-        for device in ("cuda", "xpu", "mtia"):
-            if hasattr(torch, device):  # torch 2.3 has no mtia
-                getattr(torch, device).manual_seed_all = lambda seed: None
+    # Inherited by the processes that tests start. They find the repository wherever
+    # they start.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    if config.getoption("dist", "no") == "no":
+        config.pluginmanager.import_plugin("tests.fixtures")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -74,188 +39,7 @@ def pytest_xdist_auto_num_workers() -> int:
     """One more than the cores this container has, since some tests wait; each imports
     torch.
     """
+    # scikit-learn brings it
+    import joblib  # type: ignore[import-untyped]  # noqa: PLC0415
+
     return min(8, int(joblib.cpu_count()) + 1)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """An empty working directory: the loop copies all code that is in it into every
-    checkpoint.
-
-    TensorBoard's thread may write after a test has gone back to it, so its folder is
-    absolute.
-    """
-    empty = tmp_path_factory.mktemp("empty")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(empty)
-        patch.setattr(
-            core.DummyTrainContext,
-            "get_tensorboard_path",
-            lambda self: self._tbd_directory or empty.parent / "tensorboard",
-        )
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    """The same random numbers whichever tests ran before; one thread sums in one
-    order.
-    """
-    random.seed(0)
-    np.random.seed(0)
-    # torch.manual_seed also writes down the call stack
-    torch.default_generator.manual_seed(0)
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def _levels_restored() -> Iterator[None]:
-    """Determined's harness and the task of a comparison change what is logged, for
-    good.
-    """
-    loggers = [logging.getLogger(), logging.getLogger("determined.tensorboard")]
-    levels = [logger.level for logger in loggers]
-    yield
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
-
-
-@pytest.fixture(autouse=True)
-def _unconfined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process of the tests writes where it wants: a confined one would stay so."""
-    monkeypatch.setattr(scratch, "confine", lambda folders: None)
-
-
-@pytest.fixture
-def _deterministic() -> Iterator[None]:
-    """Kernels that give the same numbers every time, and NaN in memory that nothing has
-    written.
-    """
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def _switches_restored() -> Iterator[None]:
-    """Torch's switches of TF32 are afterwards what they were."""
-    matmul, cudnn = (
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.allow_tf32,
-    )
-    yield
-    torch.set_float32_matmul_precision(matmul)
-    torch.backends.cudnn.allow_tf32 = cudnn
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty checkpoint folder; the loop copies the working directory into every
-    checkpoint.
-    """
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    (tmp_path / "checkpoints").mkdir()
-    return tmp_path / "checkpoints"
-
-
-@pytest.fixture
-def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working directory is the test's own folder."""
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command that has to end with status 2 and no traceback; what it says."""
-
-    def of(*command: str) -> str:
-        assert door.main([*command]) == 2
-        said = capsys.readouterr().err
-        assert "Traceback" not in said
-        return said
-
-    return of
-
-
-@pytest.fixture(scope="module")
-def _workers_are_forks() -> Iterator[None]:
-    """Trials of a search, and the runs of `check`, are forks of this process, which has
-    imported what they need; with the server of forks each worker would import it again.
-    """
-    for module in (*server.PRELOADED, "sklearn.model_selection", "trials.mlp"):
-        importlib.import_module(module)
-    serve, enter = trial_process._serve, doctor._enter
-    forks = multiprocessing.get_context("fork")
-
-    def begin(connection: Any, *job: Any) -> None:
-        warnings.resetwarnings()  # they are errors in a test alone
-        serve(connection, *pickle.loads(pickle.dumps(job)))  # as the server gets it
-
-    def begin_probe(*given: Any) -> None:
-        warnings.resetwarnings()
-        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not those of capsys
-        enter(*given)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial_process, "_serve", begin)
-        patch.setattr(trial_process, "_processes", forks)
-        patch.setattr(doctor, "_enter", begin_probe)
-        patch.setattr(multiprocessing, "get_context", lambda method=None: forks)
-        patch.setattr(forkserver, "ensure_running", lambda: None)
-        yield
-
-
-# Files that take longest, started first: workers that end together leave no core idle.
-LONGEST = (
-    "optimize check check_invariants doctor_answers compiled score processes "
-    "compare refusals package determined_form local resume study torch_alone "
-    "imports finder any_loop benchmarks_gpu mixed_precision contract never_waits flush "
-    "unmodified schedules search_report main first_overflow"
-)
-
-
-# Of the characters of a container, which a report shows with the name of the test.
-LONGEST_ID = 60
-
-
-def pytest_collection_finish() -> None:
-    """Keep the garbage collector from looking at what was imported, millions of
-    objects, again.
-    """
-    gc.freeze()
-    gc.enable()
-
-
-def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """Plain values with their name, `steps=9`, and words for what pytest would call
-    `dtype0`.
-
-    Workers of pytest-xdist compare these, so nothing has an address or an order of its
-    own in it.
-    """
-    if isinstance(val, enum.Enum):
-        return str(val.value)
-    if isinstance(val, (torch.dtype, torch.device)):
-        return str(val).removeprefix("torch.")
-    if isinstance(val, str):
-        return None
-    try:
-        json.dumps(val)
-    except TypeError:
-        return None
-    return f"{argname}={val}" if len(str(val)) <= LONGEST_ID else None
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {f"test_{name}.py": place for place, name in enumerate(LONGEST.split())}
-    items.sort(key=lambda item: order.get(item.path.name, len(order)))
-    # see tests/gpu.py
-    if torch.cuda.is_available() or "GPU_TESTS_ON_CPU" in os.environ:
-        return
-    reason = (
-        "needs a CUDA device, and `-m gpu`, without which it is hidden: make test-gpu"
-    )
-    for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason=reason))

@@ -38,6 +38,8 @@ from tests import habits, test_amp_examples
 from tests.harness import same_bits
 from tests.loops import by_hand
 
+pytestmark = pytest.mark.usefixtures("_libraries_are_collected_once")
+
 BATCH = pytorch.LRScheduler.StepMode.STEP_EVERY_BATCH
 step_lr: Any = lr_scheduler.StepLR
 MANUAL = pytorch.LRScheduler.StepMode.MANUAL_STEP

@@ -30,6 +30,8 @@ from determined_amp.check.interventions import ScaleMoves
 from determined_amp.check.script import NOT_SAVED, TOO_SHORT
 from tests.test_check import Right, examined
 
+pytestmark = pytest.mark.usefixtures("_libraries_are_collected_once")
+
 
 def net(outputs: int = 4) -> Any:
     torch.manual_seed(0)

@@ -6,7 +6,6 @@ test turns red when the answer becomes right, and the name is then taken out.
 
 from __future__ import annotations
 
-import gc
 import linecache
 import math
 from collections.abc import Iterable
@@ -22,6 +21,8 @@ from determined_amp.check import watching
 from determined_amp.check.finding import CheckFindings
 from tests.right_scripts import PRELUDE, RIGHT
 from tests.wrong_scripts import WRONG
+
+pytestmark = pytest.mark.usefixtures("_libraries_are_collected_once")
 
 # A CPU has fused optimizers from here on; the oldest torch has other NaN gradients.
 IS_NEWER = TorchVersion(torch.__version__) >= "2.4"
@@ -40,15 +41,6 @@ def names_in(scripts: Iterable[str]) -> list[Any]:
             marks.append(pytest.mark.skipif(not IS_NEWER, reason=needs))
         parameters.append(pytest.param(name, marks=marks))
     return parameters
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _libraries_are_collected_once() -> None:
-    """The doctor looks at all objects when it begins: not at those of torch again."""
-    with watching():
-        pass  # it imports more of torch
-    gc.collect()
-    gc.freeze()
 
 
 def prepared() -> dict[str, Any]:
