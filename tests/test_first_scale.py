@@ -49,9 +49,7 @@ class DrawsConverted(Converted, Draws):
 
 def found(log: pytest.LogCaptureFixture) -> float:
     """The scale that the one line in the log says."""
-    (line,) = re.findall(
-        r"init_scale: find found (\S+) in .* samples forward", log.text
-    )
+    (line,) = re.findall(r"init_scale: find found (\S+) in .* s: safe range", log.text)
     return 2.0 ** int(line.removeprefix("2^"))
 
 

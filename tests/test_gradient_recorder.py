@@ -4,6 +4,8 @@ module.
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -11,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from determined_amp.amp.rehearse.backward_graph import OUTSIDE, WHOLE_MODEL
 from determined_amp.finder.gradient_recorder import GradientRecorder
-from determined_amp.finder.histogram import Histogram, count_in
+from determined_amp.finder.histogram import Histogram
 from tests.loss_scale import powers_in
 
 BF16 = torch.bfloat16
@@ -39,9 +41,9 @@ class Net(nn.Module):
 
 
 def by_module(recorder: GradientRecorder) -> dict[str, Histogram]:
-    modules: dict[str, Histogram] = {}
+    modules = defaultdict[str, Histogram](Histogram)
     for source, histogram in recorder.histograms.items():
-        count_in(modules, source.module, histogram)
+        modules[source.module] += histogram
     return modules
 
 

@@ -67,12 +67,6 @@ class FoundScale:
         choice = self.finding.choice_log2
         return None if choice is None else 2.0**choice
 
-    @property
-    def passed_samples(self) -> int:
-        """Samples over all rehearsals: one in bfloat16, the others in float16."""
-        tried = [one for one in self.finding.scales if one.overflow is not None]
-        return self.run.samples * (1 + len(tried))
-
     def json_text(self) -> str:
         """The JSON that `det-amp find --json` writes.
 

@@ -10,6 +10,7 @@ with no loss scale and stay inside the node.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from determined_amp.amp.rehearse.backward_graph import (
     nodes_behind,
 )
 from determined_amp.amp.tensors import tensors_of, values_of
-from determined_amp.finder.histogram import Histogram, count_in
+from determined_amp.finder.histogram import Histogram
 
 
 class Source(NamedTuple):
@@ -55,7 +56,7 @@ class GradientRecorder(BackwardGraph):
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         super().__init__(models, self._record)
-        self.histograms: dict[Source, Histogram] = {}
+        self.histograms = defaultdict[Source, Histogram](Histogram)
         self.makes_float16 = False
         self._scaled: set[Any] = set()  # the nodes of scaled losses
 
@@ -91,7 +92,7 @@ class GradientRecorder(BackwardGraph):
             if gradient.dtype is torch.bfloat16:
                 shape = () if gradient.is_nested else tuple(gradient.shape)
                 source = Source(module, operation, output, shape)
-                count_in(self.histograms, source, Histogram.of(values_of(gradient)))
+                self.histograms[source] += Histogram.of(values_of(gradient))
             self.makes_float16 |= gradient.dtype is torch.float16
 
 

@@ -6,15 +6,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-
-_Key = TypeVar("_Key")
 
 # The smallest power of two that float16 rounds to infinity. The exact limit is 65520,
 # but bfloat16 has no value between that and 2^16.
@@ -30,7 +27,7 @@ _MAGNITUDE, _INFINITY = 0x7FFF, 0x7F80
 class Histogram:
     """How often each finite magnitude occurs in a set of values."""
 
-    counts: Counter[float]
+    counts: Counter[float] = field(default_factory=Counter)
 
     @staticmethod
     def of(values: torch.Tensor) -> Histogram:
@@ -92,11 +89,3 @@ class Histogram:
     def _squares(self) -> npt.NDArray[np.float64]:
         """Of all values of each magnitude."""
         return np.array([self.counts[each] * each**2 for each in self._magnitudes])
-
-
-def count_in(
-    histograms: dict[_Key, Histogram], key: _Key, histogram: Histogram
-) -> None:
-    """Add a histogram to the one of its key."""
-    known = histograms.get(key)
-    histograms[key] = histogram if known is None else known + histogram

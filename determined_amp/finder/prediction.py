@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
@@ -23,7 +24,7 @@ from determined_amp.amp.rehearse.rehearsal import Rehearsal, Rehearsed
 from determined_amp.amp.slots import Slots
 from determined_amp.amp.tensors import SIXTEEN_BITS, dtype_name
 from determined_amp.finder.gradient_recorder import GradientRecorder, Source
-from determined_amp.finder.histogram import OVERFLOW_LOG2, Histogram, count_in
+from determined_amp.finder.histogram import OVERFLOW_LOG2, Histogram
 
 # float16 rounds this magnitude and larger ones to infinity.
 _FIRST_INFINITE = 65520.0
@@ -96,7 +97,7 @@ def predict_float16(rehearsals: Sequence[Rehearsal], slots: Slots) -> Prediction
         LossScaleError: if there is nothing to scale, or the trial cannot run in
             bfloat16.
     """
-    problem, tensors = None, dict[Source, Histogram]()
+    problem, tensors = None, defaultdict[Source, Histogram](Histogram)
     try:
         _require_float32_parameters(rehearsals)
         tensors = _recorded_in_bfloat16(rehearsals)
@@ -109,7 +110,7 @@ def predict_float16(rehearsals: Sequence[Rehearsal], slots: Slots) -> Prediction
     (_, summed), *others = every_slot
     for _, more in others:
         for source, histogram in more.items():
-            count_in(summed, source, histogram)
+            summed[source] += histogram
     prediction = Prediction(summed)
     if not prediction.total.nonzero:
         raise LossScaleError(
@@ -155,7 +156,9 @@ def _require_float32_parameters(rehearsals: Sequence[Rehearsal]) -> None:
                 )
 
 
-def _recorded_in_bfloat16(rehearsals: Sequence[Rehearsal]) -> dict[Source, Histogram]:
+def _recorded_in_bfloat16(
+    rehearsals: Sequence[Rehearsal],
+) -> defaultdict[Source, Histogram]:
     """The histograms of the batches of this slot."""
     recorder = GradientRecorder(rehearsals[0].models)
     for rehearsal in rehearsals:

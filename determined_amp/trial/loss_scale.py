@@ -265,11 +265,12 @@ def settings_with_found_scale(
         amp.scaler.load_state_dict({**amp.scaler.state_dict(), "scale": scale})
         note_on_master(context, init_scale=scale)
         if amp.slots.rank == 0:
-            took = f"{time.perf_counter() - begun:.1f} s"
-            samples = f"{answer.passed_samples} samples forward and backward"
-            text = "init_scale: find found %s in %s, %s: %s"
-            sentences = "; ".join(scale_sentences(answer.finding))
-            logger.info(text, scale_text(scale), took, samples, sentences)
+            seconds = time.perf_counter() - begun
+            text = "init_scale: find found %s in %.1f s: %s"
+            safe, *others = scale_sentences(answer.finding)
+            if answer.finding.answer_log2 is None:  # why float16 is not advised
+                safe = "; ".join([safe, *others])
+            logger.info(text, scale_text(scale), seconds, safe)
     return dataclasses.replace(amp.settings, init_scale=scale)
 
 
