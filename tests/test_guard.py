@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import determined as det
@@ -185,25 +184,6 @@ class TestTrouble:
                 done = steps[:end]
                 in_a_row = len(done) - len(done.rstrip("s"))
                 judge(watched, counted(done.count("a"), done.count("s"), in_a_row))
-
-    @pytest.mark.parametrize(("rank", "said"), [(0, [5, 6]), (1, [])])
-    def test_skips_at_the_start_are_those_of_each_optimizer_in_this_run(
-        self, rank: int, said: list[int], caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """Each has skipped 60 steps before; five are worth a line, once it has applied
-        one.
-        """
-        watched = guard(optimizers=3)
-        watched._context.distributed.rank = rank
-        watched.on_training_start()
-        before = partial(counted, began=(4, 60))
-        later = [before(5, 65, name="_1"), before(5, 64, name="_2")]
-        judge(watched, before(4, 66, 3, name="_0"), *later)
-        for _ in range(2):
-            judge(watched, before(5, 66, name="_0"), *later)
-        assert [int(line.split()[0]) for line in caplog.messages] == said
-        words = "steps were skipped at the start, while the loss scale fell from 2^16"
-        assert all(words in line for line in caplog.messages)
 
     def test_loss_that_is_not_finite_ends_a_run_that_can_skip_no_step(self) -> None:
         """Nothing was skipped, so the weights are not worth a checkpoint."""

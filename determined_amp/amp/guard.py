@@ -27,7 +27,6 @@ from determined_amp.amp.settings import (
     DEFAULT_SCALE,
     AmpSettings,
     OnOverflow,
-    scale_text,
 )
 from determined_amp.amp.slots import Slots
 from determined_amp.amp.tensors import is_not_finite, parameters_in
@@ -38,9 +37,6 @@ logger = logging.getLogger(__name__)
 # many have been applied since the start of the run, where the loss scale finds its
 # level.
 MIN_STEPS_TO_JUDGE = 10
-
-# From this many skips on, a start is worth a line in the log.
-_WORTH_A_LINE = 5
 
 # How a message ends if the newest batch shows no cause.
 _FINITE = "The newest batch alone is finite"
@@ -93,7 +89,7 @@ class Guard:
         # Since the share of batches that were left out was judged last.
         self._left_out = self._batches = 0
         self._explained = False
-        self._warned: set[str] = set()
+        self._says_nothing_trained = True  # once
 
     def start(self) -> None:
         """Remember the state at the start of the run; synchronises."""
@@ -117,7 +113,8 @@ class Guard:
                 return
             skipped_in_all += counts.attempted - applied_before - skipped_before
         has_run = skipped_in_all or self._metrics.latest is not None
-        if has_run and self._is_new("no applied step"):
+        if has_run and self._says_nothing_trained:
+            self._says_nothing_trained = False
             logger.warning(
                 "this run has trained nothing: %s. The weights are as they were at its "
                 "start",
@@ -144,7 +141,6 @@ class Guard:
         steps, loss = self._metrics.latest, self._metrics.loss
         if steps is None:
             return
-        self._warn_of_skips_at_the_start(steps)
         loss = metrics.get("loss") if loss is None else loss
         failure = next(self._failures(steps, loss), None)
         if failure is not None:
@@ -275,33 +271,6 @@ class Guard:
             return 0.0
         self._judged_at[step.name] = (step.applied, step.skipped)
         return 0.0 if is_settling else skipped / (applied + skipped)
-
-    def _warn_of_skips_at_the_start(self, steps: Sequence[StepReport]) -> None:
-        """Once per optimizer, in the first report that has an applied step."""
-        for step in steps:
-            applied, skipped = step.began
-            key = f"skips of optimizer {step.name}"
-            if (
-                step.applied == applied
-                or step.consecutive_skips
-                or not self._is_new(key)
-            ):
-                continue
-            skips = step.skipped - skipped
-            if skips >= _WORTH_A_LINE and self._slots.rank == 0:
-                logger.warning(
-                    "%d steps were skipped at the start, while the loss scale fell "
-                    "from %s to %s: with that as amp.init_scale none would have been",
-                    skips,
-                    scale_text(self._scale_at_start),
-                    scale_text(self._metrics.scale_of_newest_step),
-                )
-
-    def _is_new(self, warning: str) -> bool:
-        """Whether a warning has not been given yet; from now on it has."""
-        is_new = warning not in self._warned
-        self._warned.add(warning)
-        return is_new
 
 
 def _norm(models: Sequence[nn.Module], order: float = 2.0) -> torch.Tensor | None:

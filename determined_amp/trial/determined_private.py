@@ -103,14 +103,6 @@ def aggregation_frequency(context: pytorch.PyTorchTrialContext) -> int:
     return int(context._aggregation_frequency)
 
 
-def averages_gradients(context: pytorch.PyTorchTrialContext) -> bool:
-    """Whether the gradients of the batches of a step are averaged, for every
-    optimizer.
-    """
-    configs = context._optimizer_configs.values()
-    return all(config["average_aggregated_gradients"] for config in configs)
-
-
 def sections(context: pytorch.PyTorchTrialContext) -> tuple[Config, Config]:
     """Configuration and hyperparameters; empty where a script has given none, and the
     task of a cluster has none.
