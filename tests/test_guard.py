@@ -168,7 +168,7 @@ def test_share_of_skips_counts_from_the_resumed_checkpoint_on(
 
 class TestTrouble:
     @pytest.mark.parametrize(
-        "start", ["s" * 12, "s" * 7 + "aas", "sa" * 9, "s" * 40 + "asas", "s" * 84]
+        "start", ["s" * 12, "s" * 7 + "aas", "sa" * 9, "s" * 40 + "asas"]
     )
     def test_guard_never_ends_a_run_whose_loss_scale_still_settles(
         self, start: str
@@ -179,7 +179,6 @@ class TestTrouble:
         steps = start + "a" * 60
         for period in range(1, 60):
             watched = guard(dataclasses.replace(FP16, max_consecutive_skips=50))
-            watched._guard._scale_at_start = 1e30
             for end in range(period, len(steps), period):
                 done = steps[:end]
                 in_a_row = len(done) - len(done.rstrip("s"))

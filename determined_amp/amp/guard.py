@@ -24,7 +24,6 @@ from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.running_statistics import RunningStatistics
 from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.settings import (
-    DEFAULT_SCALE,
     AmpSettings,
     OnOverflow,
 )
@@ -85,7 +84,6 @@ class Guard:
         # Applied and skipped steps of each optimizer when their ratio was judged last.
         self._judged_at: dict[str, tuple[int, int]] = {}
         self._norm_at_start: torch.Tensor | None = None
-        self._scale_at_start = 1.0
         # Since the share of batches that were left out was judged last.
         self._left_out = self._batches = 0
         self._explained = False
@@ -97,7 +95,6 @@ class Guard:
             return
         self._statistics = RunningStatistics(self._models)
         self._norm_at_start = _norm(self._models)
-        self._scale_at_start = self._scaler.get_scale()
 
     def warn_of_no_applied_step(self) -> None:
         """Say so, once, if a run that has stepped or reported has applied no step;
@@ -233,7 +230,7 @@ class Guard:
                 f"the loss scale is at its floor {settings.min_scale:g} and steps still"
                 " overflow"
             )
-        if skips > settings.max_consecutive_skips + self._skips_of_a_high_start(step):
+        if skips > settings.max_consecutive_skips:
             yield (
                 f"{skips} optimizer steps in a row were skipped, more than "
                 f"max_consecutive_skips {settings.max_consecutive_skips}"
@@ -244,18 +241,6 @@ class Guard:
                 f"{skip_ratio:.0%} of the optimizer steps since the last look were "
                 f"skipped, more than max_skip_ratio {settings.max_skip_ratio:.0%}"
             )
-
-    def _skips_of_a_high_start(self, step: StepReport) -> int:
-        """The skips before the first applied step that bring the scale down to torch's
-        default.
-
-        They are no sign of trouble, and whether a report falls between them is chance.
-        """
-        applied_before, _ = step.began
-        if step.applied > applied_before or self._scale_at_start <= DEFAULT_SCALE:
-            return 0
-        bits = math.log2(self._scale_at_start / DEFAULT_SCALE)
-        return math.ceil(bits / -math.log2(self._settings.backoff_factor))
 
     def _skip_ratio(self, step: StepReport) -> float:
         """The skipped share since the last judgement, over whole reports with at least

@@ -130,9 +130,7 @@ class AmpSettings:
             grows.
         min_scale: Lower limit of the scale. A skipped step at this limit counts as a
             failure.
-        max_consecutive_skips: More skipped steps in a row than this count as a failure;
-            at the start those that bring a scale above torch's default down to it do
-            not count.
+        max_consecutive_skips: More skipped steps in a row than this count as a failure.
         max_skip_ratio: A larger share of skipped steps than this, over ten or more
             steps, counts as a failure, except at the start, while the scale settles.
         on_overflow: What to do about a failure. A loss that is not finite is a failure,
