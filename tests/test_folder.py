@@ -162,6 +162,26 @@ class TestRefusedResume:
         assert "and SGD has " in words
         assert content(run) == before
 
+    @pytest.mark.parametrize("states", [0, 2])
+    def test_resume_with_more_or_fewer_optimizers_is_refused(
+        self,
+        run: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        refusal: Callable[..., str],
+        states: int,
+    ) -> None:
+        """Determined loads the states of the first ones."""
+        load = torch.load
+
+        def with_other_states(*args: Any, **kwargs: Any) -> Any:
+            saved = load(*args, **kwargs)
+            saved["optimizers_state_dict"] = saved["optimizers_state_dict"] * states
+            return saved
+
+        monkeypatch.setattr(torch, "load", with_other_states)
+        words = refusal("train", "--resume", str(run))
+        assert f"optimizers in the checkpoint: {states}; in the trial: 1" in words
+
 
 class TestDamagedCheckpoint:
     def test_resume_falls_back_to_the_checkpoint_before_a_damaged_one(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +27,7 @@ from determined_amp.trial.checkpoint import (
     PortableCheckpoint,
     allow_numpy_random_state,
     check_bytes,
+    check_optimizers,
     load_plain,
     read_without_code,
     restoring,
@@ -376,7 +377,14 @@ class SafeController(_Controller):
         allow_numpy_random_state()
         check_bytes(load_path)
         same_trial = bool(self._counts_in(load_path))
-        load = partial(load_plain, torch.load)
+        own_load = torch.load
+
+        def load(*args: Any, **kwargs: Any) -> StateDict:
+            content = load_plain(own_load, *args, **kwargs)
+            if same_trial:
+                check_optimizers(content, self.context.optimizers)
+            return content
+
         with restoring(load_path), patched(torch, "load", load), self._portable():
             for callback in self.callbacks.values():
                 notify = getattr(callback, "on_checkpoint_of", None)

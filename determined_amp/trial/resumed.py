@@ -18,6 +18,11 @@ from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.plain_data import StateDict
 from determined_amp.amp.settings import scale_text
+from determined_amp.trial.checkpoint import (
+    MOVED_BY_SCHEDULERS,
+    check_optimizers,
+    groups_in,
+)
 from determined_amp.trial.determined_private import (
     aggregation_frequency,
     current_batch,
@@ -32,14 +37,6 @@ CALLBACK = "determined_amp.mixed_precision"
 
 # The settings of an optimizer's groups, as plain numbers.
 Groups = Sequence[Mapping[str, Any]]
-
-# Settings of an optimizer that schedulers move.
-_MOVED_BY_SCHEDULERS = frozenset(
-    (
-        *("lr", "initial_lr", "max_lr", "min_lr"),
-        *("betas", "momentum", "base_momentum", "max_momentum"),
-    )
-)
 
 # Settings that say by which kernels a step is computed, and not what it is. GradScaler
 # knows those of this trial's constructor: with others, an overflow would reach the
@@ -147,6 +144,8 @@ class ResumedTraining(pytorch.PyTorchCallback):
         vain.
         """
         self._remember_constructed()
+        if not self._warm_start:
+            check_optimizers(checkpoint, self._amp.optimizers)
         before = checkpoint.get("callbacks", {}).get(CALLBACK) or {}
         made_then = before.get("constructed") or ()
         states = checkpoint.get("optimizers_state_dict", [])
@@ -155,9 +154,8 @@ class ResumedTraining(pytorch.PyTorchCallback):
             zip(self._amp.optimizers, states, strict=False)
         ):
             then: Groups = ()
-            if not self._warm_start:
-                _check_kind(state, optimizer)
-                then = made_then[number] if number < len(made_then) else ()
+            if not self._warm_start and number < len(made_then):
+                then = made_then[number]
             ours = self._settings_of_this_trial(optimizer)
             kept = _settle(state, optimizer, ours, then)
             keeps = keeps or bool(kept)
@@ -176,12 +174,12 @@ class ResumedTraining(pytorch.PyTorchCallback):
         if not self._warm_start:
             # A rate that follows the applied steps is computed again from their count.
             follows = self._amp.windows[optimizer].is_scheduled
-            return _KERNELS | _MOVED_BY_SCHEDULERS if follows else _KERNELS
+            return _KERNELS | MOVED_BY_SCHEDULERS if follows else _KERNELS
         settings = frozenset(key for group in optimizer.param_groups for key in group)
         # Determined restores the schedulers of the context, which go on from where they
         # were.
         by_context = optimizer in scheduled(self._context)
-        return settings - _MOVED_BY_SCHEDULERS if by_context else settings
+        return settings - MOVED_BY_SCHEDULERS if by_context else settings
 
     def _remember_constructed(self) -> None:
         """Keep the settings of the optimizers as made, before a checkpoint or a step
@@ -231,7 +229,7 @@ def _settle(
         The settings that a resume keeps, in words, although its YAML has changed them.
     """
     kept = []
-    groups = zip(_groups_in(saved), optimizer.param_groups, strict=False)
+    groups = zip(groups_in(saved), optimizer.param_groups, strict=False)
     for number, (saved_group, group) in enumerate(groups):  # torch reports a mismatch
         was = then[number] if number < len(then) else {}
         for key in sorted(group.keys() - {"params"}):
@@ -242,45 +240,6 @@ def _settle(
             if key in was and was[key] != here != value:
                 kept.append(f"{key} {value} of the checkpoint (YAML: {here})")
     return list(dict.fromkeys(kept))
-
-
-def _groups_in(saved: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
-    """The groups of a saved optimizer; a wrapper has the state of another one
-    inside.
-    """
-    if "param_groups" in saved:
-        groups: Sequence[dict[str, Any]] = saved["param_groups"]
-        return groups
-    nested = (
-        _groups_in(state) for state in saved.values() if isinstance(state, Mapping)
-    )
-    return next(filter(None, nested), ())
-
-
-def _check_kind(saved: StateDict, optimizer: Optimizer) -> None:
-    """Raise if a saved optimizer is of another kind; torch would load it all the same.
-
-    Then settings are both missing and added. A newer torch, schedulers and users only
-    add.
-
-    Raises:
-        ValueError: if it is.
-    """
-    # many wrappers have none
-    defaults: dict[str, Any] = getattr(optimizer, "defaults", {})
-    for saved_group, group in zip(
-        _groups_in(saved), optimizer.param_groups, strict=False
-    ):
-        lacks, has = (
-            defaults.keys() - saved_group.keys(),
-            saved_group.keys() - group.keys(),
-        )
-        has -= _MOVED_BY_SCHEDULERS - {"betas", "momentum"}
-        if lacks and has:
-            raise ValueError(
-                f"its optimizer has {', '.join(sorted(has))}, and "
-                f"{type(optimizer).__name__} has {', '.join(sorted(lacks))}"
-            )
 
 
 def _plain(value: Any) -> Any:
