@@ -116,13 +116,14 @@ class AmpCore:
         self.metrics = TrainingMetrics(
             where, self.windows, slots.size, scales, scaled=scaled
         )
+        newest = _weakly(self._rehearsal)
         self.guard = Guard(
             settings,
             self.metrics,
             self.scaler,
             models=models,
             slots=slots,
-            newest=_weakly(self._rehearsal),
+            newest=newest,
         )
         self._prepared: list[nn.Module] = []
         self._unmatched = list(settings.fp32_modules)

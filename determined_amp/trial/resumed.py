@@ -118,6 +118,10 @@ class ResumedTraining(pytorch.PyTorchCallback):
                 ],
             )
         self._settle_optimizers(checkpoint)
+        self._settle_scale(checkpoint)
+
+    def _settle_scale(self, checkpoint: StateDict) -> None:
+        """Decide with which loss scale the training goes on."""
         state = checkpoint.pop("scaler_state_dict", None)
         amp, settings = self._amp, self._amp.settings
         if not amp.scaler.is_enabled():
