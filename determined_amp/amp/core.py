@@ -30,7 +30,7 @@ from determined_amp.amp.patched import do_nothing, patched
 from determined_amp.amp.precision import autocast, prepare_backend
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.rehearse.restored import without_steps
-from determined_amp.amp.scaler import LossScaler, any_scaler_steps
+from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.schedules import schedule_of
 from determined_amp.amp.settings import AmpSettings, Compile, EvalPrecision
 from determined_amp.amp.slots import Slots
@@ -244,7 +244,7 @@ class AmpCore:
             window.begin_step()
         if running is not None:
             running.see_step(optimizer)
-        elif not (self.is_rehearsing or any_scaler_steps()) and (
+        elif not (self.is_rehearsing or _any_scaler_steps()) and (
             window is not None or self._moves(optimizer)
         ):
             raise error_of(Mistake.STEPS_ITSELF, self.remedies)
@@ -459,6 +459,14 @@ def _before_any_step(optimizer: Optimizer, *call: Any) -> None:
         training = reference()
         if training is not None:
             training._before_step(optimizer, *call)
+
+
+def _any_scaler_steps() -> bool:
+    """Whether a step runs that the scaler of any training makes: it is no mistake in
+    another training of the same model.
+    """
+    trainings = [reference() for reference in _TRAININGS]
+    return any(each is not None and each.scaler.stepping for each in trainings)
 
 
 def _weakly(method: Callable[..., T]) -> Callable[..., T | None]:

@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn, SupportsIndex
@@ -33,15 +32,6 @@ from determined_amp.amp.torch_private import (
     states_of_steps,
 )
 from determined_amp.amp.window import Skipped, Window, Windows
-
-# All scalers of the process. A step that one of them makes is no mistake in another
-# training of the same model.
-_SCALERS: weakref.WeakSet[LossScaler] = weakref.WeakSet()
-
-
-def any_scaler_steps() -> bool:
-    """Whether a step runs that a scaler of any training makes."""
-    return any(scaler.stepping is not None for scaler in _SCALERS)
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -95,7 +85,6 @@ class LossScaler(torch.amp.GradScaler):
         self._end_listening: Callable[[], None] | None = None
         self._used: torch.Tensor | None = None
         self._one = torch.ones((), device=windows.device)
-        _SCALERS.add(self)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise error_of(Mistake.COPIES, self.windows.remedies)
