@@ -49,6 +49,7 @@ MISPLACED = [
         "optimizations.mixed_precision",
         "{amp: {precision: ",
     ),
+    (f"data.amp={SECTION}", "data.amp", "write hyperparameters: {amp: "),
     *(
         (f"hyperparameters.{name}", f"hyperparameters.{key}", write)
         for name, key, write in [
@@ -68,6 +69,7 @@ MISPLACED = [
             (f"AMP={SECTION}", "AMP", "{amp: "),
             ("Amp={init_scale: 1024}", "Amp", "{amp: "),
             (f"optimizer.amp={SECTION}", "optimizer.amp", "{amp: "),
+            ("fp32_modules=[head]", "fp32_modules", "{amp: {fp32_modules: "),
             ("max_length={batches: 8}", "max_length", "{training: {max_length: "),
             (
                 "reporting_period=2 batches",

@@ -79,6 +79,11 @@ _LENGTHS = frozenset(
     if field.name.endswith(("_length", "_period"))
 )
 
+# Keys that no other software has.
+_KEYS_OF_OURS_ALONE = frozenset(
+    ("eval_precision", "fp32_modules", "max_consecutive_skips", "max_skip_ratio")
+)
+
 # A precision that no other software calls so, alone or in a list.
 _OURS_ALONE = re.compile(r"(?<![^'])amp[\W_]*(fp16|bf16)(?![^'])")
 
@@ -109,6 +114,9 @@ def misplaced(config: Config, values: Config) -> Iterator[Problem]:
         is_read = path[0] == "amp" and len(path) > 1
         if value is not None and not is_read:
             yield from _of_ours(path, value)
+    data = config.get("data")
+    for path, value in leaves(data) if isinstance(data, Mapping) else ():
+        yield from _of_a_section(["data", *path], value)
 
 
 def of_the_trial(values: Config) -> list[str]:
@@ -163,14 +171,24 @@ def _of_ours(path: Sequence[str], value: object) -> Iterator[Problem]:
     place, text = ".".join(["hyperparameters", *path]), str(value)
     section, key = ["", *path][-2:]
     word = _OURS_ALONE.search(text.lower())
-    if section.lower() == "amp" and key in _AMP_KEYS:
-        yield _belongs(place.removesuffix(f".{key}"), {key: value}, "amp")
+    of_a_section = [*_of_a_section(["hyperparameters", *path], value)]
+    if of_a_section:
+        yield from of_a_section
     elif word is not None:
         yield _belongs(place, value, "precision", f"amp_{word[1]}")
+    elif key in _KEYS_OF_OURS_ALONE:
+        yield _belongs(place, value, key)
     elif path[0] != "training" and section in _LENGTHS and key in UNITS:
         yield _belongs(place.removesuffix(f".{key}"), {key: value}, section)
     elif path[0] != "training" and key in _LENGTHS and Length.section_of(text):
         yield _belongs(place, value, key, text)
+
+
+def _of_a_section(path: Sequence[str], value: object) -> Iterator[Problem]:
+    """The problem of a key in a section `amp` that nothing reads."""
+    *outer, section, key = path
+    if section.lower() == "amp" and key in _AMP_KEYS:
+        yield _belongs(".".join([*outer, section]), {key: value}, "amp")
 
 
 def _belongs(place: str, value: object, key: str, shown_there: str = "...") -> Problem:
