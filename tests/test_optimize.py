@@ -64,7 +64,9 @@ def test_grid_that_a_signal_stopped_goes_on_and_finds_the_best(
     highest, best, _ = study.runs
     assert highest.metrics["steps_lost"] == 24 - 18
     assert best.curve("loss_scale_score") == [(2, 0.0)]
-    assert "at 2^4 to 2^14: use 2^9\n" in capsys.readouterr().out
+    assert (
+        "at 2^4 to 2^14: use 2^9; no lower scale was tried\n" in capsys.readouterr().out
+    )
     written = yaml.safe_load((Path(best.name) / "config.yaml").read_text())
     assert written["hyperparameters"]["amp"]["init_scale"] == 2.0**14
 
