@@ -54,7 +54,7 @@ ROOMS = {
     "runs": "master_runs sources folder runs",
     "search": "search_plan space study",
     "trial": (
-        "amp audit batches checkpoint contract equivalence first_scale "
+        "amp audit batches checkpoint contract equivalence loss_scale "
         "fused_optimizers guard metrics misplaced mistakes mixed_precision notes "
         "resumed folder schedules score several_optimizers unmodified"
     ),
