@@ -136,22 +136,6 @@ def test_famous_amp_bug_is_absent_and_its_check_would_see_it(
 class TestCheckpointOfAnotherPrecision:
     """A run that starts from the weights of another one, as a trial of its own."""
 
-    @without_a_scale
-    def test_checkpoint_without_a_scale_starts_from_init_scale(
-        self, amp: AmpSettings
-    ) -> None:
-        trial = weigh([ONE, ONE], resume=weigh([ONE], amp), warm_start=True).trial
-        assert trial.scales == [4, 8]
-        assert trial.trace[0] == 0  # 1 - 0.5 in float32, then - 0.5 in float16
-
-    @without_a_scale
-    def test_checkpoint_with_a_scale_that_is_not_needed_is_accepted(
-        self, amp: AmpSettings
-    ) -> None:
-        assert weigh([ONE], amp, resume=weigh([ONE]), warm_start=True).trial.trace == [
-            0
-        ]
-
     def test_empty_scaler_state_is_accepted(self) -> None:
         """What a trial saves that wraps a disabled scaler; `load_state_dict({})` raises
         on it.
