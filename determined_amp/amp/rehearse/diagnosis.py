@@ -63,7 +63,7 @@ def find_cause(
     rank = next((rank for rank, look in enumerate(looks) if look.is_in_trouble), None)
     if rank is None:
         return None
-    first: _Look = looks[rank]
+    first: _Seen = looks[rank]
     return first.known or _Search(rehearsal, slots, rank, first, scale, grown).cause()
 
 
@@ -74,6 +74,12 @@ class _Seen(NamedTuple):
     forward: Sequence[Place]  # see `OverflowWatch`
     backward: str | None
     largest: dict[Key, float]
+    known: str | None = None  # a cause that needs no search
+    bad_input: str | None = None  # what is not finite in the batch
+
+    @property
+    def is_in_trouble(self) -> bool:
+        return self.known is not None or not self.outcome.is_sound
 
     @property
     def first_lost(self) -> str:
@@ -91,35 +97,22 @@ class _Seen(NamedTuple):
         )
 
 
-class _Look(NamedTuple):
+def _first_look(rehearsal: Rehearsal, scale: float) -> _Seen:
     """What one slot knows after it has rehearsed its batch as it is trained."""
-
-    known: str | None  # a cause that needs no search
-    bad_input: str | None  # what is not finite in the batch
-    seen: _Seen | None
-
-    @property
-    def is_in_trouble(self) -> bool:
-        return self.known is not None or (
-            self.seen is not None and not self.seen.outcome.is_sound
-        )
-
-
-def _first_look(rehearsal: Rehearsal, scale: float) -> _Look:
-    known, bad_input, seen = None, None, None
+    nothing = Rehearsed(0.0, (), has_gradients=False, uses_float16=False)
+    seen, known, bad_input = _Seen(nothing, (), None, {}), None, None
     try:
         bad_input, known = _bad_input(rehearsal.batch), _bad_parameter(rehearsal.models)
         if known and any(map(has_nan, filter(is_plain, tensors_of(rehearsal.batch)))):
-            known = (
-                bad_input  # which, without a loss scale, has made the parameters NaN
-            )
+            # Without a loss scale it has made the parameters NaN.
+            known = bad_input
         seen = _see(rehearsal, scale)
     except torch.cuda.OutOfMemoryError:
         known = known or "unknown: there was no memory to look for it"
     except Exception as error:  # the trial's own; other slots wait for this one
         raised = f"{type(error).__name__}: {one_line(error)}"
         known = known or f"not found: training the batch again raised {raised}"
-    return _Look(known, bad_input, seen)
+    return seen._replace(known=known, bad_input=bad_input)
 
 
 def _see(
@@ -147,13 +140,12 @@ class _Search:
     rehearsal: Rehearsal
     slots: Slots
     rank: int  # that of the slot in trouble
-    first: _Look  # what it saw
+    first: _Seen  # what it saw
     scale: float
     grown: float
 
     def cause(self) -> str:
-        assert self.first.seen is not None
-        seen = self.first.seen
+        seen = self.first
         # First the scale: a mask of -inf, or a large value that is masked later, is not
         # a fault.
         lower = self._largest_sound_scale_log2()
