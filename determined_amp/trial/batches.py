@@ -80,14 +80,11 @@ class Batches:
         self._is_first = True
         self._changes_batches: bool | None = None  # not known before the first one
         self._patches = ExitStack()
-        replaced: list[tuple[object, str, object]] = [
-            (trial, "build_training_data_loader", self._build_timed_loader),
-            (trial, "train_batch", self),
-        ]
+        enter, loader = self._patches.enter_context, self._build_timed_loader
+        enter(patched(trial, "build_training_data_loader", loader))
+        enter(patched(trial, "train_batch", self))
         if checks_clips:
-            replaced.append((context, "step_optimizer", self._step))
-        for owner, name, ours in replaced:
-            self._patches.enter_context(patched(owner, name, ours))
+            enter(patched(context, "step_optimizer", self._step))
 
     def remove(self) -> None:
         """Give the trial and its context their own methods back."""
