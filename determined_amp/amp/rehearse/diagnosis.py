@@ -7,8 +7,8 @@ import math
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,7 +67,8 @@ def find_cause(
     return first.known or _Search(rehearsal, slots, rank, first, scale, grown).cause()
 
 
-class _Seen(NamedTuple):
+@dataclass(frozen=True)
+class _Seen:
     """What was seen in one rehearsal."""
 
     outcome: Rehearsed
@@ -112,7 +113,7 @@ def _first_look(rehearsal: Rehearsal, scale: float) -> _Seen:
     except Exception as error:  # the trial's own; other slots wait for this one
         raised = f"{type(error).__name__}: {one_line(error)}"
         known = known or f"not found: training the batch again raised {raised}"
-    return seen._replace(known=known, bad_input=bad_input)
+    return replace(seen, known=known, bad_input=bad_input)
 
 
 def _see(
