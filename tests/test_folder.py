@@ -106,9 +106,9 @@ class TestRefusedResume:
     ) -> None:
         change = "hyperparameters.hidden_features=24"
         said = refusal("train", "--resume", str(run), "--config", change)
-        assert "hyperparameters.hidden_features changed from " in said
         assert ": size mismatch for " in said
-        assert said.endswith(" (1 of 3 problems)\n")
+        changed = "hyperparameters.hidden_features changed from 16 to 24"
+        assert said.endswith(f" (1 of 3 problems); {changed}\n")
         assert len(said) < 600
 
     @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ def test_name_that_may_be_there_is_left_to_the_import(path: str) -> None:
         ("folder.inner.trial:X", "'folder.inner.trial' has no 'X'; searched: "),
         ("folder.inner2.trial:X", "'folder' has no 'inner2'; did you mean inner?"),
         ("model_def.part:X", "'model_def' has no 'part'"),
+        ("model_def", "it has to be MODULE:CLASS"),
     ],
 )
 def test_typo_is_named_and_nothing_is_imported(path: str, said: str) -> None:

@@ -30,6 +30,8 @@ def typo_in(import_path: str) -> str:
     first, *others = [*module.split("."), name.partition(".")[0]]
     if module in sys.modules or not first:
         return ""
+    if not name:
+        return not_importable(import_path, "it has to be MODULE:CLASS")
     spec, above = util.find_spec(first), first
     if spec is None:
         near = near_name(first, _files_in([os.getcwd()]))

@@ -125,7 +125,8 @@ def scale_sentences(finding: ScaleFinding) -> Iterator[str]:
         yield _fine(finding)
     elif finding.verdict is Verdict.SCALE:
         skips = max(DEFAULT_LOG2 - top, 0)  # each halves the scale
-        cost = f"; from 2^{DEFAULT_LOG2}, {skips} steps are skipped" if skips else ""
+        lost = "1 step is" if skips == 1 else f"{skips} steps are"
+        cost = f"; from 2^{DEFAULT_LOG2}, {lost} skipped" if skips else ""
         yield f"verdict: use 2^{finding.choice_log2}{cost}"
     else:
         yield (

@@ -306,7 +306,7 @@ def _fit(
             ours = [
                 change for change in changes if change.startswith("hyperparameters.")
             ]
-            raise type(error)("; ".join([*ours, str(error)])) from error
+            raise type(error)("; ".join([str(error), *ours])) from error
 
 
 def _not_finite(models: Sequence[nn.Module]) -> set[str]:
