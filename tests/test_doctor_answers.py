@@ -148,6 +148,19 @@ def test_clip_above_an_unscale_is_told_to_look_at_that_line() -> None:
     assert fault.orders
 
 
+def test_line_that_the_script_has_far_below_is_not_to_be_written_again() -> None:
+    (fault,) = findings_of_mistake("generator_steps_itself").faults
+    first, second = fault.write.splitlines()
+    assert first == "scaler.step(optimizer)  # in place of optimizer.step()"
+    assert second.startswith("scaler.update()  # your line ")
+
+
+def test_order_of_which_the_script_has_all_stands_at_the_line_of_its_fault() -> None:
+    (fault,) = findings_of_mistake("auxiliary_loss_not_scaled").faults
+    assert fault.orders
+    assert fault.write == "scaler.scale(loss).backward()  # in place of this line"
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -156,25 +156,6 @@ for inputs, targets in loader():
     scaler.update()
 """,
     ),
-    "trust_ratio_before_unscale": Mistake(
-        "fault",
-        "depends_on_scale",
-        """\
-model = net()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scaler = GradScaler("cuda")
-for inputs, targets in loader():
-    optimizer.zero_grad()
-    with autocast("cuda", dtype=torch.float16):
-        loss = F.cross_entropy(model(inputs), targets)
-    scaler.scale(loss).backward()
-    for p in model.parameters():
-        if p.ndim > 1:
-            p.grad.mul_(0.02 * p.detach().norm() / p.grad.norm())
-    scaler.step(optimizer)
-    scaler.update()
-""",
-    ),
     "steps_only_below_a_scaled_norm": Mistake(
         "fault",
         "step_missing",
@@ -713,20 +694,133 @@ for batch in loader():
     train_step(*batch)
 """,
     ),
-    "scale_set_in_each_step": Mistake(
+    "log_of_half_plus_eps_late": Mistake(
         "fault",
         "no_steps",
         """\
-model = net()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scaler = GradScaler("cuda", init_scale=2.0**24)
-for inputs, targets in loader():
+def focal(logits, targets):
+    p = torch.sigmoid(logits)
+    positive = -targets * (1 - p) ** 2 * torch.log(p + 1e-8)
+    negative = -(1 - targets) * p**2 * torch.log(1 - p + 1e-8)  # HERE
+    return (positive + negative).mean()
+
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 1))
+optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+scaler = torch.amp.GradScaler("cpu")
+for i in range(60):
+    inputs = torch.randn(64, 10) * 8
     optimizer.zero_grad()
-    with autocast("cuda", dtype=torch.float16):
-        loss = F.cross_entropy(model(inputs), targets)
+    with torch.autocast("cpu", dtype=torch.float16):
+        logits = model(inputs)
+    loss = focal(logits, (inputs[:, :1] > 0).to(logits.dtype))
     scaler.scale(loss).backward()
     scaler.step(optimizer)
-    scaler.update(2.0**24)
+    scaler.update()
+""",
+    ),
+    "root_of_a_negative_variance": Mistake(
+        "fault",
+        "no_steps",
+        """\
+class Norm(nn.Module):
+    def forward(self, x):
+        mean = x.mean(-1, keepdim=True)
+        variance = (x * x).mean(-1, keepdim=True) - mean * mean
+        return (x - mean) / torch.sqrt(variance + 1e-5)  # HERE
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv1d(1, 16, 3, padding=1), Norm()
+        self.second, self.last = nn.Conv1d(16, 16, 3, padding=1), nn.Linear(16, 2)
+
+    def forward(self, x):
+        hidden = torch.relu(self.norm(self.first(x)))
+        return self.last(torch.relu(self.second(hidden)).mean(-1))
+
+
+torch.manual_seed(0)
+model = Net()
+optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+scaler = torch.amp.GradScaler("cpu")
+for i in range(50):
+    targets = torch.randint(0, 2, (16,))
+    spread = 0.05 + 0.1 * targets[:, None, None]
+    inputs = 30 + spread * torch.randn(16, 1, 40)
+    with torch.autocast("cpu", torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "generator_is_stepped_by_the_other_scaler": Mistake(
+        "fault",
+        "scales_mixed",
+        """\
+G = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 2))
+D = nn.Sequential(nn.Linear(2, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
+opt_g = torch.optim.Adam(G.parameters(), 1e-3)
+opt_d = torch.optim.Adam(D.parameters(), 1e-3)
+scaler_g, scaler_d = GradScaler("cpu", init_scale=2.0**12), GradScaler("cpu")
+bce = nn.BCEWithLogitsLoss()
+for i in range(50):
+    real = torch.randn(32, 2) + 2
+    with torch.autocast("cpu", dtype=torch.float16):
+        fake = G(torch.randn(32, 6))
+        loss = bce(D(real), torch.ones(32, 1))
+        loss = loss + bce(D(fake.detach()), torch.zeros(32, 1))
+    opt_d.zero_grad()
+    scaler_d.scale(loss).backward()
+    scaler_d.step(opt_d)
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = bce(D(fake), torch.ones(32, 1))
+    opt_g.zero_grad()
+    scaler_d.scale(loss).backward()
+    scaler_g.step(opt_g)  # HERE
+    scaler_d.update()
+    scaler_g.update()
+""",
+    ),
+    "generator_steps_itself": Mistake(
+        "fault",
+        "step_without_scaler",
+        """\
+G = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3))
+D = nn.Sequential(nn.Linear(3, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
+opt_g = torch.optim.SGD(G.parameters(), lr=1e-3)
+opt_d = torch.optim.SGD(D.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cpu")
+
+
+def train_discriminator(real, fake):
+    opt_d.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = torch.relu(1 - D(real)).mean() + torch.relu(1 + D(fake)).mean()
+    scaler.scale(loss).backward()
+    scaler.step(opt_d)
+
+
+def train_generator(noise):
+    opt_g.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = -D(G(noise)).mean()
+    scaler.scale(loss).backward()
+    opt_g.step()  # HERE
+
+
+torch.manual_seed(0)
+for i in range(40):
+    real, noise = torch.randn(32, 3) * 0.2 + 1, torch.randn(32, 6)
+    with torch.no_grad():
+        fake = G(noise)
+    train_discriminator(real, fake)
+    train_generator(noise)
+    scaler.update()
 """,
     ),
     "ignores_what_the_scaler_found": Mistake(

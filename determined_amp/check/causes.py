@@ -162,8 +162,10 @@ class CauseWatch(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has n
 
     def cause_of_gradients(self) -> Cause | None:
         """Which module makes gradients that are not finite of a loss that is."""
+        if self.backward is None:
+            return None
         text = f"the gradients that {self.backward} makes"
-        return None if self.backward is None else Cause(text, None, text)
+        return Cause(text, None, text, is_of_loss=False)
 
 
 def _limit(dtype: torch.dtype) -> str:
@@ -191,8 +193,7 @@ class Attempts:
         self._record = record
         self._roots = roots
         self._batch: Any = None
-        self._left = _MOST_LOOKS  # forwards that may still be looked at
-        self._has_reason = False  # to look: a loss was not finite
+        self._left = 0  # forwards that may be looked at, for the newest reason
         self._watch: CauseWatch | None = None
         self._stack = ExitStack()  # of what watches
 
@@ -203,8 +204,7 @@ class Attempts:
 
     def look(self) -> None:
         """Watch what is computed until the next backward, if there is a reason."""
-        is_open = self._has_reason and self._record.cause is None
-        if is_open and self._left and self._watch is None:
+        if self._left and self._watch is None:
             self._left -= 1
             self._watch = CauseWatch([*self._roots])
             self._stack.enter_context(self._watch.watching())
@@ -236,18 +236,23 @@ class Attempts:
 
     def _judge(self, bad: Sequence[torch.Tensor]) -> None:
         """These losses are not finite, or, without any, the gradients are not."""
-        if self._record.cause is not None:
+        known = self._record.cause
+        if known and (known.is_of_loss or not bad):
             return
         for number, each in enumerate(tensors_of(self._batch)):
             if bad and each.is_floating_point() and not is_finite(each):
                 text = f"input {number} of the batch: the precision is not the cause"
-                self._record.cause = Cause(text, None, text)
+                self._know(Cause(text, None, text))
                 return
-        self._has_reason = True
         watch = self._watch
-        if watch is not None:
-            cause = watch.cause(bad[0]) if bad else watch.cause_of_gradients()
-            self._record.cause = cause
+        if watch is None:
+            self._left = _MOST_LOOKS
+        else:
+            self._know(watch.cause(bad[0]) if bad else watch.cause_of_gradients())
+
+    def _know(self, cause: Cause | None) -> None:
+        if cause is not None:
+            self._record.cause, self._left = cause, 0
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from statistics import median
 
 from determined_amp.check.finding import Found, Seen
@@ -48,15 +48,6 @@ def skips_every_step(record: Record) -> Found:
     steps = _steps_of_scalers(record)
     if len(steps) >= _SETTLED // 2 and all(step.skipped for step in steps):
         yield Seen(steps[-1:], part=steps, proven=len(steps) >= _SETTLED)
-
-
-def skips_every_step_at_its_own_scale(record: Record) -> Found:
-    """Each skip halves the scale: here it is as high again."""
-    for steps in _steps_of_each(record, scaled=True, moved=False):
-        pairs = pairwise(steps)
-        again = [late for early, late in pairs if late.scale >= early.scale]
-        if len(again) >= _MANY and all(step.skipped for step in steps):
-            yield Seen(steps[-1:], part=steps)
 
 
 def skips_at_scales_that_were_right(record: Record) -> Found:
@@ -218,19 +209,6 @@ def gradients_follow_the_scale(record: Record) -> Found:
                 break
 
 
-def changes_scaled_gradients_of_a_weight(record: Record) -> Found:
-    """The norm of all gradients hides those of a weight that became small."""
-    for steps in _steps_of_each(record, skipped=False):
-        most = max((len(step.norms) for step in steps), default=0)
-        whole = [step for step in steps if len(step.norms) == most]
-        scales = [step.scale for step in whole]
-        for norms in zip(*(step.norms for step in whole), strict=True):
-            seen = _dependence(zip(scales, norms, strict=True))
-            if seen and seen.is_inverse and seen.norms >= _STEPS:
-                yield seen.at(whole)
-                break
-
-
 def adds_what_does_not_follow_the_scale(record: Record) -> Found:
     for steps in _steps_of_each(record, skipped=False):
         seen = _dependence((step.scale, step.added) for step in steps)
@@ -264,15 +242,11 @@ def mixes_scales(record: Record) -> Found:
     """All of a step are multiplied by one scale, and are divided by it."""
     mixed = [window for window in record.complete if len(window.scales) > 1]
     if len(mixed) > 1:
-        scales = max((window.scales for window in mixed), key=max)
-        spans = [range(w.used[0].number, w.steps[0].number) for w in mixed]
-        updates = [
-            update
-            for update in record.of("update")
-            if any(update.number in span for span in spans)
-        ]
-        at = updates or [backward for window in mixed for backward in window.used]
-        low, high = min(scales), max(scales)
+        last = mixed[-1]
+        low, high = min(last.scales), max(last.scales)
+        inside = record.events[last.used[0].number : last.steps[0].number]
+        updates = [event for event in inside if event.kind == "update"]
+        at = updates or last.used
         yield Seen(at, part=mixed, of=record.complete, low=low, high=high)
 
 

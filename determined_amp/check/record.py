@@ -140,12 +140,13 @@ class StepWindow:
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a loss is not finite."""
+    """Why a loss, or its gradients, are not finite."""
 
     text: str
     where: Where | None  # the line whose operation makes it so
     advice: str
     orders: bool = False  # the advice, which was tried
+    is_of_loss: bool = True  # else of gradients alone
 
 
 @dataclass

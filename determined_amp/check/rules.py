@@ -48,10 +48,10 @@ _LOSSES = {
 def makes_scalers_anew(record: Record) -> Found:
     """One scaler lasts for the whole training."""
     steps = record.of("step", scaled=True)
-    skipped = record.of("step", scaled=True, skipped=True, disturbed=False)
+    skipped = [step for step in steps if step.skipped and not step.disturbed]
     used = [scaler for scaler in record.scalers if scaler.used and not scaler.ours]
     made = Counter(scaler.where for scaler in used)
-    for line, times in made.items():
+    for line, times in made.most_common(1):
         if times > max(2, len(steps) / 2):
             is_often = len(skipped) > len(steps) / 2
             yield Seen([line], scalers=times, part=skipped, of=steps, proven=is_often)
@@ -355,12 +355,10 @@ _CAST_ON_CUDA = re.compile(r": (scatter|dot|grid_sampler)\b")
 def cause_of_error(record: Record) -> tuple[str, Seen]:
     """The key of the mistake that has raised the error of a training, and its lines."""
     error = record.error
-    keys = [
-        key
-        for key, row in ROWS.items()
-        if any(words in error for words in row.get("errors", ()))
-    ]
-    key = _cause(record, keys[0]) if keys else name_in_16_bits(error) or "raised"
+    key = name_in_16_bits(error) or "raised"
+    for known, row in ROWS.items():
+        if any(words in error for words in row.get("errors", ())):
+            key = _cause(record, known)
     at: list[Event] = []
     if key == "zero_grad_in_window":
         at = record.windows[-1].zeroed
@@ -375,34 +373,39 @@ def cause_of_error(record: Record) -> tuple[str, Seen]:
 
 def _cause(record: Record, key: str) -> str:
     """The cause of an error of GradScaler that can have several."""
+    losses = record.of("backward")
     if record.of("closure"):  # what raises depends on how it is passed
         return "closure"
     if key == "no_gradients":
-        return _cause_of_no_gradients(record)
-    kinds = ("backward", "unscale", "step", "update")
-    events = [event for event in record.events if event.kind in kinds]
+        return _cause_of_no_gradients(record, losses)
     if key == "unscaled_twice":
-        return _cause_of_second_unscale(events)
-    if key == "update_missing" and record.of("backward") and events[-1].kind == "step":
+        return _cause_of_second_unscale(record)
+    if key == "update_missing" and losses and _calls(record)[-1].kind == "step":
         return "step_twice"
+    if key == "no_loss_scale" and record.scales:
+        return "scales_mixed"  # another scaler has scaled
     return key if record.scales or key != "update_in_window" else "no_loss_scale"
 
 
-def _cause_of_second_unscale(events: list[Event]) -> str:
+def _calls(record: Record) -> list[Event]:
+    kinds = ("backward", "unscale", "step", "update")
+    return [event for event in record.events if event.kind in kinds]
+
+
+def _cause_of_second_unscale(record: Record) -> str:
     """Why gradients were divided before the newest update."""
-    updates = [0, *(at for at, each in enumerate(events, 1) if each.kind == "update")]
-    since = events[updates[-1] :]
-    kinds = [event.kind for event in since]
-    if updates[-1] and kinds[:1] != ["backward"]:
+    updates = record.of("update")
+    last = updates[-1].number if updates else -1
+    since = [each for each in _calls(record) if each.number > last]
+    if updates and (not since or since[0].kind != "backward"):
         return "update_in_window"
-    is_one_batch = len({event.batch for event in since}) < 2
-    return (
-        "unscaled_twice" if is_one_batch and "step" not in kinds else "update_missing"
-    )
+    has_stepped = any(each.kind == "step" for each in since)
+    is_one_batch = len({each.batch for each in since}) < 2
+    is_twice = is_one_batch and not has_stepped
+    return "unscaled_twice" if is_twice else "update_missing"
 
 
-def _cause_of_no_gradients(record: Record) -> str:
-    losses = record.of("backward")
+def _cause_of_no_gradients(record: Record, losses: list[Event]) -> str:
     trained = any(backward.reached for backward in losses)
     if losses and not losses[-1].loss.trains:
         return "constant_loss" if trained else "loss_cut_off"

@@ -289,7 +289,6 @@ class StepGradients:
             "step",
             optimizer=self.number,
             norm=norm,
-            norms=norms,
             unclipped=norm if window.unclipped is None else window.unclipped,
             added=window.added,
             factor=self.factor / self._divisor,
