@@ -39,6 +39,40 @@ def loader(batch_size=8):
 """
 
 RIGHT: dict[str, str] = {
+    "schedule_counted_in_batches": """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = loader(3)
+scheduler = lr_scheduler.CosineAnnealingLR(optimizer, T_max=len(data))
+scaler = GradScaler("cpu")
+for i, (inputs, targets) in enumerate(data):
+    with autocast("cpu", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets) / 4
+    scaler.scale(loss).backward()
+    before = scaler.get_scale()
+    if i % 4 == 3:
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    if scaler.get_scale() >= before:
+        scheduler.step()
+""",
+    "leaves_out_large_norms": """\
+model = net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+scaler = GradScaler("cpu")
+for i, (inputs, targets) in enumerate(loader(3)):
+    optimizer.zero_grad()
+    with autocast("cpu", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    loss = loss * (3e5 if i % 17 == 5 else 1)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if norm < 50.0:
+        scaler.step(optimizer)
+    scaler.update()
+""",
     # The recipes of torch's own pages, and of its examples.
     "torch_recipe": """\
 model = net().to("cuda")

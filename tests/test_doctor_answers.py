@@ -64,6 +64,17 @@ def test_penalty_that_is_divided_is_not_suspected_while_a_cause_is_looked_for() 
     assert "penalty_scaled" not in {finding.key for finding in findings}
 
 
+def test_batches_whose_gradients_alone_overflow_are_not_left_out_for_their_losses() -> (
+    None
+):
+    findings = findings_of(RIGHT["leaves_out_large_norms"], "large.py")
+    assert "left_out" not in {finding.key for finding in findings}
+
+
+def test_findings_that_were_not_filled_do_not_say_that_there_are_none() -> None:
+    assert str(CheckFindings()).startswith("nothing was trained")
+
+
 def findings_of(script: str, file: str) -> CheckFindings:
     """What is said of a script, which may raise."""
     names = prepared()

@@ -1177,25 +1177,6 @@ for epoch in range(2):
     scheduler.step()
 """,
     ),
-    "schedule_moves_in_each_micro_batch": Mistake(
-        "fault",
-        "schedule_on_skipped",
-        """\
-model = net()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scheduler = lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + 0.01 * n))
-scaler = GradScaler("cuda")
-for i, (inputs, targets) in enumerate(loader(2)):
-    with autocast("cuda", dtype=torch.float16):
-        loss = F.cross_entropy(model(inputs), targets) / 4
-    scaler.scale(loss).backward()
-    if i % 4 == 3:
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    scheduler.step()  # HERE
-""",
-    ),
     # Checkpoints.
     "scale_is_not_saved": Mistake(
         "fault",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from determined_amp.amp.rehearse.backward_graph import OUTSIDE, module_names
+from determined_amp.amp.rehearse.backward_graph import module_names
 from determined_amp.amp.rehearse.overflows import OverflowWatch, Place
 from determined_amp.amp.tensors import (
     SIXTEEN_BITS,
@@ -152,13 +152,12 @@ class CauseWatch(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has n
             return Cause(text, where, text)
         text += f", {_limit(place.dtype)}; tried: the loss is finite in float32"
         advice = "float32 from there to the loss: the loss is finite in float32"
-        if not is_finite(self._bfloat16.of(loss)):
-            return Cause(text, where, advice)
-        text += " and in bfloat16"
-        if place.module == OUTSIDE:  # where it may have been cast by hand
-            return Cause(text, where, advice)
-        advice = "dtype=torch.bfloat16  # tried: the loss is finite, without a scale"
-        return Cause(text, where, advice, orders=True)
+        if is_finite(self._bfloat16.of(loss)):
+            text += " and in bfloat16"
+            advice += (
+                ";\nor dtype=torch.bfloat16, if nothing is cast to float16 by hand"
+            )
+        return Cause(text, where, advice)
 
     def cause_of_gradients(self) -> Cause | None:
         """Which module makes gradients that are not finite of a loss that is."""

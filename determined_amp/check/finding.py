@@ -143,7 +143,7 @@ class CheckFindings:
     # What was not examined, and why: a line each, behind which more may be said.
     notes: list[str] = field(default_factory=list)
     seen: str = ""  # what was examined, in one sentence
-    trained: bool = True  # something was, so that something was examined
+    trained: bool = False  # something was, so that something was examined
     amp: bool = True  # with autocast, or a loss that was scaled
     verbose: bool = False  # whether all of the notes is shown
 

@@ -76,8 +76,7 @@ def leaves_out_batches(record: Record) -> Found:
     without = record.of("left_out")
     for window in record.windows:
         lost = [] if window.forced else window.backwards[: window.lost]
-        bad = (each for each in lost if not (each.finite and math.isfinite(each.added)))
-        without += bad
+        without += [backward for backward in lost if not backward.finite]
     batches = record.batches or len(record.of("backward"))
     total = max(batches, len(without))
     is_often = len(without) >= max(_MANY, _SHARE * total)

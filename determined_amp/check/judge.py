@@ -114,7 +114,7 @@ def _findings(
             if cause := record.cause:
                 effect += f"; first: {cause.text}"
                 at.insert(0, cause.where)
-                orders, advice = cause.orders, cause.advice
+                orders, advice = False, cause.advice
         level = Level(row["level"].split(" or ")[0 if each.proven else -1])
         where = tuple(dict.fromkeys(line for line in at if line is not None))
         orders = orders and level is not Level.SUSPICION

@@ -132,10 +132,15 @@ class StepWindow:
         scaled = [each.number for each in self.used if each.loss.scale] or [0]
         return [each for each in self.unscales if scaled[0] < each.number < scaled[-1]]
 
-    def movers_of(self, schedule: Schedule) -> set[Where | None]:
-        """The lines that moved a schedule."""
-        moves = (move for move in self.moves if not move.place)
-        return {move.where for move in moves if move.schedule is schedule}
+    @property
+    def moved(self) -> list[Schedule]:
+        """The schedules that move after its last backward, without a place."""
+        last = self.used[-1].number if self.used else 0
+        return [
+            move.schedule
+            for move in self.moves
+            if move.number > last and not move.place
+        ]
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,6 @@ class Cause:
     text: str
     where: Where | None  # the line whose operation makes it so
     advice: str
-    orders: bool = False  # the advice, which was tried
     is_of_loss: bool = True  # else of gradients alone
 
 

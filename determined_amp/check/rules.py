@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from determined_amp.check.finding import ROWS, Found, Seen
-from determined_amp.check.record import Event, Record, Schedule, StepWindow
+from determined_amp.check.record import Event, Record, StepWindow
 from determined_amp.check.step_gradients import SCALED
 from determined_amp.experiment.failures import name_in_16_bits
 
@@ -138,27 +138,19 @@ def _stays(clip: Event, clips: list[Event]) -> bool:
     return bool(max(factors) > _APART * min(factors))
 
 
-# Schedules: what counts is the rate of each group over the steps of an optimizer.
+# Schedules.
 
 
 def moves_on_skipped_steps(record: Record) -> Found:
-    for schedule, windows in _moved_by_steps(record):
-        skipped = [window for window in windows if window.skipped]
-        wrong = [window for window in skipped if window.movers_of(schedule)]
-        if wrong:
-            moves = record.of("move", schedule=schedule)
-            yield Seen(moves, part=wrong, of=skipped)
-
-
-def _schedules(record: Record) -> Iterator[tuple[Schedule, list[StepWindow]]]:
-    """What moves a rate, and the windows of its optimizer.
-
-    Without what this library moves, and without a search for a good rate.
-    """
     for schedule in record.schedules:
+        moves = record.of("move", schedule=schedule, place=False)
         windows = [w for w in record.complete if w.optimizer == schedule.optimizer]
-        if len(windows) > 2 and not (schedule.ours or _is_range_test(windows)):
-            yield schedule, windows
+        moved = [window for window in windows if schedule in window.moved]
+        skipped = [window for window in windows if window.skipped]
+        wrong = [window for window in moved if window.skipped]
+        is_left = schedule.ours or _is_range_test(windows)
+        if wrong and not is_left and _is_by_steps(record, moves, windows, moved):
+            yield Seen(moves, part=wrong, of=skipped)
 
 
 def _is_range_test(windows: list[StepWindow]) -> bool:
@@ -169,16 +161,22 @@ def _is_range_test(windows: list[StepWindow]) -> bool:
     return len(ratios - {1.0}) == 1 and max(ratios) > 1
 
 
-def _moved_by_steps(record: Record) -> Iterator[tuple[Schedule, list[StepWindow]]]:
-    """Those that move in most steps, as long as they move."""
-    for schedule, windows in _schedules(record):
-        moving = [w.place for w in windows if w.movers_of(schedule)]
-        is_by_epoch = record.epochs >= _BY_STEPS * len(windows)  # of one step each
-        if len(moving) > 2 and not is_by_epoch:
-            span = range(moving[0], moving[-1] + 1)
-            applied = [w for w in windows if w.place in span and not w.skipped]
-            if len(moving) >= _BY_STEPS * len(applied):
-                yield schedule, windows
+def _is_by_steps(
+    record: Record,
+    moves: list[Event],
+    windows: list[StepWindow],
+    moved: list[StepWindow],
+) -> bool:
+    """Whether a schedule moves once in most steps, as long as it moves.
+
+    Else it is counted in batches, or in epochs, which may have one step each.
+    """
+    span = range(moved[0].place, moved[-1].place + 1)
+    applied = [w for w in windows if w.place in span and not w.skipped]
+    is_often = len(moved) > 2 and len(moved) >= _BY_STEPS * len(applied)
+    is_by_batch = len(moves) > 1.5 * len(moved)
+    is_by_epoch = record.epochs >= _BY_STEPS * len(windows)
+    return is_often and not (is_by_batch or is_by_epoch)
 
 
 # Windows of several batches.

@@ -21,9 +21,9 @@ from determined_amp.check.lines import caller
 
 # What only a GPU can show.
 ONLY_ON_A_GPU = (
-    'this machine has no GPU, so "cuda" meant the CPU\n'
-    "AMP that your code switches on by torch.cuda.is_available() was off and not "
-    "examined, nor was what a synchronisation costs, which fused optimizers are used, "
+    'this machine has no GPU, so "cuda" meant the CPU, and AMP that your code switches '
+    "on where it finds a GPU was off\n"
+    "Nor was examined what a synchronisation costs, which fused optimizers are used, "
     "TF32 products, or gradients that differ by CUDA kernel"
 )
 
