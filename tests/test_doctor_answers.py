@@ -58,12 +58,6 @@ def test_right_script_has_no_fault(name: str) -> None:
     assert [finding.text() for finding in findings.faults] == []
 
 
-def test_penalty_that_is_divided_is_not_suspected_while_a_cause_is_looked_for() -> None:
-    name = "penalty_of_divided_gradients_of_inputs"
-    findings = findings_of(RIGHT[name], f"{name}.py")
-    assert "penalty_scaled" not in {finding.key for finding in findings}
-
-
 def test_batches_whose_gradients_alone_overflow_are_not_left_out_for_their_losses() -> (
     None
 ):

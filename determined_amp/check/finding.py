@@ -15,7 +15,6 @@
     write, look the lines to write, or what to look at where these do not hold;
                 `in_a_loop_write` and `in_a_loop_look` where the loop is the user's
     explains    what is not told beside it, with all that those explain
-    proven_by   what makes it a fault
 """
 
 from __future__ import annotations

@@ -149,12 +149,6 @@ def concluded(told: Iterable[CheckFinding]) -> list[CheckFinding]:
     for finding in told:
         by_key[finding.key].append(finding)
     known = {key: _merged(same) for key, same in by_key.items()}
-    for key, each in known.items():
-        row = ROWS[key]
-        for proof in known.keys() & row.get("proven_by", ()):
-            effect = f"{each.effect}; {known[proof].effect}"
-            proven = replace(each, level=Level.FAULT, effect=effect)
-            known[key] = replace(proven, orders="write" in row)
     explained: dict[str, set[Level]] = defaultdict(set)
     for key, cause in known.items():
         for effect in _explained_by(key):

@@ -1,8 +1,7 @@
-"""Reads in the graph of a loss how it was made: scaled, or with gradients in it."""
+"""Reads in the graph of a loss how it was made, and what has scaled it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,9 +28,6 @@ class Loss:
     has_gradient: bool = (
         False  # it is several numbers, so the backward begins with a gradient
     )
-    penalty: float | None = (
-        None  # scale of gradients that are a part of it and were not unscaled
-    )
     trains: bool = False  # parameters are behind it
 
 
@@ -41,7 +37,7 @@ def mark(tensors: Any, **known: Any) -> None:
     Args:
         tensors: The tensors, in any containers.
         known: The `scale` of losses that were scaled, and the `dtype` of what was
-            scaled, or the scale of the loss that they are a `gradient` of.
+            scaled, or that they are gradients (`is_gradient`).
     """
     for tensor in tensors_of(tensors):
         node: Any = tensor.grad_fn
@@ -69,34 +65,26 @@ def loss_of(outputs: Any, scales: Sequence[float]) -> Loss:
 
 
 def _read_graph(loss: Loss, roots: list[Any], scales: Sequence[float]) -> None:
-    """Find what multiplies a loss or parts of it, and gradients in it."""
-    gradients: list[float] = []
-    numbers: list[float] = []
+    """Find what multiplies a loss or parts of it."""
     waiting: list[tuple[Any, float | None]] = [(root, None) for root in roots]
     seen = {*waiting}
     while waiting and len(seen) < _MOST_NODES:
         node, factor = waiting.pop()
-        known, number = _known_of(node), _number_in(node)
-        by_hand = number in scales and node.name() == "MulBackward0"
-        scale = known.get("scale", number if by_hand else None)
+        known, name = _known_of(node), node.name()
+        if known.get("is_gradient"):  # what is behind it is another graph
+            continue
+        scale = known.get("scale")
+        if name == "MulBackward0" and (number := _number_in(node)) in scales:
+            scale = scale or number  # by hand
         if scale:
             factor = scale * (factor or 1.0)
             loss.scale = max(loss.scale or factor, factor)
-        elif number:
-            numbers.append(max(number, 1 / number))
-        if "AccumulateGrad" in node.name():
+        if "AccumulateGrad" in name:
             loss.unscaled = loss.unscaled or factor is None
             loss.trains = loss.trains or isinstance(node.variable, torch.nn.Parameter)
-        if known.get("gradient"):  # what is behind it is another graph
-            gradients.append(known["gradient"])
-            continue
         behind = {(each, factor) for each in _behind(node)} - seen
         seen |= behind
         waiting += behind
-    # What is multiplied or divided by the scale is unscaled.
-    for gradient in gradients:
-        if not any(math.isclose(number, gradient, rel_tol=1e-3) for number in numbers):
-            loss.penalty = gradient
 
 
 def _factor_before(node: Any) -> float:

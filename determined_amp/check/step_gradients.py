@@ -45,7 +45,7 @@ class StepGradients:
         scale: What the newest backward was scaled by.
         pending: Whether there are gradients that no step has used.
         clipped: Whether torch has clipped them since they were looked at.
-        norms: That of each weight's, when they were looked at last.
+        norm: That of all of them together, when they were looked at last.
         window: The newest.
         is_new: Whether autograd has computed something since the newest step.
     """
@@ -58,7 +58,7 @@ class StepGradients:
         self.scale: float | None = None
         self.pending = False
         self.clipped = False
-        self.norms: list[float] = []
+        self.norm = 0.0
         self.is_new = False
         self.window = StepWindow(self.number)
         self.overflows = overflows
@@ -81,11 +81,6 @@ class StepGradients:
         record.optimizers += 1
 
     @property
-    def norm(self) -> float:
-        """That of all of them together, when they were looked at last."""
-        return math.hypot(*self.norms)
-
-    @property
     def weights(self) -> list[torch.Tensor]:
         """What they are the gradients of."""
         return parameters_of(self._optimizer)
@@ -106,7 +101,7 @@ class StepGradients:
         none = torch.zeros(0)
         dense = [none if g is None else values_of(g) for g in gradients]
         flat = [each.detach().float().flatten() for each in dense]
-        self.norms = [float(torch.linalg.vector_norm(each)) for each in flat]
+        self.norm = math.hypot(*(float(torch.linalg.vector_norm(g)) for g in flat))
         few = [gradient[:: max(1, len(gradient) // _SAMPLED)] for gradient in flat]
         self._values = torch.cat([none, *few])
 
@@ -176,7 +171,8 @@ class StepGradients:
         if looks and not any(bool(gradient.any()) for gradient in self.dense()):
             self.window.zeroed += self._record.of("zero_grad")[-1:]
             self.window.lost, self.window.stale = len(self.window.backwards), 0
-            self.factor, self.norms = 1.0, []
+            self.factor = 1.0
+            self.norm = 0.0
             self.overflows.forget(self.weights)
 
     @unheard
@@ -282,8 +278,7 @@ class StepGradients:
         Args:
             known: What else is known of the step.
         """
-        window, norms = self.window, self._norms_of_step()
-        norm = math.hypot(*norms)
+        window, norm = self.window, self._norm_of_step()
         self._step["again"] &= norm != 0
         step = self._record.note(
             "step",
@@ -307,17 +302,16 @@ class StepGradients:
         self.pending, self.factor, self.is_new = False, 1.0, False
         self._used = self.versions()
 
-    def _norms_of_step(self) -> list[float]:
-        """The norms of what it has used: hooks and the step itself may change that."""
-        norms, now = [norm / self._divisor for norm in self.norms], self.versions()
+    def _norm_of_step(self) -> float:
+        """That of what it has used: hooks and the step itself may change that."""
+        norm, now = self.norm / self._divisor, self.versions()
         is_same = [g for g, _ in now] == [g for g, _ in self._begun]
         if is_same and now != self._begun:
-            norm = math.hypot(*norms)
             self.measure()
             if self.norm:  # it has not zeroed them
                 self.window.by_hand *= self.norm / norm if norm else 1.0
-                return self.norms
-        return norms
+                return self.norm
+        return norm
 
 
 def _share_lost(halves: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:

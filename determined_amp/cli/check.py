@@ -52,7 +52,6 @@ _SHOWN = {
     "look": "look at",
     "in_a_loop_look": "look at in a loop of your own",
     "explains": "not told beside it",
-    "proven_by": "a fault with",
 }
 
 
