@@ -39,6 +39,74 @@ def loader(batch_size=8):
 """
 
 RIGHT: dict[str, str] = {
+    "scale_grows_while_it_converges": """\
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 1))
+optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+scaler = GradScaler("cpu", init_scale=64.0, growth_interval=12)
+weights = torch.randn(10, 1)
+for i in range(90):
+    inputs = torch.randn(64, 10)
+    optimizer.zero_grad()
+    with autocast("cpu", dtype=torch.float16):
+        outputs = model(inputs)
+    loss = F.mse_loss(outputs.float(), inputs @ weights)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "outliers_bring_the_scale_down": """\
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 1))
+optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+scaler = GradScaler("cpu", init_scale=256.0)
+for i in range(70):
+    inputs = torch.randn(16, 10) * (60.0 if i % 12 == 7 else 1.0)
+    optimizer.zero_grad()
+    with autocast("cpu", dtype=torch.float16):
+        outputs = model(inputs)
+    squares = (outputs * outputs * 40.0).float()
+    loss = F.smooth_l1_loss(squares, inputs[:, :1].abs())
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "sum_over_pixels_with_outliers": """\
+torch.manual_seed(0)
+layers = nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 3, padding=1)
+model = nn.Sequential(*layers)
+optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+scaler = GradScaler("cpu")
+for i in range(95):
+    inputs = torch.randn(8, 1, 24, 24) * (40.0 if i % 16 == 9 else 1.0)
+    targets = F.avg_pool2d(inputs, 3, 1, 1) * 3
+    optimizer.zero_grad()
+    with autocast("cpu", dtype=torch.float16):
+        outputs = model(inputs)
+    loss = F.mse_loss(outputs.float(), targets, reduction="sum")
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e5)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "schedule_moves_in_each_micro_batch": """\
+model = net()
+optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+scheduler = lr_scheduler.LambdaLR(optimizer, lambda batch: max(0.0, 1 - batch / 120))
+scaler = GradScaler("cpu")
+for i, (inputs, targets) in enumerate(loader(4)):
+    with autocast("cpu", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets) / 3
+    scaler.scale(loss).backward()
+    if i % 3 == 2:
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    scheduler.step()
+""",
     "schedule_counted_in_batches": """\
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

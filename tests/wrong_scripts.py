@@ -823,6 +823,27 @@ for i in range(40):
     scaler.update()
 """,
     ),
+    "left_out_step_is_not_zeroed": Mistake(
+        "fault",
+        "not_zeroed",
+        """\
+model = net()
+optimizer = torch.optim.Adam(model.parameters(), 2e-3)
+scaler = GradScaler("cpu")
+for inputs, targets in loader(2):
+    with autocast("cpu", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()  # HERE
+    scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if not torch.isfinite(norm):
+        scaler.update()
+        continue
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+""",
+    ),
     "ignores_what_the_scaler_found": Mistake(
         "fault",
         "overflow_hidden|step_without_scaler",

@@ -7,9 +7,11 @@ A rule looks at a record and yields what it has seen. Its name stands in the row
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from linecache import getlines
 from statistics import median
 
 from determined_amp.check.finding import Found, Seen
@@ -31,14 +33,13 @@ _FACTOR, _STEPS, _EXPONENT = 2.0, 8, 0.7
 
 # Scales so far apart, with so many norms at each, tell whether norms follow the scale.
 _LEAST_RATIO, _LEAST_NORMS = 15.0, 3
+# So many neighbours of a norm, on each side, are of nearly the same weights.
+_AROUND = 2
 # Scaled gradients below this norm are not told: float16 may have lost most of them.
 _TINY = 1e-3
 # In this share of the pairs of a low and a high scale the norm differs in the same
 # direction.
 _SEPARATED = 0.8
-
-# So many lines around a call are read for another.
-_NEAR = 100
 
 
 # Steps are made, with all that was computed for them.
@@ -125,8 +126,8 @@ def never_steps(record: Record) -> Found:
     is_over = record.of("step") or record.error
     if record.scales and len(zeroed) > _SETTLED // 2 and not is_over:
         first = zeroed[0].where
-        code = first.code_around(_NEAR).values() if first else ()
-        yield Seen(zeroed, holds=not any(".step(" in line for line in code))
+        code = "".join(getlines(first.file)) if first else ""
+        yield Seen(zeroed, holds=".step(" not in code)
 
 
 # The scale changes nothing.
@@ -155,11 +156,6 @@ class _Dependence:
         is_sure = self.norms >= _STEPS or exponent >= _EXPONENT
         return is_sure and self.ratio**exponent > _FACTOR
 
-    @property
-    def is_inverse(self) -> bool:
-        """Whether they are nearly proportional to the inverse of the scale."""
-        return self.exponent <= -_EXPONENT
-
     def at(self, steps: Sequence[Event]) -> Seen:
         """What was seen in these steps."""
         times = max(self.factor, 1 / self.factor)
@@ -173,45 +169,72 @@ def _dependence(
 
     An infinite norm is that of a step that was skipped at a scale that was right.
     """
-    points = [
-        (scale, norm)
-        for scale, norm in scales_and_norms
-        if scale and norm * scale > _TINY
-    ]
+    points = [(s, norm) for s, norm in scales_and_norms if s and norm * s > _TINY]
     scales = [scale for scale, norm in points if norm < math.inf] or [1.0]
-    middle = math.sqrt(min(scales) * max(scales))
-    low = [norm for scale, norm in points if scale < middle]
-    high = [norm for scale, norm in points if scale >= middle]
-    low_norms, high_norms = ([n for n in side if n < math.inf] for side in (low, high))
-    norms = min(len(low_norms), len(high_norms))
-    if max(scales) < _LEAST_RATIO * min(scales) or norms < _LEAST_NORMS:
+    if max(scales) < _LEAST_RATIO * min(scales):
         return None
-    high_scale = median(scale for scale in scales if scale >= middle)
-    ratio = high_scale / median(scale for scale in scales if scale < middle)
-    larger = sum(above > below for above in high for below in low)
+    middle = math.sqrt(min(scales) * max(scales))
+    points = _alternating(points, middle)
+    scales = [scale for scale, norm in points if norm < math.inf]
+    low = sorted(norm for scale, norm in points if scale < middle)
+    high = sorted(norm for scale, norm in points if scale >= middle)
+    low_norms = [norm for norm in low if norm < math.inf]
+    high_norms = [norm for norm in high if norm < math.inf]
+    norms = min(len(low_norms), len(high_norms))
+    if norms < _LEAST_NORMS:
+        return None
+    larger = sum(bisect_left(low, norm) for norm in high)
     share = larger / (len(high) * len(low))
     if max(share, 1 - share) < _SEPARATED:
         return None
-    return _Dependence(median(high_norms) / median(low_norms), ratio, norms)
+    low_scale = median(scale for scale in scales if scale < middle)
+    high_scale = median(scale for scale in scales if scale >= middle)
+    factor = median(high_norms) / median(low_norms)
+    return _Dependence(factor, high_scale / low_scale, norms)
+
+
+def _alternating(
+    points: list[tuple[float, float]], middle: float
+) -> list[tuple[float, float]]:
+    """Those with one on the other side of a scale among their neighbours.
+
+    A scale that only grows, or falls, compares early gradients with late ones.
+    """
+    near = []
+    for number, point in enumerate(points):
+        around = points[max(0, number - _AROUND) : number + _AROUND + 1]
+        if len({scale >= middle for scale, _ in around}) == 2:
+            near.append(point)
+    return near
 
 
 def gradients_follow_the_scale(record: Record) -> Found:
     for calm in _steps_of_each(record):
         made = [step for step in calm if not step.skipped]
-        spared = [(step.scale, math.inf) for step in _late(calm) if step.skipped]
         # A clip may hide what its gradients depend on.
         for norm in ("norm", "unclipped"):
-            points = [(step.scale, vars(step)[norm]) for step in made]
-            seen = _dependence([*points, *spared])
+            seen = _dependence(_norms_at_scales(calm, norm))
             if seen and seen.is_large:
                 yield seen.at(made)
                 break
 
 
+def _norms_at_scales(steps: list[Event], norm: str) -> list[tuple[float, float]]:
+    """In the order of the steps; infinite where one skips at a scale that was right."""
+    late = _late(steps)
+    points = []
+    for step in steps:
+        if not step.skipped:
+            points.append((step.scale, vars(step)[norm]))
+        elif step in late:
+            points.append((step.scale, math.inf))
+    return points
+
+
 def adds_what_does_not_follow_the_scale(record: Record) -> Found:
     for steps in _steps_of_each(record, skipped=False):
         seen = _dependence((step.scale, step.added) for step in steps)
-        if seen and seen.is_inverse:
+        if seen and seen.exponent <= -_EXPONENT:
             yield seen.at(steps)
 
 
@@ -269,22 +292,24 @@ def uses_stale_weights(record: Record) -> Found:
 
 
 def uses_gradients_again(record: Record) -> Found:
-    windows = [window for window in record.complete if window.stale]
-    if len(windows) >= 2:
-        at = [window.backwards[0] for window in windows]
-        yield Seen(at, of=record.complete)
+    at = [window.backwards[0] for window in record.complete if window.stale]
+    at += [backward for window in record.windows for backward in window.kept]
+    if len(at) >= 2:
+        yield Seen(at, of=record.of("backward"))
 
 
 # Validation.
 
 
 def metric_differs_in_float32(record: Record) -> Found:
-    at = record.regions_of_validation
-    for name, (as_is, exact) in record.metrics.items():
-        change = abs(as_is - exact) / max(abs(exact), 1e-12) if as_is != exact else 0.0
-        if math.isfinite(exact) and not change <= _MAYBE_CHANGED:
+    at: list[Event | None] = [*record.regions_of_validation] or [None]
+    for name, (was, exact) in record.metrics.items():
+        change = abs(was - exact) / max(abs(exact), 1e-12)
+        # Where one alone is not finite, the change is not less than any.
+        differs = was != exact and not change <= _MAYBE_CHANGED
+        if differs and math.isfinite(exact):
             is_large = not change <= _CHANGED
-            yield Seen(at or [None], name=name, was=as_is, exact=exact, proven=is_large)
+            yield Seen(at, name=name, was=was, exact=exact, proven=is_large)
 
 
 def validation_is_not_finite(record: Record) -> Found:

@@ -192,10 +192,10 @@ def _fitted_to_script(finding: CheckFinding) -> CheckFinding:
     if not (finding.orders and finding.where):
         return finding
     lines = finding.write.splitlines()
-    code = finding.where[0].code_around(_FAR)
-    numbered = [_with_its_number(line, code) for line in lines]
-    if not any(map(str.__eq__, lines, numbered)):  # nothing would be left to write
-        numbered = lines
+    first = finding.where[0]
+    # A line above has not helped: it stands under a condition perhaps.
+    below = {n: code for n, code in first.code_around(_FAR).items() if n >= first.line}
+    numbered = [_with_its_number(line, below) for line in lines]
     orders = [_calls_in(code_of(line)) for line in lines]
     wanted = [calls for calls in orders if calls]
     stands = False
@@ -207,7 +207,7 @@ def _fitted_to_script(finding: CheckFinding) -> CheckFinding:
 
 def _with_its_number(line: str, near: dict[int, str]) -> str:
     """A line of an order, with the number of the script's own that calls the same."""
-    code = code_of(line)
+    code = "" if "in place of" in line else code_of(line)
     called = _CALLED.match(code)
     for number, its in near.items():
         if code and (its.endswith(code) or (called and its.startswith(called[0]))):

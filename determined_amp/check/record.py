@@ -89,6 +89,9 @@ class StepWindow:
     )
     zeroed: list[Event] = field(default_factory=list)  # by these
     stale: int = 0  # gradients that an earlier step has used and that were not zeroed
+    left_out: bool = False  # its gradients were unscaled and updated, and not stepped
+    # which were added to those of a step that was left out
+    kept: list[Event] = field(default_factory=list)
     unscales: list[Event] = field(default_factory=list)
     steps: list[Event] = field(default_factory=list)
     # of its schedulers until the next backward

@@ -58,8 +58,8 @@ def makes_scalers_anew(record: Record) -> Found:
 
 
 def unscales_before_the_last_backward(record: Record) -> Found:
-    early = [unscale for window in record.windows for unscale in window.unscaled_early]
-    yield Seen(early)
+    windows = [window for window in record.windows if not window.kept]
+    yield Seen([unscale for window in windows for unscale in window.unscaled_early])
 
 
 def steps_with_scaled_gradients(record: Record) -> Found:
@@ -250,7 +250,8 @@ def holds_16_bit_weights(record: Record) -> Found:
 
 def runs_no_module_under_autocast(record: Record) -> Found:
     is_float32 = record.forwards[False] and not record.forwards[True]
-    if is_float32 and _UPDATES.keys().isdisjoint(record.weights):
+    is_cast = record.of("cast") or not _UPDATES.keys().isdisjoint(record.weights)
+    if is_float32 and not is_cast:
         at = record.regions or record.of("autocast_off")
         yield Seen(at or [None], forwards=record.forwards[False])
 

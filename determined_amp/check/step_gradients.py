@@ -210,6 +210,8 @@ class StepGradients:
         is_first = self.window.is_empty or not self.window.backwards
         scale = backward.loss.scale
         begins = bool(scale) and is_first and self._to_force > 0
+        if self.window.left_out and not self.window.is_empty:
+            self.window.kept.append(backward)
         self.window.backwards.append(backward)
         if backward.loss.has_gradient and not scale:
             self.factor = math.nan  # that of the gradient it was given
