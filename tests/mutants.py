@@ -84,7 +84,7 @@ only_mutate =
 {modules}
 # They count the frames of a call, and mutmut adds some.
 do_not_mutate =
-    determined_amp/check/lines.py
+    determined_amp/check/record.py
     determined_amp/check/recorder.py
 pytest_add_cli_args_test_selection =
 {tests}

@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from determined_amp.__main__ import main
 from determined_amp.amp.plain_data import StateDict
 from determined_amp.check import watching
+from determined_amp.check.any_loop import NOT_SAVED, TOO_SHORT
 from determined_amp.check.finding import CheckFindings, Level
 from determined_amp.check.interventions import ScaleMoves
-from determined_amp.check.script import NOT_SAVED, TOO_SHORT
 from tests.test_check import Right, examined
 
 pytestmark = pytest.mark.usefixtures("_libraries_are_collected_once")

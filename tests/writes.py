@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import bz2
-import importlib
 import json
 import logging
 import os
 import shutil
-import sys
 import tarfile
 import tempfile
 from collections.abc import Callable
@@ -146,16 +144,6 @@ def is_the_working_directory(folder: str) -> bool:
     here = os.getcwd()
     os.chdir("..")
     return here == os.path.join(before, folder) and os.getcwd() == before
-
-
-def value_of_module(name: str) -> object:
-    sys.path.insert(0, "")
-    importlib.invalidate_caches()
-    try:
-        return importlib.import_module(name).value
-    finally:
-        sys.path.remove("")
-        sys.modules.pop(name, None)
 
 
 def make_folders_that_are_there() -> None:
@@ -317,11 +305,6 @@ WRITES: dict[str, tuple[Callable[[], object], Callable[[], object], object]] = {
         lambda: os.mkdir("new"),
         lambda: is_the_working_directory("new"),
         True,
-    ),
-    "a module": (
-        lambda: write("written.py", "w", "value = 1"),
-        lambda: value_of_module("written"),
-        1,
     ),
     "in another working directory": (
         write_in_another_folder,

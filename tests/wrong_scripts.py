@@ -1742,7 +1742,7 @@ for inputs, targets in loader():
         loss = F.cross_entropy(model(inputs), targets)
     (g,) = torch.autograd.grad(scaler.scale(loss), inputs, create_graph=True)
     loss = loss + g.norm(2, dim=1).mean()
-    scaler.scale(loss).backward()  # HERE
+    scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
 """,

@@ -21,8 +21,7 @@ from determined_amp.amp.tensors import (
 )
 from determined_amp.amp.torch_private import CAST, READ, is_in_place
 from determined_amp.check.finding import Where
-from determined_amp.check.lines import users_line
-from determined_amp.check.record import Cause, Record
+from determined_amp.check.record import Cause, Record, users_line
 
 # So many forwards are looked at: each takes several times as long.
 _MOST_LOOKS = 12

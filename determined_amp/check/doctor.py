@@ -33,8 +33,7 @@ from determined_amp.amp.plain_data import Config, Metrics
 from determined_amp.amp.rehearse.regions import float16_as
 from determined_amp.check.finding import CheckFindings
 from determined_amp.check.judge import judge_record
-from determined_amp.check.lines import where_raised
-from determined_amp.check.record import Record
+from determined_amp.check.record import Record, where_raised
 from determined_amp.check.recorder import OVERFLOWS, Recorder
 from determined_amp.check.scratch import changing_all_in
 from determined_amp.check.stand_in import ONLY_ON_A_GPU
@@ -112,29 +111,34 @@ def examine(
         UserError: if the configuration is wrong, or the trial cannot be made or run
             here.
     """
-    run = run or run_afresh
     with temporary_folder() as folder:
         probe = Probe(config, source, trial, folder)
-        notify(
-            "training a few batches, two of them with an overflow if it scales its loss"
-        )
-        record = run(probe)
-        if record.disturbed:
-            notify("once more, since it raised an error after an overflow")
-            probe = replace(probe, overflows=())
-            record = run(probe)
-        resumed = None
-        if any(folder.glob("*/state_dict.pth")):
-            notify("resuming from the checkpoint")
-            resumed = run(replace(probe, resumes=True))
+        record, resumed = _runs(probe, run or run_afresh, notify)
     findings = judge_record(record, resumed)
-    if not probe.overflows:
+    if record.forces_none:
         findings.notes.append("it raises an error on an overflow, so none was forced")
     if findings.trained and not (findings.amp or record.scalers):
         findings.notes.append(ASK_FOR_AMP)
     if not record.has_cuda:
         findings.notes.append(ONLY_ON_A_GPU)
     return findings
+
+
+def _runs(
+    probe: Probe, run: Callable[[Probe], Record], notify: Callable[[str], None]
+) -> tuple[Record, Record | None]:
+    """What a trial did, and what it did after a resume."""
+    notify("training a few batches, two of them with an overflow if it scales its loss")
+    record = run(probe)
+    if record.disturbed:
+        notify("once more, since it raised an error after an overflow")
+        probe = replace(probe, overflows=())
+        record = run(probe)
+    record.forces_none = not probe.overflows
+    if not any(probe.folder.glob("*/state_dict.pth")):
+        return record, None
+    notify("resuming from the checkpoint")
+    return record, run(replace(probe, resumes=True))
 
 
 def run_afresh(probe: Probe) -> Record:

@@ -139,12 +139,11 @@ class CheckFindings:
     """What one examination found: faults first."""
 
     all: list[CheckFinding] = field(default_factory=list)
-    # What was not examined, and why: a line each, behind which more may be said.
+    # What was not examined, and why: a line each.
     notes: list[str] = field(default_factory=list)
     seen: str = ""  # what was examined, in one sentence
     trained: bool = False  # something was, so that something was examined
     amp: bool = True  # with autocast, or a loss that was scaled
-    verbose: bool = False  # whether all of the notes is shown
 
     def __iter__(self) -> Iterator[CheckFinding]:
         return iter(self.all)
@@ -173,12 +172,8 @@ class CheckFindings:
             told.insert(0, "0 faults")
         head = ", ".join(told) + (f": {self.seen}" if self.seen else "")
         body = [finding.text() for finding in self.all]
-        notes = []
-        for note in self.notes:
-            first, _, more = note.partition("\n")
-            rest = f"\n  {more}" if self.verbose else " ..."
-            notes.append(f"note: {first}{rest if more else ''}")
-        return "\n\n".join(filter(None, [head, *body, "\n".join(notes)]))
+        notes = "\n".join(f"note: {note}" for note in self.notes)
+        return "\n\n".join(filter(None, [head, *body, notes]))
 
     def to_json(self) -> str:
         """The same for programs; `faults` is the number of the first line."""

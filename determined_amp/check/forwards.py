@@ -19,8 +19,7 @@ from determined_amp.amp.tensors import (
     tensors_of,
 )
 from determined_amp.amp.torch_private import version_of
-from determined_amp.check.lines import users_line
-from determined_amp.check.record import Record
+from determined_amp.check.record import Record, users_line
 from determined_amp.check.stand_in import unheard
 
 

@@ -47,14 +47,17 @@ from determined_amp.amp.users_code import is_users
 from determined_amp.check.causes import Attempts
 from determined_amp.check.forwards import Forwards
 from determined_amp.check.interventions import ForcedOverflows, ScaleMoves
-from determined_amp.check.lines import (
+from determined_amp.check.losses import loss_of, mark
+from determined_amp.check.record import (
+    Event,
+    Record,
+    Scaler,
+    Schedule,
     called_by_library,
     caller,
     users_line,
     where_raised,
 )
-from determined_amp.check.losses import loss_of, mark
-from determined_amp.check.record import Event, Record, Scaler, Schedule
 from determined_amp.check.stand_in import StandIn
 from determined_amp.check.step_gradients import SCALED, StepGradients
 

@@ -114,12 +114,9 @@ def clips_scaled_values(record: Record) -> Found:
 
 def _clips_scaled(record: Record, clips: list[Event]) -> Found:
     scaled = [clip for clip in clips if clip.factor > SCALED]
-    wrong = [
-        clip
-        for clip in scaled
-        if clip.limit < clip.norm
-        and (clip.limit < _LIMIT * clip.factor or _stays(clip, scaled))
-    ]
+    bites = [clip for clip in scaled if clip.limit < clip.norm]
+    small = [clip for clip in bites if clip.limit < _LIMIT * clip.factor]
+    wrong = small or [clip for clip in bites if _stays(clip, scaled)]
     if wrong:
         last = wrong[-1]
         true_limit, true_norm = last.limit / last.factor, last.norm / last.factor
@@ -128,7 +125,8 @@ def _clips_scaled(record: Record, clips: list[Event]) -> Found:
         # `step` unscales, too, from its own line.
         is_unscaled = [each.kind for each in later[:2]] == ["unscale", "step"]
         is_late = is_unscaled and later[0].where != later[1].where
-        yield Seen(wrong, holds=not is_late, true_limit=true_limit, true_norm=true_norm)
+        words = {"true_limit": true_limit, "true_norm": true_norm}
+        yield Seen(wrong, holds=not is_late, **words)
 
 
 def _stays(clip: Event, clips: list[Event]) -> bool:
@@ -269,20 +267,22 @@ def begins_at_16_bit_losses(record: Record) -> Found:
 def scales_bfloat16(record: Record) -> Found:
     steps = record.of("step", scaled=True)
     kinds = {(region.dtype, region.explicit) for region in record.regions}
-    if steps and record.scales and kinds == {("bfloat16", True)}:
-        yield Seen(record.lines_of_scalers, steps=steps, of=record.of("step"))
+    if steps and kinds == {("bfloat16", True)}:
+        scalers = [scaler for scaler in record.scalers if scaler.enabled]
+        at = [scaler.where for scaler in scalers if not scaler.ours]
+        yield Seen(at, steps=steps, of=record.of("step"))
 
 
 def scales_no_loss(record: Record) -> Found:
     losses = [backward.loss for backward in record.of("backward")]
     by_hand = any(loss.scale or loss.factor > 8 for loss in losses)
     regions = [region for region in record.regions if region.dtype == "float16"]
-    if losses and not (by_hand or record.scales):
+    if losses and regions and not (by_hand or record.scales):
         scalers = [scaler for scaler in record.scalers if not scaler.ours]
         is_off = any(not scaler.enabled for scaler in scalers)
         off = "; the GradScaler is switched off" if is_off else ""
-        at = [scaler.where for scaler in scalers] if regions else []
-        yield Seen(at or regions, backwards=losses, off=off, proven=False)
+        at = [scaler.where for scaler in scalers] or regions
+        yield Seen(at, backwards=losses, off=off, proven=False)
 
 
 # What is saved.

@@ -13,10 +13,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from importlib.machinery import PathFinder
 from os import readlink, stat  # not those that are replaced
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 from determined_amp.amp.patched import patched
@@ -142,8 +141,6 @@ def changing_only(scratch: Scratch) -> Iterator[None]:
             stack.callback(by_suffix.update, dict(by_suffix))
             for suffix, each in by_suffix.items():
                 by_suffix[suffix] = calls.get(id(each), each)
-        finders = [*sys.meta_path, _Importer(scratch)]
-        stack.enter_context(patched(sys, "meta_path", finders))
         stack.callback(scratch.close)
         yield
 
@@ -216,17 +213,6 @@ def _getcwd(scratch: Scratch, own: Callable[[], str]) -> str:
     folder, is_in_scratch, place = own().partition(f"{scratch.folder}/files/")
     shown = f"/{place}/".replace(f"/{_SHADOW}/", "/").rstrip("/")
     return shown if is_in_scratch else folder
-
-
-class _Importer(NamedTuple):
-    """Finds modules that a script has written."""
-
-    scratch: Scratch
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        folders = [each or "." for each in path or sys.path]
-        shown = [self.scratch.find(self.scratch.look_into, each) for each in folders]
-        return PathFinder.find_spec(name, shown, target)
 
 
 class _Local(threading.local):

@@ -17,14 +17,12 @@ from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import autocast_is_on
 from determined_amp.amp.torch_private import CASTS_OF_AUTOCAST, backwards_through
 from determined_amp.amp.users_code import is_users
-from determined_amp.check.lines import caller
+from determined_amp.check.record import caller
 
 # What only a GPU can show.
 ONLY_ON_A_GPU = (
     'this machine has no GPU, so "cuda" meant the CPU, and AMP that your code switches '
-    "on where it finds a GPU was off\n"
-    "Nor was examined what a synchronisation costs, which fused optimizers are used, "
-    "TF32 products, or gradients that differ by CUDA kernel"
+    "on where it finds a GPU was off"
 )
 
 # docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast to float32"
@@ -155,20 +153,7 @@ def _replacements(here: StandIn) -> Iterator[tuple[Any, str, Callable[..., Any]]
         make(scaler, _on_cpu(device), *args, **kwargs)
 
     yield torch.amp.GradScaler, "__init__", make_scaler
-    start = threading.Thread.start
-
-    @wraps(start)
-    def start_here(thread: Any) -> None:
-        own = thread.run
-
-        def run() -> None:
-            with here:  # modes are of one thread
-                own()
-
-        thread.run = run
-        start(thread)
-
-    yield threading.Thread, "start", start_here
+    yield threading.Thread, "start", _starting_in(here, threading.Thread.start)
     # torch 2.3 has one question for each device
     if not hasattr(torch, "get_autocast_dtype"):
         yield torch, "is_autocast_enabled", torch.is_autocast_cpu_enabled
@@ -185,3 +170,20 @@ def _replacements(here: StandIn) -> Iterator[tuple[Any, str, Callable[..., Any]]
         *CASTS_OF_AUTOCAST,
         lambda value, device, to: cast(value, _on_cpu(device), to),
     )
+
+
+def _starting_in(here: StandIn, start: Callable[..., None]) -> Callable[..., None]:
+    """Start a thread in this mode: modes are of one thread."""
+
+    @wraps(start)
+    def start_here(thread: Any) -> None:
+        own = thread.run
+
+        def run() -> None:
+            with here:
+                own()
+
+        thread.run = run
+        start(thread)
+
+    return start_here

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 # Options for a script that it may have itself, too.
-_OPTIONS = ("--json", "--verbose", "--minutes", "--in-place")
+_OPTIONS = ("--json", "--minutes", "--in-place")
 
 _MINUTES = 2.0
 
@@ -65,7 +65,6 @@ def add_check(add_parser: AddParser) -> None:
     )
     if is_task():
         return
-    parser.add_argument("--verbose", action="store_true", help="print all of each note")
     parser.usage = (
         "det-amp check [options] (YAML | SCRIPT.py ITS ARGUMENTS | --explain [KEY])"
     )
@@ -151,7 +150,6 @@ def _say(text: str) -> None:
 
 
 def _answer(findings: CheckFindings, options: Namespace) -> int:
-    findings.verbose = options.verbose
     print(findings.to_json() if options.json else findings)
     return 0 if findings.are_right else 1
 
@@ -182,16 +180,16 @@ def _shared(options: Namespace) -> str:
 
 def _check_script(options: Namespace) -> int:
     _refuse_script(options)
-    from determined_amp.check import script  # noqa: PLC0415  # torch
+    from determined_amp.check import any_loop  # noqa: PLC0415  # torch
 
     minutes = options.minutes or _MINUTES
-    is_first = script.is_first_rank()
+    is_first = any_loop.is_first_rank()
     if is_first:
-        plan = script.announced(options.config, minutes, in_place=options.in_place)
+        plan = any_loop.announced(options.config, minutes, in_place=options.in_place)
         _say(f"{_shared(options)}{plan}")
     # The JSON stands alone on standard output.
     with redirect_stdout(sys.stderr if options.json else sys.stdout):
-        findings, raised = script.examine_script(
+        findings, raised = any_loop.examine_script(
             options.config, options.arguments, minutes, in_place=options.in_place
         )
     status = _answer(findings, options) if is_first else 0
