@@ -551,14 +551,6 @@ class RandomSlopes(Right):
         return functional.rrelu(logits, training=True).sum()  # HERE
 
 
-class Bfloat16WithScaler(Right):
-    def wrap_scaler(self) -> None:
-        self.scaler = self.context.wrap_scaler(torch.cuda.amp.GradScaler())  # HERE
-
-    def autocast(self) -> Any:
-        return torch.autocast("cuda", dtype=torch.bfloat16)
-
-
 class ScalesNothing(Right):
     """As in a public trial: the scaler is wrapped, and then nobody thinks of it."""
 
@@ -714,12 +706,6 @@ def test_planted_fault_is_found_with_its_line(trial: type[Right]) -> None:
     assert finding.write
 
 
-def test_loss_scale_in_bfloat16_is_a_cost_with_its_line() -> None:
-    (cost,) = examined(Bfloat16WithScaler)
-    assert (cost.key, cost.level) == ("bfloat16_with_scaler", Level.COST)
-    assert [where.line for where in cost.where] == [planted_line(Bfloat16WithScaler)]
-
-
 def test_right_trial_that_steps_every_second_batch_has_no_finding() -> None:
     findings = examined(Right, 2)
     assert [finding.text() for finding in findings] == []
@@ -851,11 +837,9 @@ WITHOUT_AMP = [
 
 
 @pytest.mark.parametrize("trial", [*CONTROLS, *UNUSUAL, *WITHOUT_AMP])
-def test_right_trial_has_no_finding_but_costs(trial: type) -> None:
+def test_right_trial_has_no_finding(trial: type) -> None:
     findings = examined(trial)
-    assert [
-        finding.text() for finding in findings if finding.level is not Level.COST
-    ] == []
+    assert [finding.text() for finding in findings] == []
 
 
 class ClipsTrueGradients(habits.Habit):

@@ -38,7 +38,7 @@ OF_BOTH = {"_scale", "_enabled", "_parameters", "_buffers"}
 # Notes of `check` on objects of torch, a method that is called on its class, ends of
 # words, names of Python and numpy, and a module that torch imports late.
 OF_OTHERS = {
-    *("_given_dtype", "_means_cuda", "_scaled_by", "_wrong"),
+    *("_means_cuda", "_scaled_by", "_wrong"),
     *("_length", "_period", "_io", "_NormalAccessor", "_use_fd_functions"),
     *("_core", "_reconstruct", "_dynamo"),
     *("_datasource", "_file_openers", "_TemporaryFileCloser"),

@@ -1747,20 +1747,4 @@ for inputs, targets in loader():
     scaler.update()
 """,
     ),
-    "bfloat16_with_a_scaler": Mistake(
-        "cost",
-        "bfloat16_with_scaler",
-        """\
-model = net()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scaler = GradScaler("cuda")  # HERE
-for inputs, targets in loader():
-    optimizer.zero_grad()
-    with autocast("cuda", dtype=torch.bfloat16):
-        loss = F.cross_entropy(model(inputs), targets)
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-""",
-    ),
 }

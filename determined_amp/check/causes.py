@@ -162,7 +162,8 @@ class CauseWatch(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has n
         """Which module makes gradients that are not finite of a loss that is."""
         if self.backward is None:
             return None
-        text = f"the gradients that {self.backward} makes"
+        place = self._kinds.get(self.backward, self.backward)
+        text = f"the backward of {place}, whose gradients are not finite"
         return Cause(text, None, text, is_of_loss=False)
 
 

@@ -1,4 +1,4 @@
-"""What the doctor says: one finding for each fault, suspicion or cost.
+"""What the doctor says: one finding for each fault or suspicion.
 
 `findings.json` has a row for each, in the order in which equal levels are told:
 
@@ -42,7 +42,6 @@ class Level(str, enum.Enum):
 
     FAULT = "fault"  # seen to do harm
     SUSPICION = "suspicion"  # looks wrong, and this run does not prove it
-    COST = "cost"  # right, but it takes time
 
 
 def code_of(line: str) -> str:

@@ -21,7 +21,7 @@ from determined_amp.check.finding import (
 from determined_amp.check.record import Event, Record
 
 _RULES: dict[str, Any] = {**vars(invariants), **vars(rules)}
-_STOPS = "the training stops {place}: {error}"
+_STOPS = "the training stops, {backwards} backwards after its begin: {error}"
 
 # So many lines before and behind the line of a finding are near it.
 _NEAR = 8
@@ -80,11 +80,10 @@ def _told_by_error(record: Record) -> Iterator[CheckFinding]:
     if not record.error:
         return
     key, seen = rules.cause_of_error(record)
-    backwards = len(record.of("backward"))
-    place = f"in batch {record.batches}" if record.batches else "before a backward"
-    if backwards and not record.batches:
-        place = f"after backward {backwards}"
-    seen.words |= {"place": place, "error": record.first_line_of_error}
+    seen.words |= {
+        "backwards": record.of("backward"),
+        "error": record.first_line_of_error,
+    }
     if key != "raised" or not record.disturbed:
         yield from _findings(record, key, _STOPS, [seen])
 
@@ -224,16 +223,11 @@ def _calls_in(code: str) -> list[str]:
 
 
 def interventions(record: Record) -> list[str]:
-    """In which windows the doctor made an overflow or moved a scale, for the notes."""
-    overflown = {window.place for window in record.complete if window.forced}
-    moved = {window.place for window in record.complete if window.steps[0].moved}
-    texts = {"made an overflow": overflown, "divided the loss scale": moved}
-    return [
-        f"the doctor {text} in these steps of an optimizer: "
-        f"{', '.join(map(str, sorted(places)))}"
-        for text, places in texts.items()
-        if places
-    ]
+    """In which windows the doctor made an overflow, for the notes."""
+    places = {window.place for window in record.complete if window.forced}
+    steps = ", ".join(map(str, sorted(places)))
+    note = f"the doctor made an overflow in these steps of an optimizer: {steps}"
+    return [note] if places else []
 
 
 def _seen(record: Record) -> str:

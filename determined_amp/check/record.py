@@ -61,8 +61,7 @@ class Event(SimpleNamespace):
     | `closure` | a scaler is given one for its step |
     | `update` | the scale `after` it |
     | `move` | the `schedule`, and whether it was told its `place` |
-    | `autocast`, `autocast_off` | the `dtype`, and whether that is `explicit`; |
-    | | with `grad`; `in_batch` |
+    | `autocast`, `autocast_off` | the `dtype`; whether with `grad`, and `in_batch` |
     | `hide` | `nan_to_num` of what has no gradient |
     | `cast` | weights of a module were cast to a 16-bit `dtype` |
     | `gpu_refuses` | an `operation` without a 16-bit kernel on CUDA |

@@ -515,7 +515,6 @@ class Recorder:
             self.record.note(
                 "autocast" if is_enabled else "autocast_off",
                 dtype=dtype_name(region.fast_dtype),
-                explicit=getattr(region, "_given_dtype", True),
                 grad=torch.is_grad_enabled(),
                 in_batch=self._in_batch,
             )

@@ -32,15 +32,6 @@ _LOST = 0.1
 # What an update must be at least, as a share of a weight in this dtype.
 _UPDATES = {"float16": "1/2048", "bfloat16": "1/256"}
 
-# What a loss cannot be in this dtype.
-_LOSSES = {
-    "float16": (
-        "a loss above 65504 is inf, one below 6e-8 is 0, and a scale of 65536 is inf"
-        " in it"
-    ),
-    "bfloat16": "it has 3 digits",
-}
-
 
 # Scaling, unscaling, stepping, clipping.
 
@@ -257,20 +248,9 @@ def runs_no_module_under_autocast(record: Record) -> Found:
 def begins_at_16_bit_losses(record: Record) -> Found:
     backwards = record.of("backward")
     losses = [backward for backward in backwards if not backward.loss.has_gradient]
-    for dtype, limit in _LOSSES.items():
-        at = [backward for backward in losses if backward.loss.dtype == dtype]
-        bad = [backward for backward in at if not backward.finite]
-        is_often = len(bad) > len(at) / 2
-        yield Seen(at, of=backwards, dtype=dtype, limit=limit, proven=is_often)
-
-
-def scales_bfloat16(record: Record) -> Found:
-    steps = record.of("step", scaled=True)
-    kinds = {(region.dtype, region.explicit) for region in record.regions}
-    if steps and kinds == {("bfloat16", True)}:
-        scalers = [scaler for scaler in record.scalers if scaler.enabled]
-        at = [scaler.where for scaler in scalers if not scaler.ours]
-        yield Seen(at, steps=steps, of=record.of("step"))
+    at = [backward for backward in losses if backward.loss.dtype == "float16"]
+    bad = [backward for backward in at if not backward.finite]
+    yield Seen(at, of=backwards, proven=len(bad) > len(at) / 2)
 
 
 def scales_no_loss(record: Record) -> Found:
@@ -332,11 +312,15 @@ def rates_are_lost(before: Record, after: Record) -> Found:
     for optimizer in range(before.optimizers):
         went_on = before.of("step", optimizer=optimizer, after_save=True)
         resumed = after.of("step", optimizer=optimizer)
-        pairs = [*zip(went_on, resumed, strict=False)]
-        lost = [pair for pair in pairs if pair[0].rates != pair[1].rates]
-        if lost and not any(step.skipped for pair in pairs for step in pair):
-            was, now = (float(step.rates[0]) for step in lost[0])
-            yield Seen([None], was=was, now=now)
+        went_on = went_on[: len(resumed)]
+        rates = [step.rates for step in went_on]
+        again = [step.rates for step in resumed[: len(went_on)]]
+        is_skipped = any(step.skipped for step in [*went_on, *resumed])
+        if rates != again and not is_skipped:
+            was, now = next(
+                pair for pair in zip(rates, again, strict=True) if pair[0] != pair[1]
+            )
+            yield Seen([None], was=float(was[0]), now=float(now[0]))
 
 
 # What is raised.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -106,13 +105,12 @@ class StandIn(TorchFunctionMode):
             return run(*args, **kwargs)
 
     def _making_autocast(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """Remember of each autocast whether its dtype was chosen by the user."""
+        """An autocast of CUDA is one of the CPU, with CUDA's own dtype."""
 
         @wraps(own)
         def make(
             region: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any
         ) -> None:
-            region._given_dtype = dtype is not None
             if self._is_needed and _on_cpu(device_type) != device_type:
                 self.applies = self.applies is not False
                 # float16 is CUDA's own.
@@ -153,7 +151,6 @@ def _replacements(here: StandIn) -> Iterator[tuple[Any, str, Callable[..., Any]]
         make(scaler, _on_cpu(device), *args, **kwargs)
 
     yield torch.amp.GradScaler, "__init__", make_scaler
-    yield threading.Thread, "start", _starting_in(here, threading.Thread.start)
     # torch 2.3 has one question for each device
     if not hasattr(torch, "get_autocast_dtype"):
         yield torch, "is_autocast_enabled", torch.is_autocast_cpu_enabled
@@ -170,20 +167,3 @@ def _replacements(here: StandIn) -> Iterator[tuple[Any, str, Callable[..., Any]]
         *CASTS_OF_AUTOCAST,
         lambda value, device, to: cast(value, _on_cpu(device), to),
     )
-
-
-def _starting_in(here: StandIn, start: Callable[..., None]) -> Callable[..., None]:
-    """Start a thread in this mode: modes are of one thread."""
-
-    @wraps(start)
-    def start_here(thread: Any) -> None:
-        own = thread.run
-
-        def run() -> None:
-            with here:
-                own()
-
-        thread.run = run
-        start(thread)
-
-    return start_here
