@@ -111,13 +111,17 @@ def _clips_scaled(record: Record, clips: list[Event]) -> Found:
     if wrong:
         last = wrong[-1]
         true_limit, true_norm = last.limit / last.factor, last.norm / last.factor
-        kinds = ("unscale", "step", "backward")
-        later = [each for each in record.events[last.number :] if each.kind in kinds]
-        # `step` unscales, too, from its own line.
-        is_unscaled = [each.kind for each in later[:2]] == ["unscale", "step"]
-        is_late = is_unscaled and later[0].where != later[1].where
-        words = {"true_limit": true_limit, "true_norm": true_norm}
-        yield Seen(wrong, holds=not is_late, **words)
+        holds = not _unscales_later(record, last)
+        yield Seen(wrong, holds=holds, true_limit=true_limit, true_norm=true_norm)
+
+
+def _unscales_later(record: Record, clip: Event) -> bool:
+    """Whether a line behind a clip unscales, before the one that steps."""
+    kinds = ("unscale", "step", "backward")
+    later = [each for each in record.events[clip.number :] if each.kind in kinds][:2]
+    # `step` unscales, too, from its own line.
+    places = {each.where for each in later}
+    return [each.kind for each in later] == ["unscale", "step"] and len(places) == 2
 
 
 def _stays(clip: Event, clips: list[Event]) -> bool:
@@ -258,11 +262,8 @@ def scales_no_loss(record: Record) -> Found:
     by_hand = any(loss.scale or loss.factor > 8 for loss in losses)
     regions = [region for region in record.regions if region.dtype == "float16"]
     if losses and regions and not (by_hand or record.scales):
-        scalers = [scaler for scaler in record.scalers if not scaler.ours]
-        is_off = any(not scaler.enabled for scaler in scalers)
-        off = "; the GradScaler is switched off" if is_off else ""
-        at = [scaler.where for scaler in scalers] or regions
-        yield Seen(at, backwards=losses, off=off, proven=False)
+        unused = [scaler.where for scaler in record.scalers if not scaler.ours]
+        yield Seen(unused or regions, backwards=losses, proven=False)
 
 
 # What is saved.
@@ -312,15 +313,13 @@ def rates_are_lost(before: Record, after: Record) -> Found:
     for optimizer in range(before.optimizers):
         went_on = before.of("step", optimizer=optimizer, after_save=True)
         resumed = after.of("step", optimizer=optimizer)
-        went_on = went_on[: len(resumed)]
-        rates = [step.rates for step in went_on]
-        again = [step.rates for step in resumed[: len(went_on)]]
-        is_skipped = any(step.skipped for step in [*went_on, *resumed])
-        if rates != again and not is_skipped:
-            was, now = next(
-                pair for pair in zip(rates, again, strict=True) if pair[0] != pair[1]
-            )
-            yield Seen([None], was=float(was[0]), now=float(now[0]))
+        for one, again in zip(went_on, resumed, strict=False):
+            if one.skipped or again.skipped:
+                break
+            if one.rates != again.rates:
+                was, now = float(one.rates[0]), float(again.rates[0])
+                yield Seen([None], was=was, now=now)
+                break
 
 
 # What is raised.
