@@ -160,6 +160,16 @@ def test_line_that_the_script_has_far_below_is_not_to_be_written_again() -> None
     assert second.startswith("scaler.update()  # your line ")
 
 
+def test_line_that_the_script_has_above_is_not_to_be_written_again() -> None:
+    (fault,) = findings_of_mistake("schedule_moves_on_skipped_steps").faults
+    assert fault.orders
+    lines = fault.write.splitlines()
+    assert [line.partition("  # your line")[0] for line in lines if "your" in line] == [
+        "scaler.update()",
+        "    scheduler.step()",
+    ]
+
+
 def test_order_of_which_the_script_has_all_stands_at_the_line_of_its_fault() -> None:
     (fault,) = findings_of_mistake("auxiliary_loss_not_scaled").faults
     assert fault.orders

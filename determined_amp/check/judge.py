@@ -191,10 +191,8 @@ def _fitted_to_script(finding: CheckFinding) -> CheckFinding:
     if not (finding.orders and finding.where):
         return finding
     lines = finding.write.splitlines()
-    first = finding.where[0]
-    # A line above has not helped: it stands under a condition perhaps.
-    below = {n: code for n, code in first.code_around(_FAR).items() if n >= first.line}
-    numbered = [_with_its_number(line, below) for line in lines]
+    code = finding.where[0].code_around(_FAR)
+    numbered = [_with_its_number(line, code) for line in lines]
     orders = [_calls_in(code_of(line)) for line in lines]
     wanted = [calls for calls in orders if calls]
     stands = False
