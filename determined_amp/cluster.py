@@ -234,8 +234,6 @@ def _leave_finding(
     leave_answer(
         train_context(context), status, batches, metrics, init_scale=init_scale
     )
-    with checkpoint_context(context).store_path({"steps_completed": batches}) as (
-        folder,
-        _,
-    ):
+    storage = checkpoint_context(context).store_path({"steps_completed": batches})
+    with storage as (folder, _):
         (folder / FILE_NAME).write_text(answer.json_text())

@@ -208,13 +208,19 @@ def test_best_trial_is_the_platforms_which_has_the_best_of_all_validations(
     assert f"init_scale: {2.0**best}" in said
 
 
-def test_failed_trial_does_not_count_whatever_it_reported(tmp_path: Path) -> None:
-    failed = (16.0, RunState.FAILED, [0.1])
+@pytest.mark.parametrize("end", [RunState.FAILED, RunState.INVALID])
+def test_failed_trial_does_not_count_whatever_it_reported(
+    end: RunState, tmp_path: Path
+) -> None:
+    """The terminal says so, too."""
+    failed = (16.0, end, [0.1])
     search = searched(failed, (17.0, RunState.COMPLETED, [0.3]), smaller_is_better=True)
     said = report_on(search, tmp_path)
     assert said.startswith("best: trial 1, with validation_loss 0.3")
     assert "* 1 of 2 trials failed; trial 0: " in said
     assert "although the platform may name one as the best" in said
+    closing = "\n".join(closing_lines(search, tmp_path, stopped=False))
+    assert "1 of 2 trials failed; trial 0: " in closing
 
 
 def test_search_without_a_result_says_so(tmp_path: Path) -> None:

@@ -57,9 +57,7 @@ def _leave(core_context: core.Context, end: ComparisonEnd) -> None:
         core_context.train, status, batches, {"speed": speed}, **noted, speed=speed
     )
     files = [path for path in end.folder.iterdir() if path.is_file() and path.suffix]
-    with core_context.checkpoint.store_path({"steps_completed": batches}) as (
-        stored,
-        _,
-    ):
+    storage = core_context.checkpoint.store_path({"steps_completed": batches})
+    with storage as (stored, _):
         for path in files:
             shutil.copy(path, stored / path.name)

@@ -350,8 +350,9 @@ def hparams_of(cls: type[T], context: pytorch.PyTorchTrialContext) -> T:
         ConfigError: naming every mistake.
     """
     made_for = Experiment.of(context)
-    if made_for is not None and type(made_for.hparams) is cls:
-        return made_for.hparams
+    known = None if made_for is None else made_for.hparams
+    if type(known) is cls:
+        return known
     return read_section(cls, context.get_hparams(), "hyperparameters")
 
 
@@ -362,8 +363,9 @@ def data_of(cls: type[T], context: pytorch.PyTorchTrialContext) -> T:
         ConfigError: naming every mistake.
     """
     made_for = Experiment.of(context)
-    if made_for is not None and type(made_for.data) is cls:
-        return made_for.data
+    known = None if made_for is None else made_for.data
+    if type(known) is cls:
+        return known
     return read_section(cls, context.get_experiment_config().get("data") or {}, "data")
 
 
@@ -608,5 +610,5 @@ def _section(settings: Any, given: object = None) -> Values:
 
 def _own_class(factory: Factory, name: str) -> type[Any] | None:
     """The attribute `name` of a trial class if it is a settings class; else None."""
-    held = getattr(factory, name, None) if isinstance(factory, type) else None
+    held = getattr(factory, name, None)
     return held if is_settings_class(held) else None

@@ -53,10 +53,9 @@ def write_search_report(search: Search, folder: Path) -> Written:
 
 
 def _sentences(search: Search) -> Sentences:
-    failed = [run for run in search.runs if run.state.is_failure]
-    if failed:
+    if lost := search.lost():
         platform = "they do not count, although the platform may name one as the best"
-        yield f"{failed_trials(search, failed)} ({platform})"
+        yield f"{failed_trials(search, lost)} ({platform})"
     yield from search.notes
 
 

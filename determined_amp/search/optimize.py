@@ -93,7 +93,7 @@ def run_search(folder: Path, plan: SearchPlan, workers: int | None = None) -> in
             f"no trial of {len(ended.runs)} has a result; trial {first.number}: "
             f"{first.reason}"
         )
-    return 1 if ended.failed() else 0
+    return 1 if any(run.state is RunState.FAILED for run in ended.runs) else 0
 
 
 def run_comparison(folder: Path, plan: SearchPlan, time_limit: float) -> str:

@@ -37,7 +37,7 @@ def closing_lines(search: Search, folder: Path, *, stopped: bool) -> Iterator[st
         folder: Its folder.
         stopped: Whether a signal stopped it.
     """
-    ranked, lost = search.ranked(), search.failed()
+    ranked, lost = search.ranked(), search.lost()
     state = "completed" if ranked else "failed"
     yield f"{search.name}: {'stopped' if stopped else state}"
     if search.compares:

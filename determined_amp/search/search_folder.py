@@ -80,9 +80,11 @@ class Search:
         task = Task.of(self.config)
         return None if task is None else task.verb
 
-    def failed(self) -> list[Run]:
-        """The failed trials, except those with hyperparameters that cannot train."""
-        return [run for run in self.runs if run.state is RunState.FAILED]
+    def lost(self) -> list[Run]:
+        """The trials that ended without a result, by an error or their
+        hyperparameters.
+        """
+        return [run for run in self.runs if run.state.is_failure]
 
     def value(self, run: Run) -> float | None:
         """The value that ranks a trial: its best validation, as the platform does.
@@ -94,18 +96,18 @@ class Search:
         values = [value for _, value in run.curve(self.metric) if math.isfinite(value)]
         return min(values, key=lambda value: self._sign * value, default=None)
 
-    def order(self, run: Run) -> tuple[float, float]:
-        """Sorts trials with a value: best first, of equals those with a scale nearest
-        to 2^16.
-        """
-        value = self.value(run)
-        assert value is not None
-        return self._sign * value, bits_from_default(run.scale_log2)
-
     def ranked(self) -> list[Run]:
-        """The trials with a result, best first."""
-        ended = [run for run in self.runs if self.value(run) is not None]
-        return sorted(ended, key=self.order)
+        """The trials with a result: best first, of equals those with a scale nearest to
+        2^16.
+        """
+        ranks = []
+        for run in self.runs:
+            value = self.value(run)
+            if value is not None:
+                distance = bits_from_default(run.scale_log2)
+                ranks.append((self._sign * value, distance, run))
+        ranks.sort(key=lambda rank: rank[:2])
+        return [run for _, _, run in ranks]
 
     @property
     def scale_advice(self) -> ScaleAdvice | None:
