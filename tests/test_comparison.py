@@ -506,12 +506,13 @@ def reporting(one: Run, **metrics: float) -> Run:
 @pytest.mark.parametrize(
     ("metric", "words"),
     [
-        (
-            "fvd",
+        *(
             (
-                "--metric: fvd is not a number in the last validation of every finished"
-                " run; allowed: f1, v"
-            ),
+                name,
+                f"--metric: {name} is not a number in the last validation of every "
+                "finished run; allowed: f1, fvd, v",
+            )
+            for name in ("fvd", "kid")
         ),
         (
             "f1",
@@ -523,7 +524,10 @@ def reporting(one: Run, **metrics: float) -> Run:
     ],
 )
 def test_metric_that_no_comparison_can_use_is_refused(metric: str, words: str) -> None:
-    runs = [reporting(one, f1=0.5, validation_loss=0.1) for one in (FP32, FP16)]
+    runs = [
+        reporting(one, f1=0.5, fvd=math.nan, validation_loss=0.1)
+        for one in (FP32, FP16)
+    ]
     # The searcher's, without an accuracy.
     assert comparison_of(*runs).metric == "validation_loss"
     with pytest.raises(ReportError) as refused:
