@@ -97,6 +97,25 @@ class TestNothingMoves:
         train(None)
         assert [gradient.tolist() for (gradient,) in seen] == [[[1.0]]] * 2
 
+    def test_attributes_that_a_module_sets_in_its_forward_are_put_back(self) -> None:
+        class Keeps(nn.Linear):
+            forwards = 0
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.forwards, self.seen = self.forwards + 1, x
+                return super().forward(x)
+
+        model = Keeps(1, 1)
+        model.forwards = 5
+        before = dict(vars(model))
+
+        def train(scale: float | None) -> None:
+            torch.autograd.backward(model(torch.ones(1, 1)))
+            assert model.forwards == 6
+
+        Rehearsal(train, [model], []).run()
+        assert vars(model) == before
+
     def test_rehearsals_are_identical_dropout_included(self) -> None:
         def work(small: SmallTrial, context: Context, batches: Batches) -> None:
             first, again, other = (batches[number].run(1.0) for number in (0, 0, 1))

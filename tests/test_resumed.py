@@ -17,6 +17,7 @@ import torch
 from determined import pytorch
 from torch.optim import lr_scheduler
 
+from determined_amp.trial.resumed import _settle
 from tests import habits
 from tests.harness import Fitted, fit, fit_as_it_is, needs_fused, same_bits
 from tests.trials import Converted, Modes, Plain, run_of
@@ -188,6 +189,17 @@ def test_state_that_cannot_be_restored_is_said_once_in_every_loop(
     lines = [line for line in caplog.messages if words in line]
     for line, owner in zip(lines, said, strict=True):
         assert f"the state of {owner} is more than plain values" in line
+
+
+def test_setting_that_a_saved_optimizer_lacks_is_that_of_this_trial() -> None:
+    """A newer torch has more settings than the one that saved."""
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.5)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0].update(lr=0.25)
+    del saved["param_groups"][0]["nesterov"]
+    assert _settle(saved, optimizer, ("weight_decay",), ()) == []
+    (group,) = saved["param_groups"]
+    assert (group["lr"], group["nesterov"]) == (0.25, False)
 
 
 def halving_later(optimizer: Any) -> Any:
