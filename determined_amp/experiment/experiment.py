@@ -390,8 +390,7 @@ def experiment_in(
     trial: str | None = None,
     hyperparameters: Config | None = None,
 ) -> Experiment:
-    """Check all of a configuration that can be checked without the trial, and without
-    torch.
+    """Check all of a configuration that needs neither the trial nor torch.
 
     Args:
         config: The experiment configuration, in either form.
