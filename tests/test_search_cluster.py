@@ -108,7 +108,7 @@ def test_check_leaves_the_number_of_faults_and_ends_its_log_with_them(
     def examine(*call: Any) -> CheckFindings:
         get_metric_writer()  # as Determined does for a task; it warns
         fault = CheckFinding("scaled", Level.FAULT, "it is scaled", (), "by 2", "x / 2")
-        return CheckFindings([fault], seen="12 batches")
+        return CheckFindings([fault], seen="12 batches", trained=True)
 
     monkeypatch.setattr(cluster, "examine", examine)
     master = task("check.yaml")
