@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from determined_amp import AmpLoop, AmpSettings, ConfigError, Precision
+from determined_amp.amp.plain_data import Values
 from determined_amp.amp.rehearse import restored
 from determined_amp.amp.settings import FindScale
 from determined_amp.finder.prediction import LossScaleError
@@ -71,12 +72,17 @@ def _logged(caplog: pytest.LogCaptureFixture) -> None:
 def test_run_that_finds_its_scale_equals_one_with_that_init_scale_to_the_bit(
     trial: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    noted: list[Values] = []
+    monkeypatch.setattr(
+        loss_scale, "note_on_master", lambda context, **values: noted.append(values)
+    )
     searched = run(trial)
     scale = found(caplog)
     assert scale != 65536.0
     written = run(trial, init_scale=scale)
     assert same_bits(left(searched), left(written))
     assert found(caplog) == scale  # the second run found nothing
+    assert noted == [{"init_scale": scale}]
     # The control: what is drawn is not put back.
     monkeypatch.setattr(restored, "_keep_random_state", lambda *_: None)
     assert not same_bits(left(run(trial)), left(written))
