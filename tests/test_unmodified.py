@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 import pickle
 import re
 from collections.abc import Collection
@@ -162,6 +163,20 @@ class TestForward:
         assert same_state(*runs)
         assert dtypes == {torch.bfloat16}
         assert not autocast_is_on("cpu")
+
+    def test_output_that_a_forward_hook_changes_in_place_is_handed_on(self) -> None:
+        def zero(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            output.mul_(0)
+
+        class Zeroes(Plain):
+            def net(self) -> nn.Module:
+                last = nn.Linear(8, CLASSES, bias=False)
+                model = nn.Sequential(nn.Linear(FEATURES, 8), last)
+                model[0].register_forward_hook(zero)
+                return model
+
+        made = fit_as_it_is(Zeroes, BFLOAT16, batches=1)
+        assert made.report["loss"] == pytest.approx(math.log(CLASSES))
 
     def test_fp32_modules_of_the_settings_compute_in_float32(self) -> None:
         amp = {**BFLOAT16, "fp32_modules": ["^3$"]}
