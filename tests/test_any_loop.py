@@ -391,10 +391,24 @@ def leaves_out_after_the_norm(made: OneModel) -> None:
     made.optimizer.zero_grad()
 
 
+def leaves_out_and_zeroes_in_the_next_batch(made: OneModel) -> None:
+    made.optimizer.zero_grad()
+    loss = made.backward(infinite())
+    made.end(loss)
+
+
+def leaves_out_with_gradients_of_0(made: OneModel) -> None:
+    loss = made.backward(infinite())
+    made.optimizer.zero_grad(set_to_none=False)
+    made.end(loss)
+
+
 LEFT_OUT: list[LeavesOut] = [
     leaves_out_before_the_backward,
     leaves_out_after_the_backward,
     leaves_out_after_the_norm,
+    leaves_out_and_zeroes_in_the_next_batch,
+    leaves_out_with_gradients_of_0,
 ]
 
 
@@ -431,6 +445,7 @@ class TestGuard:
         for _ in range(3):  # fewer than ten are not judged
             way(made)
             way(made)
+            made.optimizer.zero_grad()
             made.train(make_batches()[0])
             made.amp.report()
         way(made)
@@ -441,18 +456,23 @@ class TestGuard:
         assert "Cause: input 0 of the batch is not finite" in str(ended.value)
         assert ended.value.state_is_good
 
-    def test_guard_lets_a_loop_leave_out_half_of_its_batches_and_accumulate(
-        self,
-    ) -> None:
+    def test_guard_lets_a_loop_leave_out_half_of_its_batches(self) -> None:
         made = one_model(init_scale=2.0**10)
         for _ in range(5):
             leaves_out_before_the_backward(made)
             made.train(make_batches()[0])
         made.amp.report()
-        for _ in range(10):  # not left out: they have no step yet
-            made.backward(infinite())
-            made.end(torch.tensor(math.inf))
-        made.amp.report()
+
+    def test_state_with_weights_that_are_not_finite_is_not_good(self) -> None:
+        made = one_model(init_scale=2.0**10, max_consecutive_skips=1)
+        made.amp.prepare(made.model)
+        for _ in range(2):
+            made.train(infinite())
+        with torch.no_grad():
+            next(made.model.parameters()).fill_(math.nan)
+        with pytest.raises(GuardError) as ended:
+            made.amp.report()
+        assert not ended.value.state_is_good
 
     @pytest.mark.parametrize("applied", [0, 1])
     def test_saving_before_any_applied_step_warns_once(
@@ -592,3 +612,39 @@ def test_step_may_be_left_out_after_its_clip(precision: Precision) -> None:
             made.end(loss)
         made.optimizer.zero_grad()
     assert int(made.amp.applied_steps) == 2
+
+
+@pytest.mark.parametrize("updates", [True, False])
+def test_norm_of_a_step_that_is_left_out_is_not_reported(*, updates: bool) -> None:
+    made = one_model(init_scale=4.0)
+    norms = []
+    for factor in (1.0, 100.0, 1.0):
+        with made.amp.autocast():
+            loss = made.loss_fn(make_batches()[0])
+        made.amp.scaler.scale(loss * factor).backward()
+        made.amp.clip_gradients(made.optimizer)
+        weights = made.model.parameters()
+        norms.append(float(nn.utils.clip_grad_norm_(weights, math.inf)))
+        if factor == 1.0:
+            made.amp.scaler.step(made.optimizer)
+        made.optimizer.zero_grad()
+        if updates or factor == 1.0:
+            made.end(loss)
+    reported = made.amp.report()["watch_grad_norm"]
+    assert reported == pytest.approx((norms[0] + norms[2]) / 2)
+
+
+def test_overflow_that_one_optimizer_leaves_out_moves_the_scale_of_both() -> None:
+    amp = AmpLoop(AmpSettings(Precision.AMP_FP16, init_scale=1024.0), "cpu")
+    models = [nn.Linear(2, 1) for _ in range(2)]
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
+    with amp.autocast():
+        losses = [model(torch.ones(1, 2)).sum() for model in models]
+    torch.autograd.backward(amp.scaler.scale(losses[0] * math.inf))
+    amp.scaler.unscale_(first)
+    first.zero_grad()
+    torch.autograd.backward(amp.scaler.scale(losses[1]))
+    amp.scaler.step(second)
+    amp.update()
+    assert int(amp.steps(second).applied) == 1
+    assert float(amp.loss_scale()) == 512

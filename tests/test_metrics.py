@@ -108,7 +108,8 @@ class TestTrainingMetrics:
         gradients = gradients_of(metrics)
         gradients.measure(having(torch.full((1,), 2.0**10)), UNSCALED)
         gradients.add_norm(torch.tensor(2.0))
-        gradients.counts.count(torch.tensor(0.0))
+        gradients.outcome = torch.tensor(0.0)
+        gradients.finish()
         first = report_of(metrics)
         assert first["watch_grad_norm"] == 2
         assert first["watch_headroom_bits"] == pytest.approx(math.log2(65504) - 10)
@@ -118,7 +119,8 @@ class TestTrainingMetrics:
         gradients.counts.attempted = 1
         for norm, found_inf in ((math.inf, 1.0), (4.0, 0.0), (8.0, 0.0)):
             gradients.add_norm(torch.tensor(norm))
-            gradients.counts.count(torch.tensor(found_inf))
+            gradients.outcome = torch.tensor(found_inf)
+            gradients.finish()
         second = report_of(metrics)
         assert second["watch_grad_norm"] == 6
         assert second["watch_skip_ratio"] == pytest.approx(1 / 3)

@@ -382,16 +382,25 @@ def test_scheduler_that_the_trial_also_steps_or_loads_is_an_error(
         move(schedule, 2)
 
 
-def test_parameter_group_that_was_added_later_keeps_its_rate() -> None:
+def test_parameter_group_that_was_added_later_keeps_its_rate_and_is_logged_once(
+    caplog: Any,
+) -> None:
     optimizer = make_optimizer(groups=1)
     schedule = AppliedStepSchedule(
         lr_scheduler.ExponentialLR(optimizer, 0.5), CPU, skips=False
     )
     schedule.move(0, 0)
+    assert not caplog.text
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 2.0})
     for step in (1, 2):
         schedule.move(step, step)
     assert [group["lr"] for group in optimizer.param_groups] == [RATES[0] / 4, 2.0]
+    assert (
+        caplog.text.count(
+            "ExponentialLR does not move the parameter groups that were added"
+        )
+        == 1
+    )
 
 
 def test_rate_that_is_a_tensor_on_the_host_is_scheduled_and_not_written() -> None:

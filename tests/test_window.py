@@ -63,6 +63,8 @@ class TestClip:
         assert (window.has_norm, window.largest.item()) == (False, 0)
         window.clip([without, *parameters], max_norm, lambda: torch.tensor(8.0))
         assert window.has_norm
+        window.outcome = False
+        window.finish()
         assert window.norm_sum.total().item() == 13
         assert window.largest.item() == 12 * 8
         for parameter, values in zip(parameters, left, strict=True):
@@ -79,6 +81,8 @@ class TestClip:
         window = Window(CPU, scaled=scaled)
         for values in ([3.0, 4.0], [1.0e30, 1.0e30]):
             window.clip(having(torch.tensor(values)), 1.0, lambda: torch.ones(()))
+            window.outcome = False
+            window.finish()
         assert window.norm_sum.total().item() == total
 
 

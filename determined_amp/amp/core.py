@@ -284,18 +284,8 @@ class AmpCore:
             loss = loss.reshape(()) if loss.dim() else loss
         attempted = sum(window.counts.attempted for window in self.windows.values())
         has_stepped, self._attempted = attempted > self._attempted, attempted
-        left_out = not (has_stepped or again or self._accumulates())
+        left_out = not (has_stepped or again)
         return self.metrics.add(loss, samples, again=again, left_out=left_out)
-
-    def _accumulates(self) -> bool:
-        """Whether gradients wait for a step in a later batch."""
-        if not self.scaler.has_scaled:
-            return False
-        if any(window.has_gradient() for window in self.windows.values()):
-            return True
-        # None has stepped yet, or it has dropped its gradients.
-        parameters = parameters_in(self.models, self.optimizers)
-        return any(parameter.grad is not None for parameter in parameters)
 
     # Everything else that a training can ask for.
 

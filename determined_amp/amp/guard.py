@@ -169,7 +169,8 @@ class Guard:
             f" {'Its cause is not looked for again' if is_known else self._cause()}"
         )
         if not warns:
-            is_good = self._settings.scales_the_loss
+            are_finite = not is_not_finite(_norm(self._models, math.inf))
+            is_good = self._settings.scales_the_loss and are_finite
             raise GuardError(message, state_is_good=is_good, metrics=metrics)
         logger.warning("%s", message)
 

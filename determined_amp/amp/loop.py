@@ -202,6 +202,7 @@ class AmpLoop(AmpCore):
         if self.scaler.has_uncounted_steps():
             self.finish_steps()
         self.guard.warn_of_no_applied_step()
+        self.guard.repair()
         return {"scaler": self.scaler.state_dict(), **self.windows.state_dict()}
 
     def load_state_dict(self, state_dict: StateDict) -> None:

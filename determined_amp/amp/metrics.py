@@ -137,7 +137,7 @@ class TrainingMetrics:
             samples: Samples in the batch; None counts it as one and measures no speed.
             again: Whether this batch has been counted before, so that only the loss is
                 new.
-            left_out: Whether the batch made no step, and left no gradient for one.
+            left_out: Whether the batch made no step.
 
         Returns:
             What `train_batch` must return. Determined 0.38.1 wants a metric from every

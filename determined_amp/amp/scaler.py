@@ -95,12 +95,11 @@ class LossScaler(torch.amp.GradScaler):
         """Call `GradScaler.scale`, and note that it was called."""
         self.has_scaled = True
         for window in self.windows.values():
-            # An error may have led to `zero_grad` between a clip and its step: unscale
-            # anew.
+            # Its step was left out, and `zero_grad` called: unscale anew.
             if window.stage is Stage.UNSCALED and not window.has_gradient():
-                window.stage = Stage.SCALED
+                window.leave_out()
                 if self._scales:
-                    states_of_steps(self).pop(id(window.optimizer), None)
+                    self._keep_what_was_found(window.optimizer)
         if self._scales and not (self._end_listening or self.leaves_true_gradients):
             end = listen_to_clips(self._refuse_clip, but_by=Window.__module__)
             self._end_listening = end
@@ -150,6 +149,7 @@ class LossScaler(torch.amp.GradScaler):
         """
         if self._scales:
             kept = {key: state_dict[key] for key in ("scale", GROWTH_TRACKER)}
+            kept["scale"] = max(kept["scale"], self._min_scale)
             super().load_state_dict({**self.state_dict(), **kept})
 
     # The calls of the loop around it.
@@ -268,6 +268,15 @@ class LossScaler(torch.amp.GradScaler):
                 scaled -= {parameter.grad for parameter in parameters_of(optimizer)}
         if not scaled.isdisjoint(clip.gradients):
             raise error_of(Mistake.CLIPS_SCALED, self.windows.remedies)
+
+    def _keep_what_was_found(self, optimizer: object) -> None:
+        """Let the next `update` know of gradients that are gone, and forget that they
+        were unscaled.
+        """
+        state = states_of_steps(self).pop(id(optimizer), None)
+        found = state["found_inf_per_device"].values() if state else ()
+        for found_inf in found:
+            self.note(found_inf, found_inf)
 
     def _note_nothing(self, optimizer: object) -> None:
         self.note(optimizer, torch.zeros_like(scale_in(self)))

@@ -233,6 +233,11 @@ class AppliedStepSchedule(RateSchedule):
                 f"{self._name} ends after {self._length} steps ({self._end}); "
                 "later steps keep its last values"
             )
+        if len(self.optimizer.param_groups) > len(self._groups):
+            self._warn_once(
+                f"{self._name} does not move the parameter groups that were added "
+                "after it was made: their values stay as they are"
+            )
 
     def _warn_once(self, line: str) -> None:
         if line not in self._logged:

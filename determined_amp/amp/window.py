@@ -98,6 +98,7 @@ class Window:
         # weights, or a clip makes all of them 0.
         self.norm_sum = DeviceSum(device, finite_only=scaled)
         self.has_norm = False
+        self._norms: list[torch.Tensor] = []  # of the step that comes
         self.largest = torch.zeros((), device=device)
         self.applied_before = torch.zeros((), dtype=torch.int64, device=device)
         self.attempted_before = 0
@@ -176,14 +177,22 @@ class Window:
         elif self.skips is True:
             self.skips = False
 
+    def leave_out(self) -> None:
+        """Forget a step that was prepared, and is not made."""
+        self.stage = Stage.SCALED
+        self._norms.clear()
+
     def finish(self) -> None:
         """Count a step, and move the schedule if it was applied. No synchronisation."""
         self.stage = Stage.SCALED
         if self.outcome is not None:
+            for norm in self._norms:
+                self.norm_sum.add(norm)
             self.counts.count(self.outcome)
             self.outcome = self.stepped_at = None
             if self.schedule is not None:
                 self.schedule.place_rate(self.counts)
+        self._norms.clear()
 
     def place_rate(self) -> None:
         """Put the rate of the next step into the optimizer, by the steps applied so
@@ -237,11 +246,11 @@ class Window:
             torch.maximum(self.largest, largest, out=self.largest)
 
     def add_norm(self, norm: torch.Tensor) -> None:
-        """Count the norm of one step, (), on the device; left out if its step is
-        skipped.
+        """Keep the norm of a step that comes, (), on the device; it counts if the step
+        is applied.
         """
         self.has_norm = True
-        self.norm_sum.add(norm)
+        self._norms.append(norm)
 
     def reset(self) -> None:
         """Begin the next report."""
