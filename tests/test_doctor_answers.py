@@ -125,6 +125,7 @@ def test_mistake_is_told_with_its_cause_and_its_line(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("unscales_only_where_it_logs", "scaler.unscale_(optimizer)  # your line"),
         ("scores_overflow", "float32 from there"),
         ("eps_is_zero_in_half", "float32 from there"),
         ("penalty_added_to_scaled_loss", "all terms of the loss"),

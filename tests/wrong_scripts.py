@@ -56,6 +56,26 @@ for inputs, targets in loader():
     scaler.update()
 """,
     ),
+    "unscales_only_where_it_logs": Mistake(
+        "fault",
+        "clip_scaled",
+        """\
+model = net()
+optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+scaler = GradScaler("cpu")
+for i, (inputs, targets) in enumerate(loader()):
+    optimizer.zero_grad()
+    with autocast("cpu", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    if i % 5 == 0:
+        scaler.unscale_(optimizer)
+        print(max(p.grad.norm().item() for p in model.parameters()))
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # HERE
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
     "large_limit_before_unscale": Mistake(
         "fault",
         "clip_scaled|depends_on_scale",
