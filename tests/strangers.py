@@ -172,16 +172,13 @@ class OwnOrder(Stranger):
 
 
 class FromEnd(Sampler[int]):
-    """Any order, in a class of its own."""
+    """Any order, in a class of its own that has no length."""
 
     def __init__(self, order: list[int]) -> None:
         self.order = order
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.order)
-
-    def __len__(self) -> int:
-        return len(self.order)
 
 
 class WithDefaults(Stranger):

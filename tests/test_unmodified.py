@@ -178,6 +178,24 @@ class TestForward:
         made = fit_as_it_is(Zeroes, BFLOAT16, batches=1)
         assert made.report["loss"] == pytest.approx(math.log(CLASSES))
 
+    def test_forward_hook_gets_the_tensor_that_the_loss_is_computed_from(self) -> None:
+        gradients: list[torch.Tensor] = []
+
+        def reverse(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(gradients.append)  # type: ignore[no-untyped-call]
+
+        class Reverses(Plain):
+            def net(self) -> nn.Module:
+                model = nn.Sequential(
+                    nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES)
+                )
+                model[0].register_forward_hook(reverse)
+                return model
+
+        fit_as_it_is(Reverses, BFLOAT16, batches=2)
+        assert {each.dtype for each in gradients} == {torch.float32}
+
     def test_fp32_modules_of_the_settings_compute_in_float32(self) -> None:
         amp = {**BFLOAT16, "fp32_modules": ["^3$"]}
         ours, theirs = (fit_as_it_is(trial, amp) for trial in (Plain, Converted))

@@ -194,7 +194,9 @@ def write_back(replaced: Sequence[tuple[Any, Any]]) -> None:
             for key in original.keys() - cast.keys():
                 del original[key]
             for key, item in cast.items():
-                original[key] = original_of.get(id(item), item)
+                own = original_of.get(id(item), item)
+                if key not in original or original[key] is not own:
+                    original[key] = own
 
 
 def as_float32(value: Any, replaced: list[tuple[Any, Any]] | None = None) -> Any:

@@ -50,14 +50,23 @@ def settle_order(loader: Any, seed: int, *, warns: bool) -> None:
         seed: The seed, equal on every rank and after a resume.
         warns: Whether to log what a resume depends on if the order is the trial's own.
     """
-    repeated: Any = getattr(loader, "batch_sampler", None)
-    while repeated and not isinstance(repeated, samplers.RepeatBatchSampler):
-        repeated = getattr(repeated, "batch_sampler", None)
+    repeated = _repeated_in(loader)
     sampler: Any = None if repeated is None else _sampler_in(repeated.batch_sampler)
     if type(sampler) in _DRAWN and sampler.generator is None:
         repeated.batch_sampler = _SeededBatches(repeated.batch_sampler, seed)
     elif warns:
         _tell_conditions(loader, sampler)
+
+
+def _repeated_in(loader: Any) -> Any:
+    """What repeats the batches of a loader of Determined; None without one.
+
+    A sampler may have no length, and then it has no truth, either.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    while sampler is not None and not isinstance(sampler, samplers.RepeatBatchSampler):
+        sampler = getattr(sampler, "batch_sampler", None)
+    return sampler
 
 
 def _sampler_in(batches: Any) -> Any:

@@ -37,7 +37,7 @@ from determined_amp.amp.tensors import parameters_in, parameters_of
 from determined_amp.amp.torch_private import NODE_HOOKS, number_of
 from determined_amp.trial.unmodified_autocast import (
     UnmodifiedAutocast,
-    hooks_by,
+    has_hook_of_trial,
     is_the_trials,
     refuse_in_float16,
 )
@@ -287,7 +287,7 @@ class TrueGradients:
 def _refuse_hooks_of(leaf: torch.Tensor) -> None:
     """Refuse the hooks of a leaf of a graph, which may be in no model."""
     for register in _OF_LEAVES:
-        if any(map(is_the_trials, hooks_by(partial(register, leaf)).values())):
+        if has_hook_of_trial(partial(register, leaf)):
             raise _refusal()
 
 

@@ -1,7 +1,7 @@
 """The forward of a model whose code knows nothing of autocast.
 
-It runs under autocast, and returns float32, which forward hooks of the trial see, too:
-a loss may be computed from what they keep.
+It runs under autocast, and returns float32. A module with a forward hook gets float32
+and returns float32, so its hooks see what the modules around it see.
 """
 
 from __future__ import annotations
@@ -89,54 +89,85 @@ def _call(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 
-_REGISTERS = (nn.Module.register_forward_pre_hook, nn.Module.register_forward_hook)
+_register_before = nn.Module.register_forward_pre_hook
+_register_after = nn.Module.register_forward_hook
 
 
-@contextmanager
-def hooks_in_float32(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Show float32 to the trial's forward hooks in this block, also to later ones."""
-    modules = {module for model in models for module in model.modules()}
-    with ExitStack() as stack:
-        for register in _REGISTERS:
-            for module in modules:
-                if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
-                    hooks = hooks_by(partial(register, module))
-                    stack.callback(_put_back, hooks, dict(hooks))
-                    hooks.update({key: _shown(hook) for key, hook in hooks.items()})
-            showing = _showing_float32(register)
-            stack.enter_context(patched(nn.Module, register.__name__, showing))
-        yield
+class ForwardHooks:
+    """Shows float32 to the trial's forward hooks.
+
+    Args:
+        models: The trial's models.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._models = models
+        self._shown: set[nn.Module] = set()
+        # The casts of the inputs of each module that is running.
+        self._casts: dict[nn.Module, list[tuple[Any, Any]]] = {}
+        self._undo = ExitStack()
+
+    @contextmanager
+    def shown_in_float32(self) -> Iterator[None]:
+        """Show float32 in this block, also to hooks that come later."""
+        with self._undo:
+            for model in self._models:
+                for module in model.modules():
+                    if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                        self._show_to_hooks_of(module)
+            for register in (_register_before, _register_after):
+                registering = calling_first(self._meet, register)
+                patch = patched(nn.Module, register.__name__, registering)
+                self._undo.enter_context(patch)
+            yield
+
+    def _meet(
+        self, module: nn.Module, hook: Callable[..., Any], *_: Any, **__: Any
+    ) -> None:
+        if is_the_trials(hook):
+            self._show(module)
+
+    def _show_to_hooks_of(self, module: nn.Module) -> None:
+        for register in (_register_before, _register_after):
+            if has_hook_of_trial(partial(register, module)):
+                self._show(module)
+
+    def _show(self, module: nn.Module) -> None:
+        if module in self._shown:
+            return
+        self._shown.add(module)
+        before = _register_before(
+            module, self._cast_all_inputs, prepend=True, with_kwargs=True
+        )
+        after = _register_after(module, self._cast_output, prepend=True)
+        self._undo.callback(before.remove)
+        self._undo.callback(after.remove)
+
+    def _cast_all_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        casts = self._casts[module] = []
+        return as_float32((args, kwargs), casts)
+
+    def _cast_output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        write_back(self._casts.pop(module, ()))  # what the module wrote in place
+        return as_float32(output)
 
 
-def _showing_float32(register: Callable[..., Any]) -> Callable[..., Any]:
-    def registering(module: nn.Module, hook: Any, *args: Any, **kwargs: Any) -> Any:
-        return register(module, _shown(hook), *args, **kwargs)
+def calling_first(
+    function: Callable[..., None], method: Callable[..., Any]
+) -> Callable[..., Any]:
+    def call_both(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        function(owner, *args, **kwargs)
+        return method(owner, *args, **kwargs)
 
-    return registering
-
-
-def _shown(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward hook that sees float32, if it is the trial's own."""
-    return partial(_call_in_float32, hook) if is_the_trials(hook) else hook
+    return call_both
 
 
-def _call_in_float32(hook: Callable[..., Any], module: nn.Module, *seen: Any) -> Any:
-    casts: list[tuple[Any, Any]] = []
-    result = hook(module, *as_float32(seen, casts))
-    write_back(casts)  # what the hook has changed in place
-    return result
-
-
-def _put_back(hooks: dict[int, Any], before: dict[int, Any]) -> None:
-    hooks.update({key: before[key] for key in before.keys() & hooks.keys()})
-
-
-def hooks_by(register: Callable[..., Any]) -> dict[int, Any]:
-    """The hooks that a function has registered so far, by the ids of their handles."""
+def has_hook_of_trial(register: Callable[..., Any]) -> bool:
+    """Whether a function has registered a hook of the trial's own so far."""
     handle = register(do_nothing)
-    hooks: dict[int, Any] = handle.hooks_dict_ref()
+    hooks = handle.hooks_dict_ref()
     handle.remove()
-    return hooks
+    return any(map(is_the_trials, hooks.values()))
 
 
 def is_the_trials(hook: Callable[..., Any]) -> bool:

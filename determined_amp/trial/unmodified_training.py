@@ -56,8 +56,8 @@ from determined_amp.trial.mixed_precision import MixedPrecision
 from determined_amp.trial.true_gradients import TrueGradients
 from determined_amp.trial.unmodified_autocast import (
     NO_AMP,
+    ForwardHooks,
     UnmodifiedAutocast,
-    hooks_in_float32,
     refusal,
     refuse_in_float16,
 )
@@ -338,7 +338,8 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         self._patches.callback(handle.remove)
         self._patches.enter_context(backwards_through(self._run_backward))
         if self._autocast.casts:
-            self._patches.enter_context(hooks_in_float32(self._amp.models))
+            hooks = ForwardHooks(self._amp.models)
+            self._patches.enter_context(hooks.shown_in_float32())
         if self._amp.scaler.is_enabled():
             self._gradients = TrueGradients(self._amp, self._autocast)
             self._patches.enter_context(self._gradients.refusing_hooks())
