@@ -68,6 +68,15 @@ def _logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
 
+def test_min_scale_that_overflows_is_refused() -> None:
+    words = (
+        r"^the trial: .* gradients overflow at min_scale 2\^24; allowed:"
+        r" min_scale: "
+    )
+    with pytest.raises(ConfigError, match=words):
+        run(Converted, min_scale=2.0**24)
+
+
 @pytest.mark.parametrize("trial", [Draws, DrawsConverted])
 def test_run_that_finds_its_scale_equals_one_with_that_init_scale_to_the_bit(
     trial: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

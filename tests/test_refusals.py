@@ -119,7 +119,7 @@ SAID_AT_ONCE: dict[str, list[str]] = {
     "train": ["give an experiment YAML"],
     "train --resume missing": ["cannot be read"],
     # Of the folder above it, and of a searcher.
-    "report .": ["run.json'; allowed: what ", "; did you mean fp32/run.json?"],
+    "report .": ["run.json'; allowed: what ", "; did you mean fp32?"],
     f"search {GRID} --config searcher.name=grdi": ["got grdi; did you mean grid?"],
     f"compare {MLP} --precisions fp32 fp16": ["'fp16' (choose from "],
     f"train {MLP} --config hyperparameters.training.max_length=20": [

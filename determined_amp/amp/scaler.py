@@ -149,7 +149,6 @@ class LossScaler(torch.amp.GradScaler):
         """
         if self._scales:
             kept = {key: state_dict[key] for key in ("scale", GROWTH_TRACKER)}
-            kept["scale"] = max(kept["scale"], self._min_scale)
             super().load_state_dict({**self.state_dict(), **kept})
 
     # The calls of the loop around it.

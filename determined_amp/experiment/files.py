@@ -39,6 +39,10 @@ def write_together(contents: Mapping[Path, Iterable[bytes]]) -> None:
                 partial.unlink(missing_ok=True)
 
 
+# Files by which a run or a search is known, which is given as its folder.
+_OF_A_FOLDER = ("run.json", "config.yaml", "search.yaml")
+
+
 def _write(path: Path, content: Iterable[bytes]) -> None:
     try:
         with path.open("wb") as file:
@@ -50,11 +54,14 @@ def _write(path: Path, content: Iterable[bytes]) -> None:
 
 
 def found_below(path: Path) -> str:
-    """A question that names the newest file of this name one folder further down; empty
-    without one.
+    """A question that names the newest file of this name one folder further down, or
+    the folder that is known by it; empty without one.
     """
-    there = sorted(path.parent.glob(f"*/{path.name}"))
-    return f"; did you mean {there[-1]}?" if there else ""
+    there = sorted(path.parent.glob(f"*/{path.name}")) if path.name else []
+    if not there:
+        return ""
+    newest = there[-1].parent if path.name in _OF_A_FOLDER else there[-1]
+    return f"; did you mean {newest}?"
 
 
 @contextmanager

@@ -28,7 +28,7 @@ def typo_in(import_path: str) -> str:
     """
     module, _, name = import_path.partition(":")
     first, *others = [*module.split("."), name.partition(".")[0]]
-    if module in sys.modules or not first:
+    if module in sys.modules or first in ("", "__main__"):
         return ""
     if not name:
         return not_importable(import_path, "it has to be MODULE:CLASS")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean
 
 from determined_amp.amp.plain_data import Config, Values
@@ -110,8 +110,9 @@ def compare_runs(
     Raises:
         ReportError: if the runs cannot be compared, or do not report the metric.
     """
-    runs, left_out = _countable(sources)
-    metric = metric or metric_of(_finished(runs))
+    countable, left_out = _countable(sources)
+    metric = metric or metric_of(_finished(countable))
+    runs = [_judged_by(run, metric) for run in countable]
     baseline = _baseline(runs, left_out)
     _check_comparable(runs, metric)
     first = _finished(runs)[0]
@@ -213,13 +214,23 @@ def _margin(precisions: Sequence[PrecisionRuns], baseline: Precision) -> float:
     return _RELATIVE_MARGIN * abs(mean(base.values))
 
 
+def _judged_by(run: Run, metric: str) -> Run:
+    """A run that is a failure, too, if its last value of the compared metric is not
+    finite.
+    """
+    value = run.metrics.get(metric, 0.0)
+    if run.state is not RunState.COMPLETED or math.isfinite(value):
+        return run
+    return replace(run, state=RunState.FAILED, reason=f"{metric} is {value} at the end")
+
+
 def _check_comparable(runs: Runs, metric: str) -> None:
     """Check that finished and failed runs can be compared.
 
     Raises:
         ReportError: if the runs differ in settings, devices or versions that must be
             the same (the message names them all), if two finished runs have the same
-            precision and seed, or if one lacks a finite metric.
+            precision and seed, or if one lacks the metric.
     """
     finished = _finished(runs)
     # A failed run may have ended before its log named its machine.
@@ -232,10 +243,10 @@ def _check_comparable(runs: Runs, metric: str) -> None:
             f"{listed}\nallowed: runs that differ in precision, scaler settings, seed "
             "and name only"
         )
-    if not all(math.isfinite(run.metrics.get(metric, math.nan)) for run in finished):
+    if any(metric not in run.metrics for run in finished):
         raise ReportError(
-            f"--metric: {metric} is not a number in the last validation of every "
-            f"finished run; allowed: {', '.join(sorted(finished[0].metrics))}"
+            f"--metric: {metric} is not in the last validation of every finished run; "
+            f"allowed: {', '.join(sorted(finished[0].metrics))}"
         )
 
 

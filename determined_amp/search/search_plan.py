@@ -51,7 +51,7 @@ class GridSearcher(Searcher):
 class RandomSearcher(GridSearcher):
     """The same for a number of random points."""
 
-    max_trials: int = setting(at_least=1, at_most=MOST_TRIALS)
+    max_trials: int = setting(at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,10 @@ MOVED_BY_SCHEDULERS = frozenset(
 )
 
 
+# The key of the kinds of the optimizers, by the names of their classes.
+_KINDS = "determined_amp.optimizers"
+
+
 class CheckpointError(UserError):
     """A checkpoint is missing, damaged, or of another model."""
 
@@ -54,6 +58,7 @@ class PortableCheckpoint(pytorch.PyTorchCallback):
     Args:
         schedulers: Those that Determined saves.
         rank: The rank of this process.
+        optimizers: Those of the trial.
 
     Attributes:
         of_ranks: The random state of every rank if there are several; Determined itself
@@ -62,9 +67,15 @@ class PortableCheckpoint(pytorch.PyTorchCallback):
 
     NAME = "determined_amp.portable_checkpoint"
 
-    def __init__(self, schedulers: Sequence[Any], rank: int) -> None:
+    def __init__(
+        self,
+        schedulers: Sequence[Any],
+        rank: int,
+        optimizers: Sequence[Optimizer] = (),
+    ) -> None:
         self.of_ranks: Sequence[StateDict] | None = None
         self._schedulers = schedulers
+        self._optimizers = optimizers
         self._rank = rank
         self._has_saved = False
 
@@ -73,6 +84,7 @@ class PortableCheckpoint(pytorch.PyTorchCallback):
         state["np_rng_state"] = plain_numbers(state["np_rng_state"])
         if self.of_ranks is not None:
             checkpoint["rng_state_of_ranks"] = self.of_ranks
+        checkpoint[_KINDS] = _kinds_of(self._optimizers)
         states = checkpoint.get("lr_schedulers_state_dict", [])
         plain = [_without_code(state) for state in states]
         checkpoint["lr_schedulers_state_dict"] = plain
@@ -170,8 +182,18 @@ def check_optimizers(checkpoint: StateDict, optimizers: Sequence[Optimizer]) -> 
             f"optimizers in the checkpoint: {len(states)}; in the trial: "
             f"{len(optimizers)}"
         )
+    saved, kinds = checkpoint.get(_KINDS), _kinds_of(optimizers)
+    if saved not in (None, kinds):
+        raise ValueError(
+            f"its optimizers are {', '.join(saved)}, and those of the trial are "
+            f"{', '.join(kinds)}"
+        )
     for state, optimizer in zip(states, optimizers, strict=True):
         _check_kind(state, optimizer)
+
+
+def _kinds_of(optimizers: Sequence[Optimizer]) -> list[str]:
+    return [type(optimizer).__name__ for optimizer in optimizers]
 
 
 def _check_kind(saved: StateDict, optimizer: Optimizer) -> None:

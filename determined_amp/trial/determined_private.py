@@ -183,7 +183,8 @@ def schedulers(
 def portable_checkpoint(context: pytorch.PyTorchTrialContext) -> PortableCheckpoint:
     """The callback that saves plain types, and restores them."""
     saved = [each for each, _ in schedulers(context)]
-    return PortableCheckpoint(saved, context.distributed.rank)
+    rank, optimizers = context.distributed.rank, context.optimizers
+    return PortableCheckpoint(saved, rank, optimizers)
 
 
 def what_steps(context: pytorch.PyTorchTrialContext) -> list[tuple[object, str]]:

@@ -279,7 +279,7 @@ def _usable_scale(settings: AmpSettings, answer: FoundScale) -> float:
 
     Raises:
         LossScaleError: if none helps, and the settings only want a warning.
-        ConfigError: if none helps.
+        ConfigError: if none helps, or the smallest one that is allowed overflows.
     """
     scale = answer.init_scale
     if scale is None:
@@ -287,6 +287,13 @@ def _usable_scale(settings: AmpSettings, answer: FoundScale) -> float:
         if settings.on_overflow is OnOverflow.WARN:
             raise LossScaleError(because)
         problem = f"init_scale: got find, and {because}; allowed: amp_bf16"
+        raise ConfigError("the trial", [problem])
+    if settings.min_scale > 2.0**answer.finding.top_log2:
+        problem = (
+            f"init_scale: got find, which found {scale_text(scale)}, and gradients "
+            f"overflow at min_scale {scale_text(settings.min_scale)}; allowed: "
+            f"min_scale: {scale * 2.0**-8:g}"
+        )
         raise ConfigError("the trial", [problem])
     return max(scale, settings.min_scale)
 
