@@ -122,6 +122,12 @@ def test_mistake_is_told_with_its_cause_and_its_line(name: str) -> None:
     assert [word for word in mistake.misleading if word in str(findings)] == []
 
 
+def test_penalty_that_is_divided_is_not_suspected_while_a_cause_is_looked_for() -> None:
+    name = "penalty_of_divided_gradients_of_inputs"
+    findings = findings_of(RIGHT[name], f"{name}.py")
+    assert "penalty_scaled" not in {finding.key for finding in findings}
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -1750,7 +1750,7 @@ print("validation", total.item())
     # Gradients of gradients.
     "penalty_of_scaled_gradients": Mistake(
         "fault",
-        "depends_on_scale|no_steps",
+        "penalty_scaled|depends_on_scale|no_steps",
         """\
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -1763,6 +1763,27 @@ for inputs, targets in loader():
     (g,) = torch.autograd.grad(scaler.scale(loss), inputs, create_graph=True)
     loss = loss + g.norm(2, dim=1).mean()
     scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "inner_step_with_scaled_gradients": Mistake(
+        "fault|suspicion",
+        "penalty_scaled|depends_on_scale|no_steps",
+        """\
+model = nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+scaler = GradScaler("cuda", init_scale=256.0)
+for inputs, targets in loader():
+    with autocast("cuda", dtype=torch.float16):
+        inner = F.cross_entropy(model(inputs[:4]), targets[:4])
+    weights = list(model.parameters())
+    grads = torch.autograd.grad(scaler.scale(inner), weights, create_graph=True)
+    fast = [w - 0.01 * g for w, g in zip(weights, grads)]
+    with autocast("cuda", dtype=torch.float16):
+        outer = F.cross_entropy(F.linear(inputs[4:], *fast), targets[4:])
+    optimizer.zero_grad()
+    scaler.scale(outer).backward()
     scaler.step(optimizer)
     scaler.update()
 """,

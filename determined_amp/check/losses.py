@@ -1,7 +1,8 @@
-"""Reads in the graph of a loss how it was made, and what has scaled it."""
+"""Reads in the graph of a loss how it was made: scaled, or with gradients in it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ class Loss:
         False  # it is several numbers, so the backward begins with a gradient
     )
     trains: bool = False  # parameters are behind it
+    # The scale of gradients that are a part of it, and were not unscaled.
+    penalty: float | None = None
 
 
 def mark(tensors: Any, **known: Any) -> None:
@@ -37,7 +40,7 @@ def mark(tensors: Any, **known: Any) -> None:
     Args:
         tensors: The tensors, in any containers.
         known: The `scale` of losses that were scaled, and the `dtype` of what was
-            scaled, or that they are gradients (`is_gradient`).
+            scaled, or the scale of the loss that they are a `gradient` of, 1 without.
     """
     for tensor in tensors_of(tensors):
         node: Any = tensor.grad_fn
@@ -66,25 +69,34 @@ def loss_of(outputs: Any, scales: Sequence[float]) -> Loss:
 
 def _read_graph(loss: Loss, roots: list[Any], scales: Sequence[float]) -> None:
     """Find what multiplies a loss or parts of it."""
+    gradients: list[float] = []
+    numbers = [1.0]
     waiting: list[tuple[Any, float | None]] = [(root, None) for root in roots]
     seen = {*waiting}
     while waiting and len(seen) < _MOST_NODES:
         node, factor = waiting.pop()
         known, name = _known_of(node), node.name()
-        if known.get("is_gradient"):  # what is behind it is another graph
+        if "gradient" in known:  # what is behind it is another graph
+            gradients.append(known["gradient"])
             continue
-        scale = known.get("scale")
-        if name == "MulBackward0" and (number := _number_in(node)) in scales:
+        scale, number = known.get("scale"), _number_in(node)
+        if name == "MulBackward0" and number in scales:
             scale = scale or number  # by hand
         if scale:
             factor = scale * (factor or 1.0)
             loss.scale = max(loss.scale or factor, factor)
+        elif number:
+            numbers.append(max(number, 1 / number))
         if "AccumulateGrad" in name:
             loss.unscaled = loss.unscaled or factor is None
             loss.trains = loss.trains or isinstance(node.variable, torch.nn.Parameter)
         behind = {(each, factor) for each in _behind(node)} - seen
         seen |= behind
         waiting += behind
+    # What is multiplied or divided by the scale is unscaled.
+    for gradient in gradients:
+        if not any(math.isclose(number, gradient, rel_tol=1e-3) for number in numbers):
+            loss.penalty = gradient
 
 
 def _factor_before(node: Any) -> float:

@@ -328,8 +328,9 @@ class Recorder:
         if kwargs.get("accumulate_grad"):
             result = self._watch_backward(run, outputs)
         else:  # `torch.autograd.grad`
+            scale = loss_of(outputs, self._scales()).scale
             result = run()
-            mark(result, is_gradient=True)
+            mark(result, gradient=scale or 1.0)
         for each in self._gradients:
             each.is_new = True
         return result

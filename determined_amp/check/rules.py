@@ -221,6 +221,11 @@ def runs_backward_under_autocast(record: Record) -> Found:
     yield Seen(record.of("backward", autocast=True), proven=False)
 
 
+def adds_scaled_gradients_to_the_loss(record: Record) -> Found:
+    penalized = [b for b in record.of("backward") if b.loss.penalty is not None]
+    yield Seen(penalized, proven=False)
+
+
 def gets_16_bits_that_cuda_refuses(record: Record) -> Found:
     yield Seen(record.of("gpu_refuses"))
 
