@@ -13,7 +13,7 @@ import io
 import logging
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,6 @@ from determined_amp.amp.plain_data import StateDict
 from determined_amp.trial.random_state import plain_numbers
 
 logger = logging.getLogger(__name__)
-
-
-# Settings of an optimizer that schedulers move.
-MOVED_BY_SCHEDULERS = frozenset(
-    (
-        *("lr", "initial_lr", "max_lr", "min_lr"),
-        *("betas", "momentum", "base_momentum", "max_momentum"),
-    )
-)
 
 
 # The key of the kinds of the optimizers, by the names of their classes.
@@ -188,51 +179,10 @@ def check_optimizers(checkpoint: StateDict, optimizers: Sequence[Optimizer]) -> 
             f"its optimizers are {', '.join(saved)}, and those of the trial are "
             f"{', '.join(kinds)}"
         )
-    for state, optimizer in zip(states, optimizers, strict=True):
-        _check_kind(state, optimizer)
 
 
 def _kinds_of(optimizers: Sequence[Optimizer]) -> list[str]:
     return [type(optimizer).__name__ for optimizer in optimizers]
-
-
-def _check_kind(saved: StateDict, optimizer: Optimizer) -> None:
-    """Raise if a saved optimizer is of another kind; torch would load it all the same.
-
-    Then settings are both missing and added. A newer torch, schedulers and users only
-    add.
-
-    Raises:
-        ValueError: if it is.
-    """
-    # many wrappers have none
-    defaults: dict[str, Any] = getattr(optimizer, "defaults", {})
-    for saved_group, group in zip(
-        groups_in(saved), optimizer.param_groups, strict=False
-    ):
-        lacks, has = (
-            defaults.keys() - saved_group.keys(),
-            saved_group.keys() - group.keys(),
-        )
-        has -= MOVED_BY_SCHEDULERS - {"betas", "momentum"}
-        if lacks and has:
-            raise ValueError(
-                f"its optimizer has {', '.join(sorted(has))}, and "
-                f"{type(optimizer).__name__} has {', '.join(sorted(lacks))}"
-            )
-
-
-def groups_in(saved: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
-    """The groups of a saved optimizer; a wrapper has the state of another one
-    inside.
-    """
-    if "param_groups" in saved:
-        groups: Sequence[dict[str, Any]] = saved["param_groups"]
-        return groups
-    nested = (
-        groups_in(state) for state in saved.values() if isinstance(state, Mapping)
-    )
-    return next(filter(None, nested), ())
 
 
 def allow_numpy_random_state() -> None:

@@ -18,11 +18,7 @@ from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.plain_data import StateDict
 from determined_amp.amp.settings import scale_text
-from determined_amp.trial.checkpoint import (
-    MOVED_BY_SCHEDULERS,
-    check_optimizers,
-    groups_in,
-)
+from determined_amp.trial.checkpoint import check_optimizers
 from determined_amp.trial.determined_private import (
     aggregation_frequency,
     current_batch,
@@ -37,6 +33,14 @@ CALLBACK = "determined_amp.mixed_precision"
 
 # The settings of an optimizer's groups, as plain numbers.
 Groups = Sequence[Mapping[str, Any]]
+
+# Settings of an optimizer that schedulers move.
+_MOVED_BY_SCHEDULERS = frozenset(
+    (
+        *("lr", "initial_lr", "max_lr", "min_lr"),
+        *("betas", "momentum", "base_momentum", "max_momentum"),
+    )
+)
 
 # Settings that say by which kernels a step is computed, and not what it is. GradScaler
 # knows those of this trial's constructor: with others, an overflow would reach the
@@ -178,12 +182,12 @@ class ResumedTraining(pytorch.PyTorchCallback):
         if not self._warm_start:
             # A rate that follows the applied steps is computed again from their count.
             follows = self._amp.windows[optimizer].is_scheduled
-            return _KERNELS | MOVED_BY_SCHEDULERS if follows else _KERNELS
+            return _KERNELS | _MOVED_BY_SCHEDULERS if follows else _KERNELS
         settings = frozenset(key for group in optimizer.param_groups for key in group)
         # Determined restores the schedulers of the context, which go on from where they
         # were.
         by_context = optimizer in scheduled(self._context)
-        return settings - MOVED_BY_SCHEDULERS if by_context else settings
+        return settings - _MOVED_BY_SCHEDULERS if by_context else settings
 
     def _remember_constructed(self) -> None:
         """Keep the settings of the optimizers as made, before a checkpoint or a step
@@ -233,7 +237,7 @@ def _settle(
         The settings that a resume keeps, in words, although its YAML has changed them.
     """
     kept = []
-    groups = zip(groups_in(saved), optimizer.param_groups, strict=False)
+    groups = zip(_groups_in(saved), optimizer.param_groups, strict=False)
     for number, (saved_group, group) in enumerate(groups):  # torch reports a mismatch
         was = then[number] if number < len(then) else {}
         for key in sorted(group.keys() - {"params"}):
@@ -244,6 +248,19 @@ def _settle(
             if key in was and was[key] != here != value:
                 kept.append(f"{key} {value} of the checkpoint (YAML: {here})")
     return list(dict.fromkeys(kept))
+
+
+def _groups_in(saved: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    """The groups of a saved optimizer; a wrapper has the state of another one
+    inside.
+    """
+    if "param_groups" in saved:
+        groups: Sequence[dict[str, Any]] = saved["param_groups"]
+        return groups
+    nested = (
+        _groups_in(state) for state in saved.values() if isinstance(state, Mapping)
+    )
+    return next(filter(None, nested), ())
 
 
 def _plain(value: Any) -> Any:
