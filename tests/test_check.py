@@ -551,6 +551,14 @@ class RandomSlopes(Right):
         return functional.rrelu(logits, training=True).sum()  # HERE
 
 
+class Bfloat16WithScaler(Right):
+    def wrap_scaler(self) -> None:
+        self.scaler = self.context.wrap_scaler(torch.cuda.amp.GradScaler())  # HERE
+
+    def autocast(self) -> Any:
+        return torch.autocast("cuda", dtype=torch.bfloat16)
+
+
 class ScalesNothing(Right):
     """As in a public trial: the scaler is wrapped, and then nobody thinks of it."""
 
@@ -655,6 +663,7 @@ SUSPECTED: dict[type[Right], str] = {
     RandomSlopes: "no_16_bit_kernel",
     BackwardUnderAutocast: "autocast_backward",
     CoversNothing: "autocast_covers_nothing",
+    Bfloat16WithScaler: "bfloat16_with_scaler",
     ScalesNothing: "no_loss_scale",
 }
 WINDOWS: dict[type[Right], int] = {

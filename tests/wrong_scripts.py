@@ -176,6 +176,25 @@ for inputs, targets in loader():
     scaler.update()
 """,
     ),
+    "trust_ratio_before_unscale": Mistake(
+        "fault",
+        "depends_on_scale",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    for p in model.parameters():
+        if p.ndim > 1:
+            p.grad.mul_(0.02 * p.detach().norm() / p.grad.norm())
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
     "steps_only_below_a_scaled_norm": Mistake(
         "fault",
         "step_missing",
@@ -864,6 +883,27 @@ for inputs, targets in loader(2):
     optimizer.zero_grad()
 """,
     ),
+    "one_kind_of_batch_is_always_skipped": Mistake(
+        "fault",
+        "no_steps",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for i, (inputs, targets) in enumerate(loader(4)):
+    with autocast("cuda", dtype=torch.float16):
+        outputs = model(inputs)
+        loss = F.cross_entropy(outputs, targets)
+        sure = -torch.log(1 - torch.sigmoid(60 * outputs) + 1e-8).mean()
+    if i % 7 == 6:
+        scaler.scale(loss + sure).backward()  # HERE
+    else:
+        scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+""",
+    ),
     "ignores_what_the_scaler_found": Mistake(
         "fault",
         "overflow_hidden|step_without_scaler",
@@ -1085,6 +1125,23 @@ for inputs, targets in loader():
     scaler.update()
 """,
     ),
+    "features_are_detached": Mistake(
+        "suspicion",
+        "cut_off|other_parameters",
+        """\
+body, head = net(8), nn.Linear(8, 4)
+optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        features = body(inputs)
+        loss = F.cross_entropy(head(features.detach()), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
     "loss_is_rewrapped": Mistake(
         "fault",
         "loss_cut_off",
@@ -1295,6 +1352,24 @@ for inputs, targets in loader():
     with autocast("cuda", dtype=torch.bfloat16):
         loss = F.cross_entropy(model(inputs), targets)
     loss.backward()
+    optimizer.step()
+""",
+    ),
+    "rounds_its_weights": Mistake(
+        "fault|suspicion",
+        "half_weights",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+for inputs, targets in loader():
+    model.half()
+    outputs = model(inputs.half())
+    loss = F.cross_entropy(outputs.float(), targets)
+    optimizer.zero_grad()
+    loss.backward()
+    model.float()
+    for p in model.parameters():
+        p.grad = p.grad.float()
     optimizer.step()
 """,
     ),
@@ -1784,6 +1859,22 @@ for inputs, targets in loader():
         outer = F.cross_entropy(F.linear(inputs[4:], *fast), targets[4:])
     optimizer.zero_grad()
     scaler.scale(outer).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "bfloat16_with_a_scaler": Mistake(
+        "suspicion",
+        "bfloat16_with_scaler",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")  # HERE
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.bfloat16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
 """,

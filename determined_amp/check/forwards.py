@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -103,6 +103,13 @@ class Forwards:
             for name, buffer in module.named_buffers(recurse=False):
                 if name in names and not is_finite(buffer):
                     yield f"{name} of {self._name_of(module)}"
+
+    def holders_of(self, weights: Collection[torch.Tensor]) -> Iterator[str]:
+        """The modules that have run with these weights, one for each weight."""
+        for module in self._met:
+            for weight in module.parameters(recurse=False):
+                if weight in weights:
+                    yield self._name_of(module)
 
     def _name_of(self, module: nn.Module) -> str:
         """Its name in the model whose forward runs, or that of its class."""

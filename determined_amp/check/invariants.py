@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from linecache import getlines
 from statistics import median
 
-from determined_amp.check.finding import Found, Seen
+from determined_amp.check.finding import Found, Seen, Where
 from determined_amp.check.record import Event, Record
 
 # Steps after which a scale has settled: 2^16 is 1 then.
@@ -72,6 +73,21 @@ def _late(steps: Sequence[Event]) -> list[Event]:
     return [step for step, scale in pairs if (step.scale or 0.0) <= scale]
 
 
+def skips_one_kind_of_batch(record: Record) -> Found:
+    """What begins at one line is always skipped, at scales that were right, too."""
+    calm = _steps_of_scalers(record)
+    late = _late(calm)
+    of_lines: dict[Where | None, list[Event]] = defaultdict(list)
+    for window in record.complete:
+        if window.used:
+            line = window.used[-1].where
+            of_lines[line] += [step for step in window.steps if step in calm]
+    for line, steps in of_lines.items():
+        again = [step for step in steps if step in late]
+        if len(again) >= _MANY and all(step.skipped for step in steps):
+            yield Seen([line], part=steps, line=line)
+
+
 def leaves_out_batches(record: Record) -> Found:
     """A script may leave out by itself what is not finite."""
     without = record.of("left_out")
@@ -119,6 +135,13 @@ def _steps_in_vain(record: Record, *, trains: bool) -> Found:
     is_used = any(step.norm for step in steps) or any(each.reached for each in losses)
     if losses and losses[-1].loss.trains is trains and not (is_used or record.error):
         yield Seen(steps, backwards=losses)
+
+
+def leaves_weights_without_gradients(record: Record) -> Found:
+    steps = record.of("step")
+    if record.cut_off and len(steps) >= _MANY:
+        names = ", ".join(dict.fromkeys(record.cut_off))
+        yield Seen([None], part=record.cut_off, steps=steps, names=names)
 
 
 def never_steps(record: Record) -> Found:
@@ -231,6 +254,18 @@ def _norms_at_scales(steps: list[Event], norm: str) -> list[tuple[float, float]]
     return points
 
 
+def changes_scaled_gradients_of_a_weight(record: Record) -> Found:
+    """The norm of all gradients hides those of a weight that became small."""
+    for steps in _steps_of_each(record, skipped=False):
+        most = max((len(step.norms) for step in steps), default=0)
+        whole = [step for step in steps if len(step.norms) == most]
+        for weight in range(most):
+            seen = _dependence((step.scale, step.norms[weight]) for step in whole)
+            if seen and seen.exponent <= -_EXPONENT and seen.norms >= _STEPS:
+                yield seen.at(whole)
+                break
+
+
 def adds_what_does_not_follow_the_scale(record: Record) -> Found:
     for steps in _steps_of_each(record, skipped=False):
         seen = _dependence((step.scale, step.added) for step in steps)
@@ -296,6 +331,15 @@ def uses_gradients_again(record: Record) -> Found:
     at += [backward for window in record.windows for backward in window.kept]
     if len(at) >= 2:
         yield Seen(at, of=record.of("backward"))
+
+
+def rounds_its_weights(record: Record) -> Found:
+    """Weights that are rounded to 16 bits lose small updates."""
+    steps = record.of("step", skipped=False)
+    rounded = [step for step in steps if step.rounded]
+    if rounded:
+        at = [*record.of("cast"), *rounded[:1]]
+        yield Seen(at, part=rounded, of=steps, proven=len(rounded) >= _MANY)
 
 
 # Validation.

@@ -50,10 +50,11 @@ class Event(SimpleNamespace):
     | `zero_grad` | |
     | `step` | the number of the `optimizer`; whether a scaler makes it (`scaled`), |
     | | whether it is `skipped`, or made `again` with the same gradients; the `norm` |
-    | | that it used, and the norm before a clip (`unclipped`); what was `added` to |
-    | | scaled gradients; their `factor`, and what the training multiplied them by |
-    | | (`by_hand`); whether the scaler has `divided` them; the `rates` of the groups; |
-    | | the `scale`, and whether the doctor `moved` it; whether the doctor |
+    | | that it used, the `norms` of each weight's, and the norm before a clip |
+    | | (`unclipped`); what was `added` to scaled gradients; their `factor`, and what |
+    | | the training multiplied them by (`by_hand`); whether the scaler has `divided` |
+    | | them; the `rates` of the groups; whether its float32 weights were `rounded` |
+    | | before; the `scale`, and whether the doctor `moved` it; whether the doctor |
     | | `disturbed` gradients since the newest update, and whether the step would |
     | | have used its overflow (`overflows`); whether a checkpoint was saved before |
     | | (`after_save`) |
@@ -196,6 +197,9 @@ class Record:
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     # weights and buffers, at the end
     not_finite: list[str] = field(default_factory=list)
+    # Modules that run whose weights an optimizer holds and no gradient reaches: each
+    # as often as it has such weights.
+    cut_off: list[str] = field(default_factory=list)
     # A forward without gradients that is not finite, and is in float32.
     validation: tuple[str, Where | None] | None = None
     cause: Cause | None = None  # of a loss that is not finite

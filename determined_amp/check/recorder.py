@@ -193,6 +193,8 @@ class Recorder:
         if bad:
             self.record.not_finite.append(f"{bad} of {len(weights)} weights")
         self.record.not_finite += self._forwards.buffers_not_finite()
+        trained = {weight for each in reached for weight in each.reached}
+        self.record.cut_off = [*self._forwards.holders_of(weights - trained)]
 
     # What is watched, and by what.
 

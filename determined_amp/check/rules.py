@@ -262,6 +262,15 @@ def begins_at_16_bit_losses(record: Record) -> Found:
     yield Seen(at, of=backwards, proven=len(bad) > len(at) / 2)
 
 
+def scales_bfloat16(record: Record) -> Found:
+    steps = record.of("step", scaled=True)
+    dtypes = {region.dtype for region in record.regions}
+    if steps and record.scales and dtypes == {"bfloat16"}:
+        used = [scaler for scaler in record.scalers if scaler.used]
+        at = [scaler.where for scaler in used if not scaler.ours]
+        yield Seen(at, steps=steps, of=record.of("step"))
+
+
 def scales_no_loss(record: Record) -> Found:
     losses = [backward.loss for backward in record.of("backward")]
     by_hand = any(loss.scale or loss.factor > 8 for loss in losses)

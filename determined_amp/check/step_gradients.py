@@ -45,7 +45,8 @@ class StepGradients:
         scale: What the newest backward was scaled by.
         pending: Whether there are gradients that no step has used.
         clipped: Whether torch has clipped them since they were looked at.
-        norm: That of all of them together, when they were looked at last.
+        norms: That of each, in the order of the weights, when they were looked at last.
+        reached: The weights that had a gradient other than 0 in any look.
         window: The newest.
         is_new: Whether autograd has computed something since the newest step.
     """
@@ -58,7 +59,8 @@ class StepGradients:
         self.scale: float | None = None
         self.pending = False
         self.clipped = False
-        self.norm = 0.0
+        self.norms: list[float] = []
+        self.reached: set[torch.Tensor] = set()
         self.is_new = False
         self.window = StepWindow(self.number)
         self.overflows = overflows
@@ -76,9 +78,15 @@ class StepGradients:
         self._divisor = 1.0
         self._begun: list[Key] = []
         self._halves: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._is_rounded: bool | None = None  # the weights, at the newest look
         # The true gradients are back while a backward adds to them.
         self._goes_on = False
         record.optimizers += 1
+
+    @property
+    def norm(self) -> float:
+        """That of all of them together, when they were looked at last."""
+        return math.hypot(*self.norms)
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -97,11 +105,14 @@ class StepGradients:
 
     def measure(self) -> None:
         """Take the norm of each, and a few of their numbers, in float32."""
-        gradients = [weight.grad for weight in self.weights]
+        weights = self.weights
+        gradients = [weight.grad for weight in weights]
         none = torch.zeros(0)
         dense = [none if g is None else values_of(g) for g in gradients]
         flat = [each.detach().float().flatten() for each in dense]
-        self.norm = math.hypot(*(float(torch.linalg.vector_norm(g)) for g in flat))
+        self.norms = [float(torch.linalg.vector_norm(each)) for each in flat]
+        norms = zip(weights, self.norms, strict=True)
+        self.reached.update(weight for weight, norm in norms if norm)
         few = [gradient[:: max(1, len(gradient) // _SAMPLED)] for gradient in flat]
         self._values = torch.cat([none, *few])
 
@@ -171,8 +182,7 @@ class StepGradients:
         if looks and not any(bool(gradient.any()) for gradient in self.dense()):
             self.window.zeroed += self._record.of("zero_grad")[-1:]
             self.window.lost, self.window.stale = len(self.window.backwards), 0
-            self.factor = 1.0
-            self.norm = 0.0
+            self.factor, self.norms = 1.0, []
             self.overflows.forget(self.weights)
 
     @unheard
@@ -259,6 +269,7 @@ class StepGradients:
         self.measure()
         if not self.window.forced:
             self._usually = self.window.by_hand
+        was_rounded, self._is_rounded = self._is_rounded, are_rounded(self.weights)
         self._begun = self.versions()
         self._halves = [
             (weight, weight.detach().clone())
@@ -271,6 +282,7 @@ class StepGradients:
             "again": not self.pending,
             "overflows": gave_back,
             "rates": [group.get("lr") for group in self._optimizer.param_groups],
+            "rounded": self._is_rounded and was_rounded is False,
         }
 
     @unheard
@@ -280,12 +292,14 @@ class StepGradients:
         Args:
             known: What else is known of the step.
         """
-        window, norm = self.window, self._norm_of_step()
+        window, norms = self.window, self._norms_of_step()
+        norm = math.hypot(*norms)
         self._step["again"] &= norm != 0
         step = self._record.note(
             "step",
             optimizer=self.number,
             norm=norm,
+            norms=norms,
             unclipped=norm if window.unclipped is None else window.unclipped,
             added=window.added,
             factor=self.factor / self._divisor,
@@ -301,19 +315,31 @@ class StepGradients:
             window.steps.append(step)
         for backward in window.used:
             backward.divided = backward.divided or step.scaled
+        self._is_rounded = are_rounded(self.weights)
         self.pending, self.factor, self.is_new = False, 1.0, False
         self._used = self.versions()
 
-    def _norm_of_step(self) -> float:
-        """That of what it has used: hooks and the step itself may change that."""
-        norm, now = self.norm / self._divisor, self.versions()
+    def _norms_of_step(self) -> list[float]:
+        """Those of what it has used: hooks and the step itself may change that."""
+        norms, now = [norm / self._divisor for norm in self.norms], self.versions()
         is_same = [g for g, _ in now] == [g for g, _ in self._begun]
         if is_same and now != self._begun:
+            norm = math.hypot(*norms)
             self.measure()
             if self.norm:  # it has not zeroed them
                 self.window.by_hand *= self.norm / norm if norm else 1.0
-                return self.norm
-        return norm
+                return self.norms
+        return norms
+
+
+@unheard
+def are_rounded(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether all float32 weights are exactly 16-bit numbers."""
+    exact = [each.detach() for each in weights if each.dtype is torch.float32]
+    return any(
+        all(torch.equal(each, each.to(dtype).float()) for each in exact)
+        for dtype in (SIXTEEN_BITS if exact else ())
+    )
 
 
 def _share_lost(halves: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
