@@ -1,8 +1,8 @@
 """Ends a run that no longer trains, after a checkpoint of its last good state and with
 the cause.
 
-`GradScaler` skips steps silently, however many there are. The guard judges numbers that
-the report has read anyway, so it costs no synchronisation of its own. They are the same
+`GradScaler` skips steps silently, however many there are. The guard judges the numbers
+that a report has read, between which it never waits for the device. They are the same
 on every slot, so all slots stop together.
 """
 

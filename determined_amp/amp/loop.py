@@ -14,8 +14,7 @@ device.
         optimizer.zero_grad()
         amp.update(loss, samples=len(batch))  # scaler.update(), counts, schedule
         if step % 100 == 99:
-            report(amp.report(batch, loss_fn))  # one synchronisation; the guard judges
-            it
+            report(amp.report(batch, loss_fn))  # synchronises; the guard judges
 
 The recipe is PyTorch's own and stays visible. This object builds its parts correctly,
 counts and reports what they do, and resumes them to the bit.
@@ -163,7 +162,7 @@ class AmpLoop(AmpCore):
     def report(
         self, batch: Any = None, loss_fn: Callable[[Any], torch.Tensor] | None = None
     ) -> Metrics:
-        """The metrics since the last report; see `MetricName`. Synchronises once.
+        """The metrics since the last report; see `MetricName`. Synchronises.
 
         It is a collective call: all slots must make it.
 
@@ -174,8 +173,6 @@ class AmpLoop(AmpCore):
                 `find_loss_scale`.
 
         Raises:
-            ConfigError: if the weights moved and no optimizer was stepped by the
-                scaler.
             GuardError: if the run no longer trains; save a checkpoint if its
                 `state_is_good`.
         """

@@ -140,11 +140,9 @@ class TrainingMetrics:
             left_out: Whether the batch made no step.
 
         Returns:
-            What `train_batch` must return. Determined 0.38.1 wants a metric from every
-                rank if
-            there are several (an empty dict is an IndexError on the chief), and costs
-                time for
-            each; so it gets one plain number then, and none otherwise.
+            What `train_batch` must return. With several ranks, Determined 0.38.1 wants
+            a metric from each (an empty dict is an IndexError on the chief), and each
+            metric costs time: so it gets one plain number then, and none otherwise.
         """
         if not again:
             self._count(samples)

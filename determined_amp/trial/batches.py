@@ -5,8 +5,8 @@ replaced while it trains:
 
 * `build_training_data_loader` of the trial: the wait for each batch is timed.
 * `train_batch` of the trial: see `Batches.__call__` for what is done in which order.
-* `step_optimizer` of the context: nothing else sees whether the trial clips gradients
-  with a function that leaves them scaled.
+* `step_optimizer` of the context: nothing else sees whether a function of the trial's
+  own clips gradients that are still scaled.
 
 A trial that makes none itself gets one from outside: `unmodified.py` replaces
 `wrap_model` of its context, and `unmodified_training.py` `backward` and

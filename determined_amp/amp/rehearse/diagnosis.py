@@ -56,8 +56,8 @@ def find_cause(
         grown: The factor by which the weights have grown since the start.
 
     Returns:
-        The cause on the first slot in trouble, the same on all slots; None if
-            everything is finite.
+        The cause on the first slot in trouble, the same on all slots; None if all is
+        finite.
     """
     looks = slots.allgather(_first_look(rehearsal, scale))
     rank = next((rank for rank, look in enumerate(looks) if look.is_in_trouble), None)
