@@ -516,6 +516,15 @@ def test_step_left_out_for_its_norm_moves_the_scale_as_in_torchs_own_loop(
     assert len({float(bits[-1]) for bits in made.bits}) > 2  # it fell, and grew
 
 
+def test_running_statistics_that_an_overflow_has_changed_are_saved_as_before() -> None:
+    amp = AmpLoop(FP16, "cpu")
+    model = amp.prepare(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)))
+    with amp.autocast():
+        model(torch.full((4, 2), math.inf))
+    amp.state_dict()
+    assert model.state_dict()["0.running_mean"].tolist() == [0.0, 0.0]
+
+
 def test_state_saved_between_step_and_update_counts_the_step() -> None:
     made = one_model()
     loss = made.backward(make_batches()[0])

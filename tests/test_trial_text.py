@@ -59,6 +59,7 @@ def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "package:deep",
         "folder.inner.trial:InAFolder",
         "sys:path",
+        "__main__.x:Base",
         "zlib:anything",
         "os.path:join",
         "broken:Trial",

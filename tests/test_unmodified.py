@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from determined_amp import ConfigError
 from determined_amp.amp.plain_data import Values
 from determined_amp.amp.precision import autocast_is_on
+from determined_amp.trial.determined_private import amp_of
 from determined_amp.trial.loss_scale import find_in_trial
 from determined_amp.trial.true_gradients import TrueGradients
 from tests import habits
@@ -363,6 +364,29 @@ def test_window_that_overflows_changes_nothing(habit: Any) -> None:
     plain = way(habit, None, batches=16, without=ours.still)
     # Where one backward of two overflowed, the step is made with the other.
     assert ours.distance(plain) < 0.002
+
+
+class Rehearses(Plain):
+    """Accumulates two batches itself, of which the first overflows, and rehearses the
+    second.
+    """
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        amp = amp_of(self.context)
+        assert amp is not None
+        is_first = batch_idx == 0
+        loss = self.loss(batch) * (1e30 if is_first else 1.0)
+        self.context.backward(loss)
+        if not (is_first or amp.is_rehearsing):
+            rehearsal: Any = amp._rehearsal()
+            rehearsal.run(None)
+            self.found_inf = amp.windows[self.optimizer].found_inf
+        return {"loss": 0.0}
+
+
+def test_rehearsal_leaves_the_overflow_of_a_window_that_goes_on() -> None:
+    made = fit_as_it_is(Rehearses, LOUD, batches=2)
+    assert float(made.trial.found_inf) == 1
 
 
 def test_overflow_of_one_batch_costs_the_step_of_its_window() -> None:
