@@ -122,6 +122,45 @@ def test_mistake_is_told_with_its_cause_and_its_line(name: str) -> None:
     assert [word for word in mistake.misleading if word in str(findings)] == []
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong", "right"),
+    [
+        ("schedule_moves_where_the_scale_fell", "() < scale", "() >= scale"),
+        ("rate_from_the_norm_of_scaled_gradients", "1 + norm", "1 + loss.item()"),
+        ("norm_of_squares_overflows", "600 * inputs", "6 * inputs"),
+        ("reports_the_scaled_loss", "total += loss.item()", "total += 1"),
+        ("multiplies_by_a_number_and_never_divides", "1024", "2"),
+    ],
+)
+def test_script_without_its_mistake_has_no_finding_of_that_kind(
+    name: str, wrong: str, right: str
+) -> None:
+    mistake = WRONG[name]
+    findings = findings_of(mistake.script.replace(wrong, right), f"{name}.py")
+    assert mistake.findings not in {finding.key for finding in findings}
+
+
+def test_mask_that_becomes_minus_infinity_is_no_overflow_of_a_forward() -> None:
+    """A score below 0 and the least number of float16 are minus infinity together."""
+    script = """\
+model = net(outputs=8)
+mask = torch.tensor(4 * [0.0] + 4 * [-65504.0], dtype=torch.float16)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        scores = 300 * model(inputs) + mask
+        loss = F.cross_entropy(scores, targets)
+    assert scores.isneginf().any()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+    findings = findings_of(script, "mask.py")
+    assert [finding.key for finding in findings] == []
+
+
 def test_penalty_that_is_divided_is_not_suspected_while_a_cause_is_looked_for() -> None:
     name = "penalty_of_divided_gradients_of_inputs"
     findings = findings_of(RIGHT[name], f"{name}.py")

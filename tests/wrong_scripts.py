@@ -1008,6 +1008,57 @@ for i, (inputs, targets) in enumerate(loader()):
     scaler.update()
 """,
     ),
+    "new_scaler_each_epoch": Mistake(
+        "suspicion",
+        "scaler_made_anew",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(2):
+    scaler = GradScaler("cuda")  # HERE
+    for inputs, targets in loader():
+        optimizer.zero_grad()
+        with autocast("cuda", dtype=torch.float16):
+            loss = F.cross_entropy(model(inputs), targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+    ),
+    "multiplies_by_a_number_and_never_divides": Mistake(
+        "suspicion",
+        "scale_not_divided",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    (loss * 1024).backward()  # HERE
+    optimizer.step()
+""",
+    ),
+    "reports_the_scaled_loss": Mistake(
+        "suspicion",
+        "scaled_loss_read",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+total = 0.0
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    loss = scaler.scale(loss)
+    loss.backward()
+    scaler.step(optimizer)
+    scaler.update()
+    total += loss.item()  # HERE
+print(total)
+""",
+    ),
     # Gradients that do not reach their step, or reach it twice.
     "zero_grad_in_each_micro_batch": Mistake(
         "fault",
@@ -1273,6 +1324,45 @@ scaler = torch.cuda.amp.GradScaler()
 for epoch in range(2):
     train_one_epoch(epoch)
     scheduler.step()
+""",
+    ),
+    "rate_from_the_norm_of_scaled_gradients": Mistake(
+        "fault",
+        "depends_on_scale",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    norm = math.hypot(*(p.grad.norm() for p in model.parameters()))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1 / (1 + norm)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "schedule_moves_where_the_scale_fell": Mistake(
+        "fault",
+        "schedule_on_skipped",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = lr_scheduler.CosineAnnealingLR(optimizer, T_max=24)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scale = scaler.get_scale()
+    scaler.update()
+    if scaler.get_scale() < scale:
+        scheduler.step()  # HERE
 """,
     ),
     # Checkpoints.
@@ -1820,6 +1910,28 @@ model.eval()
 with torch.no_grad(), autocast("cuda", dtype=torch.float16):
     total = F.cross_entropy(model(3e5 * x), y)
 print("validation", total.item())
+""",
+    ),
+    "norm_of_squares_overflows": Mistake(
+        "suspicion",
+        "overflow_in_forward",
+        """\
+class Normalized(nn.Module):
+    def forward(self, hidden):
+        squares = hidden * hidden  # HERE
+        return hidden / torch.sqrt(squares.mean(-1, keepdim=True) + 1e-6)
+
+
+model = nn.Sequential(nn.Linear(8, 16), Normalized(), nn.Linear(16, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(600 * inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
 """,
     ),
     # Gradients of gradients.

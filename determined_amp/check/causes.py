@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,10 +21,13 @@ from determined_amp.amp.tensors import (
 )
 from determined_amp.amp.torch_private import CAST, READ, is_in_place
 from determined_amp.check.finding import Where
+from determined_amp.check.forwards import has_overflown
 from determined_amp.check.record import Cause, Record, users_line
 
 # So many forwards are looked at: each takes several times as long.
 _MOST_LOOKS = 12
+# After so many backwards a forward in float16 is looked at without a reason.
+_ANYWAY = (3, 12)
 
 
 class Other:
@@ -99,6 +102,15 @@ class Other:
         return numbers
 
 
+class _Look(NamedTuple):
+    """What is known of an operation whose result is the first that is not finite."""
+
+    place: Place
+    exact: bool  # whether the result is finite in float32
+    overflows: bool  # it has NaN or infinity, and not only a mask of minus infinity
+    where: Where | None  # the line
+
+
 class CauseWatch(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has no types
     """Looks at one forward, and computes it in float32 and in bfloat16, too.
 
@@ -113,8 +125,7 @@ class CauseWatch(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has n
             name: f"{name} ({type(module).__name__})"
             for module, name in module_names(models).items()
         }
-        # Of each place: whether its result is finite in float32, and the line.
-        self._seen: list[tuple[Place, bool, Where | None]] = []
+        self._seen: list[_Look] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -134,18 +145,18 @@ class CauseWatch(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has n
             other.keep((args, kwargs), result, numbers, changes=changes)
         if len(self.forward) > len(self._seen):
             exact = all(map(is_finite, tensors_of(made[:1])))
-            self._seen.append((self.forward[-1], exact, users_line()))
+            look = _Look(self.forward[-1], exact, has_overflown(result), users_line())
+            self._seen.append(look)
         return result
 
     def cause(self, loss: torch.Tensor) -> Cause | None:
         """Why a loss is not finite; None if no operation of this forward tells."""
         in_float32 = is_finite(self._float32.of(loss))
-        seen = [each for each in self._seen if each[1] is in_float32]
+        seen = [each for each in self._seen if each.exact is in_float32]
         if not seen:
             return None
-        place, _, where = seen[0]
-        operation = "a cast" if place.key[1] == CAST.__name__ else place.key[1]
-        text = f"{operation} in {self._kinds.get(place.module, place.module)}"
+        place, where = seen[0].place, seen[0].where
+        text = self._text(place)
         if not in_float32:
             text += ", also in float32: the precision is not the cause"
             return Cause(text, where, text)
@@ -157,6 +168,18 @@ class CauseWatch(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has n
                 ";\nor dtype=torch.bfloat16, if nothing is cast to float16 by hand"
             )
         return Cause(text, where, advice)
+
+    def hidden(self) -> Cause | None:
+        """An operation that overflows in 16 bits alone, if the loss is finite."""
+        for each in self._seen:
+            if each.exact and each.overflows and each.place.dtype in SIXTEEN_BITS:
+                text = f"{self._text(each.place)}, {_limit(each.place.dtype)}"
+                return Cause(text, each.where, text)
+        return None
+
+    def _text(self, place: Place) -> str:
+        operation = "a cast" if place.key[1] == CAST.__name__ else place.key[1]
+        return f"{operation} in {self._kinds.get(place.module, place.module)}"
 
     def cause_of_gradients(self) -> Cause | None:
         """Which module makes gradients that are not finite of a loss that is."""
@@ -180,17 +203,22 @@ class Attempts:
     Args:
         record: What is seen is noted there.
         roots: The modules that the training calls itself.
+        looks_anyway: Whether to look at two forwards in float16 without a reason. What
+            looks may choose other kernels, which round differently.
 
     Attributes:
         loss: The newest number with a gradient that the training has computed.
         line: Where it has.
     """
 
-    def __init__(self, record: Record, roots: Iterable[nn.Module]) -> None:
+    def __init__(
+        self, record: Record, roots: Iterable[nn.Module], *, looks_anyway: bool
+    ) -> None:
         self.loss: torch.Tensor | None = None
         self.line: Where | None = None
         self._record = record
         self._roots = roots
+        self._anyway = _ANYWAY if looks_anyway else ()
         self._batch: Any = None
         self._left = 0  # forwards that may be looked at, for the newest reason
         self._watch: CauseWatch | None = None
@@ -203,7 +231,12 @@ class Attempts:
 
     def look(self) -> None:
         """Watch what is computed until the next backward, if there is a reason."""
-        if self._left and self._watch is None:
+        if self._watch is not None:
+            return
+        count = len(self._record.of("backward"))
+        if count in self._anyway and self._record.of("autocast", dtype="float16"):
+            self._left = max(self._left, 1)
+        if self._left:
             self._left -= 1
             self._watch = CauseWatch([*self._roots])
             self._stack.enter_context(self._watch.watching())
@@ -223,6 +256,8 @@ class Attempts:
         bad = [loss for loss in losses if not is_finite(loss)]
         if bad or not math.isfinite(added):
             self._judge(bad)
+        elif self._watch and not self._record.hidden:
+            self._record.hidden = self._watch.hidden()
         self.loss = None
         self.leave()
 

@@ -100,6 +100,12 @@ def leaves_out_batches(record: Record) -> Found:
     yield Seen(without, of=total, proven=is_often)
 
 
+def overflows_and_goes_on(record: Record) -> Found:
+    """What divides by an overflow, or compares with it, is finite again."""
+    if record.hidden:
+        yield Seen([record.hidden.where], operation=record.hidden.text)
+
+
 def begins_at_losses_that_are_not_finite(record: Record) -> Found:
     losses = record.of("backward", finite=False)
     used = [backward for backward in losses if math.isfinite(backward.added)]
@@ -270,6 +276,15 @@ def adds_what_does_not_follow_the_scale(record: Record) -> Found:
     for steps in _steps_of_each(record, skipped=False):
         seen = _dependence((step.scale, step.added) for step in steps)
         if seen and seen.exponent <= -_EXPONENT:
+            yield seen.at(steps)
+
+
+def rates_follow_the_scale(record: Record) -> Found:
+    """As of a rate that is computed from the norm of scaled gradients."""
+    for steps in _steps_of_each(record, skipped=False):
+        rates = ((step.scale, float((step.rates or [0])[0] or 0)) for step in steps)
+        seen = _dependence(rates)
+        if seen and abs(seen.exponent) >= _EXPONENT:
             yield seen.at(steps)
 
 

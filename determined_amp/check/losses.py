@@ -48,6 +48,11 @@ def mark(tensors: Any, **known: Any) -> None:
             node.metadata[_KNOWN] = known
 
 
+def was_scaled(tensor: torch.Tensor) -> bool:
+    """Whether a scaler has made it."""
+    return tensor.grad_fn is not None and "scale" in _known_of(tensor.grad_fn)
+
+
 def loss_of(outputs: Any, scales: Sequence[float]) -> Loss:
     """How the tensors that a backward begins at were made.
 

@@ -57,7 +57,8 @@ class Event(SimpleNamespace):
     | | before; the `scale`, and whether the doctor `moved` it; whether the doctor |
     | | `disturbed` gradients since the newest update, and whether the step would |
     | | have used its overflow (`overflows`); whether a checkpoint was saved before |
-    | | (`after_save`) |
+    | | (`after_save`); the `scaler`, if one makes it |
+    | `read` | a loss that was scaled becomes a number of Python's |
     | `stale` | a forward of weights that autocast had cast before they changed |
     | `closure` | a scaler is given one for its step |
     | `update` | the scale `after` it |
@@ -203,6 +204,7 @@ class Record:
     # A forward without gradients that is not finite, and is in float32.
     validation: tuple[str, Where | None] | None = None
     cause: Cause | None = None  # of a loss that is not finite
+    hidden: Cause | None = None  # an overflow in a forward whose loss is finite
     error: str = ""  # what was raised: its type and its text
     raised: Where | None = None  # by which line
     disturbed: bool = False  # when the doctor had made gradients overflow

@@ -47,7 +47,7 @@ from determined_amp.amp.users_code import is_users
 from determined_amp.check.causes import Attempts
 from determined_amp.check.forwards import Forwards
 from determined_amp.check.interventions import ForcedOverflows, ScaleMoves
-from determined_amp.check.losses import loss_of, mark
+from determined_amp.check.losses import loss_of, mark, was_scaled
 from determined_amp.check.record import (
     Event,
     Record,
@@ -72,6 +72,8 @@ _SCALER = torch.amp.GradScaler
 _KERNELS = re.compile(
     "fft_|linalg_|i?stft$|(nan)?quantile$|lstsq|svd|qr$|inverse$|det$"
 )
+# What makes a number of Python's of a tensor.
+_READS = ("item", "__float__", "tolist")
 # Those that do not make themselves as the others do.
 _SCHEDULERS = ("LRScheduler", "ReduceLROnPlateau", "SequentialLR", "ChainedScheduler")
 
@@ -102,7 +104,9 @@ class Recorder:
         self._overflows = ForcedOverflows(overflows)
         self._moves = ScaleMoves(self._rests if moves_scale else lambda: True)
         self._forwards = Forwards(self.record)
-        self._attempts = Attempts(self.record, self._forwards.roots)
+        self._attempts = Attempts(
+            self.record, self._forwards.roots, looks_anyway=moves_scale
+        )
         self._disturbed = False  # gradients, since the newest update of a scale
         self._stack = ExitStack()  # of what is watched
         self._hooked: set[tuple[type, str]] = set()
@@ -467,6 +471,7 @@ class Recorder:
         scaled = scaler is not None and scaler.is_enabled()
         gradients.end_step(
             scaled=scaled,
+            scaler=self._known_scaler(scaler) if scaler and scaled else None,
             scale=_scale_of(scaler) if scaler and scaled else gradients.scale,
             moved=self._moves.is_moved,
             disturbed=self._disturbed,
@@ -536,6 +541,8 @@ class Recorder:
             dtypes = {each.dtype for each in tensors_of(given)}
             if dtypes.intersection(SIXTEEN_BITS):
                 self.record.note("gpu_refuses", operation=name)
+        if name in _READS and was_scaled(tensors_of(given)[0]):
+            self.record.note("read")
         is_trained = isinstance(result, torch.Tensor) and result.requires_grad
         if name.startswith("nan_to_num") and not is_trained:
             self.record.note("hide")

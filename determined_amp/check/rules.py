@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from determined_amp.check.finding import ROWS, Found, Seen
-from determined_amp.check.record import Event, Record, StepWindow
+from determined_amp.check.finding import ROWS, Found, Seen, Where
+from determined_amp.check.record import Event, Record, Scaler, StepWindow
 from determined_amp.check.step_gradients import SCALED
 from determined_amp.experiment.failures import name_in_16_bits
 
@@ -25,6 +25,9 @@ _BY_STEPS = 0.75
 # A limit that is this share of the scale was multiplied by it, if it is not the same
 # number at scales that differ by the factor.
 _LIMIT, _APART = 0.01, 4.0
+
+# A loss that is multiplied by this in float16 has a scale of its own.
+_BY_HAND = 64.0
 
 # In this share of 16-bit weights a lost update is no exception.
 _LOST = 0.1
@@ -46,6 +49,34 @@ def makes_scalers_anew(record: Record) -> Found:
         if times > max(2, len(steps) / 2):
             is_often = len(skipped) > len(steps) / 2
             yield Seen([line], scalers=times, part=skipped, of=steps, proven=is_often)
+
+
+def makes_scalers_for_one_optimizer(record: Record) -> Found:
+    """As at the begin of each epoch."""
+    of_optimizers: dict[tuple[int, Where | None], set[Scaler]] = defaultdict(set)
+    for step in record.of("step", scaled=True):
+        if not step.scaler.ours:
+            of_optimizers[step.optimizer, step.scaler.where].add(step.scaler)
+    for (_, line), scalers in of_optimizers.items():
+        if len(scalers) > 1:
+            yield Seen([line], scalers=len(scalers), proven=False)
+
+
+def divides_no_scale_of_its_own(record: Record) -> Found:
+    """The loss is multiplied by a number in each batch, and no gradient is divided."""
+    losses = [backward.loss for backward in record.of("backward")]
+    factors = {loss.factor for loss in losses}
+    steps = record.of("step", scaled=False, again=False)
+    is_divided = any(not _is_near(step.by_hand, 1) for step in steps)
+    is_fp16 = any(region.dtype == "float16" for region in record.regions)
+    is_scaled = len(factors) == 1 and min(factors) >= _BY_HAND
+    if is_fp16 and is_scaled and steps and not (is_divided or record.scales):
+        yield Seen(record.of("backward"), factor=min(factors))
+
+
+def reads_scaled_losses(record: Record) -> Found:
+    reads = record.of("read")
+    yield Seen(reads, part=reads)
 
 
 def unscales_before_the_last_backward(record: Record) -> Found:
@@ -142,7 +173,9 @@ def moves_on_skipped_steps(record: Record) -> Found:
         skipped = [window for window in windows if window.skipped]
         wrong = [window for window in moved if window.skipped]
         is_left = schedule.ours or _is_range_test(windows)
-        if wrong and not is_left and _is_by_steps(record, moves, windows, moved):
+        is_reversed = len(wrong) > 1 and wrong == moved == skipped
+        is_by_steps = moved and _is_by_steps(record, moves, windows, moved)
+        if wrong and not is_left and (is_reversed or is_by_steps):
             yield Seen(moves, part=wrong, of=skipped)
 
 
