@@ -128,6 +128,7 @@ def test_mistake_is_told_with_its_cause_and_its_line(name: str) -> None:
         ("schedule_moves_where_the_scale_fell", "() < scale", "() >= scale"),
         ("rate_from_the_norm_of_scaled_gradients", "1 + norm", "1 + loss.item()"),
         ("norm_of_squares_overflows", "600 * inputs", "6 * inputs"),
+        ("times_in_half", "60_000", "2_000"),
         ("reports_the_scaled_loss", "total += loss.item()", "total += 1"),
         ("multiplies_by_a_number_and_never_divides", "1024", "2"),
     ],

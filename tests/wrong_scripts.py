@@ -1934,6 +1934,24 @@ for inputs, targets in loader():
     scaler.update()
 """,
     ),
+    "times_in_half": Mistake(
+        "suspicion",
+        "whole_numbers_rounded",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    times = torch.randint(0, 60_000, (len(inputs), 1))
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        waves = torch.sin(times.half())  # HERE
+        loss = F.cross_entropy(model(inputs + waves), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
     # Gradients of gradients.
     "penalty_of_scaled_gradients": Mistake(
         "fault",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from determined_amp.check.record import Cause, Record, users_line
 
 # So many forwards are looked at: each takes several times as long.
 _MOST_LOOKS = 12
-# After so many backwards a forward in float16 is looked at without a reason.
+# After so many backwards a forward is looked at without a reason.
 _ANYWAY = (3, 12)
 
 
@@ -116,6 +117,10 @@ class CauseWatch(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has n
 
     Args:
         models: The models whose modules name the places.
+
+    Attributes:
+        rounded: The first cast of whole numbers to 16 bits that changes one: its text
+            and its line.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -126,6 +131,7 @@ class CauseWatch(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has n
             for module, name in module_names(models).items()
         }
         self._seen: list[_Look] = []
+        self.rounded: tuple[str, Where | None] | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -141,6 +147,8 @@ class CauseWatch(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has n
         others = [] if draws else [self._float32, self._bfloat16]
         made = [other.compute(func, args, kwargs, changes=changes) for other in others]
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        if getattr(func, "overloadpacket", None) is CAST and self.rounded is None:
+            self._compare_whole_numbers(args[0], result)
         for other, numbers in zip(others, made, strict=True):
             other.keep((args, kwargs), result, numbers, changes=changes)
         if len(self.forward) > len(self._seen):
@@ -148,6 +156,12 @@ class CauseWatch(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has n
             look = _Look(self.forward[-1], exact, has_overflown(result), users_line())
             self._seen.append(look)
         return result
+
+    def _compare_whole_numbers(self, given: torch.Tensor, made: torch.Tensor) -> None:
+        is_whole = not (given.is_floating_point() or given.is_complex())
+        if is_whole and made.dtype in SIXTEEN_BITS and (made.double() != given).any():
+            text = f"{int(given.abs().max())} in {dtype_name(made.dtype)}"
+            self.rounded = text, users_line()
 
     def cause(self, loss: torch.Tensor) -> Cause | None:
         """Why a loss is not finite; None if no operation of this forward tells."""
@@ -203,8 +217,8 @@ class Attempts:
     Args:
         record: What is seen is noted there.
         roots: The modules that the training calls itself.
-        looks_anyway: Whether to look at two forwards in float16 without a reason. What
-            looks may choose other kernels, which round differently.
+        looks_anyway: Whether to look at two forwards without a reason. Meanwhile torch
+            may choose other kernels, which round differently.
 
     Attributes:
         loss: The newest number with a gradient that the training has computed.
@@ -222,6 +236,7 @@ class Attempts:
         self._batch: Any = None
         self._left = 0  # forwards that may be looked at, for the newest reason
         self._watch: CauseWatch | None = None
+        self._threads: set[int] = set()  # that run backwards: a mode is of one of them
         self._stack = ExitStack()  # of what watches
 
     def begin(self, batch: Any = None) -> None:
@@ -231,10 +246,10 @@ class Attempts:
 
     def look(self) -> None:
         """Watch what is computed until the next backward, if there is a reason."""
-        if self._watch is not None:
+        if self._watch is not None or len(self._threads) > 1:
             return
         count = len(self._record.of("backward"))
-        if count in self._anyway and self._record.of("autocast", dtype="float16"):
+        if count in self._anyway and self._record.regions:
             self._left = max(self._left, 1)
         if self._left:
             self._left -= 1
@@ -253,11 +268,13 @@ class Attempts:
             losses: Where it began.
             added: The norm of the gradients that it has added.
         """
+        self._threads.add(get_ident())
         bad = [loss for loss in losses if not is_finite(loss)]
         if bad or not math.isfinite(added):
             self._judge(bad)
-        elif self._watch and not self._record.hidden:
-            self._record.hidden = self._watch.hidden()
+        elif self._watch:
+            self._record.hidden = self._record.hidden or self._watch.hidden()
+            self._record.rounded = self._record.rounded or self._watch.rounded
         self.loss = None
         self.leave()
 

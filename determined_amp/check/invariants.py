@@ -106,6 +106,12 @@ def overflows_and_goes_on(record: Record) -> Found:
         yield Seen([record.hidden.where], operation=record.hidden.text)
 
 
+def rounds_whole_numbers(record: Record) -> Found:
+    if record.rounded:
+        largest, where = record.rounded
+        yield Seen([where], largest=largest)
+
+
 def begins_at_losses_that_are_not_finite(record: Record) -> Found:
     losses = record.of("backward", finite=False)
     used = [backward for backward in losses if math.isfinite(backward.added)]

@@ -205,6 +205,8 @@ class Record:
     validation: tuple[str, Where | None] | None = None
     cause: Cause | None = None  # of a loss that is not finite
     hidden: Cause | None = None  # an overflow in a forward whose loss is finite
+    # A cast that changes whole numbers: the largest, and the line.
+    rounded: tuple[str, Where | None] | None = None
     error: str = ""  # what was raised: its type and its text
     raised: Where | None = None  # by which line
     disturbed: bool = False  # when the doctor had made gradients overflow

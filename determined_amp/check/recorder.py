@@ -452,7 +452,8 @@ class Recorder:
         if self._is_stepping():
             return
         self._stepping = sys._getframe(1)
-        self._attempts.leave()
+        if self._backward_now is None:
+            self._attempts.leave()
         self._arrive()
         skipped = bool(getattr(optimizer, "found_inf", None) or False)
         # What a scaler leaves to a fused optimizer.
@@ -488,7 +489,7 @@ class Recorder:
             window.left_out = bool(window.unscales) and not window.steps
         if scaler.is_enabled():
             self.record.note("update", after=_scale_of(scaler))
-        self._attempts.look()
+        self._look_at_forward()
 
     def _zero(self, run: Run, *args: Any, **kwargs: Any) -> Any:
         if self._is_stepping():
@@ -497,8 +498,13 @@ class Recorder:
         run()
         for gradients in self._gradients:
             gradients.look_for_zeros()
-        self._attempts.look()
+        self._look_at_forward()
         return None
+
+    def _look_at_forward(self) -> None:
+        # A mode that is entered in a backward, by a hook that steps, is lost in it.
+        if self._backward_now is None:
+            self._attempts.look()
 
     # Forwards, and what hides, casts or is saved.
 
