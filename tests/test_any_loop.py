@@ -643,7 +643,37 @@ def test_norm_of_a_step_that_is_left_out_is_not_reported(*, updates: bool) -> No
     assert reported == pytest.approx((norms[0] + norms[2]) / 2)
 
 
-def test_overflow_that_one_optimizer_leaves_out_moves_the_scale_of_both() -> None:
+def test_norm_before_an_update_without_a_step_is_not_that_of_the_next_step() -> None:
+    """Both in one batch."""
+    weight = nn.Parameter(torch.ones(1))
+    amp = AmpLoop(AmpSettings(Precision.AMP_FP16, init_scale=4.0), "cpu")
+    optimizer = amp.wrap_optimizer(torch.optim.SGD([weight], lr=0.0))
+    for gradient in (3.0, 1.0):
+        optimizer.zero_grad()
+        torch.autograd.backward(amp.scaler.scale((weight * gradient).sum()))
+        amp.clip_gradients(optimizer)
+        if gradient == 3.0:
+            amp.scaler.update()
+    amp.scaler.step(optimizer)
+    amp.update()
+    assert amp.report()["watch_grad_norm"] == 1
+
+
+def test_first_batch_after_a_resume_makes_no_step_if_it_is_left_out() -> None:
+    saved = one_model(init_scale=4.0)
+    saved.train(make_batches()[0])
+    made = one_model()
+    made.amp.wrap_optimizer(made.optimizer)
+    made.amp.load_state_dict(saved.amp.state_dict())
+    leaves_out_before_the_backward(made)
+    made.amp.report()
+    assert (made.amp.metrics.left_out, made.amp.metrics.batches) == (1, 1)
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_overflow_that_one_optimizer_leaves_out_moves_the_scale_of_both(
+    *, steps: bool
+) -> None:
     amp = AmpLoop(AmpSettings(Precision.AMP_FP16, init_scale=1024.0), "cpu")
     models = [nn.Linear(2, 1) for _ in range(2)]
     first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
@@ -653,7 +683,8 @@ def test_overflow_that_one_optimizer_leaves_out_moves_the_scale_of_both() -> Non
     amp.scaler.unscale_(first)
     first.zero_grad()
     torch.autograd.backward(amp.scaler.scale(losses[1]))
-    amp.scaler.step(second)
+    if steps:
+        amp.scaler.step(second)
     amp.update()
-    assert int(amp.steps(second).applied) == 1
+    assert int(amp.steps(second).applied) == steps
     assert float(amp.loss_scale()) == 512

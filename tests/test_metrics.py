@@ -63,6 +63,15 @@ def having(*gradients: torch.Tensor) -> list[nn.Parameter]:
     return made
 
 
+def count_step(window: Window, skipped: bool | torch.Tensor) -> None:
+    """Make a step of gradients that were unscaled, and end its batch."""
+    window.begin_step()
+    window.skipped = skipped
+    for call in ("step", "update"):
+        window.move(call)
+    window.count()
+
+
 class Clock:
     """A clock that stands where a test puts it; in seconds."""
 
@@ -106,10 +115,10 @@ class TestTrainingMetrics:
         """
         metrics = training_metrics()
         gradients = gradients_of(metrics)
+        gradients.move("unscale")
         gradients.measure(having(torch.full((1,), 2.0**10)), UNSCALED)
         gradients.add_norm(torch.tensor(2.0))
-        gradients.outcome = torch.tensor(0.0)
-        gradients.finish()
+        count_step(gradients, torch.tensor(0.0))
         first = report_of(metrics)
         assert first["watch_grad_norm"] == 2
         assert first["watch_headroom_bits"] == pytest.approx(math.log2(65504) - 10)
@@ -118,9 +127,9 @@ class TestTrainingMetrics:
         gradients.measure(having(torch.full((1,), 2.0)), UNSCALED)
         gradients.counts.attempted = 1
         for norm, found_inf in ((math.inf, 1.0), (4.0, 0.0), (8.0, 0.0)):
+            gradients.move("unscale")
             gradients.add_norm(torch.tensor(norm))
-            gradients.outcome = torch.tensor(found_inf)
-            gradients.finish()
+            count_step(gradients, torch.tensor(found_inf))
         second = report_of(metrics)
         assert second["watch_grad_norm"] == 6
         assert second["watch_skip_ratio"] == pytest.approx(1 / 3)

@@ -127,7 +127,7 @@ class TrainsAgainWithoutSteps(Weights):
 
     def state(self) -> str:
         parts = (self.model, self.optimizer, self.scheduler, self.amp, self.amp.scaler)
-        outcomes = [window.outcome for window in self.amp.windows.all()]
+        outcomes = [(window.stage, window.skipped) for window in self.amp.windows.all()]
         drawn = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
         return training.digest([[part.state_dict() for part in parts], outcomes, drawn])
 

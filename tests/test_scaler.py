@@ -4,16 +4,22 @@ device.
 
 from __future__ import annotations
 
+import ast
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import determined_amp
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.mistakes import (
+    AWAITS_UPDATE,
+    HAS_STEPPED,
     IN_A_LOOP,
     IN_A_TRIAL,
     TRANSITIONS,
@@ -22,6 +28,7 @@ from determined_amp.amp.mistakes import (
 )
 from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.settings import AmpSettings, Precision
+from determined_amp.amp.window import RUNNING, Window
 
 
 class Fused(torch.optim.SGD):
@@ -57,16 +64,17 @@ class Stepped:
         return made
 
     def sees_step(self, optimizer: Any, *call: Any) -> None:
-        if self.scaler.stepping is not None:
-            self.scaler.stepping.see_step(optimizer)
+        if RUNNING.window is not None:
+            RUNNING.window.see_step(optimizer)
+
+    @property
+    def window(self) -> Window:
+        return self.scaler.windows[self.optimizer]
 
     def outcomes(self) -> dict[Any, Any]:
         """Whether each step was skipped that is not counted yet."""
         windows = self.scaler.windows.items()
-        return {o: w.outcome for o, w in windows if w.outcome is not None}
-
-    def is_unscaled(self) -> bool:
-        return self.scaler.windows[self.optimizer].stage is Stage.UNSCALED
+        return {o: w.skipped for o, w in windows if w.stage in HAS_STEPPED}
 
     def backward(self, gradient: float, optimizer: Any = None) -> nn.Parameter:
         weight: nn.Parameter = (optimizer or self.optimizer).param_groups[0]["params"][
@@ -133,16 +141,16 @@ class TestStep:
         seen = []
 
         def fails(*call: Any) -> None:
-            seen.append(made.scaler.stepping is not None)
+            seen.append(RUNNING.window)
             raise ZeroDivisionError
 
         made.optimizer.register_step_pre_hook(fails)
-        assert made.scaler.stepping is None
+        assert RUNNING.window is None
         with pytest.raises(ZeroDivisionError):
             made.step(1.0)
-        assert (seen, made.scaler.stepping) == ([True], None)
+        assert (seen, RUNNING.window) == ([made.window], None)
         assert made.outcomes() == {}
-        made.scaler.check_end()
+        made.window.move("end_batch")
 
     def test_step_without_any_gradient_is_applied_and_moves_nothing(self) -> None:
         """Torch itself refuses it."""
@@ -163,8 +171,8 @@ class TestStep:
         weight = made.optimizer.param_groups[0]["params"][0]
         weight.grad = torch.full((1,), 0.25)
         made.scaler.scale(torch.ones(()))
-        made.scaler.has_unscaled(made.optimizer, torch.tensor(float(overflows)))
-        assert made.is_unscaled()
+        made.window.found_inf = torch.tensor(float(overflows)) if overflows else None
+        made.scaler.take_true_gradients(made.window)
         made.scaler.step(made.optimizer)
         assert weight.item() == (1 if overflows else 0.75)
         assert made.outcomes() == {made.optimizer: overflows}
@@ -181,55 +189,70 @@ class TestStep:
 
 def reach(made: Stepped, stage: Stage) -> None:
     """Bring the optimizer there by what a training calls."""
-    made.backward(1.0)
-    if stage is Stage.UNSCALED:
+    weight = made.backward(1.0)
+    if stage in (Stage.UNSCALED, Stage.LEFT_OUT):
         made.scaler.unscale_(made.optimizer)
-    elif stage is Stage.STEPPED:
+    if stage is Stage.LEFT_OUT:
+        weight.grad = None
+        made.backward(1.0)
+    if stage in HAS_STEPPED:
         made.scaler.step(made.optimizer)
+    if stage is Stage.UPDATED:
+        made.scaler.update()
 
 
-def clip_and_step(made: Stepped) -> None:
-    made.scaler.clips = True
-    try:
-        made.scaler.step(made.optimizer)
-    finally:
-        made.scaler.clips = False
-
-
-CALLS: dict[str, Callable[[Stepped], object]] = {
-    "unscale": lambda made: made.scaler.unscale_(made.optimizer),
-    "clip": clip_and_step,
-    "step": lambda made: made.scaler.step(made.optimizer),
-    "end": lambda made: made.scaler.check_end(),
+# What a training calls, with what it asks of the window in turn.
+CALLS: dict[Callable[[Stepped], object], tuple[str, ...]] = {
+    lambda made: made.scaler.unscale_(made.optimizer): ("unscale",),
+    lambda made: made.window.move("clip"): ("clip",),
+    lambda made: made.scaler.step(made.optimizer): ("begin_step", "step"),
+    lambda made: made.scaler.update(): ("update",),
+    lambda made: made.window.move("end_batch"): ("end_batch",),
 }
 
 
 class TestStages:
     @pytest.mark.parametrize("precision", [Precision.AMP_FP16, Precision.FP32])
-    @pytest.mark.parametrize("stage", TRANSITIONS)
+    @pytest.mark.parametrize("stage", Stage)
     @pytest.mark.parametrize("call", CALLS)
     def test_call_in_a_stage_does_what_the_table_of_stages_says(
-        self, precision: Precision, stage: Stage, call: str
+        self, precision: Precision, stage: Stage, call: Callable[[Stepped], object]
     ) -> None:
         made = Stepped()
         if precision is Precision.FP32:
             made.scaler = LossScaler(AmpSettings(precision), "cpu")
         reach(made, stage)
-        after = TRANSITIONS[stage][call]
-        if isinstance(after, Mistake):
-            with pytest.raises(ConfigError, match=after.value.replace("(", r"\(")[:40]):
-                CALLS[call](made)
-        elif (stage, call) == (
-            Stage.UNSCALED,
-            "unscale",
-        ) and precision is Precision.AMP_FP16:
+        assert made.window.stage is stage
+        after: Any = stage
+        for each in CALLS[call]:
+            after = TRANSITIONS[after][each]
+            if isinstance(after, Mistake):
+                with pytest.raises(ConfigError, match=re.escape(after.value)):
+                    call(made)
+                assert made.window.stage is stage
+                return
+        scales = precision is Precision.AMP_FP16
+        if scales and stage is Stage.UNSCALED and CALLS[call] == ("unscale",):
             with pytest.raises(RuntimeError, match="unscale_"):  # torch's own
-                CALLS[call](made)
+                call(made)
+        elif scales and stage not in AWAITS_UPDATE and CALLS[call] == ("update",):
+            with pytest.raises(AssertionError, match="No inf checks"):  # torch's own
+                call(made)
         else:
-            CALLS[call](made)
-            has_stepped = made.optimizer in made.outcomes()
-            assert has_stepped is (after is Stage.STEPPED or call == "clip")
-            assert made.is_unscaled() is (after is Stage.UNSCALED and call != "clip")
+            call(made)
+        assert made.window.stage is after
+
+    def test_window_alone_writes_its_stage(self) -> None:
+        package = Path(determined_amp.__file__).parent
+        writers = {
+            path.name
+            for path in package.rglob("*.py")
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and node.attr in ("stage", "is_used")
+        }
+        assert writers == {"window.py"}
 
     def test_every_optimizer_has_a_stage_of_its_own(self) -> None:
         made = Stepped()
@@ -245,11 +268,10 @@ class TestStages:
         made.scaler.unscale_(made.optimizer)
         made.step(1.0, made.another())
         made.scaler.update()
-        assert not made.is_unscaled()
+        assert made.window.stage is Stage.SCALED
         assert len(made.outcomes()) == 1
         made.scaler.finish()
-        made.scaler.check_end()
-        assert made.outcomes() == {}
+        assert {each.stage for each in made.scaler.windows.values()} == {Stage.SCALED}
         made.step(1.0)
 
     def test_each_mistake_has_words_and_all_but_one_a_remedy(self) -> None:
@@ -284,6 +306,33 @@ class TestUpdate:
             made.step_and_update(gradient)
             found.append(tuple(map(float, made.scaler.loss_scales())))
         assert found == [(8, 4), (4, 8), (8, 4)]
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_arguments_beside_a_closure_reach_the_step(*, by_name: bool) -> None:
+    class Takes(torch.optim.SGD):
+        def step(self, closure: Any = None, *, extra: int = 0) -> Any:
+            return closure() + extra
+
+    made = Stepped(Takes)
+    made.scaler = LossScaler(AmpSettings(Precision.AMP_BF16), "cpu")
+    given: Any = {"closure": lambda: 2.0} if by_name else {}
+    args: Any = () if by_name else (lambda: 2.0,)
+    assert made.scaler.step(made.optimizer, *args, extra=5, **given) == 7
+
+
+def test_step_inside_the_closure_of_another_one_is_told_from_it() -> None:
+    outer, inner = Stepped(), Stepped()
+    outer.scaler = LossScaler(AmpSettings(Precision.FP32), "cpu")
+
+    def closure() -> None:
+        inner.step(math.inf)
+        assert RUNNING.window is outer.window
+
+    outer.scaler.step(outer.optimizer, closure)
+    assert outer.outcomes() == {outer.optimizer: False}
+    assert inner.outcomes() == {inner.optimizer: True}
+    assert RUNNING.window is None
 
 
 def test_scaler_without_a_loss_scale_passes_everything_through() -> None:

@@ -7,6 +7,7 @@ to the bit. The trials of `habits.py` must train as in float32, or be refused.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -387,6 +388,31 @@ class Rehearses(Plain):
 def test_rehearsal_leaves_the_overflow_of_a_window_that_goes_on() -> None:
     made = fit_as_it_is(Rehearses, LOUD, batches=2)
     assert float(made.trial.found_inf) == 1
+
+
+class StepThatRaises(Plain):
+    """Steps by itself, and goes on after a step that has raised an error."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        self.context.backward(self.loss(batch))
+        if batch_idx == 1:
+            with contextlib.suppress(ZeroDivisionError):
+                torch.optim.SGD(self.model.parameters(), lr=0.1).step(fails)
+        else:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"loss": 0.0}
+
+
+def fails() -> float:
+    raise ZeroDivisionError
+
+
+def test_own_step_that_raises_hides_no_later_one() -> None:
+    made = fit_as_it_is(StepThatRaises, {"precision": "fp32"}, batches=4)
+    amp = amp_of(made.trial.context)
+    assert amp is not None
+    assert amp.attempted_steps == 3
 
 
 def test_overflow_of_one_batch_costs_the_step_of_its_window() -> None:

@@ -14,7 +14,7 @@ from determined_amp import AmpLoop, AmpSettings, Precision
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.schedules import schedule_of
 from determined_amp.amp.window import Window, fill_momentum
-from tests.test_metrics import UNSCALED, having
+from tests.test_metrics import UNSCALED, count_step, having
 
 CPU = torch.device("cpu")
 
@@ -57,14 +57,14 @@ class TestClip:
         self, max_norm: float, left: list[Any]
     ) -> None:
         window = Window(CPU, scaled=True)
+        window.move("unscale")
         parameters = having(torch.tensor([3.0, 4.0]), torch.tensor([12.0]))
         without = nn.Parameter(torch.ones(1))
         window.clip([without], max_norm, lambda: torch.ones(()))
         assert (window.has_norm, window.largest.item()) == (False, 0)
         window.clip([without, *parameters], max_norm, lambda: torch.tensor(8.0))
         assert window.has_norm
-        window.outcome = False
-        window.finish()
+        count_step(window, skipped=False)
         assert window.norm_sum.total().item() == 13
         assert window.largest.item() == 12 * 8
         for parameter, values in zip(parameters, left, strict=True):
@@ -80,9 +80,9 @@ class TestClip:
         """
         window = Window(CPU, scaled=scaled)
         for values in ([3.0, 4.0], [1.0e30, 1.0e30]):
+            window.move("unscale")
             window.clip(having(torch.tensor(values)), 1.0, lambda: torch.ones(()))
-            window.outcome = False
-            window.finish()
+            count_step(window, skipped=False)
         assert window.norm_sum.total().item() == total
 
 
@@ -126,15 +126,15 @@ class TestMeasure:
 class TestBegin:
     def test_momentum_is_filled_in_groups_that_came_later_too(self) -> None:
         window, optimizer = window_of(fused_sgd(), scaled=True)
-        window.begin_step()
+        window.prepare()
         assert momenta(optimizer) == [[0, 0]]
         optimizer.state.clear()
-        window.begin_step()
+        window.see_step(optimizer)
         assert momenta(optimizer) == [None]  # nothing has changed
         optimizer.add_param_group(
             {"params": [nn.Parameter(torch.ones(1))], "fused": True}
         )
-        window.begin_step()
+        window.see_step(optimizer)
         assert momenta(optimizer) == [[0, 0], [0]]
 
     def test_first_step_alone_takes_the_rate_from_the_schedule(self) -> None:
@@ -145,7 +145,7 @@ class TestBegin:
         assert window.is_scheduled
         for rate, group in ((77.0, 0.5), (66.0, 66.0)):
             optimizer.param_groups[0]["lr"] = rate
-            window.begin_step()
+            window.prepare()
             assert optimizer.param_groups[0]["lr"] == group
 
 
@@ -184,18 +184,22 @@ class Wrapper(torch.optim.Optimizer):
         return "stepped"
 
 
-def test_each_step_of_a_wrapper_without_hooks_is_seen_and_goes_on_as_it_was() -> None:
+def test_each_step_of_a_wrapper_without_hooks_is_seen_and_goes_on_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     wrapper, other = Wrapper(), Wrapper()
     seen: list[Any] = []
     amp = AmpLoop(AmpSettings(Precision.FP32, set_backends=False), "cpu")
-    amp.own_step = lambda *call: seen.append((*call, len(wrapper.stepped)))
+    own_step = lambda *call: seen.append((*call, len(wrapper.stepped)))  # noqa: E731
+    monkeypatch.setattr(amp, "own_step", own_step)
     amp.wrap_optimizer(wrapper)
     result: Any = wrapper.step("closure", twice=True)
     assert result == "stepped"
     assert wrapper.stepped == [("closure", True)]
-    assert seen == [(wrapper, ("closure",), {"twice": True}, 0)]
+    assert seen == [(wrapper, (wrapper, "closure"), {"twice": True}, 0)]
     assert wrapper.step.__doc__ == "Its own."
     other.step()
+    monkeypatch.undo()
     del amp
     wrapper.step()
     assert len(seen) == 1

@@ -35,7 +35,7 @@ from determined_amp.amp.schedules import schedule_of
 from determined_amp.amp.settings import AmpSettings, Compile, EvalPrecision
 from determined_amp.amp.slots import Slots
 from determined_amp.amp.tensors import parameters_in, parameters_of, unwrapped
-from determined_amp.amp.window import Windows
+from determined_amp.amp.window import RUNNING, Windows
 
 T = TypeVar("T")
 
@@ -70,8 +70,6 @@ class AmpCore:
         metrics: What is reported.
         guard: Ends a run that no longer trains.
         is_rehearsing: Whether a batch runs in `without_steps`.
-        own_step: Called first before every step that is none of the scaler's; it may
-            make the step one of them. An unmodified trial sets it.
 
     Raises:
         PrecisionError: if the device only emulates the precision.
@@ -82,7 +80,6 @@ class AmpCore:
     remedies: Mapping[Mistake, str]
 
     is_rehearsing = False
-    own_step: Callable[..., None] | None = None
     _started = False
 
     def __init__(
@@ -128,7 +125,6 @@ class AmpCore:
         self._prepared: list[nn.Module] = []
         self._unmatched = list(settings.fp32_modules)
         self._patches = ExitStack()
-        self._attempted = 0  # steps of all optimizers when a batch was last counted
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise error_of(Mistake.COPIES, self.remedies)
@@ -230,23 +226,15 @@ class AmpCore:
         given = None if parameters is None else list(parameters)
         window.clip(given, max_norm, self.scaler.loss_scale)
 
-    def _before_step(self, optimizer: Optimizer, *call: Any) -> None:
-        """A hook before every step in the process, in every precision: fp32 shows a
-        mistake, too.
+    def own_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Called before each step in the process that no scaler makes, in every
+        precision. An unmodified trial replaces it, and makes the step one of its own.
 
         Raises:
-            ConfigError: if it is a step of this training that no scaler makes.
+            ConfigError: if it is a step of this training.
         """
-        if self.own_step is not None and self.scaler.stepping is None:
-            self.own_step(optimizer, *call)
-        window, running = self.windows.get(optimizer), self.scaler.stepping
-        if window is not None:
-            window.begin_step()
-        if running is not None:
-            running.see_step(optimizer)
-        elif not (self.is_rehearsing or _any_scaler_steps()) and (
-            window is not None or self._moves(optimizer)
-        ):
+        is_ours = optimizer in self.windows or self._moves(optimizer)
+        if is_ours and not self.is_rehearsing:
             raise error_of(Mistake.STEPS_ITSELF, self.remedies)
 
     def _moves(self, optimizer: Optimizer) -> bool:
@@ -282,9 +270,8 @@ class AmpCore:
             # to it in place, and the next replay of a CUDA graph overwrites it.
             loss = loss.detach().to(self.device, non_blocking=True, copy=True)
             loss = loss.reshape(()) if loss.dim() else loss
-        attempted = sum(window.counts.attempted for window in self.windows.values())
-        has_stepped, self._attempted = attempted > self._attempted, attempted
-        left_out = not (has_stepped or again)
+        left_out = not (self.scaler.has_stepped or again)
+        self.scaler.has_stepped = False
         return self.metrics.add(loss, samples, again=again, left_out=left_out)
 
     # Everything else that a training can ask for.
@@ -413,11 +400,11 @@ class AmpCore:
         try:
             optimizer.register_step_pre_hook(do_nothing).remove()
         except AttributeError:  # it never calls `Optimizer.__init__`, or is none
-            step, before = optimizer.step, _weakly(self._before_step)
+            step = optimizer.step
 
             @wraps(step)
             def hooked(*args: Any, **kwargs: Any) -> Any:
-                before(optimizer, args, kwargs)
+                _before_any_step(optimizer, (optimizer, *args), kwargs)
                 return step(*args, **kwargs)
 
             self._patches.enter_context(patched(optimizer, "step", hooked))
@@ -444,19 +431,16 @@ def _hear_of_all_steps() -> None:
     hooks.move_to_end(handle.id, last=False)
 
 
-def _before_any_step(optimizer: Optimizer, *call: Any) -> None:
+def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Ask every training about a step that no scaler makes: what the scaler of one
+    makes is no mistake in another training of the same model.
+    """
     for reference in list(_TRAININGS):
         training = reference()
-        if training is not None:
-            training._before_step(optimizer, *call)
-
-
-def _any_scaler_steps() -> bool:
-    """Whether a step runs that the scaler of any training makes: it is no mistake in
-    another training of the same model.
-    """
-    trainings = [reference() for reference in _TRAININGS]
-    return any(each is not None and each.scaler.stepping for each in trainings)
+        if RUNNING.window is None and training is not None:
+            training.own_step(optimizer, args, kwargs)
+    if RUNNING.window is not None:
+        RUNNING.window.see_step(optimizer)
 
 
 def _weakly(method: Callable[..., T]) -> Callable[..., T | None]:

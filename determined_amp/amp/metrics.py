@@ -177,7 +177,7 @@ class TrainingMetrics:
         self.once = {}
         self._loss_sum.reset()
         for window in self.windows.all():
-            window.reset()
+            window.begin_report()
         self._left_out.reset()
         self._losses = self._batches = 0
         self._waited = None

@@ -1,5 +1,5 @@
-"""The well-known mistakes with a loss scale, each an illegal transition of one
-optimizer.
+"""What moves the window of an optimizer from one stage to the next, and which calls are
+mistakes there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,19 @@ class Stage(str, enum.Enum):  # a string is hashed faster
 
     SCALED = "its gradients may be scaled"
     UNSCALED = "its gradients are divided by the scale"
+    LEFT_OUT = "they were dropped without a step, and the scale has not been updated"
     STEPPED = "it has stepped, and the scale has not been updated"
+    UPDATED = "the scale has been updated after its step, which is not counted"
+
+
+# In these stages its gradients may be scaled.
+MAY_BE_SCALED = (Stage.SCALED, Stage.LEFT_OUT)
+
+# In these stages something was found that the scale has not heard of.
+AWAITS_UPDATE = (Stage.UNSCALED, Stage.LEFT_OUT, Stage.STEPPED)
+
+# In these stages there is a step that is not counted.
+HAS_STEPPED = (Stage.STEPPED, Stage.UPDATED)
 
 
 class Mistake(enum.Enum):
@@ -32,28 +44,48 @@ class Mistake(enum.Enum):
     UPDATES_NOTHING = "it steps an optimizer, and must end with amp.update(...)"
 
 
-# What each call does to an optimizer in each stage. Other mistakes are possible in
-# every stage: a step that bypasses the scaler or takes a closure, or one without a
-# scaled loss since the last update.
+_AFTER_A_STEP: Mapping[str, Stage | Mistake] = {
+    "unscale": Mistake.STEPS_TWICE,
+    "clip": Mistake.STEPS_TWICE,
+    "begin_step": Mistake.STEPS_TWICE,
+    "step": Mistake.STEPS_TWICE,
+    "update": Stage.UPDATED,
+    "count": Stage.SCALED,
+    "end_batch": Mistake.UPDATES_NOTHING,
+}
+
+# Where each call takes a window from each stage; `Window.move` looks it up. Other
+# mistakes are possible in every stage: a step that bypasses the scaler or takes a
+# closure, or one without a scaled loss since the last update.
 TRANSITIONS: Mapping[Stage, Mapping[str, Stage | Mistake]] = {
     Stage.SCALED: {
         "unscale": Stage.UNSCALED,
         "clip": Mistake.CLIPS_SCALED,
+        "begin_step": Stage.SCALED,
         "step": Stage.STEPPED,
-        "end": Stage.SCALED,
+        "leave_out": Stage.LEFT_OUT,  # gradients that are true without `unscale_`
+        "update": Stage.SCALED,
+        "end_batch": Stage.SCALED,
     },
     Stage.UNSCALED: {
         "unscale": Stage.UNSCALED,  # torch itself refuses it, if it scales
         "clip": Stage.UNSCALED,
+        "begin_step": Stage.UNSCALED,
         "step": Stage.STEPPED,
-        "end": Stage.UNSCALED,
+        "leave_out": Stage.LEFT_OUT,
+        "update": Stage.SCALED,
+        "end_batch": Stage.UNSCALED,
     },
-    Stage.STEPPED: {
-        "unscale": Mistake.STEPS_TWICE,
-        "clip": Mistake.STEPS_TWICE,
-        "step": Mistake.STEPS_TWICE,
-        "end": Mistake.UPDATES_NOTHING,
+    Stage.LEFT_OUT: {
+        "unscale": Stage.UNSCALED,
+        "clip": Mistake.CLIPS_SCALED,
+        "begin_step": Stage.LEFT_OUT,
+        "step": Stage.STEPPED,
+        "update": Stage.SCALED,
+        "end_batch": Stage.LEFT_OUT,
     },
+    Stage.STEPPED: _AFTER_A_STEP,
+    Stage.UPDATED: _AFTER_A_STEP,
 }
 
 _TWICE = (

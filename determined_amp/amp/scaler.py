@@ -7,8 +7,8 @@
   whether a step was skipped.
 * The scale has a floor. Without one, about 150 skips in a row take it to exactly 0, and
   the next good step divides by it and writes NaN into the weights.
-* Every optimizer goes through `SCALED`, `UNSCALED` and `STEPPED`, in every precision,
-  so that fp32 shows a mistake, too; see `mistakes.py`.
+* Every optimizer has a `Window`, which goes through the same stages in every precision,
+  so that fp32 shows a mistake, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from determined_amp.amp.clips import Clip, listen_to_clips
-from determined_amp.amp.mistakes import Mistake, Stage, error_of
+from determined_amp.amp.mistakes import (
+    AWAITS_UPDATE,
+    HAS_STEPPED,
+    MAY_BE_SCALED,
+    Mistake,
+    Stage,
+    error_of,
+)
 from determined_amp.amp.plain_data import StateDict
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.amp.tensors import closure_of, parameters_of
@@ -31,7 +38,7 @@ from determined_amp.amp.torch_private import (
     scale_in,
     states_of_steps,
 )
-from determined_amp.amp.window import Skipped, Window, Windows
+from determined_amp.amp.window import RUNNING, Window, Windows
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -45,14 +52,11 @@ class LossScaler(torch.amp.GradScaler):
 
     Attributes:
         windows: See above.
-        clips: Whether the current step clips with a function of the trial's own.
         has_scaled: Whether `scale` was called since the last `update`. Without it a
             step would divide gradients that were never multiplied.
+        has_stepped: Whether a step was counted since somebody has set it to False.
         leaves_true_gradients: Set it if somebody unscales gradients right after each
             backward.
-        stepping: The window whose step runs; None between steps. An optimizer that
-            moves at any other time may use gradients that are still scaled.
-        updates: How often `update` was called.
     """
 
     def __init__(
@@ -75,11 +79,9 @@ class LossScaler(torch.amp.GradScaler):
         if windows is None:
             windows = Windows(torch.device(device_type), scaled=self._scales)
         self.windows = windows
-        self.clips = False
         self.has_scaled = False
+        self.has_stepped = False
         self.leaves_true_gradients = False
-        self.stepping: Window | None = None
-        self.updates = 0
         self._trained = trained
         self._min_scale = settings.min_scale
         self._end_listening: Callable[[], None] | None = None
@@ -95,11 +97,11 @@ class LossScaler(torch.amp.GradScaler):
         """Call `GradScaler.scale`, and note that it was called."""
         self.has_scaled = True
         for window in self.windows.values():
-            # Its step was left out, and `zero_grad` called: unscale anew.
+            # `zero_grad` was called in place of the step: unscale anew.
             if window.stage is Stage.UNSCALED and not window.has_gradient():
-                window.leave_out()
                 if self._scales:
                     self._keep_what_was_found(window.optimizer)
+                window.leave_out()
         if self._scales and not (self._end_listening or self.leaves_true_gradients):
             end = listen_to_clips(self._refuse_clip, but_by=Window.__module__)
             self._end_listening = end
@@ -107,23 +109,37 @@ class LossScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Call `GradScaler.unscale_`, before anything reads or clips the gradients."""
-        window = self.windows[optimizer]
-        window.stage = window.check("unscale")
+        self.windows[optimizer].move("unscale")
         if self._scales:
             super().unscale_(optimizer)
-            if not window.has_gradient():
+            if not states_of_steps(self)[id(optimizer)]["found_inf_per_device"]:
                 self._note_nothing(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Call `GradScaler.step`, and keep whether it skipped the step."""
+        """Call `GradScaler.step`, and keep whether it skipped the step.
+
+        Raises:
+            ConfigError: if the step is a mistake.
+        """
         window = self.windows[optimizer]
-        args, kwargs = self._before_step(window, args, kwargs)
-        self.stepping, window.skips = window, True
+        window.begin_step()
+        closure = closure_of(args, kwargs) if args or kwargs else None
+        if closure is not None:
+            args, kwargs = self._with_new_casts(closure, args, kwargs)
+        elif window.has_gradient():
+            if not self.has_scaled:
+                raise error_of(Mistake.SCALES_NO_LOSS, self.windows.remedies)
+        elif self._scales:
+            # torch raises an error here. In float32 such a step changes nothing, nor
+            # does it here.
+            self._note_nothing(optimizer)
+        outer, RUNNING.window = RUNNING.window, window
         try:
             result = super().step(optimizer, *args, **kwargs)
         finally:
-            self.stepping = None
-        self.has_stepped(window, window.skips)
+            RUNNING.window = outer
+        window.move("step")
+        torch.clear_autocast_cache()  # of the old weights, see `casts.py`
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -131,10 +147,8 @@ class LossScaler(torch.amp.GradScaler):
         synchronisation.
         """
         self.has_scaled = False
-        self.updates += 1
         for window in self.windows.values():
-            if window.stage is Stage.UNSCALED:
-                window.stage = Stage.SCALED
+            window.move("update")
         if not self._scales:
             return
         scale = scale_in(self)
@@ -160,17 +174,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def has_uncounted_steps(self) -> bool:
         """Whether an optimizer has stepped since `finish`."""
-        return any(each.outcome is not None for each in self.windows.values())
-
-    def check_end(self) -> None:
-        """Every batch ends with this call.
-
-        Raises:
-            ConfigError: if an optimizer has stepped without a following update.
-        """
-        for window in self.windows.values():
-            if window.outcome is not None:
-                window.check("end")
+        return any(each.stage in HAS_STEPPED for each in self.windows.values())
 
     def finish(self) -> None:
         """Update the scale, unless that was done, and count the steps.
@@ -179,13 +183,12 @@ class LossScaler(torch.amp.GradScaler):
         the norm.
         """
         windows = self.windows.values()
-        if any(
-            each.stage is Stage.UNSCALED or each.stepped_at == self.updates
-            for each in windows
-        ):
+        if any(each.stage in AWAITS_UPDATE for each in windows):
             self.update()
         for window in windows:
-            window.finish()
+            if window.stage is Stage.UPDATED:
+                window.count()
+                self.has_stepped = True
 
     def loss_scale(self) -> torch.Tensor:
         """The scale itself, (), float32, on the device; 1 without a scaler."""
@@ -201,28 +204,21 @@ class LossScaler(torch.amp.GradScaler):
 
     # Calls on behalf of a training whose code knows nothing of a scaler.
 
-    def has_unscaled(
-        self, optimizer: Optimizer, found_inf: torch.Tensor | None
-    ) -> None:
-        """Note that an optimizer is about to step with gradients that are already
-        unscaled.
-
-        Args:
-            optimizer: The optimizer.
-            found_inf: See `note`; None without a loss scale.
+    def take_true_gradients(self, window: Window) -> None:
+        """Let a window have a step of gradients that are unscaled already, whatever
+        was called before.
         """
-        self.windows[optimizer].stage = Stage.UNSCALED
-        if found_inf is not None:
-            self.note(optimizer, found_inf)
-
-    def has_stepped(self, window: Window, skipped: Skipped) -> None:
-        """Note that an optimizer has stepped, through `step` or by itself."""
-        window.stage = Stage.STEPPED
-        window.outcome, window.stepped_at = skipped, self.updates
-        torch.clear_autocast_cache()  # of the old weights, see `casts.py`
+        if window.stage in HAS_STEPPED:  # a second step in a batch
+            self.finish()
+        self.has_scaled = True
+        if self._scales and window.found_inf is not None:
+            self.note(window.optimizer, window.found_inf)
+        elif self._scales:
+            self._note_nothing(window.optimizer)
+        window.move("unscale")
 
     def note(self, whose: object, found_inf: torch.Tensor) -> None:
-        """Take part in the next `update`.
+        """Take part in the next `update`, and take gradients as unscaled.
 
         Args:
             whose: The optimizer of some gradients, or any object that stands for them.
@@ -235,27 +231,20 @@ class LossScaler(torch.amp.GradScaler):
 
     # Internals.
 
-    def _before_step(self, window: Window, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Check a step that is about to be made, and return its arguments.
+    def _with_new_casts(
+        self, closure: Callable[[], Any], args: Any, kwargs: Any
+    ) -> tuple[Any, Any]:
+        """The arguments of a step whose closure casts the weights anew.
 
         Raises:
-            ConfigError: if it is a mistake.
+            ConfigError: if there is a loss scale.
         """
-        if self.clips:
-            window.check("clip")
-        window.check("step")
-        closure = closure_of(args, kwargs) if args or kwargs else None
-        if closure is not None and self._scales:
+        if self._scales:
             raise error_of(Mistake.TAKES_CLOSURE, self.windows.remedies)
-        if closure is not None:
-            return (partial(_call_with_new_casts, closure),), {}
-        if not self.has_scaled and window.has_gradient():
-            raise error_of(Mistake.SCALES_NO_LOSS, self.windows.remedies)
-        if self._scales and not window.has_gradient():
-            # torch raises an error here. In float32 such a step changes nothing, nor
-            # does it here.
-            self._note_nothing(window.optimizer)
-        return args, kwargs
+        anew = partial(_call_with_new_casts, closure)
+        return (
+            ((anew, *args[1:]), kwargs) if args else ((), {**kwargs, "closure": anew})
+        )
 
     def _refuse_clip(self, clip: Clip) -> None:
         """Raise if torch is about to clip a gradient that is still scaled."""
@@ -263,19 +252,18 @@ class LossScaler(torch.amp.GradScaler):
             return
         scaled = {parameter.grad for parameter in self._trained() or ()}
         for optimizer, window in self.windows.items():
-            if window.stage is not Stage.SCALED:
+            if window.stage not in MAY_BE_SCALED:
                 scaled -= {parameter.grad for parameter in parameters_of(optimizer)}
         if not scaled.isdisjoint(clip.gradients):
             raise error_of(Mistake.CLIPS_SCALED, self.windows.remedies)
 
     def _keep_what_was_found(self, optimizer: object) -> None:
-        """Let the next `update` know of gradients that are gone, and forget that they
-        were unscaled.
+        """Let the next `update` know of gradients that are gone, and torch unscale the
+        next ones.
         """
-        state = states_of_steps(self).pop(id(optimizer), None)
-        found = state["found_inf_per_device"].values() if state else ()
-        for found_inf in found:
-            self.note(found_inf, found_inf)
+        states = states_of_steps(self)
+        state = states.pop(id(optimizer))
+        states[id(state)] = state
 
     def _note_nothing(self, optimizer: object) -> None:
         self.note(optimizer, torch.zeros_like(scale_in(self)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -13,6 +14,7 @@ from determined_amp.amp.counts import DeviceSum, StepCounts
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.mistakes import (
     IN_A_LOOP,
+    MAY_BE_SCALED,
     TRANSITIONS,
     Mistake,
     Stage,
@@ -34,23 +36,27 @@ Skipped = bool | torch.Tensor
 class Window:
     """The gradients of one optimizer since its last step, and the steps that it made.
 
-    Each call moves it from one stage to the next, in every precision, or is a mistake:
-    see the table of `mistakes.py`.
+    `move` takes it from one stage to the next, in every precision, or refuses a
+    mistake, as the table of `mistakes.py` says. Nothing else changes its stage:
 
-        backward of a scaled loss
-            |
-            v      unscale
-          SCALED -----------> UNSCALED
-          ^ |  ^                |  |
-          | |  +----------------+  |
-          | |   update, no step    |
-          | | step                 | step
-          | +------> STEPPED <-----+
-          |             |
-          +-------------+
-              finish: the step is counted, and the schedule moves
+            backward of a scaled loss
+                   |
+                   v     unscale            leave_out
+        +-----> SCALED ---------> UNSCALED ----------> LEFT_OUT
+        |          |                 |
+        |          | step            | step
+        |          v                 |
+        |       STEPPED <------------+
+        |          | update
+        |          v
+        +------ UPDATED
+          count
 
-    Nothing in it reads the device.
+    LEFT_OUT is as SCALED, for the gradients of the next backward. `update` takes both
+    UNSCALED and LEFT_OUT to SCALED: those gradients made no step. Their norm does not
+    count, but an overflow in them lowers the scale.
+
+    Nothing in a window reads the device.
 
     Args:
         device: Where the parameters are.
@@ -61,13 +67,11 @@ class Window:
     Attributes:
         optimizer: The optimizer, once there is one.
         stage: Where it is in the diagram.
-        outcome: Whether its step was skipped; None before the step.
-        stepped_at: The number of updates of the scale before its step; None before it.
-        skips: Whether the step that runs is skipped, as far as it is known.
+        skipped: Whether the step that runs, or that is not counted, was skipped.
         found_inf: Whether a backward overflowed, (), float32, on the device; None if
             nobody has looked, or the scaler has.
-        is_over: Whether a step has used its gradients, until the next backward. This
-            and `found_inf` are for unmodified trials alone.
+        is_used: Whether a step has used its gradients, until the next backward. This
+            and `found_inf` are read for unmodified trials alone.
         counts: The steps since the start of the training.
         norm_sum: The sum of the gradient norms since the last report.
         has_norm: Whether a norm was ever measured.
@@ -87,25 +91,23 @@ class Window:
     ) -> None:
         self.optimizer: Optimizer | None = None
         self.stage = Stage.SCALED
-        self.outcome: Skipped | None = None
-        self.stepped_at: int | None = None
-        self.skips: Skipped = False
+        self.skipped: Skipped = False
         self.found_inf: torch.Tensor | None = None
-        self.is_over = False
+        self.is_used = False
         self._versions: list[int | None] = []  # of its gradients after a backward
         self.counts = StepCounts(device, can_skip=scaled)
         # Without a scale no step is skipped: gradients that are not finite reach the
         # weights, or a clip makes all of them 0.
         self.norm_sum = DeviceSum(device, finite_only=scaled)
         self.has_norm = False
-        self._norms: list[torch.Tensor] = []  # of the step that comes
+        self._norms: list[torch.Tensor] = []  # of the step that comes, or that is made
         self.largest = torch.zeros((), device=device)
         self.applied_before = torch.zeros((), dtype=torch.int64, device=device)
         self.attempted_before = 0
         self.schedule: RateSchedule | None = None
         self._scaled = scaled
         self._remedies = remedies
-        self._filled_groups = 0
+        self._prepared_groups = 0
 
     @property
     def is_scheduled(self) -> bool:
@@ -114,8 +116,8 @@ class Window:
 
     # From step to step.
 
-    def check(self, call: str) -> Stage:
-        """The stage after a call.
+    def move(self, call: str) -> None:
+        """Go where a call leads from this stage.
 
         Raises:
             ConfigError: if the call is a mistake in this stage.
@@ -123,7 +125,9 @@ class Window:
         after = TRANSITIONS[self.stage][call]
         if isinstance(after, Mistake):
             raise error_of(after, self._remedies)
-        return after
+        self.stage = after
+        if after in MAY_BE_SCALED:
+            self._norms = []
 
     def has_gradient(self) -> bool:
         """Whether a parameter of the optimizer has a gradient."""
@@ -134,7 +138,14 @@ class Window:
                     return True
         return False
 
-    def add_backward(self, found_inf: torch.Tensor) -> None:
+    def begin_backward(self) -> None:
+        """Forget what was found for gradients that a step has used, or that are
+        gone.
+        """
+        if self.is_used or not self.has_gradient():
+            self.found_inf, self.is_used = None, False
+
+    def note_backward(self, found_inf: torch.Tensor) -> None:
         """Note whether a backward overflowed, (), float32, on the device."""
         before = found_inf if self.found_inf is None else self.found_inf
         self.found_inf = torch.maximum(before, found_inf)
@@ -148,51 +159,57 @@ class Window:
         gradients = (parameter.grad for parameter in self.parameters())
         return [None if each is None else version_of(each) for each in gradients]
 
-    def end(self) -> None:
-        """Forget what was found for gradients that a step has used, or that are
-        gone.
+    def leave_out(self) -> None:
+        """Note that gradients that were unscaled are gone, and no step has used
+        them.
         """
-        if self.is_over or not self.has_gradient():
-            self.found_inf, self.is_over = None, False
+        self.move("leave_out")
+        self.found_inf = None
+
+    def prepare(self) -> None:
+        """Get ready for the first step, and for the first one with a new group: a
+        training may add one to thaw a layer.
+        """
+        if not self._prepared_groups:
+            self.place_rate()
+        if self.optimizer is not None:
+            self._prepared_groups = len(self.optimizer.param_groups)
+            fill_momentum(self.optimizer, can_skip=self._scaled)
 
     def begin_step(self) -> None:
-        """Prepare a step. A training may have added a group since the last one, to thaw
-        a layer.
+        """Begin a step, which is skipped unless torch calls its optimizer.
+
+        Raises:
+            ConfigError: if there must be no step in this stage.
         """
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        if self._filled_groups != len(groups):
-            if not self._filled_groups:
-                self.place_rate()
-            self._filled_groups = len(groups)
-            fill_momentum(self.optimizer, can_skip=self._scaled)
+        self.move("begin_step")
+        self.skipped, self.is_used = True, True
 
     def see_step(self, optimizer: Optimizer) -> None:
         """Note that torch calls `step` of its optimizer, or of one inside it.
 
         A fused optimizer is called on a skip, too, and reads `found_inf` itself.
         """
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        if self._prepared_groups != len(groups):
+            self.prepare()
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None:
-            self.skips = found_inf
-        elif self.skips is True:
-            self.skips = False
+            self.skipped = found_inf
+        elif self.skipped is True:
+            self.skipped = False
 
-    def leave_out(self) -> None:
-        """Forget a step that was prepared, and is not made."""
-        self.stage = Stage.SCALED
-        self._norms.clear()
-
-    def finish(self) -> None:
-        """Count a step, and move the schedule if it was applied. No synchronisation."""
-        self.stage = Stage.SCALED
-        if self.outcome is not None:
-            for norm in self._norms:
-                self.norm_sum.add(norm)
-            self.counts.count(self.outcome)
-            self.outcome = self.stepped_at = None
-            if self.schedule is not None:
-                self.schedule.place_rate(self.counts)
-        self._norms.clear()
+    def count(self) -> None:
+        """Count the step that was made, and move the schedule if it was applied. No
+        synchronisation.
+        """
+        norms = self._norms
+        self.move("count")
+        for norm in norms:
+            self.norm_sum.add(norm)
+        self.counts.count(self.skipped)
+        if self.schedule is not None:
+            self.schedule.place_rate(self.counts)
 
     def place_rate(self) -> None:
         """Put the rate of the next step into the optimizer, by the steps applied so
@@ -252,8 +269,8 @@ class Window:
         self.has_norm = True
         self._norms.append(norm)
 
-    def reset(self) -> None:
-        """Begin the next report."""
+    def begin_report(self) -> None:
+        """Begin the sums of the next report."""
         self.norm_sum.reset()
         self.largest.zero_()
         self.applied_before = self.counts.applied
@@ -269,6 +286,18 @@ class Window:
             self.applied_before,
             counts.consecutive_skips(),
         )
+
+
+class _Running(threading.local):
+    """The window whose step runs in this thread; None between steps.
+
+    An optimizer that moves at any other time may use gradients that are still scaled.
+    """
+
+    window: Window | None = None
+
+
+RUNNING = _Running()
 
 
 class Windows(dict[Optimizer, Window]):
@@ -358,7 +387,7 @@ class Windows(dict[Optimizer, Window]):
             window = self[optimizer]
             window.counts.load_state_dict(counts)
             window.place_rate()
-            window.reset()
+            window.begin_report()
 
     def restore_schedule(self, optimizer: Optimizer) -> None:
         """Give the schedule of an optimizer its part of the loaded state."""
@@ -375,7 +404,7 @@ class Windows(dict[Optimizer, Window]):
         return saved[number] if number < len(saved) else None
 
 
-def fill_momentum(optimizer: Optimizer | None, *, can_skip: bool) -> None:
+def fill_momentum(optimizer: Optimizer, *, can_skip: bool) -> None:
     """Give a fused SGD momentum buffers of zeros before the first step of a parameter.
 
     By itself it allocates them uninitialised and fills them in its first step. If that

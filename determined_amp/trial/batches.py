@@ -101,7 +101,8 @@ class Batches:
         result = self._train_batch(batch=batch, **self._indices)
         if self._changes_batches is not True:
             self._changes_batches = any(version_of(t) != v for t, v in versions)
-        self._amp.scaler.check_end()
+        for window in self._amp.windows.values():
+            window.move("end_batch")
         if audit_error is not None:
             problem = one_line(audit_error)
             logger.warning("the first batch is trained, but not audited: %s", problem)
@@ -178,9 +179,15 @@ class Batches:
         *others: Any,
         **named: Any,
     ) -> None:
-        self._amp.scaler.clips = clip_grads is not None
-        self._step_optimizer(optimizer, clip_grads, *others, **named)
-        self._amp.scaler.clips = False
+        """Refuse a function that clips gradients without having unscaled them."""
+
+        def clip(parameters: Any) -> None:
+            assert clip_grads is not None
+            clip_grads(parameters)
+            self._amp.windows[optimizer].move("clip")
+
+        its_clip = clip if clip_grads else None
+        self._step_optimizer(optimizer, its_clip, *others, **named)
 
     def _build_timed_loader(self) -> Any:
         return timed(self._build_loader(), self._amp.metrics.waited)

@@ -243,7 +243,7 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
         self._patches.callback(self._see_steps())
         for optimizer in self._context.optimizers:
             self._see_steps_of(optimizer)
-            self.windows[optimizer].begin_step()
+            self.windows[optimizer].prepare()
 
     def on_validation_end(self, metrics: Metrics) -> None:
         by_metric = [s for s in self.windows.schedules() if s.by_validations]

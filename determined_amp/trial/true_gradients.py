@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.mistakes import Stage
 from determined_amp.amp.patched import patched
 from determined_amp.amp.rehearse.backward_graph import nodes_behind
 from determined_amp.amp.tensors import parameters_in, parameters_of
@@ -119,16 +120,14 @@ class TrueGradients:
                 context.
         """
         windows = self._amp.windows.values()
-        if in_window or any(window.is_over for window in windows):
+        if in_window or any(window.is_used for window in windows):
             return
-        left_out = False
         for window in windows:
-            found_inf = window.found_inf
             # Else the trial accumulates gradients itself.
-            if found_inf is not None and window.has_other_gradients():
-                self._scaler.note(window, found_inf)
-                window.found_inf, left_out = None, True
-        if left_out:
+            if window.found_inf is not None and window.has_other_gradients():
+                self._scaler.note(window, window.found_inf)
+                window.leave_out()
+        if any(window.stage is Stage.LEFT_OUT for window in windows):
             self._scaler.update()
 
     def backward(self, loss: torch.Tensor, run: Callable[[torch.Tensor], None]) -> None:
@@ -139,10 +138,10 @@ class TrueGradients:
             run: Goes backward from the scaled one.
         """
         windows = self._amp.windows.values()
-        if any(window.is_over for window in windows):
+        if any(window.is_used for window in windows):
             self._norms.clear()
             for window in windows:
-                window.end()
+                window.begin_backward()
         self._refuse_moved_weights()
         parameters = self._parameters()
         leaves = [*parameters, *self._other_leaves_of(loss, parameters)]
@@ -162,7 +161,7 @@ class TrueGradients:
             bits = [gradient.view(integer) for gradient in gradients]
             torch._foreach_mul_(bits, (found_inf == 0).to(device, integer))
         for window in windows:
-            window.add_backward(found_inf)
+            window.note_backward(found_inf)
 
     def rehearse(self, loss: torch.Tensor, run: Callable[[torch.Tensor], None]) -> None:
         """Go backward in a batch that is trained again, to see what overflows.

@@ -44,7 +44,7 @@ from determined_amp.amp.torch_private import (
     give_found_inf,
     is_compiled,
 )
-from determined_amp.amp.window import Window
+from determined_amp.amp.window import RUNNING, Window
 from determined_amp.trial.determined_private import (
     aggregation_frequency,
     ends_step,
@@ -156,6 +156,8 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
             result = as_float32(self._train_batch(**given))
         finally:
             self._autocast.training = False
+            if self._own is not None:  # its step has raised an error
+                self._own = RUNNING.window = None
         losses = self._losses
         metrics = self._amp.update(sum(losses[1:], losses[0]) if losses else None)
         if not metrics:
@@ -222,46 +224,34 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
             clip_grads(parameters)
 
         if ends_step(self._context):
-            amp.scaler.has_unscaled(optimizer, self._begin_step(optimizer))
+            amp.scaler.take_true_gradients(window)
         its_clip = clip if clip_grads else None
         self._step(optimizer, its_clip, auto_zero_grads, amp.scaler)
 
-    # Internals.
-
-    def _begin_step(self, optimizer: Optimizer) -> torch.Tensor | None:
-        """End the window of an optimizer; return its `found_inf` if there is a loss
-        scale.
-        """
-        window = self._window_of(optimizer)
-        if window.outcome is not None:  # a second step in a batch
-            self._amp.finish_steps()
-        self._amp.scaler.has_scaled = True
-        if self._gradients is None:
-            return None
-        window.is_over, found_inf = True, window.found_inf
-        return torch.zeros_like(window.largest) if found_inf is None else found_inf
-
     # Calls of torch.
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """A hook before each step that no scaler makes, of any optimizer."""
+    def _own_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Called before each step that no scaler makes, of any optimizer."""
         amp = self._amp
         if amp.is_rehearsing:  # a step without gradients changes nothing
             for parameter in parameters_of(optimizer):
                 parameter.grad = None
             return
+        window = self._window_of(optimizer)
         if self._autocast.training:
             self._refuse_own_step(optimizer, closure_of(args[1:], kwargs))
-            self._begin_step(optimizer)
-        self._own = optimizer
-        amp.scaler.stepping = self._window_of(optimizer)
+            amp.scaler.take_true_gradients(window)
+            window.begin_step()
+        self._own, RUNNING.window = optimizer, window
 
     def _after_step(self, optimizer: Optimizer, *call: Any) -> None:
-        if optimizer is not self._own:
+        window = RUNNING.window
+        if window is None or optimizer is not self._own:
             return
-        self._own = self._amp.scaler.stepping = None
+        self._own = RUNNING.window = None
         if self._autocast.training:
-            self._amp.scaler.has_stepped(self._window_of(optimizer), False)
+            window.move("step")
+            torch.clear_autocast_cache()
 
     def _window_of(self, optimizer: Optimizer) -> Window:
         """That of an optimizer, or of the one of the context with the same
@@ -333,7 +323,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
 
     def on_training_start(self) -> None:
         _refuse_16_bit_weights(self._context)
-        self._patches.enter_context(patched(self._amp, "own_step", self._before_step))
+        self._patches.enter_context(patched(self._amp, "own_step", self._own_step))
         handle = register_optimizer_step_post_hook(self._after_step)
         self._patches.callback(handle.remove)
         self._patches.enter_context(backwards_through(self._run_backward))
