@@ -1,4 +1,5 @@
-"""Draws the README's picture, and writes tables of the pages, from the results.
+"""Draws pictures of the README and the pages, and writes their tables, from the
+results.
 
     python -m benchmarks.readme
 
@@ -27,7 +28,9 @@ from benchmarks.measured import RESULTS, ROOT
 from benchmarks.peers import LINE_BEGINS, TABLE_BEGINS
 from benchmarks.peers import line as line_of_costs
 from benchmarks.peers import markdown as table_of_costs
+from determined_amp.amp.settings import Precision
 from determined_amp.finder.scale_score import DEFAULT_LOG2
+from determined_amp.report.change import Change
 from determined_amp.report.page import (
     BLUE,
     GREEN,
@@ -35,9 +38,13 @@ from determined_amp.report.page import (
     MUTED,
     STYLE,
     VERMILION,
+    Panel,
     as_png,
+    draw_panels,
     spread_text,
 )
+from determined_amp.report.precision_report import change_panels
+from determined_amp.report.precision_runs import Pair
 from determined_amp.runs.run import Spread
 
 README = ROOT / "README.md"
@@ -48,6 +55,12 @@ PRECISIONS = {
     "MLP": RESULTS / "precision_mlp_cpu.json",
     "wide MLP": RESULTS / "precision_wide_mlp_cpu.json",
     "ResNet-50": RESULTS / "precision_resnet50_cpu.json",
+}
+# The picture of each of these reports on its page.
+CHANGES = {
+    "MLP": "precision_mlp.png",
+    "wide MLP": "compare_answer.png",
+    "ResNet-50": "precision_resnet50.png",
 }
 COSTS = RESULTS / "peers_cpu.json"
 SCALES = RESULTS / "loss_scale_cpu.json"
@@ -218,6 +231,17 @@ def with_gpu(readme: str, result: Mapping[str, Any]) -> str:
     return re.sub(f"{re.escape(NO_GPU)}|{table_there}", lambda _: new, readme, count=1)
 
 
+def changes(found: Mapping[str, Any]) -> list[Panel]:
+    """The panels of a report on precisions, from its JSON."""
+    pairs = []
+    for pair in found["pairs"]:
+        of_speed = {**pair["speed"], "is_ratio": True}  # not in older results
+        speed, metric = Change(**of_speed), Change(**pair["metric"])
+        names = Precision(pair["precision"]), Precision(pair["against"])
+        pairs.append(Pair(*names, speed, None, metric, pair["lost_runs"]))
+    return change_panels(pairs, found["metric"])
+
+
 def read_precisions() -> dict[str, Any]:
     """The committed reports on precisions, by the name of the model."""
     return {model: json.loads(path.read_text()) for model, path in PRECISIONS.items()}
@@ -225,13 +249,17 @@ def read_precisions() -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     described = (
-        "Draw the README's picture and write its tables, from benchmarks/results."
+        "Draw pictures of the README and the pages, and write their tables, from "
+        "benchmarks/results."
     )
     argparse.ArgumentParser(
         prog="python -m benchmarks.readme", description=described
     ).parse_args(arguments)
     precisions = read_precisions()
     PICTURE.write_bytes(as_png(draw(precisions, json.loads(SCALES.read_text()))))
+    for model, name in CHANGES.items():
+        drawn = as_png(draw_panels(changes(precisions[model])))
+        PICTURE.with_name(name).write_bytes(drawn)
     costs = json.loads(COSTS.read_text())
     readme = with_costs(with_table(README.read_text(), table(precisions)), costs)
     EVIDENCE_PAGE.write_text(with_costs(EVIDENCE_PAGE.read_text(), costs))

@@ -35,7 +35,8 @@ def test_change_of_a_precision_has_its_interval_over_the_margin() -> None:
     """Differences of the accuracy 0, -0.01 and 0: mean -0.0033, deviation 0.0058."""
     base = seeds("fp32", (0.90, 0.91, 0.92), speed=1000.0)
     amp = seeds("amp_bf16", (0.90, 0.90, 0.92), speed=2000.0)
-    speed, metric = draw_panels(change_panels(comparison_of(*base, *amp))).axes
+    found = comparison_of(*base, *amp)
+    speed, metric = draw_panels(change_panels(found.pairs, found.metric)).axes
     middle, half = -0.01 / 3, 4.302653 * 0.0057735 / 3**0.5
     ends = [([0.0], [middle]), ([0.0], [middle - half]), ([0.0], [middle + half])]
     assert lines_in(metric) == [(x, pytest.approx(y, rel=1e-4)) for x, y in ends]
@@ -43,6 +44,7 @@ def test_change_of_a_precision_has_its_interval_over_the_margin() -> None:
     (band,) = metric.patches
     box = np.asarray(band.get_extents().transformed(metric.transData.inverted()))
     assert box[:, 1] == pytest.approx([-0.003, 0.003])
+    assert speed.get_xlim() == pytest.approx((-0.6, 0.6))  # room for the names
     (name,) = [label.get_text() for label in speed.get_xticklabels()]
     assert name == "amp_bf16\n- fp32:\nbetter"
 
@@ -57,4 +59,5 @@ def test_change_of_a_precision_has_its_interval_over_the_margin() -> None:
     ],
 )
 def test_comparison_that_tells_little_is_drawn(runs: list[Any]) -> None:
-    assert as_png(draw_panels(change_panels(comparison_of(*runs))))
+    found = comparison_of(*runs)
+    assert as_png(draw_panels(change_panels(found.pairs, found.metric)))

@@ -6,15 +6,19 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from typing import Any
 
 import pytest
 
 from benchmarks.gpu import report as gpu_report
 from benchmarks.readme import (
+    CHANGES,
     GPU,
     NO_GPU,
+    PICTURE,
     README,
+    changes,
     read_precisions,
     table,
     with_gpu,
@@ -34,6 +38,19 @@ def test_table_is_that_of_the_results(precisions: Any) -> None:
     other = copy.deepcopy(precisions)
     other["wide MLP"]["table"][0]["validation_accuracy"] = "0.5 ± 0.1"
     assert with_table(readme, table(other)) != readme
+
+
+def test_picture_of_a_comparison_has_the_numbers_of_its_results(
+    precisions: Any,
+) -> None:
+    for model, name in CHANGES.items():
+        assert PICTURE.with_name(name).exists()
+        speed, metric = changes(precisions[model])
+        pairs = precisions[model]["pairs"]
+        logs = [math.log(ratio) for _, ratio in speed.dots]
+        assert logs == pytest.approx([pair["speed"]["mean"] for pair in pairs])
+        means = [pair["metric"]["mean"] for pair in pairs]
+        assert [change for _, change in metric.dots] == means
 
 
 def test_table_of_a_gpu_is_that_of_its_results_or_not_there() -> None:

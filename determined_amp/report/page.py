@@ -87,6 +87,7 @@ def _draw(axes: Axes, panel: Panel) -> None:
         axes.axhspan(*panel.band, color=GREEN, alpha=0.14, linewidth=0)
     if panel.names:
         axes.set_xticks(x, panel.names)
+        axes.set_xlim(-0.6, len(x) - 0.4)
     axes.set(title=panel.title, xlabel=panel.xlabel)
 
 

@@ -72,7 +72,7 @@ def write_precision_report(
         answer=answer.text,
         yaml=yaml_of(comparison, answer),
         sentences=list(precision_sentences(comparison)),
-        figure=draw_panels(change_panels(comparison)),
+        figure=draw_panels(change_panels(comparison.pairs, comparison.metric)),
         caption=_CAPTION,
         table=precision_table(comparison),
         origin=_method(comparison),
@@ -218,9 +218,8 @@ def _caveats(comparison: Comparison) -> Sentences:
         )
 
 
-def change_panels(comparison: Comparison) -> list[Panel]:
+def change_panels(pairs: Sequence[Pair], metric: str) -> list[Panel]:
     """The change of speed and metric in each pair that has it."""
-    pairs, metric = comparison.pairs, comparison.metric
     speeds = [(pair, pair.speed) for pair in pairs if pair.speed is not None]
     metrics = [(pair, pair.metric) for pair in pairs]
     drawn = (("Times as fast", speeds), (f"Difference of {metric}", metrics))
