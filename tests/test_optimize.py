@@ -18,10 +18,11 @@ from optuna.trial import TrialState
 from determined_amp import __main__ as door
 from determined_amp.amp.errors import UserError
 from determined_amp.experiment.overrides import with_overrides
+from determined_amp.runs.folder import STUDY_FILE
 from determined_amp.runs.run import Run, RunState
 from determined_amp.search import optimize
 from determined_amp.search.search_display import line_of_a_trial
-from determined_amp.search.search_folder import STUDY_FILE, Search, read_search
+from determined_amp.search.search_folder import Search, read_search
 from tests import searching, training
 from tests.reporting import write_study
 

@@ -6,6 +6,7 @@ Most are named before torch and the trial are imported, which takes seconds.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,10 @@ CHANGES = {
     ),
 }
 BATCH_SIZE = "--config hyperparameters.global_batch_size=4"
+
+# Runs in a folder, the newest first.
+ABOVE = [f"above/{name}/1" for name in "cafedbg"]
+NEWEST = ", ".join(ABOVE[:5])
 
 # What each command says.
 SAID_AT_ONCE: dict[str, list[str]] = {
@@ -117,15 +122,34 @@ SAID_AT_ONCE: dict[str, list[str]] = {
     "train missing.yaml --config=name=": ["missing.yaml: cannot be read"],
     "check no/such.py --name ''": ["no/such.py: no such file"],
     "train": ["give an experiment YAML"],
-    "train --resume missing": ["cannot be read"],
-    # Of the folder above it, and of a searcher.
-    "report .": ["run.json'; allowed: what ", "; did you mean fp32?"],
+    # A folder that is not there, of another kind, or above others.
+    "train --resume missing": ["missing: there is no such folder that can be read; "],
+    "train --resume f32": ["f32: there is no such folder that can be read; did you m"],
+    "train plain.yaml --resume missing": ["missing: there is no such folder"],
+    "train --resume study": ["study: has study.db; type det-amp search --resume study"],
+    "search --resume missing": ["missing: there is no such folder"],
+    "search --resume fp32": ["fp32: has run.json; type det-amp train --resume fp32"],
+    "search --resume above": [
+        "the newest of 1: above/s; type det-amp search --resume above/s"
+    ],
+    "report .": [
+        ".: has no run.json or study.db; below it, the newest of 4: ",
+        "; type det-amp report ",
+    ],
+    "report study/trials": ["type det-amp report study/trials/0000"],
+    "report above": [f"; below it, the newest of 8: {NEWEST}; type det-amp report a"],
+    "report empty": ["empty: has no run.json or study.db; allowed: a run folder"],
+    # A name that is as good as another.
+    "train plan.yaml": ["; did you mean plain.yaml?"],
+    "train sub.yaml": ["sub.yaml: cannot be read: No such file or directory\n"],
+    "audit deeper.yaml": ["; did you mean empty/deeper.yaml?"],
+    "check half_writen.py": ["; did you mean half_written.py?"],
+    f"train {'a' * 300}.yaml": ["File name too long"],
     f"search {GRID} --config searcher.name=grdi": ["got grdi; did you mean grid?"],
     f"compare {MLP} --precisions fp32 fp16": ["'fp16' (choose from "],
     f"train {MLP} --config hyperparameters.training.max_length=20": [
         "max_length: got 20; allowed: {batches: N}, {epochs: N}, or a text such as"
     ],
-    "search --resume missing": ["search.yaml: cannot be read: No such file"],
     "train list.yaml": ["is not an experiment configuration: its top level has no k"],
     f"find {MLP} --batches 0": ["--batches: got 0; allowed: an integer >= 1 and <= "],
     f"find {MLP} --json no/where.json": ["in a folder that exists"],
@@ -154,7 +178,7 @@ SAID_AT_ONCE: dict[str, list[str]] = {
     "search a.yaml --resume b": ["give either a search YAML, or --resume FOLDER"],
     "search --resume b --config a=1": ["leave --config and --trial out"],
     f"search a --workers {'9' * 5000}": ["99; allowed: an integer >= 1 and <= "],
-    "report nofolder": ["nofolder: there is no such folder; allowed: a run fol"],
+    "report nofolder": ["nofolder: there is no such folder that can be read; allo"],
     "report precision": ["the following arguments are required: SOURCE"],
     "report a --margin nan": ["--margin: got nan; allowed: a number above 0"],
     "report a --margin 0": ["--margin: got 0; allowed: a number above 0"],
@@ -285,6 +309,12 @@ def write_files(folder: Path) -> None:
     for name in ("fp32", "amp_fp16"):
         write_run(folder / name, name, 1)
     write_study(folder / "study", [(2.0**16, scored(16))])
+    for age, name in enumerate(ABOVE):
+        record = write_run(folder / name, "fp32", 1) / "run.json"
+        os.utime(record, (2e9 - age, 2e9 - age))
+    write_study(folder / "above" / "s", [(2.0**16, scored(16))])
+    (folder / "empty").mkdir()
+    (folder / "empty" / "deeper.yaml").write_text("a: 1\n")
 
 
 @pytest.fixture(scope="module")

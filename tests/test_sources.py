@@ -16,6 +16,7 @@ from determined_amp.report import ReportError
 from determined_amp.report.master_runs import read_experiment
 from determined_amp.report.search_report import write_search_report
 from determined_amp.report.sources import read_source
+from determined_amp.runs.folder import RunError
 from determined_amp.runs.run import RunState
 from determined_amp.search.search_folder import Search, read_search
 from tests.report_master import TRIAL, Master, report, serving
@@ -116,7 +117,7 @@ def test_trial_with_a_damaged_record_is_left_out_and_named(
 
 
 def test_source_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ReportError, match="cannot be read: File name too long"):
+    with pytest.raises(RunError, match="there is no such folder that can be read"):
         read_source("9" * 5000)
     folder = write_study(tmp_path, [(2.0**4, scored(4))])
     reports = folder / "trials" / "0000" / "metrics.jsonl"

@@ -14,28 +14,30 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState
 
 from determined_amp.amp.errors import UserError
-from determined_amp.runs.folder import RunFolder, trial_folder
+from determined_amp.runs.folder import STUDY_FILE, RunFolder, trial_folder
 from determined_amp.runs.run import Report, Reports, Run, RunState
 from determined_amp.search import optimize
 from determined_amp.search.optimize import SearchLoop
 from determined_amp.search.search_display import closing_lines
 from determined_amp.search.search_folder import (
-    STUDY_FILE,
     Search,
     read_config,
     read_search,
     write_config,
 )
 from determined_amp.search.search_plan import SearchPlan
-from determined_amp.search.study import open_study, storing
+from determined_amp.search.study import next_trial, open_study, storing
 from tests import searching, training
 from tests.reporting import SEARCH, scored, write_study
 from tests.searching import COMPLETED, DEAD, Ended, Staged
 
 
+def three_scales() -> SearchPlan:
+    return SearchPlan(searching.load("loss_scale_grid.yaml", *searching.THREE_SCALES))
+
+
 def study_in(folder: Path) -> tuple[optuna.Study, int]:
-    config = searching.load("loss_scale_grid.yaml", *searching.THREE_SCALES)
-    return open_study(folder, SearchPlan(config))
+    return open_study(folder, three_scales())
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -54,10 +56,12 @@ def test_end_of_a_search_names_its_best_values_and_how_to_go_on(
 def test_trials_that_ran_wait_again_and_come_first(tmp_path: Path) -> None:
     study, _ = study_in(tmp_path)
     assert study.direction.name == "MINIMIZE"
-    started = [study.ask(), study.ask()]
+    plan = three_scales()
+    started = [next_trial(study, plan), next_trial(study, plan)]
+    assert len(study.trials) == 2  # not the third, which waits
     again, waiting = study_in(tmp_path)
     assert waiting == 3
-    asked = [again.ask() for _ in range(3)]
+    asked = [next_trial(again, plan) for _ in range(3)]
     assert [trial.number for trial in asked] == [0, 1, 2]
     assert [trial.params for trial in asked[:2]] == [trial.params for trial in started]
     scales = [trial.params["amp.init_scale"] for trial in asked]
@@ -67,8 +71,8 @@ def test_trials_that_ran_wait_again_and_come_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("smaller", "best"), [(True, 0.25), (False, 0.75)])
 def test_value_of_a_trial_is_its_best_validation(best: float, *, smaller: bool) -> None:
     values = enumerate((0.5, 0.25, 0.75, math.nan))
-    told = [("validation", Report(n, {"f1": value})) for n, value in values]
-    run = Run("a", RunState.COMPLETED, reports=Reports(told))
+    told = [Report(n, {"f1": value}) for n, value in values]
+    run = Run("a", RunState.COMPLETED, reports=Reports(validations=told))
     ranks = {"metric": "f1", "smaller_is_better": smaller}
     search = Search("", (run,), {"searcher": ranks})
     assert search.value(run) == best
@@ -81,8 +85,8 @@ def test_database_on_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
         UserError, match=r"its files cannot be read or written: .*disk.*--resume"
     )
     with refused, storing(tmp_path), training.no_file_larger_than(1000):
-        study.ask()
-    assert study_in(tmp_path)[0].ask().number == 0
+        next_trial(study, three_scales())
+    assert next_trial(study_in(tmp_path)[0], three_scales()).number == 0
 
 
 def test_trial_worse_than_another_stops_where_they_are_first_compared(
@@ -93,7 +97,8 @@ def test_trial_worse_than_another_stops_where_they_are_first_compared(
     plan = SearchPlan(config)
     study, _ = open_study(tmp_path, plan)
     assert study.direction.name == "MAXIMIZE"
-    loop, trials = SearchLoop(plan, tmp_path, study, 1), [study.ask(), study.ask()]
+    loop = SearchLoop(plan, tmp_path, study, 1)
+    trials = [next_trial(study, plan), next_trial(study, plan)]
     continues = []
     for trial, batches, loss in (
         (0, 2, -1.0),

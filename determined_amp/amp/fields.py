@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import json
 import operator
 import sys
@@ -139,7 +140,7 @@ def fill(
         raw = {name: raw[name] for name in names if raw.get(name) is not None}
     unknown = [str(key) for key in raw if key not in names]
     found = [_unknown(path, key, names) for key in unknown]
-    hints = typing.get_type_hints(cls)
+    hints = _hints_of(cls)
     for field in fields:
         if field.name not in raw and nearest(field.name, unknown):
             continue  # it is not missing, but misspelt
@@ -158,6 +159,10 @@ def fill(
         found += [Problem(_join(path, key), text) for key, text in pairs]
     problems.extend(found)
     return not found
+
+
+# Of a class they never change, and a search reads each of its classes a thousand times.
+_hints_of = functools.cache(typing.get_type_hints)
 
 
 def read_section(cls: type[T], raw: object, path: str) -> T:

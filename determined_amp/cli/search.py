@@ -58,10 +58,14 @@ def _search(options: Namespace) -> int:
             "--resume continues the search unchanged: leave --config and --trial out"
         )
     from determined_amp.experiment.overrides import with_trial  # noqa: PLC0415
-    from determined_amp.search.search_folder import read_config  # noqa: PLC0415
+    from determined_amp.runs.folder import STUDY_FILE, check_folder  # noqa: PLC0415
+    from determined_amp.search.search_folder import SEARCH_FILE, read_config  # noqa: PLC0415
     from determined_amp.search.search_plan import SearchPlan  # noqa: PLC0415  # Optuna
 
     if options.resume:
+        command = f"{options.parser.prog} --resume"
+        files = (STUDY_FILE, SEARCH_FILE)
+        check_folder(options.resume, files, command, "a search, runs/NAME/TIME")
         plan = SearchPlan(read_config(options.resume), str(options.resume))
     else:
         config = with_trial(configuration_of(options), options.trial)

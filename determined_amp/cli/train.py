@@ -7,7 +7,6 @@ that does not name the trial.
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from contextlib import ExitStack
 from pathlib import Path
@@ -60,7 +59,12 @@ def _train(options: Namespace) -> int:
         options.parser.error(
             "--resume continues in its own folder: leave --run-folder out"
         )
-    options.config = options.config or os.path.join(options.resume, "config.yaml")
+    if options.resume:
+        from determined_amp.runs.folder import RUN_FILE, check_folder  # noqa: PLC0415
+
+        folder, command = Path(options.resume), f"{options.parser.prog} --resume"
+        check_folder(folder, [RUN_FILE], command, "a run folder, runs/NAME/TIME")
+        options.config = options.config or str(folder / "config.yaml")
     return _train_here(options, experiment_of(options))
 
 

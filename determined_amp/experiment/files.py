@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from determined_amp.amp.errors import UserError
+from determined_amp.amp.errors import UserError, nearest
 
 
 def write_whole(path: Path, text: str | Iterable[str]) -> None:
@@ -39,10 +39,6 @@ def write_together(contents: Mapping[Path, Iterable[bytes]]) -> None:
                 partial.unlink(missing_ok=True)
 
 
-# Files by which a run or a search is known, which is given as its folder.
-_OF_A_FOLDER = ("run.json", "config.yaml", "search.yaml")
-
-
 def _write(path: Path, content: Iterable[bytes]) -> None:
     try:
         with path.open("wb") as file:
@@ -53,15 +49,22 @@ def _write(path: Path, content: Iterable[bytes]) -> None:
         raise
 
 
-def found_below(path: Path) -> str:
-    """A question that names the newest file of this name one folder further down, or
-    the folder that is known by it; empty without one.
+def near_path(path: Path) -> str:
+    """A question that names what may be meant by a path that is not there.
+
+    It is one of this name, one folder further down, or one beside it with a near name;
+    empty without either.
     """
-    there = sorted(path.parent.glob(f"*/{path.name}")) if path.name else []
-    if not there:
+    try:
+        beside = sorted(path.parent.iterdir())
+    except OSError:
         return ""
-    newest = there[-1].parent if path.name in _OF_A_FOLDER else there[-1]
-    return f"; did you mean {newest}?"
+    below = [each / path.name for each in beside if os.path.exists(each / path.name)]
+    if below:
+        return f"; did you mean {below[-1]}?"
+    alike = [each for each in beside if each.suffix == path.suffix and each != path]
+    near = nearest(path.name, [each.name for each in alike])
+    return f"; did you mean {path.with_name(near)}?" if near else ""
 
 
 @contextmanager

@@ -6,6 +6,7 @@ To import a trial is to import torch, which takes seconds. A typo is named befor
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import sys
 from collections.abc import Iterable
@@ -60,15 +61,21 @@ def _names_in(spec: ModuleSpec) -> set[str] | None:
     if spec.origin is None:  # a folder without an __init__.py
         return names
     try:
-        tree = ast.parse(Path(spec.origin).read_bytes())
+        names |= _names_in_text(Path(spec.origin).read_bytes())
     except (OSError, SyntaxError, ValueError):  # built in, no text, or no Python
         return None
-    for node in ast.walk(tree):
+    return None if names & _DYNAMIC else names
+
+
+@functools.cache  # a search asks for the same module a thousand times
+def _names_in_text(text: bytes) -> frozenset[str]:
+    names = set()
+    for node in ast.walk(ast.parse(text)):
         for field in ("id", "name", "asname"):
             value = getattr(node, field, None)
             if isinstance(value, str):
                 names.add(value.partition(".")[0])
-    return None if names & _DYNAMIC else names
+    return frozenset(names)
 
 
 def _files_in(folders: Iterable[str]) -> set[str]:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from determined_amp.report import ReportError
 from determined_amp.report.master_runs import read_experiment
-from determined_amp.runs.folder import read_run
-from determined_amp.search.search_folder import Search, is_search, read_search
+from determined_amp.runs.folder import RUN_FILE, STUDY_FILE, check_folder, read_run
+from determined_amp.search.search_folder import Search, read_search
+
+_ALLOWED = (
+    "a run folder, the folder of a local search, or the id of an experiment on the "
+    "master of DET_MASTER"
+)
 
 
 def is_experiment(source: str) -> bool:
     """Whether `source` is the id of an experiment, and not a file or folder of that
     name.
     """
-    return source.isdecimal() and not Path(source).exists()
+    is_number = source.isdecimal() and len(source) < 20
+    return is_number and not os.path.exists(source)
 
 
 def read_source(source: str) -> Search:
@@ -27,22 +34,18 @@ def read_source(source: str) -> Search:
         UserError: if there is no such source, or it cannot be read.
     """
     path = Path(source)
+    if is_experiment(source):
+        return read_experiment(int(source))
+    check_folder(path, (RUN_FILE, STUDY_FILE), "det-amp report", _ALLOWED)
     try:
-        if is_experiment(source):
-            return read_experiment(int(source))
-        if is_search(path):
+        if (path / STUDY_FILE).exists():
             return read_search(path)
-        if path.is_dir():
-            return Search(source, (read_run(path),))
+        return Search(source, (read_run(path),))
     except OSError as error:
         raise ReportError(
             f"{error.filename or source}: cannot be read: {error.strerror or error}; "
             "allowed: a folder of your own"
         ) from error
-    raise ReportError(
-        f"{source}: there is no such folder; allowed: a run folder, the folder of a "
-        "local search, or the id of an experiment on the master of DET_MASTER"
-    )
 
 
 def folder_beside(source: str) -> Path:

@@ -30,7 +30,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,21 @@ from typing import Any
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment.experiment import Experiment
-from determined_amp.experiment.files import found_below, write_whole
+from determined_amp.experiment.files import near_path, write_whole
 from determined_amp.experiment.machine import Machine
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.runs.run import Part, Report, Reports, Run, RunState, judged
 
-_RECORD = "run.json"
+# The files by which the folder of a run, and that of a search, are known, and what goes
+# on with it.
+RUN_FILE, STUDY_FILE = "run.json", "study.db"
+_RESUMES = {
+    RUN_FILE: "det-amp train --resume",
+    STUDY_FILE: "det-amp search --resume",
+}
+
+# A message names so many folders.
+_MOST_NAMED = 5
 
 
 @contextmanager
@@ -121,7 +130,7 @@ class RunFolder:
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
         self.log = path / "log.txt"
-        self.record = path / _RECORD
+        self.record = path / RUN_FILE
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -212,6 +221,48 @@ class RunFolder:
         write_whole(self.metrics, (json.dumps(line) + "\n" for line in kept))
 
 
+def check_folder(folder: Path, files: Sequence[str], command: str, what: str) -> None:
+    """Check that a folder is that of a run, or of a search.
+
+    Args:
+        folder: What the user has given.
+        files: The files of which it must have one, such as `RUN_FILE`.
+        command: What the user types before the folder.
+        what: What is allowed.
+
+    Raises:
+        RunError: if it has none of them. The message names the folders below it that
+            have one, or another one that may be meant.
+    """
+    if any(os.path.exists(folder / file) for file in files):
+        return
+    for file, instead in _RESUMES.items():
+        if os.path.exists(folder / file):
+            raise RunError(f"{folder}: has {file}; type {instead} {folder}")
+    if not os.path.isdir(folder):
+        near = near_path(folder)
+        raise RunError(
+            f"{folder}: there is no such folder that can be read{near}; allowed: {what}"
+        )
+    missing = f"{folder}: has no {' or '.join(files)}"
+    found = [path for file in files for path in _files_below(folder, file)]
+    if not found:
+        raise RunError(f"{missing}; allowed: {what}")
+    found.sort(key=os.path.getmtime, reverse=True)
+    below = [*dict.fromkeys(str(path.parent) for path in found)]
+    newest = ", ".join(below[:_MOST_NAMED])
+    raise RunError(
+        f"{missing}; below it, the newest of {len(below)}: {newest}; type {command} "
+        f"{below[0]}"
+    )
+
+
+def _files_below(folder: Path, name: str) -> Iterator[Path]:
+    """The files of a name one folder further down, and two."""
+    yield from folder.glob(f"*/{name}")
+    yield from folder.glob(f"*/*/{name}")
+
+
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, oldest first."""
     return sorted(
@@ -225,7 +276,7 @@ def read_record(folder: Path) -> Run:
     Raises:
         RunError: if there is no record, or it is damaged.
     """
-    file = folder / _RECORD
+    file = folder / RUN_FILE
     try:
         record = json.loads(file.read_bytes())
         parts = (
@@ -242,9 +293,9 @@ def read_record(folder: Path) -> Run:
         RecursionError,
     ) as error:
         raise RunError(
-            f"{folder}: is not a run folder that this version reads: {_RECORD}: "
+            f"{folder}: is not a run folder that this version reads: {RUN_FILE}: "
             f"{type(error).__name__} {one_line(error)}; allowed: what `det-amp "
-            f"train` leaves in runs/NAME/TIME{found_below(file)}"
+            "train` leaves in runs/NAME/TIME"
         ) from error
 
 
@@ -275,7 +326,7 @@ def read_trials(search: Path, left_out: list[str]) -> Iterator[Run]:
     `left_out` gets a sentence for each trial whose record is damaged.
     """
     for folder in sorted((search / "trials").glob("[0-9]*")):
-        if (folder / _RECORD).exists():
+        if (folder / RUN_FILE).exists():
             try:
                 yield read_run(folder)
             except RunError as error:

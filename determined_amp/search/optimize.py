@@ -32,7 +32,7 @@ from determined_amp.search.search_folder import (
     write_config,
 )
 from determined_amp.search.search_plan import AshaSearcher, SearchPlan
-from determined_amp.search.study import open_study, storing
+from determined_amp.search.study import next_trial, open_study, storing
 from determined_amp.search.trial_process import Job, TrialProcess
 
 # Seconds that a trial gets to save a checkpoint when the time is up; then it is killed.
@@ -182,7 +182,7 @@ class SearchLoop:
             try:
                 while waiting and self._slots and not self.stopping:
                     waiting -= 1
-                    self._start(self._study.ask())
+                    self._start(next_trial(self._study, self._plan))
                 self._listen(ends)
             except Exception as error:  # of a file, not of a trial
                 fault = fault or error

@@ -10,8 +10,9 @@ from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import yaml_lines
 from determined_amp.experiment.dotted import put_by_name
 from determined_amp.experiment.yaml_text import dump_yaml
+from determined_amp.runs.folder import STUDY_FILE
 from determined_amp.runs.run import Run, RunState, shown_setting
-from determined_amp.search.search_folder import STUDY_FILE, Search, workers_of
+from determined_amp.search.search_folder import Search, workers_of
 
 
 def line_of_a_trial(search: Search, run: Run) -> str:

@@ -30,7 +30,7 @@ from determined_amp.runs.folder import read_trials
 from determined_amp.runs.run import COMPARED, SCALE, Run, RunState
 from determined_amp.search.task import Task, Verb
 
-SEARCH_FILE, STUDY_FILE = "search.yaml", "study.db"
+SEARCH_FILE = "search.yaml"
 _REMARKS = "compare.json"
 
 
@@ -120,11 +120,6 @@ class Search:
     @property
     def _sign(self) -> int:
         return -1 if value_at(self.config, "searcher.smaller_is_better") is False else 1
-
-
-def is_search(path: Path) -> bool:
-    """Whether `path` is the folder of a local search."""
-    return (path / STUDY_FILE).exists()
 
 
 def write_config(folder: Path, config: Config, workers: int) -> Config:

@@ -1,8 +1,8 @@
 """The trials of a search without a cluster, in an Optuna study.
 
-All points are in the study before the first trial. The study keeps what Optuna needs:
-points, reported values, and which trials wait, run, or have ended. Everything else is
-in the run folders.
+A point goes into the study when its trial starts: Optuna reads all waiting trials
+whenever it is asked for one. The study keeps what Optuna needs: points, reported
+values, and which trials run or have ended. Everything else is in the run folders.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from determined_amp.amp.errors import UserError, one_line
-from determined_amp.search.search_folder import STUDY_FILE
+from determined_amp.runs.folder import STUDY_FILE
 from determined_amp.search.search_plan import SearchPlan
 
 
 def open_study(folder: Path, plan: SearchPlan) -> tuple[optuna.Study, int]:
-    """The study of the search in a folder with all its points, and the number of trials
-    that wait.
+    """The study of the search in a folder, and the number of its trials that have not
+    ended.
 
     Trials that ran when a search was killed wait again.
     """
@@ -39,18 +39,26 @@ def open_study(folder: Path, plan: SearchPlan) -> tuple[optuna.Study, int]:
         direction="minimize" if plan.settings.smaller_is_better else "maximize",
         load_if_exists=True,
     )
-    for point in plan.points[len(study.get_trials(deepcopy=False)) :]:
-        waiting = optuna.create_trial(
-            state=TrialState.WAITING, params=point, distributions=plan.distributions
-        )
-        study.add_trial(waiting)
     study_id = storage.get_study_id_from_name(study.study_name)
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         trial_id = storage.get_trial_id_from_study_id_trial_number(
             study_id, trial.number
         )
         storage.set_trial_state_values(trial_id, TrialState.WAITING)
-    return study, len(study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
+    trials = study.get_trials(deepcopy=False)
+    ended = [trial for trial in trials if trial.state.is_finished()]
+    return study, len(plan.points) - len(ended)
+
+
+def next_trial(study: optuna.Study, plan: SearchPlan) -> optuna.Trial:
+    """The first trial that waits again, else that of the next point."""
+    if not study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+        point = plan.points[len(study.get_trials(deepcopy=False))]
+        waiting = optuna.create_trial(
+            state=TrialState.WAITING, params=point, distributions=plan.distributions
+        )
+        study.add_trial(waiting)
+    return study.ask()
 
 
 @contextmanager
