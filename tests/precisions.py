@@ -155,9 +155,9 @@ def run(precision: str, seed: int = 1, name: str | None = None, **options: Any) 
     """A run as it is read from a folder, see `record_of`."""
     record, lines = record_of(precision, seed, **options)
     (part,) = record["parts"]
-    reports = Reports(
-        (line["group"], Report.read(line["batches"], line)) for line in lines
-    )
+    reports = Reports()
+    for line in lines:
+        reports.add(line["group"], Report.read(line["batches"], line))
     state, reason = RunState(record["state"]), record["reason"]
     state, reason = judged(state, reason, part["settings"], reports)
     parts = (Part(**{**part, "machine": Machine(**part["machine"])}),)

@@ -505,9 +505,7 @@ def test_runs_may_differ_in_names_and_scaler_settings_and_be_trained_again(
 
 def reporting(one: Run, **metrics: float) -> Run:
     """The run with these metrics in its last validation."""
-    return dataclasses.replace(
-        one, reports=Reports([("validation", Report(100, metrics))])
-    )
+    return dataclasses.replace(one, reports=Reports(validations=[Report(100, metrics)]))
 
 
 @pytest.mark.parametrize(

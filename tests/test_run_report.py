@@ -41,6 +41,8 @@ def test_report_on_a_run_says_how_it_ended_and_where_its_files_are(
         "audit: 100.0% of the FLOPs of the first batch in this precision",
         "1000 samples/s without the first report",
         f"{RATE} changed from 0.001 to 0.01 at the resume after 50 batches",
+        "a resume keeps the settings of the optimizers, such as a constant rate, "
+        "whatever its YAML says",
         f"checkpoints: batch-00000050, batch-00000100, in {resumed}/checkpoints",
         f"all curves: tensorboard --logdir {resumed}/tensorboard",
         f"the log: {resumed}/log.txt",

@@ -58,7 +58,8 @@ def test_resume_with_a_changed_setting_is_another_training_if_batches_differ(
     name: str, is_another: bool
 ) -> None:
     changes = resumed({name: "another"}).changes
-    assert [change.partition(" ")[0] for change in changes] == [name] * is_another
+    named = [change for change in changes if " changed from " in change]
+    assert [change.partition(" ")[0] for change in named] == [name] * is_another
 
 
 def test_steps_of_several_optimizers_are_added_up() -> None:
@@ -68,9 +69,7 @@ def test_steps_of_several_optimizers_are_added_up() -> None:
         "watch_applied_steps_1": 90,
         "skipped_steps_1": 10,
     }
-    made = Run(
-        "a", RunState.COMPLETED, reports=Reports([("training", Report(100, own))])
-    )
+    made = Run("a", RunState.COMPLETED, reports=Reports(trained=[Report(100, own)]))
     assert (made.last("watch_applied_steps"), made.last("skipped_steps")) == (188, 10)
 
 
@@ -116,6 +115,16 @@ class TestChanged:
         assert run.changes == [
             f"{name} changed from 1 to 2 at the resume after 40 batches"
         ]
+
+    @pytest.mark.parametrize(
+        ("name", "stays"), [("learning_rate", True), ("amp.growth_interval", False)]
+    )
+    def test_what_an_optimizer_keeps_is_said_of_hyperparameters_of_the_trial(
+        self, name: str, *, stays: bool
+    ) -> None:
+        said = resumed({}, {f"hyperparameters.{name}": 7}).changes
+        kept = "a resume keeps the settings of the optimizers"
+        assert [text.startswith(kept) for text in said] == [False, *[True] * stays]
 
     def test_changed_number_of_slots_is_named(self) -> None:
         changed = "slots changed from 1 to 2 at the resume after 20 batches"

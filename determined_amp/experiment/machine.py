@@ -32,6 +32,11 @@ class Machine:
     torch: str = _UNKNOWN  # version of torch
     versions: Values = field(default_factory=dict)  # other versions, by name
 
+    @property
+    def facts(self) -> Values:
+        """What makes two trainings with equal settings different ones, by name."""
+        return {name: getattr(self, name) for name in ("device", "slots", "torch")}
+
     @staticmethod
     def of_this_process(slots: int = 1) -> Machine:
         """The machine that this process trains on, with all that is known of it."""

@@ -26,7 +26,6 @@ from determined_amp.runs.run import (
     BATCH_SIZE,
     HAVE_ENDED,
     METRIC,
-    OF_A_MACHINE,
     PRECISION,
     SEED,
     SMALLER_IS_BETTER,
@@ -234,7 +233,7 @@ def _check_comparable(runs: Runs, metric: str) -> None:
     """
     finished = _finished(runs)
     # A failed run may have ended before its log named its machine.
-    by_machine = differences(finished, _machine_facts)
+    by_machine = differences(finished, lambda run: run.machine.facts)
     problems = [*differences(runs, _fixed), *by_machine, *_duplicates(finished)]
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
@@ -267,10 +266,6 @@ def _baseline(runs: Runs, left_out: Sequence[str]) -> Precision:
         "tf32: give more sources, or train it with `det-amp compare "
         "CONFIG`"
     )
-
-
-def _machine_facts(run: Run) -> Config:
-    return {name: getattr(run.machine, name) for name in OF_A_MACHINE}
 
 
 def differences(runs: Runs, facts_of: Callable[[Run], Config]) -> Sentences:

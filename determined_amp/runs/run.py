@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -77,7 +77,7 @@ class Part:
         """What makes it a training of its own: settings and facts of its machine, by
         name.
         """
-        facts = {name: getattr(self.machine, name) for name in OF_A_MACHINE}
+        facts = self.machine.facts
         for name, value in self.settings.items():
             if not name.startswith(_MAY_CHANGE):
                 facts[name] = value
@@ -125,19 +125,12 @@ class Spread:
 _NONE = Report(0, {})
 
 
+@dataclass(frozen=True)
 class Reports:
-    """The reports of one run.
+    """The reports of one run, in their order."""
 
-    Attributes:
-        validations: The validation reports in order.
-        trained: The training reports in order.
-    """
-
-    def __init__(self, reports: Iterable[tuple[str, Report]] = ()) -> None:
-        self.validations: list[Report] = []
-        self.trained: list[Report] = []
-        for group, report in reports:
-            self.add(group, report)
+    trained: list[Report] = field(default_factory=list)
+    validations: list[Report] = field(default_factory=list)
 
     def add(self, group: str, report: Report) -> None:
         """Add the next report of a group; other groups are ignored."""
@@ -228,6 +221,8 @@ class Run:
         for before, now in pairwise(self.parts):
             for text in changes_between(before.what_it_trains, now.what_it_trains):
                 said.append(f"{text} at the resume after {now.first_batch} batches")
+        if any(_MAY_BE_OF_AN_OPTIMIZER.match(text) for text in said):
+            said.append(_OPTIMIZERS_STAY)
         return said
 
     @property
@@ -350,8 +345,12 @@ def curve_of(reports: Sequence[Report], metric: str) -> list[tuple[int, float]]:
     return [(r.batches, r.metrics[metric]) for r in reports if metric in r.metrics]
 
 
-# What makes two parts of a run different trainings, besides their settings.
-OF_A_MACHINE = ("device", "slots", "torch")
+# A hyperparameter of the trial that has changed.
+_MAY_BE_OF_AN_OPTIMIZER = re.compile(r"hyperparameters\.(?!amp\.)")
+_OPTIMIZERS_STAY = (
+    "a resume keeps the settings of the optimizers, such as a constant rate, whatever "
+    "its YAML says"
+)
 
 # Settings that a resume may change: they do not change what a batch trains.
 _MAY_CHANGE = ("name", f"{TRAINING}.", "searcher.", "checkpoint_policy", "profiling.")
