@@ -226,8 +226,9 @@ class Record:
 
     def of(self, kind: str, **known: Any) -> list[Event]:
         """The events of a kind of which this is known."""
-        wanted = {"kind": kind, **known}.items()
-        return [event for event in self.events if wanted <= vars(event).items()]
+        its = [event for event in self.events if event.kind == kind]
+        wanted = known.items()
+        return [event for event in its if wanted <= vars(event).items()]
 
     @property
     def regions(self) -> list[Event]:

@@ -543,7 +543,7 @@ class Recorder:
 
     def _function(self, name: str, given: Any, result: Any) -> None:
         """A function of torch has been called."""
-        if self._stand_in.applies and autocast_is_on("cpu") and _KERNELS.match(name):
+        if self._stand_in.applies and _KERNELS.match(name) and autocast_is_on("cpu"):
             dtypes = {each.dtype for each in tensors_of(given)}
             if dtypes.intersection(SIXTEEN_BITS):
                 self.record.note("gpu_refuses", operation=name)

@@ -51,7 +51,7 @@ class StandIn(TorchFunctionMode):
             CPU.
     """
 
-    _in_float32 = frozenset(_FLOAT32_ON_CUDA.split())
+    _differs = frozenset([*_FLOAT32_ON_CUDA.split(), "binary_cross_entropy"])
 
     def __init__(self, hear: Callable[[str, Any, Any], None]) -> None:
         super().__init__()
@@ -88,11 +88,10 @@ class StandIn(TorchFunctionMode):
                 return args[0]
             args = [_on_cpu(each) for each in args]
             kwargs = {key: _on_cpu(value) for key, value in kwargs.items()}
-        if self.applies and autocast_is_on("cpu"):
+        if self.applies and name in self._differs and autocast_is_on("cpu"):
             if name == "binary_cross_entropy":
                 raise RuntimeError(f"{name} and BCELoss are unsafe to autocast")
-            if name in self._in_float32:
-                args, kwargs = as_float32((args, kwargs))
+            args, kwargs = as_float32((args, kwargs))
         result = func(*args, **kwargs)
         self._hear(name, (args, kwargs), result)
         return result
@@ -135,9 +134,9 @@ def unheard(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on_cpu(device: Any) -> Any:
-    text = device.type if isinstance(device, torch.device) else device
-    is_cuda = isinstance(text, str) and text.split(":")[0] == "cuda"
-    return "cpu" if is_cuda else device
+    if not isinstance(device, (str, torch.device)):
+        return device  # nearly all that functions of torch are given
+    return "cpu" if str(device).split(":")[0] == "cuda" else device
 
 
 def _replacements(here: StandIn) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
