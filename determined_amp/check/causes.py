@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -103,58 +103,43 @@ class Other:
         return numbers
 
 
-class _Look(NamedTuple):
-    """What is known of an operation whose result is the first that is not finite."""
-
-    place: Place
-    exact: bool  # whether the result is finite in float32
-    overflows: bool  # it has NaN or infinity, and not only a mask of minus infinity
-    where: Where | None  # the line
-
-
-class CauseWatch(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has no types
-    """Looks at one forward, and computes it in float32 and in bfloat16, too.
+class Glance(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has no types
+    """Looks at one forward for what 16 bits cannot hold, whatever the loss is.
 
     Args:
         models: The models whose modules name the places.
 
     Attributes:
-        rounded: The first cast of whole numbers to 16 bits that changes one: its text
-            and its line.
+        hidden: The first operation that overflows in 16 bits alone.
+        rounded: The first cast of whole numbers to 16 bits that changes one: the
+            largest of them, and the line.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        super().__init__(models, [])
-        self._float32, self._bfloat16 = Other(None), Other(torch.bfloat16)
+        super().__init__(models)
+        self.hidden: Cause | None = None
+        self.rounded: tuple[str, Where | None] | None = None
         self._kinds = {
             name: f"{name} ({type(module).__name__})"
             for module, name in module_names(models).items()
         }
-        self._seen: list[_Look] = []
-        self.rounded: tuple[str, Where | None] | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
         if func is READ and not isinstance(args[0], torch.Tensor):
             return args[0]  # torch hands a number of Python's on as it is
         if self._graph.in_backward:
-            return func(*args, **kwargs)
-        # `batch_norm` changes its statistics, and its schema does not say so.
-        changes = is_in_place(func) or "batch_norm" in str(func)
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        others = [] if draws else [self._float32, self._bfloat16]
-        made = [other.compute(func, args, kwargs, changes=changes) for other in others]
+            return func(*args, **(kwargs or {}))
+        known = len(self.forward)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if getattr(func, "overloadpacket", None) is CAST and self.rounded is None:
             self._compare_whole_numbers(args[0], result)
-        for other, numbers in zip(others, made, strict=True):
-            other.keep((args, kwargs), result, numbers, changes=changes)
-        if len(self.forward) > len(self._seen):
-            exact = all(map(is_finite, tensors_of(made[:1])))
-            look = _Look(self.forward[-1], exact, has_overflown(result), users_line())
-            self._seen.append(look)
+        # What changes its argument in place cannot be computed again.
+        is_first = self.hidden is None and len(self.forward) > known
+        if is_first and has_overflown(result) and not _changes(func):
+            exact = Other(None).compute(func, args, kwargs or {}, changes=False)
+            self._note_hidden(self.forward[-1], exact)
         return result
 
     def _compare_whole_numbers(self, given: torch.Tensor, made: torch.Tensor) -> None:
@@ -163,13 +148,55 @@ class CauseWatch(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has n
             text = f"{int(given.abs().max())} in {dtype_name(made.dtype)}"
             self.rounded = text, users_line()
 
+    def _note_hidden(self, place: Place, exact: Any) -> None:
+        numbers = tensors_of(exact)
+        if place.dtype in SIXTEEN_BITS and numbers and all(map(is_finite, numbers)):
+            text = f"{self._text(place)}, {_limit(place.dtype)}"
+            self.hidden = Cause(text, users_line(), text)
+
+    def _text(self, place: Place) -> str:
+        operation = "a cast" if place.key[1] == CAST.__name__ else place.key[1]
+        return f"{operation} in {self._kinds.get(place.module, place.module)}"
+
+
+class CauseWatch(Glance):  # type: ignore[no-untyped-call]  # torch has no types
+    """Computes one forward in float32 and in bfloat16, too.
+
+    Args:
+        models: The models whose modules name the places.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        super().__init__(models)
+        self._float32, self._bfloat16 = Other(None), Other(torch.bfloat16)
+        # Of each place: whether its result is finite in float32, and the line.
+        self._seen: list[tuple[Place, bool, Where | None]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._graph.in_backward or func is READ:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        others = [] if draws else [self._float32, self._bfloat16]
+        changes = _changes(func)
+        made = [other.compute(func, args, kwargs, changes=changes) for other in others]
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        for other, numbers in zip(others, made, strict=True):
+            other.keep((args, kwargs), result, numbers, changes=changes)
+        if len(self.forward) > len(self._seen):
+            exact = all(map(is_finite, tensors_of(made[:1])))
+            self._seen.append((self.forward[-1], exact, users_line()))
+        return result
+
     def cause(self, loss: torch.Tensor) -> Cause | None:
         """Why a loss is not finite; None if no operation of this forward tells."""
         in_float32 = is_finite(self._float32.of(loss))
-        seen = [each for each in self._seen if each.exact is in_float32]
+        seen = [each for each in self._seen if each[1] is in_float32]
         if not seen:
             return None
-        place, where = seen[0].place, seen[0].where
+        place, _, where = seen[0]
         text = self._text(place)
         if not in_float32:
             text += ", also in float32: the precision is not the cause"
@@ -183,18 +210,6 @@ class CauseWatch(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has n
             )
         return Cause(text, where, advice)
 
-    def hidden(self) -> Cause | None:
-        """An operation that overflows in 16 bits alone, if the loss is finite."""
-        for each in self._seen:
-            if each.exact and each.overflows and each.place.dtype in SIXTEEN_BITS:
-                text = f"{self._text(each.place)}, {_limit(each.place.dtype)}"
-                return Cause(text, each.where, text)
-        return None
-
-    def _text(self, place: Place) -> str:
-        operation = "a cast" if place.key[1] == CAST.__name__ else place.key[1]
-        return f"{operation} in {self._kinds.get(place.module, place.module)}"
-
     def cause_of_gradients(self) -> Cause | None:
         """Which module makes gradients that are not finite of a loss that is."""
         if self.backward is None:
@@ -202,6 +217,12 @@ class CauseWatch(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has n
         place = self._kinds.get(self.backward, self.backward)
         text = f"the backward of {place}, whose gradients are not finite"
         return Cause(text, None, text, is_of_loss=False)
+
+
+def _changes(operation: Any) -> bool:
+    """Whether it changes an argument in place."""
+    # `batch_norm` changes its statistics, and its schema does not say so.
+    return is_in_place(operation) or "batch_norm" in str(operation)
 
 
 def _limit(dtype: torch.dtype) -> str:
@@ -235,7 +256,7 @@ class Attempts:
         self._anyway = _ANYWAY if looks_anyway else ()
         self._batch: Any = None
         self._left = 0  # forwards that may be looked at, for the newest reason
-        self._watch: CauseWatch | None = None
+        self._watch: Glance | None = None
         self._threads: set[int] = set()  # that run backwards: a mode is of one of them
         self._stack = ExitStack()  # of what watches
 
@@ -245,15 +266,16 @@ class Attempts:
         self.look()
 
     def look(self) -> None:
-        """Watch what is computed until the next backward, if there is a reason."""
+        """Watch what is computed until the next backward, if it is time to."""
         if self._watch is not None or len(self._threads) > 1:
             return
         count = len(self._record.of("backward"))
-        if count in self._anyway and self._record.regions:
-            self._left = max(self._left, 1)
         if self._left:
             self._left -= 1
             self._watch = CauseWatch([*self._roots])
+        elif count in self._anyway and self._record.regions:
+            self._watch = Glance([*self._roots])
+        if self._watch is not None:
             self._stack.enter_context(self._watch.watching())
 
     def leave(self) -> None:
@@ -273,7 +295,7 @@ class Attempts:
         if bad or not math.isfinite(added):
             self._judge(bad)
         elif self._watch:
-            self._record.hidden = self._record.hidden or self._watch.hidden()
+            self._record.hidden = self._record.hidden or self._watch.hidden
             self._record.rounded = self._record.rounded or self._watch.rounded
         self.loss = None
         self.leave()
@@ -296,7 +318,7 @@ class Attempts:
                 self._know(Cause(text, None, text))
                 return
         watch = self._watch
-        if watch is None:
+        if not isinstance(watch, CauseWatch):
             self._left = _MOST_LOOKS
         else:
             self._know(watch.cause(bad[0]) if bad else watch.cause_of_gradients())
