@@ -25,8 +25,9 @@ from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.amp.settings import Precision
 from determined_amp.compare import comparison_task, pilots, plan, runs
+from determined_amp.compare.comparable import LEAST_BATCHES
 from determined_amp.compare.comparison_task import compare_on_cluster
-from determined_amp.compare.pilots import BATCHES, FINDER_BATCHES, Pilot, PilotResults
+from determined_amp.compare.pilots import FINDER_BATCHES, Pilot, PilotResults
 from determined_amp.compare.plan import ComparisonPlan
 from determined_amp.compare.runs import ComparisonEnd, search_over
 from determined_amp.experiment.experiment import experiment_in, parse
@@ -37,7 +38,7 @@ from determined_amp.report import ReportError
 from determined_amp.report.precision_report import write_precision_report
 from determined_amp.runs.folder import RunFolder, read_record
 from determined_amp.runs.run import Run, RunState
-from determined_amp.search.optimize import INTERRUPTED
+from determined_amp.search.optimize import BY_A_SIGNAL
 from determined_amp.search.search_folder import (
     Search,
     read_config,
@@ -176,7 +177,7 @@ class TestAnswer:
     [
         ((run("fp32"), run("amp_bf16")), "within 3 min", None),
         ((), "within 3 min", ReportError),
-        ((), INTERRUPTED, KeyboardInterrupt),
+        ((), BY_A_SIGNAL, KeyboardInterrupt),
     ],
 )
 def test_comparison_that_was_cut_short_says_what_is_missing_and_how_to_go_on(
@@ -336,7 +337,7 @@ def test_task_that_was_paused_after_its_answer_ends(
         (1, {"epochs": 3}, 48),
         (1, None, 2200),
         (32, {"batches": 24}, 32),  # one whole window at least
-        (1, {"batches": 5}, BATCHES),  # long enough to have a speed
+        (1, {"batches": 5}, LEAST_BATCHES),  # long enough to have a speed
     ],
 )
 def test_plan_is_no_longer_than_the_experiment(
@@ -395,7 +396,7 @@ def test_runs_of_a_comparison_differ_in_precision_and_seed_alone() -> None:
         **dict.fromkeys(("min_validation_period", "min_checkpoint_period"), whole),
         "scheduling_unit": 6,
     }
-    pilot = pilots.pilot_of(in_fp32, Precision.TF32, BATCHES)
+    pilot = pilots.pilot_of(in_fp32, Precision.TF32, LEAST_BATCHES)
     assert pilot.config["hyperparameters"]["amp"] == {"precision": "tf32"}
     # whole windows
     assert pilot.config["searcher"] == {**searcher, "max_length": {"batches": 21}}

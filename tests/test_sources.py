@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from determined_amp.amp.plain_data import Values
-from determined_amp.experiment.dotted import flat, put_by_name
+from determined_amp.experiment.dotted import flat, leaves, put
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.scale_score import bits_from_default
 from determined_amp.report import ReportError
@@ -94,7 +94,8 @@ def test_values_by_dotted_name_come_from_sections_and_return_to_their_keys() -> 
     named = {"a.b": 1, "a.c.d": [2], "e": None, "f.g": 3}
     assert flat(values) == named
     again: Values = {"empty": {}}
-    put_by_name(again, {**named, "other": 4}, values)
+    for path, value in leaves(values):
+        put(again, path, value)
     assert again == values
     space = {"type": "log", "base": 2.0}
     assert flat({"a": {"b": space}, "c": {"type": "const", "val": 3}}) == {

@@ -28,7 +28,7 @@ from determined_amp.cli.options import (
     at_least,
     experiment_of,
 )
-from determined_amp.compare.comparable import check_comparable
+from determined_amp.compare.comparable import LEAST_BATCHES, check_comparable
 from determined_amp.experiment.failures import is_task
 from determined_amp.search.server import start_server
 
@@ -55,7 +55,7 @@ def add_compare(add_parser: AddParser) -> None:
     )
     parser.add_argument(
         "--batches",
-        type=at_least(20),
+        type=at_least(LEAST_BATCHES),
         metavar="N",
         help="length of each run; default: as many as fit into --minutes",
     )
@@ -64,7 +64,7 @@ def add_compare(add_parser: AddParser) -> None:
         type=at_least(1),
         default=3,
         metavar="N",
-        help="time for all runs together; each has at least 20 batches (3)",
+        help=f"time for all runs; each has at least {LEAST_BATCHES} batches (3)",
     )
 
 

@@ -72,11 +72,7 @@ def _train_here(options: Namespace, experiment: Experiment) -> int:
     # These import torch, which takes seconds.
     from determined_amp.local.checkpoint_storage import Resume  # noqa: PLC0415
     from determined_amp.local.trainer import train  # noqa: PLC0415
-    from determined_amp.runs.folder import (  # noqa: PLC0415
-        RunFolder,
-        complete_checkpoints,
-        fresh_folder,
-    )
+    from determined_amp.runs.folder import RunFolder, fresh_folder  # noqa: PLC0415
 
     experiment = experiment.with_trial()
     resume = Resume.latest(Path(options.resume)) if options.resume else None
@@ -87,12 +83,10 @@ def _train_here(options: Namespace, experiment: Experiment) -> int:
             Path(given) if given else fresh_folder(Path("runs"), experiment.name)
         )
         held.enter_context(folder.locked())
-        taken = folder.foreign or [
-            saved.name for saved in complete_checkpoints(folder.checkpoints)
-        ]
-        if resume is None and taken:
+        kept = folder.not_to_lose
+        if resume is None and kept:
             text = (
-                f"{given} holds {taken[0]}; allowed: a new folder, or --resume to go on"
+                f"{given} holds {kept[0]}; allowed: a new folder, or --resume to go on"
                 " with a run"
             )
             raise ConfigError("--run-folder", [text])

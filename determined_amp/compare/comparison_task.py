@@ -10,8 +10,7 @@ from determined import core
 from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import Precision
 from determined_amp.cluster import leave_answer, task_info, task_without_trial
-from determined_amp.compare.comparable import check_comparable
-from determined_amp.compare.pilots import BATCHES
+from determined_amp.compare.comparable import LEAST_BATCHES, check_comparable
 from determined_amp.compare.runs import ONLY_FP32, ComparisonEnd, compare
 from determined_amp.experiment.experiment import experiment_in
 from determined_amp.experiment.overrides import in_precision
@@ -38,7 +37,7 @@ def compare_on_cluster(options: Namespace) -> None:
 
 def _leave(core_context: core.Context, end: ComparisonEnd) -> None:
     """Report the answer to the master, and store the page."""
-    batches = BATCHES
+    batches = LEAST_BATCHES
     speed = 1.0
     # There is no report if only fp32 could be trained.
     noted: Values = {"answer": ONLY_FP32, "precision": Precision.FP32.value}

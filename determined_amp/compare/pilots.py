@@ -22,6 +22,7 @@ from rich.console import Console
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import AmpSettings, Precision
+from determined_amp.compare.comparable import LEAST_BATCHES
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.training import Length, TrainingSettings
 from determined_amp.finder.found_scale import FILE_NAME
@@ -33,9 +34,7 @@ from determined_amp.search.search_display import minutes
 from determined_amp.search.task import Task, Verb
 from determined_amp.search.trial_process import Job, TrialProcess
 
-# Length and reporting period in batches. The first ten batches of a process report no
-# speed.
-BATCHES = 20
+# In batches.
 REPORTING_PERIOD = 2
 
 # How many batches the finder uses, and about how many times it computes each.
@@ -112,8 +111,14 @@ class PilotResults:
         """A sentence for each precision that is left out."""
         return [f"{precision.value}: {why}" for precision, why in self.left_out.items()]
 
+    @property
+    def notes(self) -> list[str]:
+        """What the finder says, for the report."""
+        said = self.scale["sentences"] if self.scale else ()
+        return [f"float16 loss scale: {text}" for text in said]
+
     def __str__(self) -> str:
-        lines = [f"pilots of up to {BATCHES} batches, which only plan the runs:"]
+        lines = [f"pilots of up to {LEAST_BATCHES} batches, which only plan the runs:"]
         for precision, pilot in self.pilots.items():
             milliseconds = 1000 * pilot.seconds_per_batch
             lines.append(f"  {precision.value:9} {milliseconds:8.1f} ms a batch")
@@ -171,7 +176,7 @@ def run_pilots(
         if precision is Precision.TF32 and not read_record(baseline).machine.has_tf32:
             print(f"{what}: left out, because it is fp32 on this device", flush=True)
             continue
-        made = pilot_of(experiment, precision, BATCHES)
+        made = pilot_of(experiment, precision, LEAST_BATCHES)
         pilot = train_pilot(made, folder / precision.value, what)
         if pilot.seconds_per_batch > results.slowest:
             # the machine may have been busy
@@ -196,7 +201,7 @@ class PilotWatch:
         self._reports: list[tuple[float, int]] = []  # when, and after which batch
         self.epoch_batches: int | None = None  # batches of an epoch, once it is known
         self.status = Console().status(
-            f"{what}: 0 of {BATCHES} batches, the first is audited"
+            f"{what}: 0 of {LEAST_BATCHES} batches, the first is audited"
         )
 
     @property
@@ -211,7 +216,7 @@ class PilotWatch:
             return True
         self._reports.append((time.monotonic(), report["batches"]))
         left = _LONG - (self._reports[-1][0] - self._reports[0][0])
-        done = f"{self.batches} of {BATCHES} batches"
+        done = f"{self.batches} of {LEAST_BATCHES} batches"
         more = f"at most {minutes(max(left, 0.0))} more"
         self.status.update(f"{self._what}: {done}, {more}")
         return left > 0.0
@@ -233,7 +238,7 @@ def train_pilot(experiment: Experiment, folder: Path, what: str) -> Pilot:
         what: Its name, to be shown.
     """
     # A log has no status line.
-    print(f"{what}: up to {BATCHES} batches", flush=True)
+    print(f"{what}: up to {LEAST_BATCHES} batches", flush=True)
     watch, began = PilotWatch(what), time.monotonic()
     with watch.status:
         job = Job(Task(Verb.TRAIN), experiment, RunFolder(folder))

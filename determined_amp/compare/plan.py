@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from determined_amp.amp.settings import Precision
-from determined_amp.compare.pilots import BATCHES, PilotResults
+from determined_amp.compare.comparable import LEAST_BATCHES
+from determined_amp.compare.pilots import PilotResults
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.report.precision_runs import counted
 from determined_amp.search.optimize import GRACE
@@ -46,7 +47,7 @@ class ComparisonPlan:
 def plan_of(
     results: PilotResults, experiment: Experiment, options: Namespace
 ) -> ComparisonPlan:
-    """The runs that fit into the time that the options give, of `BATCHES` at least."""
+    """The runs of `LEAST_BATCHES` or more that fit into the time of the options."""
     pilots = results.pilots.values()
     per_batch = options.seeds * sum(pilot.seconds_per_batch for pilot in pilots)
     overhead = options.seeds * sum(pilot.overhead for pilot in pilots)
@@ -58,7 +59,7 @@ def plan_of(
         epoch = results.pilots[Precision.FP32].epoch_batches
         if own is not None and (own.batches or epoch):
             wanted = min(wanted, own.in_batches(epoch or 1))  # a schedule may end there
-        wanted = max(wanted, BATCHES)  # shorter runs report no speed
+        wanted = max(wanted, LEAST_BATCHES)  # shorter runs report no speed
     else:
         wanted = options.batches
     period = max(int(wanted) // _REPORTS // window, 1) * window
@@ -91,6 +92,6 @@ def _shorter(names: list[str], plan: ComparisonPlan) -> Iterator[str]:
         yield f"`--precisions {' '.join(faster[:1] + faster[-1:])}`"
     if plan.seeds > 2:
         yield "`--seeds 2`"
-    if plan.batches > BATCHES:
-        yield f"`--batches {BATCHES}`"
+    if plan.batches > LEAST_BATCHES:
+        yield f"`--batches {LEAST_BATCHES}`"
     yield "a smaller batch or model by `--config`"

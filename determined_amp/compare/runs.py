@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from determined_amp.report.precision_report import (
 )
 from determined_amp.runs.folder import fresh_folder
 from determined_amp.runs.run import HAVE_ENDED
-from determined_amp.search.optimize import INTERRUPTED, run_comparison
+from determined_amp.search.optimize import BY_A_SIGNAL, run_comparison
 from determined_amp.search.search_folder import (
     read_search,
     write_config,
@@ -82,7 +82,7 @@ def compare(experiment: Experiment, options: Namespace) -> ComparisonEnd:
     print("\n".join(plan_lines(results, plan)), flush=True)
     program = "python3 -m determined_amp" if is_task() else "det-amp"
     command = f"{program} {shlex.join(options.words)}"
-    write_remarks(folder, results.reasons, list(_notes(results)), command)
+    write_remarks(folder, results.reasons, results.notes, command)
     if results.scale is not None and Precision.AMP_FP16 in results.pilots:
         amp = replace(amp_settings_of(experiment), **results.scale["yaml"])
         experiment = replace(experiment, amp=amp)
@@ -90,7 +90,7 @@ def compare(experiment: Experiment, options: Namespace) -> ComparisonEnd:
     search = SearchPlan(write_config(folder, config, workers=1))
     cut_short = run_comparison(folder, search, plan.time_limit)
     report = _report(folder, search, cut_short)
-    return ComparisonEnd(folder, report, cut_short == INTERRUPTED)
+    return ComparisonEnd(folder, report, cut_short == BY_A_SIGNAL)
 
 
 def search_over(
@@ -122,13 +122,6 @@ def search_over(
     return config
 
 
-def _notes(results: PilotResults) -> Iterator[str]:
-    """What the finder says, for the report."""
-    if results.scale is not None:
-        for text in results.scale["sentences"]:
-            yield f"float16 loss scale: {text}"
-
-
 def _only_fp32(folder: Path, results: PilotResults) -> ComparisonEnd:
     """Print and write that there is nothing to compare."""
     print(f"\n{ONLY_FP32} (see above)")
@@ -153,7 +146,7 @@ def _report(folder: Path, search: SearchPlan, cut_short: str) -> PrecisionReport
         source = replace(made, runs=ended, left_out=left_out)
         report = write_precision_report([source], folder)
     except ReportError as error:
-        if cut_short == INTERRUPTED:
+        if cut_short == BY_A_SIGNAL:
             raise KeyboardInterrupt(str(error)) from error
         raise
     print(f"\n{report.written.text}\n\nthe page with all numbers: {_page(folder)}")

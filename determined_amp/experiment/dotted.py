@@ -34,14 +34,6 @@ def put(config: Values, path: Sequence[str], value: object) -> None:
     config[last] = value
 
 
-def put_by_name(config: Values, values: Config, like: Config) -> None:
-    """Set values by dotted name in place, at the keys that `like` has for them."""
-    for path, _ in leaves(like):
-        name = ".".join(path)
-        if name in values:
-            put(config, path, values[name])
-
-
 def flat(config: Config) -> Values:
     """The values of `leaves` by dotted name."""
     return {".".join(path): value for path, value in leaves(config)}

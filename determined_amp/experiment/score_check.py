@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields
 
-from determined_amp.amp.errors import ConfigError, Problem
+from determined_amp.amp.errors import Problem, Problems
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.finder.scale_score import Score
@@ -20,12 +19,7 @@ def check_score(experiment: Experiment) -> None:
     Raises:
         ConfigError: naming every reason why it cannot.
     """
-    problems = list(_mistakes(experiment))
-    if problems:
-        raise ConfigError(experiment.name, problems)
-
-
-def _mistakes(experiment: Experiment) -> Iterator[Problem]:
+    problems = Problems()
     metrics = [field.name for field in fields(Score)]
     amp, searcher = experiment.amp, experiment.platform.searcher
     slots = experiment.platform.resources.slots_per_trial
@@ -35,23 +29,22 @@ def _mistakes(experiment: Experiment) -> Iterator[Problem]:
             f"got {precision}, which does not scale the loss; allowed for a score:"
             " amp_fp16"
         )
-        yield Problem("hyperparameters.amp.precision", text)
+        problems.append(Problem("hyperparameters.amp.precision", text))
     if amp is not None and amp.finds_scale:
         text = "got find; allowed for a score: a number"
-        yield Problem("hyperparameters.amp.init_scale", text)
+        problems.append(Problem("hyperparameters.amp.init_scale", text))
     if searcher.name != "single" and searcher.metric not in (None, *metrics):
         text = (
             f"got {searcher.metric}, which no score has; allowed: {', '.join(metrics)}"
         )
-        yield Problem("searcher.metric", text)
+        problems.append(Problem("searcher.metric", text))
     if searcher.metric in _COSTS and not searcher.smaller_is_better:
-        yield Problem(
-            "searcher.smaller_is_better",
-            f"got false; allowed with {searcher.metric}: true",
-        )
+        text = f"got false; allowed with {searcher.metric}: true"
+        problems.append(Problem("searcher.smaller_is_better", text))
     if slots > 1:
         text = (
             f"got {slots}; allowed for a score: 1 (set "
             "hyperparameters.global_batch_size to what one slot trains)"
         )
-        yield Problem("resources.slots_per_trial", text)
+        problems.append(Problem("resources.slots_per_trial", text))
+    problems.raise_from(experiment.name)

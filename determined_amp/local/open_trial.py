@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from determined import core, pytorch
 
-from determined_amp.amp.errors import ConfigError, UserError
+from determined_amp.amp.errors import Problems, UserError
 from determined_amp.amp.rehearse.precision_audit import (
     Audit,
     AuditError,
@@ -81,9 +81,8 @@ def trial_context(
         ConfigError: if the batch does not divide among the processes.
     """
     processes = core_context.distributed
-    wrong = list(indivisible_batch(experiment.global_batch_size or 0, processes.size))
-    if wrong:
-        raise ConfigError(experiment.name, wrong)
+    wrong = indivisible_batch(experiment.global_batch_size or 0, processes.size)
+    Problems(wrong).raise_from(experiment.name)
     for set_seed in (random.seed, np.random.seed, torch.random.manual_seed):
         set_seed(experiment.seed)
     context = pytorch.PyTorchTrialContext(

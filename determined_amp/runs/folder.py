@@ -140,11 +140,12 @@ class RunFolder:
             ) from error
 
     @property
-    def foreign(self) -> list[str]:
-        """Files that a run would replace, in a folder that is no run's."""
-        replaced = (self.config, self.metrics)
-        there = [file.name for file in replaced if file.exists()]
-        return [] if self.record.exists() else there
+    def not_to_lose(self) -> list[str]:
+        """What a new run would replace: checkpoints, or files that are no run's."""
+        replaced = complete_checkpoints(self.checkpoints)
+        if not self.record.exists():
+            replaced += [self.config, self.metrics]
+        return [path.name for path in replaced if path.exists()]
 
     def describe(
         self, experiment: Experiment, machine: Machine, *, first_batch: int = 0

@@ -1,1 +1,1 @@
-"""Searches for the initial loss scale, with or without a cluster."""
+"""Searches without a cluster, and what a search on any machine is."""

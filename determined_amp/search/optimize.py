@@ -1,6 +1,4 @@
-"""Runs a search without a cluster: `Study.optimize`, with each trial in a process of
-its own.
-"""
+"""Runs a search without a cluster, each trial in a process of its own."""
 
 from __future__ import annotations
 
@@ -41,8 +39,8 @@ GRACE = 15.0
 # Seconds; a system's own limit is some days.
 _LONGEST_WAIT = 3600.0
 
-# What `run_comparison` returns after a signal.
-INTERRUPTED = "when it was interrupted"
+# When a comparison ended that a signal has stopped.
+BY_A_SIGNAL = "when it was interrupted"
 
 
 def new_search(plan: SearchPlan, workers: int) -> Path:
@@ -108,7 +106,7 @@ def run_comparison(folder: Path, plan: SearchPlan, time_limit: float) -> str:
     loop = _optimize(folder, plan, 1, time_limit)
     if loop.time_is_up:
         return f"within {minutes(time_limit)}"
-    return INTERRUPTED if loop.stopping else ""
+    return BY_A_SIGNAL if loop.stopping else ""
 
 
 def _optimize(

@@ -8,7 +8,7 @@ from typing import Any
 
 from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import yaml_lines
-from determined_amp.experiment.dotted import put_by_name
+from determined_amp.experiment.dotted import leaves, put
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.runs.folder import STUDY_FILE
 from determined_amp.runs.run import Run, RunState, shown_setting
@@ -64,9 +64,11 @@ def best_of(search: Search, ranked: Sequence[Run]) -> tuple[str, str]:
         paste = "" if scale is None else yaml_lines({"init_scale": 2.0**scale})
         return advice.text, paste
     first = ranked[0]
-    searched = {name: first.hparams.get(name) for name in search.searched}
     best: Values = {}
-    put_by_name(best, searched, search.config["hyperparameters"])
+    for path, _ in leaves(search.config["hyperparameters"]):
+        name = ".".join(path)
+        if name in search.searched:
+            put(best, path, first.hparams.get(name))
     value = _short(search.value(first))
     paste = dump_yaml({"hyperparameters": best}).rstrip()
     return f"best: trial {first.number}, with {search.metric} {value}", paste

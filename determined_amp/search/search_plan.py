@@ -162,8 +162,7 @@ class SearchPlan:
             if task is not None and task.verb is Verb.SCORE:
                 check_score(made)
             elif isinstance(settings, AshaSearcher):
-                unequal = Problems(unequal_lengths(made, settings))
-                unequal.raise_from(self._source)
+                Problems(unequal_lengths(made, settings)).raise_from(self._source)
         except ConfigError as error:
             return list(error.problems)
         if task is not None and task.verb is Verb.TRAIN and made.trial_seed is None:

@@ -2,7 +2,8 @@
 
 A point goes into the study when its trial starts: Optuna reads all waiting trials
 whenever it is asked for one. The study keeps what Optuna needs: points, reported
-values, and which trials run or have ended. Everything else is in the run folders.
+values, and which trials run or have ended. Everything else is in the run folders, and
+they count where a kill came between the two.
 """
 
 from __future__ import annotations
