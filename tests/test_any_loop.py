@@ -34,6 +34,7 @@ from determined_amp import (
 from determined_amp.amp.plain_data import Metrics, StateDict, Values
 from determined_amp.amp.rehearse.precision_audit import audit_loss
 from determined_amp.amp.slots import ProcessGroup
+from determined_amp.amp.torch_private import states_of_steps
 from determined_amp.experiment.experiment import read_yaml
 from tests.harness import Reports, core_context_of, needs_fused, same_bits
 from tests.loops import (
@@ -641,6 +642,61 @@ def test_norm_of_a_step_that_is_left_out_is_not_reported(*, updates: bool) -> No
             made.end(loss)
     reported = made.amp.report()["watch_grad_norm"]
     assert reported == pytest.approx((norms[0] + norms[2]) / 2)
+
+
+def notes_of(amp: AmpLoop) -> list[Any]:
+    """All that windows and scaler know between a backward and the end of its step."""
+    scaler, windows = amp.scaler, amp.windows.values()
+    states = [str(state) for state in states_of_steps(scaler).values()]
+    notes: list[Any] = [scaler.has_scaled, scaler.has_stepped, scaler.state_dict()]
+    for window in windows:
+        kept = {**vars(window), "counts": window.counts.state_dict()}
+        kept["norm_sum"] = float(window.norm_sum.total())
+        notes.append(str(kept))
+    return [*notes, *states]
+
+
+FORGOTTEN: list[Callable[[AmpLoop, Any], object]] = [
+    lambda amp, optimizer: amp.windows[optimizer].move("unscale"),
+    lambda amp, optimizer: amp.windows[optimizer].add_norm(torch.ones(())),
+    lambda amp, optimizer: amp.windows[optimizer].note_backward(torch.ones(())),
+    lambda amp, optimizer: amp.scaler.note(optimizer, torch.ones(())),
+    lambda amp, optimizer: amp.scaler.take_true_gradients(amp.windows[optimizer]),
+    lambda amp, optimizer: amp.scaler.scale(torch.ones(())),
+    lambda amp, optimizer: torch.amp.GradScaler.unscale_(amp.scaler, optimizer),
+]
+
+
+@pytest.mark.parametrize("write", FORGOTTEN)
+def test_what_a_rehearsal_forgets_to_leave_out_is_put_back(
+    write: Callable[[AmpLoop, Any], object],
+) -> None:
+    weight = nn.Parameter(torch.ones(1))
+    amp = AmpLoop(AmpSettings(Precision.AMP_FP16, init_scale=4.0), "cpu")
+    optimizer = amp.wrap_optimizer(torch.optim.SGD([weight], lr=0.0))
+    weight.grad = amp.scaler.scale(torch.ones(1))
+    amp.scaler.step(optimizer)
+    amp.update()
+    before = notes_of(amp)
+    with amp.without_steps():
+        write(amp, optimizer)
+    assert notes_of(amp) == before
+    write(amp, optimizer)  # the control
+    assert notes_of(amp) != before
+
+
+def test_optimizer_that_a_loop_does_not_know_steps_nothing_in_a_rehearsal() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    amp = AmpLoop(AmpSettings(Precision.AMP_FP16, init_scale=4.0), "cpu")
+    known, unknown = (torch.optim.Adam([weight], lr=0.1) for _ in range(2))
+    amp.wrap_optimizer(known)
+    amp.start()
+    with amp.without_steps():
+        weight.grad = amp.scaler.scale(torch.ones(1))
+        unknown.step()
+    assert weight.item() == 1
+    assert not unknown.state
+    assert [*amp.windows] == [known]
 
 
 def test_norm_before_an_update_without_a_step_is_not_that_of_the_next_step() -> None:

@@ -8,14 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from determined_amp.trial.batches import (
-    share_gradients_once,
-    timed,
-)
+from determined_amp.amp.rehearse.restored import undisturbed
+from determined_amp.trial.batches import Batches, timed
 from tests.test_metrics import Clock
 
 
@@ -34,22 +31,20 @@ class Exchanging(DistributedDataParallel):
 
 
 def test_gradients_are_exchanged_after_the_last_batch_of_a_window_alone() -> None:
-    model, last = Exchanging(), iter([False, True, False, True, True])
+    model, last = Exchanging(), iter([False, True, False, True])
     context: Any = SimpleNamespace(
         models=[nn.Linear(1, 1), model],
         _should_communicate_and_update=lambda: next(last),
     )
-    amp: Any = SimpleNamespace(is_rehearsing=False)
-    (handle,) = share_gradients_once(context, amp)
+    batches: Any = SimpleNamespace(_context=context)
     for _ in range(4):
+        Batches._share_gradients_once(batches)
         model()
-    with torch.no_grad():
-        model()  # as in a validation, which does not ask
-    amp.is_rehearsing = True
+    assert model.noted == [False, True, False, True]
+    with undisturbed(model):
+        model()  # a rehearsal
     model()
-    assert model.noted == [False, True, False, True, True, False]
-    handle.remove()
-    model()  # nor does anything afterwards
+    assert model.noted[4:] == [False, True]
 
 
 class TestTimedLoader:

@@ -35,7 +35,7 @@ from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.amp.rehearse.restored import undisturbed
 from determined_amp.local.processes import process_group
-from determined_amp.trial import mixed_precision as amp
+from determined_amp.trial.batches import Batches
 from determined_amp.trial.determined_private import amp_of
 from tests import habits, strangers, training
 from tests.harness import Fitted, fit, fit_as_it_is
@@ -320,7 +320,7 @@ def main(rank: int, folder: Path) -> None:
             return weigh(WINDOWS, trial=trial, **options).trial
 
     once, replayed = windows(CountsExchanges), windows(TrainsAgain)
-    with patched(amp, "share_gradients_once", lambda *given: []):
+    with patched(Batches, "_share_gradients_once", lambda self: None):
         always = windows(CountsExchanges)
     seen = {
         "window": processes.rank,

@@ -29,7 +29,7 @@ from determined_amp.amp.mistakes import Mistake, Stage, error_of
 from determined_amp.amp.patched import do_nothing, patched
 from determined_amp.amp.precision import autocast, prepare_backend
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
-from determined_amp.amp.rehearse.restored import without_steps
+from determined_amp.amp.rehearse.restored import attributes_apart, without_steps
 from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.schedules import schedule_of
 from determined_amp.amp.settings import AmpSettings, Compile, EvalPrecision
@@ -218,8 +218,6 @@ class AmpCore:
         max_norm: float,
         parameters: Iterable[torch.Tensor] | None = None,
     ) -> None:
-        if self.is_rehearsing:
-            return
         window = self.windows[optimizer]
         if window.stage is not Stage.UNSCALED:
             self.scaler.unscale_(optimizer)
@@ -233,8 +231,7 @@ class AmpCore:
         Raises:
             ConfigError: if it is a step of this training.
         """
-        is_ours = optimizer in self.windows or self._moves(optimizer)
-        if is_ours and not self.is_rehearsing:
+        if optimizer in self.windows or self._moves(optimizer):
             raise error_of(Mistake.STEPS_ITSELF, self.remedies)
 
     def _moves(self, optimizer: Optimizer) -> bool:
@@ -307,7 +304,7 @@ class AmpCore:
             ConfigError: between a step and `update`, where it is that of the step
                 before.
         """
-        if self.scaler.has_uncounted_steps() and not self.is_rehearsing:
+        if self.scaler.has_uncounted_steps():
             problem = (
                 "asked between a step and amp.update(...); allowed: after"
                 " amp.update(...)"
@@ -322,20 +319,26 @@ class AmpCore:
 
     @contextmanager
     def without_steps(self, scale: float | None = None) -> Iterator[None]:
-        """Step, zero and count nothing in this block.
+        """Step, zero, clip and count nothing in this block.
 
-        It lets a batch be rehearsed to find a fault or the loss scale.
+        It lets a batch be rehearsed to find a fault or the loss scale. It has windows
+        of its own, and what the scaler notes in it is forgotten.
 
         Args:
             scale: The loss scale in this block; by default the current one.
         """
-        has_scaled, self.is_rehearsing = self.scaler.has_scaled, True
-        others = self._others_that_step()
-        try:
-            with without_steps(self.scaler, self.optimizers, others, scale=scale):
-                yield
-        finally:
-            self.scaler.has_scaled, self.is_rehearsing = has_scaled, False
+        scaler, windows = self.scaler, self.windows.rehearsed()
+        still = [(scaler, "trained"), *self._others_that_step()]
+        with ExitStack() as stack:
+            stack.enter_context(attributes_apart(scaler, [self.windows]))
+            for owner in (self, scaler):
+                stack.enter_context(patched(owner, "windows", windows))
+            stack.enter_context(patched(RUNNING, "window", windows.first))
+            stack.enter_context(patched(self, "is_rehearsing", True))
+            stack.enter_context(
+                without_steps(scaler, self.optimizers, still, scale=scale)
+            )
+            yield
 
     def rehearsal_by(self, train: Callable[[], object], batch: Any = None) -> Rehearsal:
         """The rehearsal of a batch, without steps.
@@ -369,10 +372,8 @@ class AmpCore:
     # What both use.
 
     def _trained(self) -> list[torch.Tensor]:
-        """The parameters that are trained now; none in a rehearsal, where nothing is
-        unscaled.
-        """
-        return [] if self.is_rehearsing else parameters_in(self.models, self.optimizers)
+        """The parameters that are trained now."""
+        return parameters_in(self.models, self.optimizers)
 
     @classmethod
     def _require_settings(cls, settings: object) -> None:

@@ -30,6 +30,7 @@ from determined_amp.amp.mistakes import (
     Stage,
     error_of,
 )
+from determined_amp.amp.patched import do_nothing
 from determined_amp.amp.plain_data import StateDict
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.amp.tensors import closure_of, parameters_of
@@ -55,8 +56,9 @@ class LossScaler(torch.amp.GradScaler):
         has_scaled: Whether `scale` was called since the last `update`. Without it a
             step would divide gradients that were never multiplied.
         has_stepped: Whether a step was counted since somebody has set it to False.
-        leaves_true_gradients: Set it if somebody unscales gradients right after each
-            backward.
+        trained: See above; a rehearsal, which leaves gradients scaled, replaces it.
+        stop_listening: Lets every clip pass from now on: the training is over, or
+            somebody unscales gradients right after each backward.
     """
 
     def __init__(
@@ -81,12 +83,14 @@ class LossScaler(torch.amp.GradScaler):
         self.windows = windows
         self.has_scaled = False
         self.has_stepped = False
-        self.leaves_true_gradients = False
-        self._trained = trained
+        self.trained = trained
         self._min_scale = settings.min_scale
-        self._end_listening: Callable[[], None] | None = None
         self._used: torch.Tensor | None = None
         self._one = torch.ones((), device=windows.device)
+        self.stop_listening: Callable[[], None] = do_nothing
+        if self._scales:
+            by_us = Window.__module__
+            self.stop_listening = listen_to_clips(self._refuse_clip, but_by=by_us)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise error_of(Mistake.COPIES, self.windows.remedies)
@@ -102,9 +106,6 @@ class LossScaler(torch.amp.GradScaler):
                 if self._scales:
                     self._keep_what_was_found(window.optimizer)
                 window.leave_out()
-        if self._scales and not (self._end_listening or self.leaves_true_gradients):
-            end = listen_to_clips(self._refuse_clip, but_by=Window.__module__)
-            self._end_listening = end
         return super().scale(outputs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -166,11 +167,6 @@ class LossScaler(torch.amp.GradScaler):
             super().load_state_dict({**self.state_dict(), **kept})
 
     # The calls of the loop around it.
-
-    def refuse_no_clips(self) -> None:
-        """A training that may still be held is over."""
-        if self._end_listening is not None:
-            self._end_listening()
 
     def has_uncounted_steps(self) -> bool:
         """Whether an optimizer has stepped since `finish`."""
@@ -250,7 +246,7 @@ class LossScaler(torch.amp.GradScaler):
         """Raise if torch is about to clip a gradient that is still scaled."""
         if not self.has_scaled:
             return
-        scaled = {parameter.grad for parameter in self._trained() or ()}
+        scaled = {parameter.grad for parameter in self.trained() or ()}
         for optimizer, window in self.windows.items():
             if window.stage not in MAY_BE_SCALED:
                 scaled -= {parameter.grad for parameter in parameters_of(optimizer)}

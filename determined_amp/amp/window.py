@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from determined_amp.amp.mistakes import (
 )
 from determined_amp.amp.plain_data import StateDict
 from determined_amp.amp.schedules import RateSchedule
+from determined_amp.amp.tensors import parameters_of
 from determined_amp.amp.torch_private import version_of
 
 # Optimizer steps between two measurements of the largest gradient, which reads all of
@@ -288,6 +290,21 @@ class Window:
         )
 
 
+class RehearsedWindow(Window):
+    """The window of an optimizer while a batch is rehearsed.
+
+    Its gradients stay scaled, so it clips nothing. An optimizer that the training does
+    not know steps without a gradient, which changes nothing.
+    """
+
+    def clip(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    def see_step(self, optimizer: Optimizer) -> None:
+        for parameter in parameters_of(optimizer):
+            parameter.grad = None
+
+
 class _Running(threading.local):
     """The window whose step runs in this thread; None between steps.
 
@@ -309,6 +326,7 @@ class Windows(dict[Optimizer, Window]):
         scaled: Whether a loss scale multiplies their gradients.
         meet: Called with an optimizer when its window is made.
         remedies: What error messages suggest for each mistake.
+        kind: The class of the windows.
 
     Attributes:
         device: See above.
@@ -323,12 +341,14 @@ class Windows(dict[Optimizer, Window]):
         scaled: bool,
         meet: Callable[[Optimizer], object] = lambda optimizer: None,
         remedies: Mapping[Mistake, str] = IN_A_LOOP,
+        kind: type[Window] = Window,
     ) -> None:
         super().__init__()
         self.optimizers = optimizers
         self.device = device
         self._scaled = scaled
         self._meet = meet
+        self._kind = kind
         self.remedies = remedies
         self._saved: StateDict = {}
         self.first = self._another()
@@ -343,7 +363,23 @@ class Windows(dict[Optimizer, Window]):
         return window
 
     def _another(self) -> Window:
-        return Window(self.device, scaled=self._scaled, remedies=self.remedies)
+        return self._kind(self.device, scaled=self._scaled, remedies=self.remedies)
+
+    def rehearsed(self) -> Windows:
+        """Windows for a batch that is rehearsed, which begin anew. Counts and schedules
+        are those of the training.
+        """
+        windows = Windows(
+            self.device,
+            self.optimizers,
+            scaled=self._scaled,
+            remedies=self.remedies,
+            kind=RehearsedWindow,
+        )
+        for optimizer, window in self.items():
+            own = windows[optimizer]
+            own.counts, own.schedule = window.counts, window.schedule
+        return windows
 
     def all(self) -> list[Window]:
         """The window of every optimizer, in the order of the training's optimizers."""

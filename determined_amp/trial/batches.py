@@ -28,9 +28,7 @@ from typing import Any
 
 import torch
 from determined import pytorch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import one_line
@@ -40,7 +38,11 @@ from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.rehearse.restored import attributes_apart
 from determined_amp.amp.tensors import own_copy, parameters_in, tensors_of
 from determined_amp.amp.torch_private import version_of
-from determined_amp.trial.determined_private import ends_step, what_steps
+from determined_amp.trial.determined_private import (
+    aggregation_frequency,
+    ends_step,
+    what_steps,
+)
 from determined_amp.trial.loss_scale import settings_with_found_scale
 
 logger = logging.getLogger(__name__)
@@ -79,6 +81,7 @@ class Batches:
         self._indices: dict[str, int] = {}
         self._is_first = True
         self._changes_batches: bool | None = None  # not known before the first one
+        self._accumulates = aggregation_frequency(context) > 1
         self._patches = ExitStack()
         enter, loader = self._patches.enter_context, self._build_timed_loader
         enter(patched(trial, "build_training_data_loader", loader))
@@ -95,6 +98,8 @@ class Batches:
         """Keep, find, audit, train, check the end; return what the trial returns."""
         self._indices = {"epoch_idx": epoch_idx, "batch_idx": batch_idx}
         self.is_counted = False
+        if self._accumulates:
+            self._share_gradients_once()
         versions = self._keep(batch)
         audit_error = self._rehearse_first() if self._is_first else None
         self._is_first = False
@@ -158,6 +163,17 @@ class Batches:
         self.newest = own_copy(batch, shared=self._changes_batches is False)
         tensors = [tensor for tensor in tensors_of(batch) if not tensor.is_inference()]
         return [(tensor, version_of(tensor)) for tensor in tensors]
+
+    def _share_gradients_once(self) -> None:
+        """Average the gradients over the ranks only in the last batch of a window.
+
+        By then they are sums over the window, so every rank gets the same average of
+        sums. A rehearsal exchanges nothing, whatever is set here: see `undisturbed`.
+        """
+        is_last = ends_step(self._context)
+        for model in self._context.models:
+            if isinstance(model, DistributedDataParallel):
+                model.require_backward_grad_sync = is_last  # of DDP, a bool
 
     def _train_again(self, batch: Any) -> Any:
         return self._train_batch(batch=own_copy(batch), **self._indices)
@@ -239,29 +255,3 @@ class _Timed:
                 return
             self._waited(time.perf_counter() - start)
             yield batch
-
-
-def share_gradients_once(
-    context: pytorch.PyTorchTrialContext, amp: AmpCore
-) -> list[RemovableHandle]:
-    """Average the gradients over the ranks only in the last batch of a window.
-
-    By then they are sums over the window, so every rank gets the same average of sums.
-    A batch that is rehearsed to find a fault exchanges nothing: every rank rehearses
-    its own.
-
-    Args:
-        context: The trial's context; its wrapped models are told before each forward.
-        amp: The trial's mixed precision.
-    """
-
-    def set_exchange(model: nn.Module, inputs: Any) -> None:
-        if torch.is_grad_enabled():
-            last = ends_step(context) and not amp.is_rehearsing
-            model.require_backward_grad_sync = last  # type: ignore[assignment]  # of DDP, a bool
-
-    return [
-        model.register_forward_pre_hook(set_exchange)
-        for model in context.models
-        if isinstance(model, DistributedDataParallel)
-    ]

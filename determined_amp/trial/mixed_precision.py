@@ -37,10 +37,7 @@ from determined_amp.experiment.failures import (
     print_uncaught_user_errors,
 )
 from determined_amp.experiment.misplaced import misplaced
-from determined_amp.trial.batches import (
-    Batches,
-    share_gradients_once,
-)
+from determined_amp.trial.batches import Batches
 from determined_amp.trial.checkpoint import PortableCheckpoint
 from determined_amp.trial.determined_private import (
     AMP,
@@ -233,9 +230,6 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
             # not where the finder or the doctor borrows this loop
             if self.guard.enabled:
                 warn_of_slow_operations(self.settings.precision, self.device)
-        if self._aggregation_frequency > 1:
-            for hook in share_gradients_once(self._context, self):
-                self._patches.callback(hook.remove)
         if self.scaler.is_enabled():
             modes = pytorch.LRScheduler.StepMode
             by_step = modes.STEP_EVERY_BATCH, modes.STEP_EVERY_OPTIMIZER_STEP
@@ -261,7 +255,7 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
 
     def on_trial_shutdown(self) -> None:
         self._patches.close()
-        self.scaler.refuse_no_clips()
+        self.scaler.stop_listening()
         if self._batches is not None:
             self._batches.remove()
         if isinstance(sys.exc_info()[1], UserError):  # on its way out of the loop

@@ -84,7 +84,7 @@ class TrueGradients:
         self._amp = amp
         self._autocast = autocast
         self._scaler = amp.scaler
-        self._scaler.leaves_true_gradients = True
+        self._scaler.stop_listening()
         self._known: list[torch.Tensor] = []  # parameters
         self._sizes: list[tuple[int, int]] = []  # id and length of each group of them
         self._norms: dict[Optimizer, torch.Tensor] = {}

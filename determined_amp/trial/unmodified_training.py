@@ -146,7 +146,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         self._losses.clear()
-        if self._gradients is not None and not self._amp.is_rehearsing:
+        if self._gradients is not None:
             in_window = batch_idx % self._frequency > 0
             self._gradients.begin_batch(in_window=in_window)
         self._autocast.training = True
@@ -232,15 +232,10 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
 
     def _own_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Called before each step that no scaler makes, of any optimizer."""
-        amp = self._amp
-        if amp.is_rehearsing:  # a step without gradients changes nothing
-            for parameter in parameters_of(optimizer):
-                parameter.grad = None
-            return
         window = self._window_of(optimizer)
         if self._autocast.training:
             self._refuse_own_step(optimizer, closure_of(args[1:], kwargs))
-            amp.scaler.take_true_gradients(window)
+            self._amp.scaler.take_true_gradients(window)
             window.begin_step()
         self._own, RUNNING.window = optimizer, window
 
