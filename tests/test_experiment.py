@@ -28,7 +28,7 @@ from determined_amp.amp.plain_data import Values
 from determined_amp.cli.options import configuration_of
 from determined_amp.experiment import experiment
 from determined_amp.experiment.dotted import put
-from determined_amp.experiment.entrypoint import trial_in
+from determined_amp.experiment.entrypoint import command_in
 from determined_amp.experiment.overrides import in_precision, with_overrides
 from determined_amp.experiment.training import WITHOUT_EFFECT, Length
 from determined_amp.search.task import Task, Verb
@@ -292,13 +292,14 @@ def test_launcher_of_determined_names_its_trial(program: str) -> None:
 )
 def test_launcher_of_another_program_is_that_program(words: str) -> None:
     entrypoint = f"python3 -m determined.launch.torch_distributed {words}"
-    assert trial_in(entrypoint) is None
+    assert command_in(entrypoint)[1].trial is None
     ours = words.endswith("find")
     assert Task.of({"entrypoint": entrypoint}) == (Task(Verb.FIND) if ours else None)
 
 
 def test_entrypoint_with_an_unclosed_quotation_names_no_trial() -> None:
-    assert trial_in("python3 -m determined_amp train --trial 'a") is None
+    unclosed = "python3 -m determined_amp train --trial 'a"
+    assert command_in(unclosed)[1].trial is None
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.dotted import flat, put
-from determined_amp.experiment.entrypoint import trial_in
+from determined_amp.experiment.entrypoint import command_in
 from determined_amp.experiment.experiment import experiment_in
 from determined_amp.experiment.overrides import with_overrides, with_trial
 from determined_amp.search.search_folder import Search
@@ -243,5 +243,5 @@ def test_option_names_the_trial_of_any_entrypoint(
 ) -> None:
     config = with_trial({"entrypoint": entrypoint}, "a:B")
     assert config["entrypoint"] == f"python3 -m determined_amp {runs}"
-    assert trial_in(config["entrypoint"]) == "a:B"
+    assert command_in(config["entrypoint"])[1].trial == "a:B"
     assert with_trial(config, None) is config

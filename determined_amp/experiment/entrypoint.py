@@ -54,9 +54,3 @@ def command_in(entrypoint: object) -> tuple[str, argparse.Namespace]:
     if options.trial and any(map(_LAUNCHER.fullmatch, words)):
         return "train", options
     return "", _OPTIONS.parse_args([])
-
-
-def trial_in(entrypoint: object) -> str | None:
-    """The trial that an entrypoint names by `--trial`."""
-    trial: str | None = command_in(entrypoint)[1].trial
-    return trial

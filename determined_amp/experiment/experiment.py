@@ -40,7 +40,7 @@ from determined_amp.amp.fields import (
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.experiment.dotted import flat, put, value_at
-from determined_amp.experiment.entrypoint import is_class, trial_in
+from determined_amp.experiment.entrypoint import command_in, is_class
 from determined_amp.experiment.misplaced import misplaced, of_the_trial
 from determined_amp.experiment.training import (
     Length,
@@ -575,8 +575,9 @@ def _named_trial(
     entrypoint, name = config.get("entrypoint"), hyperparameters.get("trial")
     if option is not None:
         return option, "--trial"
-    if named := trial_in(entrypoint):
-        return named, "entrypoint"
+    _, options = command_in(entrypoint)
+    if options.trial:
+        return options.trial, "entrypoint"
     if isinstance(name, str):
         return name, "hyperparameters.trial"
     if is_class(entrypoint):

@@ -71,7 +71,7 @@ def _nothing_to_compare(comparison: Comparison) -> str:
 
 
 def what_to_type(comparison: Comparison) -> str:
-    """What to type where a pair cannot tell; empty where all of them tell."""
+    """What to type if a pair cannot tell; empty if every pair tells."""
     pairs = [pair for pair in comparison.pairs if pair.is_open]
     if not pairs:
         return ""

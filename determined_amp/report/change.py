@@ -70,7 +70,7 @@ class Change:
 
     @property
     def verdict(self) -> str:
-        """The judgement behind the numbers; nothing where no interval tells it."""
+        """The judgement, as it follows the numbers; empty without an interval."""
         return "" if math.isnan(self.low) else f": {self.judgement.value}"
 
     @property

@@ -58,7 +58,7 @@ STYLE: dict[Any, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """Some dots of a picture."""
+    """One panel of a picture: its dots, and what joins them."""
 
     title: str
     xlabel: str

@@ -41,7 +41,7 @@ COMPARED = "amp.precision"
 class RunState(str, enum.Enum):
     """How far a run has come."""
 
-    RUNNING = "running"  # as it is recorded, its process writes, or was killed
+    RUNNING = "running"  # recorded as running: its process writes, or was killed
     KILLED = "killed"  # it is recorded as running, and its process is gone
     COMPLETED = "completed"
     STOPPED = "stopped"  # by a signal or by its trial; it can be resumed

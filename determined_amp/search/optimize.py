@@ -44,7 +44,7 @@ BY_A_SIGNAL = "when it was interrupted"
 
 
 def new_search(plan: SearchPlan, workers: int) -> Path:
-    """The folder of a new search, after what its trial says of the YAML.
+    """Make the folder of a new search whose trial accepts the YAML.
 
     Args:
         plan: The search.

@@ -52,7 +52,7 @@ def open_study(folder: Path, plan: SearchPlan) -> tuple[optuna.Study, int]:
 
 
 def next_trial(study: optuna.Study, plan: SearchPlan) -> optuna.Trial:
-    """The first trial that waits again, else that of the next point."""
+    """The first trial that waits again, or else the trial of the next point."""
     if not study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
         point = plan.points[len(study.get_trials(deepcopy=False))]
         waiting = optuna.create_trial(
