@@ -39,6 +39,29 @@ def loader(batch_size=8):
 """
 
 RIGHT: dict[str, str] = {
+    "lstm": """\
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(2, 16, batch_first=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, inputs):
+        read, _ = self.lstm(inputs.view(len(inputs), 4, 2))
+        return self.head(read[:, -1])
+
+
+model = Reader()
+optimizer = torch.optim.Adam(model.parameters())
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
     "scale_grows_while_it_converges": """\
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 1))
@@ -2360,5 +2383,199 @@ for i, (inputs, targets) in enumerate(loader()):
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
+""",
+    "sums_millions": """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = 1000 * F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "running_statistics": """\
+model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "masks_of_infinity_from_the_start": """\
+model = net()
+mask = torch.full((4, 4), -torch.inf).triu(1)
+model.register_buffer("mask", mask)
+model.register_parameter("frozen", nn.Parameter(mask, requires_grad=False))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "steps_a_pair_of_optimizers": """\
+class Pair:
+    def __init__(self, model):
+        parts = [part for part in model if [*part.parameters()]]
+        self.inner = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
+
+    @property
+    def param_groups(self):
+        return [group for each in self.inner for group in each.param_groups]
+
+    def step(self):
+        for each in self.inner:
+            each.step()
+
+    def zero_grad(self):
+        for each in self.inner:
+            each.zero_grad()
+
+
+model = net()
+pair = Pair(model)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    pair.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(pair)
+    scaler.update()
+""",
+    "schedule_in_a_hook_of_the_step": """\
+class Poly(lr_scheduler.LRScheduler):
+    def get_lr(self):
+        return [0.1 * (1 - min(self.last_epoch, 40) / 40)]
+
+    def step(self, epoch=None):
+        self.last_epoch += 1
+        self.optimizer.param_groups[0]["lr"] = self.get_lr()[0]
+
+
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+schedule = Poly(optimizer)
+optimizer.register_step_post_hook(lambda *_: schedule.step())
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "forgets_to_zero_once": """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for i, (inputs, targets) in enumerate(loader()):
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    if i != 2:
+        optimizer.zero_grad()
+""",
+    "sparse_gradients_alone": """\
+model = nn.EmbeddingBag(8, 4, sparse=True)
+optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs.topk(3).indices), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "zeroes_in_place": """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    optimizer.zero_grad(set_to_none=False)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "holds_a_head_for_later": """\
+model, later = net(), net()
+optimizer = torch.optim.SGD([*model.parameters(), *later.parameters()], lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "trains_a_layer_and_holds_one_that_does_not_run": """\
+model, last = net(), nn.Linear(4, 4)
+optimizer = torch.optim.SGD([*model[2].parameters(), *last.parameters()], lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    model.zero_grad()
+""",
+    "learns_a_temperature_after_another_training": """\
+earlier = torch.optim.SGD(net().parameters(), lr=0.1)
+model, temperature = net(), nn.Parameter(torch.ones(()))
+optimizer = torch.optim.SGD([*model[2].parameters(), temperature], lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs) * temperature, targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    model.zero_grad()
+    optimizer.zero_grad()
+""",
+    "one_region_without_the_cache_of_casts": """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+with autocast("cuda", dtype=torch.float16, cache_enabled=False):
+    for inputs, targets in loader():
+        loss = F.cross_entropy(model(inputs), targets)
+        with autocast("cuda", enabled=False):
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+""",
+    "one_region_that_drops_its_casts": """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+with autocast("cuda", dtype=torch.float16):
+    for inputs, targets in loader():
+        torch.clear_autocast_cache()
+        loss = F.cross_entropy(model(inputs), targets)
+        with autocast("cuda", enabled=False):
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
 """,
 }

@@ -254,7 +254,7 @@ for i, (inputs, targets) in enumerate(loader(4)):
     # Added while the gradients are scaled.
     "noise_before_unscale": Mistake(
         "fault",
-        "added_while_scaled|depends_on_scale",
+        "depends_on_scale",
         """\
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -272,7 +272,7 @@ for inputs, targets in loader():
     ),
     "decay_before_unscale": Mistake(
         "fault",
-        "added_while_scaled|depends_on_scale",
+        "depends_on_scale",
         """\
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -291,7 +291,7 @@ for inputs, targets in loader():
     ),
     "proximal_term_before_unscale": Mistake(
         "fault",
-        "added_while_scaled|depends_on_scale",
+        "depends_on_scale",
         """\
 model = net()
 start = [p.detach().clone() + 0.1 for p in model.parameters()]
@@ -2003,6 +2003,387 @@ scaler = GradScaler("cuda")  # HERE
 for inputs, targets in loader():
     optimizer.zero_grad()
     with autocast("cuda", dtype=torch.bfloat16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "outlier_in_running_statistics": Mistake(
+        "fault",
+        "not_finite",
+        """\
+model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for i, (inputs, targets) in enumerate(loader()):
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs * (3e5 if i == 11 else 1)), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "inputs_beyond_float16": Mistake(
+        "fault",
+        "no_steps",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(3e5 * inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "one_region_around_all_forwards": Mistake(
+        "fault",
+        "stale_casts",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda", enabled=True)
+with autocast("cuda", dtype=torch.float16):  # HERE
+    for inputs, targets in loader():
+        loss = F.cross_entropy(model(inputs), targets)
+        with autocast("cuda", enabled=False):
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+""",
+    ),
+    "one_region_around_all_forwards_in_bfloat16": Mistake(
+        "fault",
+        "stale_casts",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda", enabled=False)
+with autocast("cuda", dtype=torch.bfloat16):  # HERE
+    for inputs, targets in loader():
+        loss = F.cross_entropy(model(inputs), targets)
+        with autocast("cuda", enabled=False):
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+""",
+    ),
+    "zeroes_after_applied_steps_alone": Mistake(
+        "fault",
+        "not_zeroed",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()  # HERE
+    scale = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    if scaler.get_scale() >= scale:
+        optimizer.zero_grad()
+""",
+    ),
+    "zero_grad_in_the_last_micro_batch": Mistake(
+        "fault",
+        "zero_grad_in_window",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for i, (inputs, targets) in enumerate(loader(2)):
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets) / 4
+    if i % 4 == 3:
+        optimizer.zero_grad()  # HERE
+    scaler.scale(loss).backward()
+    if i % 4 == 3:
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+""",
+    ),
+    "two_scalers_leave_gradients_in_one_critic": Mistake(
+        "fault",
+        "scales_mixed",
+        """\
+model, critic = net(), net(1, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+other = torch.optim.SGD(critic.parameters(), lr=0.1)
+scaler, second = GradScaler("cuda"), GradScaler("cuda", init_scale=256.0)
+for inputs, _ in loader():
+    with autocast("cuda", dtype=torch.float16):
+        outputs = model(inputs)
+        loss = F.softplus(-critic(outputs)).mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.softplus(critic(outputs.detach())).mean()
+    second.scale(loss).backward()
+    second.step(other)
+    second.update()
+    other.zero_grad()
+""",
+    ),
+    "surrogate_of_scaled_gradients_is_scaled_again": Mistake(
+        "fault",
+        "depends_on_scale",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for _ in range(24):
+    inputs = torch.randn(16, 8)
+    with torch.no_grad(), autocast("cuda", dtype=torch.float16):
+        made = torch.cat([model(chunk) for chunk in inputs.chunk(4)])
+    made = made.float().requires_grad_()
+    loss = F.cross_entropy(made @ made.roll(1, 0).T, torch.arange(16))
+    scaler.scale(loss).backward()
+    for chunk, gradient in zip(inputs.chunk(4), made.grad.chunk(4)):
+        with autocast("cuda", dtype=torch.float16):
+            outputs = model(chunk)
+        scaler.scale((outputs.float() * gradient).sum()).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+""",
+    ),
+    "schedule_of_its_own_moves_on_skipped_steps": Mistake(
+        "fault",
+        "schedule_on_skipped",
+        """\
+class Poly(lr_scheduler.LRScheduler):
+    def get_lr(self):
+        return [0.1 * (1 - min(self.last_epoch, 40) / 40)]
+
+    def step(self, epoch=None):
+        self.last_epoch += 1
+        self.optimizer.param_groups[0]["lr"] = self.get_lr()[0]
+
+
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+schedule = Poly(optimizer)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    schedule.step()  # HERE
+""",
+    ),
+    "loss_is_made_of_new_tensors": Mistake(
+        "fault",
+        "loss_cut_off",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        losses = [F.cross_entropy(model(inputs), targets).item() for _ in range(2)]
+    loss = torch.tensor(losses, requires_grad=True).mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)  # HERE
+    scaler.update()
+""",
+    ),
+    "only_the_model_is_a_copy_in_bfloat16": Mistake(
+        "fault",
+        "other_parameters",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model = copy.deepcopy(model)
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.bfloat16):
+        loss = F.cross_entropy(model(inputs), targets)
+    loss.backward()
+    optimizer.step()  # HERE
+""",
+    ),
+    "zero_grad_before_the_step_in_bfloat16": Mistake(
+        "fault",
+        "zero_grad_in_window",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for inputs, targets in loader():
+    with autocast("cuda", dtype=torch.bfloat16):
+        loss = F.cross_entropy(model(inputs), targets)
+    loss.backward()
+    optimizer.zero_grad()  # HERE
+    optimizer.step()
+""",
+    ),
+    "update_is_left_out_with_the_step": Mistake(
+        "fault",
+        "update_missing",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)  # HERE
+    if nn.utils.clip_grad_norm_(model.parameters(), 1.0) < 0.1:
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.zero_grad()
+""",
+    ),
+    "updates_after_every_tenth_step": Mistake(
+        "fault",
+        "update_missing",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for i, (inputs, targets) in enumerate(loader()):
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)  # HERE
+    if i % 10 == 0:
+        scaler.update()
+    optimizer.zero_grad()
+""",
+    ),
+    "sets_gradients_and_never_updates": Mistake(
+        "fault",
+        "update_missing",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    weights = [*model.parameters()]
+    gradients = torch.autograd.grad(scaler.scale(loss), weights)
+    for weight, gradient in zip(weights, gradients):
+        weight.grad = gradient
+    scaler.step(optimizer)  # HERE
+""",
+    ),
+    "steps_twice_in_the_third_batch": Mistake(
+        "fault",
+        "step_twice",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for i, (inputs, targets) in enumerate(loader()):
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    for _ in range(2 if i == 2 else 1):
+        scaler.step(optimizer)  # HERE
+    scaler.update()
+    optimizer.zero_grad()
+""",
+    ),
+    "half_model_without_amp": Mistake(
+        "suspicion",
+        "half_weights",
+        """\
+model = net().half()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for inputs, targets in loader():
+    loss = F.cross_entropy(model(inputs.half()).float(), targets)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+    ),
+    "closure_before_any_loss_is_scaled": Mistake(
+        "fault",
+        "closure",
+        """\
+model = net()
+optimizer = torch.optim.LBFGS(model.parameters())
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+
+    def closure():
+        optimizer.zero_grad()
+        with autocast("cuda", dtype=torch.float16):
+            loss = F.cross_entropy(model(inputs), targets)
+        scaler.scale(loss).backward()
+        return loss
+
+    scaler.step(optimizer, closure)  # HERE
+    scaler.update()
+""",
+    ),
+    "clamps_scaled_gradients_by_hand": Mistake(
+        "fault",
+        "depends_on_scale",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    for p in model.parameters():
+        p.grad.clamp_(-1.0, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "masks_what_is_not_finite": Mistake(
+        "fault",
+        "overflow_hidden",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    for p in model.parameters():
+        p.grad[~torch.isfinite(p.grad)] = 0
+    scaler.step(optimizer)  # HERE
+    scaler.update()
+""",
+    ),
+    "hooks_clamp_scaled_gradients": Mistake(
+        "fault",
+        "depends_on_scale|overflow_hidden",
+        """\
+model = net()
+for p in model.parameters():
+    p.register_hook(lambda gradient: gradient.clamp(-1.0, 1.0))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
         loss = F.cross_entropy(model(inputs), targets)
     scaler.scale(loss).backward()
     scaler.step(optimizer)

@@ -18,11 +18,10 @@ from torch.utils.data import DataLoader
 
 from determined_amp.amp.patched import patched
 from determined_amp.check.finding import CheckFindings
-from determined_amp.check.judge import interventions, judge_record
+from determined_amp.check.judge import judge_record
 from determined_amp.check.record import is_doctors
 from determined_amp.check.recorder import OVERFLOWS, Recorder
 from determined_amp.check.scratch import changing_all_in, folder_of_launch
-from determined_amp.check.stand_in import ONLY_ON_A_GPU
 
 # Steps of each optimizer: two that overflow, and nine at each of two scales.
 STEPS = 20
@@ -90,15 +89,11 @@ def watched(recorder: Recorder, findings: CheckFindings) -> Iterator[None]:
     does.
     """
     recorder.meet_optimizers()
-    record = recorder.record
-    record.has_cuda = torch.cuda.is_available()
     try:
         with _batches_of_loaders(recorder), recorder.watching():
             yield
     finally:
-        vars(findings).update(vars(judge_record(record)))
-        findings.notes += interventions(record)
-        findings.notes += [] if record.has_cuda else [ONLY_ON_A_GPU]
+        vars(findings).update(vars(judge_record(recorder.record)))
 
 
 def leave_out_doctor(error: BaseException) -> None:
@@ -260,10 +255,9 @@ def announced(file: str, minutes: float, *, in_place: bool) -> str:
         else "in a scratch folder alone, and loggers are off"
     )
     return (
-        f"running {file} until each of its optimizers has made {STEPS} steps and one "
-        f"was saved, for {MOST_STEPS} steps or {minutes:g} minutes at most; two steps "
-        "of each are made to overflow, and the loss scale moves in others. What it "
-        f"writes, renames and removes changes {changes}; {ONE_RUN}"
+        f"running {file} for {STEPS} to {MOST_STEPS} steps of each optimizer, for "
+        f"{minutes:g} minutes at most, with two overflows and moves of the loss scale. "
+        f"What it writes, renames and removes changes {changes}"
     )
 
 

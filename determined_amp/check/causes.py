@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from determined_amp.amp.rehearse.backward_graph import module_names
+from determined_amp.amp.rehearse.diagnosis import fault_of_input
 from determined_amp.amp.rehearse.overflows import OverflowWatch, Place
 from determined_amp.amp.tensors import (
     SIXTEEN_BITS,
@@ -22,7 +24,6 @@ from determined_amp.amp.tensors import (
 )
 from determined_amp.amp.torch_private import CAST, READ, is_in_place
 from determined_amp.check.finding import Where
-from determined_amp.check.forwards import has_overflown
 from determined_amp.check.record import Cause, Record, users_line
 
 # So many forwards are looked at: each takes several times as long.
@@ -119,8 +120,8 @@ class Glance(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has no ty
         super().__init__(models)
         self.hidden: Cause | None = None
         self.rounded: tuple[str, Where | None] | None = None
-        self._kinds = {
-            name: f"{name} ({type(module).__name__})"
+        self._places = {
+            name: f"in {name} ({type(module).__name__})"
             for module, name in module_names(models).items()
         }
 
@@ -156,7 +157,10 @@ class Glance(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has no ty
 
     def _text(self, place: Place) -> str:
         operation = "a cast" if place.key[1] == CAST.__name__ else place.key[1]
-        return f"{operation} in {self._kinds.get(place.module, place.module)}"
+        return f"{operation} {self._in(place.module)}"
+
+    def _in(self, module: str) -> str:
+        return self._places.get(module, "outside the model")
 
 
 class CauseWatch(Glance):  # type: ignore[no-untyped-call]  # torch has no types
@@ -190,9 +194,13 @@ class CauseWatch(Glance):  # type: ignore[no-untyped-call]  # torch has no types
             self._seen.append((self.forward[-1], exact, users_line()))
         return result
 
-    def cause(self, loss: torch.Tensor) -> Cause | None:
-        """Why a loss is not finite; None if no operation of this forward tells."""
-        in_float32 = is_finite(self._float32.of(loss))
+    def is_exact(self, made: torch.Tensor) -> bool:
+        """Whether what this forward has made is finite in float32."""
+        return is_finite(self._float32.of(made))
+
+    def cause(self, made: torch.Tensor, name: str = "the loss") -> Cause | None:
+        """Why that is not finite; None if no operation of this forward tells."""
+        in_float32 = self.is_exact(made)
         seen = [each for each in self._seen if each[1] is in_float32]
         if not seen:
             return None
@@ -201,9 +209,9 @@ class CauseWatch(Glance):  # type: ignore[no-untyped-call]  # torch has no types
         if not in_float32:
             text += ", also in float32: the precision is not the cause"
             return Cause(text, where, text)
-        text += f", {_limit(place.dtype)}; tried: the loss is finite in float32"
-        advice = "float32 from there to the loss: the loss is finite in float32"
-        if is_finite(self._bfloat16.of(loss)):
+        text += f", {_limit(place.dtype)}; tried: {name} is finite in float32"
+        advice = f"float32 from there to {name}: {name} is finite in float32"
+        if is_finite(self._bfloat16.of(made)):
             text += " and in bfloat16"
             advice += (
                 ";\nor dtype=torch.bfloat16, if nothing is cast to float16 by hand"
@@ -214,8 +222,8 @@ class CauseWatch(Glance):  # type: ignore[no-untyped-call]  # torch has no types
         """Which module makes gradients that are not finite of a loss that is."""
         if self.backward is None:
             return None
-        place = self._kinds.get(self.backward, self.backward)
-        text = f"the backward of {place}, whose gradients are not finite"
+        place = self._in(self.backward)
+        text = f"the backward {place}, whose gradients are not finite"
         return Cause(text, None, text, is_of_loss=False)
 
 
@@ -223,6 +231,30 @@ def _changes(operation: Any) -> bool:
     """Whether it changes an argument in place."""
     # `batch_norm` changes its statistics, and its schema does not say so.
     return is_in_place(operation) or "batch_norm" in str(operation)
+
+
+def overflow_in(module: nn.Module, inputs: Any) -> Cause | None:
+    """Why a forward overflows that would not in float32.
+
+    Args:
+        module: A module, which stays as it is.
+        inputs: What it has computed with.
+    """
+    # It may refuse a copy, or want arguments by name, too.
+    with suppress(Exception):
+        copied = copy.deepcopy(module)
+        watch = CauseWatch([copied])
+        with watch.watching():
+            outputs = tensors_of(copied.forward(*inputs))
+        bad = next(each for each in outputs if has_overflown(each))
+        return watch.cause(bad, "the output") if watch.is_exact(bad) else None
+    return None
+
+
+def has_overflown(value: Any) -> bool:
+    """Whether it has NaN or infinity; minus infinity is a mask."""
+    tensors = [each for each in tensors_of(value) if each.is_floating_point()]
+    return any(bool((each.isnan() | each.isposinf()).any()) for each in tensors)
 
 
 def _limit(dtype: torch.dtype) -> str:
@@ -270,8 +302,7 @@ class Attempts:
         if self._watch is not None or len(self._threads) > 1:
             return
         count = len(self._record.of("backward"))
-        if self._left:
-            self._left -= 1
+        if self._left > 0:
             self._watch = CauseWatch([*self._roots])
         elif count in self._anyway and self._record.regions:
             self._watch = Glance([*self._roots])
@@ -291,6 +322,7 @@ class Attempts:
             added: The norm of the gradients that it has added.
         """
         self._threads.add(get_ident())
+        self._left -= isinstance(self._watch, CauseWatch)
         bad = [loss for loss in losses if not is_finite(loss)]
         if bad or not math.isfinite(added):
             self._judge(bad)
@@ -312,13 +344,11 @@ class Attempts:
         known = self._record.cause
         if known and (known.is_of_loss or not bad):
             return
-        for number, each in enumerate(tensors_of(self._batch)):
-            if bad and each.is_floating_point() and not is_finite(each):
-                text = f"input {number} of the batch: the precision is not the cause"
-                self._know(Cause(text, None, text))
-                return
+        fault = fault_of_input(self._batch) if bad else None
         watch = self._watch
-        if not isinstance(watch, CauseWatch):
+        if fault is not None:
+            self._know(Cause(fault, None, fault))
+        elif not isinstance(watch, CauseWatch):
             self._left = _MOST_LOOKS
         else:
             self._know(watch.cause(bad[0]) if bad else watch.cause_of_gradients())

@@ -36,7 +36,6 @@ from determined_amp.check.judge import judge_record
 from determined_amp.check.record import Record, where_raised
 from determined_amp.check.recorder import OVERFLOWS, Recorder
 from determined_amp.check.scratch import changing_all_in
-from determined_amp.check.stand_in import ONLY_ON_A_GPU
 from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.files import temporary_folder
 from determined_amp.local.open_trial import trial_context
@@ -115,12 +114,8 @@ def examine(
         probe = Probe(config, source, trial, folder)
         record, resumed = _runs(probe, run or run_afresh, notify)
     findings = judge_record(record, resumed)
-    if record.forces_none:
-        findings.notes.append("it raises an error on an overflow, so none was forced")
     if findings.trained and not (findings.amp or record.scalers):
         findings.notes.append(ASK_FOR_AMP)
-    if not record.has_cuda:
-        findings.notes.append(ONLY_ON_A_GPU)
     return findings
 
 
@@ -195,8 +190,7 @@ def run_here(probe: Probe) -> Record:
             machine.
     """
     recorder = Recorder(probe.overflows, moves_scale=not probe.resumes)
-    record = recorder.record
-    record.determined, record.has_cuda = True, torch.cuda.is_available()
+    recorder.record.determined = True
     try:
         with (
             recorder.watching(),
@@ -209,7 +203,7 @@ def run_here(probe: Probe) -> Record:
         if is_the_users and not isinstance(error, CheckpointError):
             raise
         # What a trial raises is recorded.
-    return record
+    return recorder.record
 
 
 def _train(probe: Probe, recorder: Recorder, core_context: core.Context) -> None:

@@ -143,6 +143,7 @@ class CheckFindings:
     seen: str = ""  # what was examined, in one sentence
     trained: bool = False  # something was, so that something was examined
     amp: bool = True  # with autocast, or a loss that was scaled
+    record: Any = None  # the `Record` that was judged
 
     def __iter__(self) -> Iterator[CheckFinding]:
         return iter(self.all)

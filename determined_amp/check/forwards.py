@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,14 +10,10 @@ from torch import nn
 
 from determined_amp.amp.precision import autocast_is_on
 from determined_amp.amp.rehearse.backward_graph import WHOLE_MODEL, module_names
-from determined_amp.amp.tensors import (
-    SIXTEEN_BITS,
-    has_numbers,
-    is_finite,
-    tensors_of,
-)
+from determined_amp.amp.tensors import has_numbers, is_finite
 from determined_amp.amp.torch_private import version_of
-from determined_amp.check.record import Record, users_line
+from determined_amp.check.causes import has_overflown, overflow_in
+from determined_amp.check.record import Record
 from determined_amp.check.stand_in import unheard
 
 
@@ -84,13 +78,10 @@ class Forwards:
 
     def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """A hook of all modules."""
-        is_known = self._record.validation is not None
         is_root = len(self._running) == 1
-        if is_root and not (is_known or torch.is_grad_enabled()):
-            bad = has_overflown(output) and not has_overflown(inputs)
-            if bad and _is_finite_in_float32(module, inputs):
-                name = f"the output of {type(module).__name__}"
-                self._record.validation = name, users_line()
+        is_wanted = is_root and self._record.validation is None
+        if is_wanted and not torch.is_grad_enabled() and has_overflown(output):
+            self._record.validation = overflow_in(module, inputs)
         self._running = self._running[:-1]
 
     def drop_casts(self) -> None:
@@ -115,22 +106,3 @@ class Forwards:
         """Its name in the model whose forward runs, or that of its class."""
         name, kind = module_names([*self.roots]).get(module), type(module).__name__
         return kind if name in (None, WHOLE_MODEL) else f"{name} ({kind})"
-
-
-def has_overflown(value: Any) -> bool:
-    """Whether it has NaN or infinity; minus infinity is a mask."""
-    tensors = [each for each in tensors_of(value) if each.is_floating_point()]
-    return any(bool((each.isnan() | each.isposinf()).any()) for each in tensors)
-
-
-def _is_finite_in_float32(module: nn.Module, inputs: Any) -> bool:
-    """Whether a module that computes in 16 bits is finite if it does not."""
-    dtypes = {parameter.dtype for parameter in module.parameters()}
-    device = next((p.device.type for p in module.parameters()), "cpu")
-    if not (autocast_is_on(device) or dtypes.intersection(SIXTEEN_BITS)):
-        return False
-    # It may not take another dtype.
-    with suppress(Exception), torch.autocast(device, enabled=False):
-        given = [each.float() if each.is_floating_point() else each for each in inputs]
-        return not has_overflown(copy.deepcopy(module).float().forward(*given))
-    return False

@@ -168,6 +168,9 @@ def never_steps(record: Record) -> Found:
 # The scale changes nothing.
 
 
+Point = tuple[float, float]  # a scale, and a norm there
+
+
 @dataclass(frozen=True)
 class _Dependence:
     """How norms follow the loss scale."""
@@ -205,32 +208,29 @@ def _dependence(
     An infinite norm is that of a step that was skipped at a scale that was right.
     """
     points = [(s, norm) for s, norm in scales_and_norms if s and norm * s > _TINY]
-    scales = [scale for scale, norm in points if norm < math.inf] or [1.0]
+    scales = [scale for scale, _ in _finite(points)] or [1.0]
     if max(scales) < _LEAST_RATIO * min(scales):
         return None
     middle = math.sqrt(min(scales) * max(scales))
     points = _alternating(points, middle)
-    scales = [scale for scale, norm in points if norm < math.inf]
-    low = sorted(norm for scale, norm in points if scale < middle)
-    high = sorted(norm for scale, norm in points if scale >= middle)
-    low_norms = [norm for norm in low if norm < math.inf]
-    high_norms = [norm for norm in high if norm < math.inf]
-    norms = min(len(low_norms), len(high_norms))
+    low = [point for point in points if point[0] < middle]
+    high = [point for point in points if point[0] >= middle]
+    if not _are_apart(low, high):
+        return None
+    low, high = _finite(low), _finite(high)
+    norms = min(len(low), len(high))
     if norms < _LEAST_NORMS:
         return None
-    larger = sum(bisect_left(low, norm) for norm in high)
-    share = larger / (len(high) * len(low))
-    if max(share, 1 - share) < _SEPARATED:
-        return None
-    low_scale = median(scale for scale in scales if scale < middle)
-    high_scale = median(scale for scale in scales if scale >= middle)
-    factor = median(high_norms) / median(low_norms)
-    return _Dependence(factor, high_scale / low_scale, norms)
+    low_scale, low_norm = map(median, zip(*low, strict=True))
+    high_scale, high_norm = map(median, zip(*high, strict=True))
+    return _Dependence(high_norm / low_norm, high_scale / low_scale, norms)
 
 
-def _alternating(
-    points: list[tuple[float, float]], middle: float
-) -> list[tuple[float, float]]:
+def _finite(points: Iterable[Point]) -> list[Point]:
+    return [point for point in points if point[1] < math.inf]
+
+
+def _alternating(points: list[Point], middle: float) -> list[Point]:
     """Those with one on the other side of a scale among their neighbours.
 
     A scale that only grows, or falls, compares early gradients with late ones.
@@ -241,6 +241,14 @@ def _alternating(
         if len({scale >= middle for scale, _ in around}) == 2:
             near.append(point)
     return near
+
+
+def _are_apart(low: Sequence[Point], high: Sequence[Point]) -> bool:
+    """Whether nearly all norms at high scales are larger, or nearly all smaller."""
+    lows = sorted(norm for _, norm in low)
+    larger = sum(bisect_left(lows, norm) for _, norm in high)
+    share = larger / max(1, len(high) * len(low))
+    return max(share, 1 - share) >= _SEPARATED
 
 
 def gradients_follow_the_scale(record: Record) -> Found:
@@ -254,7 +262,7 @@ def gradients_follow_the_scale(record: Record) -> Found:
                 break
 
 
-def _norms_at_scales(steps: list[Event], norm: str) -> list[tuple[float, float]]:
+def _norms_at_scales(steps: list[Event], norm: str) -> list[Point]:
     """In the order of the steps; infinite where one skips at a scale that was right."""
     late = _late(steps)
     points = []
@@ -288,8 +296,7 @@ def adds_what_does_not_follow_the_scale(record: Record) -> Found:
 def rates_follow_the_scale(record: Record) -> Found:
     """As of a rate that is computed from the norm of scaled gradients."""
     for steps in _steps_of_each(record, skipped=False):
-        rates = ((step.scale, float((step.rates or [0])[0] or 0)) for step in steps)
-        seen = _dependence(rates)
+        seen = _dependence((step.scale, step.rate) for step in steps)
         if seen and abs(seen.exponent) >= _EXPONENT:
             yield seen.at(steps)
 
@@ -378,6 +385,6 @@ def metric_differs_in_float32(record: Record) -> Found:
 
 
 def validation_is_not_finite(record: Record) -> Found:
-    if record.validation is not None and not record.metrics:
-        name, where = record.validation
-        yield Seen([where], name=name)
+    cause = record.validation
+    if cause and not record.metrics:
+        yield Seen([cause.where], operation=cause.text)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from determined_amp.check import invariants, rules
+from determined_amp.check.advice import fitted_to_script
 from determined_amp.check.finding import (
     ROWS,
     CheckFinding,
@@ -16,20 +16,12 @@ from determined_amp.check.finding import (
     Level,
     Seen,
     Words,
-    code_of,
 )
 from determined_amp.check.record import Event, Record
+from determined_amp.check.stand_in import ONLY_ON_A_GPU
 
 _RULES: dict[str, Any] = {**vars(invariants), **vars(rules)}
 _STOPS = "the training stops, {backwards} backwards after its begin: {error}"
-
-# So many lines before and behind the line of a finding are near it.
-_NEAR = 8
-# In so many, lines of the script are not to be repeated.
-_FAR = 24
-_CALL = re.compile(r"\w+\(\)?")
-# What a statement calls, up to its arguments.
-_CALLED = re.compile(r"[\w.]+\(")
 
 
 def judge_record(record: Record, resumed: Record | None = None) -> CheckFindings:
@@ -44,20 +36,16 @@ def judge_record(record: Record, resumed: Record | None = None) -> CheckFindings
     all_told = [*_told("seen", record), *_told_by_error(record)]
     if resumed is not None:
         all_told += _told("resumed", record, resumed)
-    fitted = [_fitted_to_script(each) for each in concluded(all_told)]
-    findings = CheckFindings(fitted, trained=trained, amp=record.is_amp)
-    findings.seen = _seen(record) if trained else ""
-    if record.disturbed:
-        findings.notes.append(
-            "the training raises an error on an overflow, and the doctor made one "
-            f"here: {record.raised}; watching(overflows=()) makes none"
-        )
-    off = [scaler.where for scaler in record.scalers if not scaler.enabled]
-    if off and not record.is_amp:
-        findings.notes.append(
-            f"the GradScaler of {off[0]} is switched off, so no AMP was examined"
-        )
-    return findings
+    known = [_with_cause(each, record) for each in concluded(all_told)]
+    fitted = [fitted_to_script(each) for each in known]
+    return CheckFindings(
+        fitted,
+        notes=[*_notes(record)],
+        seen=_seen(record) if trained else "",
+        trained=trained,
+        amp=record.is_amp,
+        record=record,
+    )
 
 
 def _told(kind: str, record: Record, *resumed: Record) -> Iterator[CheckFinding]:
@@ -106,19 +94,13 @@ def _findings(
         events = [line for line in each.at if isinstance(line, Event)]
         of = record.of(events[0].kind) if events else []
         effect = Words().format(words, **{"of": of, **each.words})
-        at = [line.where if isinstance(line, Event) else line for line in each.at]
+        lines = [line.where if isinstance(line, Event) else line for line in each.at]
+        where = tuple(dict.fromkeys(filter(None, lines)))
+        levels = row["level"].split(" or ")
+        level = Level(levels[0] if each.proven else levels[-1])
         orders, advice = _advice(row, each, in_a_loop=not record.determined)
-        if row.get("has_cause"):
-            effect += _bad_losses(record)
-            if cause := record.cause:
-                effect += f"; first: {cause.text}"
-                at.insert(0, cause.where)
-                orders, advice = False, cause.advice
-        level = Level(row["level"].split(" or ")[0 if each.proven else -1])
-        where = tuple(dict.fromkeys(line for line in at if line is not None))
-        orders = orders and level is not Level.SUSPICION
-        sentence = row["sentence"]
-        yield CheckFinding(key, level, sentence, where, effect, advice, orders)
+        orders = orders and level is Level.FAULT
+        yield CheckFinding(key, level, row["sentence"], where, effect, advice, orders)
 
 
 def _advice(row: dict[str, Any], seen: Seen, *, in_a_loop: bool) -> tuple[bool, str]:
@@ -128,12 +110,6 @@ def _advice(row: dict[str, Any], seen: Seen, *, in_a_loop: bool) -> tuple[bool, 
     of_a_trial = row.get(kind, [])
     lines = row.get(f"in_a_loop_{kind}", of_a_trial) if in_a_loop else of_a_trial
     return orders, "\n".join(lines)
-
-
-def _bad_losses(record: Record) -> str:
-    bad, losses = record.of("backward", finite=False), record.of("backward")
-    told = f"; {len(bad)} of {len(losses)} backwards began at a loss that is not finite"
-    return told if bad else ""
 
 
 # From what was told to what is shown.
@@ -148,23 +124,24 @@ def concluded(told: Iterable[CheckFinding]) -> list[CheckFinding]:
     for finding in told:
         by_key[finding.key].append(finding)
     known = {key: _merged(same) for key, same in by_key.items()}
-    explained: dict[str, set[Level]] = defaultdict(set)
-    for key, cause in known.items():
-        for effect in _explained_by(key):
-            explained[effect].add(cause.level)
+    explained = {
+        (effect, cause.level)
+        for key, cause in known.items()
+        for effect in _effects(key)
+    }
     left = [
         each
         for key, each in known.items()
-        if explained[key].isdisjoint({each.level, Level.FAULT})
+        if explained.isdisjoint({(key, each.level), (key, Level.FAULT)})
     ]
     return sorted(left, key=_rank)
 
 
-def _explained_by(key: str) -> Iterator[str]:
+def _effects(key: str) -> Iterator[str]:
     """The findings that one explains, with those that they explain."""
     for effect in ROWS[key].get("explains", ()):
         yield effect
-        yield from _explained_by(effect)
+        yield from _effects(effect)
 
 
 def _merged(same: list[CheckFinding]) -> CheckFinding:
@@ -182,52 +159,44 @@ def _rank(finding: CheckFinding) -> int:
     return [*Level].index(finding.level)
 
 
-def _fitted_to_script(finding: CheckFinding) -> CheckFinding:
-    """The finding with the numbers of lines that the script has, not to be repeated.
-
-    Where all of its calls stand near, in this order, no order is given: they may be
-    those of another object, or stand in another place than they should.
-    """
-    if not (finding.orders and finding.where):
+def _with_cause(finding: CheckFinding, record: Record) -> CheckFinding:
+    """The finding; one of what is not finite says why that is so."""
+    if not ROWS[finding.key].get("has_cause"):
         return finding
-    lines = finding.write.splitlines()
-    code = finding.where[0].code_around(_FAR)
-    numbered = [_with_its_number(line, code) for line in lines]
-    calls = [_calls_in(code_of(line)) for line in lines]
-    wanted = [each for each in calls if each]
-    stands = False
-    for where in finding.where if wanted else ():
-        near = map(_calls_in, where.code_around(_NEAR).values())
-        # They are read once, and a line may call more in its arguments.
-        found = [any(its[: len(each)] == each for its in near) for each in wanted]
-        stands |= all(found)
-    return replace(finding, write="\n".join(numbered), orders=not stands)
-
-
-def _with_its_number(line: str, near: dict[int, str]) -> str:
-    """A line of an order, with the number of the script's own that calls the same."""
-    code = "" if "in place of" in line else code_of(line)
-    called = _CALLED.match(code)
-    for number, its in near.items():
-        if code and (its.endswith(code) or (called and its.startswith(called[0]))):
-            return f"{line}  # your line {number}"
-    return line
-
-
-def _calls_in(code: str) -> list[str]:
-    """What a line calls, by its last name and the bracket that follows."""
-    return [] if code.startswith("leave ") else _CALL.findall(code)
+    cause, effect = record.cause, finding.effect
+    bad, of = record.of("backward", finite=False), record.of("backward")
+    if bad:
+        count = f"{len(bad)} of {len(of)}"
+        effect = f"{effect}; {count} backwards began at a loss that is not finite"
+    if cause is None:
+        return replace(finding, effect=effect)
+    effect = f"{effect}; first: {cause.text}"
+    where = tuple(dict.fromkeys(filter(None, (cause.where, *finding.where))))
+    told = replace(finding, where=where, effect=effect)
+    return replace(told, write=cause.advice, orders=False)
 
 
 # What is told beside the findings.
 
 
-def interventions(record: Record) -> list[str]:
-    """In which windows the doctor made an overflow, for the notes."""
-    places = {window.place for window in record.complete if window.forced}
-    steps = ", ".join(map(str, sorted(places)))
-    note = f"the doctor made an overflow in these steps of an optimizer: {steps}"
-    return [note] if places else []
+def _notes(record: Record) -> Iterator[str]:
+    """What the doctor has done to a training, and what it has not examined."""
+    if record.disturbed:
+        yield (
+            "the training raises an error on an overflow, and the doctor made one "
+            f"here: {record.raised}; watching(overflows=()) makes none"
+        )
+    if record.forces_none:
+        yield "it raises an error on an overflow, so none was forced"
+    off = [scaler.where for scaler in record.scalers if not scaler.enabled]
+    if off and not record.is_amp:
+        yield f"the GradScaler of {off[0]} is switched off, so no AMP was examined"
+    forced = {window.place for window in record.complete if window.forced}
+    if forced:
+        steps = ", ".join(map(str, sorted(forced)))
+        yield f"the doctor made an overflow in these steps of an optimizer: {steps}"
+    if not record.has_cuda:
+        yield ONLY_ON_A_GPU
 
 
 def _seen(record: Record) -> str:

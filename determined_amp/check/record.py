@@ -53,11 +53,11 @@ class Event(SimpleNamespace):
     | | that it used, the `norms` of each weight's, and the norm before a clip |
     | | (`unclipped`); what was `added` to scaled gradients; their `factor`, and what |
     | | the training multiplied them by (`by_hand`); whether the scaler has `divided` |
-    | | them; the `rates` of the groups; whether its float32 weights were `rounded` |
-    | | before; the `scale`, and whether the doctor `moved` it; whether the doctor |
-    | | `disturbed` gradients since the newest update, and whether the step would |
-    | | have used its overflow (`overflows`); whether a checkpoint was saved before |
-    | | (`after_save`); the `scaler`, if one makes it |
+    | | them; the `rates` of the groups, and the first (`rate`); whether its float32 |
+    | | weights were `rounded` before; the `scale`; whether the doctor `disturbed` |
+    | | gradients since the newest update, and whether the step would have used its |
+    | | overflow (`overflows`); whether a checkpoint was saved before (`after_save`); |
+    | | the `scaler`, if one makes it |
     | `read` | a loss that was scaled becomes a number of Python's |
     | `stale` | a forward of weights that autocast had cast before they changed |
     | `closure` | a scaler is given one for its step |
@@ -103,11 +103,11 @@ class StepWindow:
     optimizer: int  # its number
     place: int = 0  # among its windows, from 1
     backwards: list[Event] = field(default_factory=list)  # whose gradients it has
-    lost: int = (
-        0  # of the backwards, whose gradients were zeroed before any step used them
-    )
+    # Backwards whose gradients were zeroed before any step used them.
+    lost: int = 0
     zeroed: list[Event] = field(default_factory=list)  # by these
-    stale: int = 0  # gradients that an earlier step has used and that were not zeroed
+    # Its first backward was added to gradients that an earlier step has used.
+    stale: bool = False
     left_out: bool = False  # its gradients were unscaled and updated, and not stepped
     # which were added to those of a step that was left out
     kept: list[Event] = field(default_factory=list)
@@ -201,8 +201,8 @@ class Record:
     # Modules that run whose weights an optimizer holds and no gradient reaches: each
     # as often as it has such weights.
     cut_off: list[str] = field(default_factory=list)
-    # A forward without gradients that is not finite, and is in float32.
-    validation: tuple[str, Where | None] | None = None
+    # Of a forward without gradients that is not finite, and is in float32.
+    validation: Cause | None = None
     cause: Cause | None = None  # of a loss that is not finite
     hidden: Cause | None = None  # an overflow in a forward whose loss is finite
     # A cast that changes whole numbers: the largest, and the line.

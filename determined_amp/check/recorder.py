@@ -95,7 +95,7 @@ class Recorder:
     def __init__(
         self, overflows: Collection[int] = OVERFLOWS, *, moves_scale: bool = False
     ) -> None:
-        self.record = Record()
+        self.record = Record(has_cuda=torch.cuda.is_available())
         self.schedules: dict[Any, Schedule] = {}
         self.before_backward: Callable[[], None] = lambda: None
         self._scalers: dict[torch.amp.GradScaler, Scaler] = {}
@@ -114,6 +114,7 @@ class Recorder:
         self._running: set[Hook] = set()
         self._backward_now: tuple[Event, dict[StepGradients, Any]] | None = None
         self._scaler_that_steps: torch.amp.GradScaler | None = None
+        self._has_stepped = False  # an optimizer, since that scaler began
         self._stepping: FrameType | None = None  # in which the outermost step runs
         self._stand_in = StandIn(self._function)
         self._ended = False
@@ -202,25 +203,24 @@ class Recorder:
 
     # What is watched, and by what.
 
-    def _hooks(self) -> list[tuple[Any, str, Hook]]:
+    def _hooks(self) -> Iterator[tuple[Any, str, Hook]]:
         """The owner and the name of each function, and what is called in place of
         it.
         """
-        makes = [getattr(lr_scheduler, name) for name in _SCHEDULERS]
-        return [
-            (_SCALER, "__init__", self._make),
-            (_SCALER, "scale", self._scale),
-            (_SCALER, "unscale_", self._unscale),
-            (_SCALER, "step", self._scaler_step),
-            (_SCALER, "update", self._update),
-            (Optimizer, "__init__", self._make),
-            (nn.Module, "zero_grad", self._zero),
-            *((nn.Module, name, self._cast) for name in ("half", "bfloat16", "to")),
-            *((kind, "__init__", self._schedule) for kind in makes),
-            (torch.autocast, "__enter__", self._autocast),
-            (torch, "clear_autocast_cache", self._drop_casts),
-            (torch, "save", self._save),
-        ]
+        yield _SCALER, "__init__", self._make
+        yield _SCALER, "scale", self._scale
+        yield _SCALER, "unscale_", self._unscale
+        yield _SCALER, "step", self._scaler_step
+        yield _SCALER, "update", self._update
+        yield Optimizer, "__init__", self._make
+        for name in _SCHEDULERS:
+            yield getattr(lr_scheduler, name), "__init__", self._schedule
+        yield nn.Module, "zero_grad", self._zero
+        for name in ("half", "bfloat16", "to"):
+            yield nn.Module, name, self._cast
+        yield torch.autocast, "__enter__", self._autocast
+        yield torch, "clear_autocast_cache", self._drop_casts
+        yield torch, "save", self._save
 
     def _in_place_of(self, own: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         @wraps(own)
@@ -398,26 +398,29 @@ class Recorder:
         parts = self._seen_parts_of(optimizer)
         run()
         for gradients in parts:
-            if scaler.is_enabled() and gradients.pending:
+            if scaler.is_enabled() and gradients.is_open:
                 gradients.unscale(float(scaler.get_scale()))
 
     def _clip(self, clip: Clip) -> None:
         """Before a clip by torch, whose limit stands in one of its frames."""
         known = _locals_of(clip)
-        given = [*clip.gradients]
-        clipped = [g for g in self._gradients if not {*given}.isdisjoint(g.dense())]
+        given = {*clip.gradients}
+        clipped = [each for each in self._gradients if each.has_any_of(given)]
         for gradients in clipped:
             gradients.look()
-        factors = [each.factor for each in clipped if each.pending]
+        factors = [each.factor for each in clipped if each.is_open]
         if self._backward_now is not None:  # a hook of it clips
             factors = [self._backward_now[0].loss.scale or 1.0]
-        for of in {"max_norm", "clip_value"} & known.keys() if factors else ():
+        if not factors:
+            return
+        factor = max((each for each in factors if each > SCALED), default=1.0)
+        for of in {"max_norm", "clip_value"} & known.keys():
             if known.get("error_if_nonfinite"):
                 self._overflows.stop()
             for gradients in clipped:
                 gradients.clipped = True
-            norm = math.hypot(*(float(each.detach().float().norm()) for each in given))
-            factor = max((each for each in factors if each > SCALED), default=1.0)
+            norms = (each.detach().float().norm() for each in clip.gradients)
+            norm = math.hypot(*map(float, norms))
             if math.isfinite(norm):
                 limit = float(known[of])
                 self.record.note("clip", of=of, limit=limit, norm=norm, factor=factor)
@@ -429,11 +432,11 @@ class Recorder:
     ) -> Any:
         if closure_of(args, kwargs) is not None:
             self.record.note("closure")
-        parts, before = self._seen_parts_of(optimizer), len(self.record.of("step"))
-        self._scaler_that_steps = scaler
+        parts = self._seen_parts_of(optimizer)
+        self._scaler_that_steps, self._has_stepped = scaler, False
         try:
             result = run()
-            if len(self.record.of("step")) == before:  # it has called none
+            if not self._has_stepped:
                 found: Any = states_of_steps(scaler)[id(optimizer)]
                 known = found["found_inf_per_device"].values()
                 for gradients in parts:
@@ -468,13 +471,13 @@ class Recorder:
                 self._end_step(gradients)
 
     def _end_step(self, gradients: StepGradients) -> None:
+        self._has_stepped = True
         scaler = self._scaler_that_steps
         scaled = scaler is not None and scaler.is_enabled()
         gradients.end_step(
             scaled=scaled,
             scaler=self._known_scaler(scaler) if scaler and scaled else None,
             scale=_scale_of(scaler) if scaler and scaled else gradients.scale,
-            moved=self._moves.is_moved,
             disturbed=self._disturbed,
             after_save=self.record.saved,
         )

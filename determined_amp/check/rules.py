@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from determined_amp.check.finding import ROWS, Found, Seen, Where
-from determined_amp.check.record import Event, Record, Scaler, StepWindow
+from determined_amp.check.record import Event, Record, StepWindow
 from determined_amp.check.step_gradients import SCALED
 from determined_amp.experiment.failures import name_in_16_bits
 
@@ -40,26 +40,17 @@ _UPDATES = {"float16": "1/2048", "bfloat16": "1/256"}
 
 
 def makes_scalers_anew(record: Record) -> Found:
-    """One scaler lasts for the whole training."""
-    steps = record.of("step", scaled=True)
-    skipped = [step for step in steps if step.skipped and not step.disturbed]
-    used = [scaler for scaler in record.scalers if scaler.used and not scaler.ours]
-    made = Counter(scaler.where for scaler in used)
-    for line, times in made.most_common(1):
-        if times > max(2, len(steps) / 2):
-            is_often = len(skipped) > len(steps) / 2
-            yield Seen([line], scalers=times, part=skipped, of=steps, proven=is_often)
-
-
-def makes_scalers_for_one_optimizer(record: Record) -> Found:
-    """As at the begin of each epoch."""
-    of_optimizers: dict[tuple[int, Where | None], set[Scaler]] = defaultdict(set)
+    """One scaler lasts for the whole training of an optimizer."""
+    of_lines: dict[tuple[int, Where | None], list[Event]] = defaultdict(list)
     for step in record.of("step", scaled=True):
         if not step.scaler.ours:
-            of_optimizers[step.optimizer, step.scaler.where].add(step.scaler)
-    for (_, line), scalers in of_optimizers.items():
-        if len(scalers) > 1:
-            yield Seen([line], scalers=len(scalers), proven=False)
+            of_lines[step.optimizer, step.scaler.where].append(step)
+    for (_, line), steps in of_lines.items():
+        scalers = len({step.scaler for step in steps})
+        skipped = [step for step in steps if step.skipped and not step.disturbed]
+        if scalers > 1:
+            is_often = 2 * min(scalers, len(skipped)) > len(steps)
+            yield Seen([line], scalers=scalers, part=skipped, of=steps, proven=is_often)
 
 
 def divides_no_scale_of_its_own(record: Record) -> Found:
@@ -181,7 +172,7 @@ def moves_on_skipped_steps(record: Record) -> Found:
 
 def _is_range_test(windows: list[StepWindow]) -> bool:
     """Whether the rate grows by one factor, as where a good one is looked for."""
-    rates = [float((window.steps[0].rates or [0])[0] or 0) for window in windows]
+    rates = [window.steps[0].rate for window in windows]
     pairs = pairwise(rates)
     ratios = {round(after / rate, 3) for rate, after in pairs if rate}
     return len(ratios - {1.0}) == 1 and max(ratios) > 1
@@ -364,8 +355,7 @@ def rates_are_lost(before: Record, after: Record) -> Found:
             if one.skipped or again.skipped:
                 break
             if one.rates != again.rates:
-                was, now = float(one.rates[0]), float(again.rates[0])
-                yield Seen([None], was=was, now=now)
+                yield Seen([None], was=one.rate, now=again.rate)
                 break
 
 

@@ -40,25 +40,24 @@ _CACHES = (
 # The folder that is looked into in place of one of the user's.
 _SHADOW = ".determined_amp"
 
-# What is called in place of functions: the method of `Scratch` that knows where their
-# paths are, and which of their arguments are paths.
-_LOOK = ("stat", "access", "chdir", "statvfs", "getxattr", "listxattr")
-_CHANGE = ("truncate", "chmod", "chown", "utime", "setxattr", "removexattr")
-_CALLS = (
-    ("os", "look", _LOOK, (0,)),
-    ("os", "look_at_link", ("lstat",), (0,)),
-    ("os", "read_link", ("readlink",), (0,)),
-    ("os", "make", ("mkdir", "mkfifo"), (0,)),
-    ("os", "make", ("symlink",), (1,)),
-    ("os", "name", ("rmdir", "remove", "unlink"), (0,)),
-    ("os", "name", ("rename", "replace"), (0, 1)),
-    ("os", "change", _CHANGE, (0,)),
-    ("os", "change", ("link",), (0, 1)),
-    ("torch", "renew", ("save",), (1,)),
-    ("safetensors.torch", "renew", ("save_file", "save_model"), (1,)),
-    ("safetensors.torch", "look", ("load_file",), (0,)),
-    ("safetensors.torch", "look", ("load_model",), (1,)),
-)
+# What is called in place of functions: their module, the method of `Scratch` that finds
+# their paths, which of their arguments are paths, and their names.
+_CALLS = """
+    os                 look          0    stat access chdir statvfs getxattr listxattr
+    os                 look_at_link  0    lstat
+    os                 read_link     0    readlink
+    os                 make          0    mkdir mkfifo
+    os                 make          1    symlink
+    os                 name          0    rmdir remove unlink
+    os                 name          0,1  rename replace
+    os                 change        0    truncate chmod chown utime setxattr
+    os                 change        0    removexattr
+    os                 change        0,1  link
+    torch              renew         1    save
+    safetensors.torch  renew         1    save_file save_model
+    safetensors.torch  look          0    load_file
+    safetensors.torch  look          1    load_model
+"""
 _NAMES = ("path", "src", "dst", "f", "filename")  # of arguments that are paths
 _BESIDE = ("dir_fd", "src_dir_fd", "dst_dir_fd")  # with these they are not
 _TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -156,11 +155,13 @@ def _owners() -> list[Any]:
 
 def _calls(scratch: Scratch) -> Iterator[tuple[Call, Call]]:
     """The functions that take a path, and what is called in place of each."""
-    for module, find, names, places in _CALLS:
+    for row in _CALLS.strip().splitlines():
+        module, method, at, *names = row.split()
+        find, places = getattr(scratch, method), [*map(int, at.split(","))]
         with suppress(ImportError):
             owner = importlib.import_module(module)
             for own in [getattr(owner, each) for each in names if hasattr(owner, each)]:
-                yield own, partial(_call, scratch, getattr(scratch, find), places, own)
+                yield own, partial(_call, scratch, find, places, own)
     yield os.getcwd, partial(_getcwd, scratch, os.getcwd)
     yield os.open, partial(_open, scratch, os.open)
     yield open, partial(open, opener=partial(_open, scratch, os.open, mode=0o666))

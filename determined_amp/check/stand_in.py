@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -92,7 +92,8 @@ class StandIn(TorchFunctionMode):
             if name == "binary_cross_entropy":
                 raise RuntimeError(f"{name} and BCELoss are unsafe to autocast")
             args, kwargs = as_float32((args, kwargs))
-        result = func(*args, **kwargs)
+        with _own_lstm() if name == "lstm" else nullcontext():
+            result = func(*args, **kwargs)
         self._hear(name, (args, kwargs), result)
         return result
 
@@ -131,6 +132,17 @@ def unheard(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return call
+
+
+@contextmanager
+def _own_lstm() -> Iterator[None]:
+    """Compute an LSTM with torch's own operations: oneDNN has none in float16 on most
+    CPUs.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TF32 acceleration")
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
 
 
 def _on_cpu(device: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -34,6 +34,10 @@ _SAMPLED = 256
 class StepGradients:
     """The gradients that one optimizer steps with.
 
+    A window is open from its first backward to its step. Whenever code of the user's
+    may have changed the gradients, they are measured, and compared with what was
+    measured before.
+
     Args:
         optimizer: The optimizer.
         record: What happens to the gradients is noted there.
@@ -43,10 +47,9 @@ class StepGradients:
         number: The place of the optimizer among all.
         factor: What the gradients are multiplied by; NaN if that is not known.
         scale: What the newest backward was scaled by.
-        pending: Whether there are gradients that no step has used.
-        clipped: Whether torch has clipped them since they were looked at.
-        norms: That of each, in the order of the weights, when they were looked at last.
-        reached: The weights that had a gradient other than 0 in any look.
+        clipped: Whether torch has clipped them since they were measured.
+        norms: That of each, in the order of the weights, when they were measured last.
+        reached: The weights that had a gradient other than 0 whenever it was measured.
         window: The newest.
         is_new: Whether autograd has computed something since the newest step.
     """
@@ -57,7 +60,6 @@ class StepGradients:
         self.number = record.optimizers
         self.factor = 1.0
         self.scale: float | None = None
-        self.pending = False
         self.clipped = False
         self.norms: list[float] = []
         self.reached: set[torch.Tensor] = set()
@@ -66,9 +68,11 @@ class StepGradients:
         self.overflows = overflows
         self._optimizer = optimizer
         self._record = record
-        self._stale = 0  # gradients that a step has used and nobody has zeroed since
-        self._used: list[Key] = []  # of the newest step
-        self._values = torch.zeros(0)  # some of them, when they were looked at last
+        self._sample = torch.zeros(0)  # some numbers, when they were measured last
+        self._used: list[Key] = []  # the gradients of the newest step
+        self._are_used = False  # those that the backward which runs adds to
+        # The overflow of this window is taken back while a backward adds to it.
+        self._taken_back = False
         self._to_force = 0  # overflows that this window may still get
         self._overflown = 0  # windows that were made to overflow
         self._usually = 1.0  # `by_hand` of the newest window without an overflow
@@ -78,14 +82,17 @@ class StepGradients:
         self._divisor = 1.0
         self._begun: list[Key] = []
         self._halves: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._is_rounded: bool | None = None  # the weights, at the newest look
-        # The true gradients are back while a backward adds to them.
-        self._goes_on = False
+        self._is_rounded: bool | None = None  # the weights, after the newest step
         record.optimizers += 1
 
     @property
+    def is_open(self) -> bool:
+        """Whether there are gradients that no step has used."""
+        return self.window.place > 0 and not self.window.steps
+
+    @property
     def norm(self) -> float:
-        """That of all of them together, when they were looked at last."""
+        """That of all of them together, when they were measured last."""
         return math.hypot(*self.norms)
 
     @property
@@ -94,96 +101,104 @@ class StepGradients:
         return parameters_of(self._optimizer)
 
     @unheard
-    def dense(self) -> list[torch.Tensor]:
-        """Those there are."""
-        gradients = (p.grad for p in self.weights if p.grad is not None)
-        return [values_of(g) if g.is_sparse else g for g in gradients]
+    def has_any_of(self, gradients: Set[torch.Tensor]) -> bool:
+        """Whether some of these are among them."""
+        return not gradients.isdisjoint(weight.grad for weight in self.weights)
 
+    @unheard
     def versions(self) -> list[Key]:
         """What differs as soon as a gradient is another or has other values."""
         return [version_key(weight) for weight in self.weights]
 
     def measure(self) -> None:
-        """Take the norm of each, and a few of their numbers, in float32."""
+        """Take the norm of each, and a few of their numbers."""
         weights = self.weights
-        gradients = [weight.grad for weight in weights]
-        none = torch.zeros(0)
-        dense = [none if g is None else values_of(g) for g in gradients]
-        flat = [each.detach().float().flatten() for each in dense]
-        self.norms = [float(torch.linalg.vector_norm(each)) for each in flat]
+        numbers = [_numbers_of(weight) for weight in weights]
+        self.norms = [float(torch.linalg.vector_norm(each)) for each in numbers]
+        few = [each[:: max(1, len(each) // _SAMPLED)] for each in numbers]
+        self._sample = torch.cat([torch.zeros(0), *few])
         norms = zip(weights, self.norms, strict=True)
         self.reached.update(weight for weight, norm in norms if norm)
-        few = [gradient[:: max(1, len(gradient) // _SAMPLED)] for gradient in flat]
-        self._values = torch.cat([none, *few])
+
+    def _open_window(self) -> None:
+        self.overflows.forget(self.weights)
+        self.window = StepWindow(self.number, self.window.place + 1)
+        self.clipped = False
+        self._record.windows.append(self.window)
 
     # Between a backward and the step.
 
     @unheard
     def look(self) -> None:
-        """Note what code of the user's has done since they were looked at last."""
-        if not self.pending:
+        """Note what code of the user's has done since they were measured last."""
+        if not self.is_open:
             self._look_for_new()
         elif not self.overflows.are_in(self.weights):
-            norm, values = self.norm, self._values
+            norm, sample = self.norm, self._sample
             self.measure()
             if not self.clipped:
-                self._compare(self.norm / norm if norm else math.nan, values)
+                self._compare(norm, sample)
             self.clipped = False
 
-    def _compare(self, ratio: float, before: torch.Tensor) -> None:
+    def _compare(self, norm: float, sample: torch.Tensor) -> None:
+        """Note how they differ from what was measured before."""
+        window, now = self.window, self._sample
+        ratio = self.norm / norm if norm else math.nan
         if abs(ratio - 1) > 1e-3:
-            self.window.by_hand *= ratio
-        same_size = len(before) == len(self._values)
-        if self.norm and not (
-            same_size and torch.allclose(self._values, ratio * before, rtol=0.01)
-        ):
-            self.window.rewritten = True
+            window.by_hand *= ratio
+        is_same_size = len(sample) == len(now)
+        is_multiple = is_same_size and torch.allclose(now, ratio * sample, rtol=0.01)
+        if self.norm and not is_multiple:
+            window.rewritten = True
         if self.factor > SCALED:
-            if same_size:
-                change = float(torch.linalg.vector_norm(self._values - before))
-                self.window.added = math.hypot(self.window.added, change / self.factor)
+            if is_same_size:
+                change = float(torch.linalg.vector_norm(now - sample))
+                window.added = math.hypot(window.added, change / self.factor)
             if not ratio * self.factor > 1.01:
                 self.factor = math.nan  # divided by the scale, and clipped perhaps
 
     def _look_for_new(self) -> None:
         """Gradients of no backward were set by the training, as `p.grad = g`."""
         versions = self.versions()
-        if self._used and versions != self._used and self.dense():
-            self.measure()
-            is_same = [g for g, _ in versions] == [g for g, _ in self._used]
-            # Zeroing in place sets them, too; what a step has used may have been
-            # clipped.
-            if self.norm and (self.is_new or not is_same):
-                self.pending, self.factor = True, math.nan
-                self._open_window()
+        if not self._used or versions == self._used:
+            return
+        self.measure()
+        # Zeroing in place sets them, too; what a step has used may have been clipped.
+        if self.norm and (self.is_new or not _are_same(versions, self._used)):
+            self.factor = math.nan
+            self._open_window()
+
+    @unheard
+    def look_for_zeros(self) -> None:
+        """Note if they were zeroed before any step has used them."""
+        window = self.window
+        if self.is_open and not window.is_empty and not any(self._are_other_than_0()):
+            window.zeroed += self._record.of("zero_grad")[-1:]
+            window.lost, window.stale = len(window.backwards), False
+            self.factor, self.norms = 1.0, []
+            self.overflows.forget(self.weights)
+
+    def _are_other_than_0(self) -> Iterator[bool]:
+        for weight in self.weights:
+            yield weight.grad is not None and bool(values_of(weight.grad).any())
 
     @unheard
     def before_backward(self) -> None:
         """They may have been zeroed, by hand perhaps, or not at all."""
         self.look_for_zeros()
-        self._goes_on = self.overflows.are_untouched(self.weights)
-        if self._goes_on:  # the backward adds to the true ones
+        self._taken_back = self.overflows.are_untouched(self.weights)
+        if self._taken_back:
             self.overflows.give_back(self.weights)
-        self._stale = 0
-        if not self.pending:
-            now = zip(self.weights, self.versions(), self._used, strict=False)
-            same = (p.grad for p, key, used in now if self._is_used(key, used))
-            left = [each for each in same if each is not None]
-            self._stale = sum(bool(values_of(gradient).any()) for gradient in left)
+        self._are_used = not self.is_open and self._has_used()
 
-    def _is_used(self, now: tuple[int, int], used: tuple[int, int]) -> bool:
-        """Whether it is a gradient that a step has used, perhaps changed in place."""
-        return now == used or (now[0] == used[0] and not self.is_new)
-
-    @unheard
-    def look_for_zeros(self) -> None:
-        """Note if they were zeroed before any step has used them."""
-        looks = self.pending and not self.window.is_empty
-        if looks and not any(bool(gradient.any()) for gradient in self.dense()):
-            self.window.zeroed += self._record.of("zero_grad")[-1:]
-            self.window.lost, self.window.stale = len(self.window.backwards), 0
-            self.factor, self.norms = 1.0, []
-            self.overflows.forget(self.weights)
+    def _has_used(self) -> bool:
+        """Whether a step has used some of them, which may be changed in place since."""
+        now, are_there = self.versions(), self._are_other_than_0()
+        for key, used, is_there in zip(now, self._used, are_there, strict=False):
+            is_used = key == used or (key[0] == used[0] and not self.is_new)
+            if is_used and is_there:
+                return True
+        return False
 
     @unheard
     def unscale(self, scale: float) -> None:
@@ -210,47 +225,49 @@ class StepGradients:
         Returns:
             Whether they were.
         """
-        window = self.window
-        # Where the scaler has looked, the loop has left the step out by itself.
-        left_out = window.is_empty and window.unclipped is not None and window.forced
-        if window.steps or left_out or not window.backwards:
+        before = self.norm if self.is_open else 0.0
+        if self._begins_window():
             self._to_force = _MOST_OVERFLOWS if may_force and self.is_due() else 0
             self._open_window()
-            self.window.stale = self._stale
-        is_first = self.window.is_empty or not self.window.backwards
-        scale = backward.loss.scale
-        begins = bool(scale) and is_first and self._to_force > 0
-        if self.window.left_out and not self.window.is_empty:
-            self.window.kept.append(backward)
-        self.window.backwards.append(backward)
-        if backward.loss.has_gradient and not scale:
+            self.window.stale = self._are_used
+        window, loss = self.window, backward.loss
+        is_first = window.is_empty or not window.backwards
+        if window.left_out and not window.is_empty:
+            window.kept.append(backward)
+        window.backwards.append(backward)
+        self.scale = loss.scale
+        if loss.scale:
+            self.factor = loss.scale
+        elif loss.has_gradient:
             self.factor = math.nan  # that of the gradient it was given
-        elif scale:
-            self.factor = scale
-        before = self.norm if self.pending else 0.0
-        self.pending, self.scale = True, scale
         self.measure()
         backward.added = math.hypot(backward.added, self.norm - before)
-        if begins:
-            self.overflows.make(self.weights)
-            self._goes_on = False
-            self._to_force -= 1
-            self._overflown += not self.window.forced
-            self.window.forced = True
-        return begins
+        forces = bool(loss.scale) and is_first and self._to_force > 0
+        if forces:
+            self._force_overflow()
+        return forces
+
+    def _begins_window(self) -> bool:
+        """Whether the backward that has added to them is the first of a window."""
+        window = self.window
+        # Where the scaler has looked, the loop has left the step out by itself.
+        has_looked = window.unclipped is not None
+        left_out = window.is_empty and has_looked and window.forced
+        return bool(window.steps) or left_out or not window.backwards
+
+    def _force_overflow(self) -> None:
+        self.overflows.make(self.weights)
+        self._taken_back = False
+        self._to_force -= 1
+        self._overflown += not self.window.forced
+        self.window.forced = True
 
     @unheard
     def after_backward(self) -> None:
         """The gradients of a window that was made to overflow do so again."""
-        if self._goes_on:
+        if self._taken_back:
             self.overflows.make(self.weights)
-            self._goes_on = False
-
-    def _open_window(self) -> None:
-        self.overflows.forget(self.weights)
-        self.window = StepWindow(self.number, self.window.place + 1)
-        self.clipped = False
-        self._record.windows.append(self.window)
+            self._taken_back = False
 
     # The step.
 
@@ -263,26 +280,23 @@ class StepGradients:
             divisor: What the step itself divides them by.
         """
         self.look()
-        gave_back = not skipped and self.overflows.give_back(
-            self.weights, self._usually
-        )
+        weights = self.weights
+        gave_back = not skipped and self.overflows.give_back(weights, self._usually)
         self.measure()
         if not self.window.forced:
             self._usually = self.window.by_hand
-        was_rounded, self._is_rounded = self._is_rounded, are_rounded(self.weights)
         self._begun = self.versions()
-        self._halves = [
-            (weight, weight.detach().clone())
-            for weight in self.weights
-            if weight.dtype in SIXTEEN_BITS
-        ]
         self._divisor = divisor
+        rates = [group.get("lr") for group in self._optimizer.param_groups]
+        halves = [weight for weight in weights if weight.dtype in SIXTEEN_BITS]
+        self._halves = [(weight, weight.detach().clone()) for weight in halves]
         self._step = {
             "skipped": skipped,
-            "again": not self.pending,
+            "again": not self.is_open,
             "overflows": gave_back,
-            "rates": [group.get("lr") for group in self._optimizer.param_groups],
-            "rounded": self._is_rounded and was_rounded is False,
+            "rates": rates,
+            "rate": float((rates or [0])[0] or 0),
+            "rounded": self._is_rounded is False and are_rounded(weights),
         }
 
     @unheard
@@ -295,51 +309,67 @@ class StepGradients:
         window, norms = self.window, self._norms_of_step()
         norm = math.hypot(*norms)
         self._step["again"] &= norm != 0
+        measured = {
+            "norm": norm,
+            "norms": norms,
+            "unclipped": norm if window.unclipped is None else window.unclipped,
+            "added": window.added,
+        }
+        multiplied = {
+            "factor": self.factor / self._divisor,
+            "by_hand": window.by_hand,
+            "divided": bool(window.unscales) or self._divisor != 1,
+        }
+        known |= {"optimizer": self.number, "lost": _share_lost(self._halves)}
         step = self._record.note(
-            "step",
-            optimizer=self.number,
-            norm=norm,
-            norms=norms,
-            unclipped=norm if window.unclipped is None else window.unclipped,
-            added=window.added,
-            factor=self.factor / self._divisor,
-            by_hand=window.by_hand,
-            divided=bool(window.unscales) or self._divisor != 1,
-            lost=_share_lost(self._halves),
-            **self._step,
-            **known,
+            "step", **measured, **multiplied, **self._step, **known
         )
-        weights = (weight for weight in self.weights if weight.requires_grad)
-        self._record.weights |= {dtype_name(weight.dtype) for weight in weights}
-        if self.pending or norm:  # there are some
+        if self.is_open or norm:  # there are some
             window.steps.append(step)
         for backward in window.used:
             backward.divided = backward.divided or step.scaled
+        weights = [weight for weight in self.weights if weight.requires_grad]
+        self._record.weights |= {dtype_name(weight.dtype) for weight in weights}
         self._is_rounded = are_rounded(self.weights)
-        self.pending, self.factor, self.is_new = False, 1.0, False
-        self._used = self.versions()
+        self._used, self.factor, self.is_new = self.versions(), 1.0, False
 
     def _norms_of_step(self) -> list[float]:
         """Those of what it has used: hooks and the step itself may change that."""
-        norms, now = [norm / self._divisor for norm in self.norms], self.versions()
-        is_same = [g for g, _ in now] == [g for g, _ in self._begun]
-        if is_same and now != self._begun:
-            norm = math.hypot(*norms)
-            self.measure()
-            if self.norm:  # it has not zeroed them
-                self.window.by_hand *= self.norm / norm if norm else 1.0
-                return self.norms
-        return norms
+        now = self.versions()
+        norms = [norm / self._divisor for norm in self.norms]
+        if now == self._begun or not _are_same(now, self._begun):
+            return norms
+        before = math.hypot(*norms)
+        self.measure()
+        if not self.norm:  # it has zeroed them
+            return norms
+        self.window.by_hand *= self.norm / before if before else 1.0
+        return self.norms
+
+
+def _numbers_of(weight: torch.Tensor) -> torch.Tensor:
+    """Those of its gradient, in float32; none without one."""
+    if weight.grad is None:
+        return torch.zeros(0)
+    return values_of(weight.grad).float().flatten()
+
+
+def _are_same(keys: Sequence[Key], others: Sequence[Key]) -> bool:
+    """Whether gradients are the same tensors, whatever their values are."""
+    return [gradient for gradient, _ in keys] == [gradient for gradient, _ in others]
+
+
+# The weights of a step.
 
 
 @unheard
 def are_rounded(weights: Sequence[torch.Tensor]) -> bool:
     """Whether all float32 weights are exactly 16-bit numbers."""
-    exact = [each.detach() for each in weights if each.dtype is torch.float32]
-    return any(
-        all(torch.equal(each, each.to(dtype).float()) for each in exact)
-        for dtype in (SIXTEEN_BITS if exact else ())
-    )
+    full = [weight.detach() for weight in weights if weight.dtype is torch.float32]
+    for dtype in SIXTEEN_BITS if full else ():
+        if all(torch.equal(each, each.to(dtype).float()) for each in full):
+            return True
+    return False
 
 
 def _share_lost(halves: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:

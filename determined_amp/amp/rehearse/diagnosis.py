@@ -103,7 +103,8 @@ def _first_look(rehearsal: Rehearsal, scale: float) -> _Seen:
     nothing = Rehearsed(0.0, (), has_gradients=False, uses_float16=False)
     seen, known, bad_input = _Seen(nothing, (), None, {}), None, None
     try:
-        bad_input, known = _bad_input(rehearsal.batch), _bad_parameter(rehearsal.models)
+        bad_input = fault_of_input(rehearsal.batch)
+        known = _bad_parameter(rehearsal.models)
         if known and any(map(has_nan, filter(is_plain, tensors_of(rehearsal.batch)))):
             # Without a loss scale it has made the parameters NaN.
             known = bad_input
@@ -332,7 +333,8 @@ def _plain_name(name: str) -> str:
     return name.rpartition(": ")[2]
 
 
-def _bad_input(batch: Any) -> str | None:
+def fault_of_input(batch: Any) -> str | None:
+    """Which samples of a batch are not finite; None if all are."""
     for position, tensor in enumerate(tensors_of(batch)):
         if not is_plain(tensor):
             continue
