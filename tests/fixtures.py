@@ -188,7 +188,7 @@ def _libraries_are_collected_once() -> None:
 
 # Files that take longest, started first: workers that end together leave no core idle.
 LONGEST = (
-    "check doctor_answers check_invariants optimize resume package contract compare "
+    "check doctor_answers check_scripts optimize resume package contract compare "
     "confinement study compiled finder refusals unmodified imports never_waits scratch "
     "processes resumed any_value torch_alone startup_hook peers precision_report"
 )

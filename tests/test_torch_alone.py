@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.test_check_invariants import write_script
+from tests.test_check_scripts import write_script
 from tests.training import ROOT, outcome
 
 # What a user of torch alone does: `AmpLoop`, the finder, the audit, the doctor and its
