@@ -245,16 +245,22 @@ def test_order_that_does_not_hold_in_this_script_is_not_given(
     assert words in fault.write
 
 
-def test_clip_above_an_unscale_is_told_to_look_at_that_line() -> None:
+def test_unscale_below_a_clip_is_ordered_to_its_place_where_it_is_near() -> None:
     """Negative control: without a line that unscales there is one to write."""
     script = WRONG["clip_before_unscale"].script
-    step = "    scaler.step(optimizer)\n"
-    late = script.replace(step, f"    scaler.unscale_(optimizer)\n{step}")
-    (fault,) = findings_of(late, "late.py").faults
-    assert (fault.key, fault.orders) == ("clip_scaled", False)
+    step, unscale = "    scaler.step(optimizer)\n", "    scaler.unscale_(optimizer)\n"
+    (fault,) = findings_of(script.replace(step, unscale + step), "late.py").faults
+    first, second, third = fault.write.splitlines()
+    assert fault.orders
+    assert first == "scaler.unscale_(optimizer)  # your line 10: move it here"
+    assert second.endswith("  # your line 9")
+    assert third == "scaler.step(optimizer)  # your line 11"
+    far = 30 * "    # far\n" + unscale + step
+    (fault,) = findings_of(script.replace(step, far), "far.py").faults
+    assert not fault.orders
     assert "comes behind the clip" in fault.write
     (fault,) = findings_of_mistake("clip_before_unscale").faults
-    assert fault.orders
+    assert fault.write.startswith("scaler.unscale_(optimizer)\n")
 
 
 def test_line_that_the_script_has_far_below_is_not_to_be_written_again() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -11,7 +12,7 @@ from determined_amp.check.finding import CheckFinding, code_of
 # So many lines before and behind the line of a finding are near it.
 _NEAR = 8
 # In so many, lines of the script are not to be repeated, and its names are looked for.
-_FAR = 24
+FAR = 24
 # The first call of a line, up to its arguments.
 _CALL = re.compile(r"[\w.]+\(")
 
@@ -39,14 +40,14 @@ def fitted_to_script(finding: CheckFinding) -> CheckFinding:
         return finding
     lines, around = finding.write.splitlines(), _code_around(finding)
     names = _names_around(around) | _names_in_its_lines(finding, lines)
-    fitted, numbers = [], []
-    for line in lines:
-        own = _WORD.sub(lambda word: names.get(word[1], word[1]), line)
-        number = _number_of(own, around) or _number_of(line, around)
-        fitted.append(_told(own, number, names))
-        if _calls(line):
-            numbers.append(number)
-    stands = numbers and _stand_near(finding, numbers)
+    own = [_WORD.sub(lambda word: names.get(word[1], word[1]), line) for line in lines]
+    numbers = [_number_of(line, around) for line in own]
+    fitted = []
+    for at, line in enumerate(own):
+        behind = filter(None, numbers[at + 1 :])
+        fitted.append(_told(line, numbers[at], min(behind, default=math.inf), names))
+    wanted = [_number_of(line, around) for line in own if _calls(line)]
+    stands = wanted and _stand_near(finding, wanted)
     return replace(finding, write="\n".join(fitted), orders=not stands)
 
 
@@ -54,16 +55,24 @@ def _code_around(finding: CheckFinding) -> Code:
     if not finding.where:
         return {}
     where = finding.where[0]
-    lines = where.code_around(_FAR).items()
+    lines = where.code_around(FAR).items()
     return dict(sorted(lines, key=lambda line: abs(line[0] - where.line)))
 
 
-def _told(line: str, number: int | None, names: dict[str, str]) -> str:
-    """A line of an order, with what stands behind it, if it has no comment."""
+def _told(line: str, number: int | None, behind: float, names: dict[str, str]) -> str:
+    """A line of an order, with what stands behind it, if it has no comment.
+
+    Args:
+        line: The line, with the names of the script.
+        number: That of the script's own.
+        behind: The least number of those that are ordered behind it.
+        names: The names of the script that are known.
+    """
     if "#" in line:
         return line
     if number is not None:
-        return f"{line}  # your line {number}"
+        moves = ": move it here" if number > behind else ""
+        return f"{line}  # your line {number}{moves}"
     is_unknown = "optimizer" not in names and "optimizer" in _WORD.findall(line)
     return f"{line}  # your optimizer" if is_unknown else line
 
@@ -83,14 +92,15 @@ def _code_of(line: str) -> str:
 
 
 def _number_of(line: str, around: Code) -> int | None:
-    """The number of the nearest line of the script that calls the same.
+    """The number of the nearest line of the script that is this one, or calls the same.
 
-    Where an order says more in a comment, that must be the same line.
+    Where an order says more in a comment, it must be this one.
     """
-    wanted = _code_of(line) if "#" in line else _calls(line)
-    for number, its in around.items():
-        if wanted and wanted in its:
-            return number
+    for wanted in (_code_of(line), "" if "#" in line else _calls(line)):
+        its_own = wanted.removeprefix("self.")  # from outside it has another name
+        for number, its in around.items():
+            if wanted and its_own in its:
+                return number
     return None
 
 

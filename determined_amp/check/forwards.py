@@ -16,6 +16,9 @@ from determined_amp.check.causes import has_overflown, overflow_in
 from determined_amp.check.record import Record
 from determined_amp.check.stand_in import unheard
 
+# So many forwards without gradients are looked at: each takes several times as long.
+_MOST_LOOKS = 3
+
 
 class Forwards:
     """What is known of the forwards of all modules.
@@ -34,6 +37,7 @@ class Forwards:
         self._record = record
         self._running: list[nn.Module] = []
         self._first: nn.Module | None = None  # that was called with gradients
+        self._looks = _MOST_LOOKS  # that validations may still get
         # Versions of weights at their first use since autocast has dropped its casts.
         self._cast: dict[int, int] = {}
 
@@ -78,9 +82,10 @@ class Forwards:
 
     def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """A hook of all modules."""
-        is_root = len(self._running) == 1
-        is_wanted = is_root and self._record.validation is None
-        if is_wanted and not torch.is_grad_enabled() and has_overflown(output):
+        is_validation = len(self._running) == 1 and not torch.is_grad_enabled()
+        is_wanted = is_validation and self._looks and not self._record.validation
+        if is_wanted and has_overflown(output) and not has_overflown(inputs):
+            self._looks -= 1
             self._record.validation = overflow_in(module, inputs)
         self._running = self._running[:-1]
 

@@ -14,6 +14,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from determined_amp.check.advice import FAR
 from determined_amp.check.finding import ROWS, Found, Seen, Where
 from determined_amp.check.record import Event, Record, StepWindow
 from determined_amp.check.step_gradients import SCALED
@@ -138,12 +139,18 @@ def _clips_scaled(record: Record, clips: list[Event]) -> Found:
 
 
 def _unscales_later(record: Record, clip: Event) -> bool:
-    """Whether a line behind a clip unscales, before the one that steps."""
+    """Whether a line far behind a clip unscales, before the one that steps.
+
+    One that is near is in the order, which moves it.
+    """
     kinds = ("unscale", "step", "backward")
     later = [each for each in record.events[clip.number :] if each.kind in kinds][:2]
     # `step` unscales, too, from its own line.
     places = {each.where for each in later}
-    return [each.kind for each in later] == ["unscale", "step"] and len(places) == 2
+    if [each.kind for each in later] != ["unscale", "step"] or len(places) < 2:
+        return False
+    near = clip.where.code_around(FAR) if clip.where else {}
+    return not any(".unscale_(" in code for code in near.values())
 
 
 def _stays(clip: Event, clips: list[Event]) -> bool:
