@@ -152,11 +152,22 @@ class TestChanges:
         [
             (FINE, {}),
             (of_run(FINE, init_scale=2.0**20), {"init_scale": 65536.0}),
+            (
+                of_run(FINE, init_scale=2.0**20, min_scale=2.0**18),
+                {"init_scale": 65536.0, "min_scale": 256.0},
+            ),
             (FOUND, {"init_scale": 8192.0}),
             (of_run(min_scale=8192.0), {"init_scale": 8192.0}),
             (of_run(min_scale=8193.0), {"init_scale": 8192.0, "min_scale": 32.0}),
         ],
-        ids=["fine", "not in the YAML", "scale", "at the limit", "below the limit"],
+        ids=[
+            "fine",
+            "not in the YAML",
+            "default",
+            "scale",
+            "at the limit",
+            "below the limit",
+        ],
     )
     def test_changes_are_those_of_the_verdict(
         self, given: FoundScale, changes: dict[str, Any]

@@ -4,6 +4,7 @@ changes.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
 import re
@@ -19,6 +20,7 @@ from determined_amp.amp.plain_data import Values
 from determined_amp.amp.rehearse import restored
 from determined_amp.amp.settings import FindScale
 from determined_amp.finder.prediction import LossScaleError
+from determined_amp.finder.scale_finding import Verdict, find_range
 from determined_amp.trial import loss_scale
 from tests.harness import fit_as_it_is, same_bits
 from tests.trials import CLASSES, FEATURES, Converted, Plain
@@ -146,9 +148,26 @@ def test_forward_that_overflows_ends_the_run_at_once() -> None:
     run(Overflows, on_overflow="warn", audit=False)
 
 
-def test_found_scale_is_raised_to_min_scale_where_that_is_safe() -> None:
+def test_found_scale_is_raised_to_min_scale_where_that_is_safe(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     kept = run(Converted, min_scale=2.0**15).trial.amp.scaler.get_scale()
     assert kept == 2.0**15
+    assert found(caplog) < 2.0**15
+    assert "and the training starts with min_scale, 2^15" in caplog.text
+
+
+def test_finding_that_advises_bfloat16_is_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def advising_bfloat16(*given: Any) -> Any:
+        return dataclasses.replace(find_range(*given), verdict=Verdict.BF16)
+
+    monkeypatch.setattr(loss_scale, "find_range", advising_bfloat16)
+    run(Converted)
+    (record,) = [r for r in caplog.records if "find found" in r.getMessage()]
+    assert record.levelno == logging.WARNING
+    assert "verdict: use amp_bf16" in record.getMessage()
 
 
 def test_finder_without_an_answer_starts_with_the_default_scale_and_says_so(
@@ -157,8 +176,13 @@ def test_finder_without_an_answer_starts_with_the_default_scale_and_says_so(
     def refuse(*given: object, **named: object) -> None:
         raise LossScaleError("all 16-bit gradients are exactly 0")
 
+    noted: dict[str, Any] = {}
     monkeypatch.setattr(loss_scale, "find_range", refuse)
+    monkeypatch.setattr(
+        loss_scale, "note_on_master", lambda context, **values: noted.update(values)
+    )
     run(Converted)
+    assert noted == {"init_scale": 2.0**16}
     said = (
         "init_scale: find found none: all 16-bit gradients are exactly 0; starting with"
         " 2^16"

@@ -82,7 +82,7 @@ def test_invalid_trial_has_its_reason_and_is_not_replaced(tmp_path: Path) -> Non
         door.run(["search", path, "--workers", "2"])
     runs = read_search(searching.only_folder(tmp_path)).runs
     assert [run.state for run in runs] == [RunState.INVALID] * 2
-    assert all("no loss scale helps" in run.reason for run in runs)
+    assert all("every loss scale down to 2^0 overflows" in run.reason for run in runs)
 
 
 def test_full_disk_stops_the_search_and_a_resume_goes_on(

@@ -243,7 +243,7 @@ SAID_LATER = {
     f"audit {MLP} --config data.classes=11": "data.classes",
     f"find {BF16}": "this trial scales no loss: ",
     f"score {MLP} --batches 1 --config hyperparameters.trial=tests.mortal:"
-    "OverflowingTrial": "error: no loss scale helps: ",
+    "OverflowingTrial": "error: every loss scale down to 2^0 overflows: ",
     f"find {MLP} --checkpoint .": "neither a checkpoint",
     f"compare strange.yaml {BATCH_SIZE} --config hyperparameters.optimizer="
     "'{type: adam}'": "hyperparameters.optimizer.type: got 'adam'; allowed: const, ",

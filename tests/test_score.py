@@ -131,7 +131,8 @@ class TestTerms:
     ) -> None:
         float16.top = top
         with pytest.raises(
-            NoScaleError, match=r"^no loss scale helps: the cause at 2\^0$"
+            NoScaleError,
+            match=r"^every loss scale down to \S+ overflows: the cause at 2\^0$",
         ):
             self.of(8.5, **floor)
 

@@ -226,6 +226,26 @@ def test_script_is_refused_what_a_yaml_is_refused_in_the_same_words(
     assert in_a_script.value.problems == in_a_yaml.value.problems
 
 
+@pytest.mark.parametrize(
+    ("values", "named", "problem"),
+    [
+        (["amp_fp16"] * 15, {}, "got 15 values; allowed: 14, or by name"),
+        (
+            ["fp32"],
+            {"precision": "amp_fp16"},
+            "precision: got fp32 and amp_fp16; allowed: one",
+        ),
+    ],
+    ids=["surplus", "twice"],
+)
+def test_value_by_place_that_is_too_many_is_refused(
+    values: list[Any], named: Values, problem: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        AmpSettings(*values, **named)
+    assert problem in error.value.problems
+
+
 def test_error_says_source_count_and_one_line_per_problem() -> None:
     assert str(ConfigError("a.yaml", ["x: wrong"])) == "a.yaml: x: wrong"
     error = ConfigError("a.yaml", iter(["x: wrong", "y: missing"]))

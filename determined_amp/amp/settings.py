@@ -164,10 +164,20 @@ class AmpSettings:
     if not TYPE_CHECKING:  # type checkers know what the fields take
 
         def __init__(self, *values: object, **named: object) -> None:
-            names = (field.name for field in dataclasses.fields(self))
-            given = {**dict(zip(names, values, strict=False)), **named}
+            names = [field.name for field in dataclasses.fields(self)]
             problems: list[Problem] = []
-            if not fill(self, given, "", problems):
+            if len(values) > len(names):
+                text = f"got {len(values)} values; allowed: {len(names)}, or by name"
+                problems.append(Problem("", text))
+            by_place = dict(zip(names, values, strict=False))
+            for name in by_place.keys() & named.keys():
+                text = (
+                    f"got {values[names.index(name)]} and {named[name]}; allowed: one"
+                )
+                problems.append(Problem(name, text))
+            given = {**by_place, **named}
+            fill(self, given, "", problems)
+            if problems:
                 raise ConfigError("AmpSettings", problems)
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Optimizer
 
 from determined_amp.amp.counts import DeviceSum, StepCounts
@@ -174,7 +175,8 @@ class Window:
         """
         if not self._prepared_groups:
             self.place_rate()
-        if self.optimizer is not None:
+        # A lazy module learns its sizes before the first step.
+        if self.optimizer is not None and not any(map(is_lazy, self.parameters())):
             self._prepared_groups = len(self.optimizer.param_groups)
             fill_momentum(self.optimizer, can_skip=self._scaled)
 

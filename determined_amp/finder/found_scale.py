@@ -161,14 +161,13 @@ def yaml_changes(answer: FoundScale) -> Values:
     Where the default is fine, a YAML whose scale is safe, too, needs none.
     """
     finding, run = answer.finding, answer.run
-    if finding.verdict is Verdict.DEFAULT:
-        log2 = math.log2(run.init_scale)
-        is_safe = finding.low_log2 <= log2 <= finding.top_log2
-        return {} if is_safe else {"init_scale": 2.0**DEFAULT_LOG2}
-    if finding.verdict in (Verdict.BF16, Verdict.FORWARD_OVERFLOW):
+    log2 = finding.answer_log2
+    if log2 is None:
         return {"precision": "amp_bf16", **dict.fromkeys(SCALER_KEYS)}
-    scale = answer.init_scale
-    assert scale is not None
+    is_safe = finding.low_log2 <= math.log2(run.init_scale) <= finding.top_log2
+    if finding.verdict is Verdict.DEFAULT and is_safe:
+        return {}
+    scale = 2.0**log2
     if scale < run.min_scale:
         return {"init_scale": scale, "min_scale": scale * 2.0**-8}
     return {"init_scale": scale}

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.rehearse.searching import largest_working
+from determined_amp.amp.settings import scale_text
 from determined_amp.amp.slots import Slots
 from determined_amp.finder.prediction import (
     LossScaleError,
@@ -26,7 +27,7 @@ _LEAST_SCALE = 2.0**-126
 
 
 class NoScaleError(LossScaleError):
-    """Every loss scale overflows. The message says why."""
+    """Every loss scale that the settings allow overflows. The message says why."""
 
 
 def score_batches(
@@ -49,7 +50,7 @@ def score_batches(
         min_scale: The lower limit of the scale.
 
     Raises:
-        NoScaleError: if no loss scale helps.
+        NoScaleError: if every scale overflows, down to the lower limit.
         LossScaleError: if there is no gradient to scale.
     """
     prediction = predict_float16(rehearsals, slots)
@@ -68,7 +69,8 @@ def score_batches(
     skipped = -largest_working(fails, -predicted, -most_skips, 0)
     if skipped > most_skips:
         cause = cause_of(rehearsals, slots, least_log2 if min_scale else 0.0)
-        raise NoScaleError(f"no loss scale helps: {cause}")
+        least = scale_text(2.0**least_log2)
+        raise NoScaleError(f"every loss scale down to {least} overflows: {cause}")
     flushed_share = prediction.flushed_share(after(skipped))
     headroom_bits = prediction.headroom_log2 - scale_log2
     lost = steps_lost(skipped, flushed_share, growth_interval)

@@ -93,7 +93,7 @@ def score(
         The fields of `Score`.
 
     Raises:
-        determined.InvalidHP: if no loss scale helps, because the forward overflows.
+        determined.InvalidHP: if every loss scale that the settings allow overflows.
         LossScaleError: if the trial scales no loss, or has no gradient to scale.
     """
     scaler, amp = wrapped_scaler(context), amp_of(context)
@@ -263,15 +263,25 @@ def settings_with_found_scale(
         logger.warning(text, error, scale_text(scale))
     else:
         amp.scaler.load_state_dict({**amp.scaler.state_dict(), "scale": scale})
-        note_on_master(context, init_scale=scale)
         if amp.slots.rank == 0:
-            seconds = time.perf_counter() - begun
-            text = "init_scale: find found %s in %.1f s: %s"
-            safe, *others = scale_sentences(answer.finding)
-            if answer.finding.answer_log2 is None:  # why float16 is not advised
-                safe = "; ".join([safe, *others])
-            logger.info(text, scale_text(scale), seconds, safe)
+            _tell(answer, scale, time.perf_counter() - begun)
+    note_on_master(context, init_scale=scale)
     return dataclasses.replace(amp.settings, init_scale=scale)
+
+
+def _tell(answer: FoundScale, scale: float, seconds: float) -> None:
+    """Log what was found, and with which scale the training starts."""
+    assert answer.init_scale is not None
+    found, raised = scale_text(answer.init_scale), ""
+    if scale > answer.init_scale:
+        raised = f", and the training starts with min_scale, {scale_text(scale)}"
+    safe, *others = scale_sentences(answer.finding)
+    text = "init_scale: find found %s in %.1f s: %s%s"
+    if answer.finding.answer_log2 is None:  # why float16 is not advised
+        why = "; ".join([safe, *others])
+        logger.warning(text, found, seconds, why, raised)
+    else:
+        logger.info(text, found, seconds, safe, raised)
 
 
 def _usable_scale(settings: AmpSettings, answer: FoundScale) -> float:
