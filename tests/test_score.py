@@ -168,28 +168,6 @@ def skipped_in_training(trial: Trial, init_scale: float) -> int:
 
 @pytest.mark.parametrize("trial", [SummedLoss, TinyLoss])
 class TestSmallTrials:
-    def test_score_is_zero_in_the_measured_range_and_rises_on_both_sides(
-        self, trial: Trial
-    ) -> None:
-        def work(small: SmallTrial, context: Context, batches: Batches) -> None:
-            slots = context.distributed
-            finding = find_range(batches, slots)
-            low, top = finding.low_log2, finding.top_log2
-            inside = [low, (low + top) // 2, top]
-            scales = [*range(low - 3, low), *inside, *range(top + 1, top + 4)]
-            found = {
-                k: score_batches(batches, slots, k).loss_scale_score for k in scales
-            }
-            assert [k for k in scales if found[k] == 0] == inside
-            assert all(
-                (found[k] > 0) != batches[0].run(2.0**k).is_sound for k in scales[-4:]
-            )
-            falls, rises = list(found.values())[:4], list(found.values())[-4:]
-            assert falls == sorted({*falls}, reverse=True)
-            assert rises == sorted({*rises})
-
-        looked_at(trial, work, batches=1)
-
     @pytest.mark.parametrize("above", [0, 1, 4.25, 20])
     def test_steps_lost_above_the_range_are_those_that_a_training_skips(
         self, trial: Trial, above: float
