@@ -19,7 +19,9 @@ from torch.torch_version import TorchVersion
 from determined_amp import AmpLoop, AmpSettings, Precision
 from determined_amp.check import watching
 from determined_amp.check.advice import fitted_to_script
+from determined_amp.check.causes import Attempts
 from determined_amp.check.finding import ROWS, CheckFinding, CheckFindings, Level, Where
+from determined_amp.check.record import Record
 from tests.right_scripts import PRELUDE, RIGHT
 from tests.wrong_scripts import WRONG
 
@@ -329,7 +331,8 @@ def test_order_names_no_optimizer_where_it_may_be_one_of_two() -> None:
 
 def test_order_without_a_line_of_the_script_says_whose_optimizer_it_means() -> None:
     order = "scaler.step(optimizer)\nscaler.update()"
-    finding = CheckFinding("closure", Level.FAULT, "", (), "", order, orders=True)
+    nowhere = (Where("nowhere.py", 1),)
+    finding = CheckFinding("closure", Level.FAULT, "", nowhere, "", order, orders=True)
     assert fitted_to_script(finding).write.splitlines() == [
         "scaler.step(optimizer)  # your optimizer",
         "scaler.update()",
@@ -340,6 +343,18 @@ def test_kind_of_batch_that_is_always_skipped_is_told_with_its_operation() -> No
     findings = findings_of_mistake("one_kind_of_batch_is_always_skipped")
     (fault,) = findings.faults
     assert "first: log outside the model," in fault.effect
+
+
+def test_twelve_forwards_are_looked_at_for_a_cause_and_no_more() -> None:
+    attempts = Attempts(Record(), [], looks_anyway=False)
+    attempts.backward([torch.tensor(math.nan)], 0.0)
+    looked = []
+    for _ in range(20):
+        attempts.look()
+        attempts.look()  # as after a step and before the next batch
+        looked.append(attempts._watch is not None)
+        attempts.backward([torch.tensor(1.0)], 0.0)
+    assert looked == [True] * 12 + [False] * 8
 
 
 def test_lstm_in_float16_is_examined_on_a_cpu() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -36,44 +35,37 @@ def fitted_to_script(finding: CheckFinding) -> CheckFinding:
     Where all that it orders stands near, in this order, no order is given: the lines
     may be those of another object, or stand in another place than they should.
     """
-    if not finding.orders:
+    if not (finding.orders and finding.where):
         return finding
-    lines, around = finding.write.splitlines(), _code_around(finding)
+    place, lines = finding.where[0], finding.write.splitlines()
+    around = place.code_around(FAR)
     names = _names_around(around) | _names_in_its_lines(finding, lines)
     own = [_WORD.sub(lambda word: names.get(word[1], word[1]), line) for line in lines]
     numbers = [_number_of(line, around) for line in own]
     fitted = []
     for at, line in enumerate(own):
-        behind = filter(None, numbers[at + 1 :])
-        fitted.append(_told(line, numbers[at], min(behind, default=math.inf), names))
+        is_below = any(0 < number < numbers[at] for number in numbers[at:])
+        fitted.append(_told(line, numbers[at], is_below, "optimizer" in names))
     wanted = [_number_of(line, around) for line in own if _calls(line)]
-    stands = wanted and _stand_near(finding, wanted)
+    is_near = all(abs(number - place.line) <= _NEAR for number in wanted)
+    stands = any(wanted) and all(wanted) and is_near and wanted == sorted(wanted)
     return replace(finding, write="\n".join(fitted), orders=not stands)
 
 
-def _code_around(finding: CheckFinding) -> Code:
-    if not finding.where:
-        return {}
-    where = finding.where[0]
-    lines = where.code_around(FAR).items()
-    return dict(sorted(lines, key=lambda line: abs(line[0] - where.line)))
-
-
-def _told(line: str, number: int | None, behind: float, names: dict[str, str]) -> str:
+def _told(line: str, number: int, is_below: bool, is_known: bool) -> str:
     """A line of an order, with what stands behind it, if it has no comment.
 
     Args:
         line: The line, with the names of the script.
-        number: That of the script's own.
-        behind: The least number of those that are ordered behind it.
-        names: The names of the script that are known.
+        number: That of the script's own; 0 if it has none.
+        is_below: Whether that is below one that is ordered behind it.
+        is_known: Whether the name of the optimizer is known.
     """
     if "#" in line:
         return line
-    if number is not None:
-        moves = ": move it here" if number > behind else ""
-        return f"{line}  # your line {number}{moves}"
-    is_unknown = "optimizer" not in names and "optimizer" in _WORD.findall(line)
+    if number:
+        return f"{line}  # your line {number}" + (": move it here" if is_below else "")
+    is_unknown = "optimizer" in _WORD.findall(line) and not is_known
     return f"{line}  # your optimizer" if is_unknown else line
 
 
@@ -91,24 +83,17 @@ def _code_of(line: str) -> str:
     return code_of(line).replace("torch.nn.utils.", "")
 
 
-def _number_of(line: str, around: Code) -> int | None:
+def _number_of(line: str, around: Code) -> int:
     """The number of the nearest line of the script that is this one, or calls the same.
 
-    Where an order says more in a comment, it must be this one.
+    Where an order says more in a comment, it must be this one. 0 if there is none.
     """
     for wanted in (_code_of(line), "" if "#" in line else _calls(line)):
         its_own = wanted.removeprefix("self.")  # from outside it has another name
         for number, its in around.items():
             if wanted and its_own in its:
                 return number
-    return None
-
-
-def _stand_near(finding: CheckFinding, numbers: list[int | None]) -> bool:
-    """Whether lines with these numbers are near that of a finding, in their order."""
-    known = [number for number in numbers if number is not None]
-    is_near = all(abs(number - finding.where[0].line) <= _NEAR for number in known)
-    return known == numbers == sorted(known) and is_near
+    return 0
 
 
 # The names of a script.

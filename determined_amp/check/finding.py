@@ -62,10 +62,11 @@ class Where:
     def code_around(self, count: int) -> dict[int, str]:
         """The line with as many before and behind it, as far as they can be read.
 
-        Without comments and indentation, by their numbers.
+        Without comments and indentation, by their numbers, the nearest first.
         """
-        lines = enumerate(getlines(self.file), start=1)
-        return {n: code_of(line) for n, line in lines if abs(n - self.line) <= count}
+        lines = [(n, code_of(line)) for n, line in enumerate(getlines(self.file), 1)]
+        near = [(n, code) for n, code in lines if abs(n - self.line) <= count]
+        return dict(sorted(near, key=lambda line: abs(line[0] - self.line)))
 
 
 class Seen:

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from linecache import getlines
 from statistics import median
 
@@ -194,10 +194,11 @@ class _Dependence:
         is_sure = self.norms >= _STEPS or exponent >= _EXPONENT
         return is_sure and self.ratio**exponent > _FACTOR
 
-    def at(self, steps: Sequence[Event]) -> Seen:
+    def at(self, steps: Sequence[Event], what: str = "") -> Seen:
         """What was seen in these steps."""
         times = max(self.factor, 1 / self.factor)
-        return Seen(steps[:1], times=times, ratio=self.ratio, norms=self.norms)
+        ratio, norms = self.ratio, self.norms
+        return Seen(steps[:1], what=what, times=times, ratio=ratio, norms=norms)
 
 
 def _dependence(
@@ -254,12 +255,25 @@ def _are_apart(low: Sequence[Point], high: Sequence[Point]) -> bool:
 def gradients_follow_the_scale(record: Record) -> Found:
     for calm in _steps_of_each(record):
         made = [step for step in calm if not step.skipped]
-        # A clip may hide what its gradients depend on.
-        for norm in ("norm", "unclipped"):
-            seen = _dependence(_norms_at_scales(calm, norm))
-            if seen and seen.is_large:
-                yield seen.at(made)
-                break
+        for what, seen in islice(_dependences(calm, made), 1):
+            yield seen.at(made, what)
+
+
+def _dependences(
+    calm: list[Event], made: list[Event]
+) -> Iterator[tuple[str, _Dependence]]:
+    """What of the gradients follows the scale, and how."""
+    for norm in ("norm", "unclipped"):  # a clip may hide what its gradients depend on
+        seen = _dependence(_norms_at_scales(calm, norm))
+        if seen and seen.is_large:
+            yield "gradients", seen
+    # The norm of all gradients hides those of a weight that became small.
+    most = max((len(step.norms) for step in made), default=0)
+    whole = [step for step in made if len(step.norms) == most]
+    for weight in range(most):
+        seen = _dependence((step.scale, step.norms[weight]) for step in whole)
+        if seen and seen.exponent <= -_EXPONENT and seen.norms >= _STEPS:
+            yield "gradients of some weights", seen
 
 
 def _norms_at_scales(steps: list[Event], norm: str) -> list[Point]:
@@ -272,18 +286,6 @@ def _norms_at_scales(steps: list[Event], norm: str) -> list[Point]:
         elif step in late:
             points.append((step.scale, math.inf))
     return points
-
-
-def changes_scaled_gradients_of_a_weight(record: Record) -> Found:
-    """The norm of all gradients hides those of a weight that became small."""
-    for steps in _steps_of_each(record, skipped=False):
-        most = max((len(step.norms) for step in steps), default=0)
-        whole = [step for step in steps if len(step.norms) == most]
-        for weight in range(most):
-            seen = _dependence((step.scale, step.norms[weight]) for step in whole)
-            if seen and seen.exponent <= -_EXPONENT and seen.norms >= _STEPS:
-                yield seen.at(whole)
-                break
 
 
 def adds_what_does_not_follow_the_scale(record: Record) -> Found:
