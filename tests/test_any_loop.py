@@ -611,19 +611,6 @@ def test_script_that_was_paused_goes_on_to_the_same_bits(folder: Path) -> None:
     assert reports[-1]["skipped_steps"] > 0
 
 
-@pytest.mark.parametrize("precision", Precision)
-def test_step_may_be_left_out_after_its_clip(precision: Precision) -> None:
-    made = OneModel(AmpLoop(AmpSettings(precision, init_scale=4.0), "cpu"))
-    for is_left_out in (False, True, False):
-        loss = made.backward(make_batches()[0])
-        made.amp.clip_gradients(made.optimizer, max_norm=1.0)
-        if not is_left_out:
-            made.amp.scaler.step(made.optimizer)
-            made.end(loss)
-        made.optimizer.zero_grad()
-    assert int(made.amp.applied_steps) == 2
-
-
 @pytest.mark.parametrize("updates", [True, False])
 def test_norm_of_a_step_that_is_left_out_is_not_reported(*, updates: bool) -> None:
     made = one_model(init_scale=4.0)

@@ -75,21 +75,6 @@ class TestDtypes:
             assert forward == [dtype, middle, dtype]
             assert backward == [dtype, dtype, middle, middle, dtype]
 
-    def test_island_casts_its_input_and_hands_on_float32(
-        self, dtype: torch.dtype
-    ) -> None:
-        """The caller hands in what autocast made, and is handed float32."""
-        model = three_layers()
-        seen = []
-        model[1].register_forward_hook(
-            lambda _, xs, y: seen.append((xs[0].dtype, y.dtype))
-        )
-        keep_in_float32(model, ["^1$"], "cpu")
-        with torch.autocast("cpu", dtype=dtype):
-            assert model(torch.randn(3, 4)).dtype is dtype
-            assert model[2](torch.ones(1, 8)).dtype is dtype  # autocast is on again
-        assert seen == [(dtype, torch.float32)]
-
     def test_island_in_an_island_is_float32(self, dtype: torch.dtype) -> None:
         model = nn.Sequential(three_layers(), nn.Linear(2, 2))
         assert keep_in_float32(model, ["^0$", "^0.1$"], "cpu") == ["0", "0.1"]
