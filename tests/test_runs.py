@@ -17,7 +17,15 @@ from determined_amp.runs.folder import (
     read_trials,
     trial_folder,
 )
-from determined_amp.runs.run import Part, Report, Reports, Run, RunState, Spread
+from determined_amp.runs.run import (
+    Part,
+    Progress,
+    Report,
+    Reports,
+    Run,
+    RunState,
+    Spread,
+)
 from tests import training
 from tests.precisions import GPU, made_on, run, write_run
 
@@ -208,6 +216,12 @@ def test_length_in_epochs_is_counted_in_epochs(tmp_path: Path) -> None:
     lines = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(lines.replace("{", '{"epochs": 5, '))
     assert read_run(folder).state is RunState.COMPLETED
+
+
+def test_number_of_a_million_batches_has_all_of_its_digits() -> None:
+    progress = Progress(1_234_567, 1_000_000, 4_000_000, "batches")
+    assert str(progress) == "1234567 of 4000000 batches"
+    assert str(Progress(2.5, 2.0, math.inf, "epochs")) == "2.5 epochs"
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}"])

@@ -173,6 +173,20 @@ def test_search_report_and_finder_recommend_the_same_scale(
         assert ("default is fine" in text) is (scale is None)
 
 
+def test_search_that_varies_the_seed_alone_has_no_lines_to_paste(
+    tmp_path: Path,
+) -> None:
+    search = observed([(16, seed, {"validation_loss": 0.5}, {}) for seed in (1, 2)])
+    texts = []
+    for width in (8, {"type": "int", "minval": 1, "maxval": 8}):
+        config = {**search.config, "hyperparameters": {"width": width}}
+        made = dataclasses.replace(search, config=config)
+        texts.append(write_search_report(made, tmp_path).text)
+    best = "best: trial 0, with validation_loss 0.5"
+    assert texts[0] == best
+    assert texts[1].startswith(f"{best}\n\nhyperparameters:\n  width:")
+
+
 def searched(
     *trials: tuple[float, RunState, Sequence[float]], smaller_is_better: bool
 ) -> Search:
@@ -218,7 +232,9 @@ def test_failed_trial_does_not_count_whatever_it_reported(
     said = report_on(search, tmp_path)
     assert said.startswith("best: trial 1, with validation_loss 0.3")
     assert "* 1 of 2 trials failed; trial 0: " in said
-    assert "although the platform may name one as the best" in said
+    assert "(they do not count, although the platform may name one as best)" in said
+    local = dataclasses.replace(search, origin=str(tmp_path))
+    assert "(they do not count)" in report_on(local, tmp_path)
     closing = "\n".join(closing_lines(search, tmp_path, stopped=False))
     assert "1 of 2 trials failed; trial 0: " in closing
 

@@ -54,8 +54,9 @@ def write_search_report(search: Search, folder: Path) -> Written:
 
 def _sentences(search: Search) -> Sentences:
     if lost := search.lost():
-        platform = "they do not count, although the platform may name one as the best"
-        yield f"{failed_trials(search, lost)} ({platform})"
+        is_local = Path(search.origin).is_dir()
+        platform = "" if is_local else ", although the platform may name one as best"
+        yield f"{failed_trials(search, lost)} (they do not count{platform})"
     yield from search.notes
 
 

@@ -377,8 +377,8 @@ class Progress:
         return Progress(max(trained, validated), validated, length, unit)
 
     def __str__(self) -> str:
-        of = "" if self.length == math.inf else f" of {self.length:g}"
-        return f"{self.trained:g}{of} {self.unit}"
+        of = "" if self.length == math.inf else f" of {self.length:.10g}"
+        return f"{self.trained:.10g}{of} {self.unit}"
 
 
 def judged(

@@ -70,7 +70,7 @@ def best_of(search: Search, ranked: Sequence[Run]) -> tuple[str, str]:
         if name in search.searched:
             put(best, path, first.hparams.get(name))
     value = _short(search.value(first))
-    paste = dump_yaml({"hyperparameters": best}).rstrip()
+    paste = dump_yaml({"hyperparameters": best}).rstrip() if best else ""
     return f"best: trial {first.number}, with {search.metric} {value}", paste
 
 

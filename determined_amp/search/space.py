@@ -126,7 +126,7 @@ class _Double:
         if self.minval >= self.maxval:
             yield (
                 "minval",
-                f"got {self.minval:g}; allowed: less than maxval {self.maxval:g}",
+                f"got {self.minval:.10g}; allowed: less than maxval {self.maxval:.10g}",
             )
 
     def axis(self, path: tuple[str, ...]) -> Axis:
