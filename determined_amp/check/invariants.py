@@ -92,8 +92,9 @@ def leaves_out_batches(record: Record) -> Found:
     """A script may leave out by itself what is not finite."""
     without = record.of("left_out")
     for window in record.windows:
-        lost = [] if window.forced else window.backwards[: window.lost]
-        without += [backward for backward in lost if not backward.finite]
+        lost = window.backwards if window.left_out else window.backwards[: window.lost]
+        is_forced = window.forced
+        without += [each for each in lost if not (each.finite or is_forced)]
     batches = record.batches or len(record.of("backward"))
     total = max(batches, len(without))
     is_often = len(without) >= max(_MANY, _SHARE * total)
@@ -158,6 +159,7 @@ def leaves_weights_without_gradients(record: Record) -> Found:
 
 def never_steps(record: Record) -> Found:
     zeroed = [event for window in record.windows for event in window.zeroed]
+    zeroed += [window.unscales[-1] for window in record.windows if window.left_out]
     is_over = record.of("step") or record.error
     if record.scales and len(zeroed) > _SETTLED // 2 and not is_over:
         first = zeroed[0].where
@@ -357,8 +359,7 @@ def uses_stale_weights(record: Record) -> Found:
 
 
 def uses_gradients_again(record: Record) -> Found:
-    at = [window.backwards[0] for window in record.complete if window.stale]
-    at += [backward for window in record.windows for backward in window.kept]
+    at = [window.backwards[0] for window in record.windows if window.stale]
     if len(at) >= 2:
         yield Seen(at, of=record.of("backward"))
 

@@ -108,9 +108,7 @@ class StepWindow:
     zeroed: list[Event] = field(default_factory=list)  # by these
     # Its first backward was added to gradients that an earlier step has used.
     stale: bool = False
-    left_out: bool = False  # its gradients were unscaled and updated, and not stepped
-    # which were added to those of a step that was left out
-    kept: list[Event] = field(default_factory=list)
+    left_out: bool = False  # its gradients were unscaled, and no step has used them
     unscales: list[Event] = field(default_factory=list)
     steps: list[Event] = field(default_factory=list)
     # of its schedulers until the next backward

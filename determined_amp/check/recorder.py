@@ -484,12 +484,9 @@ class Recorder:
 
     def _update(self, run: Run, scaler: Any, new_scale: Any = None) -> None:
         for gradients in self._gradients:
-            gradients.look()
+            gradients.update()
         self._moves.update(scaler, run, sets=new_scale is not None)
         self._disturbed = False
-        for gradients in self._gradients:
-            window = gradients.window
-            window.left_out = bool(window.unscales) and not window.steps
         if scaler.is_enabled():
             self.record.note("update", after=_scale_of(scaler))
         self._look_at_forward()

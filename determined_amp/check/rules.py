@@ -72,8 +72,8 @@ def reads_scaled_losses(record: Record) -> Found:
 
 
 def unscales_before_the_last_backward(record: Record) -> Found:
-    windows = [window for window in record.windows if not window.kept]
-    yield Seen([unscale for window in windows for unscale in window.unscaled_early])
+    early = [unscale for window in record.windows for unscale in window.unscaled_early]
+    yield Seen(early)
 
 
 def steps_with_scaled_gradients(record: Record) -> Found:

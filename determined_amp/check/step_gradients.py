@@ -34,9 +34,9 @@ _SAMPLED = 256
 class StepGradients:
     """The gradients that one optimizer steps with.
 
-    A window is open from its first backward to its step. Whenever code of the user's
-    may have changed the gradients, they are measured, and compared with what was
-    measured before.
+    A window is open from its first backward until a step uses its gradients, or is left
+    out. Whenever code of the user's may have changed the gradients, they are measured,
+    and compared with what was measured before.
 
     Args:
         optimizer: The optimizer.
@@ -87,8 +87,9 @@ class StepGradients:
 
     @property
     def is_open(self) -> bool:
-        """Whether there are gradients that no step has used."""
-        return self.window.place > 0 and not self.window.steps
+        """Whether there are gradients that no step has used, or has left out."""
+        window = self.window
+        return window.place > 0 and not (window.steps or window.left_out)
 
     @property
     def norm(self) -> float:
@@ -226,14 +227,12 @@ class StepGradients:
             Whether they were.
         """
         before = self.norm if self.is_open else 0.0
-        if self._begins_window():
+        if not (self.is_open and self.window.backwards):
             self._to_force = _MOST_OVERFLOWS if may_force and self.is_due() else 0
             self._open_window()
             self.window.stale = self._are_used
         window, loss = self.window, backward.loss
         is_first = window.is_empty or not window.backwards
-        if window.left_out and not window.is_empty:
-            window.kept.append(backward)
         window.backwards.append(backward)
         self.scale = loss.scale
         if loss.scale:
@@ -246,14 +245,6 @@ class StepGradients:
         if forces:
             self._force_overflow()
         return forces
-
-    def _begins_window(self) -> bool:
-        """Whether the backward that has added to them is the first of a window."""
-        window = self.window
-        # Where the scaler has looked, the loop has left the step out by itself.
-        has_looked = window.unclipped is not None
-        left_out = window.is_empty and has_looked and window.forced
-        return bool(window.steps) or left_out or not window.backwards
 
     def _force_overflow(self) -> None:
         self.overflows.make(self.weights)
@@ -272,6 +263,15 @@ class StepGradients:
     # The step.
 
     @unheard
+    def update(self) -> None:
+        """The scale is updated: a step that was prepared, and not made, is left out."""
+        self.look()
+        if self.is_open and self.window.unscales:
+            self.overflows.give_back(self.weights)
+            self.window.left_out = True
+            self._used, self.is_new = self.versions(), False
+
+    @unheard
     def begin_step(self, *, skipped: bool, divisor: float = 1.0) -> None:
         """The optimizer is about to step with them, or a scaler has skipped that.
 
@@ -280,6 +280,7 @@ class StepGradients:
             divisor: What the step itself divides them by.
         """
         self.look()
+        self.window.left_out = False  # it is made after the update
         weights = self.weights
         gave_back = not skipped and self.overflows.give_back(weights, self._usually)
         self.measure()
