@@ -17,6 +17,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from alembic import util as alembic_util
 from determined import core
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
 
 from determined_amp import __main__ as door
 from determined_amp.check import doctor, scratch, watching
@@ -65,6 +69,23 @@ def _elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             lambda self: self._tbd_directory or empty.parent / "tensorboard",
         )
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _studies_are_made_at_once() -> Iterator[None]:
+    """Optuna waits for the disk at each commit, and reads its migrations again for each
+    study. No test loses what a process has written, as a machine without power would.
+    """
+
+    def write_later(connection: Any, record: object) -> None:
+        connection.execute("PRAGMA synchronous=OFF")
+
+    event.listen(Engine, "connect", write_later)
+    with pytest.MonkeyPatch.context() as patch:
+        load = cache(alembic_util.load_python_file)
+        patch.setattr(alembic_util, "load_python_file", load)
+        yield
+    event.remove(Engine, "connect", write_later)
 
 
 @pytest.fixture(autouse=True)

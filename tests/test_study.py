@@ -79,7 +79,10 @@ def test_value_of_a_trial_is_its_best_validation(best: float, *, smaller: bool) 
     assert search.value(dataclasses.replace(run, state=RunState.FAILED)) is None
 
 
-def test_database_on_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+def test_database_on_a_full_disk_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # Optuna tries again
     study, _ = study_in(tmp_path)
     refused = pytest.raises(
         UserError, match=r"its files cannot be read or written: .*disk.*--resume"
