@@ -77,7 +77,7 @@ def test_invalid_trial_has_its_reason_and_is_not_replaced(tmp_path: Path) -> Non
         tmp_path, "loss_scale_grid.yaml", *searching.TWO_SCALES, OVERFLOWING
     )
     with pytest.raises(
-        UserError, match="no trial of 2 has a result; trial 0: no loss scale"
+        UserError, match="no trial of 2 has a result; trial 0: every loss scale down"
     ):
         door.run(["search", path, "--workers", "2"])
     runs = read_search(searching.only_folder(tmp_path)).runs
