@@ -103,6 +103,7 @@ def start_task(
         seed: The trial's seed, which the platform drew.
     """
     trial = SimpleNamespace(
+        experiment_id=7,
         _config=config,
         _steps_completed=0,
         _debug=False,

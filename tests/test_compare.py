@@ -286,7 +286,7 @@ def test_task_leaves_its_answer_on_the_master(
 
 
 def test_task_that_can_train_only_fp32_leaves_that_answer_as_its_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def pilots_of_one(_: Any, chosen: Any, results: PilotResults, *more: Any) -> None:
         results.pilots[Precision.FP32] = Pilot(0.001)
@@ -301,6 +301,9 @@ def test_task_that_can_train_only_fp32_leaves_that_answer_as_its_page(
         page.read_text() == f"# {runs.ONLY_FP32}\n\n* amp_bf16: it is emulated here\n"
     )
     assert master.status == "use fp32"
+    assert f"{runs.ONLY_FP32} (see above)\n\nthe page: det-amp report 7" in (
+        capsys.readouterr().out
+    )
 
 
 @pytest.mark.usefixtures("_workers_are_forks")

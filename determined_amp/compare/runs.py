@@ -124,7 +124,7 @@ def search_over(
 
 def _only_fp32(folder: Path, results: PilotResults) -> ComparisonEnd:
     """Print and write that there is nothing to compare."""
-    print(f"\n{ONLY_FP32} (see above)")
+    print(f"\n{ONLY_FP32} (see above)\n\nthe page: {_page(folder)}")
     reasons = "".join(f"* {reason}\n" for reason in results.reasons)
     write_whole(folder / "precision.md", f"# {ONLY_FP32}\n\n{reasons}")
     return ComparisonEnd(folder)
