@@ -29,7 +29,8 @@ from benchmarks.measured import (
 from benchmarks.turns import Turns, by_turns
 from determined_amp.experiment.experiment import parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.trial.determined_private import SafeController, controlled_by
+from determined_amp.trial.controller import SafeController
+from determined_amp.trial.determined_private import controlled_by
 
 BATCHES_PER_TURN = 10
 SETTINGS = ("false", "default")

@@ -29,7 +29,8 @@ from benchmarks import loops
 from benchmarks.measured import DEVICE, machine, markdown_table, parser_of, write
 from benchmarks.turns import BATCHES_PER_ROUND, BATCHES_PER_TURN, Turns, by_turns
 from determined_amp.amp.settings import Precision
-from determined_amp.trial.determined_private import SafeController, controlled_by
+from determined_amp.trial.controller import SafeController
+from determined_amp.trial.determined_private import controlled_by
 from trials.schedule import LRSchedule
 
 TURNS_PER_ROUND = BATCHES_PER_ROUND // BATCHES_PER_TURN

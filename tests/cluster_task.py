@@ -18,7 +18,7 @@ from determined.common import storage
 
 from determined_amp.amp.plain_data import Config, Metrics, Values
 from determined_amp.local.open_trial import throwaway_core_context
-from determined_amp.trial import determined_private, notes
+from determined_amp.trial import controller, notes
 
 
 class TaskMaster(core.TrainContext):
@@ -157,7 +157,7 @@ def start_task(
     monkeypatch.setattr(pytorch, "init", init)
     monkeypatch.setattr(core, "init", connected)
     monkeypatch.setattr(
-        determined_private,
+        controller,
         "is_stopped_by_search",
         lambda train: bool(master.stops and master.stops.pop(0)),
     )

@@ -28,7 +28,8 @@ from torch.utils.data import TensorDataset
 from determined_amp import AmpSettings, ConfigError, MixedPrecision
 from determined_amp.amp.fields import read_section
 from determined_amp.amp.plain_data import Config, Metrics, StateDict, Values
-from determined_amp.trial.determined_private import SafeController, controlled_by
+from determined_amp.trial.controller import SafeController
+from determined_amp.trial.determined_private import controlled_by
 from determined_amp.trial.unmodified import make_with_amp
 from tests.training import digest
 

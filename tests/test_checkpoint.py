@@ -138,6 +138,25 @@ class TestOwnScript:
     not hasattr(torch.serialization, "add_safe_globals"),
     reason="this torch has no allowlist: there such a checkpoint is refused",
 )
+@pytest.mark.skipif(
+    not hasattr(torch.serialization, "set_crc32_options"),
+    reason="this torch always writes checksums",
+)
+def test_checkpoint_has_checksums_although_the_trial_wants_none(tmp_path: Path) -> None:
+    weights = {"a": torch.ones(64)}
+    serialization: Any = torch.serialization
+    serialization.set_crc32_options(False)
+    try:
+        torch.save(weights, tmp_path / "state_dict.pth")
+        with pytest.raises(CheckpointError, match="is damaged"):  # the control
+            check_bytes(tmp_path)
+        made = fit(Weights, FP16_SECTION, batches=2)
+        assert not serialization.get_crc32_options()
+    finally:
+        serialization.set_crc32_options(True)
+    check_bytes(made.saved)
+
+
 def test_checkpoint_with_an_array_of_numpy_can_be_loaded(tmp_path: Path) -> None:
     allow_numpy_random_state()
     state = cast("tuple[Any, ...]", np.random.get_state())

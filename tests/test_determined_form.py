@@ -242,7 +242,7 @@ class TestTraining:
 
     @pytest.mark.parametrize(
         ("metric", "fault"),
-        [("note", "is no number"), ("f1", "the trial does not report")],
+        [("note", "is no number"), ("f1", "is not reported")],
     )
     def test_missing_searcher_metric_loses_no_trained_batch(
         self, metric: str, fault: str, tmp_path: Path, refusal: Callable[..., str]

@@ -14,7 +14,8 @@ import torch
 from benchmarks import loops, peers, readme
 from benchmarks.measured import RESULTS
 from determined_amp.amp.settings import Precision
-from determined_amp.trial.determined_private import SafeController, controlled_by
+from determined_amp.trial.controller import SafeController
+from determined_amp.trial.determined_private import controlled_by
 
 FEW = 12
 

@@ -23,7 +23,7 @@ import determined_amp
 from determined_amp.amp import torch_private
 from determined_amp.check import doctor
 from determined_amp.local import checkpoint_storage, local_reports, trainer
-from determined_amp.trial import determined_private
+from determined_amp.trial import controller, determined_private
 
 LIBRARY = sorted(Path(determined_amp.__file__).parent.rglob("*.py"))
 OF_TORCH = Path(torch_private.__file__)
@@ -141,9 +141,9 @@ def test_private_methods_that_the_library_replaces_are_called_by_determined() ->
         map(inspect.getsource, (controller, *contexts, core.CheckpointContext))
     )
     for cls in (
-        determined_private.SafeController,
-        determined_private.WatchedController,
-        determined_private.BatchCollector,
+        determined_private.Controller,
+        determined_private.FollowedBatches,
+        determined_private.StillSchedules,
     ):
         for name in overridden(cls):
             assert f"self.{name}(" in calls, (
@@ -154,6 +154,9 @@ def test_private_methods_that_the_library_replaces_are_called_by_determined() ->
 @pytest.mark.parametrize(
     "cls",
     [
+        controller.SafeController,
+        controller.WatchedController,
+        controller.BatchCollector,
         trainer.LocalController,
         doctor.Examined,
         checkpoint_storage.LocalCheckpoints,

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from determined import pytorch
 from determined.common.api import bindings
 from determined.tensorboard.base import get_metric_writer
 
@@ -54,7 +53,7 @@ def task(
         masters.append(start_task(monkeypatch, tmp_path, config, sampled, seed=seed))
         masters[-1].stops.extend(stops)
         monkeypatch.setattr(
-            pytorch._PyTorchTrialController, "_checkpoint", lambda *a, **k: None
+            determined_private.Controller, "checkpoint", lambda *a, **k: None
         )
         command = config["entrypoint"].split()
         assert door.main(command[command.index("determined_amp") + 1 :]) == 0

@@ -23,7 +23,8 @@ from benchmarks.turns import BATCHES_PER_TURN, Turns, by_turns
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment.experiment import Experiment, parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.trial.determined_private import SafeController, controlled_by
+from determined_amp.trial.controller import SafeController
+from determined_amp.trial.determined_private import controlled_by
 from determined_amp.trial.fitting import fit
 from determined_amp.trial.unmodified import trial_of
 

@@ -40,8 +40,8 @@ from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.files import temporary_folder
 from determined_amp.local.open_trial import trial_context
 from determined_amp.trial.checkpoint import CheckpointError
+from determined_amp.trial.controller import WatchedController
 from determined_amp.trial.determined_private import (
-    WatchedController,
     aggregation_frequency,
     amp_of,
     controlled_by,

@@ -46,8 +46,8 @@ from determined_amp.local.processes import GoesOn, StopOnSignal, process_group
 from determined_amp.runs.folder import RunFolder, read_record
 from determined_amp.runs.run import RunState, changes_between
 from determined_amp.trial.checkpoint import CheckpointError
+from determined_amp.trial.controller import SafeController
 from determined_amp.trial.determined_private import (
-    SafeController,
     controlled_by,
     epoch_length,
 )

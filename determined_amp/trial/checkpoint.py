@@ -31,6 +31,10 @@ from determined_amp.trial.random_state import plain_numbers
 logger = logging.getLogger(__name__)
 
 
+# The key under which `SafeController` tells whether a checkpoint that is loaded is one
+# of this trial.
+SAME_TRIAL = "determined_amp.same_trial"
+
 # The key of the kinds of the optimizers, by the names of their classes.
 _KINDS = "determined_amp.optimizers"
 
@@ -131,6 +135,20 @@ def load_plain(load: Callable[..., Any], *args: Any, **kwargs: Any) -> StateDict
         kind = type(content).__name__
         raise TypeError(f"state_dict.pth holds a {kind}, not the state of a trial")
     return content
+
+
+@contextmanager
+def checksums_written() -> Iterator[None]:
+    """Let `torch.save` write checksums in this block, whatever the trial has set."""
+    chosen = getattr(torch.serialization, "get_crc32_options", None)
+    if chosen is None or chosen():  # torch before 2.6 always writes them
+        yield
+        return
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(False)
 
 
 def check_bytes(checkpoint: Path) -> None:

@@ -8,34 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 import determined as det
-import torch
-from determined import core, pytorch, util
+from determined import core, pytorch
 from determined.common.api import authentication, bindings, certs, errors
 
 from determined_amp.amp.core import AmpCore
-from determined_amp.amp.errors import ConfigError, GuardError, UserError
 from determined_amp.amp.patched import patched
-from determined_amp.amp.plain_data import Config, Metrics, StateDict
-from determined_amp.experiment.failures import ending_the_program
+from determined_amp.amp.plain_data import Config, Metrics
 from determined_amp.trial.checkpoint import (
     PortableCheckpoint,
-    allow_numpy_random_state,
-    check_bytes,
-    check_optimizers,
-    load_plain,
-    read_without_code,
-    restoring,
-)
-from determined_amp.trial.random_state import (
-    random_state,
-    restore_random_state,
-    settle_order,
 )
 
 logger = logging.getLogger(__name__)
@@ -217,124 +202,36 @@ def end_loop() -> NoReturn:
 _Controller = pytorch._PyTorchTrialController
 
 
-class SafeController(_Controller):
-    """Determined's training loop, which here loads checkpoints without running code in
-    them.
+class Controller(_Controller):
+    """Determined's training loop with public names for its parts.
 
-    A run leaves a checkpoint of its last good state if the guard ends it, or if its
-    validation lacks the searcher's metric. A resumed run sees the same batches and
-    random numbers as an undisturbed one.
-
-    A subclass extends its public methods, which Determined calls by private names.
+    A subclass extends these methods, which Determined calls by private names.
     """
 
-    _metric_problem: str | None = None
-    _before_validation: dict[str, Any] | None = None
-
-    @ending_the_program()
-    def run(self) -> None:
-        # Outside of a cluster `Trainer` does not know of earlier batches.
-        if (
-            self.local_training
-            and self.latest_checkpoint is not None
-            and not self.start_from_batch
-        ):
-            with self.core_context.checkpoint.restore_path(
-                self.latest_checkpoint
-            ) as path:
-                self.start_from_batch = self._counts_in(path).get("batches_trained", 0)
-            self.context._steps_completed = self.start_from_batch
-        super().run()
-
-    def set_data_loaders(self) -> None:
-        super()._set_data_loaders()
-        # None off a cluster, where a script sets its own
-        seed = self.context._trial_seed
-        seed = self.context.distributed.broadcast(
-            torch.initial_seed() if seed is None else seed
-        )
-        settle_order(self.training_loader, seed, warns=self.is_chief)
-        if not self.context._epoch_len:  # Determined asserts it, at the first batch
-            raise UserError(
-                "the training data loader has no batch: the data is empty, or smaller "
-                "than the one batch that drop_last drops; allowed: more data, or a "
-                "smaller batch"
-            )
-
-    def run_loop(self) -> None:
-        try:
-            super()._run()
-        except GuardError as error:
-            if error.state_is_good and not self._checkpoint_is_current():
-                self.checkpoint(already_exiting=True)
-            raise
-
-    def validate(self) -> Metrics:
-        if self._steps_until_complete(self.max_length) <= 0 and not self._is_due():
-            # A longer run has no validation here, and a validation draws from the
-            # random state.
-            self._before_validation = random_state(self.context.distributed.local_rank)
-        metrics: Metrics = super()._validate()
-        if self.is_chief and self.searcher_metric_name:
-            self._check_searcher_metric(metrics)
-        # Only the chief has the metrics and asks the master, and all ranks must end.
-        is_over = self.is_chief and self._is_over()
-        problem, is_over = self.context.distributed.broadcast(
-            (self._metric_problem, is_over)
-        )
-        if problem is not None:
-            if not self._checkpoint_is_current():
-                self.checkpoint(already_exiting=True)
-            raise ConfigError("experiment", [problem])
-        if is_over:
-            logger.info("the search stops this trial early")
-            self.context.set_stop_requested(True)
-        return metrics
-
-    def _is_over(self) -> bool:
-        """Whether this trial belongs to a search that has stopped it."""
-        is_searched = searcher(self.context).get("name", "single") != "single"
-        return is_searched and is_stopped_by_search(train_context(self.context))
-
-    def _is_due(self) -> bool:
-        """Whether a run of any length has a validation at this batch."""
-        assert self.state
-        assert self.context._epoch_len
-        if isinstance(self.validation_period, pytorch.Batch):
-            return self.validation_period.should_stop(self.state.batches_trained)
-        epochs, more = divmod(self.state.batches_trained, self.context._epoch_len)
-        return not more and self.validation_period.should_stop(epochs)
-
-    def checkpoint(self, already_exiting: bool) -> None:
-        if self._before_validation is not None:
-            restore_random_state(
-                self._before_validation, self.context.distributed.local_rank
-            )
-        distributed = self.context.distributed
-        of_ranks = distributed.gather(random_state(distributed.local_rank))
-        if distributed.size > 1:
-            self._portable_checkpoint.of_ranks = of_ranks
-        super()._checkpoint(already_exiting)
-
-    def save(self, path: Path) -> None:
-        """Save as Determined does, with plain types even without callbacks of ours."""
-        with self._portable():
-            super()._save(path)
-
-    @cached_property
-    def _portable_checkpoint(self) -> PortableCheckpoint:
-        return portable_checkpoint(self.context)
-
-    def _portable(self) -> AbstractContextManager[None]:
-        ours = {PortableCheckpoint.NAME: self._portable_checkpoint}
-        return patched(self, "callbacks", {**self.callbacks, **ours})
+    set_data_loaders = _Controller._set_data_loaders
+    run_loop = _Controller._run
+    validate = _Controller._validate
+    checkpoint = _Controller._checkpoint
+    save = _Controller._save
+    load = _Controller._load
+    searcher_metric_of = _Controller._check_searcher_metric
 
     @property
     def evaluates_batches(self) -> bool:
         """Whether the trial has an `evaluate_batch`."""
         return bool(self._evaluate_batch_defined())
 
-    # What Determined calls.
+    def begin_after(self, batches: int) -> None:
+        """Go on after so many batches, which an earlier run has trained."""
+        self.start_from_batch = self.context._steps_completed = batches
+
+    def is_complete(self) -> bool:
+        """Whether all batches are trained."""
+        return bool(self._steps_until_complete(self.max_length) <= 0)
+
+    def is_saved(self) -> bool:
+        """Whether the newest checkpoint is of the newest batch."""
+        return bool(self._checkpoint_is_current())
 
     def _set_data_loaders(self) -> None:
         self.set_data_loaders()
@@ -351,55 +248,31 @@ class SafeController(_Controller):
     def _save(self, path: Path) -> None:
         self.save(path)
 
-    def _check_searcher_metric(self, val_metrics: Metrics) -> Any:
-        """Note what is wrong with the metric; an error now would leave the other ranks
-        waiting.
-        """
-        metric = self.searcher_metric_name
-        numbers = sorted(
-            name for name, x in val_metrics.items() if util.is_numerical_scalar(x)
-        )
-        if metric in numbers:
-            return val_metrics[metric]
-        fault = "is no number" if metric in val_metrics else "the trial does not report"
-        self._metric_problem = (
-            f"searcher.metric: got {metric}, which {fault}; allowed: "
-            f"{', '.join(numbers)}, or no metric, and then no checkpoint is the best"
-        )
-        return 0.0
-
     def _load(self, load_path: Path) -> None:
-        """Restore the trial from a checkpoint folder.
+        self.load(load_path)
 
-        Raises:
-            CheckpointError: if the checkpoint is incomplete, damaged, unsafe or does
-                not fit.
-        """
-        allow_numpy_random_state()
-        check_bytes(load_path)
-        same_trial = bool(self._counts_in(load_path))
-        own_load = torch.load
+    def _check_searcher_metric(self, val_metrics: Metrics) -> Any:
+        return self.searcher_metric_of(val_metrics)
 
-        def load(*args: Any, **kwargs: Any) -> StateDict:
-            content = load_plain(own_load, *args, **kwargs)
-            if same_trial:
-                check_optimizers(content, self.context.optimizers)
-            return content
 
-        with restoring(load_path), patched(torch, "load", load), self._portable():
-            for callback in self.callbacks.values():
-                notify = getattr(callback, "on_checkpoint_of", None)
-                if notify is not None:
-                    notify(same_trial=same_trial)
-            super()._load(load_path)
+class FollowedBatches(_Controller):
+    """A loop whose batches and epochs have public names, too."""
 
-    def _counts_in(self, load_path: Path) -> StateDict:
-        """The counts of the loop in a checkpoint; empty if it belongs to another
-        trial.
-        """
-        with restoring(load_path):
-            saved = read_without_code(load_path / "trial_state.pkl")
-        return saved if saved.get("trial_id") == self.trial_id else {}
+    train_one_batch = _Controller._train_batch
+    end_epoch = _Controller._on_epoch_end
+
+    def _train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
+        return self.train_one_batch(batch, epoch_idx, batch_idx)
+
+    def _on_epoch_end(self, epoch_idx: int) -> None:
+        self.end_epoch(epoch_idx)
+
+
+class StillSchedules(_Controller):
+    """A loop in which no schedule moves."""
+
+    def _auto_step_lr_scheduler_per_batch(self, *_: Any) -> None:
+        """Do nothing: torch warns of a schedule that moves without its optimizer."""
 
 
 # What is replaced for the whole process, and why; for torch see `amp/patched.py` as
@@ -417,28 +290,6 @@ class SafeController(_Controller):
 # `trial/batches.py`.
 
 
-class WatchedController(SafeController):
-    """The loop of a trial whose batches and epochs somebody follows."""
-
-    train_one_batch = _Controller._train_batch
-    end_epoch = _Controller._on_epoch_end
-
-    def _train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
-        return self.train_one_batch(batch, epoch_idx, batch_idx)
-
-    def _on_epoch_end(self, epoch_idx: int) -> None:
-        self.end_epoch(epoch_idx)
-
-
-class BatchCollector(SafeController):
-    """The loop of a trial whose batches are collected, not trained; no schedule
-    moves.
-    """
-
-    def _auto_step_lr_scheduler_per_batch(self, *_: Any) -> None:
-        """Do nothing: torch warns of a schedule that moves without its optimizer."""
-
-
 @contextmanager
 def controlled_by(
     controller: Callable[..., pytorch._PyTorchTrialController],
@@ -451,13 +302,6 @@ def controlled_by(
 def is_determineds_own_loop() -> bool:
     """Whether `pytorch.Trainer.fit` runs Determined's loop as it is."""
     return pytorch._PyTorchTrialController is _Controller
-
-
-def safe_loop() -> AbstractContextManager[None]:
-    """Let `pytorch.Trainer.fit` run a `SafeController`, unless a command has chosen a
-    loop.
-    """
-    return controlled_by(SafeController) if is_determineds_own_loop() else nullcontext()
 
 
 # The context of Determined that keeps reports on this machine.

@@ -22,10 +22,10 @@ from determined_amp.experiment.experiment import (
 from determined_amp.experiment.failures import ending_the_program
 from determined_amp.experiment.misplaced import misplaced
 from determined_amp.experiment.training import missing_length
+from determined_amp.trial.controller import safe_loop
 from determined_amp.trial.determined_private import (
     aggregation_frequency,
     amp_of,
-    safe_loop,
     sections,
 )
 

@@ -31,8 +31,8 @@ from determined_amp.finder.prediction import LossScaleError
 from determined_amp.finder.scale_finding import find_range
 from determined_amp.finder.scale_score import Score
 from determined_amp.finder.scoring import NoScaleError, score_batches
+from determined_amp.trial.controller import BatchCollector
 from determined_amp.trial.determined_private import (
-    BatchCollector,
     amp_of,
     controlled_by,
     end_loop,

@@ -18,7 +18,7 @@ from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.plain_data import StateDict
 from determined_amp.amp.settings import scale_text
-from determined_amp.trial.checkpoint import check_optimizers
+from determined_amp.trial.checkpoint import SAME_TRIAL, check_optimizers
 from determined_amp.trial.determined_private import (
     aggregation_frequency,
     current_batch,
@@ -78,14 +78,6 @@ class ResumedTraining(pytorch.PyTorchCallback):
     ) -> None:
         self._warm_start = first_batch_idx == 0 and checkpoint_uuid is not None
 
-    def on_checkpoint_of(self, *, same_trial: bool) -> None:
-        """`SafeController` calls it before a checkpoint is loaded.
-
-        Args:
-            same_trial: Whether the checkpoint is one of this trial.
-        """
-        self._warm_start = not same_trial
-
     def on_training_start(self) -> None:
         self._remember_constructed()
 
@@ -121,6 +113,10 @@ class ResumedTraining(pytorch.PyTorchCallback):
                     "latest_checkpoint=...)"
                 ],
             )
+        if SAME_TRIAL in checkpoint:
+            self._warm_start = not checkpoint[SAME_TRIAL]
+        elif not self._warm_start:  # in Determined's own loop
+            check_optimizers(checkpoint, self._amp.optimizers)
         self._settle_optimizers(checkpoint)
         self._settle_scale(checkpoint)
 
@@ -152,8 +148,6 @@ class ResumedTraining(pytorch.PyTorchCallback):
         vain.
         """
         self._remember_constructed()
-        if not self._warm_start:
-            check_optimizers(checkpoint, self._amp.optimizers)
         before = checkpoint.get("callbacks", {}).get(CALLBACK) or {}
         made_then = before.get("constructed") or ()
         states = checkpoint.get("optimizers_state_dict", [])

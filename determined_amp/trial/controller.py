@@ -1,0 +1,226 @@
+"""Determined's training loop as this library runs it: safe checkpoints and exact
+resumes.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from determined import pytorch, util
+
+from determined_amp.amp.errors import ConfigError, GuardError, UserError
+from determined_amp.amp.patched import patched
+from determined_amp.amp.plain_data import Metrics, StateDict
+from determined_amp.experiment.failures import ending_the_program
+from determined_amp.trial.checkpoint import (
+    SAME_TRIAL,
+    PortableCheckpoint,
+    allow_numpy_random_state,
+    check_bytes,
+    check_optimizers,
+    checksums_written,
+    load_plain,
+    read_without_code,
+    restoring,
+)
+from determined_amp.trial.determined_private import (
+    Controller,
+    FollowedBatches,
+    StillSchedules,
+    controlled_by,
+    epoch_length,
+    is_determineds_own_loop,
+    is_stopped_by_search,
+    portable_checkpoint,
+    searcher,
+    train_context,
+    trial_seed,
+)
+from determined_amp.trial.random_state import (
+    random_state,
+    restore_random_state,
+    settle_order,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class SafeController(Controller):
+    """Determined's training loop, which here loads checkpoints without running code in
+    them.
+
+    A run leaves a checkpoint of its last good state if the guard ends it, or if its
+    validation lacks the searcher's metric. A resumed run sees the same batches and
+    random numbers as an undisturbed one.
+    """
+
+    _metric_problem: str | None = None
+    _before_validation: dict[str, Any] | None = None
+
+    @ending_the_program()
+    def run(self) -> None:
+        # Outside of a cluster `Trainer` does not know of earlier batches.
+        if (
+            self.local_training
+            and self.latest_checkpoint is not None
+            and not self.start_from_batch
+        ):
+            with self.core_context.checkpoint.restore_path(
+                self.latest_checkpoint
+            ) as path:
+                self.begin_after(self._counts_in(path).get("batches_trained", 0))
+        super().run()
+
+    def set_data_loaders(self) -> None:
+        super().set_data_loaders()
+        # None off a cluster, where a script sets its own
+        seed = trial_seed(self.context)
+        seed = self.context.distributed.broadcast(
+            torch.initial_seed() if seed is None else seed
+        )
+        settle_order(self.training_loader, seed, warns=self.is_chief)
+        # Determined asserts it, at the first batch
+        if not epoch_length(self.context):
+            raise UserError(
+                "the training data loader has no batch: the data is empty, or smaller "
+                "than the one batch that drop_last drops; allowed: more data, or a "
+                "smaller batch"
+            )
+
+    def run_loop(self) -> None:
+        try:
+            super().run_loop()
+        except GuardError as error:
+            if error.state_is_good and not self.is_saved():
+                self.checkpoint(already_exiting=True)
+            raise
+
+    def validate(self) -> Metrics:
+        if self.is_complete() and not self._is_due():
+            # A longer run has no validation here, and a validation draws from the
+            # random state.
+            self._before_validation = random_state(self.context.distributed.local_rank)
+        metrics: Metrics = super().validate()
+        if self.is_chief and self.searcher_metric_name:
+            self.searcher_metric_of(metrics)
+        # Only the chief has the metrics and asks the master, and all ranks must end.
+        is_over = self.is_chief and self._is_over()
+        problem, is_over = self.context.distributed.broadcast(
+            (self._metric_problem, is_over)
+        )
+        if problem is not None:
+            if not self.is_saved():
+                self.checkpoint(already_exiting=True)
+            raise ConfigError("experiment", [problem])
+        if is_over:
+            logger.info("the search stops this trial early")
+            self.context.set_stop_requested(True)
+        return metrics
+
+    def _is_over(self) -> bool:
+        """Whether this trial belongs to a search that has stopped it."""
+        is_searched = searcher(self.context).get("name", "single") != "single"
+        return is_searched and is_stopped_by_search(train_context(self.context))
+
+    def _is_due(self) -> bool:
+        """Whether a run of any length has a validation at this batch."""
+        assert self.state
+        if isinstance(self.validation_period, pytorch.Batch):
+            return self.validation_period.should_stop(self.state.batches_trained)
+        epoch = epoch_length(self.context)
+        epochs, more = divmod(self.state.batches_trained, epoch)
+        return not more and self.validation_period.should_stop(epochs)
+
+    def checkpoint(self, already_exiting: bool) -> None:
+        if self._before_validation is not None:
+            restore_random_state(
+                self._before_validation, self.context.distributed.local_rank
+            )
+        distributed = self.context.distributed
+        of_ranks = distributed.gather(random_state(distributed.local_rank))
+        if distributed.size > 1:
+            self._portable_checkpoint.of_ranks = of_ranks
+        super().checkpoint(already_exiting)
+
+    def save(self, path: Path) -> None:
+        """Save as Determined does, with plain types even without callbacks of ours, and
+        with the checksums that a resume compares.
+        """
+        with self._portable(), checksums_written():
+            super().save(path)
+
+    @cached_property
+    def _portable_checkpoint(self) -> PortableCheckpoint:
+        return portable_checkpoint(self.context)
+
+    def _portable(self) -> AbstractContextManager[None]:
+        ours = {PortableCheckpoint.NAME: self._portable_checkpoint}
+        return patched(self, "callbacks", {**self.callbacks, **ours})
+
+    def searcher_metric_of(self, val_metrics: Metrics) -> Any:
+        """Note what is wrong with the metric; an error now would leave the other ranks
+        waiting.
+        """
+        metric = self.searcher_metric_name
+        numbers = sorted(
+            name for name, x in val_metrics.items() if util.is_numerical_scalar(x)
+        )
+        if metric in numbers:
+            return val_metrics[metric]
+        fault = "is no number" if metric in val_metrics else "is not reported"
+        self._metric_problem = (
+            f"searcher.metric: got {metric}, which {fault}; allowed: "
+            f"{', '.join(numbers)}, or no metric, and then no checkpoint is the best"
+        )
+        return 0.0
+
+    def load(self, load_path: Path) -> None:
+        """Restore the trial from a checkpoint folder.
+
+        Raises:
+            CheckpointError: if the checkpoint is incomplete, damaged, unsafe or does
+                not fit.
+        """
+        allow_numpy_random_state()
+        check_bytes(load_path)
+        same_trial = bool(self._counts_in(load_path))
+        own_load = torch.load
+
+        def load(*args: Any, **kwargs: Any) -> StateDict:
+            content = load_plain(own_load, *args, **kwargs)
+            if "models_state_dict" in content:  # the trial may load files of its own
+                content[SAME_TRIAL] = same_trial
+            if same_trial:
+                check_optimizers(content, self.context.optimizers)
+            return content
+
+        with restoring(load_path), patched(torch, "load", load), self._portable():
+            super().load(load_path)
+
+    def _counts_in(self, load_path: Path) -> StateDict:
+        """The counts of the loop in a checkpoint; empty if it belongs to another
+        trial.
+        """
+        with restoring(load_path):
+            saved = read_without_code(load_path / "trial_state.pkl")
+        return saved if saved.get("trial_id") == self.trial_id else {}
+
+
+class WatchedController(FollowedBatches, SafeController):
+    """The loop of a trial whose batches and epochs somebody follows."""
+
+
+class BatchCollector(StillSchedules, SafeController):
+    """The loop of a trial whose batches are collected, not trained."""
+
+
+def safe_loop() -> AbstractContextManager[None]:
+    """Let `pytorch.Trainer.fit` run a `SafeController`, unless a command has chosen a
+    loop.
+    """
+    return controlled_by(SafeController) if is_determineds_own_loop() else nullcontext()
