@@ -137,7 +137,7 @@ ONES = torch.ones(4, 1)
 # 2^20 = 1.05e6 is beyond 65504, in the head and not in the body
 LOUD = Net(2.0**10, 2.0**10)
 SCALE = "no loss scale helps. Settings that help: precision: amp_bf16"
-LARGE = "|activation| 1.05e+06, float16 ends at 65504; "
+LARGE = "|activation| 1.05e+06, float16's maximum is 65504; "
 GROWN = (
     "1e+05 times as large as at the start: lower learning_rate, or clip the gradients; "
 )
@@ -146,8 +146,8 @@ CAUSES: dict[str, tuple[nn.Module, torch.Tensor, dict[str, float], str | None]] 
     "infinities as masks are none": (Masked(1.0), torch.ones(4, 4), {}, None),
     "weight beside such masks": (
         *(Masked(1e5), torch.ones(4, 4), {}),
-        "forward overflow in module last: largest |weight| 1e+05, float16 ends at "
-        "65504; "
+        "forward overflow in module last: largest |weight| 1e+05, "
+        "float16's maximum is 65504; "
         f'{SCALE}, or fp32_modules: ["^last$"]',
     ),
     "forward of a module": (
@@ -168,16 +168,16 @@ CAUSES: dict[str, tuple[nn.Module, torch.Tensor, dict[str, float], str | None]] 
         *(Net(12.0, 1.0, torch.exp), ONES, {}),
         (
             "forward overflow in exp of module the model, after module body: largest "
-            f"|activation| 1.63e+05, float16 ends at 65504; {SCALE}"
+            f"|activation| 1.63e+05, float16's maximum is 65504; {SCALE}"
         ),
     ),
     "far beyond float16": (
         *(Net(2.0**15, 1), torch.full((4, 1), 2.0**15), {}),
         (
             "forward overflow in module body: largest |activation| 1.07e+09, float16"
-            " ends at 65504; that far beyond it, with a loss of 1.07e+09 in float32,"
-            " the precision is not the cause: look at the inputs and the initial"
-            " weights, and lower learning_rate"
+            "'s maximum is 65504; so far above it, and with a loss of 1.07e+09 in"
+            " float32, the precision is not the cause: look at the inputs and the"
+            " initial weights, and lower learning_rate"
         ),
     ),
     "beyond float32": (
@@ -372,7 +372,7 @@ class TestDiagnosis:
 
         assert str(find_cause([model], (), in_float16(loss_of))).startswith(
             "the output of div outside the model, after module body is not finite in "
-            "float16, and at most 0.5 in float32: what it is made of is beyond "
+            "float16, and at most 0.5 in float32: its inputs exceed the range of "
             "float16; no loss scale helps. "
         )
 
@@ -387,7 +387,7 @@ class TestDiagnosis:
             str(find_cause([model], (), train))
             == "forward overflow in _to_copy outside the model, after module body,"
             " which "
-            "the trial itself computes in float16: leave that cast out"
+            "the trial itself computes in float16: remove that cast"
         )
 
     def test_parameter_that_is_in_no_model_is_watched(self) -> None:

@@ -33,20 +33,20 @@ class Clip(NamedTuple):
 
 Listener = Callable[[Clip], None]
 
-# In the order in which they hear of a clip, each with the module whose clips it does
-# not hear. None is kept alive: a training may be over.
+# In the order in which they are told of a clip, each with the module of which it is not
+# told. The references are weak: a listener ends with its training.
 _listeners: list[tuple[weakref.WeakMethod[Listener], str | None]] = []
 
 
 def listen_to_clips(
     listener: Listener, *, but_by: str | None = None
 ) -> Callable[[], None]:
-    """Call a method before each clip, as long as somebody else holds its object.
+    """Call a method before each clip, while the object of the method is alive.
 
     Args:
         listener: The method; it may refuse the clip by an error.
-        but_by: The name of a module that clips rightly. A listener with one hears of a
-            clip before those without.
+        but_by: The name of a module whose clips are right. A listener that names one
+            is told before those that name none.
 
     Returns:
         What ends it.

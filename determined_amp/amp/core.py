@@ -263,8 +263,8 @@ class AmpCore:
                     " number"
                 )
                 raise self._wrong("update", problem)
-            # It is kept until the report. Meanwhile the training may add other losses
-            # to it in place, and the next replay of a CUDA graph overwrites it.
+            # The copy is read at the report. Until then the training may add other
+            # losses to its own in place, and a replay of a CUDA graph overwrites it.
             loss = loss.detach().to(self.device, non_blocking=True, copy=True)
             loss = loss.reshape(()) if loss.dim() else loss
         left_out = not (self.scaler.has_stepped or again)
@@ -445,10 +445,10 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _weakly(method: Callable[..., T]) -> Callable[..., T | None]:
-    """A function that calls a method as long as somebody else holds its object.
+    """A function that calls a method while the object of the method is alive.
 
-    A loop that is over refuses no step, so it must be gone at once, and not when Python
-    collects it: its parts, and torch, hold it like this.
+    A training that nobody holds any more refuses no step. So its parts hold it by weak
+    references alone: in a circle it would live until Python collects it.
     """
     reference = weakref.WeakMethod(method)
 

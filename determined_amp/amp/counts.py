@@ -74,12 +74,10 @@ class StepCounts:
         self._device = device
         self._can_skip = can_skip
         self._applied: int | torch.Tensor = 0
-        self._last_applied: int | torch.Tensor = (
-            0  # the number of the last applied step
-        )
-        self._outcomes: list[
-            torch.Tensor
-        ] = []  # of steps that the device has not counted yet
+        # The number of the last applied step.
+        self._last_applied: int | torch.Tensor = 0
+        # Whether each step was skipped that the device has not counted yet.
+        self._outcomes: list[torch.Tensor] = []
 
     def count(self, skipped: bool | torch.Tensor) -> None:
         """Count a step. No synchronisation.

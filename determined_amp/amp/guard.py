@@ -56,8 +56,8 @@ class Guard:
         newest: Returns the rehearsal of the newest batch.
 
     Attributes:
-        enabled: Set it to False before the training to let everything pass. Then a
-            trial is not audited either.
+        enabled: Set it to False before the training where a command borrows the loop:
+            everything passes, and nothing is audited, found or warned of.
         without_rehearsal: What to say instead of a cause if there is no batch to train
             again.
     """
@@ -97,7 +97,7 @@ class Guard:
         self._norm_at_start = _norm(self._models)
 
     def warn_of_no_applied_step(self) -> None:
-        """Say so, once, if a run that has stepped or reported has applied no step;
+        """Warn once if a run that has stepped or reported has applied no step;
         synchronises.
         """
         if not self.enabled or self._slots.rank:

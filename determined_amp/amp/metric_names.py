@@ -18,8 +18,9 @@ class MetricName:
 
     # Mean over samples of the training loss, if `update` is given one.
     LOSS = "loss"
-    # * Mean over applied steps of the unscaled gradient norm, before clipping. With
-    # `amp.clip` only.
+    # * Mean over applied steps of the unscaled gradient norm, before clipping,
+    # where something of ours clips: `amp.clip`, `amp.clip_gradients`, or the
+    # `clip_grads` of an unmodified trial.
     GRAD_NORM = "watch_grad_norm"
     # log2 of the loss scale at the report. This and the skipped steps: `amp_fp16` only.
     LOSS_SCALE_LOG2 = "loss_scale_log2"
@@ -35,7 +36,7 @@ class MetricName:
     # applied ones; if there is one that moves by batches or steps, and a scaler.
     LR_DRIFT_STEPS = "watch_lr_drift_steps"
     # * log2 of 65504 over the largest scaled gradient of a parameter; the smallest of
-    # the report, measured on every tenth step. `amp_fp16` with `amp.clip` only.
+    # the report, measured on every tenth step. As the norm, and in `amp_fp16` only.
     HEADROOM_BITS = "watch_headroom_bits"
     # Over all slots, first batches of the process excluded.
     SAMPLES_PER_SECOND = "samples_per_second"

@@ -171,7 +171,7 @@ class TrainingMetrics:
             self._waited = (self._waited or 0.0) + seconds
 
     def reset(self) -> None:
-        """Called by Determined before every stretch of training and every
+        """Called before every stretch of training and, by Determined, before every
         validation.
         """
         self.once = {}
@@ -188,7 +188,7 @@ class TrainingMetrics:
             forget_peak_memory(self._device)  # that of a validation
 
     def per_slot_reduce(self) -> dict[str, Any]:
-        """Read the sums: the one synchronisation of a report."""
+        """Read all sums together; synchronises, as the stopwatch does on a GPU."""
         seconds = self._stopwatch.seconds()
         for name, peak in peak_memory_mib(self._device).items():
             self._peaks[name] = max(peak, self._peaks.get(name, 0.0))

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 class DeviceSupport:
     """What a GPU computes natively, that is, without a detour through float32.
 
-    A CPU is said to lack what it has instructions for, too: whether its kernels use
-    them, and how fast they are, only a measurement tells.
+    CPUs are always reported as not native, even if they have the instructions: whether
+    the kernels use them, and how fast they are, only a measurement tells.
 
     Args:
         name: The device, in words.

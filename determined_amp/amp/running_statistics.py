@@ -19,7 +19,8 @@ class RunningStatistics:
 
     A forward that overflows writes infinity into them although the step is skipped, and
     every later validation computes NaN. Such statistics are reset to their values at
-    the last report. Buffers of other modules are left alone: a mask may be -inf.
+    the last report or validation. Buffers of other modules are left alone: a mask may
+    be -inf.
 
     Args:
         models: The models that have the layers.
@@ -50,6 +51,6 @@ class RunningStatistics:
         if count:
             logger.warning(
                 "%d running statistics were not finite after an overflow: put back to "
-                "what they were at the last report",
+                "what they were at the last report or validation",
                 count,
             )

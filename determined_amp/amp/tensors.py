@@ -129,9 +129,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def is_stand_in(value: Any) -> bool:
-    """Whether a value is no plain tensor but one that stands for it, as a compiler's
-    fake ones.
-    """
+    """Whether a value stands for a tensor, as the fake tensors of a compiler do."""
     dispatch = torch.Tensor.__torch_dispatch__
     return getattr(type(value), "__torch_dispatch__", dispatch) is not dispatch
 

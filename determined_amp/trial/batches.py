@@ -5,8 +5,8 @@ replaced while it trains:
 
 * `build_training_data_loader` of the trial: the wait for each batch is timed.
 * `train_batch` of the trial: see `Batches.__call__` for what is done in which order.
-* `step_optimizer` of the context: nothing else sees whether a function of the trial's
-  own clips gradients that are still scaled.
+* `step_optimizer` of the context: nothing else sees a clip by code of the trial's own;
+  those of torch's functions are seen by `amp/clips.py`.
 
 A trial that makes none itself gets one from outside: `unmodified.py` replaces
 `wrap_model` of its context, and `unmodified_training.py` `backward` and

@@ -1,4 +1,4 @@
-"""Tells the master how a run is set, how it goes, and why it failed."""
+"""Tells the master the settings of a run, its state, and why it failed."""
 
 from __future__ import annotations
 

@@ -144,8 +144,8 @@ class ResumedTraining(pytorch.PyTorchCallback):
         checkpoint["scaler_state_dict"] = state
 
     def _settle_optimizers(self, checkpoint: StateDict) -> None:
-        """Take what comes from this trial, and log what the YAML has changed in
-        vain.
+        """Take what comes from this trial, and log the changes of the YAML that have
+        no effect.
         """
         self._remember_constructed()
         before = checkpoint.get("callbacks", {}).get(CALLBACK) or {}

@@ -194,7 +194,7 @@ class TrueGradients:
             yield scale.double().reciprocal().float()  # as `GradScaler` does it
 
     def _parameters(self) -> list[torch.Tensor]:
-        """All parameters, which are collected anew where a group has come or grown."""
+        """All parameters, collected anew when a group was added, or has grown."""
         optimizers = self._amp.optimizers
         groups = [group["params"] for each in optimizers for group in each.param_groups]
         sizes = [(id(group), len(group)) for group in groups]

@@ -387,9 +387,8 @@ def fuse(optimizer: Optimizer, models: Iterable[nn.Module] = ()) -> bool:
 
 
 def _has_own_step(optimizer: Optimizer) -> bool:
-    """Whether the method is another one than its class has, but for what wraps that.
-
-    Schedulers of torch wrap it.
+    """Whether `step` is overridden on the instance, ignoring wrappers, such as those of
+    torch's schedulers.
     """
     step, of_class = (
         inspect.unwrap(optimizer.step),

@@ -235,20 +235,20 @@ class _Search:
         limit, name = torch.finfo(place.dtype).max, dtype_name(place.dtype)
         size = "" if largest is None else f"largest |{place.kind}| {largest:.3g}, "
         overflow = (
-            f"forward overflow in {_where(place)}: {size}{name} ends at {limit:g}"
+            f"forward overflow in {_where(place)}: {size}{name}'s maximum is {limit:g}"
         )
         # as 0 / 0, of an eps that float16 rounds to 0
         if largest is not None and largest < limit:
             overflow = (
                 f"the output of {_where(place)} is not finite in {name}, and at most "
-                f"{largest:.3g} in float32: what it is made of is beyond {name}"
+                f"{largest:.3g} in float32: its inputs exceed the range of {name}"
             )
         if self.grown >= _GROWN:
             return f"{overflow}; {self._too_fast()}"
         loss = 0.0 if exact is None else exact.outcome.largest_loss
         if loss >= _ABSURD_LOSS and largest is not None and largest >= _ABSURD:
             return (
-                f"{overflow}; that far beyond it, with a loss of {loss:.3g} in "
+                f"{overflow}; so far above it, and with a loss of {loss:.3g} in "
                 "float32, the precision is not the cause: look at the inputs and the "
                 "initial weights, and lower learning_rate"
             )
@@ -265,7 +265,7 @@ class _Search:
         if by_hand is not None and by_hand.dtype is not torch.float64:
             return (
                 f"forward overflow in {_where(by_hand)}, which the trial itself "
-                f"computes in {dtype_name(by_hand.dtype)}: leave that cast out"
+                f"computes in {dtype_name(by_hand.dtype)}: remove that cast"
             )
         if self.first.bad_input is not None:
             return self.first.bad_input

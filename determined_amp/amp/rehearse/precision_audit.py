@@ -58,9 +58,8 @@ class ProductCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         flops: FLOPs by operation and dtype of its factors; a multiply-add counts as 2.
     """
 
-    supports_higher_order_operators = (
-        True  # torch refuses a batch with flex_attention otherwise
-    )
+    # Otherwise torch refuses a batch with flex_attention.
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -125,10 +124,9 @@ class Audit:
     def failure(self) -> str | None:
         """What is wrong, in one sentence; None if the batch was computed as asked."""
         setting = f"hyperparameters.amp.precision is {self.precision.value}"
+        # Without FLOPs, as of embeddings or a recurrent layer, nothing is judged.
         if not self.total_flops:
-            return (
-                None  # nothing to judge, as with only embeddings or a recurrent layer
-            )
+            return None
         if self.share <= 0.5:
             return (
                 f"{setting}, but {self.share:.1%} of the FLOPs are in"

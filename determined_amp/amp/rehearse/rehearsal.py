@@ -39,9 +39,8 @@ class Rehearsed:
     # backward.
     lost: tuple[str, ...]
     has_gradients: bool  # whether any parameter got one
-    uses_float16: (
-        bool  # whether a float16 autocast region was entered, in whatever dtype it ran
-    )
+    # Whether a float16 autocast region was entered, in whatever dtype it ran.
+    uses_float16: bool
 
     @property
     def loss_is_finite(self) -> bool:
