@@ -325,6 +325,11 @@ def test_module_that_refuses_a_copy_validates_in_half_as_it_did() -> None:
     assert [each.key for each in findings_of(script, "refuses.py")] == []
 
 
+def test_gradients_of_a_step_left_out_are_told_of_all_that_is_added_to_them() -> None:
+    (fault,) = findings_of_mistake("left_out_step_is_not_zeroed").faults
+    assert int(fault.effect.partition(" of 96 backwards")[0]) > 48
+
+
 def test_order_names_no_optimizer_where_it_may_be_one_of_two() -> None:
     (fault,) = findings_of_mistake("zeroes_one_of_two_optimizers").faults
     assert fault.write.startswith("optimizer.zero_grad()")

@@ -229,8 +229,10 @@ class StepGradients:
         before = self.norm if self.is_open else 0.0
         if not (self.is_open and self.window.backwards):
             self._to_force = _MOST_OVERFLOWS if may_force and self.is_due() else 0
+            # The overflow of a step that was left out is in this window, too.
+            is_forced = self.window.left_out and self._taken_back
             self._open_window()
-            self.window.stale = self._are_used
+            self.window.stale, self.window.forced = self._are_used, is_forced
         window, loss = self.window, backward.loss
         is_first = window.is_empty or not window.backwards
         window.backwards.append(backward)
@@ -267,7 +269,6 @@ class StepGradients:
         """The scale is updated: a step that was prepared, and not made, is left out."""
         self.look()
         if self.is_open and self.window.unscales:
-            self.overflows.give_back(self.weights)
             self.window.left_out = True
             self._used, self.is_new = self.versions(), False
 
