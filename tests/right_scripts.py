@@ -39,6 +39,138 @@ def loader(batch_size=8):
 """
 
 RIGHT: dict[str, str] = {
+    "function_that_frees_what_it_has_saved": """\
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden):
+        ctx.hidden = hidden.detach()
+        return hidden.square()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = 2 * ctx.hidden * gradient
+        del ctx.hidden
+        return gradient
+
+
+first, second = nn.Linear(8, 16), nn.Linear(16, 4)
+optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.01)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(second(Once.apply(first(inputs))), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "function_that_multiplies_its_gradient_in_place": """\
+class Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets):
+        with torch.enable_grad():
+            logits = logits.detach().float().requires_grad_()
+            loss = F.cross_entropy(logits, targets)
+            (ctx.gradient,) = torch.autograd.grad(loss, logits)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.gradient.mul_(gradient), None
+
+
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = Fused.apply(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "autocast_of_the_type_of_a_device": """\
+device = torch.device("cuda")
+model = net().to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler(device.type)
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast(device.type):
+        loss = F.cross_entropy(model(inputs.to(device)), targets.to(device))
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "lbfgs_zeroes_in_its_closure": """\
+model = net()
+optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5)
+for inputs, targets in loader():
+
+    def closure():
+        optimizer.zero_grad()
+        with autocast("cuda", dtype=torch.bfloat16):
+            loss = F.cross_entropy(model(inputs), targets)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+""",
+    "factor_of_the_loss_is_a_scale": """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+scaler = GradScaler("cuda", init_scale=4096.0)
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = 16 * F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "penalty_times_the_scale_of_its_forward": """\
+class Sparse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, scale):
+        ctx.save_for_backward(hidden)
+        ctx.scale = scale
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (hidden,) = ctx.saved_tensors
+        return gradient + ctx.scale * 0.01 * hidden.sign().to(gradient.dtype), None
+
+
+first, second = nn.Linear(8, 16), nn.Linear(16, 4)
+optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.01)
+scaler = GradScaler("cuda", init_scale=4096.0)
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        hidden = Sparse.apply(first(inputs).relu(), scaler.get_scale())
+        loss = F.cross_entropy(second(hidden), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "noise_times_the_scale_in_a_hook": """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+scaler = GradScaler("cuda")
+for parameter in model.parameters():
+    parameter.register_hook(
+        lambda g: g + scaler.get_scale() * 0.1 * torch.randn_like(g)
+    )
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
     "lstm": """\
 class Reader(nn.Module):
     def __init__(self):

@@ -310,6 +310,53 @@ for inputs, targets in loader():
     scaler.update()
 """,
     ),
+    "noise_in_a_hook": Mistake(
+        "fault",
+        "depends_on_scale",
+        """\
+model = net()
+for parameter in model.parameters():
+    parameter.register_hook(lambda g: g + 0.3 * torch.randn_like(g))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()  # HERE
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "penalty_in_a_backward_of_its_own": Mistake(
+        "fault",
+        "depends_on_scale",
+        """\
+class Sparse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden):
+        ctx.save_for_backward(hidden)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (hidden,) = ctx.saved_tensors
+        return gradient + 0.5 * hidden.sign().to(gradient.dtype)
+
+
+first, second = nn.Linear(8, 16), nn.Linear(16, 4)
+optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.01)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        hidden = Sparse.apply(first(inputs).relu())
+        loss = F.cross_entropy(second(hidden), targets)
+    scaler.scale(loss).backward()  # HERE
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
     # Scaling, stepping, updating.
     "loss_not_scaled": Mistake(
         "fault",
@@ -1057,6 +1104,24 @@ for inputs, targets in loader():
     scaler.update()
     total += loss.item()  # HERE
 print(total)
+""",
+    ),
+    "scale_grows_after_each_step": Mistake(
+        "suspicion",
+        "skips_often",
+        """\
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+scaler = GradScaler("cpu", growth_interval=1)
+for step in range(80):
+    inputs = 3 * torch.randn(32, 16)
+    optimizer.zero_grad()
+    with autocast("cpu", dtype=torch.float16):
+        loss = F.mse_loss(model(inputs), 4 * inputs[:, :1])
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
 """,
     ),
     # Gradients that do not reach their step, or reach it twice.
@@ -1952,6 +2017,26 @@ for inputs, targets in loader():
     scaler.update()
 """,
     ),
+    "positions_times_frequencies_in_bfloat16": Mistake(
+        "suspicion",
+        "whole_numbers_rounded",
+        """\
+embedding, head = nn.Embedding(32, 16), nn.Linear(16, 32)
+weights = [*embedding.parameters(), *head.parameters()]
+optimizer = torch.optim.AdamW(weights, lr=1e-3)
+frequencies = 1000.0 ** (-torch.arange(0, 16) / 16)
+for step in range(20):
+    ids = torch.randint(0, 32, (2, 300))
+    with autocast("cuda", dtype=torch.bfloat16):
+        positions = torch.arange(300.0)[:, None]
+        angles = positions @ frequencies[None]  # HERE
+        hidden = embedding(ids) * angles.cos()
+        loss = F.cross_entropy(head(hidden).flatten(0, 1), ids.flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    ),
     # Gradients of gradients.
     "penalty_of_scaled_gradients": Mistake(
         "fault",
@@ -1968,6 +2053,39 @@ for inputs, targets in loader():
     (g,) = torch.autograd.grad(scaler.scale(loss), inputs, create_graph=True)
     loss = loss + g.norm(2, dim=1).mean()
     scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "weights_of_tasks_by_norms_of_scaled_gradients": Mistake(
+        "suspicion",
+        "penalty_scaled",
+        """\
+trunk, first, second = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 1)
+tasks = nn.Parameter(torch.ones(2))
+weights = [w for each in (trunk, first, second) for w in each.parameters()]
+optimizer = torch.optim.Adam(weights, lr=1e-3)
+of_tasks = torch.optim.SGD([tasks], lr=0.025)
+scaler = GradScaler("cuda", init_scale=512.0)
+for inputs, targets in loader():
+    with autocast("cuda", dtype=torch.float16):
+        hidden = trunk(inputs).relu()
+        losses = [
+            F.cross_entropy(first(hidden), targets),
+            F.l1_loss(second(hidden).float(), inputs[:, :1]),
+        ]
+    optimizer.zero_grad()
+    total = sum(w * each for w, each in zip(tasks.detach(), losses))
+    scaler.scale(total).backward(retain_graph=True)
+    norms = [
+        torch.autograd.grad(
+            scaler.scale(w * each), trunk.weight, create_graph=True, retain_graph=True
+        )[0].norm()
+        for w, each in zip(tasks, losses)
+    ]
+    difference = (norms[0] - norms[1]).abs()
+    (tasks.grad,) = torch.autograd.grad(difference, tasks)  # HERE
+    of_tasks.step()
     scaler.step(optimizer)
     scaler.update()
 """,

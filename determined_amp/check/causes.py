@@ -145,6 +145,7 @@ class Glance(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has no ty
 
     def _compare_whole_numbers(self, given: torch.Tensor, made: torch.Tensor) -> None:
         is_whole = not (given.is_floating_point() or given.is_complex())
+        is_whole = is_whole or _are_positions(given)
         if is_whole and made.dtype in SIXTEEN_BITS and (made.double() != given).any():
             text = f"{int(given.abs().max())} in {dtype_name(made.dtype)}"
             self.rounded = text, users_line()
@@ -225,6 +226,14 @@ class CauseWatch(Glance):  # type: ignore[no-untyped-call]  # torch has no types
         place = self._in(self.backward)
         text = f"the backward {place}, whose gradients are not finite"
         return Cause(text, None, text, is_of_loss=False)
+
+
+def _are_positions(numbers: torch.Tensor) -> bool:
+    """Whether each is its neighbour and 1, as of `torch.arange`."""
+    if numbers.dtype is not torch.float32 or numbers.numel() < 2:
+        return False
+    steps = numbers.diff(dim=numbers.shape.index(max(numbers.shape)))
+    return bool((steps == 1).all())
 
 
 def _changes(operation: Any) -> bool:

@@ -166,7 +166,7 @@ class CheckFindings:
             if counts[level]
         ]
         if not self.trained:
-            told.insert(0, NOTHING)
+            told.insert(0, "nothing was trained" if self.faults else NOTHING)
         elif not self.amp:
             told.insert(0, NO_AMP)
         elif not self.faults:

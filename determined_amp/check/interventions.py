@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import distributed, random
 
 from determined_amp.amp.torch_private import scale_tensor, version_of
+from determined_amp.check.record import Record
+from determined_amp.check.stand_in import unheard
 
 # A scale is divided by this at most, or by what leaves as much as `_LEAST`: float16 has
 # few digits for small gradients. Where that is less than `_WORTH`, it stays.
@@ -105,6 +110,75 @@ class ScaleMoves:
         if moved.true is not None:
             scale_tensor(scaler).fill_(moved.true)
             moved.true = None
+
+
+class Replays:
+    """Computes gradients of the same loss at its scale, and at a scale of 1.
+
+    What code of the training does to gradients in the backward, as in a hook, shows at
+    1 as it does without a scale. Nothing is added to any gradient. What code that knows
+    the scale does at 1 follows the scale, which is moved.
+
+    Args:
+        record: The gradients are noted there.
+        most: So many backwards are replayed while the scale is moved, and while it is
+            not.
+    """
+
+    def __init__(self, record: Record, *, most: int) -> None:
+        self._record = record
+        self._left = {True: most, False: most}
+
+    def are_due(self, moved: bool) -> bool:
+        """Whether a backward is to be replayed, while the scale is moved or not."""
+        return self._left[moved] > 0 and not distributed.is_initialized()
+
+    @unheard
+    def replay(
+        self,
+        loss: torch.Tensor,
+        gradient: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        scales: Sequence[float],
+        *,
+        moved: bool,
+        keeps_graph: bool,
+    ) -> None:
+        """Note the norms that each weight's gradient has at both scales.
+
+        Args:
+            loss: A scaled loss, whose backward is over.
+            gradient: What that began with.
+            weights: The weights.
+            scales: That of each scaler.
+            moved: Whether the scale is moved now.
+            keeps_graph: Whether the training uses the graph again.
+        """
+        self._left[moved] -= 1
+        if len(scales) != 1:
+            return
+        (scale,) = scales
+        norms_at = partial(_norms_of_gradients, loss, weights)
+        # What the training does in a backward may not expect another one.
+        with suppress(Exception), random.fork_rng(devices=()):
+            own = norms_at(gradient, keeps_graph=True)
+            plain = norms_at(gradient / scale, keeps_graph=keeps_graph)
+            known = {"scale": scale, "moved": moved, "plain": plain}
+            self._record.note("replay", own=[norm / scale for norm in own], **known)
+
+
+def _norms_of_gradients(
+    loss: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    gradient: torch.Tensor,
+    *,
+    keeps_graph: bool,
+) -> list[float]:
+    """The norm of each weight's gradient, which is not added to any other."""
+    gradients = torch.autograd.grad(
+        loss, weights, gradient, retain_graph=keeps_graph, allow_unused=True
+    )
+    return [0.0 if each is None else float(each.float().norm()) for each in gradients]
 
 
 class ForcedOverflows:

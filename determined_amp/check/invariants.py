@@ -24,6 +24,9 @@ _SETTLED = 16
 # Skipped steps that are no outliers: so many, and such a share.
 _MANY, _SHARE = 3, 0.25
 
+# Where the scale has settled, this share of skipped steps is none of a usual growth.
+_OFTEN = 1 / 3
+
 # Relative change of a validation metric by 16 bits that is no rounding, and one that
 # may be some.
 _CHANGED, _MAYBE_CHANGED = 0.05, 0.01
@@ -38,6 +41,10 @@ _LEAST_RATIO, _LEAST_NORMS = 15.0, 3
 _AROUND = 2
 # Scaled gradients below this norm are not told: float16 may have lost most of them.
 _TINY = 1e-3
+# The gradient of a weight at a scale of 1 is larger by this factor than at its own, in
+# each replay, and that of a part of all gradients; at two scales it is the same up to
+# this factor.
+_LARGER, _PART, _KEPT = 4.0, 0.01, 8.0
 # In this share of the pairs of a low and a high scale the norm differs in the same
 # direction.
 _SEPARATED = 0.8
@@ -58,6 +65,14 @@ def skips_at_scales_that_were_right(record: Record) -> Found:
     if len(skipped) >= _MANY:
         is_often = len(skipped) >= _SHARE * len(late)
         yield Seen(skipped[:1], part=skipped, of=late, proven=is_often)
+
+
+def skips_often(record: Record) -> Found:
+    """As of a scale that grows too soon: each growth costs a step."""
+    steps = _steps_of_scalers(record)[_SETTLED:]
+    skipped = [step for step in steps if step.skipped]
+    if len(skipped) >= max(_MANY, _OFTEN * len(steps)):
+        yield Seen([None], part=skipped, of=steps)
 
 
 def _steps_of_scalers(record: Record) -> list[Event]:
@@ -303,6 +318,32 @@ def rates_follow_the_scale(record: Record) -> Found:
         seen = _dependence((step.scale, step.rate) for step in steps)
         if seen and abs(seen.exponent) >= _EXPONENT:
             yield seen.at(steps)
+
+
+def gradients_of_one_loss_follow_the_scale(record: Record) -> Found:
+    """What a backward adds to gradients, or cuts off, is small beside scaled ones."""
+    moved, others = (record.of("replay", moved=each) for each in (True, False))
+    replays = [*moved, *others]
+    if min(len(moved), len(others)) < 2 or len({len(r.plain) for r in replays}) > 1:
+        return
+    for weight in range(len(replays[0].plain)):
+        times = [_times_larger(replay, weight) for replay in replays]
+        at_moved, at_others = (
+            median(replay.plain[weight] for replay in each) for each in (moved, others)
+        )
+        # It may keep the scale of its forward, which is another one here.
+        stays = 1 / _KEPT < at_moved / (at_others or 1.0) < _KEPT
+        if min(times) > _LARGER and stays:
+            yield Seen(replays[:1], times=min(times), ratio=replays[0].scale)
+            return
+
+
+def _times_larger(replay: Event, weight: int) -> float:
+    """How much larger a gradient is at a scale of 1; 0 if nearly nothing."""
+    own, plain = replay.own[weight], replay.plain[weight]
+    if not plain > _PART * math.hypot(*replay.plain):
+        return 0.0
+    return plain / own if own else math.inf
 
 
 def _steps_of_each(record: Record, **known: bool) -> Iterator[list[Event]]:

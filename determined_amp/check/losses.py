@@ -85,8 +85,9 @@ def _read_graph(loss: Loss, roots: list[Any], scales: Sequence[float]) -> None:
             gradients.append(known["gradient"])
             continue
         scale, number = known.get("scale"), _number_in(node)
-        if name == "MulBackward0" and number in scales:
-            scale = scale or number  # by hand
+        # By hand; what a scaler has scaled may have such a factor by chance.
+        if name == "MulBackward0" and number in scales and factor is None:
+            scale = scale or number
         if scale:
             factor = scale * (factor or 1.0)
             loss.scale = max(loss.scale or factor, factor)

@@ -40,9 +40,11 @@ class Event(SimpleNamespace):
 
     | kind | what is known |
     |---|---|
-    | `backward` | its `loss`; whether it runs under `autocast`; whether the loss is |
+    | `backward` | its `loss`; whether the step of an optimizer makes it (`in_step`); |
+    | | whether it runs under `autocast`; whether the loss is |
     | | `finite`; how many optimizers it `reached`; the norm that it `added`; the |
     | | largest `scale` then; whether a scaler has `divided` its gradients |
+    | `grad` | the `loss` of a `torch.autograd.grad` |
     | `left_out` | a batch with a loss that is not finite, and no backward |
     | `unscale` | |
     | `clip` | the argument that limits (`of`), the `limit`, the `norm` before, and |
@@ -59,6 +61,8 @@ class Event(SimpleNamespace):
     | | overflow (`overflows`); whether a checkpoint was saved before (`after_save`); |
     | | the `scaler`, if one makes it |
     | `read` | a loss that was scaled becomes a number of Python's |
+    | `replay` | the norm of each weight's gradient of one loss at the `scale`, |
+    | | divided by it (`own`), and at 1 (`plain`); whether the scale was `moved` |
     | `stale` | a forward of weights that autocast had cast before they changed |
     | `closure` | a scaler is given one for its step |
     | `update` | the scale `after` it |

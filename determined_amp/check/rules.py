@@ -79,7 +79,9 @@ def unscales_before_the_last_backward(record: Record) -> Found:
 def steps_with_scaled_gradients(record: Record) -> Found:
     steps = _steps_without_scaler(record)
     scaled = [step for step in steps if not step.disturbed and step.factor > SCALED]
-    yield Seen(scaled, holds=_are_as_computed(steps))
+    # A scaler cannot step in a backward.
+    in_backward = any(step.in_backward for step in scaled)
+    yield Seen(scaled, holds=_are_as_computed(steps) and not in_backward)
 
 
 def steps_with_an_overflow(record: Record) -> Found:
@@ -210,7 +212,10 @@ def zeroes_in_a_window(record: Record) -> Found:
     lost = [
         window
         for window in record.undisturbed
-        if window.lost and (window.is_empty or _is_accumulated(record, window))
+        if window.lost
+        and (window.is_empty or _is_accumulated(record, window))
+        # A closure zeroes for each of its backwards.
+        and not any(backward.in_step for backward in window.backwards)
     ]
     if _are_nearly_all(record, lost):
         last = lost[-1]
@@ -253,7 +258,8 @@ def runs_backward_under_autocast(record: Record) -> Found:
 
 
 def adds_scaled_gradients_to_the_loss(record: Record) -> Found:
-    penalized = [b for b in record.of("backward") if b.loss.penalty is not None]
+    computed = [*record.of("backward"), *record.of("grad")]
+    penalized = [each for each in computed if each.loss.penalty is not None]
     yield Seen(penalized, proven=False)
 
 

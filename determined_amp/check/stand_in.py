@@ -58,6 +58,7 @@ class StandIn(TorchFunctionMode):
         self.applies: bool | None = None
         self._hear = hear
         self._is_needed = not torch.cuda.is_available()
+        self._names_cuda = False  # `torch.device("cuda")` was made, whose type is "cpu"
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
@@ -86,7 +87,9 @@ class StandIn(TorchFunctionMode):
         if self._is_needed:
             if name in ("cuda", "pin_memory"):
                 return args[0]
-            args = [_on_cpu(each) for each in args]
+            here = [_on_cpu(each) for each in args]
+            self._names_cuda |= name == "device" and here != [*args]
+            args = here
             kwargs = {key: _on_cpu(value) for key, value in kwargs.items()}
         if self.applies and name in self._differs and autocast_is_on("cpu"):
             if name == "binary_cross_entropy":
@@ -111,11 +114,14 @@ class StandIn(TorchFunctionMode):
         def make(
             region: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any
         ) -> None:
-            if self._is_needed and _on_cpu(device_type) != device_type:
+            is_users_own = is_users(caller().f_code.co_filename)
+            is_cuda = _on_cpu(device_type) != device_type
+            is_cuda |= self._names_cuda and is_users_own and device_type == "cpu"
+            if self._is_needed and is_cuda:
                 self.applies = self.applies is not False
                 # float16 is CUDA's own.
                 device_type, dtype = "cpu", torch.float16 if dtype is None else dtype
-            elif is_users(caller().f_code.co_filename):
+            elif is_users_own:
                 # not torch's own for a checkpoint
                 self.applies = False
             own(region, device_type, dtype, *args, **kwargs)
