@@ -1124,6 +1124,26 @@ for step in range(80):
     scaler.update()
 """,
     ),
+    "lbfgs_steps_past_the_scaler": Mistake(
+        "fault",
+        "closure",
+        """\
+model = net()
+optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5)
+scaler = GradScaler("cuda", init_scale=1024.0)
+for inputs, targets in loader():
+
+    def closure():
+        optimizer.zero_grad()
+        with autocast("cuda", dtype=torch.float16):
+            loss = F.cross_entropy(model(inputs), targets)
+        scaler.scale(loss).backward()
+        return loss
+
+    optimizer.step(closure)
+    scaler.update()
+""",
+    ),
     # Gradients that do not reach their step, or reach it twice.
     "zero_grad_in_each_micro_batch": Mistake(
         "fault",

@@ -401,7 +401,8 @@ def cause_of_error(record: Record) -> tuple[str, Seen]:
 def _cause(record: Record, key: str) -> str:
     """The cause of an error of GradScaler that can have several."""
     losses = record.of("backward")
-    if record.of("closure"):  # what raises depends on how it is passed
+    in_closure = any(each.in_step and each.loss.scale for each in losses)
+    if in_closure or record.of("closure"):  # what raises depends on how it is passed
         return "closure"
     if key == "no_gradients":
         return _cause_of_no_gradients(record, losses)
