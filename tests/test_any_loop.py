@@ -12,6 +12,7 @@ import math
 import re
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -731,3 +732,69 @@ def test_overflow_that_one_optimizer_leaves_out_moves_the_scale_of_both(
     amp.update()
     assert int(amp.steps(second).applied) == steps
     assert float(amp.loss_scale()) == 512
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_loop_without_a_prepared_model_says_what_it_does_not_watch(
+    caplog: pytest.LogCaptureFixture, *, prepared: bool
+) -> None:
+    amp = AmpLoop(AmpSettings(Precision.FP32), "cpu")
+    if prepared:
+        amp.prepare(nn.Linear(1, 1))
+    with amp.autocast(), amp.autocast():
+        pass
+    assert caplog.text.count("no model was given to amp.prepare") == 1 - prepared
+
+
+class StepsInThreads(torch.optim.Optimizer):
+    """Hands the step of each parameter to a thread of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        weights = self.param_groups[0]["params"]
+        self.inner = [torch.optim.SGD([weight], lr=0.1) for weight in weights]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda optimizer: optimizer.step(), self.inner))
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.AMP_FP16])
+def test_step_that_an_optimizer_hands_to_threads_is_no_mistake(
+    precision: Precision,
+) -> None:
+    amp = AmpLoop(AmpSettings(precision, init_scale=1024.0), "cpu")
+    model = amp.prepare(nn.Linear(2, 1))
+    optimizer = StepsInThreads(model.parameters())
+    for _ in range(3):
+        with amp.autocast():
+            loss = model(torch.ones(4, 2)).square().mean()
+        amp.scaler.scale(loss).backward()
+        amp.scaler.step(optimizer)
+        optimizer.zero_grad()
+        amp.update(loss)
+    assert amp.applied_steps == 3
+
+
+def test_scale_stays_while_gradients_accumulate_after_a_step_that_was_left_out() -> (
+    None
+):
+    amp = AmpLoop(AmpSettings(Precision.AMP_FP16, init_scale=1024.0), "cpu")
+    model = amp.prepare(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def backward(inputs: torch.Tensor) -> torch.Tensor:
+        with amp.autocast():
+            loss: torch.Tensor = model(inputs).square().mean()
+        amp.scaler.scale(loss).backward()
+        return loss
+
+    backward(torch.full((4, 2), math.inf))
+    amp.clip_gradients(optimizer)
+    optimizer.zero_grad()
+    amp.update(backward(torch.ones(4, 2)))
+    assert float(amp.loss_scale()) == 1024.0
+    backward(torch.ones(4, 2))
+    amp.scaler.step(optimizer)
+    amp.update()
+    assert float(amp.loss_scale()) == 512.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,6 +190,36 @@ def test_state_that_cannot_be_restored_is_said_once_in_every_loop(
     lines = [line for line in caplog.messages if words in line]
     for line, owner in zip(lines, said, strict=True):
         assert f"the state of {owner} is more than plain values" in line
+
+
+class ReadsAFileOfItsOwn(pytorch.PyTorchCallback):
+    """Restores an average that it keeps beside the checkpoint."""
+
+    def __init__(self, file: Path, **how: Any) -> None:
+        self.file, self.how, self.read = file, how, None
+
+    def state_dict(self) -> dict[str, Any]:
+        torch.save(torch.ones(1), self.file)
+        return {"saved": True}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.read = torch.load(self.file, **self.how)
+
+
+@pytest.mark.parametrize("how", [{}, {"weights_only": False}, {"weights_only": True}])
+def test_callback_that_restores_a_file_of_its_own_reads_it_as_it_asks(
+    how: dict[str, Any], tmp_path: Path
+) -> None:
+    callback = ReadsAFileOfItsOwn(tmp_path / "average.pth", **how)
+
+    class Averages(Converted):
+        def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+            return {**super().build_callbacks(), "mine": callback}
+
+    section = {"precision": "amp_bf16"}
+    first = fit(Averages, section, batches=2)
+    fit(Averages, section, batches=4, resume=first)
+    assert callback.read is not None
 
 
 def test_setting_that_a_saved_optimizer_lacks_is_that_of_this_trial() -> None:

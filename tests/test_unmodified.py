@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from determined_amp import ConfigError
 from determined_amp.amp.plain_data import Values
 from determined_amp.amp.precision import autocast_is_on
+from determined_amp.amp.window import RUNNING
 from determined_amp.trial.determined_private import amp_of
 from determined_amp.trial.loss_scale import find_in_trial
 from determined_amp.trial.true_gradients import TrueGradients
@@ -402,6 +403,20 @@ class StepThatRaises(Plain):
             self.optimizer.step()
         self.optimizer.zero_grad()
         return {"loss": 0.0}
+
+
+class ValidationStepThatRaises(Plain):
+    """Steps an optimizer of its own in a validation."""
+
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> Any:
+        with contextlib.suppress(ZeroDivisionError):
+            torch.optim.SGD(self.model.parameters(), lr=0.1).step(fails)
+        return super().evaluate_batch(batch, batch_idx)
+
+
+def test_own_step_of_a_validation_that_raises_is_over_when_the_training_is() -> None:
+    fit_as_it_is(ValidationStepThatRaises, {"precision": "fp32"}, batches=4)
+    assert RUNNING.window is None
 
 
 def fails() -> float:

@@ -160,17 +160,19 @@ class TestFillMomentum:
         fill_momentum(optimizer, can_skip=False)
         assert momenta(optimizer) == [[3, 3], None, None, None, [0]]
 
+    @pytest.mark.filterwarnings("ignore:Lazy modules")  # of torch 2.3
     def test_momentum_of_a_lazy_parameter_is_filled_once_its_size_is_known(
         self,
     ) -> None:
-        model = nn.LazyLinear(1)
-        optimizer = SGD(model.parameters(), lr=0.5, momentum=0.5)
+        model, known = nn.LazyLinear(1), nn.Parameter(torch.ones(1))
+        optimizer = SGD([*model.parameters(), known], lr=0.5, momentum=0.5)
         optimizer.param_groups[0]["fused"] = True
         window, _ = window_of(optimizer, scaled=True)
         window.prepare()
+        assert momenta(optimizer) == [None, None, [0]]
         model(torch.ones(1, 2))
         window.see_step(optimizer)
-        assert momenta(optimizer) == [[[0, 0]], [0]]
+        assert momenta(optimizer) == [[[0, 0]], [0], [0]]
 
     def test_fused_momentum_with_dampening_is_refused_if_steps_can_be_skipped(
         self,

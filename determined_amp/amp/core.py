@@ -438,7 +438,7 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """
     for reference in list(_TRAININGS):
         training = reference()
-        if RUNNING.window is None and training is not None:
+        if not RUNNING.in_threads and RUNNING.window is None and training is not None:
             training.own_step(optimizer, args, kwargs)
     if RUNNING.window is not None:
         RUNNING.window.see_step(optimizer)

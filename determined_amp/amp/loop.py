@@ -22,6 +22,7 @@ counts and reports what they do, and resumes them to the bit.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -38,6 +39,8 @@ from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.amp.slots import ProcessGroup, Slots
 from determined_amp.amp.tensors import own_copy
+
+logger = logging.getLogger(__name__)
 
 _NOT_REHEARSED = (
     "Its cause was not looked for: give the newest batch and the loss function, "
@@ -108,6 +111,11 @@ class AmpLoop(AmpCore):
         Raises:
             ConfigError: if a setting of the models has no effect.
         """
+        if not self.models:
+            logger.warning(
+                "no model was given to amp.prepare: the guard, and the refusals of "
+                "clips and steps, watch the weights of prepared models alone"
+            )
         self._begin()
         self.metrics.reset()
         self.guard.start()

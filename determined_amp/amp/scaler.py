@@ -135,10 +135,12 @@ class LossScaler(torch.amp.GradScaler):
             # does it here.
             self._note_nothing(optimizer)
         outer, RUNNING.window = RUNNING.window, window
+        RUNNING.in_threads.append(window)
         try:
             result = super().step(optimizer, *args, **kwargs)
         finally:
             RUNNING.window = outer
+            RUNNING.in_threads.remove(window)
         window.move("step")
         torch.clear_autocast_cache()  # of the old weights, see `casts.py`
         return result
@@ -179,7 +181,8 @@ class LossScaler(torch.amp.GradScaler):
         the norm.
         """
         windows = self.windows.values()
-        if any(each.stage in AWAITS_UPDATE for each in windows):
+        awaiting = {each.stage for each in windows if each.stage in AWAITS_UPDATE}
+        if awaiting and not (awaiting == {Stage.LEFT_OUT} and self._has_scaled()):
             self.update()
         for window in windows:
             if window.stage is Stage.UPDATED:
@@ -240,6 +243,13 @@ class LossScaler(torch.amp.GradScaler):
         anew = partial(_call_with_new_casts, closure)
         return (
             ((anew, *args[1:]), kwargs) if args else ((), {**kwargs, "closure": anew})
+        )
+
+    def _has_scaled(self) -> bool:
+        """Whether gradients accumulate that another scale must not divide."""
+        windows = self.windows.values()
+        return any(
+            each.stage in MAY_BE_SCALED and each.has_gradient() for each in windows
         )
 
     def _refuse_clip(self, clip: Clip) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -175,10 +175,10 @@ class Window:
         """
         if not self._prepared_groups:
             self.place_rate()
-        # A lazy module learns its sizes before the first step.
-        if self.optimizer is not None and not any(map(is_lazy, self.parameters())):
-            self._prepared_groups = len(self.optimizer.param_groups)
+        if self.optimizer is not None:
             fill_momentum(self.optimizer, can_skip=self._scaled)
+            if not any(map(is_lazy, self.parameters())):
+                self._prepared_groups = len(self.optimizer.param_groups)
 
     def begin_step(self) -> None:
         """Begin a step, which is skipped unless torch calls its optimizer.
@@ -311,9 +311,15 @@ class _Running(threading.local):
     """The window whose step runs in this thread; None between steps.
 
     An optimizer that moves at any other time may use gradients that are still scaled.
+
+    Attributes:
+        window: See above.
+        in_threads: Those whose steps run in any thread: an optimizer may hand its step
+            to others.
     """
 
     window: Window | None = None
+    in_threads: ClassVar[list[Window]] = []
 
 
 RUNNING = _Running()
@@ -473,7 +479,8 @@ def fill_momentum(optimizer: Optimizer, *, can_skip: bool) -> None:
                     "fused=False"
                 ],
             )
-        for parameter in group["params"]:
+        # A lazy module learns its sizes in its first forward, which may come later.
+        for parameter in (each for each in group["params"] if not is_lazy(each)):
             state = optimizer.state[parameter]
             if state.get("momentum_buffer") is None:
                 state["momentum_buffer"] = torch.zeros_like(parameter)

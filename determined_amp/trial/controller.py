@@ -49,6 +49,9 @@ from determined_amp.trial.random_state import (
 
 logger = logging.getLogger(__name__)
 
+# What Determined calls the state of a trial, now and in older checkpoints.
+_STATES = ("state_dict.pth", "checkpoint.pt")
+
 
 class SafeController(Controller):
     """Determined's training loop, which here loads checkpoints without running code in
@@ -191,10 +194,11 @@ class SafeController(Controller):
         same_trial = bool(self._counts_in(load_path))
         own_load = torch.load
 
-        def load(*args: Any, **kwargs: Any) -> StateDict:
-            content = load_plain(own_load, *args, **kwargs)
-            if "models_state_dict" in content:  # the trial may load files of its own
-                content[SAME_TRIAL] = same_trial
+        def load(file: Any, *args: Any, **kwargs: Any) -> Any:
+            if Path(str(file)).name not in _STATES:  # a file of the trial's own
+                return own_load(file, *args, **{"weights_only": True, **kwargs})
+            content = load_plain(own_load, file, *args, **kwargs)
+            content[SAME_TRIAL] = same_trial
             if same_trial:
                 check_optimizers(content, self.context.optimizers)
             return content

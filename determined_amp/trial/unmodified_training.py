@@ -146,6 +146,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         self._losses.clear()
+        self._forget_own_step()
         if self._gradients is not None:
             in_window = batch_idx % self._frequency > 0
             self._gradients.begin_batch(in_window=in_window)
@@ -156,8 +157,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
             result = as_float32(self._train_batch(**given))
         finally:
             self._autocast.training = False
-            if self._own is not None:  # its step has raised an error
-                self._own = RUNNING.window = None
+            self._forget_own_step()
         losses = self._losses
         metrics = self._amp.update(sum(losses[1:], losses[0]) if losses else None)
         if not metrics:
@@ -248,6 +248,10 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
             window.move("step")
             torch.clear_autocast_cache()
 
+    def _forget_own_step(self) -> None:
+        if self._own is not None:  # its step has raised an error
+            self._own = RUNNING.window = None
+
     def _window_of(self, optimizer: Optimizer) -> Window:
         """That of an optimizer, or of the one of the context with the same
         parameters.
@@ -330,6 +334,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
             self._patches.enter_context(self._gradients.refusing_hooks())
 
     def on_trial_shutdown(self) -> None:
+        self._forget_own_step()
         self._patches.close()
 
 
