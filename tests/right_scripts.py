@@ -39,6 +39,71 @@ def loader(batch_size=8):
 """
 
 RIGHT: dict[str, str] = {
+    "gradients_that_a_hook_sums_in_a_buffer": """\
+model = net()
+buffers = {p: torch.zeros_like(p) for p in model.parameters()}
+
+
+def summed(p):
+    def add(gradient):
+        buffers[p].add_(gradient.float())
+
+    return add
+
+
+for p in buffers:
+    p.register_hook(summed(p))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    for p in buffers:
+        buffers[p].zero_()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    for p in buffers:
+        p.grad = buffers[p].clone()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+""",
+    "names_a_gpu_and_trains_on_the_cpu": """\
+devices = {"cpu": torch.device("cpu"), "gpu": torch.device("cuda")}
+device = devices["cpu"]
+model = nn.Sequential(net(outputs=1), nn.Sigmoid()).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast(device.type, dtype=torch.bfloat16):
+        outputs = model(inputs).squeeze(1)
+        loss = F.binary_cross_entropy(outputs, (targets > 1).to(outputs.dtype))
+    loss.backward()
+    optimizer.step()
+""",
+    "gradients_of_samples_by_vmap": """\
+model = net()
+weights = dict(model.named_parameters())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+
+
+def loss_of(weights, inputs, target):
+    outputs = torch.func.functional_call(model, weights, (inputs[None],))
+    return F.cross_entropy(outputs, target[None])
+
+
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    detached = {name: weight.detach() for name, weight in weights.items()}
+    norms = torch.func.vmap(torch.func.grad(loss_of), (None, 0, 0))(
+        detached, inputs, targets
+    )
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
     "function_that_frees_what_it_has_saved": """\
 class Once(torch.autograd.Function):
     @staticmethod

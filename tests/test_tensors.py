@@ -149,3 +149,15 @@ def test_parameters_of_several_models_are_named_by_model_and_come_once() -> None
     optimizer = torch.optim.SGD([one.weight, apart], lr=1.0)
     seen = tensors.parameters_in(models, [optimizer])
     assert list(map(id, seen)) == list(map(id, (one.weight, two.weight, apart)))
+
+
+def test_tensor_has_numbers_until_its_storage_is_given_back() -> None:
+    whole = torch.ones(4)
+    part = whole[2:]
+    assert tensors.has_numbers(whole)
+    assert tensors.has_numbers(part)
+    assert tensors.has_numbers(torch.ones(0))
+    whole.untyped_storage().resize_(0)
+    assert not tensors.has_numbers(whole)
+    assert not tensors.has_numbers(part)
+    assert not tensors.has_numbers(torch.ones(1, device="meta"))

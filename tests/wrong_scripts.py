@@ -310,53 +310,6 @@ for inputs, targets in loader():
     scaler.update()
 """,
     ),
-    "noise_in_a_hook": Mistake(
-        "fault",
-        "depends_on_scale",
-        """\
-model = net()
-for parameter in model.parameters():
-    parameter.register_hook(lambda g: g + 0.3 * torch.randn_like(g))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-scaler = GradScaler("cuda")
-for inputs, targets in loader():
-    optimizer.zero_grad()
-    with autocast("cuda", dtype=torch.float16):
-        loss = F.cross_entropy(model(inputs), targets)
-    scaler.scale(loss).backward()  # HERE
-    scaler.step(optimizer)
-    scaler.update()
-""",
-    ),
-    "penalty_in_a_backward_of_its_own": Mistake(
-        "fault",
-        "depends_on_scale",
-        """\
-class Sparse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden):
-        ctx.save_for_backward(hidden)
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (hidden,) = ctx.saved_tensors
-        return gradient + 0.5 * hidden.sign().to(gradient.dtype)
-
-
-first, second = nn.Linear(8, 16), nn.Linear(16, 4)
-optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.01)
-scaler = GradScaler("cuda")
-for inputs, targets in loader():
-    optimizer.zero_grad()
-    with autocast("cuda", dtype=torch.float16):
-        hidden = Sparse.apply(first(inputs).relu())
-        loss = F.cross_entropy(second(hidden), targets)
-    scaler.scale(loss).backward()  # HERE
-    scaler.step(optimizer)
-    scaler.update()
-""",
-    ),
     # Scaling, stepping, updating.
     "loss_not_scaled": Mistake(
         "fault",

@@ -140,12 +140,14 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def has_numbers(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can be read: those of `torch.func` while it runs cannot."""
+    """Whether a tensor can be read: those of `torch.func` while it runs cannot, nor
+    those whose storage was given back.
+    """
     try:
-        tensor.data_ptr()
+        begin = tensor.untyped_storage().data_ptr()
     except RuntimeError:
         return False
-    return True
+    return begin != 0 or not tensor.numel()
 
 
 def is_not_finite(value: Any) -> bool:

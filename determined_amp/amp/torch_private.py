@@ -85,13 +85,6 @@ def backwards_through(run: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
-def keeping_graph(backward: Any) -> Callable[[], Any]:
-    """A call of `run_backward` after which its graph can be used again."""
-    *before, _, create_graph, inputs = backward.args
-    call = partial(backward.func, *before, True, create_graph, inputs)
-    return partial(call, **backward.keywords)
-
-
 class _Engine:
     """torch's autograd engine with another `run_backward`.
 

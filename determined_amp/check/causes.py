@@ -130,18 +130,27 @@ class Glance(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has no ty
     ) -> Any:
         if func is READ and not isinstance(args[0], torch.Tensor):
             return args[0]  # torch hands a number of Python's on as it is
-        if self._graph.in_backward:
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not self._graph.in_backward:
+            with suppress(Exception):  # of what no look can read
+                self._glance(func, result, args, kwargs)
+        return result
+
+    def _look_at_node(self, *node: Any) -> None:
+        with suppress(Exception):
+            super()._look_at_node(*node)
+
+    def _glance(self, func: Any, result: Any, args: Any, kwargs: Any) -> None:
         known = len(self.forward)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._look_at_result(func, result, (args, kwargs))
         if getattr(func, "overloadpacket", None) is CAST and self.rounded is None:
             self._compare_whole_numbers(args[0], result)
         # What changes its argument in place cannot be computed again.
         is_first = self.hidden is None and len(self.forward) > known
         if is_first and has_overflown(result) and not _changes(func):
-            exact = Other(None).compute(func, args, kwargs or {}, changes=False)
+            exact = Other(None).compute(func, args, kwargs, changes=False)
             self._note_hidden(self.forward[-1], exact)
-        return result
 
     def _compare_whole_numbers(self, given: torch.Tensor, made: torch.Tensor) -> None:
         is_whole = not (given.is_floating_point() or given.is_complex())

@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import distributed, random
 
 from determined_amp.amp.torch_private import scale_tensor, version_of
-from determined_amp.check.record import Record
-from determined_amp.check.stand_in import unheard
 
 # A scale is divided by this at most, or by what leaves as much as `_LEAST`: float16 has
 # few digits for small gradients. Where that is less than `_WORTH`, it stays.
@@ -112,75 +107,6 @@ class ScaleMoves:
             moved.true = None
 
 
-class Replays:
-    """Computes gradients of the same loss at its scale, and at a scale of 1.
-
-    What code of the training does to gradients in the backward, as in a hook, shows at
-    1 as it does without a scale. Nothing is added to any gradient. What code that knows
-    the scale does at 1 follows the scale, which is moved.
-
-    Args:
-        record: The gradients are noted there.
-        most: So many backwards are replayed while the scale is moved, and while it is
-            not.
-    """
-
-    def __init__(self, record: Record, *, most: int) -> None:
-        self._record = record
-        self._left = {True: most, False: most}
-
-    def are_due(self, moved: bool) -> bool:
-        """Whether a backward is to be replayed, while the scale is moved or not."""
-        return self._left[moved] > 0 and not distributed.is_initialized()
-
-    @unheard
-    def replay(
-        self,
-        loss: torch.Tensor,
-        gradient: torch.Tensor,
-        weights: Sequence[torch.Tensor],
-        scales: Sequence[float],
-        *,
-        moved: bool,
-        keeps_graph: bool,
-    ) -> None:
-        """Note the norms that each weight's gradient has at both scales.
-
-        Args:
-            loss: A scaled loss, whose backward is over.
-            gradient: What that began with.
-            weights: The weights.
-            scales: That of each scaler.
-            moved: Whether the scale is moved now.
-            keeps_graph: Whether the training uses the graph again.
-        """
-        self._left[moved] -= 1
-        if len(scales) != 1:
-            return
-        (scale,) = scales
-        norms_at = partial(_norms_of_gradients, loss, weights)
-        # What the training does in a backward may not expect another one.
-        with suppress(Exception), random.fork_rng(devices=()):
-            own = norms_at(gradient, keeps_graph=True)
-            plain = norms_at(gradient / scale, keeps_graph=keeps_graph)
-            known = {"scale": scale, "moved": moved, "plain": plain}
-            self._record.note("replay", own=[norm / scale for norm in own], **known)
-
-
-def _norms_of_gradients(
-    loss: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    gradient: torch.Tensor,
-    *,
-    keeps_graph: bool,
-) -> list[float]:
-    """The norm of each weight's gradient, which is not added to any other."""
-    gradients = torch.autograd.grad(
-        loss, weights, gradient, retain_graph=keeps_graph, allow_unused=True
-    )
-    return [0.0 if each is None else float(each.float().norm()) for each in gradients]
-
-
 class ForcedOverflows:
     """Makes gradients overflow in some windows, and keeps the true ones.
 
@@ -217,14 +143,17 @@ class ForcedOverflows:
             factor: What the training multiplies true gradients by.
 
         Returns:
-            Whether there were any.
+            Whether there were any, and not the true ones already.
         """
         has_given = False
         for weight in weights:
             _, values = self._true.pop(weight, (None, None))
-            if values is not None and weight.grad is not None:
-                _write(weight.grad, values * factor)
-                has_given = True
+            if values is None or weight.grad is None:
+                continue
+            true = values * factor
+            # A training that sums in buffers of its own has put them back itself.
+            has_given |= not torch.allclose(weight.grad, true, rtol=0.01)
+            _write(weight.grad, true)
         return has_given
 
     def stop(self) -> None:

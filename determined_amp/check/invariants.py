@@ -41,10 +41,6 @@ _LEAST_RATIO, _LEAST_NORMS = 15.0, 3
 _AROUND = 2
 # Scaled gradients below this norm are not told: float16 may have lost most of them.
 _TINY = 1e-3
-# The gradient of a weight at a scale of 1 is larger by this factor than at its own, in
-# each replay, and that of a part of all gradients; at two scales it is the same up to
-# this factor.
-_LARGER, _PART, _KEPT = 4.0, 0.01, 8.0
 # In this share of the pairs of a low and a high scale the norm differs in the same
 # direction.
 _SEPARATED = 0.8
@@ -318,32 +314,6 @@ def rates_follow_the_scale(record: Record) -> Found:
         seen = _dependence((step.scale, step.rate) for step in steps)
         if seen and abs(seen.exponent) >= _EXPONENT:
             yield seen.at(steps)
-
-
-def gradients_of_one_loss_follow_the_scale(record: Record) -> Found:
-    """What a backward adds to gradients, or cuts off, is small beside scaled ones."""
-    moved, others = (record.of("replay", moved=each) for each in (True, False))
-    replays = [*moved, *others]
-    if min(len(moved), len(others)) < 2 or len({len(r.plain) for r in replays}) > 1:
-        return
-    for weight in range(len(replays[0].plain)):
-        times = [_times_larger(replay, weight) for replay in replays]
-        at_moved, at_others = (
-            median(replay.plain[weight] for replay in each) for each in (moved, others)
-        )
-        # It may keep the scale of its forward, which is another one here.
-        stays = 1 / _KEPT < at_moved / (at_others or 1.0) < _KEPT
-        if min(times) > _LARGER and stays:
-            yield Seen(replays[:1], times=min(times), ratio=replays[0].scale)
-            return
-
-
-def _times_larger(replay: Event, weight: int) -> float:
-    """How much larger a gradient is at a scale of 1; 0 if nearly nothing."""
-    own, plain = replay.own[weight], replay.plain[weight]
-    if not plain > _PART * math.hypot(*replay.plain):
-        return 0.0
-    return plain / own if own else math.inf
 
 
 def _steps_of_each(record: Record, **known: bool) -> Iterator[list[Event]]:

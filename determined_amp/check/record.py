@@ -61,8 +61,6 @@ class Event(SimpleNamespace):
     | | overflow (`overflows`); whether a checkpoint was saved before (`after_save`); |
     | | the `scaler`, if one makes it |
     | `read` | a loss that was scaled becomes a number of Python's |
-    | `replay` | the norm of each weight's gradient of one loss at the `scale`, |
-    | | divided by it (`own`), and at 1 (`plain`); whether the scale was `moved` |
     | `stale` | a forward of weights that autocast had cast before they changed |
     | `closure` | a scaler is given one for its step |
     | `update` | the scale `after` it |

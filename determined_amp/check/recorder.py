@@ -44,13 +44,12 @@ from determined_amp.amp.tensors import (
 )
 from determined_amp.amp.torch_private import (
     backwards_through,
-    keeping_graph,
     states_of_steps,
 )
 from determined_amp.amp.users_code import is_users
 from determined_amp.check.causes import Attempts
 from determined_amp.check.forwards import Forwards
-from determined_amp.check.interventions import ForcedOverflows, Replays, ScaleMoves
+from determined_amp.check.interventions import ForcedOverflows, ScaleMoves
 from determined_amp.check.losses import loss_of, mark, was_scaled
 from determined_amp.check.record import (
     Event,
@@ -72,8 +71,6 @@ Hook = Callable[..., Any]  # called with that and the arguments of the call
 OVERFLOWS = (5, 8)
 
 _SCALER = torch.amp.GradScaler
-# So many backwards are replayed while the scale is moved, and while it is not.
-_REPLAYS = 2
 # Functions without a 16-bit kernel on CUDA, or with a restricted one.
 _KERNELS = re.compile(
     "fft_|linalg_|i?stft$|(nan)?quantile$|lstsq|svd|qr$|inverse$|det$"
@@ -109,7 +106,6 @@ class Recorder:
         self._parts: dict[Any, list[StepGradients]] = {}  # see `_parts_of`
         self._overflows = ForcedOverflows(overflows)
         self._moves = ScaleMoves(self._rests if moves_scale else lambda: True)
-        self._replays = Replays(self.record, most=_REPLAYS if moves_scale else 0)
         self._forwards = Forwards(self.record)
         self._attempts = Attempts(
             self.record, self._forwards.roots, looks_anyway=moves_scale
@@ -339,7 +335,7 @@ class Recorder:
     def _backward(self, run: Run, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """In place of the engine that all of torch's backwards call."""
         if kwargs.get("accumulate_grad"):
-            result = self._watch_backward(run, outputs, *args)
+            result = self._watch_backward(run, outputs)
         else:  # `torch.autograd.grad`
             loss = loss_of(outputs, self._scales())
             self.record.note("grad", loss=loss)
@@ -349,7 +345,7 @@ class Recorder:
             each.is_new = True
         return result
 
-    def _watch_backward(self, run: Run, outputs: Any, begin: Any, *how: Any) -> Any:
+    def _watch_backward(self, run: Run, outputs: Any) -> Any:
         self.before_backward()
         scales = self._scales()
         losses = tensors_of(outputs)
@@ -369,36 +365,16 @@ class Recorder:
             gradients.look()
             gradients.before_backward()
             versions[gradients] = gradients.versions()
-        keeps_graph, creates_graph, *_ = how
-        # After the backward: what it does in place is not to be done before.
-        replays = event.loss.scale and event.finite and not creates_graph
-        replays = replays and self._replays.are_due(self._moves.is_moved)
         self._backward_now = event, versions
         try:
-            result = keeping_graph(run)() if replays else run()
+            result = run()
         finally:
             self._arrive()
             self._backward_now = None
-        if replays:
-            self._replay(losses[0], begin[0], keeps_graph=keeps_graph)
         for gradients in self._gradients:
             gradients.after_backward()
         self._attempts.backward(losses, event.added)
         return result
-
-    def _replay(
-        self, loss: torch.Tensor, gradient: torch.Tensor, *, keeps_graph: bool
-    ) -> None:
-        weights = (weight for each in self._gradients for weight in each.weights)
-        trained = dict.fromkeys(weight for weight in weights if weight.requires_grad)
-        self._replays.replay(
-            loss,
-            gradient,
-            [*trained],
-            self._scales(),
-            moved=self._moves.is_moved,
-            keeps_graph=keeps_graph,
-        )
 
     def _arrive(self) -> None:
         """Note which gradients the backward that runs has changed by now."""

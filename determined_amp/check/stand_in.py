@@ -58,7 +58,7 @@ class StandIn(TorchFunctionMode):
         self.applies: bool | None = None
         self._hear = hear
         self._is_needed = not torch.cuda.is_available()
-        self._names_cuda = False  # `torch.device("cuda")` was made, whose type is "cpu"
+        self._names: set[str] = set()  # of the devices that the training has made
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
@@ -88,7 +88,8 @@ class StandIn(TorchFunctionMode):
             if name in ("cuda", "pin_memory"):
                 return args[0]
             here = [_on_cpu(each) for each in args]
-            self._names_cuda |= name == "device" and here != [*args]
+            if name == "device" and is_users(caller().f_code.co_filename):
+                self._names.add("cpu" if here == [*args] else "cuda")
             args = here
             kwargs = {key: _on_cpu(value) for key, value in kwargs.items()}
         if self.applies and name in self._differs and autocast_is_on("cpu"):
@@ -116,7 +117,9 @@ class StandIn(TorchFunctionMode):
         ) -> None:
             is_users_own = is_users(caller().f_code.co_filename)
             is_cuda = _on_cpu(device_type) != device_type
-            is_cuda |= self._names_cuda and is_users_own and device_type == "cpu"
+            # The type of its only device is "cpu" here.
+            is_type = device_type == "cpu" and self._names == {"cuda"}
+            is_cuda |= is_type and is_users_own and dtype is not torch.bfloat16
             if self._is_needed and is_cuda:
                 self.applies = self.applies is not False
                 # float16 is CUDA's own.

@@ -15,7 +15,13 @@ from determined_amp.amp.rehearse.backward_graph import (
     Gradients,
     module_names,
 )
-from determined_amp.amp.tensors import has_nan, is_finite, largest_of, tensors_of
+from determined_amp.amp.tensors import (
+    has_nan,
+    has_numbers,
+    is_finite,
+    largest_of,
+    tensors_of,
+)
 from determined_amp.amp.torch_private import CAST, TorchDispatchMode
 
 # A mask may be -inf; what is computed from it is judged there.
@@ -107,15 +113,18 @@ class OverflowWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        operation = str(getattr(func, "overloadpacket", func)).rpartition(".")[2]
-        results = [
-            tensor for tensor in tensors_of(result) if tensor.is_floating_point()
-        ]
         # In a backward nodes are looked at; a checkpoint only repeats its forward
         # there.
-        if results and not self._graph.in_backward and operation not in _UNINITIALISED:
-            self._look_at(operation, results, (args, kwargs or {}))
+        if not self._graph.in_backward:
+            self._look_at_result(func, result, (args, kwargs or {}))
         return result
+
+    def _look_at_result(self, func: Any, result: Any, arguments: Any) -> None:
+        operation = str(getattr(func, "overloadpacket", func)).rpartition(".")[2]
+        made = [each for each in tensors_of(result) if each.is_floating_point()]
+        results = [each for each in made if has_numbers(each)]
+        if results and operation not in _UNINITIALISED:
+            self._look_at(operation, results, arguments)
 
     def _look_at(
         self, operation: str, results: list[torch.Tensor], arguments: Any
