@@ -146,7 +146,6 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         self._losses.clear()
-        self._forget_own_step()
         if self._gradients is not None:
             in_window = batch_idx % self._frequency > 0
             self._gradients.begin_batch(in_window=in_window)
@@ -157,7 +156,8 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
             result = as_float32(self._train_batch(**given))
         finally:
             self._autocast.training = False
-            self._forget_own_step()
+            if self._own is not None:  # its step has raised an error
+                self._own = RUNNING.window = None
         losses = self._losses
         metrics = self._amp.update(sum(losses[1:], losses[0]) if losses else None)
         if not metrics:
@@ -232,11 +232,12 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
 
     def _own_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Called before each step that no scaler makes, of any optimizer."""
+        if not self._autocast.training:
+            return
         window = self._window_of(optimizer)
-        if self._autocast.training:
-            self._refuse_own_step(optimizer, closure_of(args[1:], kwargs))
-            self._amp.scaler.take_true_gradients(window)
-            window.begin_step()
+        self._refuse_own_step(optimizer, closure_of(args[1:], kwargs))
+        self._amp.scaler.take_true_gradients(window)
+        window.begin_step()
         self._own, RUNNING.window = optimizer, window
 
     def _after_step(self, optimizer: Optimizer, *call: Any) -> None:
@@ -244,13 +245,8 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         if window is None or optimizer is not self._own:
             return
         self._own = RUNNING.window = None
-        if self._autocast.training:
-            window.move("step")
-            torch.clear_autocast_cache()
-
-    def _forget_own_step(self) -> None:
-        if self._own is not None:  # its step has raised an error
-            self._own = RUNNING.window = None
+        window.move("step")
+        torch.clear_autocast_cache()
 
     def _window_of(self, optimizer: Optimizer) -> Window:
         """That of an optimizer, or of the one of the context with the same
@@ -334,7 +330,6 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
             self._patches.enter_context(self._gradients.refusing_hooks())
 
     def on_trial_shutdown(self) -> None:
-        self._forget_own_step()
         self._patches.close()
 
 
