@@ -42,10 +42,7 @@ from determined_amp.amp.tensors import (
     parameters_of,
     tensors_of,
 )
-from determined_amp.amp.torch_private import (
-    backwards_through,
-    states_of_steps,
-)
+from determined_amp.amp.torch_private import backwards_through, states_of_steps
 from determined_amp.amp.users_code import is_users
 from determined_amp.check.causes import Attempts
 from determined_amp.check.forwards import Forwards
@@ -554,7 +551,7 @@ class Recorder:
             dtypes = {each.dtype for each in tensors_of(given)}
             if dtypes.intersection(SIXTEEN_BITS):
                 self.record.note("gpu_refuses", operation=name)
-        if name in _READS and was_scaled(tensors_of(given)[0]):
+        if name in _READS and any(map(was_scaled, tensors_of(given))):
             self.record.note("read")
         is_trained = isinstance(result, torch.Tensor) and result.requires_grad
         if name.startswith("nan_to_num") and not is_trained:
