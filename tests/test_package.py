@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import zipfile
 from pathlib import Path
 
@@ -19,7 +20,15 @@ TEMPLATE = ROOT / "docs" / "your_trial"
 PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet")
 
 
-def ended(*command: str, cwd: Path, path: Path | str = "") -> str:
+# Of the whole repository, beside what begins with a dot.
+TOP_LEVEL = """
+CHANGELOG.md CONTRIBUTING.md LICENSE Makefile README.md benchmarks
+constraints-oldest.txt constraints.txt determined_amp docs experiment_configs
+hp_search pyproject.toml startup-hook.sh tests trials
+"""
+
+
+def ended(*command, cwd, path=""):
     """What a Python program printed that finds packages under `path`."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(path)}
     done = training.outcome(*command, cwd=cwd, env=environment, timeout=300)
@@ -28,7 +37,7 @@ def ended(*command: str, cwd: Path, path: Path | str = "") -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     """Built from this checkout, as the pages say; nothing else is made there."""
     dist = tmp_path_factory.mktemp("dist")
     options = ["--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir"]
@@ -39,13 +48,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def what_builds_leave() -> set[Path]:
+def what_builds_leave():
     """The folders of builds in the checkout; a later one could read removed modules."""
     return {*ROOT.glob("build"), *ROOT.glob("*.egg-info")}
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(wheel, tmp_path_factory):
     """The folder that holds the wheel's content, and nothing else."""
     target = tmp_path_factory.mktemp("installed")
     options = ["--no-deps", "--no-index", "--no-compile", "--target", str(target)]
@@ -75,7 +84,7 @@ print(determined_amp.__file__)
 
 
 @pytest.fixture(scope="module")
-def trained(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(installed, tmp_path_factory):
     """The run folder of a stranger who has trained with the wheel; what Determined
     made of its checkpoint is in `opened`.
     """
@@ -90,7 +99,18 @@ def trained(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return project / "run"
 
 
-def test_wheel_holds_the_whole_library_and_nothing_else(wheel: Path) -> None:
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no repository")
+def test_repository_holds_its_parts_at_the_top_level_and_no_output_of_a_script():
+    command = ["git", "ls-files"]
+    listed = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    top = {line.partition("/")[0] for line in listed.stdout.splitlines()}
+    parts = [name for name in sorted(top) if not name.startswith(".")]
+    assert parts == TOP_LEVEL.split()
+
+
+def test_wheel_holds_the_whole_library_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     about = f"determined_amp-{determined_amp.__version__}.dist-info/"
     code = {name for name in names if not name.startswith(about)}
@@ -104,7 +124,7 @@ def test_wheel_holds_the_whole_library_and_nothing_else(wheel: Path) -> None:
     assert "det-amp=determined_amp.__main__:main" in text.replace(" ", "")
 
 
-def test_wheel_trains_a_stranger_in_float16_and_audits_it(trained: Path) -> None:
+def test_wheel_trains_a_stranger_in_float16_and_audits_it(trained):
     first, *_, last = training.metrics(trained)
     assert (last["group"], last["batches"]) == ("validation", 200)
     assert last["accuracy"] > 0.9
@@ -116,17 +136,13 @@ def test_wheel_trains_a_stranger_in_float16_and_audits_it(trained: Path) -> None
     assert code.name == "model_def.py"
 
 
-def test_installed_command_explains_a_finding_without_a_page(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_installed_command_explains_a_finding_without_a_page(installed, tmp_path):
     command = (str(installed / "bin" / "det-amp"), "check", "--explain", "clip_scaled")
     printed = ended(*command, cwd=tmp_path, path=installed)
     assert printed.startswith("clip_scaled (fault): gradients are clipped by norm")
 
 
-def test_determined_itself_opens_the_checkpoint_with_the_wheel(
-    installed: Path, trained: Path
-) -> None:
+def test_determined_itself_opens_the_checkpoint_with_the_wheel(installed, trained):
     (weights,) = training.checkpoint(trained, 200)["models_state_dict"]
     total = float(sum(weight.double().sum() for weight in weights.values()))
     of_the_wheel = str(installed / "determined_amp" / "__init__.py")
