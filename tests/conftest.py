@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Hide GPUs from a run of anything but the GPU tests, and from the processes that
     it starts.
 
@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
+def pytest_xdist_auto_num_workers():
     """One more than the cores this container has, since some tests wait; each imports
     torch.
     """

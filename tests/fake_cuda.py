@@ -50,7 +50,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Values) -> Any:
     return func(*args, **kwargs)
 
 
-class Syncs(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+class Syncs(TorchDispatchMode):
     """Counts what makes the host wait for a device, by phase and kind.
 
     Kinds: read: The host asks for values: `item`, `bool`, `cpu`, `nonzero`, a mask as
@@ -67,7 +67,7 @@ class Syncs(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
     """
 
     def __init__(self, device_type: str, answer: Answer = _call) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # nor here
+        super().__init__()
         self._answer = answer
         self.waits: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.calls: defaultdict[str, Counter[str]] = defaultdict(Counter)

@@ -382,7 +382,7 @@ class ActivationHook(Hooked):
     """Clamps the gradient of what the model returns."""
 
     def register(self, logits: torch.Tensor) -> None:
-        logits.register_hook(clamp)  # type: ignore[no-untyped-call]
+        logits.register_hook(clamp)
 
 
 class NodeHook(Hooked):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from determined_amp import ConfigError, MixedPrecision
 from determined_amp.amp.patched import patched
 from determined_amp.amp.settings import AmpSettings, EvalPrecision, Precision
 from tests.harness import Context, needs_fused
-from tests.trials import AMP, BF16, FP32, INF, ONE, ByHand, OneWeight, Recipe, weigh
+from tests.trials import AMP, BF16, FP32, INF, ONE, ByHand, OneWeight, weigh
 
 without_a_scale = pytest.mark.parametrize(
     "amp", [FP32, BF16], ids=lambda amp: amp.precision.value
@@ -26,9 +25,7 @@ without_a_scale = pytest.mark.parametrize(
 
 
 @without_a_scale
-def test_checkpoint_of_a_precision_without_a_loss_scale_holds_no_scaler(
-    amp: AmpSettings,
-) -> None:
+def test_checkpoint_of_a_precision_without_a_loss_scale_holds_no_scaler(amp):
     """A disabled scaler would be saved as {} and crash a later resume in amp_fp16."""
     made = weigh([ONE, ONE], amp)
     assert "scaler_state_dict" not in made.checkpoint
@@ -38,11 +35,11 @@ def test_checkpoint_of_a_precision_without_a_loss_scale_holds_no_scaler(
 class ClipsScaledGradients(OneWeight):
     """Planted: the clip sees scaled gradients (pytorch/examples issue 1196)."""
 
-    def train_on(self, batch: Any) -> Any:
+    def train_on(self, batch):
         with patched(self.amp, "clip", self.clip):
             return super().train_on(batch)
 
-    def clip(self, optimizer: Any, max_norm: float) -> Callable[[Any], None]:
+    def clip(self, optimizer, max_norm):
         found = self.amp.windows[optimizer]
         return lambda parameters: found.add_norm(
             nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -54,11 +51,11 @@ class StepsTwice(OneWeight):
     4874).
     """
 
-    def train_on(self, batch: Any) -> Any:
-        def clip(*given: Any) -> Callable[[Any], None]:
+    def train_on(self, batch):
+        def clip(*given):
             clip_gradients = MixedPrecision.clip(self.amp, *given)
 
-            def clip_and_step(parameters: Any) -> None:
+            def clip_and_step(parameters):
                 clip_gradients(parameters)
                 self.optimizer.step()
 
@@ -71,7 +68,7 @@ class StepsTwice(OneWeight):
 class ForgetsTheScaler(OneWeight):
     """Planted: the scaler is not in the checkpoint (nanoGPT's train.py)."""
 
-    def __init__(self, context: Any, recipe: Recipe) -> None:
+    def __init__(self, context, recipe):
         super().__init__(context, recipe)
         context._scaler = None
 
@@ -79,14 +76,14 @@ class ForgetsTheScaler(OneWeight):
 class UpdatesEveryBatch(OneWeight):
     """Planted: `scaler.update()` on every batch (Determined's own AMP test fixture)."""
 
-    def train_on(self, batch: Any) -> Any:
+    def train_on(self, batch):
         reported = super().train_on(batch)
         if self.context.current_train_batch() % 2 == 0:
             self.amp.scaler.update()
         return reported
 
 
-def clip_sees_unscaled_gradients(trial: type[OneWeight]) -> None:
+def clip_sees_unscaled_gradients(trial):
     """The gradient is 1, clipped to 0.25: w = 1 - 0.5 * 0.25. Reported is the norm
     before: 1.
 
@@ -97,12 +94,12 @@ def clip_sees_unscaled_gradients(trial: type[OneWeight]) -> None:
     assert made.report["watch_grad_norm"] == pytest.approx(1.0, abs=1e-6)
 
 
-def steps_once(trial: type[OneWeight]) -> None:
+def steps_once(trial):
     """One step of -0.5, and none at all on an overflow."""
     assert weigh([ONE, INF], trial=trial).trial.trace == [0.5, 0.5]
 
 
-def saves_the_scaler(trial: type[OneWeight]) -> None:
+def saves_the_scaler(trial):
     """Three applied steps from 4: doubled once to 8, one step on the way to the next
     doubling.
     """
@@ -111,7 +108,7 @@ def saves_the_scaler(trial: type[OneWeight]) -> None:
     assert (state["scale"], state["_growth_tracker"]) == (8, 1)
 
 
-def updates_once_per_window(trial: type[OneWeight]) -> None:
+def updates_once_per_window(trial):
     weigh([ONE] * 2, trial=trial, aggregation_frequency=2)
 
 
@@ -125,9 +122,7 @@ def updates_once_per_window(trial: type[OneWeight]) -> None:
     ],
     ids=lambda value: value.__name__,
 )
-def test_famous_amp_bug_is_absent_and_its_check_would_see_it(
-    check: Callable[[type[OneWeight]], None], planted: type[OneWeight]
-) -> None:
+def test_famous_amp_bug_is_absent_and_its_check_would_see_it(check, planted):
     check(OneWeight)
     with pytest.raises((AssertionError, ConfigError)):
         check(planted)
@@ -136,7 +131,7 @@ def test_famous_amp_bug_is_absent_and_its_check_would_see_it(
 class TestCheckpointOfAnotherPrecision:
     """A run that starts from the weights of another one, as a trial of its own."""
 
-    def test_empty_scaler_state_is_accepted(self) -> None:
+    def test_empty_scaler_state_is_accepted(self):
         """What a trial saves that wraps a disabled scaler; `load_state_dict({})` raises
         on it.
         """
@@ -145,7 +140,7 @@ class TestCheckpointOfAnotherPrecision:
         torch.save(emptied, first.saved / "state_dict.pth")
         assert weigh([ONE], resume=first, warm_start=True).trial.scales == [4]
 
-    def test_warm_start_uses_this_trials_scale_and_counts(self) -> None:
+    def test_warm_start_uses_this_trials_scale_and_counts(self):
         """A search over init_scale from given weights must not inherit their scale."""
         amp = dataclasses.replace(AMP, init_scale=2.0**10, growth_interval=3)
         made = weigh([ONE, ONE], amp, resume=weigh([ONE] * 3), warm_start=True)
@@ -153,7 +148,7 @@ class TestCheckpointOfAnotherPrecision:
         assert made.report["watch_applied_steps"] == 2
 
 
-def weights_after(gradients: list[float], **options: Any) -> list[float]:
+def weights_after(gradients, **options):
     """The weights after each of these gradients, by SGD with momentum."""
     made = ByHand(partial(torch.optim.SGD, lr=0.5, momentum=0.5, **options))
     return [made.step(gradient) for gradient in gradients]
@@ -169,16 +164,16 @@ class TestMomentumOfFusedSGD:
     @pytest.mark.parametrize("gradients", [[1.0, 1.0], [math.inf, 1.0, math.inf, 1.0]])
     @pytest.mark.parametrize("nesterov", [False, True])
     def test_fused_momentum_is_right_after_a_first_step_that_overflows(
-        self, gradients: list[float], *, nesterov: bool
-    ) -> None:
+        self, gradients, *, nesterov
+    ):
         fused = weights_after(gradients, nesterov=nesterov, fused=True)
         assert fused == weights_after(gradients, nesterov=nesterov, fused=False)
         assert all(map(math.isfinite, fused))
 
     @pytest.mark.parametrize("stops_after", [0, 1, 2])
     def test_fused_momentum_is_right_after_a_resume_before_the_first_applied_step(
-        self, monkeypatch: pytest.MonkeyPatch, stops_after: int
-    ) -> None:
+        self, monkeypatch, stops_after
+    ):
         """The first two of four steps are skipped; the momenta of the others are 1 and
         1.5.
         """
@@ -192,13 +187,13 @@ class TestMomentumOfFusedSGD:
 class NotesTheLastStep(OneWeight):
     applied: tuple[bool, ...] = ()
 
-    def train_on(self, batch: Any) -> Any:
+    def train_on(self, batch):
         reported = super().train_on(batch)
         self.applied = (*self.applied, bool(self.amp.last_step_applied))
         return reported
 
 
-def test_trial_is_told_whether_the_last_step_was_applied() -> None:
+def test_trial_is_told_whether_the_last_step_was_applied():
     assert weigh([ONE, INF, ONE], trial=NotesTheLastStep).trial.applied == (
         True,
         False,
@@ -214,23 +209,23 @@ class LooksAtTorch(OneWeight):
     import.
     """
 
-    def __init__(self, context: Any, recipe: Recipe) -> None:
+    def __init__(self, context, recipe):
         super().__init__(context, recipe)
         self.replaced: set[str] = set()
         self.model.register_forward_hook(self.look)
 
-    def look(self, *call: object) -> None:
+    def look(self, *call):
         now = vars(torch)
         self.replaced |= {
             name for name, value in AT_IMPORT.items() if now[name] is not value
         }
 
 
-def test_training_replaces_nothing_in_torch() -> None:
+def test_training_replaces_nothing_in_torch():
     assert weigh([ONE, INF], trial=LooksAtTorch).trial.replaced == set()
 
 
-def test_forward_under_no_grad_leaves_the_next_one_its_gradients() -> None:
+def test_forward_under_no_grad_leaves_the_next_one_its_gradients():
     """Up to torch 2.6 a weight cast under no_grad stays without a gradient while it is
     cached.
     """

@@ -19,9 +19,7 @@ from tests.harness import same_bits
 from tests.loops import Case, by_hand, cross_entropy, fitted
 
 
-def with_penalty(
-    amp: Any, models: list[Any], images: Any, labels: Any
-) -> list[torch.Tensor]:
+def with_penalty(amp, models, images, labels):
     (loss,) = cross_entropy(amp, models, images, labels)
     parameters = list(models[0].parameters())
     scaled = torch.autograd.grad(amp.scaler.scale(loss), parameters, create_graph=True)
@@ -32,9 +30,7 @@ def with_penalty(
         return [loss + penalty.sqrt()]
 
 
-def of_two_models(
-    amp: Any, models: list[Any], images: Any, labels: Any
-) -> list[torch.Tensor]:
+def of_two_models(amp, models, images, labels):
     with amp.autocast():
         one, two = (model(images) for model in models)
         sums = (2 * one + 3 * two, 3 * one - 5 * two)
@@ -55,25 +51,21 @@ class Float32Product(torch.autograd.Function):
     """A function that needs float32, as the page writes one."""
 
     @staticmethod
-    @custom_fwd(device_type="cpu", cast_inputs=torch.float32)  # type: ignore[untyped-decorator]
-    def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx, left, right):
         assert left.dtype is right.dtype is torch.float32
         ctx.save_for_backward(left, right)
         return left @ right
 
     @staticmethod
-    @custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
-    def backward(
-        ctx: Any, *gradients: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    @custom_bwd(device_type="cpu")
+    def backward(ctx, *gradients):
         (gradient,) = gradients
         left, right = ctx.saved_tensors
         return gradient @ right.T, left.T @ gradient
 
 
-def of_own_function(
-    amp: Any, models: list[Any], images: Any, labels: Any
-) -> list[torch.Tensor]:
+def of_own_function(amp, models, images, labels):
     with amp.autocast():
         product: torch.Tensor = Float32Product.apply(models[0](images), torch.eye(3))
         return [functional.cross_entropy(product, labels)]
@@ -94,16 +86,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_case_of_torchs_amp_examples_has_the_same_weights_and_scales_to_the_bit(
-    case: Case,
-) -> None:
+def test_case_of_torchs_amp_examples_has_the_same_weights_and_scales_to_the_bit(case):
     made = fitted(case).trial
     assert same_bits(made.bits, by_hand(case))
     counts = made.amp.steps(made.optimizers[0])
     assert 0 < int(counts.applied) < counts.attempted
 
 
-def test_comparison_with_torchs_page_sees_another_clip() -> None:
+def test_comparison_with_torchs_page_sees_another_clip():
     """Negative control: the comparison sees the smallest of the differences between two
     cases.
     """

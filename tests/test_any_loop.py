@@ -11,7 +11,7 @@ import importlib.util
 import math
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from determined import core
 from torch import distributed, nn
 from torch.nn import functional
 from torch.optim import lr_scheduler
@@ -32,7 +31,7 @@ from determined_amp import (
     GuardError,
     Precision,
 )
-from determined_amp.amp.plain_data import Metrics, StateDict, Values
+from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.amp.rehearse.precision_audit import audit_loss
 from determined_amp.amp.slots import ProcessGroup
 from determined_amp.amp.torch_private import states_of_steps
@@ -42,7 +41,6 @@ from tests.loops import (
     BATCHES,
     FP16,
     RATE,
-    Batch,
     Case,
     TorchAmp,
     Training,
@@ -56,7 +54,7 @@ ROOT = Path(__file__).parents[1]
 WINDOW = 2
 
 
-def one_cycle(optimizer: Any) -> Any:
+def one_cycle(optimizer):
     return lr_scheduler.OneCycleLR(optimizer, RATE, BATCHES // WINDOW)
 
 
@@ -78,7 +76,7 @@ every_case = pytest.mark.parametrize(
 )
 
 
-def computed(reports: list[Metrics]) -> list[Values]:
+def computed(reports):
     """Reports without what was measured, and what Determined adds."""
     others = ("samples_per_second", "watch_data_wait_share", "watch_peak_memory_mib")
     left_out = {*others, "batches", "epochs"}
@@ -90,31 +88,29 @@ def computed(reports: list[Metrics]) -> list[Values]:
 class Loop(Training):
     """A case in a loop of one's own, which reports after every window."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case):
         super().__init__(case, AmpLoop(case.settings, "cpu"), WINDOW)
         self.reports: list[Metrics] = []
 
-    def end_window(self) -> None:
+    def end_window(self):
         super().end_window()
         self.reports += computed([self.amp.report()])
 
-    def state(self) -> StateDict:
+    def state(self):
         parts = [
             copy.deepcopy(each.state_dict())
             for each in (*self.models, *self.optimizers)
         ]
         return {"parts": parts, "amp": self.amp.state_dict()}
 
-    def load(self, state: StateDict) -> None:
+    def load(self, state):
         parts: list[Any] = [*self.models, *self.optimizers]
         for each, saved in zip(parts, state["parts"], strict=True):
             each.load_state_dict(saved)
         self.amp.load_state_dict(state["amp"])
 
 
-def looped(
-    case: Case, first: int = 0, last: int = BATCHES, state: StateDict | None = None
-) -> Loop:
+def looped(case, first=0, last=BATCHES, state=None):
     """Train from one batch to another, maybe from a state on."""
     made = Loop(case)
     if state is not None:
@@ -124,9 +120,7 @@ def looped(
 
 
 @every_case
-def test_every_step_has_the_bits_of_torchs_own_loop_in_a_loop_and_in_a_trial(
-    name: str,
-) -> None:
+def test_every_step_has_the_bits_of_torchs_own_loop_in_a_loop_and_in_a_trial(name):
     """With a fused optimizer torch's loop has other bits: ours reads its rate on the
     device.
     """
@@ -149,8 +143,8 @@ def test_every_step_has_the_bits_of_torchs_own_loop_in_a_loop_and_in_a_trial(
 @every_case
 @pytest.mark.parametrize("stops_after", [WINDOW, BATCHES // 2])
 def test_training_that_was_saved_and_loaded_has_the_same_bits(
-    name: str, stops_after: int, tmp_path: Path
-) -> None:
+    name, stops_after, tmp_path
+):
     whole, first = looped(CASES[name]), looped(CASES[name], last=stops_after)
     torch.save(first.state(), tmp_path / "state.pt")
     loaded = torch.load(tmp_path / "state.pt", weights_only=True)
@@ -164,9 +158,7 @@ def test_training_that_was_saved_and_loaded_has_the_same_bits(
 
 
 class TestState:
-    def test_state_of_several_optimizers_that_the_loop_does_not_know_is_refused(
-        self,
-    ) -> None:
+    def test_state_of_several_optimizers_that_the_loop_does_not_know_is_refused(self):
         state = looped(CASES["fp32, two optimizers"], last=WINDOW).state()
         amp = AmpLoop(FP32, "cpu")
         words = (
@@ -176,9 +168,7 @@ class TestState:
         with pytest.raises(ConfigError, match=words):
             amp.load_state_dict(state["amp"])
 
-    def test_state_of_a_scaler_is_refused_by_the_loop_and_loaded_by_its_scaler(
-        self,
-    ) -> None:
+    def test_state_of_a_scaler_is_refused_by_the_loop_and_loaded_by_its_scaler(self):
         amp, scaler = AmpLoop(FP16, "cpu"), torch.amp.GradScaler("cpu", init_scale=8.0)
         with pytest.raises(
             ConfigError, match=r"load_state_dict: got no state of a loop; .* amp\.sc"
@@ -187,10 +177,8 @@ class TestState:
         amp.scaler.load_state_dict(scaler.state_dict())
         assert float(amp.loss_scale()) == 8.0
 
-    def test_plateau_that_is_wrapped_after_the_state_was_loaded_is_resumed(
-        self,
-    ) -> None:
-        def made(amp: AmpLoop) -> Any:
+    def test_plateau_that_is_wrapped_after_the_state_was_loaded_is_resumed(self):
+        def made(amp):
             optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
             amp.wrap_optimizer(optimizer)
             return lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
@@ -206,7 +194,7 @@ class TestState:
         second.validated(2.0)
         assert plateau.optimizer.param_groups[0]["lr"] == 0.1
 
-    def test_loop_that_has_moved_further_goes_back_to_a_loaded_state(self) -> None:
+    def test_loop_that_has_moved_further_goes_back_to_a_loaded_state(self):
         case = Case(schedule=one_cycle)
         state, moved = looped(case, last=WINDOW).state(), looped(case)
         whole = list(moved.bits)
@@ -215,19 +203,17 @@ class TestState:
         assert same_bits(moved.bits[len(whole) :], whole[1:])
 
 
-def test_process_group_joined_later_exchanges_through_the_gpu_of_the_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_process_group_joined_later_exchanges_through_the_gpu_of_the_loop(monkeypatch):
     """The current GPU is the first one in every process that has not set another."""
     used: list[torch.device] = []
 
     @contextmanager
-    def device(gpu: torch.device) -> Iterator[None]:
+    def device(gpu):
         used.append(gpu)
         yield
         used.clear()
 
-    def all_gather_object(values: list[Any], value: Any) -> None:
+    def all_gather_object(values, value):
         values[:] = [value, *used]
 
     gpu = torch.device("cuda", 1)
@@ -241,7 +227,7 @@ def test_process_group_joined_later_exchanges_through_the_gpu_of_the_loop(
     assert (slots.rank, slots.size, slots.allgather("mine")) == (1, 2, ["mine", gpu])
 
 
-def test_misspelt_setting_of_the_script_is_named_and_not_tried_again() -> None:
+def test_misspelt_setting_of_the_script_is_named_and_not_tried_again():
     (policy,) = read_yaml(str(SCRIPTS / "any_loop.yaml"))["log_policies"]
     misspelt: Values = {"precision": "fp32", "growth_intervall": 5}
     with pytest.raises(ConfigError, match="did you mean growth_interval") as raised:
@@ -259,22 +245,20 @@ class TestLoss:
         [float, lambda loss: loss.reshape(1), lambda loss: loss.half()],
         ids=["a float", "one element", "float16"],
     )
-    def test_loss_of_one_number_of_any_type_is_reported(
-        self, given: Callable[[Any], Any]
-    ) -> None:
+    def test_loss_of_one_number_of_any_type_is_reported(self, given):
         amp = AmpLoop(FP32, "cpu")
         for number, loss in enumerate(torch.tensor([1.0, 2.0, 6.0])):
             amp.update(given(loss) if number else loss, samples=4)
         assert amp.report()["loss"] == 3.0
 
-    def test_loss_that_a_loop_adds_to_afterwards_is_reported_as_it_was(self) -> None:
+    def test_loss_that_a_loop_adds_to_afterwards_is_reported_as_it_was(self):
         amp, total = AmpLoop(FP32, "cpu"), torch.tensor(1.0)
         amp.update(total, samples=4)
         total += 3.0
         amp.update(total, samples=4)
         assert amp.report()["loss"] == 2.5
 
-    def test_losses_of_single_samples_are_refused(self) -> None:
+    def test_losses_of_single_samples_are_refused(self):
         amp = AmpLoop(FP32, "cpu")
         with pytest.raises(
             ConfigError, match=r"^the loop: update: got a loss of shape \(4,\); all"
@@ -285,13 +269,13 @@ class TestLoss:
 class TestAudit:
     """Of a model and a loss function, as `find_loss_scale` takes them."""
 
-    def test_audit_counts_what_the_loop_computes_and_leaves_it_alone(self) -> None:
+    def test_audit_counts_what_the_loop_computes_and_leaves_it_alone(self):
         x, y = make_batches()[0]
         amp = AmpLoop(FP16, "cpu")
         model = amp.prepare(make_model())
         before = copy.deepcopy(model.state_dict())
 
-        def loss_fn(batch: Any) -> torch.Tensor:
+        def loss_fn(batch):
             return functional.cross_entropy(model(batch[0]), batch[1])
 
         audit = audit_loss(amp, loss_fn, (x, y))
@@ -302,7 +286,7 @@ class TestAudit:
         with pytest.raises(AuditError, match=r"0\.0% of the FLOPs are in float16"):
             audit_loss(amp, lambda batch: in_float32(loss_fn, batch), (x, y))
 
-    def test_audit_of_an_unknown_model_is_refused(self) -> None:
+    def test_audit_of_an_unknown_model_is_refused(self):
         model = make_model()
         with pytest.raises(
             ConfigError, match=r"^the loop: audit_loss: no model was given; allowed"
@@ -314,7 +298,7 @@ class TestAudit:
             )
 
     @pytest.mark.parametrize("returned", [1.0, torch.ones(2)], ids=str)
-    def test_loss_function_that_returns_no_loss_is_refused(self, returned: Any) -> None:
+    def test_loss_function_that_returns_no_loss_is_refused(self, returned):
         amp = AmpLoop(FP16, "cpu")
         amp.prepare(make_model())
         with pytest.raises(
@@ -324,7 +308,7 @@ class TestAudit:
             audit_loss(amp, lambda batch: returned, make_batches()[0])
 
 
-def in_float32(loss_fn: Any, batch: Any) -> Any:
+def in_float32(loss_fn, batch):
     with torch.autocast("cpu", enabled=False):
         return loss_fn(batch)
 
@@ -335,38 +319,38 @@ def in_float32(loss_fn: Any, batch: Any) -> Any:
 class OneModel:
     """One model in a loop, whose scale and weights are noted after every batch."""
 
-    def __init__(self, amp: Any) -> None:
+    def __init__(self, amp):
         self.amp: Any = amp
         self.model = make_model()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
         self.bits: list[list[torch.Tensor]] = []
 
-    def loss_fn(self, batch: Batch) -> torch.Tensor:
+    def loss_fn(self, batch):
         return functional.cross_entropy(self.model(batch[0]), batch[1])
 
-    def backward(self, batch: Batch) -> torch.Tensor:
+    def backward(self, batch):
         with self.amp.autocast():
             loss = self.loss_fn(batch)
         self.amp.scaler.scale(loss).backward()
         return loss
 
-    def train(self, batch: Batch) -> None:
+    def train(self, batch):
         loss = self.backward(batch)
         self.amp.scaler.step(self.optimizer)
         self.optimizer.zero_grad()
         self.end(loss)
 
-    def end(self, loss: torch.Tensor) -> None:
+    def end(self, loss):
         self.amp.update(loss)
         weights = [parameter.detach().clone() for parameter in self.model.parameters()]
         self.bits.append([*weights, torch.tensor(self.amp.scaler.get_scale())])
 
 
-def one_model(**settings: Any) -> OneModel:
+def one_model(**settings):
     return OneModel(AmpLoop(AmpSettings(Precision.AMP_FP16, **settings), "cpu"))
 
 
-def infinite() -> Batch:
+def infinite():
     inputs, labels = make_batches()[0]
     return inputs * math.inf, labels
 
@@ -374,32 +358,32 @@ def infinite() -> Batch:
 LeavesOut = Callable[[OneModel], None]
 
 
-def leaves_out_before_the_backward(made: OneModel) -> None:
+def leaves_out_before_the_backward(made):
     with made.amp.autocast():
         loss = made.loss_fn(infinite())
     made.end(loss)
 
 
-def leaves_out_after_the_backward(made: OneModel) -> None:
+def leaves_out_after_the_backward(made):
     loss = made.backward(infinite())
     made.optimizer.zero_grad()
     made.end(loss)
 
 
-def leaves_out_after_the_norm(made: OneModel) -> None:
+def leaves_out_after_the_norm(made):
     loss = made.backward(infinite())
     made.amp.scaler.unscale_(made.optimizer)
     made.end(loss)
     made.optimizer.zero_grad()
 
 
-def leaves_out_and_zeroes_in_the_next_batch(made: OneModel) -> None:
+def leaves_out_and_zeroes_in_the_next_batch(made):
     made.optimizer.zero_grad()
     loss = made.backward(infinite())
     made.end(loss)
 
 
-def leaves_out_with_gradients_of_0(made: OneModel) -> None:
+def leaves_out_with_gradients_of_0(made):
     loss = made.backward(infinite())
     made.optimizer.zero_grad(set_to_none=False)
     made.end(loss)
@@ -415,7 +399,7 @@ LEFT_OUT: list[LeavesOut] = [
 
 
 class TestGuard:
-    def test_guard_ends_the_loop_with_the_cause_and_the_state_as_it_was(self) -> None:
+    def test_guard_ends_the_loop_with_the_cause_and_the_state_as_it_was(self):
         made = one_model(init_scale=2.0**10, max_consecutive_skips=1)
         for batch in (make_batches()[0], infinite(), infinite()):
             made.train(batch)
@@ -430,7 +414,7 @@ class TestGuard:
         assert same_bits(*weights)
         assert made.amp.steps(made.optimizer).attempted == 3
 
-    def test_guard_without_a_batch_says_how_to_give_it_one(self) -> None:
+    def test_guard_without_a_batch_says_how_to_give_it_one(self):
         made = one_model(init_scale=2.0**10, max_consecutive_skips=1)
         for _ in range(2):
             made.train(infinite())
@@ -440,9 +424,7 @@ class TestGuard:
             made.amp.report()
 
     @pytest.mark.parametrize("way", LEFT_OUT)
-    def test_guard_ends_a_loop_that_leaves_out_most_of_its_batches(
-        self, way: LeavesOut
-    ) -> None:
+    def test_guard_ends_a_loop_that_leaves_out_most_of_its_batches(self, way):
         made = one_model(init_scale=2.0**10)
         for _ in range(3):  # fewer than ten are not judged
             way(made)
@@ -458,14 +440,14 @@ class TestGuard:
         assert "Cause: input 0 of the batch is not finite" in str(ended.value)
         assert ended.value.state_is_good
 
-    def test_guard_lets_a_loop_leave_out_half_of_its_batches(self) -> None:
+    def test_guard_lets_a_loop_leave_out_half_of_its_batches(self):
         made = one_model(init_scale=2.0**10)
         for _ in range(5):
             leaves_out_before_the_backward(made)
             made.train(make_batches()[0])
         made.amp.report()
 
-    def test_state_with_weights_that_are_not_finite_is_not_good(self) -> None:
+    def test_state_with_weights_that_are_not_finite_is_not_good(self):
         made = one_model(init_scale=2.0**10, max_consecutive_skips=1)
         made.amp.prepare(made.model)
         for _ in range(2):
@@ -477,9 +459,7 @@ class TestGuard:
         assert not ended.value.state_is_good
 
     @pytest.mark.parametrize("applied", [0, 1])
-    def test_saving_before_any_applied_step_warns_once(
-        self, applied: int, caplog: Any
-    ) -> None:
+    def test_saving_before_any_applied_step_warns_once(self, applied, caplog):
         made = one_model()
         made.amp.state_dict()
         assert "trained nothing" not in caplog.text  # it has not begun
@@ -490,9 +470,7 @@ class TestGuard:
         assert caplog.text.count("this run has trained nothing") == 1 - applied
 
 
-def leaves_out_large_steps(
-    made: OneModel, *, zeroes_first: bool, set_to_none: bool
-) -> None:
+def leaves_out_large_steps(made, *, zeroes_first, set_to_none):
     for number, batch in enumerate(make_batches()):
         if zeroes_first:
             made.optimizer.zero_grad(set_to_none)
@@ -509,8 +487,8 @@ def leaves_out_large_steps(
 @pytest.mark.parametrize("zeroes_first", [True, False])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_step_left_out_for_its_norm_moves_the_scale_as_in_torchs_own_loop(
-    *, zeroes_first: bool, set_to_none: bool
-) -> None:
+    *, zeroes_first, set_to_none
+):
     by_hand, made = OneModel(TorchAmp(FP16)), OneModel(AmpLoop(FP16, "cpu"))
     for each in (by_hand, made):
         leaves_out_large_steps(each, zeroes_first=zeroes_first, set_to_none=set_to_none)
@@ -518,7 +496,7 @@ def test_step_left_out_for_its_norm_moves_the_scale_as_in_torchs_own_loop(
     assert len({float(bits[-1]) for bits in made.bits}) > 2  # it fell, and grew
 
 
-def test_running_statistics_that_an_overflow_has_changed_are_saved_as_before() -> None:
+def test_running_statistics_that_an_overflow_has_changed_are_saved_as_before():
     amp = AmpLoop(FP16, "cpu")
     model = amp.prepare(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)))
     with amp.autocast():
@@ -527,7 +505,7 @@ def test_running_statistics_that_an_overflow_has_changed_are_saved_as_before() -
     assert model.state_dict()["0.running_mean"].tolist() == [0.0, 0.0]
 
 
-def test_state_saved_between_step_and_update_counts_the_step() -> None:
+def test_state_saved_between_step_and_update_counts_the_step():
     made = one_model()
     loss = made.backward(make_batches()[0])
     made.amp.scaler.step(made.optimizer)
@@ -543,7 +521,7 @@ PAGE = (ROOT / "docs" / "any_loop.md").read_text()
 SCRIPTS = ROOT / "docs" / "any_loop"
 
 
-def load_script(name: str) -> Any:
+def load_script(name):
     spec = importlib.util.spec_from_file_location(f"any_loop_{name}", SCRIPTS / name)
     assert spec is not None
     assert spec.loader is not None
@@ -552,7 +530,7 @@ def load_script(name: str) -> Any:
     return module
 
 
-def test_page_shows_both_scripts_and_the_yaml_whole() -> None:
+def test_page_shows_both_scripts_and_the_yaml_whole():
     shown = re.findall(
         r"^```(?:python|yaml)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE
     )
@@ -560,14 +538,12 @@ def test_page_shows_both_scripts_and_the_yaml_whole() -> None:
         assert (SCRIPTS / file).read_text() in shown, file
 
 
-def test_plain_script_that_was_killed_goes_on_to_the_same_bits(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_script_that_was_killed_goes_on_to_the_same_bits(folder, monkeypatch):
     script = load_script("plain.py")
     settings = AmpSettings(Precision.AMP_FP16, init_scale=2.0**22, growth_interval=30)
     whole = script.train(settings, folder / "whole.pt")
 
-    def batch_of(step: int, device: torch.device) -> Any:
+    def batch_of(step, device):
         if step == 120:
             raise InterruptedError
         return make_batch(step, device)
@@ -581,14 +557,14 @@ def test_plain_script_that_was_killed_goes_on_to_the_same_bits(
     assert same_bits(whole.state_dict(), killed.state_dict())
 
 
-def core_of(folder: Path, *, preempts: bool = False) -> tuple[core.Context, Reports]:
+def core_of(folder, *, preempts=False):
     reports = Reports()
     made = core_context_of(folder, reports=reports)
     made.preempt.should_preempt = lambda *_, **named: preempts  # type: ignore[method-assign]
     return made, reports
 
 
-def test_script_that_was_paused_goes_on_to_the_same_bits(folder: Path) -> None:
+def test_script_that_was_paused_goes_on_to_the_same_bits(folder):
     script = load_script("train.py")
     settings = AmpSettings(Precision.AMP_FP16, init_scale=2.0**22, growth_interval=30)
     context, whole_reports = core_of(folder / "whole")
@@ -613,7 +589,7 @@ def test_script_that_was_paused_goes_on_to_the_same_bits(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("updates", [True, False])
-def test_norm_of_a_step_that_is_left_out_is_not_reported(*, updates: bool) -> None:
+def test_norm_of_a_step_that_is_left_out_is_not_reported(*, updates):
     made = one_model(init_scale=4.0)
     norms = []
     for factor in (1.0, 100.0, 1.0):
@@ -632,7 +608,7 @@ def test_norm_of_a_step_that_is_left_out_is_not_reported(*, updates: bool) -> No
     assert reported == pytest.approx((norms[0] + norms[2]) / 2)
 
 
-def notes_of(amp: AmpLoop) -> list[Any]:
+def notes_of(amp):
     """All that windows and scaler know between a backward and the end of its step."""
     scaler, windows = amp.scaler, amp.windows.values()
     states = [str(state) for state in states_of_steps(scaler).values()]
@@ -656,9 +632,7 @@ FORGOTTEN: list[Callable[[AmpLoop, Any], object]] = [
 
 
 @pytest.mark.parametrize("write", FORGOTTEN)
-def test_what_a_rehearsal_forgets_to_leave_out_is_put_back(
-    write: Callable[[AmpLoop, Any], object],
-) -> None:
+def test_what_a_rehearsal_forgets_to_leave_out_is_put_back(write):
     weight = nn.Parameter(torch.ones(1))
     amp = AmpLoop(AmpSettings(Precision.AMP_FP16, init_scale=4.0), "cpu")
     optimizer = amp.wrap_optimizer(torch.optim.SGD([weight], lr=0.0))
@@ -673,7 +647,7 @@ def test_what_a_rehearsal_forgets_to_leave_out_is_put_back(
     assert notes_of(amp) != before
 
 
-def test_optimizer_that_a_loop_does_not_know_steps_nothing_in_a_rehearsal() -> None:
+def test_optimizer_that_a_loop_does_not_know_steps_nothing_in_a_rehearsal():
     weight = nn.Parameter(torch.ones(1))
     amp = AmpLoop(AmpSettings(Precision.AMP_FP16, init_scale=4.0), "cpu")
     known, unknown = (torch.optim.Adam([weight], lr=0.1) for _ in range(2))
@@ -687,7 +661,7 @@ def test_optimizer_that_a_loop_does_not_know_steps_nothing_in_a_rehearsal() -> N
     assert [*amp.windows] == [known]
 
 
-def test_norm_before_an_update_without_a_step_is_not_that_of_the_next_step() -> None:
+def test_norm_before_an_update_without_a_step_is_not_that_of_the_next_step():
     """Both in one batch."""
     weight = nn.Parameter(torch.ones(1))
     amp = AmpLoop(AmpSettings(Precision.AMP_FP16, init_scale=4.0), "cpu")
@@ -703,7 +677,7 @@ def test_norm_before_an_update_without_a_step_is_not_that_of_the_next_step() -> 
     assert amp.report()["watch_grad_norm"] == 1
 
 
-def test_first_batch_after_a_resume_makes_no_step_if_it_is_left_out() -> None:
+def test_first_batch_after_a_resume_makes_no_step_if_it_is_left_out():
     saved = one_model(init_scale=4.0)
     saved.train(make_batches()[0])
     made = one_model()
@@ -715,9 +689,7 @@ def test_first_batch_after_a_resume_makes_no_step_if_it_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("steps", [True, False])
-def test_overflow_that_one_optimizer_leaves_out_moves_the_scale_of_both(
-    *, steps: bool
-) -> None:
+def test_overflow_that_one_optimizer_leaves_out_moves_the_scale_of_both(*, steps):
     amp = AmpLoop(AmpSettings(Precision.AMP_FP16, init_scale=1024.0), "cpu")
     models = [nn.Linear(2, 1) for _ in range(2)]
     first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
@@ -735,9 +707,7 @@ def test_overflow_that_one_optimizer_leaves_out_moves_the_scale_of_both(
 
 
 @pytest.mark.parametrize("prepared", [True, False])
-def test_loop_without_a_prepared_model_says_what_it_does_not_watch(
-    caplog: pytest.LogCaptureFixture, *, prepared: bool
-) -> None:
+def test_loop_without_a_prepared_model_says_what_it_does_not_watch(caplog, *, prepared):
     amp = AmpLoop(AmpSettings(Precision.FP32), "cpu")
     if prepared:
         amp.prepare(nn.Linear(1, 1))
@@ -749,20 +719,18 @@ def test_loop_without_a_prepared_model_says_what_it_does_not_watch(
 class StepsInThreads(torch.optim.Optimizer):
     """Hands the step of each parameter to a thread of its own."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters):
         super().__init__(parameters, {})
         weights = self.param_groups[0]["params"]
         self.inner = [torch.optim.SGD([weight], lr=0.1) for weight in weights]
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda optimizer: optimizer.step(), self.inner))
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.AMP_FP16])
-def test_step_that_an_optimizer_hands_to_threads_is_no_mistake(
-    precision: Precision,
-) -> None:
+def test_step_that_an_optimizer_hands_to_threads_is_no_mistake(precision):
     amp = AmpLoop(AmpSettings(precision, init_scale=1024.0), "cpu")
     model = amp.prepare(nn.Linear(2, 1))
     optimizer = StepsInThreads(model.parameters())
@@ -776,14 +744,12 @@ def test_step_that_an_optimizer_hands_to_threads_is_no_mistake(
     assert amp.applied_steps == 3
 
 
-def test_scale_stays_while_gradients_accumulate_after_a_step_that_was_left_out() -> (
-    None
-):
+def test_scale_stays_while_gradients_accumulate_after_a_step_that_was_left_out():
     amp = AmpLoop(AmpSettings(Precision.AMP_FP16, init_scale=1024.0), "cpu")
     model = amp.prepare(nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def backward(inputs: torch.Tensor) -> torch.Tensor:
+    def backward(inputs):
         with amp.autocast():
             loss: torch.Tensor = model(inputs).square().mean()
         amp.scaler.scale(loss).backward()

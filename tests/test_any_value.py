@@ -5,7 +5,7 @@ that the YAML asks for, or a `ConfigError` names the key.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 
 import pytest
@@ -37,7 +37,7 @@ _GRID = training.ROOT / "hp_search" / "loss_scale_grid.yaml"
 SEARCH: Config = yaml.safe_load(_GRID.read_text())
 
 
-def dotted(config: object, path: str = "") -> Iterator[str]:
+def dotted(config, path=""):
     """The dotted place of every key in `config`."""
     if isinstance(config, Mapping):
         for key, value in config.items():
@@ -46,14 +46,14 @@ def dotted(config: object, path: str = "") -> Iterator[str]:
             yield from dotted(value, place)
 
 
-def put(path: str, value: object, sound: Config = SOUND) -> Values:
+def put(path, value, sound=SOUND):
     """The sound configuration with one value replaced."""
     config: Values = copy.deepcopy(dict(sound))
     dotted_names.put(config, path.split("."), value)
     return config
 
 
-def problems_of(config: Config) -> tuple[str, ...]:
+def problems_of(config):
     """What the parser says of it, also of what it reads otherwise than it stands;
     anything but a ConfigError is the caller's to see.
     """
@@ -69,7 +69,7 @@ def problems_of(config: Config) -> tuple[str, ...]:
     )
 
 
-def is_as_asked(asked: object, got: object) -> bool:
+def is_as_asked(asked, got):
     """Equal by their text, since 1 is not true and NaN equals nothing, or as numbers.
 
     A section has defaults besides.
@@ -116,8 +116,8 @@ class TestParser:
     @example(path="hyperparameters.learning_rate", value=10**400)
     @example(path="searcher", value={"name": ["single"], "max_length": {"batches": 1}})
     def test_experiment_with_any_value_is_parsed_or_its_wrong_keys_are_named(
-        self, path: str, value: object
-    ) -> None:
+        self, path, value
+    ):
         """Whatever stands in the place of a value: an experiment, or a ConfigError.
 
         Every problem begins with a key that the sound YAML has or that was put in, with
@@ -132,24 +132,18 @@ class TestParser:
 
     @BOUNDED
     @given(path=st.sampled_from(sorted(dotted(SEARCH))), value=ANYTHING)
-    def test_search_with_any_value_is_planned_or_is_a_config_error(
-        self, path: str, value: object
-    ) -> None:
+    def test_search_with_any_value_is_planned_or_is_a_config_error(self, path, value):
         with suppress(ConfigError):
             SearchPlan(put(path, value, SEARCH))
 
     @pytest.mark.parametrize("path", PLACES)
-    def test_value_that_is_never_right_is_one_problem_of_its_key(
-        self, path: str
-    ) -> None:
+    def test_value_that_is_never_right_is_one_problem_of_its_key(self, path):
         """No key of ours has a list with null in it. Determined judges its own."""
         theirs = ("description", "entrypoint", "max_restarts", "log_policies")
         named = [p for p in problems_of(put(path, [None])) if p.startswith(f"{path}: ")]
         assert len(named) == (path not in theirs)
 
-    def test_value_that_is_read_as_another_would_be_noticed(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_value_that_is_read_as_another_would_be_noticed(self, monkeypatch):
         """Negative control."""
         sound = experiment.parse(SOUND, "sound")
         monkeypatch.setattr(experiment, "parse", lambda config, source: sound)
@@ -170,9 +164,7 @@ class TestParser:
 @example(overrides=["="])
 @example(overrides=["name.x=1"])
 @example(overrides=["a..b=[", "x={1: 2"])
-def test_overrides_of_any_text_change_the_config_or_are_a_config_error(
-    overrides: list[str],
-) -> None:
+def test_overrides_of_any_text_change_the_config_or_are_a_config_error(overrides):
     before = copy.deepcopy(SOUND)
     with suppress(ConfigError):
         assert with_overrides(SOUND, overrides).keys() >= SOUND.keys()

@@ -8,17 +8,13 @@ import copy
 import logging
 import threading
 from collections import deque
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from determined import pytorch
 from torch import nn
 
 from determined_amp import __main__ as door
-from determined_amp.amp.plain_data import Metrics
 from determined_amp.amp.rehearse import precision_audit as module
 from determined_amp.amp.rehearse.precision_audit import Audit, AuditError, ProductCount
 from determined_amp.amp.settings import AmpSettings, Precision
@@ -35,14 +31,14 @@ pytestmark = pytest.mark.usefixtures("_switches_restored")
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def options(config: str, *overrides: str) -> list[str]:
+def options(config, *overrides):
     """Arguments of the command, with a small batch."""
     changes = ["hyperparameters.global_batch_size=8", *overrides]
     path = str(training.ROOT / "experiment_configs" / config)
     return [path, *(word for change in changes for word in ("--config", change))]
 
 
-def audit_of(config: str) -> Audit:
+def audit_of(config):
     path, *changes = options(config)
     audit, asked = audit_here(
         experiment.experiment_in(
@@ -53,7 +49,7 @@ def audit_of(config: str) -> Audit:
     return audit
 
 
-def multiply(dtype: torch.dtype = FP32) -> torch.Tensor:
+def multiply(dtype=FP32):
     """One product of 2 * 2 * 3 * 5 = 60 FLOPs."""
     return torch.ones(2, 3, dtype=dtype) @ torch.ones(3, 5, dtype=dtype)
 
@@ -68,9 +64,7 @@ class TestProductCount:
             ("mlp/bf16.yaml", BF16),
         ],
     )
-    def test_flops_of_an_mlp_are_those_by_hand(
-        self, config: str, dtype: torch.dtype
-    ) -> None:
+    def test_flops_of_an_mlp_are_those_by_hand(self, config, dtype):
         """Of 8 samples, 784 pixels, 512 hidden features, 10 classes; (m, k) by (k, n)
         is 2mkn.
 
@@ -87,12 +81,12 @@ class TestProductCount:
         assert audit.total_flops == 13_090_816
         assert (audit.share, audit.passed) == (1.0, True)
 
-    def test_products_of_integers_are_not_counted(self) -> None:
+    def test_products_of_integers_are_not_counted(self):
         with ProductCount() as count:
             torch.ones(2, 2, dtype=torch.int64) @ torch.ones(2, 2, dtype=torch.int64)
         assert not count.flops
 
-    def test_flops_of_convolutions_are_those_by_hand(self) -> None:
+    def test_flops_of_convolutions_are_those_by_hand(self):
         """Each of 2 * samples * outputs * inputs * kernel * output pixels; as many per
         gradient.
 
@@ -111,7 +105,7 @@ class TestProductCount:
             ("convolution_backward", BF16): first + 2 * last,
         }
 
-    def test_what_an_optimizer_multiplies_in_its_step_is_not_counted(self) -> None:
+    def test_what_an_optimizer_multiplies_in_its_step_is_not_counted(self):
         audits = []
         for trial in ("Stranger", "WithMuon"):
             config = {"hyperparameters": {"global_batch_size": 4}}
@@ -122,7 +116,7 @@ class TestProductCount:
             audits.append(audit.flops)
         assert audits[0] == audits[1] != {}
 
-    def test_error_in_the_audited_batch_is_raised_as_the_trials_own(self) -> None:
+    def test_error_in_the_audited_batch_is_raised_as_the_trials_own(self):
         config = {"hyperparameters": {"global_batch_size": 4}}
         parsed = experiment.experiment_in(
             config, "config.yaml", trial=f"{__name__}:FailsOnce"
@@ -134,7 +128,7 @@ class TestProductCount:
 class FailsOnce(Stranger):
     calls = 0
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         self.calls += 1
         if self.calls == 1:
             raise ValueError("not yet")
@@ -142,7 +136,7 @@ class FailsOnce(Stranger):
 
 
 class TestVerdict:
-    def test_audit_fails_with_half_of_the_flops_in_the_precision(self) -> None:
+    def test_audit_fails_with_half_of_the_flops_in_the_precision(self):
         for low, share, passed in ((1, 0.5, False), (2, 2 / 3, True)):
             flops = {("mm", BF16): low, ("mm", FP32): 1}
             audit = Audit(Precision.AMP_BF16, flops, "off", True)
@@ -151,9 +145,7 @@ class TestVerdict:
     @pytest.mark.parametrize("precision", Precision)
     @pytest.mark.parametrize("tf32", ["on", "off", "mixed"])
     @pytest.mark.parametrize("has_tf32", [True, False])
-    def test_tf32_switch_matters_to_fp32_and_tf32(
-        self, precision: Precision, tf32: str, has_tf32: bool
-    ) -> None:
+    def test_tf32_switch_matters_to_fp32_and_tf32(self, precision, tf32, has_tf32):
         wanted = {Precision.FP32: "off", Precision.TF32: "on" if has_tf32 else tf32}
         flops = {("mm", precision.autocast_dtype or FP32): 2}
         audit = Audit(precision, flops, tf32, has_tf32)
@@ -169,9 +161,7 @@ class TestVerdict:
             ("highest", True, "mixed"),
         ],
     )
-    def test_audit_reads_both_switches_of_tf32(
-        self, matmul: str, cudnn: bool, expected: str
-    ) -> None:
+    def test_audit_reads_both_switches_of_tf32(self, matmul, cudnn, expected):
         torch.set_float32_matmul_precision(matmul)
         torch.backends.cudnn.allow_tf32 = cudnn
         assert module._tf32() == expected
@@ -180,7 +170,7 @@ class TestVerdict:
         not hasattr(torch.backends.cudnn, "conv"),
         reason="torch before 2.9 has one set of names",
     )
-    def test_tf32_switched_on_by_its_new_name_is_seen(self) -> None:
+    def test_tf32_switched_on_by_its_new_name_is_seen(self):
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.matmul.fp32_precision = "tf32"
         try:
@@ -188,7 +178,7 @@ class TestVerdict:
         finally:
             torch.backends.cuda.matmul.fp32_precision = "ieee"
 
-    def test_failed_audit_says_a_sentence_the_table_and_what_to_do(self) -> None:
+    def test_failed_audit_says_a_sentence_the_table_and_what_to_do(self):
         flops = {("mm", FP32): 3_000_000_000, ("addmm", BF16): 1_000_000_000}
         audit = Audit(Precision.AMP_BF16, flops, "off", False)
         problem, *table, remedy = str(AuditError(audit)).splitlines()
@@ -207,9 +197,7 @@ class TestVerdict:
 
 
 class TestAudited:
-    def test_audit_counts_the_first_batch_alone(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_audit_counts_the_first_batch_alone(self, caplog):
         caplog.set_level(logging.INFO)
         trial, amp = batches_of(lambda batch: multiply(), AmpSettings(Precision.FP32))
         for index in range(3):
@@ -219,9 +207,7 @@ class TestAudited:
         assert table.splitlines()[2].split() == ["mm", "float32", "6e-08", "100.0%"]
         assert amp.metrics.once == {"watch_audit_share": 1.0}
 
-    def test_batch_without_a_product_is_not_judged(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_batch_without_a_product_is_not_judged(self, caplog):
         """Embeddings, a recurrent layer, a batch that trains nothing: no sign of a
         mistake.
         """
@@ -232,8 +218,8 @@ class TestAudited:
         assert "audit of the first batch" in caplog.text
 
     def test_error_of_the_rehearsal_alone_skips_the_audit_and_the_run_goes_on(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
+        self, caplog
+    ):
         divisors = iter([0, 1])
         trial, amp = batches_of(
             lambda batch: torch.ones(1) * (batch / next(divisors)),
@@ -245,7 +231,7 @@ class TestAudited:
         (line,) = caplog.messages
         assert line == "the first batch is trained, but not audited: division by zero"
 
-    def test_error_of_the_rehearsal_and_of_the_batch_is_the_trials_own(self) -> None:
+    def test_error_of_the_rehearsal_and_of_the_batch_is_the_trials_own(self):
         trial, _ = batches_of(lambda batch: batch / 0, AmpSettings(Precision.FP32))
         with pytest.raises(ZeroDivisionError):
             trial.train_batch(batch=1, epoch_idx=0, batch_idx=0)
@@ -254,14 +240,14 @@ class TestAudited:
 class Keeps(Converted):
     """Keeps counts, one beside the scaler, a queue and an average of its weights."""
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         super().__init__(context)
         self.calls, self.queue = 0, deque[float](maxlen=3)
         self.meter = SimpleNamespace(count=0, scaler=self.amp.scaler)
         self.teacher = copy.deepcopy(self.model)
         self.lock = threading.Lock()  # cannot be copied
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         self.calls += 1
         forwards = vars(self.model)
         forwards["calls"] = forwards.get("calls", 0) + 1
@@ -275,7 +261,7 @@ class Keeps(Converted):
         batch[0].mul_(1 + 0.01 * self.calls)
         return super().train_batch(batch, epoch_idx, batch_idx)
 
-    def kept(self) -> list[Any]:
+    def kept(self):
         teacher = self.teacher.state_dict()
         return [
             self.calls,
@@ -287,7 +273,7 @@ class Keeps(Converted):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "amp_fp16", "amp_bf16"])
-def test_rehearsal_of_the_audit_leaves_alone_what_a_trial_keeps(precision: str) -> None:
+def test_rehearsal_of_the_audit_leaves_alone_what_a_trial_keeps(precision):
     amp = {"precision": precision, "init_scale": 64.0}
     audited_run, unwatched = (
         fit(Keeps, {**amp, "audit": audit}, batches=3) for audit in (True, False)
@@ -301,15 +287,13 @@ def test_rehearsal_of_the_audit_leaves_alone_what_a_trial_keeps(precision: str) 
 class KeepsGenerator(Converted):
     """Keeps an iterator, which cannot be copied."""
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         super().__init__(context)
         self.numbers = (number for number in range(9))
         self.lock = threading.Lock()
 
 
-def test_warning_names_what_moves_on_with_the_batch_that_the_audit_trains(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_warning_names_what_moves_on_with_the_batch_that_the_audit_trains(caplog):
     fit(KeepsGenerator, {"precision": "fp32"}, batches=1)
     assert (
         "it cannot copy numbers, which the training finds as that batch has left"
@@ -317,9 +301,7 @@ def test_warning_names_what_moves_on_with_the_batch_that_the_audit_trains(
     )
 
 
-def test_audit_is_logged_once_and_reported_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_audit_is_logged_once_and_reported_once(caplog):
     caplog.set_level("INFO")
     reports = fit(Converted, {"precision": "fp32"}, batches=4).reports.training
     assert [report.get("watch_audit_share") for report in reports] == [
@@ -333,11 +315,8 @@ def test_audit_is_logged_once_and_reported_once(
 
 class TestCommand:
     def test_audit_prints_the_table_and_leaves_nothing_behind(
-        self,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
+        self, tmp_path, monkeypatch, capsys
+    ):
         monkeypatch.chdir(tmp_path)
         assert door.run(["audit", *options("mlp/bf16.yaml")]) == 0
         lines = capsys.readouterr().out.splitlines()
@@ -345,9 +324,7 @@ class TestCommand:
         assert "amp_bf16 asks for bfloat16: 100.0% of the FLOPs" in lines
         assert not list(tmp_path.iterdir())
 
-    def test_failed_audit_exits_with_status_1(
-        self, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_failed_audit_exits_with_status_1(self, capsys):
         trial = "hyperparameters.trial=tests.trials:LeavesAutocast"
         assert door.run(["audit", *options("mlp/bf16.yaml", trial)]) == 1
         assert (

@@ -9,16 +9,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torchvision.transforms.v2 import functional
 
 from trials.data.augment import crop_and_flip, uniform_numbers
 from trials.data.loading import Sample
 
 
-def cropped_and_flipped(
-    images: torch.Tensor, draws: NDArray[np.float64], padding: int
-) -> list[torch.Tensor]:
+def cropped_and_flipped(images, draws, padding):
     """An image at a time, by torchvision."""
     side = images.shape[-1]
     made = []
@@ -34,9 +31,7 @@ def cropped_and_flipped(
 
 @pytest.mark.parametrize("padding", [1, 4])
 @pytest.mark.parametrize(("channels", "dtype"), [(1, torch.uint8), (3, torch.float32)])
-def test_crop_and_flip_equals_torchvisions(
-    padding: int, channels: int, dtype: torch.dtype
-) -> None:
+def test_crop_and_flip_equals_torchvisions(padding, channels, dtype):
     below_one = np.nextafter(1.0, 0.0)
     corners = [
         [0, 0, 0],
@@ -54,11 +49,11 @@ def test_crop_and_flip_equals_torchvisions(
     assert torch.equal(images, before)
 
 
-def grid(epochs: int, images: int) -> list[Sample]:
+def grid(epochs, images):
     return [Sample(epoch, image) for epoch in range(epochs) for image in range(images)]
 
 
-def test_random_numbers_depend_on_the_sample_and_not_on_its_batch() -> None:
+def test_random_numbers_depend_on_the_sample_and_not_on_its_batch():
     samples = grid(3, 5)
     together = uniform_numbers(7, samples, draws=3)
     assert together.shape == (15, 3)

@@ -7,7 +7,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,16 +20,16 @@ class Exchanging(DistributedDataParallel):
     no ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         nn.Module.__init__(self)
         self.require_backward_grad_sync = True
         self.noted: list[bool] = []
 
-    def forward(self, *inputs: Any, **named: Any) -> None:
+    def forward(self, *inputs, **named):
         self.noted.append(self.require_backward_grad_sync)
 
 
-def test_gradients_are_exchanged_after_the_last_batch_of_a_window_alone() -> None:
+def test_gradients_are_exchanged_after_the_last_batch_of_a_window_alone():
     model, last = Exchanging(), iter([False, True, False, True])
     context: Any = SimpleNamespace(
         models=[nn.Linear(1, 1), model],
@@ -49,22 +48,22 @@ def test_gradients_are_exchanged_after_the_last_batch_of_a_window_alone() -> Non
 
 class TestTimedLoader:
     def test_timed_loader_tells_the_seconds_that_a_batch_took_to_come(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, monkeypatch
+    ):
         clock = Clock()
         monkeypatch.setattr("determined_amp.trial.batches.time", clock)
 
         class Slow:
             batch_size = 7
 
-            def __len__(self) -> int:
+            def __len__(self):
                 return 2
 
-            def __iter__(self) -> Any:
+            def __iter__(self):
                 clock.now += 100.0  # the workers start
                 return self.batches()
 
-            def batches(self) -> Any:
+            def batches(self):
                 for seconds in (1.0, 2.0):
                     clock.now += seconds
                     yield seconds
@@ -81,7 +80,7 @@ class TestTimedLoader:
         assert waits == trained == [1, 2]
         assert (len(slow), slow.batch_size) == (2, 7)
 
-    def test_loader_of_a_validation_or_of_somebody_else_is_not_timed(self) -> None:
+    def test_loader_of_a_validation_or_of_somebody_else_is_not_timed(self):
         waits: list[float] = []
         loader: Any = SimpleNamespace(get_data_loader=lambda repeat: [0, 1, 2])
         assert timed(loader, waits.append).get_data_loader(repeat=False) == [0, 1, 2]

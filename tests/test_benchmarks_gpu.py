@@ -5,7 +5,6 @@ goals.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -18,9 +17,7 @@ from tests import gpu
 
 
 @pytest.mark.gpu  # and in the dry run of those tests: it takes half a minute of a CPU
-def test_rehearsal_measures_every_part(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rehearsal_measures_every_part(tmp_path, capsys):
     """All but Latte, in `test_latte_memory`. No goal is judged by the numbers of a
     rehearsal.
     """
@@ -44,7 +41,7 @@ def test_rehearsal_measures_every_part(
     assert capsys.readouterr().out.count("cannot be told: ") == len(result["goals"])
 
 
-def of_a_gpu(**changes: float) -> list[Values]:
+def of_a_gpu(**changes):
     """Rows of two rounds in which everything is reached."""
     speed = {
         "fp32": 900.0,
@@ -82,7 +79,7 @@ def of_a_gpu(**changes: float) -> list[Values]:
     return [*rows, {"part": "loops", **counted}]
 
 
-def answers(rows: list[Values], device: str = "NVIDIA H200") -> str:
+def answers(rows, device="NVIDIA H200"):
     short = {"yes": "y", "no": "n", "cannot be told": "?"}
     return "".join(short[goal["answer"]] for goal in goals(rows, device))
 
@@ -101,13 +98,11 @@ def answers(rows: list[Values], device: str = "NVIDIA H200") -> str:
         ({"planted": 0}, "yyyyyyy?"),
     ],
 )
-def test_goals_are_judged_by_all_rounds(
-    changes: dict[str, float], expected: str
-) -> None:
+def test_goals_are_judged_by_all_rounds(changes, expected):
     assert answers(of_a_gpu(**changes)) == expected
 
 
-def test_table_and_picture_show_all_precisions() -> None:
+def test_table_and_picture_show_all_precisions():
     result = {"machine": {"device": "NVIDIA H200"}, "goals": [], "rows": of_a_gpu()}
     lines = table(result).splitlines()
     assert lines[2] == "| `fp32` | 914 (900 to 927) | 1.00x | 0.45x | 18.6 | 100% |"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -18,15 +16,15 @@ SIXTEEN_BITS = pytest.mark.parametrize("precision", ["amp_fp16", "amp_bf16"])
 STEPS = 6
 
 
-def several_steps(loop: SmallLoop) -> list[float]:
+def several_steps(loop):
     return [loop.step() for _ in range(STEPS)]
 
 
-def a_step_with_a_closure(loop: SmallLoop) -> list[float]:
+def a_step_with_a_closure(loop):
     optimizer = torch.optim.LBFGS(loop.model.parameters(), lr=0.5)
     losses: list[float] = []
 
-    def closure() -> torch.Tensor:
+    def closure():
         optimizer.zero_grad()
         loss = loop.loss()
         torch.autograd.backward(loss)
@@ -38,13 +36,13 @@ def a_step_with_a_closure(loop: SmallLoop) -> list[float]:
     return losses
 
 
-def a_loaded_state(loop: SmallLoop) -> list[float]:
+def a_loaded_state(loop):
     before = loop.loss().item()
     loop.model.load_state_dict({k: 2 * v for k, v in loop.model.state_dict().items()})
     return [before, loop.loss().item()]
 
 
-def a_rehearsal_that_moves_weights(loop: SmallLoop) -> list[float]:
+def a_rehearsal_that_moves_weights(loop):
     with undisturbed(loop.model, optimizers=[loop.optimizer]):
         for parameter in loop.model.parameters():
             parameter.data.mul_(2.0)
@@ -63,10 +61,8 @@ def a_rehearsal_that_moves_weights(loop: SmallLoop) -> list[float]:
     ],
 )
 def test_region_around_changing_weights_computes_with_the_new_ones(
-    train: Callable[[SmallLoop], list[float]],
-    precision: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    train, precision, monkeypatch
+):
     with_regions_of_their_own = train(SmallLoop(precision))
     loop = SmallLoop(precision)
     with loop.amp.autocast():
@@ -83,7 +79,7 @@ class StepsInOneRegion(Converted):
 
     is_one = True
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         with self.amp.autocast() if self.is_one else nullcontext():
             for number in range(3):
                 if number:
@@ -101,9 +97,9 @@ class StepsInRegionsOfTheirOwn(StepsInOneRegion):
 
 @SIXTEEN_BITS
 def test_several_steps_in_one_region_train_as_with_a_region_for_each(
-    precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def left(trial: type[Converted]) -> Any:
+    precision, monkeypatch
+):
+    def left(trial):
         return fit(trial, {"precision": precision}, batches=3).checkpoint[
             "models_state_dict"
         ]

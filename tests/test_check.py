@@ -13,7 +13,6 @@ import warnings
 from contextlib import suppress
 from functools import cache, partial
 from graphlib import TopologicalSorter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,9 +29,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from determined_amp import AmpLoop, AmpSettings, Precision
 from determined_amp import __main__ as door
 from determined_amp.amp.errors import UserError
-from determined_amp.amp.plain_data import Metrics, StateDict, Values
 from determined_amp.check import doctor, invariants, rules, watching
-from determined_amp.check.finding import ROWS, CheckFindings, Level
+from determined_amp.check.finding import ROWS, Level
 from determined_amp.check.stand_in import ONLY_ON_A_GPU
 from tests import habits, test_amp_examples
 from tests.harness import same_bits
@@ -46,7 +44,7 @@ step_lr: Any = lr_scheduler.StepLR
 MANUAL = pytorch.LRScheduler.StepMode.MANUAL_STEP
 
 
-def experiment(**changes: Any) -> Values:
+def experiment(**changes):
     return {
         "name": "planted",
         "hyperparameters": {"global_batch_size": 4},
@@ -63,7 +61,7 @@ def experiment(**changes: Any) -> Values:
 
 
 @cache
-def examined(trial: type, aggregation: int = 1) -> CheckFindings:
+def examined(trial, aggregation=1):
     """What the doctor says of a trial, with all of its runs in this process."""
     optimizations = {"aggregation_frequency": aggregation}
     config = (
@@ -82,35 +80,35 @@ class Right(pytorch.PyTorchTrial):
 
     init_scale = 65536.0
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         self.context = context
         self.wrap_scaler()
         self.model = context.wrap_model(self.net())
         self.optimizer = context.wrap_optimizer(self.optimizer_of(self.model))
         self.schedule()
 
-    def wrap_scaler(self) -> None:
+    def wrap_scaler(self):
         self.scaler = self.context.wrap_scaler(
             torch.cuda.amp.GradScaler(self.init_scale)
         )
 
-    def net(self) -> Any:
+    def net(self):
         return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 
-    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+    def optimizer_of(self, model):
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
 
-    def schedule(self) -> None:
+    def schedule(self):
         """None."""
 
-    def autocast(self) -> Any:
+    def autocast(self):
         return torch.autocast("cuda", dtype=torch.float16)
 
-    def forward(self, batch: Any) -> Any:
+    def forward(self, batch):
         inputs, labels = batch
         return functional.cross_entropy(self.model(inputs), labels)
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         self.batch_idx = batch_idx
         with self.autocast():
             loss = self.forward(batch)
@@ -119,30 +117,30 @@ class Right(pytorch.PyTorchTrial):
         self.update()
         return {"loss": loss.detach()}
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss):
         self.context.backward(self.scaler.scale(loss))
 
-    def clip(self, parameters: Any) -> None:
+    def clip(self, parameters):
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(parameters, 1.0)
 
-    def step(self) -> None:
+    def step(self):
         self.context.step_optimizer(
             self.optimizer, clip_grads=self.clip, scaler=self.scaler
         )
 
-    def ends_window(self) -> bool:
+    def ends_window(self):
         return (self.batch_idx + 1) % self.context._aggregation_frequency == 0
 
-    def update(self) -> None:
+    def update(self):
         if self.ends_window():
             self.scaler.update()
 
-    def evaluate_batch(self, batch: Any, batch_idx: int) -> Metrics:
+    def evaluate_batch(self, batch, batch_idx):
         with self.autocast():
             return {"validation_loss": self.forward(batch)}
 
-    def build_training_data_loader(self) -> pytorch.DataLoader:
+    def build_training_data_loader(self):
         points = torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
         return pytorch.DataLoader(
             TensorDataset(points, points[:, :3].argmax(1)), batch_size=4
@@ -155,43 +153,43 @@ class Right(pytorch.PyTorchTrial):
 
 
 class UnscaledLoss(Right):
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss):
         self.context.backward(loss)  # HERE
         self.scaler.scale(loss)
 
 
 class StepsWithoutScaler(Right):
-    def step(self) -> None:
+    def step(self):
         self.context.step_optimizer(self.optimizer)  # HERE
 
-    def update(self) -> None:
+    def update(self):
         """There is nothing to update by."""
 
 
 class UpdatesEachMicroBatch(Right):
-    def update(self) -> None:
+    def update(self):
         self.scaler.update()  # HERE
 
 
 class TwoOptimizers(Right):
     """The control of the next one."""
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         super().__init__(context)
         self.second = context.wrap_model(nn.Linear(3, 3))
         self.other = context.wrap_optimizer(self.optimizer_of(self.second))
 
-    def forward(self, batch: Any) -> Any:
+    def forward(self, batch):
         inputs, labels = batch
         return functional.cross_entropy(self.second(self.model(inputs)), labels)
 
-    def step(self) -> None:
+    def step(self):
         for optimizer in (self.optimizer, self.other):
             self.context.step_optimizer(optimizer, scaler=self.scaler)
 
 
 class UpdatesPerOptimizer(TwoOptimizers):
-    def step(self) -> None:
+    def step(self):
         self.context.step_optimizer(self.optimizer, scaler=self.scaler)
         self.scaler.update()  # HERE
         self.context.step_optimizer(self.other, scaler=self.scaler)
@@ -201,16 +199,16 @@ class UpdatesPerOptimizer(TwoOptimizers):
 
 
 class ClipsScaled(Right):
-    def clip(self, parameters: Any) -> None:
+    def clip(self, parameters):
         nn.utils.clip_grad_norm_(parameters, 1.0)  # HERE
 
 
 class UnscalesTwice(Right):
-    def step(self) -> None:
+    def step(self):
         self.scaler.unscale_(self.optimizer)
         super().step()
 
-    def clip(self, parameters: Any) -> None:
+    def clip(self, parameters):
         self.scaler.unscale_(self.optimizer)  # HERE
 
 
@@ -220,11 +218,11 @@ class UnscalesTwice(Right):
 class Scheduled(Right):
     """Moves on applied steps only: the control of those below."""
 
-    def schedule(self) -> None:
+    def schedule(self):
         self.scheduler = step_lr(self.optimizer, 4)
         self.context.wrap_lr_scheduler(self.scheduler, MANUAL)
 
-    def update(self) -> None:
+    def update(self):
         before = self.scaler.get_scale()
         self.scaler.update()
         if self.scaler.get_scale() >= before:
@@ -232,30 +230,30 @@ class Scheduled(Right):
 
 
 class MovesOnSkipped(Scheduled):
-    def update(self) -> None:
+    def update(self):
         self.scaler.update()
         self.scheduler.step()  # HERE
 
 
 class DeterminedMovesOnSkipped(Right):
-    def schedule(self) -> None:
+    def schedule(self):
         self.scheduler = step_lr(self.optimizer, 4)  # HERE
         self.context.wrap_lr_scheduler(self.scheduler, BATCH)
 
 
 class ScheduleNotWrapped(Scheduled):
-    def schedule(self) -> None:
+    def schedule(self):
         self.scheduler = step_lr(self.optimizer, 4)  # HERE
 
 
 class PlateauNotWrapped(Scheduled):
     """A scheduler that does not make itself as most of torch's do."""
 
-    def schedule(self) -> None:
+    def schedule(self):
         plateau: Any = lr_scheduler.ReduceLROnPlateau
         self.scheduler = plateau(self.optimizer)  # HERE
 
-    def update(self) -> None:
+    def update(self):
         before = self.scaler.get_scale()
         self.scaler.update()
         if self.scaler.get_scale() >= before:
@@ -265,7 +263,7 @@ class PlateauNotWrapped(Scheduled):
 class Sequence(Scheduled):
     """One scheduler that moves two others."""
 
-    def schedule(self) -> None:
+    def schedule(self):
         parts = [step_lr(self.optimizer, 2), step_lr(self.optimizer, 3)]
         sequence: Any = lr_scheduler.SequentialLR
         self.scheduler = sequence(self.optimizer, parts, [4])
@@ -273,7 +271,7 @@ class Sequence(Scheduled):
 
 
 class DeterminedMovesSequenceOnSkipped(Right):
-    def schedule(self) -> None:
+    def schedule(self):
         parts = [step_lr(self.optimizer, 2), step_lr(self.optimizer, 3)]
         sequence: Any = lr_scheduler.SequentialLR
         self.scheduler = sequence(self.optimizer, parts, [4])  # HERE
@@ -281,17 +279,17 @@ class DeterminedMovesSequenceOnSkipped(Right):
 
 
 class ScalerNotWrapped(Right):
-    def wrap_scaler(self) -> None:
+    def wrap_scaler(self):
         self.scaler = torch.cuda.amp.GradScaler()  # HERE
 
 
 class MakesScalerInFirstBatch(Right):
     scaler: Any = None
 
-    def wrap_scaler(self) -> None:
+    def wrap_scaler(self):
         """Later."""
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         if self.scaler is None:
             self.scaler = torch.cuda.amp.GradScaler()  # HERE
         return super().train_batch(batch, epoch_idx, batch_idx)
@@ -301,19 +299,19 @@ class MakesScalerInFirstBatch(Right):
 
 
 class CannotLoad(Right):
-    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+    def build_callbacks(self):
         class Counts(pytorch.PyTorchCallback):
-            def state_dict(self) -> StateDict:
+            def state_dict(self):
                 return {"count": 1}
 
-            def load_state_dict(self, state_dict: StateDict) -> None:
+            def load_state_dict(self, state_dict):
                 raise KeyError("count_1")  # HERE
 
         return {"counts": Counts()}
 
 
 class ZeroesInTheWindow(Right):
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss):
         self.optimizer.zero_grad()  # HERE
         super().backward(loss)
 
@@ -321,29 +319,29 @@ class ZeroesInTheWindow(Right):
 class OwnWindow(Right):
     """Three batches a step, divided: the control of the next one."""
 
-    def ends_window(self) -> bool:
+    def ends_window(self):
         return self.batch_idx % 3 == 2
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss):
         super().backward(loss / 3)
 
-    def step(self) -> None:
+    def step(self):
         if self.ends_window():
             super().step()
 
 
 class UnscalesInTheWindow(Right):
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss):
         super().backward(loss)
         if not self.ends_window():
             self.scaler.unscale_(self.optimizer)  # HERE
 
-    def step(self) -> None:
+    def step(self):
         self.context.step_optimizer(self.optimizer, scaler=self.scaler)
 
 
 class UnscalesEveryMicroBatch(Right):
-    def step(self) -> None:
+    def step(self):
         self.scaler.unscale_(self.optimizer)  # HERE
         self.context.step_optimizer(self.optimizer, scaler=self.scaler)
 
@@ -352,7 +350,7 @@ class UnscalesEveryMicroBatch(Right):
 
 
 class CoversNothing(Right):
-    def forward(self, batch: Any) -> Any:
+    def forward(self, batch):
         inputs, labels = batch
         with torch.autocast("cuda", enabled=False):
             return functional.cross_entropy(self.model(inputs), labels)
@@ -361,7 +359,7 @@ class CoversNothing(Right):
 class EvaluatesInFloat16(Right):
     """Its validation loss is beyond float16."""
 
-    def evaluate_batch(self, batch: Any, batch_idx: int) -> Metrics:
+    def evaluate_batch(self, batch, batch_idx):
         with self.autocast():  # HERE
             return {"validation_loss": (self.model(batch[0]) * 1e5).square().mean()}
 
@@ -369,7 +367,7 @@ class EvaluatesInFloat16(Right):
 class EvaluatesInFloat16WithTeacher(EvaluatesInFloat16):
     """Trains with another product without gradients, in autocast."""
 
-    def forward(self, batch: Any) -> Any:
+    def forward(self, batch):
         with torch.no_grad(), self.autocast():
             batch[0].square() @ batch[0].T
         return super().forward(batch)
@@ -378,7 +376,7 @@ class EvaluatesInFloat16WithTeacher(EvaluatesInFloat16):
 class Penalty(Right):
     """With gradients that are unscaled: the control of the next one."""
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         self.batch_idx = batch_idx
         with self.autocast():
             loss = self.forward(batch)
@@ -392,7 +390,7 @@ class Penalty(Right):
         self.update()
         return {"loss": loss.detach()}
 
-    def norm(self, gradients: Any) -> torch.Tensor:
+    def norm(self, gradients):
         inverse = 1.0 / self.scaler.get_scale()
         return (
             torch.stack([(g * inverse).square().sum() for g in gradients]).sum().sqrt()
@@ -400,7 +398,7 @@ class Penalty(Right):
 
 
 class MasksWithTheLeast(Right):
-    def forward(self, batch: Any) -> Any:
+    def forward(self, batch):
         inputs, labels = batch
         logits = self.model(inputs)
         least = torch.finfo(logits.dtype).min
@@ -410,7 +408,7 @@ class MasksWithTheLeast(Right):
 
 
 class RandomSlopes(Right):
-    def forward(self, batch: Any) -> Any:
+    def forward(self, batch):
         logits = self.model(batch[0])
         return functional.rrelu(logits, training=True).sum()  # HERE
 
@@ -418,19 +416,19 @@ class RandomSlopes(Right):
 class ScalesNothing(Right):
     """As in a public trial: the scaler is wrapped, and then nobody thinks of it."""
 
-    def autocast(self) -> Any:
+    def autocast(self):
         return torch.autocast(device_type="cuda")
 
-    def wrap_scaler(self) -> None:
+    def wrap_scaler(self):
         self.scaler = self.context.wrap_scaler(torch.cuda.amp.GradScaler())  # HERE
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss):
         self.context.backward(loss)
 
-    def step(self) -> None:
+    def step(self):
         self.context.step_optimizer(self.optimizer)
 
-    def update(self) -> None:
+    def update(self):
         """Nothing was scaled."""
 
 
@@ -440,7 +438,7 @@ class ScalesNothing(Right):
 class HidesNanAfterUnscale(Right):
     """`unscale_` has found what is not finite before."""
 
-    def clip(self, parameters: Any) -> None:
+    def clip(self, parameters):
         self.scaler.unscale_(self.optimizer)
         for parameter in parameters:
             parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
@@ -490,7 +488,7 @@ CONTROLS = [
 ]
 
 
-def planted_line(trial: Any) -> int | None:
+def planted_line(trial):
     """The line that ends in HERE, of the trial or of the class that it inherits it
     from.
     """
@@ -503,7 +501,7 @@ def planted_line(trial: Any) -> int | None:
 
 
 @pytest.mark.parametrize("trial", [*PLANTED, *SUSPECTED])
-def test_planted_fault_is_found_with_its_line(trial: type[Right]) -> None:
+def test_planted_fault_is_found_with_its_line(trial):
     """Lines that do the same rightly are not named."""
     level = Level.FAULT if trial in PLANTED else Level.SUSPICION
     key = {**PLANTED, **SUSPECTED}[trial]
@@ -520,7 +518,7 @@ def test_planted_fault_is_found_with_its_line(trial: type[Right]) -> None:
     assert finding.write
 
 
-def test_right_trial_that_steps_every_second_batch_has_no_finding() -> None:
+def test_right_trial_that_steps_every_second_batch_has_no_finding():
     findings = examined(Right, 2)
     assert [finding.text() for finding in findings] == []
 
@@ -528,31 +526,31 @@ def test_right_trial_that_steps_every_second_batch_has_no_finding() -> None:
 class Automatic(Right):
     """Determined's own AMP, which does all of it."""
 
-    def wrap_scaler(self) -> None:
+    def wrap_scaler(self):
         self.context.experimental.use_amp()
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         loss = self.forward(batch)
         self.context.backward(loss)
         self.context.step_optimizer(self.optimizer, clip_grads=self.clip)
         return {"loss": loss}
 
-    def clip(self, parameters: Any) -> None:
+    def clip(self, parameters):
         nn.utils.clip_grad_norm_(parameters, 1.0)
 
-    def evaluate_batch(self, batch: Any, batch_idx: int) -> Metrics:
+    def evaluate_batch(self, batch, batch_idx):
         return {"validation_loss": self.forward(batch)}
 
 
 class SavedByCallback(ScalerNotWrapped):
-    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+    def build_callbacks(self):
         scaler = self.scaler
 
         class Keep(pytorch.PyTorchCallback):
-            def state_dict(self) -> StateDict:
+            def state_dict(self):
                 return dict(scaler.state_dict())
 
-            def load_state_dict(self, state: StateDict) -> None:
+            def load_state_dict(self, state):
                 scaler.load_state_dict(state)
 
         return {"scaler": Keep()}
@@ -561,52 +559,52 @@ class SavedByCallback(ScalerNotWrapped):
 class EnabledOnCuda(Right):
     """Switched on where there is a GPU."""
 
-    def wrap_scaler(self) -> None:
+    def wrap_scaler(self):
         scaler = torch.cuda.amp.GradScaler(enabled=torch.cuda.is_available())
         self.scaler = self.context.wrap_scaler(scaler)
 
-    def autocast(self) -> Any:
+    def autocast(self):
         return torch.cuda.amp.autocast(enabled=torch.cuda.is_available())
 
 
 class EnabledByDevice(Right):
     """As most scripts do."""
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(context)
 
-    def wrap_scaler(self) -> None:
+    def wrap_scaler(self):
         scaler = torch.amp.GradScaler("cuda", enabled=self.device.type == "cuda")
         self.scaler = self.context.wrap_scaler(scaler)
 
-    def autocast(self) -> Any:
+    def autocast(self):
         return torch.autocast(self.device.type, enabled=self.device.type == "cuda")
 
-    def forward(self, batch: Any) -> Any:
+    def forward(self, batch):
         return super().forward(batch) * torch.ones((), device=self.device)
 
 
 class ExitsOnOverflow(Right):
-    def clip(self, parameters: Any) -> None:
+    def clip(self, parameters):
         self.scaler.unscale_(self.optimizer)
         if not nn.utils.clip_grad_norm_(parameters, max_norm=1.0).isfinite():
             sys.exit("the gradients are not finite")
 
 
 class SetsTf32Once(Right):
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32
         super().__init__(context)
 
 
 class LimitTimesScale(Right):
-    def clip(self, parameters: Any) -> None:
+    def clip(self, parameters):
         nn.utils.clip_grad_norm_(parameters, 1.0 * self.scaler.get_scale())
 
 
 class UnscalesByHand(Right):
-    def step(self) -> None:
+    def step(self):
         for parameter in self.model.parameters():
             assert parameter.grad is not None
             parameter.grad.div_(self.scaler.get_scale())
@@ -615,7 +613,7 @@ class UnscalesByHand(Right):
         else:
             self.optimizer.zero_grad()
 
-    def update(self) -> None:
+    def update(self):
         """The scale stays."""
 
 
@@ -624,7 +622,7 @@ class LossInFloat32OnCuda(Right):
     does not.
     """
 
-    def forward(self, batch: Any) -> Any:
+    def forward(self, batch):
         inputs, labels = batch
         logits = self.model(inputs)
         likelihood = logits.log_softmax(1).gather(1, labels[:, None])
@@ -651,7 +649,7 @@ WITHOUT_AMP = [
 
 
 @pytest.mark.parametrize("trial", [*CONTROLS, *UNUSUAL, *WITHOUT_AMP])
-def test_right_trial_has_no_finding(trial: type) -> None:
+def test_right_trial_has_no_finding(trial):
     findings = examined(trial)
     assert [finding.text() for finding in findings] == []
 
@@ -659,13 +657,13 @@ def test_right_trial_has_no_finding(trial: type) -> None:
 class ClipsTrueGradients(habits.Habit):
     """Gets true gradients to clip in float16, too, although its loss is scaled."""
 
-    def step(self) -> None:
+    def step(self):
         clip: Any = partial(clip_norm, max_norm=1e-3)
         self.context.step_optimizer(self.optimizer, clip_grads=clip)
 
 
 @pytest.mark.parametrize("trial", [habits.Habit, ClipsTrueGradients])
-def test_unmodified_trial_in_float16_has_no_fault(trial: type) -> None:
+def test_unmodified_trial_in_float16_has_no_fault(trial):
     values = {"global_batch_size": 8, "amp": {"precision": "amp_fp16"}}
     name = f"{trial.__module__}:{trial.__qualname__}"
     config = experiment(hyperparameters=values)
@@ -675,7 +673,7 @@ def test_unmodified_trial_in_float16_has_no_fault(trial: type) -> None:
 
 
 @pytest.mark.parametrize("case", test_amp_examples.CASES)
-def test_example_of_torchs_page_on_amp_has_no_fault(case: str) -> None:
+def test_example_of_torchs_page_on_amp_has_no_fault(case):
     with watching() as findings:
         by_hand(test_amp_examples.CASES[case])
     assert [finding.text() for finding in findings.faults] == []
@@ -687,7 +685,7 @@ class Trainer:
     checkpoint.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.scheduler = lr_scheduler.LambdaLR(
@@ -697,7 +695,7 @@ class Trainer:
 
     batches = 32
 
-    def train(self, file: Path) -> None:
+    def train(self, file):
         points = torch.randn(4 * self.batches, 6)
         data = TensorDataset(points, points[:, :3].argmax(1))
         for batch, (inputs, labels) in enumerate(DataLoader(data, batch_size=4)):
@@ -707,14 +705,14 @@ class Trainer:
                 self.step()
         torch.save(self.state(), file)
 
-    def forward(self, inputs: torch.Tensor) -> Any:
+    def forward(self, inputs):
         with torch.autocast("cuda", dtype=torch.float16):
             return self.model(inputs).float()
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss):
         torch.autograd.backward(self.scaler.scale(loss))
 
-    def step(self) -> None:
+    def step(self):
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         before = self.scaler.get_scale()
@@ -724,7 +722,7 @@ class Trainer:
             self.scheduler.step()
         self.model.zero_grad()
 
-    def state(self) -> StateDict:
+    def state(self):
         return {
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
@@ -732,24 +730,24 @@ class Trainer:
 
 
 class ForgetsScaler(Trainer):
-    def state(self) -> StateDict:
+    def state(self):
         self.scaler.state_dict()
         return {"optimizer": self.optimizer.state_dict()}
 
 
 class SavesAnotherScale(ForgetsScaler):
-    def state(self) -> StateDict:
+    def state(self):
         return {**super().state(), "args": {"image_scale": 1.5}}
 
 
 class SavesScaleAlone(Trainer):
-    def state(self) -> StateDict:
+    def state(self):
         scale = torch.tensor(self.scaler.get_scale())
         return {"optimizer": self.optimizer.state_dict(), "scale": scale}
 
 
 class SavesModelAlone(Trainer):
-    def state(self) -> StateDict:
+    def state(self):
         self.optimizer.state_dict()
         return self.model.state_dict()
 
@@ -757,7 +755,7 @@ class SavesModelAlone(Trainer):
 class CallsByKeyword(Trainer):
     """What the doctor watches is called by the names of torch's arguments."""
 
-    def step(self) -> None:
+    def step(self):
         torch.set_float32_matmul_precision(
             precision=torch.get_float32_matmul_precision()
         )
@@ -765,7 +763,7 @@ class CallsByKeyword(Trainer):
             torch.nan_to_num(input=parameter)
         super().step()
 
-    def train(self, file: Path) -> None:
+    def train(self, file):
         super().train(file)
         torch.save(obj=self.state(), f=file)
 
@@ -773,7 +771,7 @@ class CallsByKeyword(Trainer):
 class ClipsInTrainer(Trainer):
     """By a name of its own module."""
 
-    def step(self) -> None:
+    def step(self):
         clip_norm(parameters=self.model.parameters(), max_norm=1.0)
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -785,7 +783,7 @@ class ClippingSgd(torch.optim.SGD):
     do.
     """
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
                 clip_norm(parameter, max_norm=1.0)
@@ -793,14 +791,14 @@ class ClippingSgd(torch.optim.SGD):
 
 
 class MovesWithClippingOptimizer(Trainer):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.optimizer: Any = ClippingSgd(self.model.parameters(), lr=0.1)
         self.scheduler = lr_scheduler.LambdaLR(
             self.optimizer, lambda step: 1 / (1 + step)
         )
 
-    def step(self) -> None:
+    def step(self):
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
@@ -808,7 +806,7 @@ class MovesWithClippingOptimizer(Trainer):
 
 
 class StepsPastTheScaler(Trainer):
-    def step(self) -> None:
+    def step(self):
         self.optimizer.step()
         self.scaler.update()
         self.optimizer.zero_grad()
@@ -817,25 +815,25 @@ class StepsPastTheScaler(Trainer):
 class Wrapper(torch.optim.Optimizer):
     """Zeroes nothing inside a window, as the optimizers of well-known libraries do."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer):
         self.optimizer, self.param_groups = optimizer, optimizer.param_groups
         self.ends_window = False
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none=True):
         if self.ends_window:
             self.optimizer.zero_grad(set_to_none)
 
 
 class WrapsOptimizer(Trainer):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.wrapper = Wrapper(self.optimizer)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss):
         super().backward(loss)
         self.wrapper.zero_grad()
 
-    def step(self) -> None:
+    def step(self):
         self.wrapper.ends_window = True
         super().step()
         self.wrapper.zero_grad()
@@ -843,7 +841,7 @@ class WrapsOptimizer(Trainer):
 
 
 class ZeroesByHand(Trainer):
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss):
         for parameter in self.model.parameters():
             parameter.grad = None
         super().backward(loss)
@@ -852,7 +850,7 @@ class ZeroesByHand(Trainer):
 class SetsGradients(Trainer):
     """Without a backward, as training by functional gradients does."""
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss):
         parameters = list(self.model.parameters())
         scaled = self.scaler.scale(loss * 2)
         for parameter, gradient in zip(
@@ -866,32 +864,32 @@ class SetsGradientsAndClips(SetsGradients):
 
 
 class ScalesOneOfTwoLosses(Trainer):
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss):
         torch.autograd.backward(self.scaler.scale(loss), retain_graph=True)
         torch.autograd.backward(loss * 0.1)
 
 
 class ScalesSecondOfTwoLosses(Trainer):
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss):
         torch.autograd.backward(loss * 0.1, retain_graph=True)
         torch.autograd.backward(self.scaler.scale(loss))
 
 
 class AddsUnscaledLoss(Trainer):
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss):
         weights = sum(parameter.square().sum() for parameter in self.model.parameters())
         torch.autograd.backward(self.scaler.scale(loss) + 0.1 * weights)
 
 
 class StartsAtUnscaledLossToo(Trainer):
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss):
         torch.autograd.backward([self.scaler.scale(loss), 0.1 * loss])
 
 
 class AddsScaledLosses(Trainer):
     """One by the scaler, one by its number, and one that was divided before."""
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss):
         by_hand = loss * self.scaler.get_scale()
         torch.autograd.backward(
             self.scaler.scale(loss) + by_hand - 2 * self.scaler.scale(loss / 2)
@@ -901,22 +899,22 @@ class AddsScaledLosses(Trainer):
 class TwoScalers(Trainer):
     """A scaler for each of two networks; both backwards come before the steps."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.second = copy.deepcopy(self.model)
         self.other = torch.optim.SGD(self.second.parameters(), lr=0.1)
         self.scalers = [self.scaler, torch.amp.GradScaler("cuda", init_scale=1024.0)]
 
-    def forward(self, inputs: torch.Tensor) -> Any:
+    def forward(self, inputs):
         with torch.autocast("cuda", dtype=torch.float16):
             self.loss = self.second(inputs).float().square().mean()
             return self.model(inputs).float()
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss):
         for scaler, each in zip(self.scalers, (loss, self.loss / 2), strict=True):
             torch.autograd.backward(scaler.scale(each))
 
-    def step(self) -> None:
+    def step(self):
         for scaler, optimizer in zip(
             self.scalers, (self.optimizer, self.other), strict=True
         ):
@@ -928,12 +926,12 @@ class TwoScalers(Trainer):
 class BackwardFromGradient(Trainer):
     """As contrastive learning does: the gradient of the representations comes first."""
 
-    def forward(self, inputs: torch.Tensor) -> Any:
+    def forward(self, inputs):
         self.graph = super().forward(inputs)
         self.leaf = self.graph.detach().requires_grad_()
         return self.leaf
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss):
         gradient = torch.autograd.grad(self.scaler.scale(loss), self.leaf)
         torch.autograd.backward(self.graph, gradient)
 
@@ -943,7 +941,7 @@ class SurvivesFailedStep(Trainer):
 
     failed = False
 
-    def step(self) -> None:
+    def step(self):
         if not self.failed:
             self.failed = True
             optimizer: Any = self.optimizer
@@ -955,7 +953,7 @@ class SurvivesFailedStep(Trainer):
 class LeavesOutOverflows(Trainer):
     """It unscales, looks, and steps only if the gradients are finite."""
 
-    def step(self) -> None:
+    def step(self):
         self.scaler.unscale_(self.optimizer)
         if clip_norm(self.model.parameters(), 1.0).isfinite():
             self.scaler.step(self.optimizer)
@@ -968,7 +966,7 @@ class OneStepAnEpoch(Trainer):
 
     batches = 2
 
-    def train(self, file: Path) -> None:
+    def train(self, file):
         schedule = step_lr(self.optimizer, 4)
         for _ in range(16):
             super().train(file)
@@ -983,7 +981,7 @@ with warnings.catch_warnings():
 class DecoratedBefore(Trainer):
     """Its autocast was made before the doctor came."""
 
-    def forward(self, inputs: torch.Tensor) -> Any:
+    def forward(self, inputs):
         return MADE_BEFORE(self.model)(inputs).float()
 
 
@@ -1015,9 +1013,7 @@ RIGHT_TRAINERS = [
 
 
 @pytest.mark.parametrize("trainer", [*FAULTY_TRAINERS, *RIGHT_TRAINERS])
-def test_fault_of_a_trainer_is_found_and_a_right_trainer_has_none(
-    trainer: type[Trainer], tmp_path: Path
-) -> None:
+def test_fault_of_a_trainer_is_found_and_a_right_trainer_has_none(trainer, tmp_path):
     # of an update that follows no step
     with (
         suppress(AssertionError),
@@ -1033,14 +1029,14 @@ def test_fault_of_a_trainer_is_found_and_a_right_trainer_has_none(
     [(SurvivesFailedStep, "14 steps, 2"), (LeavesOutOverflows, "14 steps, 0")],
 )
 def test_steps_are_counted_after_one_that_raised_or_was_left_out(
-    trainer: type[Trainer], seen: str, tmp_path: Path
-) -> None:
+    trainer, seen, tmp_path
+):
     with watching() as findings:
         trainer().train(tmp_path / "checkpoint.pt")
     assert findings.seen.startswith(f"32 batches, {seen} skipped")
 
 
-def test_loop_without_a_loader_is_only_suspected_of_zeroes_in_its_windows() -> None:
+def test_loop_without_a_loader_is_only_suspected_of_zeroes_in_its_windows():
     """Nobody can tell there whether each of its backwards is of another batch."""
     inputs = torch.randn(4, 6)
     with watching() as findings:
@@ -1057,7 +1053,7 @@ def test_loop_without_a_loader_is_only_suspected_of_zeroes_in_its_windows() -> N
     assert found == [("zero_grad_in_window", Level.SUSPICION)]
 
 
-def train_with_rate_by_hand() -> None:
+def train_with_rate_by_hand():
     model = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cuda")
@@ -1073,13 +1069,13 @@ def train_with_rate_by_hand() -> None:
         optimizer.param_groups[0]["lr"] *= 0.9
 
 
-def test_rate_that_is_moved_by_hand_is_no_schedule() -> None:
+def test_rate_that_is_moved_by_hand_is_no_schedule():
     with watching() as findings:
         train_with_rate_by_hand()
     assert [finding.text() for finding in findings] == []
 
 
-def train_critic(weight: float) -> None:
+def train_critic(weight):
     """A critic whose loss is a mean of its outputs, which autocast computes in
     float16.
     """
@@ -1101,16 +1097,14 @@ def train_critic(weight: float) -> None:
     [(1.0, Level.SUSPICION), (1e7, Level.FAULT)],
     ids=["finite losses", "infinite losses"],
 )
-def test_float16_loss_is_a_fault_only_where_most_losses_are_not_finite(
-    weight: float, level: Level
-) -> None:
+def test_float16_loss_is_a_fault_only_where_most_losses_are_not_finite(weight, level):
     with watching() as findings:
         train_critic(weight)
     assert [each.level for each in findings if each.key == "loss_16_bits"] == [level]
     assert (level is Level.FAULT) == bool(findings.faults)
 
 
-def test_watching_leaves_torch_as_it_was_and_a_training_undisturbed() -> None:
+def test_watching_leaves_torch_as_it_was_and_a_training_undisturbed():
     owners: list[Any] = [
         torch.amp.GradScaler,
         torch.Tensor,
@@ -1122,11 +1116,11 @@ def test_watching_leaves_torch_as_it_was_and_a_training_undisturbed() -> None:
     with watching(overflows=(), moves_scale=False):
         watched = by_hand(test_amp_examples.CLIPPED)
     assert [dict(vars(owner)) for owner in owners] == before
-    assert not function_modes()  # type: ignore[no-untyped-call]
+    assert not function_modes()
     assert same_bits(plain, watched)
 
 
-def test_each_rule_stands_in_the_row_of_one_finding() -> None:
+def test_each_rule_stands_in_the_row_of_one_finding():
     rows = [{**row.get("seen", {}), **row.get("resumed", {})} for row in ROWS.values()]
     here = [
         name
@@ -1138,23 +1132,21 @@ def test_each_rule_stands_in_the_row_of_one_finding() -> None:
     assert sorted(name for row in rows for name in row) == sorted(public)
 
 
-def test_each_finding_but_that_of_an_error_is_told_of_a_script_or_a_trial() -> None:
+def test_each_finding_but_that_of_an_error_is_told_of_a_script_or_a_trial():
     scripts = {key for each in WRONG.values() for key in each.findings.split("|")}
     assert scripts <= ROWS.keys()
     trials = {*PLANTED.values(), *SUSPECTED.values()}
     assert ROWS.keys() - scripts - trials == {"raised"}
 
 
-def test_finding_explains_findings_that_do_not_explain_it() -> None:
+def test_finding_explains_findings_that_do_not_explain_it():
     of = {key: row.get("explains", []) for key, row in ROWS.items()}
     TopologicalSorter(of).prepare()
     assert set().union(*of.values()) <= ROWS.keys()
 
 
-def test_error_of_a_run_in_its_own_process_is_told_by_its_last_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(probe: object) -> None:
+def test_error_of_a_run_in_its_own_process_is_told_by_its_last_line(monkeypatch):
+    def fail(probe):
         raise KeyError("weights")
 
     monkeypatch.setattr(doctor, "run_here", fail)
@@ -1168,19 +1160,19 @@ def test_error_of_a_run_in_its_own_process_is_told_by_its_last_line(
 
 class TestCommand:
     @pytest.fixture
-    def config(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    def config(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "planted.yaml").write_text(yaml.safe_dump(experiment()))
         return tmp_path / "planted.yaml"
 
     @pytest.fixture
-    def _in_this_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def _in_this_process(self, monkeypatch):
         monkeypatch.setattr(doctor, "run_afresh", doctor.run_here)
 
     @pytest.mark.usefixtures("_workers_are_forks")
     def test_fault_is_counted_in_the_first_line_and_ends_with_status_1(
-        self, config: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+        self, config, capsys
+    ):
         given = ["--trial", "tests.test_check:MovesOnSkipped"]
         assert door.main(["check", config.name, *given]) == 1
         shown = capsys.readouterr()
@@ -1191,8 +1183,8 @@ class TestCommand:
 
     @pytest.mark.usefixtures("_in_this_process")
     def test_trial_without_amp_is_told_how_to_ask_for_it_and_is_examined_with_it(
-        self, config: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+        self, config, capsys
+    ):
         given = ["check", config.name, "--trial", "tests.habits:Habit"]
         assert door.main(given) == 0
         plain = capsys.readouterr().out
@@ -1207,17 +1199,15 @@ class TestCommand:
 
     @pytest.mark.usefixtures("_in_this_process")
     def test_trial_without_a_fault_ends_with_status_0_and_is_told_in_json(
-        self, config: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+        self, config, capsys
+    ):
         assert (
             door.main(["check", config.name, "--trial", "tests.habits:Habit", "--json"])
             == 0
         )
         assert json.loads(capsys.readouterr().out)["faults"] == 0
 
-    def test_finding_is_explained_by_its_row_and_all_are_listed(
-        self, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_finding_is_explained_by_its_row_and_all_are_listed(self, capsys):
         assert door.main(["check", "--explain", "clip_scaled"]) == 0
         shown = capsys.readouterr().out
         row = ROWS["clip_scaled"]
@@ -1230,9 +1220,7 @@ class TestCommand:
         assert [line.split()[0] for line in listed] == [*ROWS]
 
 
-def test_right_amp_loop_has_no_fault_and_no_warning_of_a_forced_overflow(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_right_amp_loop_has_no_fault_and_no_warning_of_a_forced_overflow(caplog):
     amp = AmpLoop(AmpSettings(Precision.AMP_FP16), "cpu")
     model = amp.prepare(nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from determined import pytorch
 from determined.errors import InvalidExperimentException
 
 from determined_amp.__main__ import main
-from determined_amp.amp.plain_data import StateDict
 from determined_amp.check import watching
 from determined_amp.check.any_loop import NOT_SAVED, TOO_SHORT
 from determined_amp.check.interventions import ScaleMoves
@@ -23,10 +20,8 @@ from tests.test_check import Right, examined
 pytestmark = pytest.mark.usefixtures("_libraries_are_collected_once")
 
 
-def test_error_keeps_its_traceback_and_findings_are_printed_before(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def train() -> None:
+def test_error_keeps_its_traceback_and_findings_are_printed_before(capsys):
+    def train():
         with watching():
             torch.nn.Linear(4, 4)(torch.zeros(3, 3))
 
@@ -42,46 +37,46 @@ def test_error_keeps_its_traceback_and_findings_are_printed_before(
 class Counts:
     """A schedule of the trial's own, which no checkpoint has."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer):
         self.optimizer, self.steps = optimizer, 0
 
-    def step(self) -> None:
+    def step(self):
         self.steps += 1
         self.optimizer.param_groups[0]["lr"] = 0.1 / (1 + self.steps)
 
 
 class OwnScheduleIsLost(Right):
-    def schedule(self) -> None:
+    def schedule(self):
         self.rates = Counts(self.optimizer)
         self.optimizer.register_step_post_hook(lambda *_: self.rates.step())
 
 
 class OwnScheduleIsSaved(OwnScheduleIsLost):
-    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+    def build_callbacks(self):
         rates = self.rates
 
         class Keep(pytorch.PyTorchCallback):
-            def state_dict(self) -> StateDict:
+            def state_dict(self):
                 return {"steps": rates.steps}
 
-            def load_state_dict(self, state_dict: StateDict) -> None:
+            def load_state_dict(self, state_dict):
                 rates.steps = state_dict["steps"]
 
         return {"rates": Keep()}
 
 
-def test_schedule_of_the_trials_own_is_a_fault_if_a_resume_has_other_rates() -> None:
+def test_schedule_of_the_trials_own_is_a_fault_if_a_resume_has_other_rates():
     (fault,) = examined(OwnScheduleIsLost).faults
     assert fault.key == "schedule_not_saved"
     assert not examined(OwnScheduleIsSaved).faults
 
 
 class DeterminedRefuses(Right):
-    def step(self) -> None:
+    def step(self):
         raise InvalidExperimentException("Determined says no")  # HERE
 
 
-def test_error_of_determined_is_a_fault_with_its_line() -> None:
+def test_error_of_determined_is_a_fault_with_its_line():
     (fault,) = examined(DeterminedRefuses).faults
     assert fault.key == "raised"
     assert "Determined says no" in fault.effect
@@ -89,7 +84,7 @@ def test_error_of_determined_is_a_fault_with_its_line() -> None:
 
 
 class TestScaleMoves:
-    def windows(self, scaler: Any, count: int) -> list[float]:
+    def windows(self, scaler, count):
         """The scale in each window; what the training sees around `update` never
         decreases.
         """
@@ -109,20 +104,18 @@ class TestScaleMoves:
             assert not moves.is_moved
         return used
 
-    def test_half_of_the_windows_have_another_scale_and_none_is_left_moved(
-        self,
-    ) -> None:
+    def test_half_of_the_windows_have_another_scale_and_none_is_left_moved(self):
         scaler = torch.amp.GradScaler("cpu")
         used = self.windows(scaler, 16)
         assert sorted(used) == [256.0] * 8 + [65536.0] * 8
         assert scaler.get_scale() == 65536.0
 
-    def test_growth_of_the_scale_in_a_moved_window_stays(self) -> None:
+    def test_growth_of_the_scale_in_a_moved_window_stays(self):
         scaler = torch.amp.GradScaler("cpu", growth_interval=8)
         self.windows(scaler, 16)
         assert scaler.get_scale() == 4 * 65536.0
 
-    def test_small_scale_is_not_moved(self) -> None:
+    def test_small_scale_is_not_moved(self):
         assert set(self.windows(torch.amp.GradScaler("cpu", init_scale=32.0), 8)) == {
             32.0
         }
@@ -188,14 +181,14 @@ def data():
 """
 
 
-def write_script(folder: Path) -> None:
+def write_script(folder):
     """`train.py`, which trains rightly, or wrongly with `--fault clip`."""
     (folder / "train.py").write_text(SCRIPT)
     (folder / "helper.py").write_text(HELPER)
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """Where a script is that the user starts."""
     write_script(tmp_path)
     (tmp_path / "checkpoint.pt").write_text("the user's")
@@ -237,7 +230,7 @@ class TestScript:
     """Without Determined it is in `test_torch_alone.py`."""
 
     @pytest.mark.usefixtures("folder")
-    def test_fault_of_a_script_is_found_with_its_line(self, capsys: Shown) -> None:
+    def test_fault_of_a_script_is_found_with_its_line(self, capsys):
         assert main(["check", "--json", "train.py", "--fault", "clip"]) == 1
         findings = json.loads(capsys.readouterr().out)["findings"]
         (fault,) = (finding for finding in findings if finding["level"] == "fault")
@@ -253,8 +246,8 @@ class TestScript:
         ids=["at once", "later", "never"],
     )
     def test_script_goes_on_to_its_first_checkpoint_for_a_hundred_steps(
-        self, folder: Path, capsys: Shown, saved: int, steps: int
-    ) -> None:
+        self, folder, capsys, saved, steps
+    ):
         (folder / "train.py").write_text(SAVES)
         main(["check", "train.py", "--saved", str(saved)])
         shown = capsys.readouterr().out
@@ -262,9 +255,7 @@ class TestScript:
         assert ("the scale is not in the checkpoint" in shown) is (saved < 400)
         assert (NOT_SAVED in shown) is (saved == 400)
 
-    def test_script_without_amp_is_told_so_first(
-        self, folder: Path, capsys: Shown
-    ) -> None:
+    def test_script_without_amp_is_told_so_first(self, folder, capsys):
         (folder / "train.py").write_text(SAVES)
         assert main(["check", "train.py", "--fp32", "--json"]) == 0
         shown = capsys.readouterr()
@@ -277,17 +268,15 @@ class TestScript:
         assert json.loads(shown.out)["amp"] is False
         assert "train.py gets" not in shown.err
 
-    def test_right_script_is_stopped_early_and_replaces_no_file(
-        self, folder: Path, capsys: Shown
-    ) -> None:
+    def test_right_script_is_stopped_early_and_replaces_no_file(self, folder, capsys):
         assert main(["check", "train.py"]) == 0
         assert capsys.readouterr().out.startswith("0 faults: ")
         assert (folder / "checkpoint.pt").read_text() == "the user's"
         assert not (folder / "best.pt").exists()
 
     def test_error_of_a_script_has_its_own_traceback_after_the_findings(
-        self, folder: Path, capsys: Shown
-    ) -> None:
+        self, folder, capsys
+    ):
         assert main(["check", "--in-place", "train.py", "--fault", "error"]) == 1
         shown = capsys.readouterr()
         assert shown.out.startswith("0 faults, 1 suspicion: 8 batches")
@@ -305,8 +294,8 @@ class TestScript:
         ids=["waits for hours", "is interrupted"],
     )
     def test_script_that_is_stopped_shows_no_traceback(
-        self, folder: Path, capsys: Shown, script: str, status: int, end: str
-    ) -> None:
+        self, folder, capsys, script, status, end
+    ):
         (folder / "train.py").write_text(script)
         assert main(["check", "--minutes", "0.02", "train.py"]) == status
         shown = capsys.readouterr()

@@ -8,7 +8,6 @@ import os
 import pickle
 import shutil
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +17,6 @@ import torch
 from determined import pytorch
 
 from determined_amp import ConfigError
-from determined_amp.local.checkpoint_storage import LocalCheckpoints
 from determined_amp.trial.checkpoint import (
     CheckpointError,
     PortableCheckpoint,
@@ -26,7 +24,7 @@ from determined_amp.trial.checkpoint import (
     check_bytes,
 )
 from determined_amp.trial.fitting import fit as train_trial
-from tests.harness import Fitted, core_context_of, fit
+from tests.harness import core_context_of, fit
 from tests.test_folder import storage_in
 from tests.trials import FP16_SECTION, Weights
 
@@ -34,10 +32,10 @@ from tests.trials import FP16_SECTION, Weights
 class RunsCode:
     """Pickles to a call; unpickling it leaves a file behind."""
 
-    def __init__(self, victim: Path) -> None:
+    def __init__(self, victim):
         self._victim = victim
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return Path.touch, (self._victim,)
 
 
@@ -45,40 +43,40 @@ class TestOwnScript:
     """A stranger's trial in a stranger's script."""
 
     @pytest.fixture
-    def first(self) -> Fitted:
+    def first(self):
         """The run of two batches."""
         return fit(Weights, FP16_SECTION, batches=2)
 
-    def test_numpys_random_state_is_saved_as_plain_numbers(self, first: Fitted) -> None:
+    def test_numpys_random_state_is_saved_as_plain_numbers(self, first):
         state = first.checkpoint["rng_state"]["np_rng_state"]
         assert [type(part) for part in state] == [str, list, int, int, float]
 
-    def test_each_rank_gets_its_own_random_state(self) -> None:
+    def test_each_rank_gets_its_own_random_state(self):
         for rank, state in enumerate((1, 2, 0)):
             checkpoint: dict[str, Any] = {"rng_state": 0, "rng_state_of_ranks": [1, 2]}
             PortableCheckpoint([], rank).on_checkpoint_load_start(checkpoint)
             assert checkpoint == {"rng_state": state}
 
     def test_resume_without_a_cluster_trains_the_batches_of_an_undisturbed_run(
-        self, folder: Path
-    ) -> None:
+        self, folder
+    ):
         """Determined tells the loop of no earlier batches there, and the script sets
         the seed.
         """
         seen: list[float] = []
 
         class Shuffles(Weights):
-            def build_training_data_loader(self) -> Any:
+            def build_training_data_loader(self):
                 samples = torch.utils.data.TensorDataset(
                     torch.arange(6.0).reshape(6, 1)
                 )
                 return pytorch.DataLoader(samples, batch_size=2, shuffle=True)
 
-            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            def train_batch(self, batch, epoch_idx, batch_idx):
                 seen.extend([batch_idx, *batch[0].flatten().tolist()])
                 return super().train_batch(batch, epoch_idx, batch_idx)
 
-        def train(batches: int, checkpoint: str | None) -> str:
+        def train(batches, checkpoint):
             torch.manual_seed(7)
             with pytorch.init(
                 hparams={"amp": {**FP16_SECTION, "audit": False}},
@@ -100,9 +98,7 @@ class TestOwnScript:
         train(8, train(4, None))
         assert seen == undisturbed
 
-    def test_resume_in_determineds_own_loop_without_a_cluster_is_refused(
-        self, first: Fitted
-    ) -> None:
+    def test_resume_in_determineds_own_loop_without_a_cluster_is_refused(self, first):
         words = (
             r"latest_checkpoint: without a cluster .* determined_amp\.fit\(trial,"
             r" context"
@@ -118,8 +114,8 @@ class TestOwnScript:
 
     @pytest.mark.parametrize("name", ["state_dict.pth", "trial_state.pkl"])
     def test_checkpoint_that_runs_code_is_refused_and_not_run(
-        self, first: Fitted, tmp_path: Path, name: str
-    ) -> None:
+        self, first, tmp_path, name
+    ):
         victim = tmp_path / "victim"
         planted = {"planted": RunsCode(victim)}
         path = first.saved / name
@@ -142,7 +138,7 @@ class TestOwnScript:
     not hasattr(torch.serialization, "set_crc32_options"),
     reason="this torch always writes checksums",
 )
-def test_checkpoint_has_checksums_although_the_trial_wants_none(tmp_path: Path) -> None:
+def test_checkpoint_has_checksums_although_the_trial_wants_none(tmp_path):
     weights = {"a": torch.ones(64)}
     serialization: Any = torch.serialization
     serialization.set_crc32_options(False)
@@ -161,7 +157,7 @@ def test_checkpoint_has_checksums_although_the_trial_wants_none(tmp_path: Path) 
     not hasattr(torch.serialization, "add_safe_globals"),
     reason="torch before 2.5 has no list of allowed types",
 )
-def test_checkpoint_with_an_array_of_numpy_can_be_loaded(tmp_path: Path) -> None:
+def test_checkpoint_with_an_array_of_numpy_can_be_loaded(tmp_path):
     allow_numpy_random_state()
     state = cast("tuple[Any, ...]", np.random.get_state())
     torch.save({"np_rng_state": state}, tmp_path / "foreign.pth")
@@ -169,16 +165,14 @@ def test_checkpoint_with_an_array_of_numpy_can_be_loaded(tmp_path: Path) -> None
     assert (loaded["np_rng_state"][1] == state[1]).all()
 
 
-def test_flipped_bit_of_the_directory_of_the_weights_is_one_error_or_none(
-    tmp_path: Path,
-) -> None:
+def test_flipped_bit_of_the_directory_of_the_weights_is_one_error_or_none(tmp_path):
     """The errors of zipfile are of several kinds."""
     file = tmp_path / "state_dict.pth"
     torch.save({"weights": torch.ones(2)}, file)
     whole = file.read_bytes()
     kinds = set()
 
-    def put(place: int, byte: int) -> None:
+    def put(place, byte):
         """In place: a file that is written anew waits for the disk."""
         with file.open("r+b") as written:
             written.seek(place)
@@ -195,7 +189,7 @@ def test_flipped_bit_of_the_directory_of_the_weights_is_one_error_or_none(
     assert {zipfile.BadZipFile, NotImplementedError, RuntimeError} <= kinds
 
 
-def save(checkpoints: LocalCheckpoints, batches: int, content: str = "") -> None:
+def save(checkpoints, batches, content=""):
     with checkpoints.store_path({"steps_completed": batches}) as (path, _):
         (path / "code").mkdir()
         (path / "code" / "trial.py").write_text("# a trial")
@@ -204,14 +198,14 @@ def save(checkpoints: LocalCheckpoints, batches: int, content: str = "") -> None
 
 
 @pytest.fixture
-def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def done(monkeypatch):
     """What the disk is asked for, in order, by name."""
     events: list[str] = []
 
-    def note(owner: Any, name: str, say: Callable[..., str]) -> None:
+    def note(owner, name, say):
         original = getattr(owner, name)
 
-        def noted(*given: Any, **named: Any) -> Any:
+        def noted(*given, **named):
             events.extend(filter(None, [say(*given)]))
             return original(*given, **named)
 
@@ -228,9 +222,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class TestDisk:
-    def test_checkpoint_is_on_the_disk_before_it_gets_its_name(
-        self, tmp_path: Path, done: list[str]
-    ) -> None:
+    def test_checkpoint_is_on_the_disk_before_it_gets_its_name(self, tmp_path, done):
         save(storage_in(tmp_path), 4)
         files = ["trial.py", "state_dict.pth", "metadata.json"]
         partial = ".batch-00000004.partial"
@@ -243,9 +235,7 @@ class TestDisk:
             f"sync {tmp_path.name}",
         ]
 
-    def test_old_checkpoint_stays_until_the_new_one_is_in_place(
-        self, tmp_path: Path, done: list[str]
-    ) -> None:
+    def test_old_checkpoint_stays_until_the_new_one_is_in_place(self, tmp_path, done):
         checkpoints = storage_in(tmp_path)
         save(checkpoints, 4, "old")
         done.clear()
@@ -259,9 +249,7 @@ class TestDisk:
         with zipfile.ZipFile(tmp_path / "batch-00000004" / "state_dict.pth") as weights:
             assert weights.read("content") == b"new"
 
-    def test_checkpoint_loses_its_name_before_it_is_removed(
-        self, tmp_path: Path, done: list[str]
-    ) -> None:
+    def test_checkpoint_loses_its_name_before_it_is_removed(self, tmp_path, done):
         """Half of a removed one must not look like a whole one."""
         checkpoints = storage_in(tmp_path)
         save(checkpoints, 4)
@@ -280,9 +268,7 @@ class TestDisk:
         ],
         ids=["of the system", "of torch", "of its stream"],
     )
-    def test_full_disk_is_one_clear_error(
-        self, tmp_path: Path, error: Exception
-    ) -> None:
+    def test_full_disk_is_one_clear_error(self, tmp_path, error):
         checkpoints = storage_in(tmp_path)
         save(checkpoints, 4)
         told = (
@@ -303,9 +289,7 @@ class TestDisk:
         [RuntimeError("of the trial"), KeyboardInterrupt()],
         ids=["of the trial", "of the user"],
     )
-    def test_disk_is_not_blamed_for_any_other_error(
-        self, tmp_path: Path, error: BaseException
-    ) -> None:
+    def test_disk_is_not_blamed_for_any_other_error(self, tmp_path, error):
         checkpoints = storage_in(tmp_path)
         with (
             pytest.raises(type(error)) as raised,
@@ -315,7 +299,7 @@ class TestDisk:
         assert raised.value is error
         assert not list(tmp_path.iterdir())
 
-    def test_lost_end_of_the_weights_is_noticed(self, tmp_path: Path) -> None:
+    def test_lost_end_of_the_weights_is_noticed(self, tmp_path):
         """Of torch, which does not look at whether its last flush fails."""
         checkpoints = storage_in(tmp_path)
         with (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -19,37 +18,30 @@ from tests.loops import SmallLoop
 Change = Callable[[nn.Module], object]
 
 
-def nothing(model: nn.Module) -> None:
+def nothing(model):
     pass
 
 
-def by_norm(model: nn.Module) -> None:
+def by_norm(model):
     clip_grad_norm_(model.parameters(), 1.0)
 
 
-def by_value(model: nn.Module) -> None:
+def by_value(model):
     clip_grad_value_(model.parameters(), 1.0)
 
 
-def of_the_last_layer(model: Any) -> None:
+def of_the_last_layer(model):
     torch.nn.utils.clip_grad_norm_(model[2].parameters(), 1.0, foreach=False)
 
 
-def of_one_tensor(model: Any) -> None:
+def of_one_tensor(model):
     clip_grad.clip_grad_norm_(model[0].weight, 1.0)
 
 
 CLIPS = [by_norm, by_value, of_the_last_layer, of_one_tensor]
 
 
-def train(
-    change: Change,
-    precision: str,
-    window: int,
-    *,
-    unscales: bool = False,
-    steps: int = 6,
-) -> None:
+def train(change, precision, window, *, unscales=False, steps=6):
     """Steps of a small net, whose gradients are changed before each of them."""
     loop = SmallLoop(precision)
     for batch in range(steps * window):
@@ -69,9 +61,7 @@ WINDOWS = pytest.mark.parametrize("window", [1, 2])
 
 @WINDOWS
 @pytest.mark.parametrize("clip", CLIPS)
-def test_clip_of_scaled_gradients_is_refused_where_it_is_called(
-    clip: Change, window: int
-) -> None:
+def test_clip_of_scaled_gradients_is_refused_where_it_is_called(clip, window):
     words = (
         r"^the loop: it clips gradients that are still scaled; allowed:"
         r" amp\.clip_gradients"
@@ -83,28 +73,28 @@ def test_clip_of_scaled_gradients_is_refused_where_it_is_called(
 
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("precision", ["amp_fp16", "amp_bf16", "fp32"])
-def test_clip_of_unscaled_gradients_is_allowed(clip: Change, precision: str) -> None:
+def test_clip_of_unscaled_gradients_is_allowed(clip, precision):
     train(clip, precision, 1, unscales=True)
     if precision != "amp_fp16":
         train(clip, precision, 1)
 
 
-def test_clip_of_another_model_is_allowed() -> None:
+def test_clip_of_another_model_is_allowed():
     other = nn.Linear(2, 2)
 
-    def clip_the_other(model: nn.Module) -> None:
+    def clip_the_other(model):
         other(torch.ones(1, 2)).sum().backward()
         clip_grad_norm_(other.parameters(), 1.0)
 
     train(clip_the_other, "amp_fp16", 1)
 
 
-def sorts_as_torch_does() -> bool:
+def sorts_as_torch_does():
     now = vars(clip_grad)["_group_tensors_by_device_and_dtype"]
     return now is torch_private.sort_gradients
 
 
-def test_torch_is_as_it_was_once_a_training_and_a_doctor_are_over() -> None:
+def test_torch_is_as_it_was_once_a_training_and_a_doctor_are_over():
     gc.collect()  # trials of other tests
     assert sorts_as_torch_does()
     loop = SmallLoop("amp_fp16")
@@ -116,7 +106,7 @@ def test_torch_is_as_it_was_once_a_training_and_a_doctor_are_over() -> None:
     assert sorts_as_torch_does()
 
 
-def test_doctor_hears_of_the_clips_of_a_loop_that_are_not_refused() -> None:
+def test_doctor_hears_of_the_clips_of_a_loop_that_are_not_refused():
     recorder = Recorder()
     with recorder.watching():
         train(by_norm, "amp_fp16", 1, unscales=True, steps=4)

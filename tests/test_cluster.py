@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,6 @@ from determined_amp.amp.errors import UserError
 from determined_amp.trial.notes import cause_first
 from tests.cluster import (
     Cluster,
-    Run,
     container_of,
     docker,
     last_line,
@@ -151,7 +150,7 @@ DISTURBED = ("mlp", "shuffled", "shuffled on 2 slots")
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster():
     address = os.environ.get("DET_MASTER")
     if not address:
         pytest.skip("needs a Determined cluster: set DET_MASTER and log in")
@@ -164,7 +163,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def everything(request: pytest.FixtureRequest) -> None:
+def everything(request):
     """All experiments that nobody has to disturb, at once, so that no slot waits for a
     test.
     """
@@ -180,7 +179,7 @@ def everything(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(cluster: Cluster) -> dict[Path, Run]:
+def runs(cluster):
     return {
         path: cluster.create(
             path.relative_to(ROOT), *shortened(path), *fitted(path, cluster)
@@ -190,14 +189,14 @@ def runs(cluster: Cluster) -> dict[Path, Run]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster: Cluster, shuffled: Path) -> dict[str, Run]:
+def undisturbed(cluster, shuffled):
     """One of each kind that tests disturb and that the cluster has the slots for."""
     fitting = [kind for kind in DISTURBED if slots_of(kind) <= cluster.slots]
     return {kind: long_run(kind, cluster, shuffled) for kind in fitting}
 
 
 @pytest.fixture(scope="module")
-def shuffled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shuffled(tmp_path_factory):
     """A context with a trial that never heard of the library, and the library."""
     folder = tmp_path_factory.mktemp("shuffled") / "context"
     shutil.copytree(ROOT / "determined_amp", folder / "determined_amp")
@@ -222,12 +221,12 @@ def shuffled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def slots_of(kind: str) -> int:
+def slots_of(kind):
     """How many slots a disturbed run of this kind asks for."""
     return 2 if kind.endswith("2 slots") else 1
 
 
-def long_run(kind: str, cluster: Cluster, shuffled: Path) -> Run:
+def long_run(kind, cluster, shuffled):
     """A run that lasts long enough to be disturbed."""
     slots = f"resources.slots_per_trial={slots_of(kind)}"
     if kind == "mlp":
@@ -236,7 +235,7 @@ def long_run(kind: str, cluster: Cluster, shuffled: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def searches(cluster: Cluster) -> dict[Path, Run]:
+def searches(cluster):
     return {
         path: cluster.create(path.relative_to(ROOT), *small_search(path))
         for path in SEARCHES
@@ -244,7 +243,7 @@ def searches(cluster: Cluster) -> dict[Path, Run]:
 
 
 @pytest.fixture(scope="module")
-def not_finite(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def not_finite(cluster, tmp_path_factory):
     """A search with a learning rate of 1e30: the products of the weights overflow
     float32.
     """
@@ -262,19 +261,19 @@ def not_finite(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Ru
 
 
 @pytest.fixture(scope="module")
-def aborted(cluster: Cluster) -> Run:
+def aborted(cluster):
     """A learning rate that the guard ends."""
     path = ROOT / "experiment_configs" / "mlp" / "amp.yaml"
     rate = "hyperparameters.learning_rate=1.0e+6"
     return cluster.create(path.relative_to(ROOT), *shortened(path), rate)
 
 
-def small_search(path: Path) -> list[str]:
+def small_search(path):
     """Overrides that leave a few short trials of a search."""
     return [*OF_A_SEARCH, *FEW_TRIALS.get(path.stem, ())]
 
 
-def shortened(path: Path) -> list[str]:
+def shortened(path):
     """Overrides that make the experiment of a YAML small."""
     config = yaml.safe_load(path.read_text())
     hparams = config["hyperparameters"]
@@ -292,12 +291,12 @@ def shortened(path: Path) -> list[str]:
     ]
 
 
-def fitted(path: Path, cluster: Cluster) -> list[str]:
+def fitted(path, cluster):
     """One slot, where the cluster has fewer than a YAML asks for."""
     return ["resources.slots_per_trial=1"] if slots(path) > cluster.slots else []
 
 
-def slots(path: Path) -> int:
+def slots(path):
     resources = yaml.safe_load(path.read_text()).get("resources", {})
     return int(resources.get("slots_per_trial", 1))
 
@@ -307,9 +306,7 @@ class TestEveryExperiment:
     @pytest.mark.parametrize(
         "path", CONFIGS, ids=lambda path: f"{path.parent.name}-{path.stem}"
     )
-    def test_experiment_completes_and_reports(
-        self, path: Path, runs: dict[Path, Run]
-    ) -> None:
+    def test_experiment_completes_and_reports(self, path, runs):
         run = runs[path]
         if (
             run.wait() is client.ExperimentState.ERROR
@@ -330,9 +327,7 @@ class TestEveryExperiment:
 
 class TestSearch:
     @pytest.mark.parametrize("path", SEARCHES, ids=lambda path: path.stem)
-    def test_search_completes_and_scores_every_trial(
-        self, path: Path, searches: dict[Path, Run]
-    ) -> None:
+    def test_search_completes_and_scores_every_trial(self, path, searches):
         run = searches[path].completed()
         searcher = yaml.safe_load(path.read_text())["searcher"]
         assert len(run.trials) >= (1 if searcher["name"] == "single" else 3)
@@ -349,7 +344,7 @@ class TestSearch:
             assert scores
             assert all(math.isfinite(score) for score in scores)
 
-    def test_asha_stops_some_trials_early(self, searches: dict[Path, Run]) -> None:
+    def test_asha_stops_some_trials_early(self, searches):
         run = searches[ROOT / "hp_search" / "loss_scale_asha.yaml"].completed()
         lengths = [
             max(report["batches"] for report in metrics(trial, "validation"))
@@ -357,7 +352,7 @@ class TestSearch:
         ]
         assert min(lengths) < max(lengths) == 32
 
-    def test_asha_survives_a_loss_that_is_not_finite(self, not_finite: Run) -> None:
+    def test_asha_survives_a_loss_that_is_not_finite(self, not_finite):
         run = not_finite.completed()
         rates = {(trial.hparams or {})["learning_rate"] for trial in run.trials}
         assert rates == {1.0e-3, 1.0e30}
@@ -381,7 +376,7 @@ STRANGER = (
 
 
 @pytest.fixture(scope="module")
-def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stranger(tmp_path_factory):
     """A context as docs/your_trial.md says: the wheel of the library, a trial in both
     forms.
 
@@ -408,7 +403,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def strangers(cluster: Cluster, stranger: Path) -> dict[str, Run]:
+def strangers(cluster, stranger):
     """All at once."""
     ours, before = stranger / "amp.yaml", stranger / "before.yaml"
     find = "entrypoint=python3 -m determined_amp find"
@@ -432,9 +427,7 @@ def strangers(cluster: Cluster, stranger: Path) -> dict[str, Run]:
 
 class TestStranger:
     @pytest.mark.parametrize("name", ["alone", "two slots", "as it is"])
-    def test_stranger_trains_in_float16(
-        self, name: str, strangers: dict[str, Run]
-    ) -> None:
+    def test_stranger_trains_in_float16(self, name, strangers):
         run = strangers[name].completed()
         assert run.restarts() == 0
         training = run.metrics("training")
@@ -443,7 +436,7 @@ class TestStranger:
         assert training[-1]["watch_applied_steps"] > 100
         assert run.metrics("validation")[-1]["validation_loss"] < 1
 
-    def test_loss_scale_of_a_stranger_is_found(self, strangers: dict[str, Run]) -> None:
+    def test_loss_scale_of_a_stranger_is_found(self, strangers):
         (found,) = strangers["found"].completed().metrics("validation")
         assert 0 < found["init_scale_log2"] < 40
 
@@ -465,8 +458,8 @@ class Slow(MyTrial):
 
 class TestComparison:
     def test_comparison_that_is_paused_gives_its_answer_first(
-        self, cluster: Cluster, stranger: Path, tmp_path: Path
-    ) -> None:
+        self, cluster, stranger, tmp_path
+    ):
         context = tmp_path / "context"
         shutil.copytree(stranger, context)
         (context / "slow.py").write_text(SLOW)
@@ -493,7 +486,7 @@ class TestComparison:
 
 
 @pytest.fixture(scope="module")
-def own_loop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def own_loop(tmp_path_factory):
     """A context with the page's script for a loop of one's own, long enough, and the
     library.
     """
@@ -511,8 +504,8 @@ def own_loop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 class TestOwnLoop:
     def test_own_loop_that_is_paused_ends_with_the_same_weights(
-        self, cluster: Cluster, own_loop: Path
-    ) -> None:
+        self, cluster, own_loop
+    ):
         alone, run = (
             cluster.create(own_loop / "any_loop.yaml", context=own_loop)
             for _ in range(2)
@@ -529,7 +522,7 @@ class TestOwnLoop:
 
 
 class TestGuard:
-    def test_abort_by_the_guard_is_not_retried(self, aborted: Run) -> None:
+    def test_abort_by_the_guard_is_not_retried(self, aborted):
         assert aborted.wait() is client.ExperimentState.ERROR
         assert "no retry can help: " in aborted.log()
         assert aborted.restarts() == 0
@@ -544,17 +537,17 @@ class TestDisturbedTrial:
     """Whatever stops a trial, it ends with the weights of one that was left alone."""
 
     @pytest.fixture
-    def alone(self, kind: str, undisturbed: dict[str, Run]) -> Run:
+    def alone(self, kind, undisturbed):
         if kind not in undisturbed:
             pytest.skip("needs 2 slots, more than this cluster has")
         return undisturbed[kind]
 
     @pytest.fixture
-    def run(self, kind: str, cluster: Cluster, shuffled: Path, alone: Run) -> Run:
+    def run(self, kind, cluster, shuffled, alone):
         return long_run(kind, cluster, shuffled)
 
     @staticmethod
-    def assert_same(run: Run, alone: Run, folder: Path) -> None:
+    def assert_same(run, alone, folder):
         assert run.completed().batches() == LENGTH
         assert [m["batches"] for m in run.metrics("training")] == [
             m["batches"] for m in alone.completed().metrics("training")
@@ -562,15 +555,13 @@ class TestDisturbedTrial:
         assert run.digest(folder) == alone.digest(folder)
 
     @staticmethod
-    def wait_for_checkpoint(run: Run) -> None:
+    def wait_for_checkpoint(run):
         run.wait_for_report(2 * PERIOD)
         assert run.batches() < LENGTH, (
             "ended before it could be disturbed: raise LENGTH"
         )
 
-    def test_run_that_is_paused_and_activated_ends_the_same(
-        self, run: Run, alone: Run, tmp_path: Path
-    ) -> None:
+    def test_run_that_is_paused_and_activated_ends_the_same(self, run, alone, tmp_path):
         run.wait_for_report()
         run.det("pause")
         wait_until(
@@ -581,18 +572,14 @@ class TestDisturbedTrial:
         run.det("activate")
         self.assert_same(run, alone, tmp_path)
 
-    def test_run_that_is_killed_and_continued_ends_the_same(
-        self, run: Run, alone: Run, tmp_path: Path
-    ) -> None:
+    def test_run_that_is_killed_and_continued_ends_the_same(self, run, alone, tmp_path):
         self.wait_for_checkpoint(run)
         run.det("kill")
         assert run.wait() is client.ExperimentState.CANCELED
         run.det("continue")
         self.assert_same(run, alone, tmp_path)
 
-    def test_run_whose_container_is_killed_ends_the_same(
-        self, run: Run, alone: Run, tmp_path: Path
-    ) -> None:
+    def test_run_whose_container_is_killed_ends_the_same(self, run, alone, tmp_path):
         """Needs the Docker of the agent; the platform starts the trial again by
         itself.
         """

@@ -11,8 +11,6 @@ import json
 import math
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, Mock
@@ -22,7 +20,6 @@ import pytest
 
 from determined_amp import __main__ as door
 from determined_amp.amp.errors import UserError
-from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.amp.settings import Precision
 from determined_amp.compare import comparison_task, pilots, plan, runs
 from determined_amp.compare.comparable import LEAST_BATCHES
@@ -46,9 +43,8 @@ from determined_amp.search.search_folder import (
     write_remarks,
 )
 from determined_amp.search.task import Task, Verb
-from determined_amp.search.trial_process import Job
 from tests import searching, shapes
-from tests.cluster_task import TaskMaster, start_task
+from tests.cluster_task import start_task
 from tests.precisions import run
 from tests.reporting import found_scale
 from tests.searching import DEAD, Ended, Staged
@@ -57,7 +53,7 @@ from tests.training import write_yaml
 DONE = ({"group": "start", "batches": 0, "epoch_batches": 16}, Ended())
 
 
-def experiment(trial: str) -> Values:
+def experiment(trial):
     """A YAML of Determined's own form, which says nothing of AMP."""
     return {
         "name": "shape",
@@ -75,7 +71,7 @@ def experiment(trial: str) -> Values:
 IMAGES = {**experiment("Images"), "entrypoint": "tests.shapes:Images"}
 
 
-def compare(trial: str, tmp: Path, *options: str, status: int = 0) -> Path:
+def compare(trial, tmp, *options, status=0):
     """Run the command in a folder that has the trial and a YAML; the folder of the
     comparison.
     """
@@ -91,7 +87,7 @@ def compare(trial: str, tmp: Path, *options: str, status: int = 0) -> Path:
 
 
 @pytest.fixture(scope="module")
-def images(_workers_are_forks: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def images(_workers_are_forks, tmp_path_factory):
     """The comparison of a trial that nothing is wrong with; what it printed is in
     `printed`.
     """
@@ -113,7 +109,7 @@ def images(_workers_are_forks: None, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def loud(_workers_are_forks: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def loud(_workers_are_forks, tmp_path_factory):
     """The comparison of a trial that float16 cannot hold."""
     return compare(
         "Loud", tmp_path_factory.mktemp("loud"), "--seeds", "1", "--batches", "20"
@@ -121,9 +117,7 @@ def loud(_workers_are_forks: None, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 class TestAnswer:
-    def test_every_precision_is_trained_with_both_seeds_and_has_a_page(
-        self, images: Path
-    ) -> None:
+    def test_every_precision_is_trained_with_both_seeds_and_has_a_page(self, images):
         result = json.loads((images / "precision.json").read_text())
         runs = read_search(images).runs
         trained = {run.precision.value for run in runs}
@@ -141,7 +135,7 @@ class TestAnswer:
         assert "* float16 loss scale: verdict: " in after
         assert not list(images.glob("pilots/*/checkpoints/batch-*"))
 
-    def test_runs_are_equal_but_for_their_precision(self, images: Path) -> None:
+    def test_runs_are_equal_but_for_their_precision(self, images):
         runs = read_search(images).runs
         lengths = {run.trained_batches for run in runs}
         assert lengths == {24}
@@ -151,9 +145,7 @@ class TestAnswer:
             [1] * half + [0] * half,
         )
 
-    def test_amp_settings_of_the_user_reach_every_run_and_every_pilot(
-        self, images: Path
-    ) -> None:
+    def test_amp_settings_of_the_user_reach_every_run_and_every_pilot(self, images):
         pilots = [read_record(folder) for folder in (images / "pilots").iterdir()]
         runs = [*pilots, *read_search(images).runs]
         assert len(runs) > 6
@@ -161,7 +153,7 @@ class TestAnswer:
             assert made.settings["hyperparameters.amp.growth_interval"] == 7
             assert made.settings["hyperparameters.amp.fp32_modules"] == ["1"]
 
-    def test_answer_names_the_module_that_float16_cannot_hold(self, loud: Path) -> None:
+    def test_answer_names_the_module_that_float16_cannot_hold(self, loud):
         result = json.loads((loud / "precision.json").read_text())
         (left_out,) = (
             why for why in result["left_out"] if why.startswith("amp_fp16: ")
@@ -181,12 +173,8 @@ class TestAnswer:
     ],
 )
 def test_comparison_that_was_cut_short_says_what_is_missing_and_how_to_go_on(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    ended: tuple[Run, ...],
-    cut_short: str,
-    error: type[BaseException] | None,
-) -> None:
+    tmp_path, monkeypatch, ended, cut_short, error
+):
     source = Search("", (*ended, run("fp32", 2, last_batch=60)))
     monkeypatch.setattr(runs, "read_search", Mock(return_value=source))
     monkeypatch.setattr(runs, "_page", Mock())
@@ -200,26 +188,26 @@ def test_comparison_that_was_cut_short_says_what_is_missing_and_how_to_go_on(
             runs._report(tmp_path, plan, cut_short)
 
 
-def test_time_limit_is_what_the_user_allows_or_1_3_times_a_longer_estimate() -> None:
+def test_time_limit_is_what_the_user_allows_or_1_3_times_a_longer_estimate():
     short = ComparisonPlan(200, 25, seconds=8.0, allowed=180.0)
     long = ComparisonPlan(20, 2, seconds=400.0, allowed=180.0)
     assert (short.time_limit, long.time_limit) == (180.0, 520.0)
 
 
-def pilots_of_two(_: Any, precisions: Any, results: PilotResults, *more: Any) -> None:
+def pilots_of_two(_, precisions, results, *more):
     """In place of the pilots."""
     results.pilots[Precision.FP32] = Pilot(0.001, overhead=1.0)
     results.pilots[Precision.AMP_BF16] = Pilot(0.002, overhead=1.0)
 
 
 def test_chosen_precisions_are_trained_with_the_settings_of_the_yaml(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """A trial that is only compared needs no precision in its section `amp`, whose
     settings of the scale stay though float16 is left out.
     """
 
-    def pilots_without_float16(*given: Any) -> None:
+    def pilots_without_float16(*given):
         pilots_of_two(*given)
         known = json.loads(found_scale().json_text())
         given[2].scale = {**known, "verdict": Verdict.BF16.value}
@@ -240,7 +228,7 @@ def test_chosen_precisions_are_trained_with_the_settings_of_the_yaml(
 
 
 @pytest.fixture
-def on_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TaskMaster:
+def on_cluster(tmp_path, monkeypatch):
     """The master of a task."""
     hparams = {
         "learning_rate": {"type": "const", "val": 0.5},
@@ -254,23 +242,21 @@ OPTIONS = Namespace(trial=None, seeds=1, precisions=[*Precision], batches=None)
 
 
 @pytest.mark.usefixtures("on_cluster")
-def test_task_of_several_slots_is_refused() -> None:
+def test_task_of_several_slots_is_refused():
     det.get_cluster_info().slot_ids.append(1)  # type: ignore[union-attr]
     with pytest.raises(UserError, match="slots_per_trial: got 2; allowed: 1"):
         compare_on_cluster(OPTIONS)
 
 
 @pytest.mark.usefixtures("on_cluster")
-def test_task_without_a_batch_size_is_refused_before_its_pilots() -> None:
+def test_task_without_a_batch_size_is_refused_before_its_pilots():
     info: Any = det.get_cluster_info()
     del info.trial.hparams["global_batch_size"]
     with pytest.raises(UserError, match=r"hyperparameters\.global_batch_size: missing"):
         compare_on_cluster(OPTIONS)
 
 
-def test_task_leaves_its_answer_on_the_master(
-    on_cluster: TaskMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_task_leaves_its_answer_on_the_master(on_cluster, tmp_path, monkeypatch):
     write_remarks(tmp_path, [], [], "det-amp compare YAML")
     amp = (run("amp_bf16", seed, speed=2000.0) for seed in (1, 2))
     source = Search("", (run("fp32"), run("fp32", 2), *amp))
@@ -286,9 +272,9 @@ def test_task_leaves_its_answer_on_the_master(
 
 
 def test_task_that_can_train_only_fp32_leaves_that_answer_as_its_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def pilots_of_one(_: Any, chosen: Any, results: PilotResults, *more: Any) -> None:
+    tmp_path, monkeypatch, capsys
+):
+    def pilots_of_one(_, chosen, results, *more):
         results.pilots[Precision.FP32] = Pilot(0.001)
         results.leave_out(Precision.AMP_BF16, "it is emulated here")
 
@@ -307,9 +293,7 @@ def test_task_that_can_train_only_fp32_leaves_that_answer_as_its_page(
 
 
 @pytest.mark.usefixtures("_workers_are_forks")
-def test_task_that_was_paused_after_its_answer_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_task_that_was_paused_after_its_answer_ends(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runs, "run_pilots", pilots_of_two)
     master = start_task(monkeypatch, tmp_path, IMAGES, IMAGES["hyperparameters"])
@@ -343,9 +327,7 @@ def test_task_that_was_paused_after_its_answer_ends(
         (1, {"batches": 5}, LEAST_BATCHES),  # long enough to have a speed
     ],
 )
-def test_plan_is_no_longer_than_the_experiment(
-    window: int, length: Any, batches: int
-) -> None:
+def test_plan_is_no_longer_than_the_experiment(window, length, batches):
     """Three minutes over 1.3, less six starts of 1 s, are 2207 batches of six runs at
     10 ms.
     """
@@ -367,9 +349,7 @@ def test_plan_is_no_longer_than_the_experiment(
 @pytest.mark.parametrize(
     ("seconds", "shorter"), [(180.0, False), (181.0, True), (2000.0, True)]
 )
-def test_plan_beyond_the_minutes_says_so_and_what_to_type(
-    seconds: float, *, shorter: bool
-) -> None:
+def test_plan_beyond_the_minutes_says_so_and_what_to_type(seconds, *, shorter):
     results = PilotResults({p: Pilot(0.01) for p in Precision})
     made = ComparisonPlan(40, 5, 3, seconds, allowed=180.0)
     said = "\n".join(plan.plan_lines(results, made))
@@ -380,7 +360,7 @@ def test_plan_beyond_the_minutes_says_so_and_what_to_type(
     assert "--seeds" not in "\n".join(plan.plan_lines(results, fewest))
 
 
-def test_runs_of_a_comparison_differ_in_precision_and_seed_alone() -> None:
+def test_runs_of_a_comparison_differ_in_precision_and_seed_alone():
     config = {**IMAGES, "reproducibility": {"experiment_seed": 5}}
     config |= {"optimizations": {"aggregation_frequency": 3}}
     in_fp32 = parse(in_precision(config, "fp32"), "x")
@@ -410,38 +390,30 @@ def test_runs_of_a_comparison_differ_in_precision_and_seed_alone() -> None:
 
 @pytest.mark.parametrize("has_tf32", [True, False])
 def test_pilots_are_of_every_precision_that_the_device_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_tf32: bool
-) -> None:
+    tmp_path, monkeypatch, *, has_tf32
+):
     results = stage_pilots(tmp_path, monkeypatch, has_tf32=has_tf32)
     lacks = set() if has_tf32 else {Precision.TF32}
     assert {*Precision} - results.pilots.keys() == lacks
     assert results.scale == json.loads((tmp_path / "loss_scale.json").read_text())
 
 
-def test_no_loss_scale_is_sought_in_a_precision_that_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_loss_scale_is_sought_in_a_precision_that_is_left_out(tmp_path, monkeypatch):
     failed = {Precision.AMP_FP16: [Pilot(0.0, failure="it overflows")]}
     results = stage_pilots(tmp_path, monkeypatch, trained=failed)
     assert results.left_out == {Precision.AMP_FP16: "it overflows"}
     assert results.scale is None
 
 
-def stage_pilots(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    trained: Mapping[Precision, Sequence[Pilot]] = MappingProxyType({}),
-    has_tf32: bool = True,
-) -> PilotResults:
+def stage_pilots(tmp_path, monkeypatch, *, trained=MappingProxyType({}), has_tf32=True):
     """The results of pilots that end at once, one after the other."""
     left = {precision: [*made] for precision, made in trained.items()}
 
-    def train(made: Any, *more: Any) -> Pilot:
+    def train(made, *more):
         mine = left.get(made.amp.precision)
         return mine.pop(0) if mine else Pilot(1.0)
 
-    def find(job: Job, goes_on: object) -> Run:
+    def find(job, goes_on):
         (job.folder.path / "loss_scale.json").write_text(found_scale().json_text())
         return Run("", RunState.COMPLETED)
 
@@ -459,12 +431,7 @@ def stage_pilots(
 @pytest.mark.parametrize(
     ("seconds", "kept"), [((7.0, 1.5), 1.5), ((7.0, 6.0), None), ((4.9,), 4.9)]
 )
-def test_one_slow_pilot_leaves_no_precision_out(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    seconds: Sequence[float],
-    kept: float | None,
-) -> None:
+def test_one_slow_pilot_leaves_no_precision_out(tmp_path, monkeypatch, seconds, kept):
     """A batch in fp32 takes 1 s."""
     trained = {Precision.AMP_BF16: [Pilot(each) for each in seconds]}
     results = stage_pilots(tmp_path, monkeypatch, trained=trained)
@@ -474,7 +441,7 @@ def test_one_slow_pilot_leaves_no_precision_out(
     assert said.startswith("for time: a batch takes 6 times") is (kept is None)
 
 
-def reports(*batches: int, **metrics: float) -> list[Metrics]:
+def reports(*batches, **metrics):
     return [{"group": "training", "batches": count, **metrics} for count in batches]
 
 
@@ -482,13 +449,11 @@ class TestPilot:
     """Reports come after 100, 101, 103, 106 s and so on, without a process."""
 
     @pytest.fixture
-    def train(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> Callable[..., Pilot]:
+    def train(self, tmp_path, monkeypatch):
         """Runs a pilot that sends these messages."""
         searching.stage(monkeypatch, pilots)
 
-        def pilot(*messages: object) -> Pilot:
+        def pilot(*messages):
             ticks = iter([0.0, *(100.0 + n * (n + 1) / 2 for n in range(20))])
             clock = SimpleNamespace(monotonic=lambda: next(ticks))
             monkeypatch.setattr(pilots, "time", clock)
@@ -504,15 +469,13 @@ class TestPilot:
 
         return pilot
 
-    def test_seconds_per_batch_exclude_the_start_of_the_run(
-        self, train: Callable[..., Pilot]
-    ) -> None:
+    def test_seconds_per_batch_exclude_the_start_of_the_run(self, train):
         """It ends at 106 s; between reports of 2 batches there are 1 s and 2 s."""
         assert train(*reports(2, 4, 6), *DONE) == Pilot(0.75, 101.5, 16)
 
     def test_seconds_per_batch_are_those_of_the_speed_that_the_run_reports(
-        self, tmp_path: Path, train: Callable[..., Pilot]
-    ) -> None:
+        self, tmp_path, train
+    ):
         """64 samples/s are 0.25 s for a batch of 16."""
         told = reports(2, 4, samples_per_second=64.0)
         (tmp_path / "metrics.jsonl").write_text(
@@ -520,17 +483,13 @@ class TestPilot:
         )
         assert train(*told, *DONE).seconds_per_batch == 0.25
 
-    def test_pilot_that_was_timed_for_long_is_cut_short(
-        self, train: Callable[..., Pilot]
-    ) -> None:
+    def test_pilot_that_was_timed_for_long_is_cut_short(self, train):
         """After 8 intervals, which take 36 s."""
         made = train(*reports(*range(2, 22, 2)), Ended(RunState.PRUNED))
         assert made.is_cut_short
         assert Staged.made[0].connection.answers == [*[True] * 8, False, False]
 
-    def test_pilot_shows_its_batches_and_the_rest_of_its_time(
-        self, train: Callable[..., Pilot], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_pilot_shows_its_batches_and_the_rest_of_its_time(self, train, monkeypatch):
         console = MagicMock()
         monkeypatch.setattr(pilots, "Console", console)
         train(*reports(2, 4), *DONE)
@@ -552,9 +511,7 @@ class TestPilot:
             (Ended(), "its reports tell no speed"),
         ],
     )
-    def test_pilot_without_an_end_or_a_speed_has_failed(
-        self, message: object, failure: str, train: Callable[..., Pilot]
-    ) -> None:
+    def test_pilot_without_an_end_or_a_speed_has_failed(self, message, failure, train):
         assert train(message).failure == failure
 
 
@@ -566,12 +523,8 @@ class TestPilot:
     ],
 )
 def test_finder_has_an_answer_or_float16_is_left_out(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    end: Ended,
-    seconds: float,
-    left_out: dict[Precision, str],
-) -> None:
+    tmp_path, monkeypatch, end, seconds, left_out
+):
     """It takes fewer batches where they are slow."""
     searching.stage(monkeypatch, pilots)
     monkeypatch.setattr(Staged, "script", (end,))

@@ -6,20 +6,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
-from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import SCALER_KEYS
 from determined_amp.report import ReportError
 from determined_amp.report.answer import answer_of
 from determined_amp.report.change import Judgement, change_of
-from determined_amp.report.comparison import Comparison, compare_runs
+from determined_amp.report.comparison import compare_runs
 from determined_amp.report.precision_report import precision_sentences, precision_table
-from determined_amp.report.precision_runs import Pair
-from determined_amp.runs.run import SEED, Report, Reports, Run
+from determined_amp.runs.run import SEED, Report, Reports
 from determined_amp.search.search_folder import Search
 from tests.precisions import CPU, GPU, LOST, comparison_of, run, seeds
 
@@ -28,7 +24,7 @@ FP32, FP16 = run("fp32"), run("amp_fp16")
 BASE = seeds("fp32", ACCURACIES)
 
 
-def shifted(*by: float) -> list[float]:
+def shifted(*by):
     return [base + shift for base, shift in zip(ACCURACIES, by, strict=True)]
 
 
@@ -36,7 +32,7 @@ ALIKE, WORSE = shifted(-0.0001, 0.0, 0.0001), shifted(-0.05, -0.051, -0.049)
 BETTER, DOUBTFUL = shifted(0.05, 0.051, 0.049), shifted(-0.01, 0.0, -0.03)
 
 
-def at_speeds(*speeds: float, accuracies: Sequence[float] = ACCURACIES) -> list[Run]:
+def at_speeds(*speeds, accuracies=ACCURACIES):
     """Runs in amp_fp16 of seeds 1, 2 and so on; those in fp32 train 1000 samples/s."""
     pairs = zip(speeds, accuracies, strict=False)
     return [
@@ -44,17 +40,17 @@ def at_speeds(*speeds: float, accuracies: Sequence[float] = ACCURACIES) -> list[
     ]
 
 
-def text_of(found: Comparison) -> str:
+def text_of(found):
     return "\n".join([answer_of(found).text, *precision_sentences(found)])
 
 
-def compared(*runs: Run, **options: Any) -> Pair:
+def compared(*runs, **options):
     """The only pair of some runs."""
     (pair,) = comparison_of(*runs, **options).pairs
     return pair
 
 
-def test_interval_of_a_change_is_students() -> None:
+def test_interval_of_a_change_is_students():
     """By hand: mean 2, deviation 1, t of 2 degrees of freedom 4.3026527."""
     change = change_of([1.0, 2.0, 3.0], 0.003, more_is_better=True)
     assert (change.mean, change.pairs) == (2.0, 3)
@@ -78,9 +74,7 @@ def test_interval_of_a_change_is_students() -> None:
         ((math.inf, 0.0), Judgement.UNKNOWN),  # beyond float64
     ],
 )
-def test_verdict_is_that_of_an_interval_and_a_margin(
-    differences: Sequence[float], verdict: Judgement
-) -> None:
+def test_verdict_is_that_of_an_interval_and_a_margin(differences, verdict):
     """The same change is for the worse where less is better."""
     change = change_of(differences, 0.003, more_is_better=True)
     assert change.judgement is verdict
@@ -152,12 +146,12 @@ def test_verdict_is_that_of_an_interval_and_a_margin(
         ),
     ],
 )
-def test_report_says_what_the_runs_show(amp: Sequence[Run], words: str) -> None:
+def test_report_says_what_the_runs_show(amp, words):
     """The report is on three seeds in fp32 at 1000 samples/s, and on these runs."""
     assert words in text_of(comparison_of(*BASE, *amp))
 
 
-def test_report_on_equal_runs_mentions_no_fault() -> None:
+def test_report_on_equal_runs_mentions_no_fault():
     said = text_of(comparison_of(*BASE, *seeds("amp_fp16", ALIKE)))
     for words in (
         "--seeds",
@@ -172,7 +166,7 @@ def test_report_on_equal_runs_mentions_no_fault() -> None:
     assert said.count("audit: ") == 1
 
 
-def test_runs_without_a_partner_of_equal_seed_are_not_compared() -> None:
+def test_runs_without_a_partner_of_equal_seed_are_not_compared():
     amp = (
         run("amp_fp16", seed, speed=speed) for seed, speed in ((2, 2000.0), (7, 9000.0))
     )
@@ -181,7 +175,7 @@ def test_runs_without_a_partner_of_equal_seed_are_not_compared() -> None:
     assert pair.times_as_fast == pytest.approx(2.0)
 
 
-def test_margin_of_the_user_decides_the_verdict() -> None:
+def test_margin_of_the_user_decides_the_verdict():
     runs = (*BASE, *seeds("amp_fp16", DOUBTFUL))
     changes = [compared(*runs, margin=margin).metric for margin in (None, 0.1)]
     verdicts = [change.judgement for change in changes]
@@ -197,9 +191,7 @@ def test_margin_of_the_user_decides_the_verdict() -> None:
         ("validation_loss", {"loss": -2.0}, 0.02),
     ],
 )
-def test_margin_by_default_is_that_of_the_metric(
-    metric: str, values: Values, margin: float
-) -> None:
+def test_margin_by_default_is_that_of_the_metric(metric, values, margin):
     runs = (run(p, seed, **values) for p in ("fp32", "amp_fp16") for seed in (1, 2))
     assert comparison_of(*runs, metric=metric).margin == pytest.approx(margin)
 
@@ -212,9 +204,7 @@ def test_margin_by_default_is_that_of_the_metric(
         ("validation_loss", {"searcher.smaller_is_better": False}, True),
     ],
 )
-def test_direction_is_that_of_the_searcher_or_of_the_name(
-    metric: str, settings: Values, is_better: bool
-) -> None:
+def test_direction_is_that_of_the_searcher_or_of_the_name(metric, settings, is_better):
     values = {"fp32": (0.9, 0.1), "amp_fp16": (0.95, 0.2)}
     runs = (
         run(p, accuracy=a, loss=b, settings=settings) for p, (a, b) in values.items()
@@ -233,9 +223,7 @@ def test_direction_is_that_of_the_searcher_or_of_the_name(
         (([100.0, 0.0, 300.0, 110.0],), (220.0,), (2.0, 1)),
     ],
 )
-def test_ratio_is_over_pairs_of_runs(
-    fp32: Sequence[Any], fp16: Sequence[Any], ratio: tuple[float, int]
-) -> None:
+def test_ratio_is_over_pairs_of_runs(fp32, fp16, ratio):
     base = (run("fp32", seed, speed=speed) for seed, speed in enumerate(fp32, 1))
     pair = compared(*base, *at_speeds(*fp16))
     assert pair.speed is not None
@@ -243,7 +231,7 @@ def test_ratio_is_over_pairs_of_runs(
 
 
 @pytest.mark.parametrize("device", [GPU, CPU])
-def test_one_seed_tells_nothing_and_the_report_says_what_to_type(device: str) -> None:
+def test_one_seed_tells_nothing_and_the_report_says_what_to_type(device):
     amp = run("amp_bf16", accuracy=0.5, speed=9000.0, memory=9.0, device=device)
     found = comparison_of(run("fp32", device=device), amp)
     (pair,) = found.pairs
@@ -260,7 +248,7 @@ def test_one_seed_tells_nothing_and_the_report_says_what_to_type(device: str) ->
         assert word not in text_of(found).replace("of equal seed", "")
 
 
-def test_numbers_of_several_runs_are_their_medians() -> None:
+def test_numbers_of_several_runs_are_their_medians():
     """One machine was busy, and one run waited for its data."""
     numbers = zip((2000.0, 2200.0, 9000.0), (0.0, 0.1, 0.9), strict=True)
     amp = [
@@ -273,7 +261,7 @@ def test_numbers_of_several_runs_are_their_medians() -> None:
     assert same.data_wait_share == pytest.approx(0.1)
 
 
-def test_run_whose_compared_metric_is_not_finite_has_failed() -> None:
+def test_run_whose_compared_metric_is_not_finite_has_failed():
     """The searcher's metric, the loss, is finite."""
     found = comparison_of(FP32, FP16, run("amp_fp16", 3, accuracy=math.nan, loss=1.0))
     (failed,) = found.precisions[1].failed
@@ -281,7 +269,7 @@ def test_run_whose_compared_metric_is_not_finite_has_failed() -> None:
 
 
 @pytest.mark.parametrize(("device", "is_judged"), [(GPU, True), (CPU, False)])
-def test_memory_is_judged_on_a_gpu_alone(device: str, *, is_judged: bool) -> None:
+def test_memory_is_judged_on_a_gpu_alone(device, *, is_judged):
     """On a CPU it is that of the whole process, libraries included."""
     base = seeds("fp32", ACCURACIES, device=device, memory=1000.0)
     amp = seeds("amp_bf16", ACCURACIES, device=device, memory=500.0)
@@ -387,9 +375,7 @@ def test_memory_is_judged_on_a_gpu_alone(device: str, *, is_judged: bool) -> Non
         ),
     ],
 )
-def test_fastest_precision_that_is_not_worse_is_advised(
-    amp: Sequence[Run], advised: str | None, why: str
-) -> None:
+def test_fastest_precision_that_is_not_worse_is_advised(amp, advised, why):
     """The report is on three seeds in fp32 at 1000 samples/s, and these; None: no
     advice yet.
     """
@@ -409,9 +395,7 @@ def test_fastest_precision_that_is_not_worse_is_advised(
         ("det-amp compare a.yaml --seeds=4", "det-amp compare a.yaml"),
     ],
 )
-def test_more_seeds_are_asked_for_once_with_the_command_of_the_user(
-    command: str, more: str
-) -> None:
+def test_more_seeds_are_asked_for_once_with_the_command_of_the_user(command, more):
     runs = (FP32, run("amp_bf16", speed=2000.0), run("amp_fp16", speed=2000.0))
     said = text_of(compare_runs([Search("", runs, command=command)]))
     assert said.count("--seeds") == 1
@@ -468,9 +452,7 @@ LOST_RUNS = [run(p, last_batch=50, end=LOST) for p in ("fp32", "amp_fp16")]
         ([FP32, run("amp_fp16", settings={SEED: None})], "have no seed in common"),
     ],
 )
-def test_runs_that_cannot_be_compared_are_an_error_that_says_why(
-    runs: Sequence[Run], words: str
-) -> None:
+def test_runs_that_cannot_be_compared_are_an_error_that_says_why(runs, words):
     with pytest.raises(ReportError) as refused:
         comparison_of(*runs)
     assert words in str(refused.value)
@@ -497,13 +479,11 @@ def test_runs_that_cannot_be_compared_are_an_error_that_says_why(
         "failed and trained again",
     ],
 )
-def test_runs_may_differ_in_names_and_scaler_settings_and_be_trained_again(
-    runs: Sequence[Run],
-) -> None:
+def test_runs_may_differ_in_names_and_scaler_settings_and_be_trained_again(runs):
     assert comparison_of(FP32, *runs).pairs
 
 
-def reporting(one: Run, **metrics: float) -> Run:
+def reporting(one, **metrics):
     """The run with these metrics in its last validation."""
     return dataclasses.replace(one, reports=Reports(validations=[Report(100, metrics)]))
 
@@ -527,7 +507,7 @@ def reporting(one: Run, **metrics: float) -> Run:
         ),
     ],
 )
-def test_metric_that_no_comparison_can_use_is_refused(metric: str, words: str) -> None:
+def test_metric_that_no_comparison_can_use_is_refused(metric, words):
     runs = [reporting(one, f1=0.5, validation_loss=0.1) for one in (FP32, FP16)]
     # The searcher's, without an accuracy.
     assert comparison_of(*runs).metric == "validation_loss"
@@ -556,15 +536,13 @@ def test_metric_that_no_comparison_can_use_is_refused(metric: str, words: str) -
         ),
     ],
 )
-def test_tf32_is_compared_where_the_device_has_it(
-    runs: Sequence[Run], pairs: list[tuple[str, str]], is_fp32: bool
-) -> None:
+def test_tf32_is_compared_where_the_device_has_it(runs, pairs, is_fp32):
     found = comparison_of(*runs)
     assert [(c.precision.value, c.against.value) for c in found.pairs] == pairs
     assert ("tf32 is fp32 on this device" in text_of(found)) is is_fp32
 
 
-def test_table_shows_the_last_loss_scales_of_float16_alone() -> None:
+def test_table_shows_the_last_loss_scales_of_float16_alone():
     ends = [
         run("amp_fp16", seed, trained={"loss_scale_log2": log2})
         for seed, log2 in [(1, 15), (2, 16)]
@@ -574,7 +552,7 @@ def test_table_shows_the_last_loss_scales_of_float16_alone() -> None:
     assert [dict(row)["loss scale"] for row in rows] == ["none", "2^15 to 2^16"]
 
 
-def test_table_has_a_row_for_a_precision_whose_runs_all_failed() -> None:
+def test_table_has_a_row_for_a_precision_whose_runs_all_failed():
     lost = (run("amp_fp16", seed, last_batch=60, end=LOST) for seed in (1, 2, 3))
     rows = [dict(row) for row in precision_table(comparison_of(*BASE, *lost))]
     assert [(row["precision"], row["runs"], row["audit"]) for row in rows] == [
@@ -583,7 +561,7 @@ def test_table_has_a_row_for_a_precision_whose_runs_all_failed() -> None:
     ]
 
 
-def test_run_that_changed_its_precision_at_a_resume_counts_for_neither() -> None:
+def test_run_that_changed_its_precision_at_a_resume_counts_for_neither():
     mixed = run("fp32", 2)
     (part,) = mixed.parts
     name = "hyperparameters.amp.precision"

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +40,7 @@ INDUCTOR = torch.compile
 
 
 @pytest.fixture(autouse=True)
-def _fast_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _fast_compiler(monkeypatch):
     """Captures graphs as Inductor does, forward and backward, and runs torch's own
     kernels.
     """
@@ -55,7 +54,7 @@ def _fast_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def graphs() -> int:
+def graphs():
     """How many graphs have been captured since the test began."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
@@ -63,26 +62,24 @@ def graphs() -> int:
 class Block(nn.Module):
     """Two layers around one that may be kept in float32; checkpointed on request."""
 
-    def __init__(self, *, checkpointed: bool = False) -> None:
+    def __init__(self, *, checkpointed=False):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.middle, self.last = (nn.Linear(8, 8) for _ in range(3))
         self.checkpointed = checkpointed
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         if self.checkpointed:
             y: torch.Tensor = checkpoint(self.layers, x, use_reentrant=False)
             return y
         return self.layers(x)
 
-    def layers(self, x: torch.Tensor) -> torch.Tensor:
+    def layers(self, x):
         y: torch.Tensor = self.last(self.middle(self.first(x).relu()).relu())
         return y
 
 
-def gradients(
-    model: nn.Module, dtype: torch.dtype = torch.bfloat16
-) -> list[torch.Tensor]:
+def gradients(model, dtype=torch.bfloat16):
     """Of one batch under autocast."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     with torch.autocast("cpu", dtype=dtype):
@@ -92,16 +89,14 @@ def gradients(
     return [gradient for gradient in found if gradient is not None]
 
 
-def compiled_block(**options: bool) -> Block:
+def compiled_block(**options):
     model = Block(**options)
     compile_forward(model, Compile.DEFAULT)
     return model
 
 
 class TestForward:
-    def test_forward_is_compiled_once_for_each_shape_and_in_training_alone(
-        self,
-    ) -> None:
+    def test_forward_is_compiled_once_for_each_shape_and_in_training_alone(self):
         """A validation, a batch that is counted and one that is replayed capture no
         graph.
         """
@@ -119,7 +114,7 @@ class TestForward:
                 model(torch.ones(3, 8))
         assert graphs() == 1
 
-    def test_compiling_leaves_class_names_and_weights_as_they_are(self) -> None:
+    def test_compiling_leaves_class_names_and_weights_as_they_are(self):
         model = compiled_block()
         assert list(model.state_dict()) == list(Block().state_dict())
         assert isinstance(model, Block)
@@ -127,7 +122,7 @@ class TestForward:
         compile_forward(plain, Compile.OFF)
         assert "forward" not in vars(plain)
 
-    def test_compiled_copy_computes_with_its_own_weights(self) -> None:
+    def test_compiled_copy_computes_with_its_own_weights(self):
         """A teacher is a copy of its student; a pickled model goes to another
         process.
         """
@@ -144,9 +139,7 @@ class TestForward:
         ("checkpointed", "kept"),
         [(False, ("middle",)), (True, ()), (True, ("middle",))],
     )
-    def test_compiled_model_has_the_gradients_of_the_model(
-        self, checkpointed: bool, kept: tuple[str, ...]
-    ) -> None:
+    def test_compiled_model_has_the_gradients_of_the_model(self, checkpointed, kept):
         model, right = (Block(checkpointed=checkpointed) for _ in range(2))
         keep_in_float32(model, kept, "cpu", compiled=True)
         keep_in_float32(right, kept, "cpu", compiled=False)
@@ -156,8 +149,8 @@ class TestForward:
 
     @pytest.mark.parametrize("in_place", [False, True])
     def test_model_that_the_user_compiled_keeps_its_float32_modules(
-        self, in_place: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, in_place, monkeypatch
+    ):
         monkeypatch.setattr(torch, "compile", INDUCTOR)
         backend: Any = {"backend": "aot_eager"}
         model, right = Block(), Block()
@@ -171,15 +164,13 @@ class TestForward:
         assert same_bits(gradients(compiled), gradients(right))
         assert graphs() > 0
 
-    def test_compiled_forward_raises_the_models_own_error(self) -> None:
+    def test_compiled_forward_raises_the_models_own_error(self):
         # and no `CompileError`, which is no RuntimeError
         with pytest.raises(RuntimeError):
             compiled_block()(torch.ones(4, 5))
 
-    def test_forward_that_cannot_be_compiled_says_what_to_write(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def backend(graph: object, inputs: object) -> object:
+    def test_forward_that_cannot_be_compiled_says_what_to_write(self, monkeypatch):
+        def backend(graph, inputs):
             raise RuntimeError("no C++ compiler here\n\nSet TORCH_LOGS")
 
         make = partial(INDUCTOR, backend=backend)
@@ -189,9 +180,7 @@ class TestForward:
         ):
             gradients(compiled_block())
 
-    def test_rehearsal_of_a_compiled_forward_names_the_module_that_overflows(
-        self,
-    ) -> None:
+    def test_rehearsal_of_a_compiled_forward_names_the_module_that_overflows(self):
         """Hooks that come after the compilation are not called by what was compiled."""
         model = compiled_block()
         gradients(model, torch.float16)
@@ -203,7 +192,7 @@ class TestForward:
         assert "forward overflow in module middle" in cause
 
 
-def test_mode_that_replays_cuda_graphs_is_refused_with_accumulation() -> None:
+def test_mode_that_replays_cuda_graphs_is_refused_with_accumulation():
     """CUDA graphs would keep the newest gradient in place of the sum, without an
     error.
     """
@@ -214,8 +203,8 @@ def test_mode_that_replays_cuda_graphs_is_refused_with_accumulation() -> None:
 
 class TestRun:
     def test_compiled_model_trains_as_itself_in_one_graph_and_resumes_to_the_bit(
-        self, tmp_path: Path
-    ) -> None:
+        self, tmp_path
+    ):
         eager = training.run_small("mlp/amp.yaml", tmp_path / "eager")
         assert graphs() == 0
         with training.killed_in_batch(9):
@@ -223,7 +212,7 @@ class TestRun:
         assert graphs() == 1  # with validations, checkpoints and the audit in between
         assert weights(training.resume(tmp_path / "compiled")) == weights(eager)
 
-    def test_compiled_unmodified_trial_trains_as_the_converted_one(self) -> None:
+    def test_compiled_unmodified_trial_trains_as_the_converted_one(self):
         amp = {"precision": "amp_fp16", "init_scale": 2.0**24, "compile": "default"}
         seen = []
         for trial in (Plain, Converted):
@@ -236,5 +225,5 @@ class TestRun:
         assert same_bits(*seen)
 
 
-def weights(folder: Path) -> str:
+def weights(folder):
     return training.digest(training.checkpoint(folder, 12)["models_state_dict"])

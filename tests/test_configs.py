@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import SCALER_KEYS, Precision
 from determined_amp.experiment import experiment
 from determined_amp.experiment.dotted import flat
@@ -104,31 +103,31 @@ VERBS = {
 }
 
 
-def load(path: Path) -> Values:
+def load(path):
     config = yaml.safe_load(path.read_text())
     assert isinstance(config, dict)
     return config
 
 
-def difference(one: Values, other: Values) -> frozenset[str]:
+def difference(one, other):
     """Dotted keys whose values differ; a key that only one has differs."""
     a, b = flat(one), flat(other)
     return frozenset(key for key in a.keys() | b.keys() if a.get(key) != b.get(key))
 
 
-def test_every_yaml_is_declared_and_every_declared_one_exists() -> None:
+def test_every_yaml_is_declared_and_every_declared_one_exists():
     assert {*CONFIGS.rglob("*.yaml")} == {CONFIGS / name for name in BASES}
     assert {path.stem for path in SEARCHES.glob("*")} == {*SEARCHES_DIFFER}
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_sibling_differs_in_exactly_the_declared_keys(name: str) -> None:
+def test_sibling_differs_in_exactly_the_declared_keys(name):
     base, keys = BASES[name]
     path = CONFIGS / name
     assert difference(load(path), load(path.with_name(base))) == keys
 
 
-def test_imagenet_is_warmed_up_for_five_epochs_at_the_rate_of_its_batch() -> None:
+def test_imagenet_is_warmed_up_for_five_epochs_at_the_rate_of_its_batch():
     hparams = load(CONFIGS / "resnet50" / "imagenet_fp32.yaml")["hyperparameters"]
     batch = hparams["global_batch_size"]
     assert hparams["warmup_steps"] == 5 * (1281167 // batch)
@@ -137,7 +136,7 @@ def test_imagenet_is_warmed_up_for_five_epochs_at_the_rate_of_its_batch() -> Non
 
 @pytest.mark.parametrize("name", BASES)
 class TestEveryFile:
-    def test_name_and_header_are_those_of_this_file(self, name: str) -> None:
+    def test_name_and_header_are_those_of_this_file(self, name):
         path, place = CONFIGS / name, f"experiment_configs/{name}"
         assert load(path)["name"] == f"{path.parent.name}-{path.stem}".replace("_", "-")
         header = path.read_text().split("\nname:")[0]
@@ -145,7 +144,7 @@ class TestEveryFile:
         command = rf"(det-amp|-m determined_amp) train {re.escape(place)}"
         assert re.search(command, header)
 
-    def test_hyperparameters_are_complete(self, name: str) -> None:
+    def test_hyperparameters_are_complete(self, name):
         """Flat and complete: every field is written out, so that no default hides."""
         config = load(CONFIGS / name)
         hparams = experiment.parse(config, name).hparams
@@ -169,9 +168,7 @@ class TestEveryFile:
         "docs/your_trial/amp.yaml",
     ],
 )
-def test_log_policy_cancels_retries_after_errors_of_the_library_alone(
-    path: str,
-) -> None:
+def test_log_policy_cancels_retries_after_errors_of_the_library_alone(path):
     (policy,) = load(ROOT / path)["log_policies"]
     assert policy["action"] == "cancel_retries"
     for line, is_fatal in {
@@ -185,16 +182,14 @@ def test_log_policy_cancels_retries_after_errors_of_the_library_alone(
 
 @pytest.mark.parametrize("name", SEARCHES_DIFFER)
 class TestEverySearch:
-    def test_search_differs_from_its_sibling_in_exactly_the_declared_keys(
-        self, name: str
-    ) -> None:
+    def test_search_differs_from_its_sibling_in_exactly_the_declared_keys(self, name):
         base = load(CONFIGS / "mlp" / "amp.yaml")
         assert (
             difference(load(SEARCHES / f"{name}.yaml"), base)
             == NAMES | SEARCHES_DIFFER[name]
         )
 
-    def test_search_parses_and_its_entrypoint_is_a_command(self, name: str) -> None:
+    def test_search_parses_and_its_entrypoint_is_a_command(self, name):
         config = load(SEARCHES / f"{name}.yaml")
         task = Task.of(config)
         assert task is not None
@@ -207,7 +202,7 @@ class TestEverySearch:
                 sampled = plan.space.nested(point)
                 experiment.parse(config, name, hyperparameters=sampled)
 
-    def test_comments_name_the_commands_of_this_file(self, name: str) -> None:
+    def test_comments_name_the_commands_of_this_file(self, name):
         text = (SEARCHES / f"{name}.yaml").read_text()
         header = text.split("\nname:")[0]
         assert f"det experiment create hp_search/{name}.yaml ." in header

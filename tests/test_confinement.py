@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -108,7 +107,7 @@ assert not os.path.exists("checkpoint.pt")
 class Removes(Habit):
     """Changes files of its user's when it is made."""
 
-    def net(self) -> object:
+    def net(self):
         Path("best.pt").unlink(missing_ok=True)
         Path("log.txt").write_text("!")
         subprocess.run(["rm", "-f", "last.pt"], check=False)
@@ -116,7 +115,7 @@ class Removes(Habit):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """Where the script of a user is, and files; scratch folders are in another one."""
     folder = tmp_path / "user"
     folder.mkdir()
@@ -128,7 +127,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def happens(holds: Callable[[], bool]) -> bool:
+def happens(holds):
     """Whether something comes true by and by."""
     for _ in range(200):
         if holds():
@@ -137,13 +136,13 @@ def happens(holds: Callable[[], bool]) -> bool:
     return False
 
 
-def is_removed(folder: Path) -> bool:
+def is_removed(folder):
     """Whether the scratch folders are removed, by and by."""
     scratch_folders = (folder.parent / "tmp").glob
     return happens(lambda: not any(scratch_folders("determined_amp-*")))
 
 
-def check(*arguments: str) -> int:
+def check(*arguments):
     """The command, in a process of its own that stays confined."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scratch, "confine", confine)
@@ -151,7 +150,7 @@ def check(*arguments: str) -> int:
 
 
 @contextmanager
-def checked(folder: Path, seconds: int, status: int) -> Iterator[int]:
+def checked(folder, seconds, status):
     """A process that checks `SCRIPT`, when that has changed all it changes."""
     for way in WRITES:
         (folder / way).mkdir()
@@ -167,7 +166,7 @@ def checked(folder: Path, seconds: int, status: int) -> Iterator[int]:
     assert is_removed(folder)
 
 
-def test_no_file_of_the_user_changes_in_any_way(folder: Path) -> None:
+def test_no_file_of_the_user_changes_in_any_way(folder):
     with checked(folder, seconds=0, status=0):
         pass
 
@@ -175,9 +174,7 @@ def test_no_file_of_the_user_changes_in_any_way(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)]
 )
-def test_no_file_of_the_user_changes_when_the_command_is_ended(
-    folder: Path, number: signal.Signals, status: int
-) -> None:
+def test_no_file_of_the_user_changes_when_the_command_is_ended(folder, number, status):
     with checked(folder, seconds=1000, status=status) as child:
         assert list((folder.parent / "tmp").glob("determined_amp-*/files"))
         os.kill(child, number)
@@ -196,9 +193,7 @@ HAS_LANDLOCK = (
         "hook",
     ],
 )
-def test_what_is_not_redirected_is_refused_before_it_happens(
-    folder: Path, tmp_path: Path, means: str
-) -> None:
+def test_what_is_not_redirected_is_refused_before_it_happens(folder, tmp_path, means):
     allowed = tmp_path / "allowed"
     (allowed / "folder").mkdir(parents=True)
     (allowed / "mine").touch()
@@ -209,14 +204,14 @@ def test_what_is_not_redirected_is_refused_before_it_happens(
     assert files_of(folder) == before
 
 
-def launch() -> None:
+def launch():
     """As `torchrun --nproc-per-node 2` does, in forks of this process."""
     ranks = LaunchConfig(1, 1, 2, rdzv_backend="c10d", start_method="fork")
     ranks.rdzv_endpoint = "localhost:0"
     assert elastic_launch(ranks, check)() == {0: 0, 1: 0}
 
 
-def test_all_ranks_of_a_launcher_have_one_scratch_folder(folder: Path) -> None:
+def test_all_ranks_of_a_launcher_have_one_scratch_folder(folder):
     (folder / "train.py").write_text(TWO_RANKS)
     before, log = files_of(folder), folder.parent / "log"
     assert wait(fork(launch, log)) == 0, log.read_text()
@@ -227,8 +222,8 @@ def test_all_ranks_of_a_launcher_have_one_scratch_folder(folder: Path) -> None:
 
 @pytest.mark.usefixtures("_workers_are_forks")
 def test_no_file_of_the_user_changes_while_a_trial_is_checked(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder, capsys, monkeypatch
+):
     monkeypatch.setattr(scratch, "confine", confine)
     (folder / "planted.yaml").write_text(yaml.safe_dump(experiment()))
     before = files_of(folder)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from determined.common import detignore, v1file_utils
-from determined.common.api import bindings
 
 from tests.test_imports import imports
 
@@ -36,11 +35,11 @@ trials/__pycache__/amp.cpython-310.pyc
 """
 
 
-def entries(root: Path) -> list[bindings.v1File]:
+def entries(root):
     return list(detignore.os_walk_to_v1Files(root, Path()))
 
 
-def sent(root: Path) -> dict[str, bytes]:
+def sent(root):
     """Path and content of every file in the context of `root`."""
     return {
         entry.path: base64.b64decode(entry.content or "")
@@ -49,18 +48,18 @@ def sent(root: Path) -> dict[str, bytes]:
     }
 
 
-def write(root: Path, path: str, content: bytes) -> None:
+def write(root, path, content):
     (root / path).parent.mkdir(parents=True, exist_ok=True)
     (root / path).write_bytes(content)
 
 
 @pytest.fixture(scope="module")
-def files() -> dict[str, bytes]:
+def files():
     return sent(ROOT)
 
 
 @pytest.fixture
-def clone(files: dict[str, bytes], tmp_path: Path) -> Path:
+def clone(files, tmp_path):
     """A copy of the repository in which people have worked."""
     root = tmp_path / "clone"
     for path, content in files.items():
@@ -71,11 +70,11 @@ def clone(files: dict[str, bytes], tmp_path: Path) -> Path:
     return root
 
 
-def test_context_is_about_1_mib() -> None:
+def test_context_is_about_1_mib():
     assert 0 < sum(map(v1file_utils.v1File_size, entries(ROOT))) < 1.1 * MIB
 
 
-def test_context_holds_all_code_and_nothing_else(files: dict[str, bytes]) -> None:
+def test_context_holds_all_code_and_nothing_else(files):
     there = {name for name in SENT if (ROOT / name).exists()}
     assert {Path(entry.path).parts[0] for entry in entries(ROOT)} == there
     code = {
@@ -87,9 +86,7 @@ def test_context_holds_all_code_and_nothing_else(files: dict[str, bytes]) -> Non
     assert code <= files.keys()
 
 
-def test_code_that_is_sent_imports_no_code_that_is_not_sent(
-    files: dict[str, bytes],
-) -> None:
+def test_code_that_is_sent_imports_no_code_that_is_not_sent(files):
     imported = {
         parts[0]
         for path in files
@@ -100,7 +97,5 @@ def test_code_that_is_sent_imports_no_code_that_is_not_sent(
     assert {"determined_amp", "trials"} <= imported & here <= CODE
 
 
-def test_secrets_data_and_caches_of_a_clone_are_not_sent(
-    files: dict[str, bytes], clone: Path
-) -> None:
+def test_secrets_data_and_caches_of_a_clone_are_not_sent(files, clone):
     assert sent(clone) == files

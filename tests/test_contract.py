@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,7 +106,7 @@ every_example = pytest.mark.parametrize("name", EXAMPLES)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _thin_resnet() -> Iterator[None]:
+def _thin_resnet():
     """A block a stage instead of 16; 16 convolutions."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trials.resnet50.resnet50", training.thin_resnet(1, 1, 1, 1))
@@ -116,13 +114,13 @@ def _thin_resnet() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def runs(tmp_path_factory):
     """The folder of an undisturbed run by trial and precision, trained when first asked
     for.
     """
 
     @cache
-    def run(name: str, precision: Precision) -> Path:
+    def run(name, precision):
         folder = tmp_path_factory.mktemp("run")
         assert start(name, folder, precision) == 0
         return folder
@@ -130,7 +128,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run
 
 
-def start(name: str, folder: Path, precision: Precision, *overrides: str) -> int:
+def start(name, folder, precision, *overrides):
     """Train from the start; the exit status."""
     example = EXAMPLES[name]
     scaling = SCALING * (precision is Precision.AMP_FP16)
@@ -142,7 +140,7 @@ def start(name: str, folder: Path, precision: Precision, *overrides: str) -> int
     return door.main(["train", path, *words, "--run-folder", str(folder)])
 
 
-def trial_class(name: str) -> Any:
+def trial_class(name):
     module, _, attribute = EXAMPLES[name].trial.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -156,9 +154,7 @@ def trial_class(name: str) -> Any:
         *((name, Precision.FP32) for name in DIFFERENT),
     ],
 )
-def test_example_trains_and_passes_its_audit_in_every_precision(
-    name: str, precision: Precision, runs: Any
-) -> None:
+def test_example_trains_and_passes_its_audit_in_every_precision(name, precision, runs):
     reports = training.metrics(runs(name, precision))
     assert reports[0]["watch_audit_share"] > 0.99
     last = [report for report in reports if report["group"] == "training"][-1]
@@ -174,9 +170,7 @@ def test_example_trains_and_passes_its_audit_in_every_precision(
 
 
 @every_example
-def test_resumed_run_ends_as_one_that_nothing_disturbed(
-    name: str, runs: Any, tmp_path: Path
-) -> None:
+def test_resumed_run_ends_as_one_that_nothing_disturbed(name, runs, tmp_path):
     """Lost in the seventh batch, resumed after the fourth: the same to the bit.
 
     Weights, averages, optimizer, scaler, counts, schedule, random state, noise and
@@ -195,7 +189,7 @@ def test_resumed_run_ends_as_one_that_nothing_disturbed(
     assert computed(whole) == computed(killed)
 
 
-def computed(run: Path) -> list[dict[str, Any]]:
+def computed(run):
     """The reports without what was measured; a resumed process is audited again."""
     return [
         {name: value for name, value in report.items() if name != "watch_audit_share"}
@@ -205,7 +199,7 @@ def computed(run: Path) -> list[dict[str, Any]]:
 
 @needs_fake_cuda
 @pytest.mark.parametrize("name", DIFFERENT[1:])  # test_never_waits.py has the first
-def test_batches_never_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_never_wait(name, monkeypatch):
     example = EXAMPLES[name]
     kind = trial_class(name)  # before a generator is replaced: annotations name it
     # Without a driver there is no generator of the device; fake kernels draw from none.
@@ -233,16 +227,8 @@ IN_FP32 = Precision.FP32, 4, "the training loss is nan in fp32", 4
     [("mlp", *IN_FP16), ("mlp", *IN_FP32), ("latte", *IN_FP32)],
 )
 def test_guard_ends_a_run_that_no_longer_trains(
-    name: str,
-    precision: Precision,
-    first: int,
-    said: str,
-    newest: int,
-    *,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    name, precision, first, said, newest, *, tmp_path, monkeypatch, capfd
+):
     """From one batch on a sample is NaN. The newest checkpoint is one of sound weights.
 
     In float16, eight of ten steps are skipped, the fewest to judge, after ten at the
@@ -261,16 +247,16 @@ def test_guard_ends_a_run_that_no_longer_trains(
     assert all(torch.isfinite(value).all() for value in weights.values())
 
 
-def poison_batches_from(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def poison_batches_from(first, monkeypatch):
     """From that batch on, the third training sample of every batch has a NaN."""
     original = loading.training_loader
 
-    def training_loader(*arguments: Any) -> Any:
+    def training_loader(*arguments):
         loader = original(*arguments)
         dataset: Any = loader.dataset
         load, batches = dataset.__getitems__, iter(range(10**6))
 
-        def load_and_poison(samples: Any) -> Any:
+        def load_and_poison(samples):
             images, *others = load(samples)
             if next(batches) >= first:
                 # As floating-point numbers: no byte is NaN.

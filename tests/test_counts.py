@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 NEVER = 10**9
 
 
-def counted(skips: list[bool], *, on_host: bool | None, ask_every: int) -> StepCounts:
+def counted(skips, *, on_host, ask_every):
     """The counts after these steps, asked for after every `ask_every` of them.
 
     Without `on_host` it is known on the host of every other step only.
@@ -49,13 +49,8 @@ def counted(skips: list[bool], *, on_host: bool | None, ask_every: int) -> StepC
     ],
 )
 def test_counts_are_the_same_on_host_and_device_whenever_they_are_read(
-    skips: list[bool],
-    applied: int,
-    in_a_row: int,
-    ask_every: int,
-    *,
-    on_host: bool | None,
-) -> None:
+    skips, applied, in_a_row, ask_every, *, on_host
+):
     counts = counted(skips, on_host=on_host, ask_every=ask_every)
     assert int(counts.consecutive_skips()) == in_a_row
     assert int(counts.applied) == applied
@@ -65,7 +60,7 @@ def test_counts_are_the_same_on_host_and_device_whenever_they_are_read(
 
 
 @pytest.mark.parametrize("on_host", [False, True])
-def test_counts_of_steps_go_on_after_a_checkpoint(*, on_host: bool) -> None:
+def test_counts_of_steps_go_on_after_a_checkpoint(*, on_host):
     saved = counted([False, True, True], on_host=on_host, ask_every=NEVER).state_dict()
     assert saved == {"attempted": 3, "applied": 1, "last_applied": 1}
     counts = StepCounts(CPU, can_skip=True)
@@ -78,7 +73,7 @@ def test_counts_of_steps_go_on_after_a_checkpoint(*, on_host: bool) -> None:
     assert seen == [(1, 3), (2, 0)]
 
 
-def test_counting_steps_never_waits_for_the_device() -> None:
+def test_counting_steps_never_waits_for_the_device():
     steps = 130
     with Syncs("cpu") as syncs, syncs.during("counts"):
         counts = counted([], on_host=False, ask_every=1)
@@ -92,7 +87,7 @@ def test_counting_steps_never_waits_for_the_device() -> None:
     assert syncs.waits["control"] == {"read": 2}
 
 
-def test_counting_steps_keeps_a_bounded_number_of_tensors() -> None:
+def test_counting_steps_keeps_a_bounded_number_of_tensors():
     counts = StepCounts(CPU, can_skip=True)
     found = [torch.zeros(()) for _ in range(1000)]
     references = [weakref.ref(value) for value in found]
@@ -103,8 +98,8 @@ def test_counting_steps_keeps_a_bounded_number_of_tensors() -> None:
 
 @pytest.mark.parametrize("can_skip", [False, True])
 def test_last_step_counts_as_applied_before_the_first_where_none_can_be_skipped(
-    *, can_skip: bool
-) -> None:
+    *, can_skip
+):
     counts = StepCounts(CPU, can_skip=can_skip)
     assert bool(counts.last_step_applied) is not can_skip
     assert (int(counts.applied), int(counts.consecutive_skips())) == (0, 0)
@@ -113,9 +108,7 @@ def test_last_step_counts_as_applied_before_the_first_where_none_can_be_skipped(
 
 class TestDeviceSum:
     @pytest.mark.parametrize("count", [1, 63, 64, 65, 200])
-    def test_device_sum_is_the_weighted_sum_however_many_there_are(
-        self, count: int
-    ) -> None:
+    def test_device_sum_is_the_weighted_sum_however_many_there_are(self, count):
         """Whole numbers: exact in float32 and in float64. The weight changes on the
         way.
         """
@@ -127,14 +120,14 @@ class TestDeviceSum:
         assert total.total().item() == expected
         assert total.total().item() == expected  # asking changes nothing
 
-    def test_device_sum_is_added_up_in_double_precision(self) -> None:
+    def test_device_sum_is_added_up_in_double_precision(self):
         """2^24 + 1 is no float32."""
         total = DeviceSum(torch.device("cpu"))
         for value in (2.0**24, 1.0):
             total.add(torch.tensor(value))
         assert total.total().item() == 2**24 + 1
 
-    def test_device_sum_keeps_a_bounded_number_of_tensors(self) -> None:
+    def test_device_sum_keeps_a_bounded_number_of_tensors(self):
         total = DeviceSum(torch.device("cpu"))
         values = [torch.ones(()) for _ in range(1000)]
         references = [weakref.ref(value) for value in values]
@@ -142,7 +135,7 @@ class TestDeviceSum:
             total.add(values.pop())
         assert sum(reference() is not None for reference in references) <= 64
 
-    def test_device_sum_forgets_everything_at_a_reset(self) -> None:
+    def test_device_sum_forgets_everything_at_a_reset(self):
         total = DeviceSum(torch.device("cpu"))
         total.add(torch.tensor(1.0))
         total.total()

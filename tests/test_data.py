@@ -7,8 +7,6 @@ classes.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -18,31 +16,31 @@ from torchvision import datasets
 from determined_amp.amp.errors import Problem
 from determined_amp.amp.fields import read
 from trials.data.images import DatasetName, DataSettings, TensorImages, load
-from trials.data.loading import Batch, DataError, Labelled, Sample, to_device
+from trials.data.loading import DataError, Sample, to_device
 
 
-def samples_of(images: Labelled, epoch: int = 0) -> list[Sample]:
+def samples_of(images, epoch=0):
     return [Sample(epoch, image) for image in range(len(images))]
 
 
 CPU = torch.device("cpu")
 
 
-def everything(images: Labelled, epoch: int = 0) -> Batch:
+def everything(images, epoch=0):
     """As the model gets it."""
     return of(images, samples_of(images, epoch))
 
 
-def of(images: Labelled, samples: list[Sample]) -> Batch:
+def of(images, samples):
     pixels, labels = to_device(images.__getitems__(samples), CPU)
     return pixels, labels
 
 
-def equal(a: Batch, b: Batch) -> bool:
+def equal(a, b):
     return all(map(torch.equal, a, b))
 
 
-def test_digits_are_1437_and_360_images_with_values_from_minus_1_to_1() -> None:
+def test_digits_are_1437_and_360_images_with_values_from_minus_1_to_1():
     settings = DataSettings(image_size=28, channels=3)
     for images, count in zip(load(settings, seed=0), (1437, 360), strict=True):
         pixels, labels = everything(images)
@@ -53,7 +51,7 @@ def test_digits_are_1437_and_360_images_with_values_from_minus_1_to_1() -> None:
         assert set(labels.tolist()) == set(range(10))
 
 
-def test_channels_are_repeated_or_averaged() -> None:
+def test_channels_are_repeated_or_averaged():
     label, colour = torch.tensor([0]), torch.full((1, 3, 8, 8), 30, dtype=torch.uint8)
     colour[:, 1], colour[:, 2] = 60, 92  # mean 60.67: rounded to 61
     for made, channels, value in ((colour, 1, 61.0), (colour[:, :1], 3, 30.0)):
@@ -63,7 +61,7 @@ def test_channels_are_repeated_or_averaged() -> None:
         assert torch.equal(pixels, expected)
 
 
-def test_device_synthetic_images_are_made_once_and_depend_on_the_seed_alone() -> None:
+def test_device_synthetic_images_are_made_once_and_depend_on_the_seed_alone():
     settings = DataSettings(
         DatasetName.DEVICE_SYNTHETIC, image_size=8, channels=3, classes=4, samples=50
     )
@@ -82,7 +80,7 @@ def test_device_synthetic_images_are_made_once_and_depend_on_the_seed_alone() ->
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Three images a class to train on and one to validate on: noise, but for a plain
     last dog.
     """
@@ -97,13 +95,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def of_folder(folder: Path, channels: int = 3, classes: int = 2) -> DataSettings:
+def of_folder(folder, channels=3, classes=2):
     return DataSettings(
         DatasetName.IMAGE_FOLDER, 16, channels, classes, directory=str(folder)
     )
 
 
-def test_folder_is_decoded_to_the_size_and_channels_asked_for(folder: Path) -> None:
+def test_folder_is_decoded_to_the_size_and_channels_asked_for(folder):
     train, validation = load(of_folder(folder, channels=1), seed=3)
     pixels, labels = everything(train)
     assert pixels.shape == (6, 1, 16, 16)
@@ -115,9 +113,7 @@ def test_folder_is_decoded_to_the_size_and_channels_asked_for(folder: Path) -> N
     assert equal(everything(validation, epoch=1), (pixels, labels))  # no augmentation
 
 
-def test_folder_augmentation_is_a_function_of_seed_epoch_and_image(
-    folder: Path,
-) -> None:
+def test_folder_augmentation_is_a_function_of_seed_epoch_and_image(folder):
     train, _ = load(of_folder(folder), seed=3)
     pixels, _ = everything(train, epoch=5)
     torch.manual_seed(99)
@@ -142,15 +138,15 @@ def test_folder_augmentation_is_a_function_of_seed_epoch_and_image(
     ],
 )
 def test_folder_that_does_not_fit_its_labels_is_a_data_error(
-    folder: Path, part: str, elsewhere: str, words: str
-) -> None:
+    folder, part, elsewhere, words
+):
     """The labels are positions in the sorted list of folders."""
     (folder / part).rename(folder / elsewhere)
     with pytest.raises(DataError, match=words):
         load(of_folder(folder), seed=0)
 
 
-def test_wrong_number_of_classes_is_a_data_error(folder: Path) -> None:
+def test_wrong_number_of_classes_is_a_data_error(folder):
     with pytest.raises(
         DataError, match=r"data\.classes: got 3, but image_folder has 2 classes"
     ):
@@ -162,7 +158,7 @@ class Mnist:
     validate on.
     """
 
-    def __init__(self, root: str, *, train: bool, download: bool) -> None:
+    def __init__(self, root, *, train, download):
         assert (root, download) == ("somewhere", True)
         count = 4 if train else 3
         generator = torch.Generator().manual_seed(count)
@@ -172,9 +168,7 @@ class Mnist:
         self.targets = torch.arange(count)
 
 
-def test_mnist_is_downloaded_once_and_never_augmented(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_mnist_is_downloaded_once_and_never_augmented(monkeypatch, tmp_path):
     monkeypatch.setattr(datasets, "MNIST", Mnist)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where the lock is
     settings = DataSettings(DatasetName.MNIST, 28, 1, directory="somewhere")
@@ -196,9 +190,7 @@ def test_mnist_is_downloaded_once_and_never_augmented(
         ({"dataset": "mnist", "directory": "somewhere"}, None),
     ],
 )
-def test_contradiction_of_data_settings_is_reported_at_one_key(
-    raw: dict[str, object], key: str | None
-) -> None:
+def test_contradiction_of_data_settings_is_reported_at_one_key(raw, key):
     problems: list[Problem] = []
     read(DataSettings, raw, "data", problems)
     assert [problem.partition(":")[0] for problem in problems] == (

@@ -24,9 +24,7 @@ CLIP, TIMESTEP, LABEL = (
 )
 
 
-def make(
-    settings: DenoiserSettings = TINY, *, gradient_checkpointing: bool = False
-) -> Denoiser:
+def make(settings=TINY, *, gradient_checkpointing=False):
     """With random weights everywhere: at first most gradients of a new model are 0."""
     torch.manual_seed(1)
     model = Denoiser(settings, CLIPS, gradient_checkpointing=gradient_checkpointing)
@@ -36,7 +34,7 @@ def make(
 
 
 @pytest.mark.parametrize("what", ["timestep", "label", "frame"])
-def test_denoiser_depends_on_everything_it_is_given(what: str) -> None:
+def test_denoiser_depends_on_everything_it_is_given(what):
     model = make()
     before = model(CLIP, TIMESTEP, LABEL)
     clip, timestep, label = CLIP.clone(), TIMESTEP.clone(), LABEL.clone()

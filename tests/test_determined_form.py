@@ -6,10 +6,6 @@ The configuration of most tests is Determined's own form: an entrypoint,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import yaml
@@ -17,7 +13,7 @@ from determined import pytorch
 
 from determined_amp import __main__ as door
 from determined_amp.amp.errors import ConfigError
-from determined_amp.amp.plain_data import Config, Metrics, Values
+from determined_amp.amp.plain_data import Values
 from determined_amp.experiment import experiment
 from determined_amp.experiment.experiment import experiment_in
 from determined_amp.experiment.overrides import with_overrides
@@ -32,15 +28,15 @@ from tests.training import STRANGE, problems_of, run
 TRIAL = STRANGE["entrypoint"]
 
 
-def changed(*overrides: str) -> Values:
+def changed(*overrides):
     return with_overrides(STRANGE, overrides)
 
 
-def parse(*overrides: str, **options: Any) -> experiment.Experiment:
+def parse(*overrides, **options):
     return experiment.parse(changed(*overrides), "test", **options)
 
 
-def write(folder: Path, *overrides: str, without: tuple[str, ...] = ()) -> str:
+def write(folder, *overrides, without=()):
     config = {
         key: value for key, value in changed(*overrides).items() if key not in without
     }
@@ -48,7 +44,7 @@ def write(folder: Path, *overrides: str, without: tuple[str, ...] = ()) -> str:
 
 
 class TestDeterminedsForm:
-    def test_experiment_in_determineds_form_means_what_it_means_there(self) -> None:
+    def test_experiment_in_determineds_form_means_what_it_means_there(self):
         found = parse(
             "optimizations={aggregation_frequency: 3}",
             "perform_initial_validation=true",
@@ -74,14 +70,14 @@ class TestDeterminedsForm:
             ("{records: 3}", Length(batches=1)),
         ],
     )
-    def test_length_is_in_any_of_its_units(self, length: str, read: Length) -> None:
+    def test_length_is_in_any_of_its_units(self, length, read):
         size = "hyperparameters.global_batch_size=8"
         found = parse(
             f"searcher.max_length={length}", f"min_validation_period={length}", size
         )
         assert found.max_length == found.training.validation_period == read
 
-    def test_number_is_of_batches_and_a_period_of_0_is_never(self) -> None:
+    def test_number_is_of_batches_and_a_period_of_0_is_never(self):
         """The master fills in such periods."""
         periods = (
             "min_validation_period={batches: 0}",
@@ -123,15 +119,11 @@ class TestDeterminedsForm:
             ),
         ],
     )
-    def test_mistake_is_the_one_problem_reported(
-        self, override: str, problem: str
-    ) -> None:
+    def test_mistake_is_the_one_problem_reported(self, override, problem):
         (found,) = problems_of(changed(override))
         assert found.startswith(problem)
 
-    def test_constant_is_its_value_and_amp_of_another_meaning_is_no_section(
-        self,
-    ) -> None:
+    def test_constant_is_its_value_and_amp_of_another_meaning_is_no_section(self):
         found = parse(
             "hyperparameters={lr: {type: const, val: 0.5}, net: {n: {type: const}}}"
         )
@@ -147,16 +139,14 @@ class TestDeterminedsForm:
         "override",
         ["searcher.max_length.batches=40", "searcher.max_length={batches: 40}"],
     )
-    def test_length_is_replaced_by_one_in_another_unit(
-        self, length: str, override: str
-    ) -> None:
+    def test_length_is_replaced_by_one_in_another_unit(self, length, override):
         """The first override is what the message proposes where there is no length."""
         assert parse(f"searcher.max_length={length}", override).max_length == Length(
             batches=40
         )
 
 
-def test_experiment_in_this_librarys_form_needs_a_length_alone() -> None:
+def test_experiment_in_this_librarys_form_needs_a_length_alone():
     config = {
         "hyperparameters": {"trial": TRIAL, "training": {"max_length": {"epochs": 2}}}
     }
@@ -169,13 +159,13 @@ def test_experiment_in_this_librarys_form_needs_a_length_alone() -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     directory = tmp_path_factory.mktemp("stranger")
     return run(directory / "run", write(directory))
 
 
 class TestTraining:
-    def test_reports_are_those_of_the_trial(self, folder: Path) -> None:
+    def test_reports_are_those_of_the_trial(self, folder):
         lines = list(read_metrics(folder / "metrics.jsonl"))
         validations = [line for line in lines if line["group"] == "validation"]
         assert [line["batches"] for line in validations] == [6, 12]
@@ -184,7 +174,7 @@ class TestTraining:
         trained = [line for line in lines if line["group"] == "training"]
         assert [line["batches"] for line in trained] == [2, 4, 6, 8, 10, 12]
 
-    def test_trial_and_seed_are_recorded_for_a_resume(self, tmp_path: Path) -> None:
+    def test_trial_and_seed_are_recorded_for_a_resume(self, tmp_path):
         config = write(tmp_path, without=("entrypoint",))
         found = run(tmp_path / "run", config, "--trial", "tests.strangers:make")
         recorded = yaml.safe_load((found / "config.yaml").read_text())
@@ -202,8 +192,8 @@ class TestTraining:
         ids=["text", "list"],
     )
     def test_trial_is_the_one_that_the_command_of_the_entrypoint_names(
-        self, entrypoint: object
-    ) -> None:
+        self, entrypoint
+    ):
         """It counts on a cluster, too, and where the hyperparameters name another
         trial.
         """
@@ -220,9 +210,7 @@ class TestTraining:
             again = experiment.parse(parsed.config, "test")
             assert parsed.trial == again.trial == "tests.strangers:make"
 
-    def test_aggregation_is_averaged_or_not_as_the_configuration_says(
-        self, tmp_path: Path
-    ) -> None:
+    def test_aggregation_is_averaged_or_not_as_the_configuration_says(self, tmp_path):
         """A step of SGD by the mean of two gradients, at twice the rate, is one by
         their sum.
         """
@@ -245,8 +233,8 @@ class TestTraining:
         [("note", "is no number"), ("f1", "is not reported")],
     )
     def test_missing_searcher_metric_loses_no_trained_batch(
-        self, metric: str, fault: str, tmp_path: Path, refusal: Callable[..., str]
-    ) -> None:
+        self, metric, fault, tmp_path, refusal
+    ):
         path = write(tmp_path, f"searcher.metric={metric}", "checkpoint_policy=none")
         folder = tmp_path / "run"
         said = refusal("train", path, "--run-folder", str(folder))
@@ -256,14 +244,12 @@ class TestTraining:
         assert read_metadata(saved)["steps_completed"] == training.end(folder)[2] == 6
         training.resume(folder, "--config", "searcher.metric=val_loss")
 
-    def test_searcher_without_a_metric_is_enough_to_train(self, tmp_path: Path) -> None:
+    def test_searcher_without_a_metric_is_enough_to_train(self, tmp_path):
         config = write(tmp_path, "searcher={name: single, max_length: {batches: 12}}")
         found = run(tmp_path / "run", config)
         assert training.end(found) == ("completed", "", 12)
 
-    def test_run_whose_model_has_an_infinite_mask_is_resumed(
-        self, tmp_path: Path
-    ) -> None:
+    def test_run_whose_model_has_an_infinite_mask_is_resumed(self, tmp_path):
         masked = "entrypoint=tests.test_determined_form:Masked"
         found = run(
             tmp_path / "run", write(tmp_path, masked, "searcher.max_length.batches=4")
@@ -271,18 +257,14 @@ class TestTraining:
         training.resume(found, "--config", "searcher.max_length.batches=6")
         assert training.end(found) == ("completed", "", 6)
 
-    def test_trial_of_a_finished_search_can_be_trained_again(
-        self, tmp_path: Path
-    ) -> None:
+    def test_trial_of_a_finished_search_can_be_trained_again(self, tmp_path):
         """Its YAML has the searcher of its search, and a value for every
         hyperparameter.
         """
         run(tmp_path / "run", write(tmp_path, "searcher.name=grid"))
 
 
-def test_audit_of_a_trial_without_mixed_precision_judges_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_audit_of_a_trial_without_mixed_precision_judges_nothing(tmp_path, capsys):
     path = write(tmp_path, without=("entrypoint", "searcher"))
     assert (
         door.run(["audit", path, "--trial", "tests.test_determined_form:InBFloat16"])
@@ -313,8 +295,8 @@ class TestOrderOfTheTrialsOwn:
         ],
     )
     def test_condition_for_an_equal_resume_is_one_line_of_the_log(
-        self, tmp_path: Path, order: str, condition: str
-    ) -> None:
+        self, tmp_path, order, condition
+    ):
         overrides = (f"hyperparameters.order={order}", "searcher.max_length.batches=1")
         config = write(tmp_path, "entrypoint=tests.strangers:OwnOrder", *overrides)
         log = (run(tmp_path / "run", config) / "log.txt").read_text()
@@ -327,18 +309,18 @@ class Masked(strangers.Stranger):
     is.
     """
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         super().__init__(context)
         self.model.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
 
 
 class InBFloat16(strangers.Stranger):
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return super().train_batch(batch, epoch_idx, batch_idx)
 
 
-def fitted(config: Config, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Values:
+def fitted(config, monkeypatch, **options):
     """What `fit` gives Determined's `Trainer`."""
     given: Values = {}
     monkeypatch.setattr(
@@ -353,9 +335,7 @@ def fitted(config: Config, monkeypatch: pytest.MonkeyPatch, **options: Any) -> V
 
 
 class TestFit:
-    def test_fit_takes_what_the_configuration_and_the_caller_say(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_fit_takes_what_the_configuration_and_the_caller_say(self, monkeypatch):
         config = changed("checkpoint_policy=all", "perform_initial_validation=true")
         given = fitted(config, monkeypatch)
         expected = {
@@ -373,9 +353,7 @@ class TestFit:
         given = fitted(config, monkeypatch, **own)
         assert given.items() >= expected.items()
 
-    def test_fit_sets_cudnn_benchmark_only_if_it_is_given(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_fit_sets_cudnn_benchmark_only_if_it_is_given(self, monkeypatch):
         monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
         section: Values = {"max_length": {"epochs": 2}}
         ours = {"hyperparameters": {"trial": TRIAL, "training": section}}
@@ -385,7 +363,7 @@ class TestFit:
         fitted(ours, monkeypatch)
         assert not torch.backends.cudnn.benchmark
 
-    def test_fit_refuses_a_context_with_another_aggregation_frequency(self) -> None:
+    def test_fit_refuses_a_context_with_another_aggregation_frequency(self):
         words = (
             r"^experiment configuration: aggregation_frequency: got \d, .* made with 7;"
             r" allowed: "

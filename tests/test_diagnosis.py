@@ -5,7 +5,7 @@ it moves nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,16 +20,7 @@ from determined_amp.amp.slots import OneSlot
 ONE = OneSlot()
 
 
-def find_cause(
-    models: Sequence[nn.Module],
-    batch: Any,
-    train: Callable[[float], object],
-    *,
-    optimizers: Sequence[torch.optim.Optimizer] = (),
-    slots: Any = ONE,
-    scale: float = 1.0,
-    grown: float = 1.0,
-) -> str | None:
+def find_cause(models, batch, train, *, optimizers=(), slots=ONE, scale=1.0, grown=1.0):
     """The cause in a rehearsal of these parts."""
     made: Any = train  # the diagnosis always names a scale
     rehearsal = Rehearsal(made, models, optimizers, batch)
@@ -41,24 +32,19 @@ class Net(nn.Module):
     them.
     """
 
-    def __init__(
-        self,
-        body: float,
-        head: float,
-        between: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
-    ) -> None:
+    def __init__(self, body, head, between=torch.clone):
         super().__init__()
         self.body, self.head = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
         self.between = between
         nn.init.constant_(self.body.weight, body)
         nn.init.constant_(self.head.weight, head)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         head: torch.Tensor = self.head(self.between(self.body(x)))
         return head
 
 
-def with_frozen_mask(model: nn.Module) -> nn.Module:
+def with_frozen_mask(model):
     model.mask = nn.Parameter(torch.tensor(-torch.inf), requires_grad=False)
     return model
 
@@ -68,12 +54,12 @@ class Masked(nn.Module):
     should be.
     """
 
-    def __init__(self, weight: float) -> None:
+    def __init__(self, weight):
         super().__init__()
         self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1, bias=False)
         nn.init.constant_(self.last.weight, weight)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         scores = self.first(x).masked_fill(torch.eye(4, dtype=torch.bool), -math.inf)
         scores = scores + torch.full((4, 4), -math.inf).triu(2)
         unused = torch.log(torch.zeros_like(x)).clamp(min=0.0)
@@ -84,48 +70,44 @@ class Masked(nn.Module):
 class TakesLogarithm(nn.Module):
     """Takes a logarithm of 0 that is not used."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return (x + torch.log(torch.zeros_like(x)).clamp(min=0.0)).square()
 
 
 class Checkpointed(Net):
     """Computes its middle again in the backward."""
 
-    def __init__(self, body: float, head: float) -> None:
+    def __init__(self, body, head):
         super().__init__(body, head, self.again)
         self.middle = TakesLogarithm()
 
-    def again(self, x: torch.Tensor) -> torch.Tensor:
+    def again(self, x):
         hidden: torch.Tensor = checkpoint(self.middle, x, use_reentrant=False)
         return hidden
 
 
-def in_float16(loss_of: Callable[[], torch.Tensor]) -> Callable[[float], None]:
+def in_float16(loss_of):
     """Trains on this loss under float16 autocast."""
 
-    def train(scale: float) -> None:
+    def train(scale):
         with torch.autocast("cpu", dtype=torch.float16):
             loss = loss_of()
-        (loss * scale).backward()  # type: ignore[no-untyped-call]
+        (loss * scale).backward()
 
     return train
 
 
-def batch_of(
-    model: nn.Module, x: torch.Tensor, weight: float = 1.0
-) -> Callable[[float], None]:
+def batch_of(model, x, weight=1.0):
     """Trains mean(model(x)) under float16 autocast."""
     return in_float16(lambda: model(x).float().mean() * weight)
 
 
-def cause(
-    model: nn.Module, x: torch.Tensor, scale: float = 1.0, *, grown: float = 1.0
-) -> str | None:
+def cause(model, x, scale=1.0, *, grown=1.0):
     """The cause that is found for one fp16 batch."""
     return find_cause([model], (x,), batch_of(model, x), scale=scale, grown=grown)
 
 
-def layers(*weights: float) -> nn.Sequential:
+def layers(*weights):
     """Layers of one weight each."""
     model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in weights))
     for parameter, weight in zip(model.parameters(), weights, strict=True):
@@ -264,12 +246,7 @@ CAUSES: dict[str, tuple[nn.Module, torch.Tensor, dict[str, float], str | None]] 
 @pytest.mark.parametrize(
     ("model", "x", "options", "sentence"), CAUSES.values(), ids=CAUSES
 )
-def test_cause_is_named_where_it_begins(
-    model: nn.Module,
-    x: torch.Tensor,
-    options: Mapping[str, float],
-    sentence: str | None,
-) -> None:
+def test_cause_is_named_where_it_begins(model, x, options, sentence):
     assert cause(model, x, **options) == sentence
 
 
@@ -289,13 +266,11 @@ class TestDiagnosis:
         ],
         ids=["a tensor", "a tuple", "a dict"],
     )
-    def test_cause_names_the_samples_that_are_not_finite(
-        self, batch: Any, where: str
-    ) -> None:
+    def test_cause_names_the_samples_that_are_not_finite(self, batch, where):
         place = where.format("of the batch is not finite in samples")
         model = nn.Linear(2, 1)
 
-        def train(scale: float) -> None:
+        def train(scale):
             torch.autograd.backward(model.weight.sum() * math.nan)
 
         found = find_cause([model], batch, train)
@@ -306,14 +281,14 @@ class TestDiagnosis:
         [(["body"], "body"), (["body", "head"], "head"), ([], "the model")],
     )
     def test_cause_names_the_module_whose_parameters_gradient_alone_overflows(
-        self, lost: list[str], module: str
-    ) -> None:
+        self, lost, module
+    ):
         model = Net(1, 1)
         own = nn.Parameter(torch.ones(1))
         if not lost:
             model.register_parameter("own", own)
 
-        def train(scale: float) -> None:
+        def train(scale):
             for parameter in [
                 model.get_parameter(f"{name}.weight") for name in lost
             ] or [own]:
@@ -327,7 +302,7 @@ class TestDiagnosis:
             "nothing overflows"
         )
 
-    def test_advice_of_a_scale_below_1_names_min_scale_too(self) -> None:
+    def test_advice_of_a_scale_below_1_names_min_scale_too(self):
         """Each of four samples gets 2^18 / 4."""
         model = Net(1, 1)
         found = find_cause([model], (), batch_of(model, ONES, 2.0**18), scale=1.0)
@@ -335,7 +310,7 @@ class TestDiagnosis:
             found
         )
 
-    def test_infinity_that_a_batch_holds_as_a_mask_is_no_cause(self) -> None:
+    def test_infinity_that_a_batch_holds_as_a_mask_is_no_cause(self):
         model = nn.Sequential(nn.Linear(1, 4), nn.Softmax(-1), nn.Linear(4, 1))
         mask = torch.tensor([0.0, 0.0, -math.inf, -math.inf])
         train = in_float16(
@@ -345,10 +320,10 @@ class TestDiagnosis:
         sentence = str(find_cause([model], mask, train, scale=2.0**40))
         assert "nothing overflows: lower init_scale" in sentence
 
-    def test_overflow_that_a_statistic_alone_sees_is_no_cause(self) -> None:
+    def test_overflow_that_a_statistic_alone_sees_is_no_cause(self):
         model = Net(1, 1)
 
-        def loss_of() -> torch.Tensor:
+        def loss_of():
             output: torch.Tensor = model(torch.ones(4, 1))
             with torch.no_grad():
                 assert not (output * 2.0**20).isfinite().all()
@@ -359,11 +334,11 @@ class TestDiagnosis:
         sentence = str(find_cause([model], (), train, scale=2.0**30))
         assert "at 2^15 nothing overflows: lower init_scale" in sentence
 
-    def test_zero_over_zero_is_named_as_beyond_float16(self) -> None:
+    def test_zero_over_zero_is_named_as_beyond_float16(self):
         """An eps of 1e-9 is 0 in float16."""
         model = Net(1e-9, 1)
 
-        def loss_of() -> torch.Tensor:
+        def loss_of():
             hidden = model.body(torch.ones(1, 1))
             loss: torch.Tensor = (
                 model.head(hidden / (hidden.abs() + 1e-9)).float().sum()
@@ -376,10 +351,10 @@ class TestDiagnosis:
             "float16; no loss scale helps. "
         )
 
-    def test_overflow_in_a_cast_of_the_trial_itself_is_named_as_such(self) -> None:
+    def test_overflow_in_a_cast_of_the_trial_itself_is_named_as_such(self):
         model = Net(1, 1)
 
-        def train(scale: float) -> None:
+        def train(scale):
             hidden = (model.body(torch.ones(1, 1)) * 2.0**20).half()
             torch.autograd.backward(model.head(hidden.float()).sum() * scale)
 
@@ -390,17 +365,15 @@ class TestDiagnosis:
             "the trial itself computes in float16: remove that cast"
         )
 
-    def test_parameter_that_is_in_no_model_is_watched(self) -> None:
+    def test_parameter_that_is_in_no_model_is_watched(self):
         temperature = nn.Parameter(torch.ones(1))
         optimizer = torch.optim.SGD([temperature], lr=0.1)
         train = in_float16(lambda: (temperature.half() * 16.0).float().sum())
         found = find_cause([], (), train, scale=2.0**14, optimizers=[optimizer])
         assert "at 2^11 nothing overflows: lower init_scale" in str(found)
 
-    def test_diagnosis_that_runs_out_of_memory_says_that_the_cause_is_unknown(
-        self,
-    ) -> None:
-        def fail(scale: float) -> None:
+    def test_diagnosis_that_runs_out_of_memory_says_that_the_cause_is_unknown(self):
+        def fail(scale):
             raise torch.cuda.OutOfMemoryError
 
         assert (
@@ -426,16 +399,16 @@ class TestAdvice:
         ids=["in two others", "of two models", "one after the other"],
     )
     def test_advice_is_bfloat16_or_the_modules_that_were_seen_to_help(
-        self, models: list[nn.Module], module: str, patterns: str
-    ) -> None:
+        self, models, module, patterns
+    ):
         train = batch_of(models[-1], torch.ones(4, 1))
         sentence = str(find_cause(models, (), train))
         assert f"forward overflow in module {module}: largest" in sentence
         helps = f"Settings that help: precision: amp_bf16, or fp32_modules: {patterns}"
         assert sentence.endswith(helps)
 
-    def test_advice_says_that_nothing_helps(self) -> None:
-        def loss_of() -> torch.Tensor:
+    def test_advice_says_that_nothing_helps(self):
+        def loss_of():
             output: torch.Tensor = model(torch.ones(1, 1))
             if output.dtype is torch.bfloat16:
                 raise TypeError("numpy has none")
@@ -458,12 +431,12 @@ class TwoSlots:
 
     size = 2
 
-    def __init__(self, rank: int, other: Sequence[Any] = ()) -> None:
+    def __init__(self, rank, other=()):
         self.rank = rank
         self.said: list[Any] = []
         self._other = iter(other)
 
-    def allgather(self, value: Any) -> list[Any]:
+    def allgather(self, value):
         self.said.append(value)
         other = next(self._other, value)
         return [other, value] if self.rank else [value, other]
@@ -472,18 +445,14 @@ class TwoSlots:
 class TestSeveralSlots:
     """A forward may wait for those of other slots, so all make the same rehearsals."""
 
-    def test_sound_slot_rehearses_as_one_in_trouble_and_names_its_cause(
-        self,
-    ) -> None:
+    def test_sound_slot_rehearses_as_one_in_trouble_and_names_its_cause(self):
         causes, scales = list[str | None](), list[list[float]]()
         said: Sequence[Any] = ()
         for rank, loud in enumerate((2.0**10, 1.0)):
             model, here = Net(loud, loud), list[float]()
             train, slots = batch_of(model, ONES), TwoSlots(rank, said)
 
-            def counted(
-                scale: float, train: Any = train, here: list[float] = here
-            ) -> None:
+            def counted(scale, train=train, here=here):
                 here.append(scale)
                 train(scale)
 
@@ -496,7 +465,7 @@ class TestSeveralSlots:
         # as it is, at a small scale, float32, bfloat16, an island
         assert len(scales[0]) == 5
 
-    def test_error_on_one_slot_is_reported_and_keeps_no_other_waiting(self) -> None:
+    def test_error_on_one_slot_is_reported_and_keeps_no_other_waiting(self):
         slots = TwoSlots(rank=0)
         cause = find_cause([Net(1, 1)], (), lambda scale: 1 / 0, slots=slots)
         told = (

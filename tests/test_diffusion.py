@@ -23,12 +23,12 @@ CLIPS = ClipSettings(
 FIRST = [Sample(0, index) for index in range(8)]
 
 
-def batch(count: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(count=8) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(count, 1, 2, 4, 4), torch.zeros(count, dtype=torch.int64)
 
 
 class TestTrainingNoise:
-    def test_noise_is_added_as_the_paper_defines_it(self) -> None:
+    def test_noise_is_added_as_the_paper_defines_it(self):
         """x_t = sqrt(a) x + sqrt(1 - a) e, a the product of 1 - beta up to t; arXiv
         2006.11239.
         """
@@ -41,7 +41,7 @@ class TestTrainingNoise:
             noised.clips.double(), expected, rtol=1.0e-4, atol=1.0e-5
         )
 
-    def test_noise_is_a_function_of_the_seed_alone(self) -> None:
+    def test_noise_is_a_function_of_the_seed_alone(self):
         diffusion = Diffusion(DiffusionSettings(), 3, CPU)
         first, other, again = (
             diffusion.for_training(*batch(), seed) for seed in (1, 2, 1)
@@ -59,9 +59,7 @@ class TestTrainingNoise:
         ],
         ids=["class_dropout", "conditioning none"],
     )
-    def test_labels_are_withheld_as_often_as_asked(
-        self, settings: DiffusionSettings, share: float
-    ) -> None:
+    def test_labels_are_withheld_as_often_as_asked(self, settings, share):
         labels = Diffusion(settings, 3, CPU).for_training(*batch(2000), 1).labels
         assert set(labels.tolist()) <= {0, 3}
         # Four standard deviations of a share of 2000.
@@ -69,7 +67,7 @@ class TestTrainingNoise:
 
 
 class TestValidationNoise:
-    def test_validation_noise_depends_on_the_index_alone(self) -> None:
+    def test_validation_noise_depends_on_the_index_alone(self):
         clips = load(CLIPS, 0)[1]
         whole = ValidationClips(clips).__getitems__(
             [Sample(0, index) for index in range(6)]
@@ -80,7 +78,7 @@ class TestValidationNoise:
         for of_whole, of_part in zip(whole, part, strict=True):
             assert torch.equal(of_whole[[5, 2]], of_part)
 
-    def test_model_is_validated_with_the_loaded_noise(self) -> None:
+    def test_model_is_validated_with_the_loaded_noise(self):
         """And without a class, for a model that was told none."""
         loaded = ValidationClips(load(CLIPS, 0)[1]).__getitems__(FIRST)
         for conditioning in Conditioning:

@@ -58,7 +58,7 @@ CODE = ("determined_amp", "trials", "benchmarks")
 MADE_UP = {"tests/test_NAME.py", "tests/test_a.py", "tests/test_b.py"}
 
 
-def test_every_promise_names_tests_that_exist() -> None:
+def test_every_promise_names_tests_that_exist():
     promises = (DOCS / "promises.md").read_text()
     rows = [row for row in promises.splitlines() if row.startswith("| ")]
     kept = [row for row in rows if not row.startswith(("| promise |", "| what |"))]
@@ -69,7 +69,7 @@ def test_every_promise_names_tests_that_exist() -> None:
             assert exists(f"tests/{file}", name), f"{file}::{name}"
 
 
-def named_files(text: str) -> set[str]:
+def named_files(text):
     linked = set(re.findall(r"\]\(([\w./-]+)", text)) - {"https"}
     paths = re.findall(
         r"(?<![\w/.-])[\w.-]+/[\w./-]*\.(?:yaml|py|sh|md|txt|png)\b", text
@@ -77,7 +77,7 @@ def named_files(text: str) -> set[str]:
     return linked.union(paths)
 
 
-def missing_files(text: str) -> set[str]:
+def missing_files(text):
     folders = (ROOT, DOCS, ROOT / "determined_amp")
     return {
         name
@@ -86,16 +86,16 @@ def missing_files(text: str) -> set[str]:
     }
 
 
-def named_tests(text: str) -> set[str]:
+def named_tests(text):
     return set(re.findall(r"tests/\w+\.py(?:::\w+)+", text))
 
 
-def missing_tests(text: str) -> set[str]:
+def missing_tests(text):
     """The tests that `text` names and no file has."""
     return {test for test in named_tests(text) if not exists(*test.split("::"))}
 
 
-def exists(path: str, *names: str) -> bool:
+def exists(path, *names):
     """Whether a file of tests defines a class and a test, or a test."""
     source = (ROOT / path).read_text() if (ROOT / path).exists() else ""
     return all(
@@ -103,7 +103,7 @@ def exists(path: str, *names: str) -> bool:
     )
 
 
-def unknown_settings(text: str) -> set[str]:
+def unknown_settings(text):
     """What `text` calls `amp.NAME` and neither a setting nor a loop or a trial has."""
     named = set(re.findall(r"`amp\.(\w+)", text))
     settings = {field.name for field in dataclasses.fields(AmpSettings)}
@@ -111,7 +111,7 @@ def unknown_settings(text: str) -> set[str]:
     return named - settings - of_a_loop - {*dir(MixedPrecision)}
 
 
-def unknown_commands(text: str) -> set[str]:
+def unknown_commands(text):
     """Our modules after `python -m`, their verbs, and targets after `make`, if not
     there.
     """
@@ -127,7 +127,7 @@ def unknown_commands(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_everything_that_a_page_names_exists(page: Path) -> None:
+def test_everything_that_a_page_names_exists(page):
     text = page.read_text()
     assert missing_files(text) - MADE_UP == set()
     assert {
@@ -137,7 +137,7 @@ def test_everything_that_a_page_names_exists(page: Path) -> None:
     assert unknown_commands(text) == set()
 
 
-def test_what_does_not_exist_would_be_noticed() -> None:
+def test_what_does_not_exist_would_be_noticed():
     """Negative control."""
     right = "tests/test_docs.py::test_what_does_not_exist_would_be_noticed"
     in_class = (
@@ -161,7 +161,7 @@ def test_what_does_not_exist_would_be_noticed() -> None:
     assert unknown_commands(commands) == {"tests", "finds", "benchmarks.no"}
 
 
-def commands_with_a_yaml() -> list[str]:
+def commands_with_a_yaml():
     """Those of the README and the pages on clusters and precisions."""
     fenced = re.findall(
         r"^```(\w*)\n(.*?)^```", README + CLUSTER + PRECISION, re.DOTALL | re.MULTILINE
@@ -180,7 +180,7 @@ def commands_with_a_yaml() -> list[str]:
 @pytest.mark.parametrize(
     "command", commands_with_a_yaml(), ids=lambda command: command[:90]
 )
-def test_command_of_a_page_is_of_a_yaml_that_takes_its_overrides(command: str) -> None:
+def test_command_of_a_page_is_of_a_yaml_that_takes_its_overrides(command):
     words = shlex.split(command)
     (config,) = (word for word in words if word.endswith(".yaml") and "=" not in word)
     overrides = [words[i + 1] for i, word in enumerate(words) if word == "--config"]
@@ -193,11 +193,11 @@ def test_command_of_a_page_is_of_a_yaml_that_takes_its_overrides(command: str) -
         SearchPlan(changed)
 
 
-def test_readme_has_at_most_120_lines() -> None:
+def test_readme_has_at_most_120_lines():
     assert len(README.splitlines()) <= 120
 
 
-def test_loop_of_the_readme_trains() -> None:
+def test_loop_of_the_readme_trains():
     (shown,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     model = nn.Linear(4, 2)
     start = model.weight.detach().clone()
@@ -208,7 +208,7 @@ def test_loop_of_the_readme_trains() -> None:
     assert not torch.equal(model.weight, start)
 
 
-def test_page_has_the_table_of_all_settings() -> None:
+def test_page_has_the_table_of_all_settings():
     """A row for each key of the section `amp`, with its default and its meaning."""
     said = inspect.getdoc(AmpSettings) or ""
     found = re.findall(r"^    (\w+): ((?:.|\n     )+)", said, re.MULTILINE)
@@ -227,7 +227,7 @@ def test_page_has_the_table_of_all_settings() -> None:
     assert shown == expected
 
 
-def table_of_findings() -> str:
+def table_of_findings():
     """Every finding of the doctor, as docs/check.md shows it."""
     lines = ["| finding | level | evidence | what it means |", "|---|---|---|---|"]
     for key, row in ROWS.items():
@@ -238,11 +238,11 @@ def table_of_findings() -> str:
     return "\n".join(lines)
 
 
-def test_page_has_the_table_of_all_findings() -> None:
+def test_page_has_the_table_of_all_findings():
     assert table_of_findings() in CHECK, table_of_findings()
 
 
-def test_metrics_of_the_table_are_those_that_are_reported() -> None:
+def test_metrics_of_the_table_are_those_that_are_reported():
     names = re.findall(r"^\| `(\w+)`", METRICS, re.MULTILINE)
     constants = {**vars(MetricName), **vars(AuditMetricName)}
     ours = [value for name, value in constants.items() if name.isupper()]
@@ -253,7 +253,7 @@ def test_metrics_of_the_table_are_those_that_are_reported() -> None:
 class TestResults:
     """What the pages say of results is what the committed files say."""
 
-    def test_page_on_the_loss_scale_quotes_what_the_last_results_say(self) -> None:
+    def test_page_on_the_loss_scale_quotes_what_the_last_results_say(self):
         result = json.loads(loss_scale.PUBLISHED.read_text())
         said = loss_scale.said(
             loss_scale.cells_of([Row(**row) for row in result["rows"]])
@@ -264,9 +264,7 @@ class TestResults:
         ("page", "name"),
         [("precision", "mlp"), ("compare", "wide_mlp"), ("resnet50", "resnet50")],
     )
-    def test_page_quotes_what_the_last_comparison_said(
-        self, page: str, name: str
-    ) -> None:
+    def test_page_quotes_what_the_last_comparison_said(self, page, name):
         text = (DOCS / f"{page}.md").read_text()
         results = json.loads((RESULTS / f"precision_{name}_cpu.json").read_text())
         pairs = [said for said in results["sentences"] if " against fp32, " in said]
@@ -276,7 +274,7 @@ class TestResults:
         assert page == "resnet50" or f"> {results['answer']}" in text
 
 
-def test_every_file_of_tests_is_found_by_its_module_its_room_or_contributing() -> None:
+def test_every_file_of_tests_is_found_by_its_module_its_room_or_contributing():
     modules = {path.stem for name in CODE for path in (ROOT / name).rglob("*.py")}
     rooms = {name for tests in (ROOMS, AFTERWARDS) for name in tests.values()}
     listed = {name for names in rooms for name in names.split()}
@@ -288,7 +286,7 @@ def test_every_file_of_tests_is_found_by_its_module_its_room_or_contributing() -
     assert ROOMS.keys() <= folders | {"determined_amp"}
 
 
-def test_page_of_the_library_names_everything_public() -> None:
+def test_page_of_the_library_names_everything_public():
     page = (DOCS / "api.md").read_text()
     loop = {name for name in vars(AmpLoop) | vars(AmpCore) if not name.startswith("_")}
     inside = {"remedies", "source", "rehearsal", "rehearsal_by", "without_steps"}
@@ -299,7 +297,7 @@ def test_page_of_the_library_names_everything_public() -> None:
     } == set()
 
 
-def test_command_for_an_own_yaml_on_a_cluster_is_not_retried() -> None:
+def test_command_for_an_own_yaml_on_a_cluster_is_not_retried():
     """A YAML of ours has a log policy for mistakes; one of another has none.
 
     The options alone, in backticks, are for one, too.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import linecache
 import math
-from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -44,7 +43,7 @@ SUSPECTED = {
 }
 
 
-def names_in(scripts: Iterable[str]) -> list[Any]:
+def names_in(scripts):
     """Their names, as parameters of a test."""
     parameters = []
     for name in scripts:
@@ -57,7 +56,7 @@ def names_in(scripts: Iterable[str]) -> list[Any]:
     return parameters
 
 
-def prepared() -> dict[str, Any]:
+def prepared():
     """The names that scripts begin with."""
     names: dict[str, Any] = {}
     exec(compile(PRELUDE, "prelude.py", "exec"), names)
@@ -65,9 +64,7 @@ def prepared() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", names_in(RIGHT))
-def test_right_script_has_no_fault_and_no_suspicion_but_one_that_is_fair(
-    name: str,
-) -> None:
+def test_right_script_has_no_fault_and_no_suspicion_but_one_that_is_fair(name):
     names = prepared()
     with watching() as findings:
         exec(compile(RIGHT[name], f"{name}.py", "exec"), names)
@@ -77,18 +74,16 @@ def test_right_script_has_no_fault_and_no_suspicion_but_one_that_is_fair(
     assert findings.are_right
 
 
-def test_batches_whose_gradients_alone_overflow_are_not_left_out_for_their_losses() -> (
-    None
-):
+def test_batches_whose_gradients_alone_overflow_are_not_left_out_for_their_losses():
     findings = findings_of(RIGHT["leaves_out_large_norms"], "large.py")
     assert "left_out" not in {finding.key for finding in findings}
 
 
-def test_findings_that_were_not_filled_do_not_say_that_there_are_none() -> None:
+def test_findings_that_were_not_filled_do_not_say_that_there_are_none():
     assert str(CheckFindings()).startswith("nothing was trained")
 
 
-def findings_of(script: str, file: str) -> CheckFindings:
+def findings_of(script, file):
     """What is said of a script, which may raise."""
     names = prepared()
     linecache.cache[file] = (len(script), None, script.splitlines(True), file)
@@ -97,14 +92,14 @@ def findings_of(script: str, file: str) -> CheckFindings:
     return findings
 
 
-def test_script_that_ends_itself_has_raised_no_error() -> None:
+def test_script_that_ends_itself_has_raised_no_error():
     script = RIGHT["torch_recipe"] + "raise SystemExit(2)\n"
     with suppress(SystemExit), watching() as findings:
         exec(compile(script, "ends.py", "exec"), prepared())
     assert [finding.key for finding in findings] == []
 
 
-def test_scale_moved_below_the_floor_of_a_loop_comes_back_after_a_skip() -> None:
+def test_scale_moved_below_the_floor_of_a_loop_comes_back_after_a_skip():
     names = prepared()
     with watching():
         loop = AmpLoop(AmpSettings(Precision.AMP_FP16, min_scale=1024.0), "cpu")
@@ -123,7 +118,7 @@ def test_scale_moved_below_the_floor_of_a_loop_comes_back_after_a_skip() -> None
     assert loop.scaler.get_scale() == 2.0**15
 
 
-def test_script_that_only_validates_is_not_called_right() -> None:
+def test_script_that_only_validates_is_not_called_right():
     script = """\
 model = net()
 with torch.no_grad(), autocast("cuda", dtype=torch.float16):
@@ -146,16 +141,14 @@ with torch.no_grad(), autocast("cuda", dtype=torch.float16):
         ("gan_with_two_scalers", 4),
     ],
 )
-def test_two_steps_of_each_optimizer_overflow_and_a_note_numbers_them(
-    name: str, skipped: int
-) -> None:
+def test_two_steps_of_each_optimizer_overflow_and_a_note_numbers_them(name, skipped):
     findings = findings_of(RIGHT[name], f"{name}.py")
     assert f", {skipped} skipped, " in findings.seen
     note = "the doctor made an overflow in these steps of an optimizer: 6, 9"
     assert note in findings.notes
 
 
-def test_overflow_in_a_forward_is_told_with_its_module_and_what_helps() -> None:
+def test_overflow_in_a_forward_is_told_with_its_module_and_what_helps():
     (fault,) = findings_of_mistake("inputs_beyond_float16").faults
     assert "first: a cast in 0 (Linear), beyond float16" in fault.effect
     assert "tried: the loss is finite in float32 and in bfloat16" in fault.effect
@@ -163,13 +156,13 @@ def test_overflow_in_a_forward_is_told_with_its_module_and_what_helps() -> None:
     assert "dtype=torch.bfloat16" in fault.write
 
 
-def findings_of_mistake(name: str) -> CheckFindings:
+def findings_of_mistake(name):
     """What is said of one of the scripts with a mistake."""
     return findings_of(WRONG[name].script, f"{name}.py")
 
 
 @pytest.mark.parametrize("name", names_in(WRONG))
-def test_mistake_is_told_with_its_cause_and_its_line(name: str) -> None:
+def test_mistake_is_told_with_its_cause_and_its_line(name):
     mistake = WRONG[name]
     findings = findings_of_mistake(name)
     told = [each for each in findings if each.key in mistake.findings.split("|")]
@@ -193,15 +186,13 @@ def test_mistake_is_told_with_its_cause_and_its_line(name: str) -> None:
         ("multiplies_by_a_number_and_never_divides", "1024", "2"),
     ],
 )
-def test_script_without_its_mistake_has_no_finding_of_that_kind(
-    name: str, wrong: str, right: str
-) -> None:
+def test_script_without_its_mistake_has_no_finding_of_that_kind(name, wrong, right):
     mistake = WRONG[name]
     findings = findings_of(mistake.script.replace(wrong, right), f"{name}.py")
     assert mistake.findings not in {finding.key for finding in findings}
 
 
-def test_mask_that_becomes_minus_infinity_is_no_overflow_of_a_forward() -> None:
+def test_mask_that_becomes_minus_infinity_is_no_overflow_of_a_forward():
     """A score below 0 and the least number of float16 are minus infinity together."""
     script = """\
 model = net(outputs=8)
@@ -222,7 +213,7 @@ for inputs, targets in loader():
     assert [finding.key for finding in findings] == []
 
 
-def test_penalty_that_is_divided_is_not_suspected_while_a_cause_is_looked_for() -> None:
+def test_penalty_that_is_divided_is_not_suspected_while_a_cause_is_looked_for():
     name = "penalty_of_divided_gradients_of_inputs"
     findings = findings_of(RIGHT[name], f"{name}.py")
     assert "penalty_scaled" not in {finding.key for finding in findings}
@@ -240,15 +231,13 @@ def test_penalty_that_is_divided_is_not_suspected_while_a_cause_is_looked_for() 
         ("steps_only_below_a_scaled_norm", "the condition before the step"),
     ],
 )
-def test_order_that_does_not_hold_in_this_script_is_not_given(
-    name: str, words: str
-) -> None:
+def test_order_that_does_not_hold_in_this_script_is_not_given(name, words):
     (fault,) = findings_of_mistake(name).faults
     assert not fault.orders
     assert words in fault.write
 
 
-def test_unscale_below_a_clip_is_ordered_to_its_place_where_it_is_near() -> None:
+def test_unscale_below_a_clip_is_ordered_to_its_place_where_it_is_near():
     """Negative control: without a line that unscales there is one to write."""
     script = WRONG["clip_before_unscale"].script
     step, unscale = "    scaler.step(optimizer)\n", "    scaler.unscale_(optimizer)\n"
@@ -266,14 +255,14 @@ def test_unscale_below_a_clip_is_ordered_to_its_place_where_it_is_near() -> None
     assert fault.write.startswith("scaler.unscale_(optimizer)\n")
 
 
-def test_line_that_the_script_has_far_below_is_not_to_be_written_again() -> None:
+def test_line_that_the_script_has_far_below_is_not_to_be_written_again():
     (fault,) = findings_of_mistake("generator_steps_itself").faults
     first, second = fault.write.splitlines()
     assert first == "scaler.step(opt_g)  # in place of opt_g.step()"
     assert second.startswith("scaler.update()  # your line ")
 
 
-def test_line_that_the_script_has_above_is_not_to_be_written_again() -> None:
+def test_line_that_the_script_has_above_is_not_to_be_written_again():
     (fault,) = findings_of_mistake("schedule_moves_on_skipped_steps").faults
     assert fault.orders
     lines = fault.write.splitlines()
@@ -283,7 +272,7 @@ def test_line_that_the_script_has_above_is_not_to_be_written_again() -> None:
     ]
 
 
-def test_order_of_which_the_script_has_all_stands_at_the_line_of_its_fault() -> None:
+def test_order_of_which_the_script_has_all_stands_at_the_line_of_its_fault():
     (fault,) = findings_of_mistake("auxiliary_loss_not_scaled").faults
     assert fault.orders
     assert fault.write == (
@@ -291,7 +280,7 @@ def test_order_of_which_the_script_has_all_stands_at_the_line_of_its_fault() -> 
     )
 
 
-def test_order_has_the_names_of_the_script() -> None:
+def test_order_has_the_names_of_the_script():
     script = (
         WRONG["clip_before_unscale"]
         .script.replace("optimizer", "self.opt")
@@ -310,7 +299,7 @@ def test_order_has_the_names_of_the_script() -> None:
 
 @pytest.mark.parametrize("key", ROWS)
 @pytest.mark.parametrize("order", ["write", "in_a_loop_write"])
-def test_names_can_be_looked_for_in_the_order_of_each_row(key: str, order: str) -> None:
+def test_names_can_be_looked_for_in_the_order_of_each_row(key, order):
     lines = ROWS[key].get(order, [])
     where, write = (Where("nowhere.py", 1),), "\n".join(lines)
     finding = CheckFinding(key, Level.FAULT, "", where, "", write, orders=True)
@@ -318,24 +307,24 @@ def test_names_can_be_looked_for_in_the_order_of_each_row(key: str, order: str) 
     assert [line.removesuffix("  # your optimizer") for line in fitted] == lines
 
 
-def test_module_that_refuses_a_copy_validates_in_half_as_it_did() -> None:
+def test_module_that_refuses_a_copy_validates_in_half_as_it_did():
     script = WRONG["validates_in_half"].script.replace(
         "model.eval()", "model.kept = model[0].weight * 2"
     )
     assert [each.key for each in findings_of(script, "refuses.py")] == []
 
 
-def test_gradients_of_a_step_left_out_are_told_of_all_that_is_added_to_them() -> None:
+def test_gradients_of_a_step_left_out_are_told_of_all_that_is_added_to_them():
     (fault,) = findings_of_mistake("left_out_step_is_not_zeroed").faults
     assert int(fault.effect.partition(" of 96 backwards")[0]) > 48
 
 
-def test_order_names_no_optimizer_where_it_may_be_one_of_two() -> None:
+def test_order_names_no_optimizer_where_it_may_be_one_of_two():
     (fault,) = findings_of_mistake("zeroes_one_of_two_optimizers").faults
     assert fault.write.startswith("optimizer.zero_grad()")
 
 
-def test_order_without_a_line_of_the_script_says_whose_optimizer_it_means() -> None:
+def test_order_without_a_line_of_the_script_says_whose_optimizer_it_means():
     order = "scaler.step(optimizer)\nscaler.update()"
     nowhere = (Where("nowhere.py", 1),)
     finding = CheckFinding("closure", Level.FAULT, "", nowhere, "", order, orders=True)
@@ -345,13 +334,13 @@ def test_order_without_a_line_of_the_script_says_whose_optimizer_it_means() -> N
     ]
 
 
-def test_kind_of_batch_that_is_always_skipped_is_told_with_its_operation() -> None:
+def test_kind_of_batch_that_is_always_skipped_is_told_with_its_operation():
     findings = findings_of_mistake("one_kind_of_batch_is_always_skipped")
     (fault,) = findings.faults
     assert "first: log outside the model," in fault.effect
 
 
-def test_twelve_forwards_are_looked_at_for_a_cause_and_no_more() -> None:
+def test_twelve_forwards_are_looked_at_for_a_cause_and_no_more():
     attempts = Attempts(Record(), [], looks_anyway=False)
     attempts.backward([torch.tensor(math.nan)], 0.0)
     looked = []
@@ -363,14 +352,14 @@ def test_twelve_forwards_are_looked_at_for_a_cause_and_no_more() -> None:
     assert looked == [True] * 12 + [False] * 8
 
 
-def test_lstm_in_float16_is_examined_on_a_cpu() -> None:
+def test_lstm_in_float16_is_examined_on_a_cpu():
     script = RIGHT["lstm"]
     findings = findings_of(script, "lstm.py")
     assert findings.trained
     assert findings.faults == []
 
 
-def test_findings_have_the_record_that_they_were_made_of() -> None:
+def test_findings_have_the_record_that_they_were_made_of():
     record = findings_of(RIGHT["torch_recipe"], "recipe.py").record
     assert [event.where.file for event in record.of("backward")] == ["recipe.py"] * 24
 
@@ -385,7 +374,7 @@ def test_findings_have_the_record_that_they_were_made_of() -> None:
         "critic_steps_itself",
     ],
 )
-def test_order_in_place_of_the_line_leaves_no_fault(name: str) -> None:
+def test_order_in_place_of_the_line_leaves_no_fault(name):
     script = WRONG[name].script
     (fault,) = findings_of_mistake(name).faults
     assert fault.orders

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from determined import pytorch
 from diffusers.training_utils import EMAModel
 from torch import nn
 
 from determined_amp import MixedPrecision
 from tests.harness import Context
-from tests.trials import AMP, OneWeight, Recipe, weigh
+from tests.trials import AMP, OneWeight, weigh
 from trials.ema import EMAWeights
 
 DECAY, INF = 0.9, float("inf")
@@ -28,23 +27,23 @@ class Averaged(OneWeight):
         averages: The averaged weight after every batch.
     """
 
-    def __init__(self, context: pytorch.PyTorchTrialContext, recipe: Recipe) -> None:
+    def __init__(self, context, recipe):
         super().__init__(context, recipe)
         self.ema = EMAWeights(self.model, self.amp, DECAY)
         self.averages: list[float] = []
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         reported = super().train_batch(batch, epoch_idx, batch_idx)
         self.ema.step()
         (average,) = self.ema.state_dict().values()
         self.averages.append(float(average))
         return reported
 
-    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+    def build_callbacks(self):
         return {**super().build_callbacks(), "ema": self.ema}
 
 
-def averages_of(weights: list[float]) -> Any:
+def averages_of(weights):
     """What diffusers' own `EMAModel` makes of these weights, one step each."""
     parameter = nn.Parameter(torch.ones(1, 1))
     average = EMAModel([parameter], decay=DECAY)
@@ -56,7 +55,7 @@ def averages_of(weights: list[float]) -> Any:
     return pytest.approx(made, rel=1.0e-6)
 
 
-def averaged(*models: nn.Module) -> tuple[MixedPrecision, list[Any], list[EMAWeights]]:
+def averaged(*models):
     """Mixed precision of some models, an optimizer for each, and their averages."""
     context: Any = Context()
     amp = MixedPrecision(context, AMP)
@@ -74,7 +73,7 @@ def averaged(*models: nn.Module) -> tuple[MixedPrecision, list[Any], list[EMAWei
     return amp, optimizers, averages
 
 
-def step(amp: MixedPrecision, optimizer: torch.optim.Optimizer) -> None:
+def step(amp, optimizer):
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad = torch.zeros_like(parameter)
     amp.scaler.scale(torch.ones(()))
@@ -83,7 +82,7 @@ def step(amp: MixedPrecision, optimizer: torch.optim.Optimizer) -> None:
 
 
 class TestAverage:
-    def test_skipped_step_moves_neither_the_average_nor_its_warm_up(self) -> None:
+    def test_skipped_step_moves_neither_the_average_nor_its_warm_up(self):
         trial: Any = weigh(
             [[1.0], [2.0], [INF], [0.5], [INF], [INF], [1.0]], trial=Averaged
         ).trial
@@ -95,7 +94,7 @@ class TestAverage:
         # Negative control: diffusers' own moves at every step, and ends elsewhere.
         assert [trial.averages[batch] for batch in range(7)] != averages_of(trial.trace)
 
-    def test_average_follows_the_optimizer_that_steps_its_model(self) -> None:
+    def test_average_follows_the_optimizer_that_steps_its_model(self):
         """Two optimizers, a step of the second: the average of the first's model
         stays.
         """
@@ -111,7 +110,7 @@ class TestAverage:
         # the first step is a copy
         assert averages[1].state_dict()["weight"].item() == 7.0
 
-    def test_average_survives_a_checkpoint(self) -> None:
+    def test_average_survives_a_checkpoint(self):
         first = weigh([[1.0], [2.0], [0.5]], trial=Averaged)
         saved = first.checkpoint["callbacks"]["ema"]
         assert [(key, float(value)) for key, value in saved.items()] == [

@@ -8,9 +8,6 @@ tolerance.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -39,7 +36,7 @@ LOUD = (
 )
 
 
-def trained_by_hand(config: experiment.Experiment) -> tuple[dict[str, Any], float]:
+def trained_by_hand(config):
     """What one would write without this repository: the weights, and the loss scale."""
     assert config.amp is not None
     torch.manual_seed(config.seed)
@@ -70,9 +67,7 @@ def trained_by_hand(config: experiment.Experiment) -> tuple[dict[str, Any], floa
     [("fp32", ()), ("bf16", ()), ("amp", LOUD)],
     ids=["fp32", "bf16", "fp16"],
 )
-def test_command_trains_as_torchs_own_loop(
-    name: str, overrides: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_command_trains_as_torchs_own_loop(name, overrides, tmp_path):
     path, changes = f"mlp/{name}.yaml", (*FOUR_EPOCHS, *overrides)
     raw = experiment.read_yaml(str(training.ROOT / "experiment_configs" / path))
     config = experiment.parse(with_overrides(raw, (*training.SMALL, *changes)), path)

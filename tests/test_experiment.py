@@ -13,9 +13,7 @@ import json
 import pickle
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -43,7 +41,7 @@ WINDOWS = {
 }
 
 
-def changed(values: Mapping[str, object]) -> Values:
+def changed(values):
     """The YAML with each value set at its dotted key, `hp` short for
     hyperparameters.
     """
@@ -53,7 +51,7 @@ def changed(values: Mapping[str, object]) -> Values:
     return config
 
 
-def problems_of(values: Mapping[str, object]) -> list[str]:
+def problems_of(values):
     """The problems of the changed YAML, again with `hp` for hyperparameters."""
     try:
         experiment.parse(changed(values), "test")
@@ -65,9 +63,7 @@ def problems_of(values: Mapping[str, object]) -> list[str]:
 
 
 @pytest.mark.parametrize(("path", "default"), [row[:2] for row in WITHOUT_EFFECT])
-def test_key_without_effect_is_an_error_unless_it_is_the_masters_default(
-    path: str, default: object
-) -> None:
+def test_key_without_effect_is_an_error_unless_it_is_the_masters_default(path, default):
     (problem,) = problems_of({path: "other"})
     assert problem.startswith(
         f"{path}: got 'other', which has no effect in Determined 0.38.1; "
@@ -149,9 +145,7 @@ def test_key_without_effect_is_an_error_unless_it_is_the_masters_default(
         (WINDOWS, None),
     ],
 )
-def test_mistake_is_the_one_problem_reported(
-    values: dict[str, object], problem: str | None
-) -> None:
+def test_mistake_is_the_one_problem_reported(values, problem):
     found = problems_of(values)
     assert len(found) == (problem is not None)
     assert all(each.startswith(problem or "") for each in found)
@@ -171,9 +165,7 @@ def test_mistake_is_the_one_problem_reported(
     ],
     ids=["of the library", "of the trial"],
 )
-def test_mistakes_of_all_sections_are_reported_together(
-    wrong: dict[str, object],
-) -> None:
+def test_mistakes_of_all_sections_are_reported_together(wrong):
     with pytest.raises(ConfigError) as caught:
         experiment.parse(changed(wrong), "test")
     keys = {problem.key for problem in caught.value.problems}
@@ -181,9 +173,7 @@ def test_mistakes_of_all_sections_are_reported_together(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "amp_bf16"])
-def test_scaler_settings_have_no_effect_in_a_precision_without_a_scaler(
-    precision: str,
-) -> None:
+def test_scaler_settings_have_no_effect_in_a_precision_without_a_scaler(precision):
     """One override switches the precision, here and on a cluster, which merges the
     override.
     """
@@ -200,13 +190,11 @@ def test_scaler_settings_have_no_effect_in_a_precision_without_a_scaler(
     assert problem.startswith("hp.amp.audit: got 3")
 
 
-def test_training_reads_every_section_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_reads_every_section_once(tmp_path, monkeypatch):
     """The trial, its `MixedPrecision` and `fit` take what the command has read."""
     read: Counter[str] = Counter()
 
-    def count(settings: object, *arguments: Any) -> bool:
+    def count(settings, *arguments):
         read[type(settings).__name__] += 1
         return fill(settings, *arguments)
 
@@ -223,14 +211,14 @@ def test_training_reads_every_section_once(
     }
 
 
-def test_experiment_for_another_process_takes_no_trial_along() -> None:
+def test_experiment_for_another_process_takes_no_trial_along():
     found = experiment.parse(changed({}), "test")
     again = pickle.loads(pickle.dumps(found))
     assert "factory" in vars(found).keys() - vars(again).keys()
     assert again.settings == found.settings
 
 
-def test_precision_of_the_command_line_may_be_in_quotes_as_in_the_yaml() -> None:
+def test_precision_of_the_command_line_may_be_in_quotes_as_in_the_yaml():
     changes = ["hyperparameters.amp.precision='amp_bf16'"]
     options = Namespace(config=str(_YAML), overrides=changes, precision=None)
     assert configuration_of(options) == changed({"hp.amp.precision": "amp_bf16"})
@@ -250,7 +238,7 @@ THEIRS = {
 
 
 @pytest.mark.parametrize("form", ["ours", "Determined's"])
-def test_replaced_settings_are_in_the_configuration(form: str) -> None:
+def test_replaced_settings_are_in_the_configuration(form):
     path = str(training.ROOT / "experiment_configs/mlp/amp.yaml")
     given = experiment.read_yaml(path) if form == "ours" else THEIRS
     made = experiment.experiment_in(given, "x")
@@ -275,7 +263,7 @@ def test_replaced_settings_are_in_the_configuration(form: str) -> None:
         "determined.exec.harness",
     ],
 )
-def test_launcher_of_determined_names_its_trial(program: str) -> None:
+def test_launcher_of_determined_names_its_trial(program):
     entrypoint = f"python3 -m {program} --trial tests.strangers:Stranger"
     for written in (entrypoint, entrypoint.split()):
         config = {"entrypoint": written, "searcher": {"max_length": {"batches": 4}}}
@@ -290,14 +278,14 @@ def test_launcher_of_determined_names_its_trial(program: str) -> None:
 @pytest.mark.parametrize(
     "words", ["python3 train.py", "python3 -m determined_amp find"]
 )
-def test_launcher_of_another_program_is_that_program(words: str) -> None:
+def test_launcher_of_another_program_is_that_program(words):
     entrypoint = f"python3 -m determined.launch.torch_distributed {words}"
     assert command_in(entrypoint)[1].trial is None
     ours = words.endswith("find")
     assert Task.of({"entrypoint": entrypoint}) == (Task(Verb.FIND) if ours else None)
 
 
-def test_entrypoint_with_an_unclosed_quotation_names_no_trial() -> None:
+def test_entrypoint_with_an_unclosed_quotation_names_no_trial():
     unclosed = "python3 -m determined_amp train --trial 'a"
     assert command_in(unclosed)[1].trial is None
 
@@ -306,12 +294,12 @@ def test_entrypoint_with_an_unclosed_quotation_names_no_trial() -> None:
     ("text", "length"),
     [("2 epochs", Length(epochs=2)), ("1 batches", Length(batches=1))],
 )
-def test_length_as_a_text_is_read_with_its_unit(text: str, length: Length) -> None:
+def test_length_as_a_text_is_read_with_its_unit(text, length):
     result = experiment.parse(changed({"hp.training.max_length": text}), "test")
     assert result.training.max_length == length
 
 
-def test_experiment_in_determineds_test_mode_trains_one_batch() -> None:
+def test_experiment_in_determineds_test_mode_trains_one_batch():
     made = _make_test_experiment_config(changed({}))
     result = experiment.parse(made, "test")
     batch = Length(batches=1)
@@ -323,7 +311,7 @@ def test_experiment_in_determineds_test_mode_trains_one_batch() -> None:
     assert not others
 
 
-def test_hyperparameters_of_the_searcher_replace_those_of_the_yaml() -> None:
+def test_hyperparameters_of_the_searcher_replace_those_of_the_yaml():
     """The master's JSON has 65536 for 65536.0. The ranges in the YAML are no mistake
     then.
     """
@@ -358,8 +346,8 @@ def test_hyperparameters_of_the_searcher_replace_those_of_the_yaml() -> None:
     ],
 )
 def test_steps_are_the_whole_accumulation_windows_of_the_run(
-    length: dict[str, int], aggregation_frequency: int, steps: int
-) -> None:
+    length, aggregation_frequency, steps
+):
     """An epoch is 11 batches; Determined steps after whole windows, which may span
     epochs.
     """
@@ -369,7 +357,7 @@ def test_steps_are_the_whole_accumulation_windows_of_the_run(
     assert hparams.steps(batches_per_epoch=11) == steps
 
 
-def test_epochs_that_end_within_an_accumulation_window_are_refused() -> None:
+def test_epochs_that_end_within_an_accumulation_window_are_refused():
     """Two epochs of 11 batches are five windows of four and two batches that would be
     lost.
     """
@@ -384,7 +372,7 @@ def test_epochs_that_end_within_an_accumulation_window_are_refused() -> None:
     assert len(caught.value.problems) == 3
 
 
-def test_overrides_set_nested_values_and_leave_their_input_alone() -> None:
+def test_overrides_set_nested_values_and_leave_their_input_alone():
     config = {"a": {"b": 1, "c": 2}, "d": [1]}
     before = copy.deepcopy(config)
     made = with_overrides(
@@ -410,7 +398,7 @@ def test_overrides_set_nested_values_and_leave_their_input_alone() -> None:
         ("s.t.u=1", "s.t.u: t is a value, not a section"),
     ],
 )
-def test_malformed_override_is_a_config_error(override: str, problem: str) -> None:
+def test_malformed_override_is_a_config_error(override, problem):
     with pytest.raises(ConfigError) as caught:
         with_overrides({"a": 1, "s": {"t": []}}, [override])
     assert str(caught.value).startswith(f"--config: {problem}")
@@ -419,6 +407,6 @@ def test_malformed_override_is_a_config_error(override: str, problem: str) -> No
 @pytest.mark.parametrize(
     "path", ["labels", "environment", "searcher.source_trial_id", "project"]
 )
-def test_key_that_only_determined_reads_is_accepted(path: str) -> None:
+def test_key_that_only_determined_reads_is_accepted(path):
     config = with_overrides(yaml.safe_load(_YAML.read_text()), [f"{path}=1"])
     assert experiment.parse(config, "test").config

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from determined_amp.amp.errors import ConfigError
@@ -14,7 +12,7 @@ from tests import strangers
 from tests.training import STRANGE, problems_of
 
 
-def made(name: str) -> Any:
+def made(name):
     with open_trial(
         experiment_in(STRANGE, "test", trial=f"tests.strangers:{name}")
     ) as found:
@@ -23,15 +21,15 @@ def made(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["Stranger", "make", "WithDefaults"])
-def test_class_or_function_makes_a_trial_of_the_context_alone(name: str) -> None:
+def test_class_or_function_makes_a_trial_of_the_context_alone(name):
     assert type(made(name)) in (strangers.Stranger, strangers.WithDefaults)
 
 
-def test_second_required_argument_is_the_hyperparameters() -> None:
+def test_second_required_argument_is_the_hyperparameters():
     assert made("WithHparams").given == {"lr": 0.1}
 
 
-def test_trial_that_pops_its_hyperparameters_leaves_those_of_the_experiment() -> None:
+def test_trial_that_pops_its_hyperparameters_leaves_those_of_the_experiment():
     with open_trial(
         experiment_in(STRANGE, "test", trial="tests.strangers:Greedy")
     ) as found:
@@ -40,7 +38,7 @@ def test_trial_that_pops_its_hyperparameters_leaves_those_of_the_experiment() ->
     assert STRANGE["hyperparameters"] == {"lr": 0.1}
 
 
-def test_hparams_of_a_trial_that_are_no_settings_class_are_left_alone() -> None:
+def test_hparams_of_a_trial_that_are_no_settings_class_are_left_alone():
     made = parse(STRANGE, "test", trial="tests.strangers:WithMarkers")
     assert made.hparams is None
 
@@ -57,20 +55,18 @@ def test_hparams_of_a_trial_that_are_no_settings_class_are_left_alone() -> None:
         ("SAMPLES", "is not a PyTorchTrial"),
     ],
 )
-def test_trial_that_cannot_be_made_is_refused_before_anything_starts(
-    name: str, words: str
-) -> None:
+def test_trial_that_cannot_be_made_is_refused_before_anything_starts(name, words):
     (problem,) = problems_of(STRANGE, trial=f"tests.strangers:{name}")
     assert problem.startswith(f"--trial: got 'tests.strangers:{name}', which ")
     assert words in problem
 
 
-def test_function_that_makes_no_trial_is_named() -> None:
+def test_function_that_makes_no_trial_is_named():
     with pytest.raises(ConfigError, match="make_nothing: made NoneType"):
         made("make_nothing")
 
 
-def test_name_with_a_dot_is_looked_up_in_the_class() -> None:
+def test_name_with_a_dot_is_looked_up_in_the_class():
     with pytest.raises(ValueError, match="which is not a PyTorchTrial"):
         load_factory("tests.strangers:WithMarkers.Hparams")
     with pytest.raises(ValueError, match="'Stranger' has no attribute 'Nope'"):

@@ -15,7 +15,7 @@ from determined_amp.experiment.failures import fault_in_16_bits, faults_of_the_t
 layer, points, rows = nn.Linear(4, 4), torch.ones(6, 4), torch.tensor([0, 2])
 
 
-def island(operation: Callable[[torch.Tensor], Any]) -> Any:
+def island(operation):
     """Of a 16-bit tensor, where autocast is off."""
     hidden = layer(points)
     with torch.autocast("cpu", enabled=False):
@@ -55,7 +55,7 @@ IN_FLOAT32_ALONE: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("operation", IN_FLOAT32_ALONE)
-def test_error_in_16_bits_alone_is_explained_with_its_line(operation: str) -> None:
+def test_error_in_16_bits_alone_is_explained_with_its_line(operation):
     fault, code = IN_FLOAT32_ALONE[operation]
     code()
     with (
@@ -79,22 +79,20 @@ def test_error_in_16_bits_alone_is_explained_with_its_line(operation: str) -> No
     ],
     ids=["shape", "double", "class", "mean of integers"],
 )
-def test_error_that_float32_has_too_is_left_to_its_traceback(
-    code: Callable[[], Any],
-) -> None:
+def test_error_that_float32_has_too_is_left_to_its_traceback(code):
     with pytest.raises(Exception) as error:  # noqa: PT011
         code()
     assert fault_in_16_bits(error.value) is None
 
 
-def test_error_that_the_trial_raises_itself_keeps_its_words() -> None:
+def test_error_that_the_trial_raises_itself_keeps_its_words():
     words = "expected torch.float16 weights"
     with pytest.raises(RuntimeError, match=words) as caught, faults_of_the_trial():
         raise RuntimeError(words)
     assert not isinstance(caught.value, UserError)
 
 
-def test_error_of_torch_in_16_bits_says_what_to_write() -> None:
+def test_error_of_torch_in_16_bits_says_what_to_write():
     """Negative control: the same block replaces the words of torch."""
     half = torch.ones(1, dtype=torch.float16)
     with pytest.raises(UserError, match=r"one dtype for both"), faults_of_the_trial():

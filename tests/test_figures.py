@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
-from matplotlib.axes import Axes
 
 from determined_amp.report.page import Panel, as_png, draw_panels
 from determined_amp.report.precision_report import change_panels
 from tests.precisions import CPU, LOST, comparison_of, run, seeds
 
 
-def numbers(values: Any) -> list[float]:
+def numbers(values):
     return [float(number) for number in values]
 
 
-def lines_in(axes: Axes) -> list[tuple[Any, Any]]:
+def lines_in(axes):
     drawn = axes.get_lines()
     return [(numbers(line.get_xdata()), numbers(line.get_ydata())) for line in drawn]
 
 
-def test_panels_have_their_dots() -> None:
+def test_panels_have_their_dots():
     curve = Panel("loss", "batches", [(1, 0.5), (2, 0.25)])
     dots = Panel("accuracy", "learning_rate", [(0.1, 0.9)], line="")
     axes, others = draw_panels([curve, dots]).axes
@@ -31,7 +28,7 @@ def test_panels_have_their_dots() -> None:
     assert [each.get_linestyle() for each in others.get_lines()] == ["None"]
 
 
-def test_change_of_a_precision_has_its_interval_over_the_margin() -> None:
+def test_change_of_a_precision_has_its_interval_over_the_margin():
     """Differences of the accuracy 0, -0.01 and 0: mean -0.0033, deviation 0.0058."""
     base = seeds("fp32", (0.90, 0.91, 0.92), speed=1000.0)
     amp = seeds("amp_bf16", (0.90, 0.90, 0.92), speed=2000.0)
@@ -58,6 +55,6 @@ def test_change_of_a_precision_has_its_interval_over_the_margin() -> None:
         [run("fp32"), run("amp_fp16", last_batch=60, end=LOST)],
     ],
 )
-def test_comparison_that_tells_little_is_drawn(runs: list[Any]) -> None:
+def test_comparison_that_tells_little_is_drawn(runs):
     found = comparison_of(*runs)
     assert as_png(draw_panels(change_panels(found.pairs, found.metric)))

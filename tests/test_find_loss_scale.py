@@ -4,9 +4,6 @@ trial.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -22,7 +19,7 @@ Batch = dict[str, torch.Tensor]
 class Classifier(nn.Module):
     """Called and answering as the models of Hugging Face are."""
 
-    def __init__(self, gain: float = 1.0) -> None:
+    def __init__(self, gain=1.0):
         super().__init__()
         self.layers = nn.Sequential(
             nn.Linear(16, 32),
@@ -33,9 +30,7 @@ class Classifier(nn.Module):
         )
         self.gain = gain
 
-    def forward(
-        self, inputs: torch.Tensor, labels: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
+    def forward(self, inputs, labels):
         logits = self.layers(inputs)
         return {
             "loss": self.gain * functional.cross_entropy(logits, labels),
@@ -43,12 +38,12 @@ class Classifier(nn.Module):
         }
 
 
-def model(gain: float = 1.0) -> Classifier:
+def model(gain=1.0):
     torch.manual_seed(0)
     return Classifier(gain)
 
 
-def batches(count: int = 2) -> list[Batch]:
+def batches(count=2):
     generator = torch.Generator().manual_seed(1)
     return [
         {
@@ -59,8 +54,8 @@ def batches(count: int = 2) -> list[Batch]:
     ]
 
 
-def loss_of(net: Classifier) -> Callable[[Batch], torch.Tensor]:
-    def loss(batch: Batch) -> torch.Tensor:
+def loss_of(net):
+    def loss(batch):
         answer: dict[str, torch.Tensor] = net(**batch)
         return answer["loss"]
 
@@ -68,7 +63,7 @@ def loss_of(net: Classifier) -> Callable[[Batch], torch.Tensor]:
 
 
 class TestAnswer:
-    def test_answer_prints_as_on_the_command_line(self) -> None:
+    def test_answer_prints_as_on_the_command_line(self):
         net = model(gain=1000.0)
         found = find_loss_scale(net, loss_of(net), batches(), init_scale=2.0**20)
         text = str(found)
@@ -76,14 +71,12 @@ class TestAnswer:
         assert "from 2^16, 9 steps are skipped" in text
         assert f"torch.amp.GradScaler(..., init_scale={found.init_scale})" in text
 
-    def test_model_in_evaluation_mode_is_measured_in_training_mode_and_put_back(
-        self,
-    ) -> None:
+    def test_model_in_evaluation_mode_is_measured_in_training_mode_and_put_back(self):
         net = model().eval()
         net.layers[4].train()
         seen: list[bool] = []
 
-        def loss(batch: Batch) -> torch.Tensor:
+        def loss(batch):
             seen.append(net.layers[1].training)
             return loss_of(net)(batch)
 
@@ -102,17 +95,15 @@ class TestErrors:
         ],
         ids=["a dict", "logits", "no gradient"],
     )
-    def test_loss_function_that_returns_no_loss_is_refused(
-        self, returned: Any, said: str
-    ) -> None:
+    def test_loss_function_that_returns_no_loss_is_refused(self, returned, said):
         net = model()
         with pytest.raises(ConfigError, match=said):
             find_loss_scale(net, lambda batch: returned(net, batch), batches())
 
     @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
     def test_impossible_init_scale_and_an_empty_list_of_batches_are_refused(
-        self, scale: float
-    ) -> None:
+        self, scale
+    ):
         net = model()
         with pytest.raises(LossScaleError, match="init_scale: got"):
             find_loss_scale(net, loss_of(net), batches(), init_scale=scale)

@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -17,24 +16,22 @@ from benchmarks.small_trials import (
     DeepPlain,
     Float16Loss,
     PreNormTransformer,
-    SmallTrial,
     SummedLoss,
 )
 from determined_amp import __main__ as door
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.finder.scale_finding import (
-    ScaleFinding,
     Verdict,
     find_range,
 )
 from determined_amp.finder.scale_score import choice_of
-from tests.loss_scale import ALL, Context, Trial, looked_at, skipped_steps
+from tests.loss_scale import ALL, looked_at, skipped_steps
 from tests.training import arguments, run_small
 
 Batches = Sequence[Rehearsal]
 
 
-def measured_first_overflow(batches: Batches) -> int:
+def measured_first_overflow(batches):
     """Not found from the prediction, but by halving an interval; overflow is
     monotone.
     """
@@ -51,12 +48,8 @@ def measured_first_overflow(batches: Batches) -> int:
 class TestRange:
     @pytest.mark.parametrize("steps", [0, 3])
     @pytest.mark.parametrize("trial", ALL)
-    def test_first_overflowing_power_of_two_is_exact(
-        self, trial: Trial, steps: int
-    ) -> None:
-        def work(
-            small: SmallTrial, context: Context, batches: Batches
-        ) -> tuple[int, int]:
+    def test_first_overflowing_power_of_two_is_exact(self, trial, steps):
+        def work(small, context, batches):
             found = find_range(batches, context.distributed)
             return found.top_log2 + 1, measured_first_overflow(batches)
 
@@ -64,9 +57,7 @@ class TestRange:
         assert found == measured
 
     @pytest.mark.parametrize("trial", ALL)
-    def test_two_rehearsals_in_float16_confirm_the_predicted_top(
-        self, trial: Trial
-    ) -> None:
+    def test_two_rehearsals_in_float16_confirm_the_predicted_top(self, trial):
         """One at the top, and one a bit above it."""
         scales = found_in_four(trial).scales
         assert len([one for one in scales if one.overflow is not None]) == 2
@@ -74,17 +65,17 @@ class TestRange:
 
 class TestChoice:
     @pytest.mark.parametrize("trial", ALL)
-    def test_choice_trains_twenty_steps_without_a_skip(self, trial: Trial) -> None:
+    def test_choice_trains_twenty_steps_without_a_skip(self, trial):
         found = found_in_four(trial)
         assert found.choice_log2 is not None
         assert skipped_steps(trial, 20, init_scale=2.0**found.choice_log2) == 0
 
 
 @cache
-def found_in_four(trial: Trial) -> ScaleFinding:
+def found_in_four(trial):
     """In the first four batches of a trial as it is."""
 
-    def work(small: SmallTrial, context: Context, batches: Batches) -> ScaleFinding:
+    def work(small, context, batches):
         return find_range(batches, context.distributed)
 
     return looked_at(trial, work, batches=4)
@@ -100,7 +91,7 @@ def found_in_four(trial: Trial) -> ScaleFinding:
         (DeepPlain, Verdict.BF16),
     ],
 )
-def test_verdict_of_the_small_trials(trial: Trial, verdict: Verdict) -> None:
+def test_verdict_of_the_small_trials(trial, verdict):
     """Each of the forty layers of `DeepPlain` shrinks the gradient: no range is safe.
 
     The first ones train on what the last ones overflow at.
@@ -115,8 +106,8 @@ def test_verdict_of_the_small_trials(trial: Trial, verdict: Verdict) -> None:
 
 class TestCommand:
     def test_find_prints_range_verdict_and_lines_and_writes_json(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+        self, tmp_path, capsys
+    ):
         data = tmp_path / "finding.json"
         assert door.run(["find", *arguments("mlp/amp.yaml"), "--json", str(data)]) == 0
         printed = capsys.readouterr().out
@@ -127,7 +118,7 @@ class TestCommand:
         assert written["verdict"] == "default is fine"
         assert written["top_log2"] == top
 
-    def test_find_starts_from_a_checkpoint(self, tmp_path: Path) -> None:
+    def test_find_starts_from_a_checkpoint(self, tmp_path):
         run = run_small("mlp/amp.yaml", tmp_path / "run")
         findings = []
         for options in ([], ["--checkpoint", str(run)]):

@@ -8,7 +8,6 @@ operations compute a factor of their derivative in 16 bits, which no loss scale 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ Train = Callable[[nn.Module, torch.amp.GradScaler, float], None]
 Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
-def autocast() -> Any:
+def autocast():
     return torch.autocast("cpu", dtype=torch.float16)
 
 
@@ -40,12 +39,12 @@ class Swish(torch.autograd.Function):
     """With a backward written by hand, which fills a buffer in place."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x):
         ctx.save_for_backward(x)
         return x * torch.sigmoid(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx, *gradients):
         (x,) = ctx.saved_tensors
         sigmoid = torch.sigmoid(x)
         result = torch.zeros_like(x)
@@ -53,11 +52,11 @@ class Swish(torch.autograd.Function):
         return result
 
 
-def rms_norm(x: torch.Tensor) -> torch.Tensor:
+def rms_norm(x):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
-def in_place(x: torch.Tensor) -> torch.Tensor:
+def in_place(x):
     y = x.clone()
     y[:, ::2] *= 3
     y.clamp_(min=-1)
@@ -86,16 +85,16 @@ OPERATIONS: dict[str, Operation] = {
 class Around(nn.Module):
     """An operation between two layers."""
 
-    def __init__(self, operation: Operation) -> None:
+    def __init__(self, operation):
         super().__init__()
         self.first, self.operation = nn.Linear(WIDTH, WIDTH), operation
         self.last = nn.Linear(WIDTH, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.operation(self.first(x)))  # type: ignore[no-any-return]
+    def forward(self, x):
+        return self.last(self.operation(self.first(x)))
 
 
-def outputs(model: nn.Module, x: torch.Tensor | None = None) -> torch.Tensor:
+def outputs(model, x=None):
     """Of inputs, by default random ones, in float16; handed on in float32."""
     with autocast():
         found: torch.Tensor = model(
@@ -104,12 +103,12 @@ def outputs(model: nn.Module, x: torch.Tensor | None = None) -> torch.Tensor:
     return found
 
 
-def regression(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
+def regression(model, scaler, factor):
     loss = (outputs(model, torch.randn(SAMPLES, WIDTH)) - 0.3).square().mean() * factor
-    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+    scaler.scale(loss).backward()
 
 
-def physics(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
+def physics(model, scaler, factor):
     """A PINN: second derivatives by the coordinates, which are leaves that get a
     gradient, too.
     """
@@ -119,10 +118,10 @@ def physics(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> No
         (slope,) = torch.autograd.grad(u.float().sum(), x, create_graph=True)
         (bend,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
         loss = (bend.sum(1) + torch.sin(u.sum(1))).square().mean() * factor
-    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+    scaler.scale(loss).backward()
 
 
-def penalty(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
+def penalty(model, scaler, factor):
     """A gradient penalty as PyTorch's own recipe for AMP has it: of a scaled loss,
     unscaled.
     """
@@ -133,22 +132,22 @@ def penalty(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> No
     gradients = [gradient / scaler.get_scale() for gradient in scaled]
     with autocast():
         total = sum((gradient.square().sum() for gradient in gradients), loss)
-    scaler.scale(total * factor).backward()  # type: ignore[no-untyped-call]
+    scaler.scale(total * factor).backward()
 
 
-def two_losses(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
+def two_losses(model, scaler, factor):
     output = outputs(model)
-    scaler.scale(output.square().mean() * factor).backward(retain_graph=True)  # type: ignore[no-untyped-call]
-    scaler.scale((output - 3).abs().sum() * factor).backward()  # type: ignore[no-untyped-call]
+    scaler.scale(output.square().mean() * factor).backward(retain_graph=True)
+    scaler.scale((output - 3).abs().sum() * factor).backward()
 
 
-def adversarial(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
+def adversarial(model, scaler, factor):
     """The gradient of the input is a thousand times that of any parameter."""
     x = (torch.rand(SAMPLES, WIDTH) * 1e-3).requires_grad_()
-    scaler.scale(outputs(model, x * 1e3).square().mean() * factor).backward()  # type: ignore[no-untyped-call]
+    scaler.scale(outputs(model, x * 1e3).square().mean() * factor).backward()
 
 
-def half_loss(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
+def half_loss(model, scaler, factor):
     """The scale itself is cast to float16."""
     with autocast():
         loss = model(torch.rand(SAMPLES, WIDTH)).abs().mean() * factor
@@ -164,10 +163,10 @@ LOOPS: dict[str, Train] = {
 }
 
 
-def rehearsal(model: nn.Module, train: Train, factor: float) -> Rehearsal:
+def rehearsal(model, train, factor):
     """A batch of one of these loops; its values are the same every time."""
 
-    def train_at(scale: float | None) -> None:
+    def train_at(scale):
         assert scale is not None
         torch.manual_seed(1)
         train(model, torch.amp.GradScaler("cpu", init_scale=scale), factor)
@@ -175,16 +174,16 @@ def rehearsal(model: nn.Module, train: Train, factor: float) -> Rehearsal:
     return Rehearsal(train_at, [model])
 
 
-def model_of(name: str) -> nn.Module:
+def model_of(name):
     torch.manual_seed(0)
     return Around(OPERATIONS.get(name, torch.tanh))
 
 
-def rehearsed(name: str, factor: float) -> list[Rehearsal]:
+def rehearsed(name, factor):
     return [rehearsal(model_of(name), LOOPS.get(name, regression), factor)]
 
 
-def first_overflow(name: str, factor: float) -> int:
+def first_overflow(name, factor):
     """log2 of the smallest power of two at which a parameter's gradient is not
     finite.
     """
@@ -199,7 +198,7 @@ def first_overflow(name: str, factor: float) -> int:
     return fails
 
 
-def is_finite(model: nn.Module, train: Train, factor: float, scale_log2: int) -> bool:
+def is_finite(model, train, factor, scale_log2):
     """Whether all gradients of parameters are, in float16 at a loss scale."""
     torch.manual_seed(1)
     model.zero_grad()
@@ -210,6 +209,6 @@ def is_finite(model: nn.Module, train: Train, factor: float, scale_log2: int) ->
 
 @pytest.mark.parametrize("factor", [1.0, 1e-6])
 @pytest.mark.parametrize("name", [*OPERATIONS, *LOOPS])
-def test_first_overflow_is_exact(name: str, factor: float) -> None:
+def test_first_overflow_is_exact(name, factor):
     found = find_range(rehearsed(name, factor), OneSlot())
     assert found.top_log2 + 1 == first_overflow(name, factor)

@@ -4,14 +4,12 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.slots import OneSlot
 from determined_amp.finder.model import rehearsal_of
 from determined_amp.finder.scale_finding import Verdict, find_range
@@ -24,7 +22,7 @@ class Bert(nn.Module):
     uniform.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding, self.norm = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH)
         layer = nn.TransformerEncoderLayer(
@@ -38,30 +36,28 @@ class Bert(nn.Module):
             elif "norm" not in name:
                 nn.init.zeros_(parameter)
 
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return self.head(self.encoder(self.norm(self.embedding(words)))[:, 0])  # type: ignore[no-any-return]
+    def forward(self, words):
+        return self.head(self.encoder(self.norm(self.embedding(words)))[:, 0])
 
 
-def bert_batch() -> Rehearsal:
+def bert_batch():
     torch.manual_seed(0)
     model = Bert()
     words, labels = torch.randint(0, WORDS, (8, TOKENS)), torch.randint(0, 2, (8,))
 
-    def loss(words: torch.Tensor) -> torch.Tensor:
+    def loss(words):
         return functional.cross_entropy(model(words), labels)
 
     return rehearsal_of(model, loss, words, torch.device("cpu"))
 
 
-def gradients(
-    rehearsal: Rehearsal, scale_log2: float, dtype: torch.dtype | None
-) -> list[torch.Tensor]:
+def gradients(rehearsal, scale_log2, dtype):
     """The parameters' gradients of a rehearsal, without the scale."""
     (model,) = rehearsal.models
     kept: list[torch.Tensor] = []
 
     @contextmanager
-    def keeping() -> Iterator[None]:
+    def keeping():
         yield
         kept.extend(
             p.grad.double() / 2.0**scale_log2
@@ -73,7 +69,7 @@ def gradients(
     return kept
 
 
-def gradient_error(rehearsal: Rehearsal, scale_log2: float) -> float:
+def gradient_error(rehearsal, scale_log2):
     """The mean over the parameters of the relative error in float16, at most 1 each."""
     exact = gradients(rehearsal, 0, torch.float32)
     scaled = gradients(rehearsal, scale_log2, None)
@@ -85,9 +81,7 @@ def gradient_error(rehearsal: Rehearsal, scale_log2: float) -> float:
     return sum(errors) / len(exact)
 
 
-def test_gradients_of_attention_are_as_good_at_the_ranges_low_end_as_at_its_top() -> (
-    None
-):
+def test_gradients_of_attention_are_as_good_at_the_ranges_low_end_as_at_its_top():
     batch = bert_batch()
     found = find_range([batch], OneSlot())
     assert found.verdict is Verdict.DEFAULT

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,24 +42,24 @@ from tests.harness import same_bits
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory):
     """A run with checkpoints after 8 (the best) or 12 batches; copied by `run`."""
     return training.run_small("mlp/bf16.yaml", tmp_path_factory.mktemp("finished"))
 
 
 @pytest.fixture
-def run(finished: Path, tmp_path: Path) -> Path:
+def run(finished, tmp_path):
     return Path(shutil.copytree(finished, tmp_path / "run", symlinks=True))
 
 
-def content(folder: Path) -> dict[str, bytes]:
+def content(folder):
     """Every file of a run folder but its log and its lock."""
     files = (path for path in folder.rglob("*") if path.is_file())
     kept = (path for path in files if path.name not in ("log.txt", ".lock"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in kept}
 
 
-def storage_in(folder: Path, *best: int) -> LocalCheckpoints:
+def storage_in(folder, *best):
     """The checkpoints of a run of one process; those after so many batches are the best
     so far.
     """
@@ -68,17 +67,17 @@ def storage_in(folder: Path, *best: int) -> LocalCheckpoints:
     return LocalCheckpoints(core.DummyDistributedContext(), folder, reports)
 
 
-def names_in(folder: Path) -> list[str]:
+def names_in(folder):
     return [path.name for path in complete_checkpoints(folder)]
 
 
-def say(checkpoint: Path, **changes: object) -> None:
+def say(checkpoint, **changes):
     """Change what the metadata of a checkpoint say."""
     file = checkpoint / "metadata.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-def flip_a_bit(file: Path) -> None:
+def flip_a_bit(file):
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -93,17 +92,13 @@ class TestRefusedResume:
             "hyperparameters.training.max_length.batches=4",  # 12 are trained
         ],
     )
-    def test_refused_resume_changes_nothing(
-        self, run: Path, change: str, refusal: Callable[..., str]
-    ) -> None:
+    def test_refused_resume_changes_nothing(self, run, change, refusal):
         before = content(run)
         said = refusal("train", "--resume", str(run), "--config", change)
         assert content(run) == before
         assert len(said.splitlines()) == 1
 
-    def test_resume_in_another_width_counts_what_does_not_fit(
-        self, run: Path, refusal: Callable[..., str]
-    ) -> None:
+    def test_resume_in_another_width_counts_what_does_not_fit(self, run, refusal):
         change = "hyperparameters.hidden_features=24"
         said = refusal("train", "--resume", str(run), "--config", change)
         assert ": size mismatch for " in said
@@ -130,13 +125,8 @@ class TestRefusedResume:
         ],
     )
     def test_resume_of_a_damaged_run_is_refused_and_changes_nothing(
-        self,
-        run: Path,
-        file: str,
-        text: bytes | None,
-        words: str,
-        refusal: Callable[..., str],
-    ) -> None:
+        self, run, file, text, words, refusal
+    ):
         for checkpoint in complete_checkpoints(run / "checkpoints"):
             (checkpoint / file).unlink(missing_ok=True)
             if text is not None:
@@ -146,8 +136,8 @@ class TestRefusedResume:
         assert content(run) == before
 
     def test_resume_with_another_kind_of_optimizer_is_refused(
-        self, run: Path, monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str]
-    ) -> None:
+        self, run, monkeypatch, refusal
+    ):
         """Torch loads its state; some kinds then fail in their first step."""
         sgd = torch.optim.SGD
         monkeypatch.setattr(
@@ -163,16 +153,12 @@ class TestRefusedResume:
 
     @pytest.mark.parametrize("states", [0, 2])
     def test_resume_with_more_or_fewer_optimizers_is_refused(
-        self,
-        run: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        refusal: Callable[..., str],
-        states: int,
-    ) -> None:
+        self, run, monkeypatch, refusal, states
+    ):
         """Determined loads the states of the first ones."""
         load = torch.load
 
-        def with_other_states(*args: Any, **kwargs: Any) -> Any:
+        def with_other_states(*args, **kwargs):
             saved = load(*args, **kwargs)
             saved["optimizers_state_dict"] = saved["optimizers_state_dict"] * states
             return saved
@@ -184,8 +170,8 @@ class TestRefusedResume:
 
 class TestDamagedCheckpoint:
     def test_resume_falls_back_to_the_checkpoint_before_a_damaged_one(
-        self, run: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+        self, run, caplog
+    ):
         (newest,) = complete_checkpoints(run / "checkpoints")[-1:]
         older = newest.with_name("batch-00000004")
         shutil.copytree(newest, older)
@@ -196,9 +182,7 @@ class TestDamagedCheckpoint:
         assert Resume.latest(run) == Resume(older.name, 4)
         assert "has changed; trying the checkpoint before it" in caplog.text
 
-    def test_leftovers_of_a_killed_process_go_when_another_goes_on(
-        self, tmp_path: Path
-    ) -> None:
+    def test_leftovers_of_a_killed_process_go_when_another_goes_on(self, tmp_path):
         """Who only reads a checkpoint takes nothing away: another process may write
         one.
         """
@@ -209,9 +193,7 @@ class TestDamagedCheckpoint:
         storage_in(tmp_path)
         assert not [*tmp_path.iterdir()]
 
-    def test_newest_best_and_newest_finite_weights_are_kept(
-        self, tmp_path: Path
-    ) -> None:
+    def test_newest_best_and_newest_finite_weights_are_kept(self, tmp_path):
         storage = storage_in(tmp_path, 2, 4)
         kept_after = ([1], [2], [2, 3], [4], [4, 5], [4, 5, 6], [4, 5, 7])
         # A resume has passed over that after 99 batches.
@@ -221,9 +203,7 @@ class TestDamagedCheckpoint:
                 torch.save({}, folder / "state_dict.pth")
             assert names_in(tmp_path) == [f"batch-{number:08d}" for number in kept]
 
-    def test_weights_that_are_not_finite_are_passed_over_by_a_resume(
-        self, run: Path
-    ) -> None:
+    def test_weights_that_are_not_finite_are_passed_over_by_a_resume(self, run):
         for checkpoint in complete_checkpoints(run / "checkpoints"):
             assert read_metadata(checkpoint)["finite"] is True
             say(checkpoint, finite=False)
@@ -231,9 +211,7 @@ class TestDamagedCheckpoint:
             Resume.latest(run)
 
 
-def test_full_disk_during_a_checkpoint_leaves_the_one_before(
-    tmp_path: Path, refusal: Callable[..., str]
-) -> None:
+def test_full_disk_during_a_checkpoint_leaves_the_one_before(tmp_path, refusal):
     """Torch's writer, in C++, raises a RuntimeError that says nothing of a disk.
 
     The weights are the largest file of the run.
@@ -268,8 +246,8 @@ def test_full_disk_during_a_checkpoint_leaves_the_one_before(
     ],
 )
 def test_folder_that_no_run_can_use_is_a_sentence(
-    there: str, folder: str, words: str, tmp_path: Path, refusal: Callable[..., str]
-) -> None:
+    there, folder, words, tmp_path, refusal
+):
     if there.endswith("/"):
         (tmp_path / there).mkdir()
     else:
@@ -279,9 +257,7 @@ def test_folder_that_no_run_can_use_is_a_sentence(
     assert there.endswith("/") or (tmp_path / there).read_text() == "mine"
 
 
-def test_folder_of_a_run_that_was_killed_before_its_first_checkpoint_is_taken(
-    tmp_path: Path,
-) -> None:
+def test_folder_of_a_run_that_was_killed_before_its_first_checkpoint_is_taken(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with training.killed_in_batch(2):
         training.run_small("mlp/bf16.yaml", tmp_path)
@@ -293,7 +269,7 @@ def test_folder_of_a_run_that_was_killed_before_its_first_checkpoint_is_taken(
 class TestFilesTogether:
     """What a command writes is whole, or as it was before."""
 
-    def test_files_on_a_full_disk_leave_nothing(self, tmp_path: Path) -> None:
+    def test_files_on_a_full_disk_leave_nothing(self, tmp_path):
         named = pytest.raises(OSError, match=r"too large.*\.a\.partial")
         with training.no_file_larger_than(1000), named:
             write_together({tmp_path / "a": [b"x" * 10_000]})
@@ -305,7 +281,7 @@ class TestErrorOfAFile:
     elsewhere.
     """
 
-    def test_error_without_a_path_is_known_by_its_number(self, tmp_path: Path) -> None:
+    def test_error_without_a_path_is_known_by_its_number(self, tmp_path):
         """The error of a write to an open file has no name in it."""
         with (
             pytest.raises(OSError, match="No space left") as full,
@@ -318,7 +294,7 @@ class TestErrorOfAFile:
         )
 
 
-def test_second_process_is_told_which_one_writes(tmp_path: Path) -> None:
+def test_second_process_is_told_which_one_writes(tmp_path):
     with training.locked_by_another_process(tmp_path) as number:
         refused = pytest.raises(UserError, match=f"process {number} is running this")
         with refused, RunFolder(tmp_path).locked():
@@ -327,7 +303,7 @@ def test_second_process_is_told_which_one_writes(tmp_path: Path) -> None:
         pass
 
 
-def test_part_whose_batches_are_trained_again_is_forgotten(tmp_path: Path) -> None:
+def test_part_whose_batches_are_trained_again_is_forgotten(tmp_path):
     yaml_of_mlp = str(training.ROOT / "experiment_configs/mlp/amp.yaml")
     experiment = parse(read_yaml(yaml_of_mlp), yaml_of_mlp)
     for first_batch in (0, 8, 12, 8):
@@ -350,16 +326,14 @@ def test_part_whose_batches_are_trained_again_is_forgotten(tmp_path: Path) -> No
         ("größe 1.5", "größe 1.5"),
     ],
 )
-def test_name_of_a_run_is_one_folder_inside_the_root(
-    tmp_path: Path, name: str, folder: str
-) -> None:
+def test_name_of_a_run_is_one_folder_inside_the_root(tmp_path, name, folder):
     made = fresh_folder(tmp_path, name)
     assert made.parent.parent == tmp_path
     assert made.parent.name == folder
     assert fresh_folder(tmp_path, name) != made  # in the same second
 
 
-def test_parameters_and_buffers_that_are_not_finite_are_named() -> None:
+def test_parameters_and_buffers_that_are_not_finite_are_named():
     model = torch.nn.BatchNorm1d(2)
     assert _not_finite([model]) == set()
     assert model.running_mean is not None
@@ -373,8 +347,8 @@ def test_parameters_and_buffers_that_are_not_finite_are_named() -> None:
 
 
 def test_reports_after_a_checkpoint_are_forgotten_and_that_of_its_batch_is_kept(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     folder = RunFolder(tmp_path)
     for batches in (2, 4, 6):
         folder.append_metrics({"group": "training", "batches": batches})
@@ -382,9 +356,7 @@ def test_reports_after_a_checkpoint_are_forgotten_and_that_of_its_batch_is_kept(
     assert [line["batches"] for line in training.metrics(tmp_path)] == [2, 4]
 
 
-def test_reports_on_a_full_disk_are_all_kept_when_some_are_forgotten(
-    tmp_path: Path,
-) -> None:
+def test_reports_on_a_full_disk_are_all_kept_when_some_are_forgotten(tmp_path):
     folder = RunFolder(tmp_path)
     for batches in range(8):
         folder.append_metrics({"group": "training", "batches": batches})
@@ -396,8 +368,8 @@ def test_reports_on_a_full_disk_are_all_kept_when_some_are_forgotten(
 
 
 def test_code_in_a_checkpoint_is_that_of_the_directory_without_packages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     here = tmp_path / "here"
     names = ("model.py", "parts/layer.py")
     packages = ("env/lib/site-packages/a.py", "env/dist-packages/b.py")
@@ -412,9 +384,7 @@ def test_code_in_a_checkpoint_is_that_of_the_directory_without_packages(
     assert {path.as_posix() for path in copied} == {*names}
 
 
-def test_commit_of_a_run_tells_whether_files_were_changed_since(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commit_of_a_run_tells_whether_files_were_changed_since(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert Machine.of_this_process().versions["commit"] is None
     (tmp_path / "model.py").touch()

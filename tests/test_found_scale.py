@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
 
 import pytest
 import yaml
@@ -43,12 +42,12 @@ RUN = FinderRun(
 FOUND = FoundScale(FINDING, RUN)
 
 
-def found(**changes: Any) -> FoundScale:
+def found(**changes):
     """Another finding of the same run."""
     return FoundScale(dataclasses.replace(FINDING, **changes), RUN)
 
 
-def of_run(same: FoundScale = FOUND, **changes: Any) -> FoundScale:
+def of_run(same=FOUND, **changes):
     """The same finding of another run."""
     return FoundScale(same.finding, dataclasses.replace(RUN, **changes))
 
@@ -62,12 +61,12 @@ HOPELESS = found(
 )
 
 
-def test_text_on_a_fine_default_has_no_lines_to_paste() -> None:
+def test_text_on_a_fine_default_has_no_lines_to_paste():
     assert str(FINE).endswith("\n".join(scale_sentences(FINE.finding)))
     assert FINE.finding.answer_log2 == 16
 
 
-def test_text_has_a_table_sentences_and_the_lines_to_paste() -> None:
+def test_text_has_a_table_sentences_and_the_lines_to_paste():
     head, table, sentences, lines = str(FOUND).split("\n\n")
     assert head == "mlp [amp]: 3 batches, 192 samples, on Some GPU"
     title, columns, *rows = table.splitlines()
@@ -138,7 +137,7 @@ SENTENCES: dict[str, tuple[FoundScale, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", SENTENCES)
-def test_sentences_say_what_to_do(name: str) -> None:
+def test_sentences_say_what_to_do(name):
     given, expected = SENTENCES[name]
     said = [*scale_sentences(given.finding)]
     known = [line for line in expected if line != "..."]
@@ -169,21 +168,17 @@ class TestChanges:
             "below the limit",
         ],
     )
-    def test_changes_are_those_of_the_verdict(
-        self, given: FoundScale, changes: dict[str, Any]
-    ) -> None:
+    def test_changes_are_those_of_the_verdict(self, given, changes):
         assert yaml_changes(given) == changes
 
     @pytest.mark.parametrize("given", [BF16, HOPELESS], ids=["bf16", "hopeless"])
-    def test_change_to_bfloat16_removes_the_settings_of_the_scale(
-        self, given: FoundScale
-    ) -> None:
+    def test_change_to_bfloat16_removes_the_settings_of_the_scale(self, given):
         changes = yaml_changes(given)
         assert changes.pop("precision") == "amp_bf16"
         assert {"init_scale", "growth_interval", "min_scale"} <= changes.keys()
         assert set(changes.values()) == {None}
 
-    def test_changes_are_read_back_from_their_yaml(self) -> None:
+    def test_changes_are_read_back_from_their_yaml(self):
         changes = {
             "init_scale": 2.0**40,
             "fp32_modules": ["^a[.]b$"],
@@ -202,9 +197,7 @@ class TestChanges:
         ],
         ids=["scale", "bf16"],
     )
-    def test_changes_of_a_trial_without_a_section_amp_are_python(
-        self, given: FoundScale, line: str
-    ) -> None:
+    def test_changes_of_a_trial_without_a_section_amp_are_python(self, given, line):
         run = dataclasses.replace(RUN, is_ours=False)
         assert scale_lines(FoundScale(given.finding, run)) == line
         assert scale_lines(given) == yaml_lines(yaml_changes(given))
@@ -214,7 +207,7 @@ class TestJson:
     @pytest.mark.parametrize(
         "given", [FOUND, BF16, HOPELESS], ids=lambda f: f.finding.verdict
     )
-    def test_json_holds_what_a_program_needs(self, given: FoundScale) -> None:
+    def test_json_holds_what_a_program_needs(self, given):
         written = json.loads(given.json_text())
         finding = given.finding
         assert written["verdict"] == finding.verdict.value
@@ -225,6 +218,6 @@ class TestJson:
             assert written[name] == getattr(finding, name)
         assert written["scales"] == [dataclasses.asdict(each) for each in SCALES]
 
-    def test_answer_has_the_init_scale_for_a_scaler(self) -> None:
+    def test_answer_has_the_init_scale_for_a_scaler(self):
         assert FOUND.init_scale == 8192.0
         assert HOPELESS.init_scale is None

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import operator
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -24,20 +24,18 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 Reached = list[torch.dtype]
 
 
-class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch types no mode
+class Products(TorchDispatchMode):
     """Sees the operations that reach a kernel, after autocast.
 
     Attributes:
         dtypes: Of every matrix product, in order.
     """
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self):
+        super().__init__()
         self.dtypes: list[torch.dtype] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm"):
             (dtype,) = {
                 value.dtype for value in args if isinstance(value, torch.Tensor)
@@ -46,14 +44,12 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch typ
         return func(*args, **(kwargs or {}))
 
 
-def three_layers() -> nn.Sequential:
+def three_layers():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
 
 
-def products_of(
-    model: nn.Module, dtype: torch.dtype, x: torch.Tensor
-) -> tuple[Reached, Reached]:
+def products_of(model, dtype, x):
     """The dtypes of the products of the forward, and of those of the backward."""
     with Products() as forward, torch.autocast("cpu", dtype=dtype):
         y = model(x)
@@ -64,7 +60,7 @@ def products_of(
 
 @DTYPES
 class TestDtypes:
-    def test_products_are_float32_in_the_island_only(self, dtype: torch.dtype) -> None:
+    def test_products_are_float32_in_the_island_only(self, dtype):
         """The backward has two products per layer, the first layer's input needs no
         gradient.
         """
@@ -75,7 +71,7 @@ class TestDtypes:
             assert forward == [dtype, middle, dtype]
             assert backward == [dtype, dtype, middle, middle, dtype]
 
-    def test_island_in_an_island_is_float32(self, dtype: torch.dtype) -> None:
+    def test_island_in_an_island_is_float32(self, dtype):
         model = nn.Sequential(three_layers(), nn.Linear(2, 2))
         assert keep_in_float32(model, ["^0$", "^0.1$"], "cpu") == ["0", "0.1"]
         forward, _ = products_of(model, dtype, torch.randn(3, 4))
@@ -90,7 +86,7 @@ class Pair(NamedTuple):
 class Attributes(dict[str, Any]):
     """Its items are attributes, too."""
 
-    def __init__(self, **items: Any) -> None:
+    def __init__(self, **items):
         super().__init__(items)
         self.__dict__ = self
 
@@ -106,7 +102,7 @@ class Output:
 class Keeps(nn.Module):
     """Keeps what it was called with."""
 
-    def forward(self, *args: object, **kwargs: object) -> None:
+    def forward(self, *args, **kwargs):
         self.args: Any = args
         self.kwargs: Any = kwargs
 
@@ -114,7 +110,7 @@ class Keeps(nn.Module):
 class Writes(nn.Module):
     """Writes into everything that it is given."""
 
-    def forward(self, x: torch.Tensor, store: Values) -> torch.Tensor:
+    def forward(self, x, store):
         x.mul_(2.0)
         store["kept"].add_(1.0)
         store["made"] = 3.0 * store.pop("dropped")
@@ -122,7 +118,7 @@ class Writes(nn.Module):
         return x.abs_()
 
 
-def nested_in_others(x: Any, mask: Any) -> Any:
+def nested_in_others(x, mask):
     return [(x,), {"by": {"name": mask}}]
 
 
@@ -140,7 +136,7 @@ CONTAINERS: list[tuple[Callable[..., Any], Callable[[Any], Any]]] = [
 
 
 @pytest.fixture
-def keeps() -> Keeps:
+def keeps():
     """An island that keeps its inputs."""
     model = nn.Sequential(keeps := Keeps(), nn.Linear(1, 1))
     keep_in_float32(model, ["^0$"], "cpu")
@@ -151,12 +147,8 @@ class TestInputs:
     @DTYPES
     @pytest.mark.parametrize(("make", "parts_of"), CONTAINERS)
     def test_inputs_are_cast_however_deep_and_what_needs_no_cast_is_handed_on(
-        self,
-        keeps: Keeps,
-        make: Callable[..., Any],
-        parts_of: Callable[[Any], Any],
-        dtype: torch.dtype,
-    ) -> None:
+        self, keeps, make, parts_of, dtype
+    ):
         x, mask = torch.ones(2, dtype=dtype), torch.ones(2).bool()
         given, in_float32 = make(x=x, mask=mask), make(x=x.float(), mask=mask)
         keeps(given, in_float32, forward=given)
@@ -168,9 +160,7 @@ class TestInputs:
         assert parts_of(given)[0] is x  # the caller's container is not changed
         assert keeps.args[1] is in_float32
 
-    def test_packed_sequence_is_cast_and_plain_values_are_handed_on(
-        self, keeps: Keeps
-    ) -> None:
+    def test_packed_sequence_is_cast_and_plain_values_are_handed_on(self, keeps):
         packed = nn.utils.rnn.pack_sequence([torch.ones(2).half()])
         plain = (None, "a", torch.ones(2).double(), torch.Size([2]), Output)
         keeps(packed, *plain)
@@ -179,9 +169,7 @@ class TestInputs:
         assert all(map(operator.is_, keeps.args[1:], plain))
 
     @DTYPES
-    def test_writes_of_an_island_reach_the_tensors_of_its_caller(
-        self, dtype: torch.dtype
-    ) -> None:
+    def test_writes_of_an_island_reach_the_tensors_of_its_caller(self, dtype):
         """As without an island, gradients included."""
         numbers = []
         for patterns in ([], ["^0$"]):
@@ -202,7 +190,7 @@ class TestInputs:
             torch.testing.assert_close(island, without, rtol=2.0**-7, atol=0)
 
 
-def two_layers(activations: Sequence[float]) -> nn.Sequential:
+def two_layers(activations):
     """Without biases: `activations` times x, then their sum."""
     first, last = nn.Linear(1, 4, bias=False), nn.Linear(4, 1, bias=False)
     first.weight.data = torch.tensor(activations).reshape(4, 1)
@@ -219,8 +207,8 @@ class TestNumbers:
         ],
     )
     def test_numbers_of_an_island_are_those_of_float32(
-        self, dtype: torch.dtype, activations: list[float], without: float, exact: float
-    ) -> None:
+        self, dtype, activations, without, exact
+    ):
         """float16 ends at 65504 < 4 * 2^15; bfloat16 has 8 bits, and 257 = 2^8 + 1
         needs 9.
         """
@@ -232,7 +220,7 @@ class TestNumbers:
         with torch.autocast("cpu", dtype=dtype):
             assert model(x).item() == exact
 
-    def test_island_changes_nothing_where_autocast_is_off(self) -> None:
+    def test_island_changes_nothing_where_autocast_is_off(self):
         """As with precision fp32 and tf32, and in a validation in float32."""
         model, x = three_layers(), torch.randn(3, 4)
         before = model(x)
@@ -243,12 +231,12 @@ class TestNumbers:
 class Recomputed(nn.Module):
     """`inner`, whose activations the backward computes again if `again` is set."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner):
         super().__init__()
         self.inner = inner
         self.again = False
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x):
         return (
             checkpoint(self.inner, x, use_reentrant=False)
             if self.again
@@ -256,7 +244,7 @@ class Recomputed(nn.Module):
         )
 
 
-def nested(again: Sequence[str]) -> Recomputed:
+def nested(again):
     """Layers of which the named `Recomputed` modules are; the root's name is empty."""
     torch.manual_seed(0)
     middle = Recomputed(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
@@ -268,7 +256,7 @@ def nested(again: Sequence[str]) -> Recomputed:
     return model
 
 
-def trained(model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
+def trained(model, dtype):
     """The gradients and weights of three steps of SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     torch.manual_seed(1)
@@ -287,9 +275,7 @@ def trained(model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
 @DTYPES
 @pytest.mark.parametrize("island", ["^inner.1$", "^inner.1.inner$"])
 @pytest.mark.parametrize("again", [[""], ["inner.1"], ["", "inner.1"]])
-def test_checkpointed_island_trains_the_same_bit_for_bit(
-    island: str, again: list[str], dtype: torch.dtype
-) -> None:
+def test_checkpointed_island_trains_the_same_bit_for_bit(island, again, dtype):
     """Around the island, in it, and both: recomputing changes neither dtypes nor
     numbers.
     """
@@ -302,7 +288,7 @@ def test_checkpointed_island_trains_the_same_bit_for_bit(
 
 
 class TestCopies:
-    def test_copies_compute_with_their_own_weights(self) -> None:
+    def test_copies_compute_with_their_own_weights(self):
         """2^17 from the original; twice that from a copy with doubled weights."""
         model, x = two_layers([2.0**15] * 4), torch.ones(1, 1)
         keep_in_float32(model, ["^1$"], "cpu")
@@ -312,7 +298,7 @@ class TestCopies:
                 assert twin(x).item() == 2**18
                 assert model(x).item() == 2**17
 
-    def test_state_of_a_model_with_islands_fits_one_without(self) -> None:
+    def test_state_of_a_model_with_islands_fits_one_without(self):
         model = three_layers()
         keys = list(model.state_dict())
         keep_in_float32(model, ["^1$"], "cpu")
@@ -326,7 +312,7 @@ class Classifier(nn.Module):
     head's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.stem = nn.Linear(4, 4)
         self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))])
@@ -348,7 +334,7 @@ class TestPatterns:
             (["^blocks[.][0-9]+[.]0$"], ["blocks.1.0"]),
         ],
     )
-    def test_patterns_name_modules(self, patterns: list[str], names: list[str]) -> None:
+    def test_patterns_name_modules(self, patterns, names):
         """The named modules are islands, and nothing else is."""
         model = Classifier()
         assert keep_in_float32(model, patterns, "cpu") == names
@@ -370,9 +356,7 @@ class TestPatterns:
             ),
         ],
     )
-    def test_pattern_that_names_no_module_is_refused(
-        self, pattern: str, sentence: str
-    ) -> None:
+    def test_pattern_that_names_no_module_is_refused(self, pattern, sentence):
         model = Classifier()
         with pytest.raises(IslandError) as raised:
             keep_in_float32(model, ["^stem$", pattern], "cpu")
@@ -382,7 +366,7 @@ class TestPatterns:
         # nothing is changed before all is known
         assert "forward" not in vars(model.stem)
 
-    def test_patterns_that_are_wrong_are_all_named(self) -> None:
+    def test_patterns_that_are_wrong_are_all_named(self):
         with pytest.raises(IslandError) as raised:
             keep_in_float32(Classifier(), ["(", "^haed$", "^stem$", "^steam$"], "cpu")
         assert [line.split("'")[1] for line in str(raised.value).splitlines()] == [
@@ -392,8 +376,6 @@ class TestPatterns:
         ]
 
     @pytest.mark.parametrize("patterns", [[".*"], ["^$"], ["stem", "blocks", "head"]])
-    def test_patterns_for_the_whole_model_are_refused(
-        self, patterns: list[str]
-    ) -> None:
+    def test_patterns_for_the_whole_model_are_refused(self, patterns):
         with pytest.raises(IslandError, match="leave no parameter outside"):
             keep_in_float32(Classifier(), patterns, "cpu")

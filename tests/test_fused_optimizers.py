@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import Any
 
 import pytest
 import torch
@@ -19,10 +17,10 @@ from tests.harness import fit_as_it_is, needs_fused
 
 
 @pytest.fixture
-def _fused_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fused_as_on_a_gpu(monkeypatch):
     make = MixedPrecision.__init__
 
-    def make_fused(amp: MixedPrecision, *given: Any) -> None:
+    def make_fused(amp, *given):
         make(amp, *given)
         amp.fused = True
 
@@ -37,13 +35,13 @@ def _fused_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["dense gradients", "sparse gradients"],
 )
 def test_optimizer_is_made_fused_where_it_can_be_and_trains_as_before(
-    request: pytest.FixtureRequest, trial: type[habits.Habit], *, is_fused: bool
-) -> None:
+    request, trial, *, is_fused
+):
     """Up to the rounding of 8 steps; one that does not clip moves by fifty times as
     much.
     """
 
-    def trained_weights() -> tuple[torch.Tensor, Any]:
+    def trained_weights():
         torch.manual_seed(1)
         made = fit_as_it_is(trial, {"precision": "amp_fp16", "audit": False})
         weights = [p.detach().flatten() for p in made.trial.model.parameters()]
@@ -57,7 +55,7 @@ def test_optimizer_is_made_fused_where_it_can_be_and_trains_as_before(
     torch.testing.assert_close(weights, plain, rtol=1e-5, atol=1e-6)
 
 
-def has_a_step_of_its_own(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def has_a_step_of_its_own(parameters):
     """And a scheduler of torch has wrapped it."""
     sgd = torch.optim.SGD(parameters, lr=0.1)
     sgd.step = MethodType(lambda optimizer: None, sgd)  # type: ignore[method-assign]
@@ -76,9 +74,7 @@ class TestFused:
         ],
         ids=["SGD", "Adam", "AdamW"],
     )
-    def test_optimizer_that_is_fused_later_steps_as_one_that_was_made_fused(
-        self, make: Callable[..., Any]
-    ) -> None:
+    def test_optimizer_that_is_fused_later_steps_as_one_that_was_made_fused(self, make):
         weights = []
         for fused in (True, None):
             weight = nn.Parameter(torch.linspace(-1, 1, 5))
@@ -90,7 +86,7 @@ class TestFused:
             assert fuse(optimizer)
             scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
             for factor in (1.0, float("inf"), 2.0):
-                scaler.scale((weight * torch.arange(5.0)).sum() * factor).backward()  # type: ignore[no-untyped-call]
+                scaler.scale((weight * torch.arange(5.0)).sum() * factor).backward()
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
@@ -114,9 +110,7 @@ class TestFused:
             "a step of its own",
         ],
     )
-    def test_optimizer_that_cannot_be_fused_keeps_its_settings(
-        self, optimizer: Callable[..., Any]
-    ) -> None:
+    def test_optimizer_that_cannot_be_fused_keeps_its_settings(self, optimizer):
         made = optimizer([nn.Parameter(torch.ones(1))])
         before = copy.deepcopy(made.defaults)
         assert not fuse(made)

@@ -8,10 +8,8 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +23,7 @@ from determined_amp.finder.scale_finding import find_range
 from tests import gpu, test_never_waits, training
 from tests.gpu import DEVICE, only_a_gpu_raises, only_a_gpu_shows, sized
 from tests.loss_scale import looked_at, skipped_steps
-from tests.test_never_waits import BATCHES, ReadsTheLoss, Run
+from tests.test_never_waits import BATCHES, ReadsTheLoss
 from trials.mlp import MLPTrial
 
 pytestmark = [
@@ -43,7 +41,7 @@ train = partial(test_never_waits.train, gpus=gpu.GPUS)
 
 
 @pytest.fixture(autouse=True)
-def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _device(monkeypatch):
     """What one test sets for its process is not there in the next."""
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     with gpu.stand_ins():
@@ -52,7 +50,7 @@ def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @contextmanager
-def refusing_to_wait(phase: str) -> Iterator[None]:
+def refusing_to_wait(phase):
     """Every synchronisation in a batch is an error; a report may read."""
     torch.cuda.set_sync_debug_mode("error" if phase == "batches" else "default")
     try:
@@ -62,22 +60,22 @@ def refusing_to_wait(phase: str) -> Iterator[None]:
 
 
 @contextmanager
-def waiting(phase: str) -> Iterator[None]:
+def waiting(phase):
     """A trial that looks at values for its test waits."""
     yield
 
 
-def skip_if_emulated(precision: Precision) -> None:
+def skip_if_emulated(precision):
     support = DeviceSupport.of(DEVICE)
     if not gpu.DRY_RUN and support.lacks(precision):
         pytest.skip(f"{support.name} has no {precision.value}")
 
 
-def amp(**settings: object) -> list[str]:
+def amp(**settings):
     return [f"hyperparameters.amp.{key}={value}" for key, value in settings.items()]
 
 
-def length(batches: int) -> str:
+def length(batches):
     return f"hyperparameters.training.max_length={{batches: {batches}}}"
 
 
@@ -106,9 +104,7 @@ VIDEO = (
     ],
     ids=["mlp", "mlp, a window of 2", "mlp, workers", "resnet50", "latte"],
 )
-def test_batches_never_wait(
-    precision: Precision, config: str, overrides: tuple[str, ...]
-) -> None:
+def test_batches_never_wait(precision, config, overrides):
     skip_if_emulated(precision)
     if config == "latte":
         pytest.importorskip("diffusers")
@@ -120,7 +116,7 @@ def test_batches_never_wait(
     assert int(run.trial.amp.applied_steps) >= 1
 
 
-def test_planted_synchronisation_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_synchronisation_is_an_error(monkeypatch):
     monkeypatch.setattr("determined_amp.amp.core.TrainingMetrics", ReadsTheLoss)
     with only_a_gpu_raises(RuntimeError, match="synchronizing CUDA operation"):
         train(refusing_to_wait, "mlp/amp.yaml")
@@ -134,14 +130,12 @@ class PoisonedTrial(MLPTrial):
         weights: Of the first layer, after every batch.
     """
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context):
         super().__init__(context)
         self.scales: list[float] = []
         self.weights: list[torch.Tensor] = []
 
-    def train_batch(
-        self, batch: Any, epoch_idx: int, batch_idx: int
-    ) -> dict[str, float]:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         images, labels = batch
         if batch_idx == 3:
             images = torch.full_like(images, math.inf, dtype=torch.float32)
@@ -151,7 +145,7 @@ class PoisonedTrial(MLPTrial):
         return reported
 
 
-def test_overflow_skips_exactly_one_step_of_fused_adam() -> None:
+def test_overflow_skips_exactly_one_step_of_fused_adam():
     """From 4, doubled after two applied steps in a row, halved by the skipped one.
 
     good 4, good 8, good 8, inf 4 (the run of good steps begins anew), good 4, good 8,
@@ -179,7 +173,7 @@ def test_overflow_skips_exactly_one_step_of_fused_adam() -> None:
 
 
 @pytest.mark.parametrize("init_scale", [2.0**2, 2.0**10])
-def test_clip_sees_unscaled_gradients_of_fused_adam(init_scale: float) -> None:
+def test_clip_sees_unscaled_gradients_of_fused_adam(init_scale):
     """After one step Adam's first moment is 0.1 times the gradient, which was clipped
     to 2^-10.
 
@@ -198,7 +192,7 @@ def test_clip_sees_unscaled_gradients_of_fused_adam(init_scale: float) -> None:
     assert float(torch.stack(moments).norm()) == pytest.approx(0.1 * 2.0**-10, rel=1e-3)
 
 
-def train_resnet(precision: Precision) -> tuple[Run, float]:
+def train_resnet(precision):
     """Three batches of 64 images of 64 pixels: the run, and what it allocated at most,
     in bytes.
     """
@@ -219,7 +213,7 @@ def train_resnet(precision: Precision) -> tuple[Run, float]:
 
 
 @SIXTEEN_BITS
-def test_autocast_saves_memory_and_keeps_float32_weights(precision: Precision) -> None:
+def test_autocast_saves_memory_and_keeps_float32_weights(precision):
     """Saved activations halve; weights, gradients and momentum stay, and 16-bit weights
     are added.
 
@@ -242,12 +236,12 @@ def test_autocast_saves_memory_and_keeps_float32_weights(precision: Precision) -
 INEXACT = 1 + 2.0**-9 + 2.0**-12
 
 
-def matmul() -> tuple[torch.Tensor, float]:
+def matmul():
     factor = torch.full((sized(1024, 64),) * 2, INEXACT, device=DEVICE)
     return factor @ factor, len(factor) * INEXACT**2
 
 
-def convolution() -> tuple[torch.Tensor, float]:
+def convolution():
     """Of 4 x 4 pixels: so many terms that their number is a power of two."""
     channels = sized(128, 8)
     images = torch.full((sized(32, 2), channels, sized(32, 8), sized(32, 8)), INEXACT)
@@ -259,7 +253,7 @@ def convolution() -> tuple[torch.Tensor, float]:
     return result, channels * 16 * INEXACT**2
 
 
-def attention() -> tuple[torch.Tensor, float]:
+def attention():
     """Equal scores, so the result is the mean of equal values."""
     query = torch.zeros(2, 4, 128, 64, device=DEVICE)
     value = torch.full_like(query, INEXACT)
@@ -278,11 +272,7 @@ ERRORS = {
 @EVERY_PRECISION
 @pytest.mark.parametrize("product", [matmul, convolution, attention])
 @pytest.mark.parametrize("before", [None, "tf32", "ieee"])
-def test_error_of_a_product_is_that_of_its_precision(
-    precision: Precision,
-    product: Callable[[], tuple[torch.Tensor, float]],
-    before: str | None,
-) -> None:
+def test_error_of_a_product_is_that_of_its_precision(precision, product, before):
     """Against float64, whatever the newest of torch's switches were before."""
     skip_if_emulated(precision)
     backends: Any = torch.backends
@@ -316,7 +306,7 @@ MOVING = (
 
 
 @pytest.mark.usefixtures("_deterministic")
-def test_resumed_run_ends_as_one_that_nothing_disturbed(tmp_path: Path) -> None:
+def test_resumed_run_ends_as_one_that_nothing_disturbed(tmp_path):
     """To the bit, where torch computes deterministically; lost in the 11th of 12
     batches.
 
@@ -324,7 +314,7 @@ def test_resumed_run_ends_as_one_that_nothing_disturbed(tmp_path: Path) -> None:
     device.
     """
 
-    def run(name: str, *overrides: str) -> Path:
+    def run(name, *overrides):
         return training.run_small("mlp/amp.yaml", tmp_path / name, *MOVING, *overrides)
 
     with training.killed_in_batch(10):
@@ -335,7 +325,7 @@ def test_resumed_run_ends_as_one_that_nothing_disturbed(tmp_path: Path) -> None:
     assert ends[0] == ends[1] != ends[2]
 
 
-def test_training_skips_its_first_step_one_bit_above_the_found_top() -> None:
+def test_training_skips_its_first_step_one_bit_above_the_found_top():
     top = looked_at(
         SummedLoss,
         lambda _, context, batches: find_range(batches, context.distributed).top_log2,
@@ -352,14 +342,12 @@ def test_training_skips_its_first_step_one_bit_above_the_found_top() -> None:
         [Precision.FP32, Precision.AMP_FP16, Precision.AMP_BF16], [Precision.AMP_BF16]
     ),
 )
-def test_compiled_training_has_the_losses_of_the_eager_one(
-    precision: Precision, tmp_path: Path
-) -> None:
+def test_compiled_training_has_the_losses_of_the_eager_one(precision, tmp_path):
     """Inductor keeps in float32 what autocast rounds between two operations, and the
     reverse.
     """
 
-    def run(mode: str) -> Path:
+    def run(mode):
         given = amp(precision=precision.value, compile=mode)
         return training.run_small("mlp/fp32.yaml", tmp_path / mode, *given)
 

@@ -24,49 +24,47 @@ class Net(nn.Module):
     model.
     """
 
-    def __init__(self, *, checkpointed: bool = False) -> None:
+    def __init__(self, *, checkpointed=False):
         super().__init__()
         self.checkpointed = checkpointed
         self.first = nn.Linear(8, 16)
         self.block = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Dropout(0.1))
         self.head = nn.Linear(16, 4)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs):
         hidden = functional.relu(self.first(inputs))
         if self.checkpointed:
             hidden = checkpoint(self.block, hidden, use_reentrant=False)
         else:
             hidden = self.block(hidden)
-        return self.head(hidden)  # type: ignore[no-any-return]
+        return self.head(hidden)
 
 
-def by_module(recorder: GradientRecorder) -> dict[str, Histogram]:
+def by_module(recorder):
     modules = defaultdict[str, Histogram](Histogram)
     for source, histogram in recorder.histograms.items():
         modules[source.module] += histogram
     return modules
 
 
-def recorded(model: nn.Module, dtype: torch.dtype = BF16) -> dict[str, Histogram]:
+def recorded(model, dtype=BF16):
     recorder = GradientRecorder([model])
     torch.manual_seed(1)
     inputs = torch.randn(5, 8)
     with recorder.watching():
         with torch.autocast("cpu", dtype):
             loss = functional.cross_entropy(model(inputs), torch.arange(5) % 4)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     return by_module(recorder)
 
 
-def net(*, checkpointed: bool = False) -> Net:
+def net(*, checkpointed=False):
     torch.manual_seed(0)
     return Net(checkpointed=checkpointed)
 
 
 class TestModules:
-    def test_every_gradient_is_recorded_with_the_module_whose_forward_it_is_of(
-        self,
-    ) -> None:
+    def test_every_gradient_is_recorded_with_the_module_whose_forward_it_is_of(self):
         found = recorded(net())
         assert list(found) == [
             OUTSIDE,
@@ -82,13 +80,13 @@ class TestModules:
         # Its input's gradient is nobody's, so it is not computed for the first layer.
         assert found["first"].counts.total() == 16 * 8 + 16
 
-    def test_recomputed_forwards_are_left_out(self) -> None:
+    def test_recomputed_forwards_are_left_out(self):
         plain, checkpointed = recorded(net()), recorded(net(checkpointed=True))
         assert {n: powers_in(h) for n, h in plain.items()} == {
             n: powers_in(h) for n, h in checkpointed.items()
         }
 
-    def test_two_models_are_told_apart(self) -> None:
+    def test_two_models_are_told_apart(self):
         models = [nn.Linear(2, 2), nn.Linear(2, 2)]
         recorder = GradientRecorder(models)
         with recorder.watching():
@@ -103,7 +101,7 @@ class TestModules:
 
 
 class TestValues:
-    def test_recorded_values_are_those_of_the_gradients(self) -> None:
+    def test_recorded_values_are_those_of_the_gradients(self):
         model = nn.Linear(3, 2, bias=False)
         recorder = GradientRecorder([model])
         inputs = torch.tensor([[1.0, 2.0, 4.0]])
@@ -116,7 +114,7 @@ class TestValues:
         assert weights == {0: 1, 1: 1, 2: 1, 10: 1, 11: 1, 12: 1}
         assert max(h.largest for h in recorder.histograms.values()) == 4096.0
 
-    def test_gradients_are_told_apart_by_operation_output_and_shape(self) -> None:
+    def test_gradients_are_told_apart_by_operation_output_and_shape(self):
         """Of w * w: two results, each 2 * 4; then w is cast, which sums them up in
         float32.
         """
@@ -134,7 +132,7 @@ class TestValues:
             ("MulBackward0", 1, (3,), {3: 3}),
         ]
 
-    def test_view_and_a_gradient_that_is_passed_on_are_counted_once(self) -> None:
+    def test_view_and_a_gradient_that_is_passed_on_are_counted_once(self):
         model = nn.ParameterList([torch.ones(4)])
         recorder = GradientRecorder([model])
         with recorder.watching():
@@ -146,7 +144,7 @@ class TestValues:
 
 
 class TestGraph:
-    def test_recorder_leaves_no_hook_and_no_engine_behind(self) -> None:
+    def test_recorder_leaves_no_hook_and_no_engine_behind(self):
         model = net()
         recorder = GradientRecorder([model])
         engine = torch.autograd.Variable._execution_engine

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import determined as det
@@ -28,13 +27,8 @@ SOUND = StepReport("", 100, 0, 0, new_applied=100, new_attempted=100)
 
 
 def guard(
-    settings: AmpSettings = FP16,
-    searcher: str | None = "single",
-    *,
-    newest: Any = lambda: None,
-    models: Sequence[nn.Module] = (),
-    optimizers: int = 0,
-) -> TrialGuard:
+    settings=FP16, searcher="single", *, newest=lambda: None, models=(), optimizers=0
+):
     context: Any = Context()
     for _ in range(optimizers):
         context.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
@@ -48,12 +42,7 @@ def guard(
     return TrialGuard(context, amp.guard, settings)
 
 
-def judge(
-    watched: TrialGuard,
-    *steps: StepReport,
-    loss: float = 1.0,
-    loss_scale: float = 2.0**16,
-) -> None:
+def judge(watched, *steps, loss=1.0, loss_scale=2.0**16):
     """Let the guard look at a report."""
     metrics = watched._guard._metrics
     metrics.latest, metrics.loss = list(steps or (SOUND,)), loss
@@ -61,13 +50,7 @@ def judge(
     watched.on_training_workload_end({"loss": loss}, {})
 
 
-def counted(
-    applied: int,
-    skipped: int,
-    consecutive_skips: int = 0,
-    name: str = "",
-    began: tuple[int, int] = (0, 0),
-) -> StepReport:
+def counted(applied, skipped, consecutive_skips=0, name="", *, began=(0, 0)):
     return StepReport(name, applied, skipped, consecutive_skips, 0, 0, began=began)
 
 
@@ -112,9 +95,7 @@ TROUBLE: dict[str, tuple[list[Judged], str | None]] = {
 
 
 @pytest.mark.parametrize("name", TROUBLE)
-def test_guard_ends_a_run_that_skips_beyond_the_limits_or_is_at_the_floor(
-    name: str,
-) -> None:
+def test_guard_ends_a_run_that_skips_beyond_the_limits_or_is_at_the_floor(name):
     reports, words = TROUBLE[name]
     watched = guard(searcher=None)
     *before, last = [
@@ -148,11 +129,8 @@ def test_guard_ends_a_run_that_skips_beyond_the_limits_or_is_at_the_floor(
     ],
 )
 def test_share_of_skips_counts_from_the_resumed_checkpoint_on(
-    attempted: int,
-    applied: int,
-    passing: list[tuple[int, int]],
-    ending: tuple[int, int] | None,
-) -> None:
+    attempted, applied, passing, ending
+):
     watched = guard(optimizers=1)
     (window,) = watched._guard._metrics.windows.all()
     saved = {"attempted": attempted, "applied": applied, "last_applied": applied}
@@ -170,9 +148,7 @@ class TestTrouble:
     @pytest.mark.parametrize(
         "start", ["s" * 12, "s" * 7 + "aas", "sa" * 9, "s" * 40 + "asas"]
     )
-    def test_guard_never_ends_a_run_whose_loss_scale_still_settles(
-        self, start: str
-    ) -> None:
+    def test_guard_never_ends_a_run_whose_loss_scale_still_settles(self, start):
         """Whichever steps a report ends after: s is a skipped step, a an applied
         one.
         """
@@ -184,7 +160,7 @@ class TestTrouble:
                 in_a_row = len(done) - len(done.rstrip("s"))
                 judge(watched, counted(done.count("a"), done.count("s"), in_a_row))
 
-    def test_loss_that_is_not_finite_ends_a_run_that_can_skip_no_step(self) -> None:
+    def test_loss_that_is_not_finite_ends_a_run_that_can_skip_no_step(self):
         """Nothing was skipped, so the weights are not worth a checkpoint."""
         with pytest.raises(GuardError, match="the training loss is nan") as ended:
             judge(guard(AmpSettings(Precision.FP32)), loss=math.nan)
@@ -192,7 +168,7 @@ class TestTrouble:
 
     def test_loss_that_the_trial_reports_itself_is_judged_where_update_is_given_none(
         self,
-    ) -> None:
+    ):
         watched = guard(AmpSettings(Precision.FP32))
         watched._guard._metrics.latest = [SOUND]
         watched.on_training_workload_end({"loss": 1.0}, {})
@@ -201,15 +177,13 @@ class TestTrouble:
         watched._guard._metrics.loss = 1.0
         watched.on_training_workload_end({"loss": math.inf}, {})
 
-    def test_disabled_guard_ends_nothing(self) -> None:
+    def test_disabled_guard_ends_nothing(self):
         watched = guard()
         watched._guard.enabled = False
         judge(watched, counted(0, 100, 100), loss=math.nan)
         watched.on_validation_end({"validation_loss": math.nan})
 
-    def test_cause_of_a_warning_is_looked_for_once(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_cause_of_a_warning_is_looked_for_once(self, caplog):
         """A rehearsal changes what the trial keeps, such as a queue."""
         rehearsed: list[float | None] = []
         warns = dataclasses.replace(FP16, on_overflow=OnOverflow.WARN)
@@ -225,7 +199,7 @@ class TestTrouble:
             "max_consecutive_skips 3. Its cause is not looked for again"
         )
 
-    def test_parameter_that_is_not_finite_ends_a_run_that_reports_no_loss(self) -> None:
+    def test_parameter_that_is_not_finite_ends_a_run_that_reports_no_loss(self):
         model = nn.Linear(1, 2)
         for models in ([], [nn.Linear(1, 1), model]):
             watched = guard(AmpSettings(Precision.AMP_BF16), models=models)
@@ -235,12 +209,10 @@ class TestTrouble:
         with pytest.raises(GuardError, match="a parameter is not finite in amp_bf16"):
             watched.on_training_workload_end({}, {})
 
-    def test_guard_judges_nothing_before_the_first_report(self) -> None:
+    def test_guard_judges_nothing_before_the_first_report(self):
         guard().on_training_workload_end({"loss": math.nan}, {})
 
-    def test_trouble_fails_a_searchs_trial_and_not_the_search(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_trouble_fails_a_searchs_trial_and_not_the_search(self, caplog):
         with pytest.raises(det.InvalidHP, match="in a row"):
             judge(guard(searcher="random"), counted(100, 9, 9))
         # InvalidHP itself is not shown
@@ -256,7 +228,7 @@ class TestCause:
         ],
         ids=["no batch", "a finite batch"],
     )
-    def test_cause_that_is_not_found_is_said(self, newest: Any, words: str) -> None:
+    def test_cause_that_is_not_found_is_said(self, newest, words):
         watched = guard(newest=lambda: newest)
         watched._guard.without_rehearsal = "No batch was given"
         with pytest.raises(GuardError, match=rf"in a row .*\. {words}"):
@@ -275,12 +247,12 @@ class TestCause:
         ],
     )
     def test_cause_names_the_growth_of_the_weights_since_the_start(
-        self, start: float, now: float, words: str
-    ) -> None:
+        self, start, now, words
+    ):
         model = nn.Linear(1, 1, bias=False)
         weight = nn.init.constant_(model.weight, start)
 
-        def train(scale: float | None) -> None:
+        def train(scale):
             (model(torch.ones(1)) * math.inf).sum().backward()
 
         watched = guard(models=[model], newest=lambda: Rehearsal(train, [model]))
@@ -305,12 +277,8 @@ class TestCause:
 )
 @pytest.mark.parametrize("value", [math.nan, -math.inf, 1.0, "a histogram"])
 def test_metric_that_is_not_finite_ends_the_run_and_never_reaches_asha(
-    on_overflow: OnOverflow,
-    searcher: str,
-    error: Any,
-    value: Any,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    on_overflow, searcher, error, value, caplog
+):
     watched = guard(dataclasses.replace(FP16, on_overflow=on_overflow), searcher)
     is_bad = isinstance(value, float) and not math.isfinite(value)
     if is_bad and error is not None:
@@ -327,8 +295,8 @@ def test_metric_that_is_not_finite_ends_the_run_and_never_reaches_asha(
 class TestRunningStatistics:
     @pytest.mark.parametrize("when", ["report", "validation"])
     def test_poisoned_statistics_are_put_back_at_every_report_and_validation(
-        self, when: str
-    ) -> None:
+        self, when
+    ):
         model = nn.BatchNorm1d(2)
         watched = guard(models=[model])
         mean = model.get_buffer("running_mean").fill_(3.0)
@@ -342,7 +310,7 @@ class TestRunningStatistics:
 
 
 class NeverSteps(Weights):
-    def step(self, which: int = 0) -> None:
+    def step(self, which=0):
         pass
 
 
@@ -362,12 +330,7 @@ class AlwaysOverflows(Weights):
         (Weights, "amp_fp16", None),
     ],
 )
-def test_run_that_ends_without_an_applied_step_says_so(
-    trial: type[Weights],
-    precision: str,
-    words: str | None,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_run_that_ends_without_an_applied_step_says_so(trial, precision, words, caplog):
     section = {"precision": precision, "init_scale": 64.0, "audit": False}
     fit(trial, section, batches=len(trial.rows))
     assert caplog.text.count("this run has trained nothing: ") == (words is not None)

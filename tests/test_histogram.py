@@ -11,11 +11,11 @@ from determined_amp.finder.histogram import Histogram
 from tests.loss_scale import powers_in
 
 
-def histogram(values: torch.Tensor) -> Histogram:
+def histogram(values):
     return Histogram.of(values.bfloat16())
 
 
-def wide_values() -> torch.Tensor:
+def wide_values():
     """(20000,), bfloat16, over eighty powers of two, with zeros and exact powers of
     two.
     """
@@ -31,9 +31,7 @@ def wide_values() -> torch.Tensor:
 
 class TestAgainstTorch:
     @pytest.mark.parametrize("scale_log2", [-40, -8, 0, 3, 16, 24, 40])
-    def test_flushed_and_overflowing_shares_are_those_of_torchs_cast(
-        self, scale_log2: int
-    ) -> None:
+    def test_flushed_and_overflowing_shares_are_those_of_torchs_cast(self, scale_log2):
         values = wide_values()
         there = values[values != 0].double()
         cast = (there * 2.0**scale_log2).to(torch.float16)
@@ -44,7 +42,7 @@ class TestAgainstTorch:
         )
         assert counted.overflow_share(scale_log2) == cast.isinf().double().mean().item()
 
-    def test_flush_bound_itself_is_flushed_and_the_next_value_is_not(self) -> None:
+    def test_flush_bound_itself_is_flushed_and_the_next_value_is_not(self):
         at, above = (
             histogram(torch.tensor([2.0**-25])),
             histogram(torch.tensor([2.0**-25 * 1.01])),
@@ -52,14 +50,14 @@ class TestAgainstTorch:
         assert (at.flushed_share(0), above.flushed_share(0)) == (1.0, 0.0)
         assert (at.flushed_share(1), at.flushed_share(-1)) == (0.0, 1.0)
 
-    def test_every_value_is_counted_once(self) -> None:
+    def test_every_value_is_counted_once(self):
         values = wide_values()
         counted = histogram(values)
         assert counted.nonzero == (values != 0).sum()
         assert counted.counts.total() == values.numel()
         assert sum(powers_in(counted).values()) == counted.nonzero
 
-    def test_smallest_bfloat16_and_a_strided_matrix_are_counted(self) -> None:
+    def test_smallest_bfloat16_and_a_strided_matrix_are_counted(self):
         tiny = 2.0**-133
         counted = histogram(torch.tensor([[tiny, 4.0], [3.0, 3.0]]).t())
         assert powers_in(counted) == {-133: 1, 1: 2, 2: 1}
@@ -67,14 +65,12 @@ class TestAgainstTorch:
 
 class TestHistogram:
     @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-    def test_value_that_is_not_finite_is_not_counted(self, value: float) -> None:
+    def test_value_that_is_not_finite_is_not_counted(self, value):
         counted = histogram(torch.tensor([1.0, value]))
         assert (powers_in(counted), counted.largest) == ({0: 1}, 1.0)
         assert histogram(torch.tensor([value])).largest == 0.0
 
-    def test_smallest_scale_is_the_first_that_flushes_no_more_than_the_share(
-        self,
-    ) -> None:
+    def test_smallest_scale_is_the_first_that_flushes_no_more_than_the_share(self):
         counted = histogram(wide_values())
         for share in (1e-6, 1e-3, 0.1, 0.9):
             scale = counted.smallest_scale_log2(share)
@@ -82,7 +78,7 @@ class TestHistogram:
                 counted.flushed_share(scale) <= share < counted.flushed_share(scale - 1)
             )
 
-    def test_sum_of_histograms_counts_both(self) -> None:
+    def test_sum_of_histograms_counts_both(self):
         both = histogram(torch.tensor([1.0, 0.0])) + histogram(torch.tensor([8.0, 1.0]))
         assert (powers_in(both), both.counts.total(), both.largest) == (
             {0: 2, 3: 1},

@@ -5,7 +5,6 @@ besides.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -36,7 +35,7 @@ NOT_IN_THE_WHEEL = {"trials", "benchmarks", "tests", "hp_search"}
 EXTRAS = {"torchvision", "diffusers", "optuna", "sklearn", "matplotlib", "scipy"}
 
 
-def imports(path: Path) -> Iterator[tuple[int, list[str]]]:
+def imports(path):
     """Line and dotted parts of everything that a file imports, within functions too."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -46,7 +45,7 @@ def imports(path: Path) -> Iterator[tuple[int, list[str]]]:
             yield from ((node.lineno, [*of, alias.name]) for alias in node.names)
 
 
-def against_the_direction(library: Path) -> Iterator[str]:
+def against_the_direction(library):
     for path in sorted(library.rglob("*.py")):
         inside = path.relative_to(library)
         own = inside.parts[0].removesuffix(".py")
@@ -60,7 +59,7 @@ def against_the_direction(library: Path) -> Iterator[str]:
                 yield f"{inside}:{line} imports {'.'.join(parts)}"
 
 
-def imported_modules(library: Path) -> dict[str, set[str]]:
+def imported_modules(library):
     """By module of a library, the others of its modules that it imports anywhere."""
     paths = {
         path.relative_to(library).with_suffix("").parts: path
@@ -76,13 +75,13 @@ def imported_modules(library: Path) -> dict[str, set[str]]:
     return graph
 
 
-def test_no_module_imports_one_that_imports_it() -> None:
+def test_no_module_imports_one_that_imports_it():
     graph = imported_modules(LIBRARY)
     assert "trial.batches" in graph["trial.mixed_precision"]  # the test sees imports
     TopologicalSorter(graph).prepare()
 
 
-def test_planted_circle_of_imports_is_found(tmp_path: Path) -> None:
+def test_planted_circle_of_imports_is_found(tmp_path):
     for own, other in (("a", "b"), ("b", "c"), ("c", "a")):
         code = f"def f():\n    from determined_amp.{other} import name"
         (tmp_path / f"{own}.py").write_text(code)
@@ -108,7 +107,7 @@ PROGRAMS = {
 
 
 @pytest.fixture(scope="module")
-def loaded() -> dict[str, set[str]]:
+def loaded():
     """By program, what it and those before it have loaded: modules of the top level,
     and rooms.
     """
@@ -123,7 +122,7 @@ def loaded() -> dict[str, set[str]]:
     return dict(zip(PROGRAMS, lines, strict=True))
 
 
-def test_imports_point_one_way_and_stay_within_the_library() -> None:
+def test_imports_point_one_way_and_stay_within_the_library():
     assert list(against_the_direction(LIBRARY)) == []
 
 
@@ -135,9 +134,7 @@ def test_imports_point_one_way_and_stay_within_the_library() -> None:
         ("report/a.py", "from trials.data import images", 1),
     ],
 )
-def test_planted_import_against_the_direction_is_found(
-    tmp_path: Path, file: str, code: str, line: int
-) -> None:
+def test_planted_import_against_the_direction_is_found(tmp_path, file, code, line):
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(code)
     (found,) = against_the_direction(tmp_path)
@@ -160,15 +157,13 @@ NEEDS = {
 
 
 @pytest.mark.parametrize("program", NEEDS)
-def test_program_loads_no_more_than_it_needs(
-    program: str, loaded: dict[str, set[str]]
-) -> None:
+def test_program_loads_no_more_than_it_needs(program, loaded):
     needed, not_needed = NEEDS[program]
     assert needed <= loaded[program]
     assert loaded[program] & not_needed == set()
 
 
-def test_heart_needs_torch_alone(loaded: dict[str, set[str]]) -> None:
+def test_heart_needs_torch_alone(loaded):
     assert "torch" in loaded["the heart"]
     rooms = {name for name in loaded["the heart"] if name.startswith("determined")}
     finder = {"determined_amp.finder"}  # of the program before
@@ -176,7 +171,7 @@ def test_heart_needs_torch_alone(loaded: dict[str, set[str]]) -> None:
     assert "determined" in loaded["mixed precision"]  # the test would see it
 
 
-def test_public_names_are_few_and_those_that_a_type_checker_sees() -> None:
+def test_public_names_are_few_and_those_that_a_type_checker_sees():
     checked = ast.parse((LIBRARY / "__init__.py").read_text())
     (block,) = (node for node in checked.body if isinstance(node, ast.If))
     seen = {

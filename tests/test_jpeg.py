@@ -13,7 +13,7 @@ from benchmarks.measured import RESULTS
 ROOT = Path(__file__).parents[1]
 
 
-def test_page_quotes_the_committed_numbers() -> None:
+def test_page_quotes_the_committed_numbers():
     result = json.loads((RESULTS / "jpeg_cpu.json").read_text())
     page = (ROOT / "docs" / "resnet50.md").read_text()
     assert jpeg.markdown(result) in page

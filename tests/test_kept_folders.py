@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from determined_amp import __main__ as door
-from determined_amp.amp.plain_data import Values
 from determined_amp.runs.run import RunState
 from determined_amp.search.search_folder import read_search
 from tests import searching, training
@@ -23,7 +22,7 @@ KEPT = Path(__file__).parent / "kept_folders"
 
 
 @pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def kept(tmp_path, monkeypatch):
     """A copy of the folders, with their trial, as the working directory."""
     folder = tmp_path / "kept"
     shutil.copytree(KEPT, folder)
@@ -31,15 +30,13 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def numbers(folder: Path) -> list[Values]:
+def numbers(folder):
     """The reports of a run without the audit, which a resume makes again."""
     reports = training.same_numbers(folder)
     return [{**report, "watch_audit_share": 1.0} for report in reports]
 
 
-def test_killed_run_of_an_older_checkout_ends_as_one_that_nothing_disturbed(
-    kept: Path,
-) -> None:
+def test_killed_run_of_an_older_checkout_ends_as_one_that_nothing_disturbed(kept):
     assert door.main(["train", "--resume", "killed"]) == 0
     before, after = (
         training.checkpoint(kept / folder, 32) for folder in ("undisturbed", "killed")
@@ -59,7 +56,7 @@ def test_killed_run_of_an_older_checkout_ends_as_one_that_nothing_disturbed(
 
 @searching.FORKS
 @pytest.mark.usefixtures("_workers_are_forks")
-def test_stopped_search_of_an_older_checkout_goes_on(kept: Path) -> None:
+def test_stopped_search_of_an_older_checkout_goes_on(kept):
     (first,) = read_search(kept / "stopped_search").runs
     assert door.main(["search", "--resume", "stopped_search"]) == 0
     runs = read_search(kept / "stopped_search").runs
@@ -68,9 +65,7 @@ def test_stopped_search_of_an_older_checkout_goes_on(kept: Path) -> None:
     assert runs[0].curve("loss_scale_score") == first.curve("loss_scale_score")
 
 
-def test_comparison_of_an_older_checkout_is_reported(
-    kept: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_comparison_of_an_older_checkout_is_reported(kept, capsys):
     assert door.main(["report", "precision", "comparison"]) == 0
     assert ", seeds 0, 1\n" in capsys.readouterr().out
     page = (kept / "comparison" / "precision.md").read_text()

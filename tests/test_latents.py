@@ -4,9 +4,6 @@ a file.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -18,7 +15,7 @@ from trials.data.loading import DataError, Sample
 SHAPE = (4, 3, 8, 8)
 
 
-def folder_with(root: Path, **files: Any) -> Path:
+def folder_with(root, **files):
     """`name__ext=content`: arrays go to `.npy`, tensors to `.pt`, bytes as they are."""
     (root / "cat").mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
@@ -32,9 +29,7 @@ def folder_with(root: Path, **files: Any) -> Path:
     return root
 
 
-def test_clips_of_both_kinds_of_file_come_with_the_label_of_their_folder(
-    tmp_path: Path,
-) -> None:
+def test_clips_of_both_kinds_of_file_come_with_the_label_of_their_folder(tmp_path):
     one, several = torch.randn(SHAPE), np.random.randn(2, *SHAPE).astype(np.float16)
     folder_with(tmp_path, a__pt=one.clone().requires_grad_())
     (tmp_path / "dog").mkdir()
@@ -68,15 +63,13 @@ def test_clips_of_both_kinds_of_file_come_with_the_label_of_their_folder(
     ],
     ids=["frame size", "no frames", "integers", "objects", "damaged"],
 )
-def test_file_that_is_no_clip_is_named(
-    tmp_path: Path, files: dict[str, Any], said: str
-) -> None:
+def test_file_that_is_no_clip_is_named(tmp_path, files, said):
     with pytest.raises(DataError) as error:
         LatentFolder(folder_with(tmp_path, **files), SHAPE)
     assert said in str(error.value)
 
 
-def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path) -> None:
+def test_code_in_a_file_is_refused_and_not_run(tmp_path):
     harmed = tmp_path / "harmed"
     folder_with(tmp_path / "latents")
     torch.save(RunsCode(harmed), tmp_path / "latents" / "cat" / "a.pt")

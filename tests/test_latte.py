@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import yaml
@@ -39,7 +36,7 @@ TINY = (
 )
 
 
-def run_tiny(config: str, folder: Path, *overrides: str) -> Path:
+def run_tiny(config, folder, *overrides):
     """Train in this process; the run folder."""
     changes = [
         word for override in (*TINY, *overrides) for word in ("--config", override)
@@ -49,14 +46,14 @@ def run_tiny(config: str, folder: Path, *overrides: str) -> Path:
     return folder
 
 
-def parsed(*overrides: str) -> Any:
+def parsed(*overrides):
     raw = yaml.safe_load(
         (ROOT / "experiment_configs" / "latte" / "fp32.yaml").read_text()
     )
     return parse(with_overrides(raw, [*TINY, *overrides]), "fp32.yaml")
 
 
-def test_validation_loss_is_that_of_the_averaged_weights(tmp_path: Path) -> None:
+def test_validation_loss_is_that_of_the_averaged_weights(tmp_path):
     """Computed again from the checkpoint, whose weights themselves give another
     loss.
     """
@@ -85,7 +82,7 @@ def test_validation_loss_is_that_of_the_averaged_weights(tmp_path: Path) -> None
     assert reported != pytest.approx(losses[1], rel=1.0e-4)
 
 
-def test_clip_starts_at_the_step_that_was_asked_for(tmp_path: Path) -> None:
+def test_clip_starts_at_the_step_that_was_asked_for(tmp_path):
     """Seen in the second moments of Adam, which a clip to almost nothing leaves as they
     were.
     """
@@ -108,7 +105,7 @@ def test_clip_starts_at_the_step_that_was_asked_for(tmp_path: Path) -> None:
     assert moments[0] * 1.0e6 < moments[2]
 
 
-def test_patches_must_fit_the_frame() -> None:
+def test_patches_must_fit_the_frame():
     config = parsed("hyperparameters.model.patch_size=3")
     with pytest.raises(
         ConfigError, match=r"patch_size: got 3, which does not divide .* 8"
@@ -116,7 +113,7 @@ def test_patches_must_fit_the_frame() -> None:
         Denoiser(config.hparams.model, config.data, gradient_checkpointing=False)
 
 
-def test_clip_start_step_without_a_clip_is_refused() -> None:
+def test_clip_start_step_without_a_clip_is_refused():
     with pytest.raises(
         ConfigError, match="clip_start_step: got 2, but nothing is clipped"
     ):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -32,16 +31,10 @@ Legacy = Callable[..., TaskMaster]
 
 
 @pytest.fixture
-def legacy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Legacy:
+def legacy(folder, monkeypatch):
     """Runs a trial class as the entrypoint `module:Class` does; what it reported."""
 
-    def run(
-        trial_class: Any,
-        amp: Values,
-        batches: int | None = None,
-        first_batch: int = 0,
-        **others: Any,
-    ) -> TaskMaster:
+    def run(trial_class, amp, batches=None, first_batch=0, **others):
         hparams = {"global_batch_size": 2, "amp": amp, **others}
         config: Values = {
             "entrypoint": "model_def:Trial",
@@ -79,7 +72,7 @@ def legacy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Legacy:
     return run
 
 
-def test_trial_as_it_is_trains_an_unmodified_trial(legacy: Legacy) -> None:
+def test_trial_as_it_is_trains_an_unmodified_trial(legacy):
     reports = legacy(
         TrialAsItIs, {"precision": "amp_bf16"}, 8, trial="tests.trials:Plain"
     )
@@ -88,8 +81,8 @@ def test_trial_as_it_is_trains_an_unmodified_trial(legacy: Legacy) -> None:
 
 
 def test_mistake_in_the_section_ends_a_task_with_one_line_and_is_on_the_master(
-    legacy: Legacy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    legacy, monkeypatch, capsys
+):
     amp = {"precision": "amp_bf16", "auditt": True}
     hook, noted = sys.excepthook, Mock()
     monkeypatch.setattr(TaskMaster, "set_metadata", noted)
@@ -108,14 +101,12 @@ class FourRows(Weights):
     rows = ((1.0,),) * 4
 
 
-def test_run_resumes_to_the_bits_of_an_undisturbed_one(
-    legacy: Legacy, folder: Path
-) -> None:
+def test_run_resumes_to_the_bits_of_an_undisturbed_one(legacy, folder):
     """Torch 2.6 and later load weights alone by default; Determined saves an array of
     NumPy.
     """
 
-    def last() -> Path:
+    def last():
         return max(
             folder.glob("checkpoints/*"), key=lambda path: path.stat().st_mtime_ns
         )

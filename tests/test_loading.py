@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 
 from trials.data.loading import (
-    Batch,
     DataError,
     EpochSampler,
     Sample,
@@ -31,17 +29,15 @@ class Numbers:
 
     classes = 2
 
-    def __len__(self) -> int:
+    def __len__(self):
         return _SIZE
 
-    def __getitems__(self, samples: Sequence[Sample]) -> Batch:
+    def __getitems__(self, samples):
         epochs, images = torch.tensor(samples).T
         return epochs, images
 
 
-def sequence(
-    count: int, *, seed: int = 7, workers: int = 0, **determined: int
-) -> list[list[tuple[int, int]]]:
+def sequence(count, *, seed=7, workers=0, **determined):
     """The first `count` batches of a fresh loader, as Determined's controller asks for
     them.
     """
@@ -53,13 +49,13 @@ def sequence(
     ]
 
 
-def random_states() -> str:
+def random_states():
     return (
         f"{torch.get_rng_state().tolist()} {np.random.get_state()} {random.getstate()}"
     )
 
 
-def test_order_is_a_function_of_seed_and_epoch() -> None:
+def test_order_is_a_function_of_seed_and_epoch():
     """The literals hold every numpy to it: a run may be resumed by a newer one."""
     sampler = EpochSampler(6, seed=7)
     assert [list(sampler) for _ in range(2)] == [
@@ -71,13 +67,13 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
 @pytest.mark.parametrize("skip", [1, 6, 13])
 @pytest.mark.parametrize(("num_replicas", "rank"), [(1, 0), (4, 3)])
 def test_resumed_sequence_is_the_tail_of_the_uninterrupted_one(
-    skip: int, num_replicas: int, rank: int
-) -> None:
+    skip, num_replicas, rank
+):
     whole = sequence(skip + 8, num_replicas=num_replicas, rank=rank)
     assert sequence(8, skip=skip, num_replicas=num_replicas, rank=rank) == whole[skip:]
 
 
-def test_ranks_share_out_the_batches_of_a_single_rank() -> None:
+def test_ranks_share_out_the_batches_of_a_single_rank():
     whole = sequence(2 * _EPOCH)
     shards = [sequence(2 * _EPOCH // 3, num_replicas=3, rank=rank) for rank in range(3)]
     assert [
@@ -90,9 +86,7 @@ def test_ranks_share_out_the_batches_of_a_single_rank() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_training_batches_neither_use_nor_move_the_global_random_state(
-    workers: int,
-) -> None:
+def test_training_batches_neither_use_nor_move_the_global_random_state(workers):
     expected = sequence(_EPOCH + 1)
     for seed in (1, 2):
         random.seed(seed)
@@ -104,7 +98,7 @@ def test_training_batches_neither_use_nor_move_the_global_random_state(
     assert sequence(_EPOCH + 1, seed=8) != expected
 
 
-def test_validation_keeps_the_last_partial_batch_which_training_drops() -> None:
+def test_validation_keeps_the_last_partial_batch_which_training_drops():
     training = training_loader(Numbers(), _BATCH, 7, workers=0)
     assert [len(images) for _, images in training] == [8] * 6
     validation = [
@@ -115,13 +109,13 @@ def test_validation_keeps_the_last_partial_batch_which_training_drops() -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 4, 7])
-def test_batches_per_epoch_are_those_of_the_chief(slots: int) -> None:
+def test_batches_per_epoch_are_those_of_the_chief(slots):
     loader = training_loader(Numbers(), _BATCH, 7, workers=0)
     chief = loader.get_data_loader(repeat=True, num_replicas=slots, rank=0)
     assert batches_per_epoch(loader, slots) == len(chief)
 
 
-def test_validation_without_a_batch_for_every_slot_is_a_data_error() -> None:
+def test_validation_without_a_batch_for_every_slot_is_a_data_error():
     assert len(validation_loader(Numbers(), 24, workers=0, slots=3)) == 3
     with pytest.raises(
         DataError, match="batches of 25 leave some of 3 slots without any of the 50"
@@ -129,7 +123,7 @@ def test_validation_without_a_batch_for_every_slot_is_a_data_error() -> None:
         validation_loader(Numbers(), 25, workers=0, slots=3)
 
 
-def test_training_without_a_whole_batch_is_a_data_error() -> None:
+def test_training_without_a_whole_batch_is_a_data_error():
     """Determined would repeat the empty epoch for ever."""
     assert len(training_loader(Numbers(), _SIZE, 7, workers=0)) == 1
     with pytest.raises(DataError, match=f"{_SIZE + 1}"):

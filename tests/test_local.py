@@ -9,8 +9,6 @@ import math
 import os
 import signal
 import warnings
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -33,13 +31,11 @@ SMALLEST = "hyperparameters.global_batch_size=2"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return training.run_small("mlp/bf16.yaml", tmp_path_factory.mktemp("local"))
 
 
-def test_warning_that_no_user_can_act_on_is_left_out(
-    tmp_path: Path,
-) -> None:
+def test_warning_that_no_user_can_act_on_is_left_out(tmp_path):
     shown = Console(file=io.StringIO())
     with logging_to(tmp_path / "log.txt", shown):
         logging.getLogger("determined.tensorboard").warning(
@@ -51,7 +47,7 @@ def test_warning_that_no_user_can_act_on_is_left_out(
     assert printed.getvalue().split() == ["WARNING", "something", "else"]
 
 
-def test_warning_of_python_is_in_the_log_and_on_the_terminal(tmp_path: Path) -> None:
+def test_warning_of_python_is_in_the_log_and_on_the_terminal(tmp_path):
     shown = Console(file=io.StringIO())
     with warnings.catch_warnings(), logging_to(tmp_path / "log.txt", shown):
         warnings.simplefilter("always")
@@ -61,7 +57,7 @@ def test_warning_of_python_is_in_the_log_and_on_the_terminal(tmp_path: Path) -> 
         assert "DeprecationWarning: this will go away" in " ".join(text.split())
 
 
-def test_run_folder_holds_what_the_documentation_lists(folder: Path) -> None:
+def test_run_folder_holds_what_the_documentation_lists(folder):
     assert {path.name for path in folder.iterdir()} == {
         "config.yaml",
         "metrics.jsonl",
@@ -73,9 +69,7 @@ def test_run_folder_holds_what_the_documentation_lists(folder: Path) -> None:
     }
 
 
-def test_run_folder_is_not_used_for_another_run(
-    folder: Path, refusal: Callable[..., str]
-) -> None:
+def test_run_folder_is_not_used_for_another_run(folder, refusal):
     before = training.checkpoint(folder, 12)
     arguments = training.arguments("mlp/bf16.yaml", "hyperparameters.learning_rate=1.0")
     said = refusal("train", *arguments, "--run-folder", str(folder))
@@ -84,8 +78,8 @@ def test_run_folder_is_not_used_for_another_run(
 
 
 def test_recorded_config_trains_the_same_again_and_its_settings_have_the_defaults(
-    folder: Path, tmp_path: Path
-) -> None:
+    folder, tmp_path
+):
     """`bf16.yaml` has no loss scale, which has no effect in it."""
     settings = read_run(folder).settings
     assert settings["hyperparameters.amp.init_scale"] == 65536.0
@@ -100,7 +94,7 @@ def test_recorded_config_trains_the_same_again_and_its_settings_have_the_default
     assert read_run(again).settings == settings
 
 
-def test_record_names_versions_device_and_settings(folder: Path) -> None:
+def test_record_names_versions_device_and_settings(folder):
     run = read_run(folder)
     (part,) = run.parts
     names = "torchvision determined numpy python platform commit"
@@ -115,19 +109,19 @@ def test_record_names_versions_device_and_settings(folder: Path) -> None:
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
 
 
-def interrupt_twice(trial: MLPTrial) -> None:
+def interrupt_twice(trial):
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)
 
 
-def raising(error: BaseException) -> Callable[[MLPTrial], None]:
-    def fail(trial: MLPTrial) -> None:
+def raising(error):
+    def fail(trial):
         raise error
 
     return fail
 
 
-def lose_the_weights(trial: MLPTrial) -> None:
+def lose_the_weights(trial):
     for parameter in trial.model.parameters():
         parameter.data.fill_(math.nan)
 
@@ -136,11 +130,8 @@ class TestRecordOfTheEnd:
     """The state in `run.json`, by real runs of 12 batches."""
 
     def test_signal_is_recorded_as_a_stop_until_the_resume(
-        self,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
+        self, tmp_path, monkeypatch, capsys
+    ):
         """The batch of the signal is trained, and so is the next, which is followed by
         a report.
         """
@@ -197,15 +188,8 @@ class TestRecordOfTheEnd:
         ids=["interrupt", "error", "file", "invalid", "exit 0"],
     )
     def test_error_in_a_batch_is_recorded_and_its_traceback_logged(
-        self,
-        tmp_path: Path,
-        capsys: pytest.CaptureFixture[str],
-        *,
-        do: Callable[[MLPTrial], None],
-        error: type[BaseException],
-        state: str,
-        reason: str,
-    ) -> None:
+        self, tmp_path, capsys, *, do, error, state, reason
+    ):
         with training.before_batch(4, do), pytest.raises(error):
             training.run_small("mlp/fp32.yaml", tmp_path)
         recorded, why, batches = training.end(tmp_path)
@@ -217,16 +201,14 @@ class TestRecordOfTheEnd:
         assert f"in {do.__name__}" in log
         assert ("go on: " in capsys.readouterr().out) is (do is interrupt_twice)
 
-    def test_stop_that_the_trial_asks_for_is_recorded(self, tmp_path: Path) -> None:
+    def test_stop_that_the_trial_asks_for_is_recorded(self, tmp_path):
         with training.before_batch(
             4, lambda trial: trial.context.set_stop_requested(True)
         ):
             training.run_small("mlp/fp32.yaml", tmp_path)
         assert training.end(tmp_path)[:2] == ("stopped", "the trial asked to stop")
 
-    def test_weights_that_are_lost_displace_no_good_checkpoint(
-        self, tmp_path: Path
-    ) -> None:
+    def test_weights_that_are_lost_displace_no_good_checkpoint(self, tmp_path):
         """Lost in batch 5 of 12: the guard looks after 12, a checkpoint is saved after
         every 4.
         """
@@ -242,9 +224,7 @@ class TestRecordOfTheEnd:
         assert Resume.latest(tmp_path) == Resume("batch-00000004", 4)
 
 
-def test_photo_that_cannot_be_decoded_is_named(
-    tmp_path: Path, refusal: Callable[..., str]
-) -> None:
+def test_photo_that_cannot_be_decoded_is_named(tmp_path, refusal):
     """A process of the loader raises: the text of its error has the whole
     traceback.
     """
@@ -260,9 +240,7 @@ def test_photo_that_cannot_be_decoded_is_named(
     assert f"{damaged}: cannot be decoded: " in said
 
 
-def test_run_inside_a_repository_leaves_nothing_but_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_inside_a_repository_leaves_nothing_but_its_folder(tmp_path, monkeypatch):
     """Determined alone leaves `./runs` of its own, and copies the directory into
     itself.
     """
@@ -276,11 +254,11 @@ def test_run_inside_a_repository_leaves_nothing_but_its_folder(
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     """The working directory; a trial leaves it for another."""
     made, elsewhere = MLPTrial.__init__, tmp_path / "elsewhere"
 
-    def make(trial: Any, context: Any) -> None:
+    def make(trial, context):
         made(trial, context)
         os.chdir(elsewhere)
 
@@ -292,9 +270,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "here"
 
 
-def test_run_stays_in_its_folder_when_the_trial_changes_the_directory(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_stays_in_its_folder_when_the_trial_changes_the_directory(here, capsys):
     """The code of a checkpoint is that of the directory where the run began, too."""
     words = ["train", *training.arguments("mlp/bf16.yaml"), "--run-folder", "run"]
     with training.before_batch(8, interrupt_twice):
@@ -305,15 +281,13 @@ def test_run_stays_in_its_folder_when_the_trial_changes_the_directory(
     assert not list(here.rglob("other.py"))
 
 
-def test_finder_writes_where_it_was_called(here: Path) -> None:
+def test_finder_writes_where_it_was_called(here):
     arguments = training.arguments("mlp/amp.yaml")
     assert door.run(["find", *arguments, "--batches", "2", "--json", "scale.json"]) == 0
     assert (here / "scale.json").is_file()
 
 
-def test_run_that_has_nothing_left_to_train_says_so(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_that_has_nothing_left_to_train_says_so(folder, capsys):
     capsys.readouterr()
     training.resume(folder)
     said = "12 batches are trained, which is all that it asks for; to go on, give it a"

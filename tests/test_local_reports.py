@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from determined_amp.amp.plain_data import Config
 from determined_amp.experiment.experiment import parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.local_reports import LocalReports
@@ -25,12 +23,12 @@ EXPERIMENT = parse(with_overrides(read_yaml(PATH), training.SMALL), PATH)
 
 @pytest.mark.parametrize(("stops_at", "end"), [(0, "completed"), (6, "pruned")])
 def test_search_is_asked_after_every_report_and_can_stop_the_run(
-    stops_at: int, end: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    stops_at, end, tmp_path, capsys
+):
     """A run that the search stops keeps a checkpoint."""
     asked: list[tuple[str, int]] = []
 
-    def goes_on(line: Config) -> bool:
+    def goes_on(line):
         asked.append((line["group"], line["batches"]))
         return asked[-1] != ("validation", stops_at)
 
@@ -43,9 +41,7 @@ def test_search_is_asked_after_every_report_and_can_stop_the_run(
     assert capsys.readouterr().out == ""
 
 
-def test_best_validation_has_the_best_finite_value_of_the_metric(
-    tmp_path: Path,
-) -> None:
+def test_best_validation_has_the_best_finite_value_of_the_metric(tmp_path):
     told = Mock()
     reports = LocalReports(RunFolder(tmp_path), EXPERIMENT, told, 0)
     for batches, value in enumerate([np.float64(0.5), math.nan, "text", 0.25, 0.75], 1):
@@ -58,7 +54,7 @@ def test_best_validation_has_the_best_finite_value_of_the_metric(
     assert type(told.call_args_list[0].args[0]["validation_loss"]) is float
 
 
-def test_trial_whose_search_was_killed_stops_with_a_checkpoint(tmp_path: Path) -> None:
+def test_trial_whose_search_was_killed_stops_with_a_checkpoint(tmp_path):
     ours, theirs = multiprocessing.Pipe()
     ours.close()
     train(EXPERIMENT, lambda: RunFolder(tmp_path), None, _asking(theirs))

@@ -35,12 +35,12 @@ BATCHES = 6
 class Draws(Plain):
     """Draws from every global generator, beside its dropout."""
 
-    def net(self) -> nn.Module:
+    def net(self):
         random.seed(1)
         np.random.seed(1)
         return super().net()
 
-    def loss(self, batch: Any) -> torch.Tensor:
+    def loss(self, batch):
         inputs, classes = batch
         noise = random.random() + float(np.random.rand()) + torch.randn(FEATURES)
         return super().loss((inputs + noise, classes))
@@ -50,27 +50,27 @@ class DrawsConverted(Converted, Draws):
     """The same with a `MixedPrecision` of its own."""
 
 
-def found(log: pytest.LogCaptureFixture) -> float:
+def found(log):
     """The scale that the one line in the log says."""
     (line,) = re.findall(r"init_scale: find found (\S+) in .* s: safe range", log.text)
     return 2.0 ** int(line.removeprefix("2^"))
 
 
-def run(trial: Any, **amp: Any) -> Any:
+def run(trial, **amp):
     return fit_as_it_is(trial, {**FIND, **amp}, batches=BATCHES)
 
 
-def left(fitted: Any) -> list[Any]:
+def left(fitted):
     """The checkpoint, and what was reported."""
     return [fitted.checkpoint, [report["loss"] for report in fitted.reports.training]]
 
 
 @pytest.fixture(autouse=True)
-def _logged(caplog: pytest.LogCaptureFixture) -> None:
+def _logged(caplog):
     caplog.set_level(logging.INFO)
 
 
-def test_min_scale_that_overflows_is_refused() -> None:
+def test_min_scale_that_overflows_is_refused():
     words = (
         r"^the trial: .* gradients overflow at min_scale 2\^24; allowed:"
         r" min_scale: "
@@ -81,8 +81,8 @@ def test_min_scale_that_overflows_is_refused() -> None:
 
 @pytest.mark.parametrize("trial", [Draws, DrawsConverted])
 def test_run_that_finds_its_scale_equals_one_with_that_init_scale_to_the_bit(
-    trial: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    trial, caplog, monkeypatch
+):
     noted: list[Values] = []
     monkeypatch.setattr(
         loss_scale, "note_on_master", lambda context, **values: noted.append(values)
@@ -99,7 +99,7 @@ def test_run_that_finds_its_scale_equals_one_with_that_init_scale_to_the_bit(
     assert not same_bits(left(run(trial)), left(written))
 
 
-def test_resume_keeps_the_saved_scale(caplog: pytest.LogCaptureFixture) -> None:
+def test_resume_keeps_the_saved_scale(caplog):
     first = fit_as_it_is(Converted, {**FIND, "init_scale": 8.0}, batches=2)
     second = fit_as_it_is(Converted, FIND, batches=4, resume=first)
     amp = second.trial.amp
@@ -110,9 +110,7 @@ def test_resume_keeps_the_saved_scale(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("init_scale", [65536.0, "find"])
-def test_resume_without_a_saved_scale_warns_or_finds_one(
-    init_scale: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_resume_without_a_saved_scale_warns_or_finds_one(init_scale, caplog):
     first = fit_as_it_is(Converted, {"precision": "fp32"}, batches=2)
     second = fit_as_it_is(
         Converted, {**FIND, "init_scale": init_scale}, batches=4, resume=first
@@ -124,17 +122,15 @@ def test_resume_without_a_saved_scale_warns_or_finds_one(
         assert amp.scaler.get_scale() == amp.settings.init_scale == found(caplog)
 
 
-def test_saved_scale_that_a_resume_does_not_need_is_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_saved_scale_that_a_resume_does_not_need_is_named(caplog):
     first = fit_as_it_is(Converted, {**FIND, "init_scale": 8.0}, batches=1)
     fit_as_it_is(Converted, {"precision": "amp_bf16"}, batches=2, resume=first)
     assert "the checkpoint has a loss scale; amp_bf16 needs none" in caplog.messages
 
 
-def test_forward_that_overflows_ends_the_run_at_once() -> None:
+def test_forward_that_overflows_ends_the_run_at_once():
     class Overflows(Converted):
-        def net(self) -> nn.Module:
+        def net(self):
             model = nn.Sequential(
                 nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, CLASSES)
             )
@@ -148,19 +144,15 @@ def test_forward_that_overflows_ends_the_run_at_once() -> None:
     run(Overflows, on_overflow="warn", audit=False)
 
 
-def test_found_scale_is_raised_to_min_scale_where_that_is_safe(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_found_scale_is_raised_to_min_scale_where_that_is_safe(caplog):
     kept = run(Converted, min_scale=2.0**15).trial.amp.scaler.get_scale()
     assert kept == 2.0**15
     assert found(caplog) < 2.0**15
     assert "and the training starts with min_scale, 2^15" in caplog.text
 
 
-def test_finding_that_advises_bfloat16_is_a_warning(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def advising_bfloat16(*given: Any) -> Any:
+def test_finding_that_advises_bfloat16_is_a_warning(caplog, monkeypatch):
+    def advising_bfloat16(*given):
         return dataclasses.replace(find_range(*given), verdict=Verdict.BF16)
 
     monkeypatch.setattr(loss_scale, "find_range", advising_bfloat16)
@@ -171,9 +163,9 @@ def test_finding_that_advises_bfloat16_is_a_warning(
 
 
 def test_finder_without_an_answer_starts_with_the_default_scale_and_says_so(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*given: object, **named: object) -> None:
+    caplog, monkeypatch
+):
+    def refuse(*given, **named):
         raise LossScaleError("all 16-bit gradients are exactly 0")
 
     noted: dict[str, Any] = {}
@@ -190,7 +182,7 @@ def test_finder_without_an_answer_starts_with_the_default_scale_and_says_so(
     assert said in caplog.text
 
 
-def test_amp_loop_refuses_init_scale_find_and_says_what_to_call() -> None:
+def test_amp_loop_refuses_init_scale_find_and_says_what_to_call():
     settings = AmpSettings(Precision.AMP_FP16, init_scale=FindScale.FIND)
     words = (
         r"^the loop: init_scale: got find, .* allowed: a number, such as"

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -17,9 +16,7 @@ from benchmarks.loss_scale_tasks import TASKS
 
 
 @pytest.mark.parametrize("task", [TASKS[2], TASKS[5]], ids=lambda task: str(task.name))
-def test_a_training_is_repeated_to_the_bit(
-    task: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_is_repeated_to_the_bit(task, monkeypatch):
     monkeypatch.setattr(rows, "STEPS", 3)
     first, second, other = (rows.measure(task, WAYS[-1], seed) for seed in (1, 1, 2))
     assert replace(first, seconds=0.0) == replace(second, seconds=0.0)
@@ -27,7 +24,7 @@ def test_a_training_is_repeated_to_the_bit(
     assert first.trained_in == ("bfloat16" if task is TASKS[5] else "float16")
 
 
-def test_published_table_is_that_of_the_published_rows() -> None:
+def test_published_table_is_that_of_the_published_rows():
     result = json.loads(bench.PUBLISHED.read_text())
     assert len(result["rows"]) == len(TASKS) * len(WAYS) * len(SEEDS)
     assert bench.PUBLISHED.with_suffix(".md").read_text() == bench.markdown(result)

@@ -9,8 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from argparse import Namespace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -21,7 +19,7 @@ from determined_amp import __main__ as door
 from determined_amp import cluster
 from determined_amp.amp.errors import UserError
 from determined_amp.cli import audit_batch
-from determined_amp.experiment.experiment import Experiment, read_yaml
+from determined_amp.experiment.experiment import read_yaml
 from tests.cluster_task import start_task
 from tests.training import ROOT
 from trials.data.images import digit_scans
@@ -37,8 +35,8 @@ BF16, FP16 = (f"experiment_configs/mlp/{name}.yaml" for name in ("bf16", "amp"))
     ],
 )
 def test_lost_standard_output_is_a_sentence_or_the_end_and_no_traceback(
-    redirected: str, length: int, status: int, said: str, tmp_path: Path
-) -> None:
+    redirected, length, status, said, tmp_path
+):
     (tmp_path / "x.py").write_text(
         "import sys\nfrom determined_amp import __main__ as door\n"
         f"door._status = lambda options: print('x' * {length}) or 0\n"
@@ -62,9 +60,7 @@ NAMES = [add.__name__.removeprefix("add_") for add in door.COMMANDS]
 
 
 @pytest.mark.parametrize("command", NAMES)
-def test_help_of_a_command_lists_its_arguments(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_of_a_command_lists_its_arguments(command, capsys):
     with pytest.raises(SystemExit) as ended:
         door.main([command, "--help"])
     assert ended.value.code == 0
@@ -82,12 +78,8 @@ def test_help_of_a_command_lists_its_arguments(
     ],
 )
 def test_user_error_is_one_message_and_status_2(
-    task: str | None,
-    text: str,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    task, text, message, monkeypatch, capsys
+):
     monkeypatch.setattr(door, "_status", Mock(side_effect=UserError(text)))
     if task is not None:
         monkeypatch.setenv("DET_TASK_TYPE", task)
@@ -99,8 +91,8 @@ def test_user_error_is_one_message_and_status_2(
     ("slots", "nodes", "rank"), [(2, 1, None), (1, 2, None), (1, 1, None), (2, 1, "0")]
 )
 def test_commands_of_several_slots_are_started_by_the_launcher(
-    slots: int, nodes: int, rank: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    slots, nodes, rank, monkeypatch
+):
     """By the task, and not by the ranks that it has started."""
     started: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
@@ -115,10 +107,8 @@ def test_commands_of_several_slots_are_started_by_the_launcher(
     assert started == ([[*launcher, *ours]] if is_launched else [])
 
 
-def test_package_that_is_missing_is_named_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def lacks(options: Namespace) -> Experiment:
+def test_package_that_is_missing_is_named_with_the_remedy(monkeypatch, capsys):
+    def lacks(options):
         raise ModuleNotFoundError(name=options.config)
 
     monkeypatch.setattr(audit_batch, "experiment_of", lacks)
@@ -142,12 +132,8 @@ def test_package_that_is_missing_is_named_with_the_remedy(
     ],
 )
 def test_mistake_in_an_entrypoint_is_noted_on_the_master_and_not_retried(
-    entrypoint: str,
-    reason: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    entrypoint, reason, tmp_path, monkeypatch, capsys
+):
     config = read_yaml(str(ROOT / FP16))
     master = start_task(monkeypatch, tmp_path, config, config["hyperparameters"])
     monkeypatch.chdir(ROOT)
@@ -160,8 +146,8 @@ def test_mistake_in_an_entrypoint_is_noted_on_the_master_and_not_retried(
 
 
 def test_task_without_a_length_is_noted_on_the_master_and_not_retried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     config = {"name": "own", "searcher": {"name": "single", "metric": "val_loss"}}
     hparams = {"lr": 0.1, "trial": "tests.strangers:Stranger"}
     config |= {"entrypoint": "train", "hyperparameters": hparams}
@@ -175,8 +161,8 @@ def test_task_without_a_length_is_noted_on_the_master_and_not_retried(
 
 
 def test_image_without_a_package_is_one_line_that_is_not_retried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     config = read_yaml(str(ROOT / FP16))
     master = start_task(monkeypatch, tmp_path, config, config["hyperparameters"])
     for name in list(sys.modules):
@@ -194,10 +180,8 @@ def test_image_without_a_package_is_one_line_that_is_not_retried(
     assert master.metadata["failure"].startswith(reason)
 
 
-def test_ctrl_c_prints_interrupted_and_no_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(options: Namespace) -> None:
+def test_ctrl_c_prints_interrupted_and_no_traceback(monkeypatch, capsys):
+    def interrupted(options):
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(audit_batch, "experiment_of", interrupted)

@@ -26,7 +26,7 @@ fi
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path):
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     stub = tmp_path / "stub"
@@ -35,7 +35,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def make(checkout: Path, *targets: str) -> subprocess.CompletedProcess[str]:
+def make(checkout, *targets):
     command = ["make", *targets, f"PYTHON={checkout / 'stub'}"]
     # `make test` itself may run this test, with variables of its own.
     outside = {"PATH": os.environ["PATH"]}
@@ -44,14 +44,12 @@ def make(checkout: Path, *targets: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def calls(checkout: Path) -> list[str]:
+def calls(checkout):
     return (checkout / "calls.txt").read_text().splitlines()
 
 
 @pytest.mark.parametrize("target", ["install", "run", "test", "lint"])
-def test_environment_of_the_user_is_refused_in_one_sentence_and_kept(
-    checkout: Path, target: str
-) -> None:
+def test_environment_of_the_user_is_refused_in_one_sentence_and_kept(checkout, target):
     (checkout / ".venv" / "lib").mkdir(parents=True)
     (checkout / ".venv" / "pyvenv.cfg").write_text("prompt = 'mine'\n")
     done = make(checkout, target)
@@ -65,9 +63,7 @@ def test_environment_of_the_user_is_refused_in_one_sentence_and_kept(
     assert (checkout / ".venv" / "lib").is_dir()
 
 
-def test_environment_of_make_is_set_up_again_without_being_cleared(
-    checkout: Path,
-) -> None:
+def test_environment_of_make_is_set_up_again_without_being_cleared(checkout):
     assert make(checkout, "install").returncode == 0
     assert any("venv --prompt" in line for line in calls(checkout))
     (checkout / ".venv" / "mine").touch()
@@ -85,7 +81,7 @@ def test_environment_of_make_is_set_up_again_without_being_cleared(
     assert not (checkout / ".venv").exists()
 
 
-def test_pip_refuses_a_python_that_make_does_not_take() -> None:
+def test_pip_refuses_a_python_that_make_does_not_take():
     project = (ROOT / "pyproject.toml").read_text()
     required = re.search(r'^requires-python = "(.*?)"', project, re.M)
     assert required is not None

@@ -4,15 +4,10 @@ server.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from determined_amp import __main__ as door
 from determined_amp.amp.errors import UserError
-from determined_amp.amp.plain_data import StateDict, Values
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.report import ReportError
 from determined_amp.report.master_runs import fetch_comparison, read_experiment
@@ -23,12 +18,12 @@ NONE = "gave no experiment 7: .*"
 HPARAMS = {"training": {"max_length": {"batches": 4}}}
 
 
-def trial(number: int, scale: float) -> Values:
+def trial(number, scale):
     return {**TRIAL, "id": number, "hparams": {**HPARAMS, "amp": {"init_scale": scale}}}
 
 
 @pytest.fixture
-def master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Master]:
+def master(monkeypatch, tmp_path):
     made = Master(SEARCH, [trial(11, 65536), trial(12, 2.0**20)])
     made.reports = {
         "validation": [
@@ -41,9 +36,7 @@ def master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Master]:
         yield made
 
 
-def test_report_on_an_experiment_notes_that_trials_ran_side_by_side(
-    master: Master,
-) -> None:
+def test_report_on_an_experiment_notes_that_trials_ran_side_by_side(master):
     search = read_experiment(7)
     (side_by_side,) = search.notes
     assert "which trials ran side by side" in side_by_side
@@ -52,7 +45,7 @@ def test_report_on_an_experiment_notes_that_trials_ran_side_by_side(
         read_experiment(8)
 
 
-def checkpoint(storage: Path, name: str, text: str) -> StateDict:
+def checkpoint(storage, name, text):
     """A checkpoint with one file, in storage that this machine reaches."""
     (storage / "uuid").mkdir()
     (storage / "uuid" / name).write_text(text)
@@ -68,7 +61,7 @@ def checkpoint(storage: Path, name: str, text: str) -> StateDict:
     }
 
 
-def test_storage_out_of_reach_is_a_sentence(master: Master, tmp_path: Path) -> None:
+def test_storage_out_of_reach_is_a_sentence(master, tmp_path):
     master.checkpoints = [checkpoint(tmp_path, "precision.md", "{}")]
     (tmp_path / "uuid").rename(tmp_path / "elsewhere")
     with pytest.raises(ReportError, match=r"cannot be downloaded .*download uuid"):
@@ -76,7 +69,7 @@ def test_storage_out_of_reach_is_a_sentence(master: Master, tmp_path: Path) -> N
 
 
 @pytest.fixture
-def compared(master: Master, tmp_path: Path) -> Master:
+def compared(master, tmp_path):
     """What the command `compare` left as a task of the cluster."""
     master.config = {**SEARCH, "entrypoint": "python3 -m determined_amp compare"}
     master.checkpoints = [checkpoint(tmp_path, "precision.md", "use amp_bf16 here")]
@@ -84,9 +77,7 @@ def compared(master: Master, tmp_path: Path) -> Master:
 
 
 @pytest.mark.usefixtures("compared")
-def test_report_of_a_comparison_is_fetched_and_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_of_a_comparison_is_fetched_and_shown(tmp_path, capsys):
     (tmp_path / "uuid" / "compare.json").write_text("{}")  # of the search
     out = tmp_path / "out"
     for _ in range(2):
@@ -96,9 +87,7 @@ def test_report_of_a_comparison_is_fetched_and_shown(
     assert (page.name, page.read_text()) == ("precision.md", "use amp_bf16 here")
 
 
-def test_comparison_without_an_answer_is_a_sentence(
-    compared: Master, tmp_path: Path
-) -> None:
+def test_comparison_without_an_answer_is_a_sentence(compared, tmp_path):
     compared.checkpoints.clear()
     with pytest.raises(ReportError, match=r"precision.md: it has not com"):
         fetch_comparison(7, tmp_path)
@@ -125,8 +114,8 @@ def test_comparison_without_an_answer_is_a_sentence(
     ],
 )
 def test_useless_answer_of_a_master_is_a_sentence(
-    master: Master, monkeypatch: pytest.MonkeyPatch, name: str, value: Any, words: str
-) -> None:
+    master, monkeypatch, name, value, words
+):
     monkeypatch.setattr(master, name, value)
     with pytest.raises(UserError, match=words):
         read_experiment(7)
@@ -145,8 +134,8 @@ def test_useless_answer_of_a_master_is_a_sentence(
     ],
 )
 def test_address_without_a_master_is_a_sentence_that_repeats_no_password(
-    address: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    address, words, monkeypatch
+):
     monkeypatch.setenv("DET_MASTER", address)
     with pytest.raises(UserError, match=words) as refused:
         read_experiment(7)
@@ -168,12 +157,8 @@ CHECK = "python3 -m determined_amp check --trial model_def:MyTrial"
     ],
 )
 def test_report_on_an_experiment_is_that_of_its_searcher(
-    master: Master,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    changes: Sequence[str],
-    begins: str,
-) -> None:
+    master, tmp_path, capsys, changes, begins
+):
     master.config = with_overrides(master.config, changes)
     assert door.run(["report", "7", "--output", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.startswith(begins)
@@ -181,9 +166,7 @@ def test_report_on_an_experiment_is_that_of_its_searcher(
 
 @pytest.mark.parametrize("words", [["precision", "7"], ["7", "7"]])
 @pytest.mark.usefixtures("master")
-def test_report_of_several_sources_or_of_that_name_is_a_comparison(
-    words: Sequence[str],
-) -> None:
+def test_report_of_several_sources_or_of_that_name_is_a_comparison(words):
     said = r"hyperparameters\.amp\.precision: missing; allowed: a trial with"
     with pytest.raises(ReportError, match=said):
         door.run(["report", *words])

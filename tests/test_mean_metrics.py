@@ -15,12 +15,12 @@ from trials.mean_metrics import MeanMetrics
 from trials.mlp import MLPTrial
 
 
-def metrics() -> MeanMetrics:
+def metrics():
     context: Any = Context()
     return MeanMetrics(context)
 
 
-def classifier(settings: AmpSettings) -> MLPTrial:
+def classifier(settings):
     """As much of the trial as `evaluate_batch` needs; its logits are the batch
     itself.
     """
@@ -31,27 +31,27 @@ def classifier(settings: AmpSettings) -> MLPTrial:
     return trial
 
 
-def reported(*trials: MLPTrial) -> dict[str, Any]:
+def reported(*trials):
     slots = [trial.means.per_slot_reduce() for trial in trials]
     return trials[0].means.cross_slot_reduce(slots)
 
 
 class TestMeans:
-    def test_means_start_anew_after_a_reset(self) -> None:
+    def test_means_start_anew_after_a_reset(self):
         mean = metrics()
         mean.add({"error": torch.tensor(3.0)}, 1)
         mean.reset()
         mean.add({"error": torch.tensor(14.0)}, 2)
         assert mean.cross_slot_reduce([mean.per_slot_reduce()]) == {"error": 7}
 
-    def test_means_are_reduced_in_validation_only(self) -> None:
+    def test_means_are_reduced_in_validation_only(self):
         context: Any = Context()
         mean = MeanMetrics(context)
         assert context.registered == [(mean, {"for_training": False})]
 
 
 class TestClassification:
-    def test_loss_and_accuracy_are_means_over_samples_of_all_slots(self) -> None:
+    def test_loss_and_accuracy_are_means_over_samples_of_all_slots(self):
         """Logits (0, ln 3): p = 1/4, 3/4. Losses ln 4, ln 4/3 twice; two of three are
         right.
         """
@@ -66,7 +66,7 @@ class TestClassification:
         assert report["validation_loss"] == pytest.approx(loss, rel=1e-6)
         assert report["validation_accuracy"] == pytest.approx(2 / 3)
 
-    def test_half_precision_logits_are_summed_in_float32(self) -> None:
+    def test_half_precision_logits_are_summed_in_float32(self):
         """The cross-entropy of 4096 equal float16 rows is not rounded to float16's 3
         digits.
         """

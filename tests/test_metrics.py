@@ -18,20 +18,16 @@ from determined_amp.amp.loop import AmpLoop
 from determined_amp.amp.metrics import (
     WARMUP_BATCHES,
     StepReport,
-    TrainingMetrics,
     forget_peak_memory,
     peak_memory_mib,
 )
 from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.amp.throughput import Stopwatch
-from determined_amp.amp.window import Window
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.harness import Context
 
 
-def training_metrics(
-    slots: int = 1, optimizers: int = 1, precision: Precision = Precision.AMP_FP16
-) -> TrainingMetrics:
+def training_metrics(slots=1, optimizers=1, precision=Precision.AMP_FP16):
     """The metrics of a trial."""
     context: Any = Context(slots)
     for _ in range(optimizers):
@@ -39,13 +35,13 @@ def training_metrics(
     return MixedPrecision(context, AmpSettings(precision)).metrics
 
 
-def gradients_of(metrics: TrainingMetrics) -> Window:
+def gradients_of(metrics):
     """What is known of the one optimizer."""
     (gradients,) = metrics.windows.all()
     return gradients
 
 
-def report_of(metrics: TrainingMetrics) -> dict[str, Any]:
+def report_of(metrics):
     """What one slot alone reports."""
     return metrics.cross_slot_reduce([metrics.per_slot_reduce()])
 
@@ -54,7 +50,7 @@ def report_of(metrics: TrainingMetrics) -> dict[str, Any]:
 UNSCALED = partial(torch.ones, ())
 
 
-def having(*gradients: torch.Tensor) -> list[nn.Parameter]:
+def having(*gradients):
     """Parameters with these gradients."""
     made = []
     for gradient in gradients:
@@ -63,7 +59,7 @@ def having(*gradients: torch.Tensor) -> list[nn.Parameter]:
     return made
 
 
-def count_step(window: Window, skipped: bool | torch.Tensor) -> None:
+def count_step(window, skipped):
     """Make a step of gradients that were unscaled, and end its batch."""
     window.begin_step()
     window.skipped = skipped
@@ -77,19 +73,19 @@ class Clock:
 
     now = 0.0
 
-    def perf_counter(self) -> float:
+    def perf_counter(self):
         return self.now
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     """The clock of the metrics."""
     made = Clock()
     monkeypatch.setattr("determined_amp.amp.throughput.time", made)
     return made
 
 
-def warmed_up() -> TrainingMetrics:
+def warmed_up():
     """After the last batch that is not timed; what was waited for these does not
     count.
     """
@@ -101,7 +97,7 @@ def warmed_up() -> TrainingMetrics:
 
 
 class TestTrainingMetrics:
-    def test_sum_of_losses_keeps_no_graph(self) -> None:
+    def test_sum_of_losses_keeps_no_graph(self):
         amp = AmpLoop(AmpSettings(Precision.FP32), "cpu")
         for samples in (1, 2):
             amp.update(torch.tensor(1.0, requires_grad=True), samples)
@@ -109,7 +105,7 @@ class TestTrainingMetrics:
         assert not any(waiting.requires_grad for waiting in losses._waiting)
         assert not losses.total().requires_grad
 
-    def test_report_is_of_its_own_batches_alone(self) -> None:
+    def test_report_is_of_its_own_batches_alone(self):
         """A step with norm 2 and a gradient of 2^10; a skipped one and two of norm 6;
         then none.
         """
@@ -142,7 +138,7 @@ class TestTrainingMetrics:
         assert missing.isdisjoint(third)
         assert (third["watch_applied_steps"], third["skipped_steps"]) == (3, 1)
 
-    def test_counts_of_the_first_optimizer_can_be_read_before_it_exists(self) -> None:
+    def test_counts_of_the_first_optimizer_can_be_read_before_it_exists(self):
         context: Any = Context()
         windows = MixedPrecision(context, AmpSettings(Precision.AMP_FP16)).windows
         before = windows.first.counts
@@ -155,11 +151,11 @@ class TestTrainingMetrics:
         assert second is not before
         assert [window.counts for window in windows.all()] == [first, second]
 
-    def test_speed_and_wait_are_those_of_each_report(self, clock: Clock) -> None:
+    def test_speed_and_wait_are_those_of_each_report(self, clock):
         """16 samples in 4 s, 1 s of them waited; then 6 in 3 s; then nothing."""
         metrics = warmed_up()
 
-        def reported(*batches: tuple[float, float | None, int]) -> tuple[Any, Any]:
+        def reported(*batches):
             for clock.now, waited, samples in batches:
                 if waited is not None:
                     metrics.waited(waited)
@@ -179,8 +175,8 @@ class TestTrainingMetrics:
         ("waits", "share"), [((0.25, 0.5), 0.5), ((None, 0.25), 0.25)]
     )
     def test_slots_add_up_their_speed_and_report_their_largest_wait_and_memory(
-        self, waits: tuple[float | None, ...], share: float
-    ) -> None:
+        self, waits, share
+    ):
         metrics = training_metrics(slots=2)
         slots = [
             {
@@ -198,7 +194,7 @@ class TestTrainingMetrics:
         assert report["watch_peak_memory_mib"] == 300
         assert report["watch_peak_reserved_memory_mib"] == 1000
 
-    def test_report_has_the_steps_of_the_slot_that_made_the_most(self) -> None:
+    def test_report_has_the_steps_of_the_slot_that_made_the_most(self):
         made = [training_metrics(slots=3) for _ in range(3)]
         for metrics, steps in zip(made, (2, 5, 0), strict=True):
             for _ in range(steps):
@@ -217,11 +213,7 @@ class TestTrainingMetrics:
             ([[]], None),
         ],
     )
-    def test_loss_is_the_mean_over_the_samples_of_all_slots(
-        self,
-        slots: list[list[tuple[float | None, int | None]]],
-        loss: float | None,
-    ) -> None:
+    def test_loss_is_the_mean_over_the_samples_of_all_slots(self, slots, loss):
         """Without any loss, none is reported."""
         made = [training_metrics(len(slots)) for _ in slots]
         for metrics, batches in zip(made, slots, strict=True):
@@ -237,7 +229,7 @@ class TestTrainingMetrics:
         assert (first.latest, first.scale_of_newest_step) == (steps, 65536.0)
         assert first.loss == loss
 
-    def test_batch_returns_a_number_only_where_determined_needs_one(self) -> None:
+    def test_batch_returns_a_number_only_where_determined_needs_one(self):
         """Determined 0.38.1: an empty dict is an IndexError with several slots, free
         with one.
         """
@@ -249,8 +241,8 @@ class TestTrainingMetrics:
             }
 
     def test_peak_memory_is_that_of_training_batches_after_the_first_ones(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, monkeypatch
+    ):
         """A GPU's counter holds the largest use since its reset: first 9, then 2 and 3.
 
         The 8 in between belongs to a validation.
@@ -266,7 +258,7 @@ class TestTrainingMetrics:
         )
         metrics = training_metrics()
 
-        def train(uses: float, batches: int) -> float:
+        def train(uses, batches):
             for _ in range(batches):
                 counter[0] = max(counter[0], uses)
                 metrics.add(torch.tensor(1.0), 8)
@@ -288,8 +280,8 @@ class TestTrainingMetrics:
         [(Precision.AMP_FP16, 0.0), (Precision.AMP_BF16, 1.0)],
     )
     def test_headroom_of_zeros_or_without_a_loss_scale_is_not_reported(
-        self, precision: Precision, gradient: float
-    ) -> None:
+        self, precision, gradient
+    ):
         """Parameters without a dense gradient have no headroom either."""
         metrics = training_metrics(precision=precision)
         sparse = torch.ones(2, 2).to_sparse()
@@ -300,7 +292,7 @@ class TestTrainingMetrics:
         gradients_of(metrics).measure(parameters[1:], UNSCALED)
         assert "watch_headroom_bits" not in report_of(metrics)
 
-    def test_training_metrics_are_reduced_in_training_only(self) -> None:
+    def test_training_metrics_are_reduced_in_training_only(self):
         context: Any = Context()
         amp = MixedPrecision(context, AmpSettings(Precision.FP32, audit=False))
         ((reducer, when),) = context.registered
@@ -313,8 +305,8 @@ class TestTrainingMetrics:
 
 
 def test_peak_memory_is_of_the_process_on_a_cpu_and_of_torchs_counters_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
     assert peak_memory_mib(cpu) == {
@@ -332,23 +324,23 @@ def test_peak_memory_is_of_the_process_on_a_cpu_and_of_torchs_counters_on_a_gpu(
     assert asked == [gpu]
 
 
-def test_stopwatch_of_a_gpu_reads_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopwatch_of_a_gpu_reads_its_events(monkeypatch):
     """The events know when the device was there, once the later one has been waited
     for.
     """
     times = iter([2.0, 5.0])
 
     class Event:
-        def __init__(self, *, enable_timing: bool) -> None:
+        def __init__(self, *, enable_timing):
             self.is_timed, self.has_come = enable_timing, False
 
-        def record(self) -> None:
+        def record(self):
             self.at = next(times)
 
-        def synchronize(self) -> None:
+        def synchronize(self):
             self.has_come = True
 
-        def elapsed_time(self, later: Event) -> float:
+        def elapsed_time(self, later):
             assert self.is_timed
             assert later.has_come
             return 1000.0 * (later.at - self.at)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from determined import pytorch
 
@@ -32,7 +29,7 @@ PLAIN: Values = {
 class SettingsInCode(Weights):
     """Has its `amp` section in the code."""
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         super().__init__(context, AmpSettings(Precision.AMP_BF16))
 
 
@@ -97,15 +94,15 @@ OWN = {
 
 @pytest.mark.parametrize(("override", "key", "write"), MISPLACED)
 def test_misplaced_setting_is_one_problem_that_says_where_it_belongs(
-    override: str, key: str, write: str
-) -> None:
+    override, key, write
+):
     (problem,) = problems_of(with_overrides(PLAIN, [override]))
     assert problem.startswith(f"{key}: got ")
     assert write in problem
 
 
 @pytest.mark.parametrize("nested", ["amp={precision: amp_fp16}", "precision=amp_fp16"])
-def test_amp_section_within_another_section_is_one_problem(nested: str) -> None:
+def test_amp_section_within_another_section_is_one_problem(nested):
     ours = with_overrides(
         PLAIN, ["hyperparameters.training={max_length: {batches: 4}}"]
     )
@@ -136,9 +133,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize(("override", "says"), UNKNOWN.items())
-def test_key_that_determined_refuses_is_a_problem_with_its_near_name(
-    override: str, says: str
-) -> None:
+def test_key_that_determined_refuses_is_a_problem_with_its_near_name(override, says):
     key, _, _ = override.partition("=")
     (problem,) = problems_of(with_overrides(PLAIN, [override]))
     assert problem.startswith(f"{key}: unknown key; ")
@@ -153,9 +148,7 @@ def test_key_that_determined_refuses_is_a_problem_with_its_near_name(
         ("custom", "allowed: single, grid, random, adaptive_asha, async_halving"),
     ],
 )
-def test_searcher_that_determined_refuses_is_not_trained(
-    name: str, says: str, tmp_path: Path, refusal: Callable[..., str]
-) -> None:
+def test_searcher_that_determined_refuses_is_not_trained(name, says, tmp_path, refusal):
     config = with_overrides(PLAIN, [f"searcher.name={name}"])
     said = refusal("train", write_yaml(tmp_path, config))
     assert f"searcher.name: got '{name}'; {says}" in said
@@ -171,16 +164,14 @@ def test_searcher_that_determined_refuses_is_not_trained(
         "{name: async_halving, num_rungs: 2, stop_once: true}",
     ],
 )
-def test_searcher_of_determined_is_no_problem(searcher: str) -> None:
+def test_searcher_of_determined_is_no_problem(searcher):
     length = {"max_length": {"batches": 4}}
     config = with_overrides(PLAIN, [f"searcher={searcher}"])
     parse({**config, "searcher": {**config["searcher"], **length}}, "test")
 
 
 @pytest.mark.parametrize(("override", "named"), OWN.items())
-def test_hyperparameter_of_amp_of_a_trials_own_is_named_first(
-    override: str, named: str
-) -> None:
+def test_hyperparameter_of_amp_of_a_trials_own_is_named_first(override, named):
     found = parse(with_overrides(PLAIN, [f"hyperparameters.{override}"]), "test")
     assert found.amp is None
     assert (
@@ -202,20 +193,18 @@ def test_hyperparameter_of_amp_of_a_trials_own_is_named_first(
         "searcher.metric=precision",
     ],
 )
-def test_what_only_looks_like_a_setting_is_no_problem_and_not_named(
-    override: str,
-) -> None:
+def test_what_only_looks_like_a_setting_is_no_problem_and_not_named(override):
     found = parse(with_overrides(PLAIN, [override]), "test")
     assert found.described_precision(found.precision) == NO_AMP_SECTION
 
 
-def test_key_with_a_dot_in_it_is_not_taken_for_a_section() -> None:
+def test_key_with_a_dot_in_it_is_not_taken_for_a_section():
     hyperparameters = {"lr": 0.1, "amp.precision": "amp_fp16"}
     (problem,) = problems_of({**PLAIN, "hyperparameters": hyperparameters})
     assert problem.startswith("hyperparameters.amp.precision: got 'amp_fp16', which")
 
 
-def test_hyperparameter_that_is_called_type_hides_no_other() -> None:
+def test_hyperparameter_that_is_called_type_hides_no_other():
     own = {"lr": 0.1, "type": "const"}
     settings = parse({**PLAIN, "hyperparameters": own}, "test").settings
     assert {name: settings[f"hyperparameters.{name}"] for name in own} == own
@@ -226,9 +215,7 @@ def test_hyperparameter_that_is_called_type_hides_no_other() -> None:
 
 
 @pytest.mark.parametrize("key", ["amp", "precision"])
-def test_range_of_a_search_that_holds_a_misplaced_precision_is_refused(
-    key: str,
-) -> None:
+def test_range_of_a_search_that_holds_a_misplaced_precision_is_refused(key):
     choices = "{type: categorical, vals: [fp32, amp_fp16]}"
     grid = "searcher={name: grid, metric: val_loss, max_length: 4}"
     right = [grid, f"hyperparameters.amp.precision={choices}"]
@@ -238,7 +225,7 @@ def test_range_of_a_search_that_holds_a_misplaced_precision_is_refused(
         SearchPlan(wrong, "search.yaml")
 
 
-def test_script_of_the_users_own_is_told_of_a_misplaced_precision() -> None:
+def test_script_of_the_users_own_is_told_of_a_misplaced_precision():
     with pytorch.init(hparams={"precision": "amp_fp16"}, exp_conf=PLAIN) as context:
         with pytest.raises(
             ConfigError, match=r"hyperparameters\.precision: got 'amp_fp16'"
@@ -250,7 +237,7 @@ def test_script_of_the_users_own_is_told_of_a_misplaced_precision() -> None:
             fit(Stranger(context), context)
 
 
-def test_script_of_the_users_own_is_told_of_a_missing_length() -> None:
+def test_script_of_the_users_own_is_told_of_a_missing_length():
     with (
         pytest.raises(ConfigError, match=r"training\.max_length: missing"),
         pytorch.init(hparams={}, exp_conf={"name": "own"}) as context,
@@ -267,12 +254,8 @@ def test_script_of_the_users_own_is_told_of_a_missing_length() -> None:
     ids=["no section", "amp_bf16"],
 )
 def test_log_begins_with_the_precision_and_the_closing_line_names_it(
-    section: Values,
-    first: str,
-    last: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    section, first, last, tmp_path, capsys
+):
     path = write_yaml(tmp_path, {**PLAIN, "hyperparameters": {"lr": 0.1, **section}})
     run = tmp_path / "run"
     assert door.main(["train", path, "--run-folder", str(run)]) == 0
@@ -280,9 +263,7 @@ def test_log_begins_with_the_precision_and_the_closing_line_names_it(
     assert f"\nplain: completed; {last}" in capsys.readouterr().out
 
 
-def test_precision_of_settings_in_the_code_is_named_without_a_section(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_precision_of_settings_in_the_code_is_named_without_a_section(tmp_path, capsys):
     run = tmp_path / "run"
     own = {**PLAIN, "entrypoint": "tests.test_misplaced:SettingsInCode"}
     own["searcher"] = {**PLAIN["searcher"], "metric": "validation_loss"}

@@ -32,7 +32,7 @@ from determined_amp import (
     Precision,
 )
 from determined_amp.amp.errors import UserError
-from determined_amp.amp.plain_data import Metrics, Values
+from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import Compile
 from determined_amp.check.recorder import Recorder
 from determined_amp.trial.determined_private import amp_of
@@ -53,47 +53,47 @@ from tests.trials import BATCHES, FP16_SECTION, FP32_SECTION, Plain, Weights
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
 
 
-def made_after_wrap_model(context: pytorch.PyTorchTrialContext) -> Weights:
+def made_after_wrap_model(context):
     context.wrap_model(nn.Linear(1, 1))
     return Weights(context)
 
 
-def made_twice(context: pytorch.PyTorchTrialContext) -> Weights:
+def made_twice(context):
     MixedPrecision(context)
     return Weights(context)
 
 
-def uses_amp_of_determined(context: pytorch.PyTorchTrialContext) -> Weights:
+def uses_amp_of_determined(context):
     context.experimental.use_amp()
     return Weights(context)
 
 
 class UsesAmpOfDeterminedLater(Weights):
-    def build_training_data_loader(self) -> Any:
+    def build_training_data_loader(self):
         context: Any = self.context
         context._scaler = torch.amp.GradScaler("cpu")
         return super().build_training_data_loader()
 
 
 class ForgetsTheCallbacks(Weights):
-    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+    def build_callbacks(self):
         return {}
 
 
 class ForgetsTheUpdate(Weights):
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         loss = self.backward(batch)
         self.step()
         return {"loss": loss}
 
 
 class ForgetsTheScaler(Weights):
-    def step(self, which: int = 0) -> None:
+    def step(self, which=0):
         self.context.step_optimizer(self.optimizer)
 
 
 class ForgetsToScale(Weights):
-    def backward(self, batch: Any, which: int = 0) -> torch.Tensor:
+    def backward(self, batch, which=0):
         with self.amp.autocast():
             loss: torch.Tensor = self.model(batch[0]).float().mean()
         self.context.backward(loss)
@@ -101,8 +101,8 @@ class ForgetsToScale(Weights):
 
 
 class ClipsBeforeUnscaling(Weights):
-    def step(self, which: int = 0) -> None:
-        def clip(parameters: Any) -> None:
+    def step(self, which=0):
+        def clip(parameters):
             nn.utils.clip_grad_norm_(parameters, 1.0)
 
         self.context.step_optimizer(
@@ -111,31 +111,31 @@ class ClipsBeforeUnscaling(Weights):
 
 
 class StepsOneOptimizerTwice(Weights):
-    def step(self, which: int = 0) -> None:
+    def step(self, which=0):
         super().step()
         self.backward([torch.ones(2, 1)])
         super().step()
 
 
 class AsksBeforeTheUpdate(Weights):
-    def step(self, which: int = 0) -> None:
+    def step(self, which=0):
         super().step(which)
         assert self.amp.last_step_applied
 
 
 class StepsTheSchedule(Weights):
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         self.amp.wrap_lr_scheduler(lr_scheduler.StepLR(self.optimizer, 1)).step()
 
 
-def has_both_schedules(context: pytorch.PyTorchTrialContext) -> Weights:
+def has_both_schedules(context):
     trial = Weights(context)
     trial.amp.wrap_lr_scheduler(lr_scheduler.ReduceLROnPlateau(trial.optimizer))
     trial.amp.wrap_lr_scheduler(lr_scheduler.StepLR(trial.optimizer, 1))
     return trial
 
 
-def has_schedules_of_both_kinds(context: pytorch.PyTorchTrialContext) -> Weights:
+def has_schedules_of_both_kinds(context):
     trial = Weights(context)
     trial.amp.wrap_lr_scheduler(lr_scheduler.StepLR(trial.optimizer, 1))
     scheduler: Any = lr_scheduler.StepLR(trial.optimizer, 1)
@@ -143,7 +143,7 @@ def has_schedules_of_both_kinds(context: pytorch.PyTorchTrialContext) -> Weights
     return trial
 
 
-def schedules_an_unwrapped_optimizer(context: pytorch.PyTorchTrialContext) -> Weights:
+def schedules_an_unwrapped_optimizer(context):
     trial = Weights(context)
     other = torch.optim.SGD(trial.model.parameters(), lr=1.0)
     trial.amp.wrap_lr_scheduler(lr_scheduler.StepLR(other, 1))
@@ -151,7 +151,7 @@ def schedules_an_unwrapped_optimizer(context: pytorch.PyTorchTrialContext) -> We
 
 
 class SumsTheGradients(Weights):
-    def wrapped(self, optimizer: torch.optim.Optimizer) -> Any:
+    def wrapped(self, optimizer):
         return self.context.wrap_optimizer(
             optimizer, average_aggregated_gradients=False
         )
@@ -177,7 +177,7 @@ MISTAKES: dict[Any, str] = {
 }
 
 
-def test_trial_without_a_mistake_is_trained() -> None:
+def test_trial_without_a_mistake_is_trained():
     """The control of all that is refused below: w = 1 - 1/4, then - (3 + 1/2) / 4."""
     trial = fit(Weights, FP16_SECTION, batches=2).trial
     assert trial.weights() == [-0.125]
@@ -186,26 +186,26 @@ def test_trial_without_a_mistake_is_trained() -> None:
 
 @pytest.mark.parametrize("trial", MISTAKES)
 @pytest.mark.parametrize("amp", [FP16_SECTION, FP32_SECTION], ids=["fp16", "fp32"])
-def test_mistake_in_a_trial_is_one_sentence(trial: Any, amp: Any) -> None:
+def test_mistake_in_a_trial_is_one_sentence(trial, amp):
     assert MISTAKES[trial] in refusal(trial, amp)
 
 
 @pytest.mark.filterwarnings("ignore:.*GradScaler:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*GradScaler is enabled, but CUDA:UserWarning")
-def test_determineds_own_amp_beside_it_is_refused() -> None:
+def test_determineds_own_amp_beside_it_is_refused():
     assert "leave out experimental.use_amp()" in refusal(
         uses_amp_of_determined, FP16_SECTION
     )
 
 
-def test_gradients_of_a_window_are_summed_where_the_trial_asks_for_that() -> None:
+def test_gradients_of_a_window_are_summed_where_the_trial_asks_for_that():
     """The batches 1 and 3 have the mean gradient 2, so w = 1 - 2 / 4, and the sum 4."""
     two: Values = {"batches": 2, "aggregation_frequency": 2}
     assert fit(Weights, FP16_SECTION, **two).trial.weights() == [0.5]
     assert fit(SumsTheGradients, FP16_SECTION, **two).trial.weights() == [0.0]
 
 
-def test_refusal_of_the_amp_section_names_every_mistake_in_it() -> None:
+def test_refusal_of_the_amp_section_names_every_mistake_in_it():
     assert "amp: missing; allowed: amp: {precision: amp_fp16}" in refusal(Weights, None)
     wrong = {"precision": "fp16", "init_scale": -1, "growth_intervall": 5}
     with pytest.raises(ConfigError) as raised:
@@ -214,7 +214,7 @@ def test_refusal_of_the_amp_section_names_every_mistake_in_it() -> None:
     assert keys == wrong.keys()
 
 
-def test_context_without_hyperparameters_needs_settings() -> None:
+def test_context_without_hyperparameters_needs_settings():
     context: Any = Context()
     context._hparams = None
     with pytest.raises(ConfigError, match=r"amp: missing; .* in pytorch\.init\(hp"):
@@ -227,45 +227,45 @@ def test_context_without_hyperparameters_needs_settings() -> None:
 
 
 class CallsBackwardItself(Plain):
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         loss = self.loss(batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.context.step_optimizer(self.optimizer)
         return loss
 
 
 class CallsBackwardBesideTheRightOne(Plain):
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         super().train_batch(batch, epoch_idx, batch_idx)
         torch.autograd.backward(self.model(batch[0]).sum())
 
 
 class EntersAutocast(Plain):
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         with torch.autocast("cpu", torch.bfloat16):
             return super().train_batch(batch, epoch_idx, batch_idx)
 
 
 class WrapsAScaler(Plain):
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         self.scaler = context.wrap_scaler(torch.amp.GradScaler("cpu"))
         super().__init__(context)
 
 
 class ScalesByItself(Plain):
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         scaler = torch.amp.GradScaler("cpu")
         self.context.backward(scaler.scale(self.model(batch[0]).sum()))
         self.context.step_optimizer(self.optimizer, scaler=scaler)
 
 
 class CreatesAGraph(Plain):
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         self.context.backward(self.model(batch[0]).sum(), create_graph=True)
 
 
 class StepsInsideTheBackward(habits.Habit):
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         super().__init__(context)
         self.own = torch.optim.SGD(self.model.parameters(), lr=0.1)
         first = next(iter(self.model.parameters()))
@@ -273,23 +273,23 @@ class StepsInsideTheBackward(habits.Habit):
 
 
 class Boxed(habits.Net):
-    def forward(self, inputs: torch.Tensor) -> Any:
+    def forward(self, inputs):
         return SimpleNamespace(logits=super().forward(inputs))
 
 
 class ReturnsUnknownContainer(habits.Habit):
     """Its logits come in what nobody knows how to cast."""
 
-    def net(self) -> Any:
+    def net(self):
         return Boxed()
 
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+    def loss(self, inputs, classes):
         # torch 2.3 has no cross-entropy of float16 on a CPU
         return self.model(inputs).logits.square().mean()
 
 
 class WrapsNoModel(Plain):
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         self.context = context
 
 
@@ -325,9 +325,7 @@ REFUSED: dict[Any, tuple[tuple[str, ...], str]] = {
     ("trial", "precision"),
     [(trial, precision) for trial in REFUSED for precision in REFUSED[trial][0]],
 )
-def test_trial_that_cannot_be_trained_as_it_is_gets_one_sentence(
-    trial: Any, precision: str
-) -> None:
+def test_trial_that_cannot_be_trained_as_it_is_gets_one_sentence(trial, precision):
     """In the first batch at the latest."""
     amp = {"precision": precision}
     _, words = REFUSED[trial]
@@ -337,11 +335,11 @@ def test_trial_that_cannot_be_trained_as_it_is_gets_one_sentence(
 
 
 class SwitchesItsScalerOff(Plain):
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         self.scaler = context.wrap_scaler(torch.amp.GradScaler("cpu", enabled=False))
         super().__init__(context)
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         with torch.autocast("cpu", enabled=False):
             loss = self.loss(batch)
         self.context.backward(self.scaler.scale(loss))
@@ -351,7 +349,7 @@ class SwitchesItsScalerOff(Plain):
         self.scaler.update()
         return {"loss": loss}
 
-    def clip_unscaled(self, parameters: Any) -> None:
+    def clip_unscaled(self, parameters):
         self.scaler.unscale_(self.optimizer)
         self.clip(parameters)
 
@@ -359,24 +357,24 @@ class SwitchesItsScalerOff(Plain):
 class FrozenHalf(habits.Habit):
     """Its first layer is in 16 bits, and is not trained."""
 
-    def net(self) -> nn.Module:
+    def net(self):
         model: Any = super().net()
         model[0].bfloat16().requires_grad_(False)
-        return model  # type: ignore[no-any-return]
+        return model
 
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+    def loss(self, inputs, classes):
         return super().loss(inputs.bfloat16(), classes).float()
 
-    def evaluate_batch(self, batch: Any, batch_idx: int) -> Metrics:
+    def evaluate_batch(self, batch, batch_idx):
         return {"validation_loss": 0.0}
 
 
 @pytest.mark.parametrize("trial", [FrozenHalf, StepsInsideTheBackward])
-def test_trial_that_needs_no_loss_scale_trains_in_bfloat16(trial: Any) -> None:
+def test_trial_that_needs_no_loss_scale_trains_in_bfloat16(trial):
     fit_as_it_is(trial, {"precision": "amp_bf16"}, batches=2)
 
 
-def test_trial_whose_own_amp_is_switched_off_trains_as_one_without() -> None:
+def test_trial_whose_own_amp_is_switched_off_trains_as_one_without():
     amp = {"precision": "amp_fp16", "init_scale": 2.0**24, "growth_interval": 2}
     states = [
         fit_as_it_is(trial, amp).checkpoint["models_state_dict"]
@@ -388,7 +386,7 @@ def test_trial_whose_own_amp_is_switched_off_trains_as_one_without() -> None:
 class GoesBackwardForEach(habits.SharedParameters):
     """Two optimizers of the same parameters, with a backward each."""
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         for optimizer in (self.optimizer, self.second):
             loss = self.loss(*batch)
             self.context.backward(loss)
@@ -396,7 +394,7 @@ class GoesBackwardForEach(habits.SharedParameters):
         return {"loss": loss}
 
 
-def test_two_optimizers_of_one_parameter_may_have_a_backward_each() -> None:
+def test_two_optimizers_of_one_parameter_may_have_a_backward_each():
     made = fit_as_it_is(
         GoesBackwardForEach, {"precision": "amp_fp16", "init_scale": 16.0}
     )
@@ -406,13 +404,13 @@ def test_two_optimizers_of_one_parameter_may_have_a_backward_each() -> None:
 class ComputesByItself(habits.Habit):
     """With the weights of its model, which it never calls."""
 
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+    def loss(self, inputs, classes):
         for weight in self.model.parameters():
             inputs = inputs @ weight.T if weight.dim() == 2 else inputs + weight
         return functional.cross_entropy(inputs, classes)
 
 
-def test_trial_that_never_calls_its_model_fails_the_audit() -> None:
+def test_trial_that_never_calls_its_model_fails_the_audit():
     with pytest.raises(AuditError, match=r"model\(inputs\)"):
         fit_as_it_is(ComputesByItself, {"precision": "amp_bf16"})
 
@@ -423,64 +421,64 @@ def test_trial_that_never_calls_its_model_fails_the_audit() -> None:
 class OwnLoop:
     """One weight and its optimizer."""
 
-    def __init__(self, precision: str = "amp_fp16") -> None:
+    def __init__(self, precision="amp_fp16"):
         self.amp = AmpLoop(AmpSettings(Precision(precision)), "cpu")
         self.model = self.amp.prepare(nn.Linear(1, 1, bias=False))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
         self.before = next(self.model.parameters()).item()
 
-    def backward(self, *, scales: bool = True) -> None:
+    def backward(self, *, scales=True):
         loss = self.model(torch.ones(1, 1)).sum()
         torch.autograd.backward(self.amp.scaler.scale(loss) if scales else loss)
 
-    def step(self) -> None:
+    def step(self):
         self.amp.scaler.step(self.optimizer)
 
 
 class Wrapper:
     """Holds an optimizer, and is none."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer):
         self.optimizer = optimizer
         self.param_groups = optimizer.param_groups
 
-    def step(self) -> None:
+    def step(self):
         self.optimizer.step()
 
-    def zero_grad(self) -> None:
+    def zero_grad(self):
         self.optimizer.zero_grad()
 
 
 class MovesByHand(torch.optim.Optimizer):
     """Never calls `Optimizer.__init__`, so torch has no hooks for it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         self.param_groups = [{"params": list(model.parameters())}]
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
             parameter.data -= 0.5 * parameter.grad
 
 
-def steps_twice(loop: OwnLoop) -> None:
+def steps_twice(loop):
     for _ in range(2):
         loop.backward()
         loop.step()
 
 
-def steps_the_optimizer(loop: OwnLoop) -> None:
+def steps_the_optimizer(loop):
     loop.backward()
     loop.step()
     loop.amp.update()
     loop.optimizer.step()
 
 
-def steps_an_unknown_optimizer(loop: OwnLoop) -> None:
+def steps_an_unknown_optimizer(loop):
     loop.backward()
     loop.optimizer.step()
 
 
-def steps_another_model_itself(loop: OwnLoop) -> None:
+def steps_another_model_itself(loop):
     """As the generator of a GAN, whose discriminator is stepped by the scaler."""
     generator = loop.amp.prepare(nn.Linear(1, 1))
     loop.backward()
@@ -488,12 +486,12 @@ def steps_another_model_itself(loop: OwnLoop) -> None:
     torch.optim.SGD(generator.parameters()).step()
 
 
-def steps_inside_a_wrapper(loop: OwnLoop) -> None:
+def steps_inside_a_wrapper(loop):
     loop.amp.start()
     Wrapper(loop.optimizer).step()
 
 
-def steps_a_wrapper_without_hooks(loop: OwnLoop) -> None:
+def steps_a_wrapper_without_hooks(loop):
     by_hand = MovesByHand(loop.model)
     loop.backward()
     loop.amp.scaler.step(by_hand)
@@ -501,32 +499,32 @@ def steps_a_wrapper_without_hooks(loop: OwnLoop) -> None:
     by_hand.step()
 
 
-def forgets_the_update(loop: OwnLoop) -> None:
+def forgets_the_update(loop):
     for _ in range(2):
         loop.backward()
         loop.step()
         loop.amp.scaler.update()
 
 
-def scales_no_loss(loop: OwnLoop) -> None:
+def scales_no_loss(loop):
     loop.backward(scales=False)
     loop.step()
 
 
-def schedules_twice(loop: OwnLoop) -> None:
+def schedules_twice(loop):
     for _ in range(2):
         loop.amp.wrap_lr_scheduler(lr_scheduler.ExponentialLR(loop.optimizer, 0.9))
 
 
-def copies_the_loop(loop: OwnLoop) -> None:
+def copies_the_loop(loop):
     copy.deepcopy(loop)
 
 
-def copies_its_scaler(loop: OwnLoop) -> None:
+def copies_its_scaler(loop):
     copy.copy(loop.amp.scaler)
 
 
-def pickles_the_loop(loop: OwnLoop) -> None:
+def pickles_the_loop(loop):
     pickle.dumps(loop.amp)
 
 
@@ -552,31 +550,29 @@ MISTAKES_IN_A_LOOP: dict[Callable[[OwnLoop], None], str] = {
 
 @pytest.mark.parametrize("mistake", MISTAKES_IN_A_LOOP)
 @every_precision
-def test_mistake_in_a_loop_is_one_sentence(
-    mistake: Callable[[OwnLoop], None], precision: str
-) -> None:
+def test_mistake_in_a_loop_is_one_sentence(mistake, precision):
     with pytest.raises(ConfigError, match=MISTAKES_IN_A_LOOP[mistake]):
         mistake(OwnLoop(precision))
 
 
-def rehearses(loop: OwnLoop) -> None:
+def rehearses(loop):
     with loop.amp.without_steps():
         loop.backward()
         loop.optimizer.step()
 
 
-def has_not_begun(loop: OwnLoop) -> None:
+def has_not_begun(loop):
     loop.backward(scales=False)
     loop.optimizer.step()
 
 
-def steps_a_model_of_its_own(loop: OwnLoop) -> None:
+def steps_a_model_of_its_own(loop):
     loop.amp.start()
     loop.backward()
     torch.optim.SGD(nn.Linear(1, 1).parameters()).step()
 
 
-def trains_two_loops_in_turn(loop: OwnLoop) -> None:
+def trains_two_loops_in_turn(loop):
     other = OwnLoop()
     other.amp.prepare(loop.model)
     other.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.5)
@@ -593,15 +589,15 @@ def trains_two_loops_in_turn(loop: OwnLoop) -> None:
 class Outer(torch.optim.Optimizer):
     """An optimizer as torch makes them, which steps another one."""
 
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
+    def __init__(self, inner):
         super().__init__(inner.param_groups, {})
         self.inner = inner
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         return self.inner.step(closure)
 
 
-def steps_with(loop: OwnLoop, optimizer: Any) -> None:
+def steps_with(loop, optimizer):
     loop.backward()
     loop.amp.scaler.step(optimizer)
     assert next(loop.model.parameters()).item() != loop.before
@@ -609,11 +605,11 @@ def steps_with(loop: OwnLoop, optimizer: Any) -> None:
     assert loop.amp.attempted_steps == int(loop.amp.applied_steps) == 1
 
 
-def steps_an_optimizer_inside_another(loop: OwnLoop) -> None:
+def steps_an_optimizer_inside_another(loop):
     steps_with(loop, Outer(loop.optimizer))
 
 
-def steps_a_wrapper(loop: OwnLoop) -> None:
+def steps_a_wrapper(loop):
     steps_with(loop, Wrapper(loop.optimizer))
 
 
@@ -629,14 +625,12 @@ NO_MISTAKES_IN_A_LOOP = [
 
 @pytest.mark.parametrize("way", NO_MISTAKES_IN_A_LOOP)
 @every_precision
-def test_step_that_uses_no_scaled_gradient_is_not_refused(
-    way: Callable[[OwnLoop], None], precision: str
-) -> None:
+def test_step_that_uses_no_scaled_gradient_is_not_refused(way, precision):
     way(OwnLoop(precision))
 
 
 @every_precision
-def test_loop_that_is_over_keeps_nothing_and_refuses_nothing(precision: str) -> None:
+def test_loop_that_is_over_keeps_nothing_and_refuses_nothing(precision):
     loop = OwnLoop(precision)
     loop.amp.start()
     for _ in range(2):
@@ -655,10 +649,10 @@ def test_loop_that_is_over_keeps_nothing_and_refuses_nothing(precision: str) -> 
     assert model() is None
 
 
-def test_loop_that_comes_or_goes_while_another_training_steps_is_no_error() -> None:
+def test_loop_that_comes_or_goes_while_another_training_steps_is_no_error():
     loops, optimizer = [OwnLoop()], torch.optim.SGD([nn.Parameter(torch.ones(1))])
 
-    def replace(*_: Any) -> None:
+    def replace(*_):
         loops[:] = [OwnLoop()]
 
     # torch goes on to the second one
@@ -673,7 +667,7 @@ def test_loop_that_comes_or_goes_while_another_training_steps_is_no_error() -> N
             handle.remove()
 
 
-def test_loop_that_goes_while_another_training_steps_leaves_its_step_alone() -> None:
+def test_loop_that_goes_while_another_training_steps_leaves_its_step_alone():
     loops, optimizer = [OwnLoop()], torch.optim.SGD([nn.Parameter(torch.ones(1))])
     loops[0].amp.start()
     handles = [  # torch goes on to the second one
@@ -691,7 +685,7 @@ def test_loop_that_goes_while_another_training_steps_leaves_its_step_alone() -> 
             handle.remove()
 
 
-def test_step_that_is_refused_is_none_for_the_doctor() -> None:
+def test_step_that_is_refused_is_none_for_the_doctor():
     recorder = Recorder()
     with recorder.watching():
         loop = OwnLoop()
@@ -702,7 +696,7 @@ def test_step_that_is_refused_is_none_for_the_doctor() -> None:
     assert len(recorder.record.of("step")) == 1
 
 
-def test_step_with_a_closure_and_a_loss_scale_is_refused() -> None:
+def test_step_with_a_closure_and_a_loss_scale_is_refused():
     loop = OwnLoop()
     with pytest.raises(
         ConfigError, match="steps with a closure, which a loss scale does not"
@@ -711,7 +705,7 @@ def test_step_with_a_closure_and_a_loss_scale_is_refused() -> None:
 
 
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan, None])
-def test_max_norm_that_is_no_number_above_0_is_refused(max_norm: Any) -> None:
+def test_max_norm_that_is_no_number_above_0_is_refused(max_norm):
     context: Any = Context()
     amp, loop = MixedPrecision(context, AmpSettings(Precision.FP32)), OwnLoop()
     optimizer = context.wrap_optimizer(loop.optimizer)
@@ -739,8 +733,8 @@ def test_max_norm_that_is_no_number_above_0_is_refused(max_norm: Any) -> None:
     ids=["no such module", "no model for fp32_modules", "no model for compile"],
 )
 def test_setting_for_modules_that_a_loop_has_not_is_refused_at_its_first_batch(
-    settings: Values, words: str
-) -> None:
+    settings, words
+):
     amp = AmpLoop(AmpSettings(Precision.AMP_FP16, **settings), "cpu")
     if "no model" not in words:
         amp.prepare(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))

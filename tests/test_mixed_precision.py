@@ -17,7 +17,6 @@ from torch.optim import lr_scheduler
 from determined_amp import AmpSettings, ConfigError, MixedPrecision, Precision
 from determined_amp.amp.metrics import WARMUP_BATCHES
 from determined_amp.amp.patched import patched
-from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.amp.rehearse.restored import undisturbed
 from determined_amp.experiment.failures import ending_the_program
 from tests import training
@@ -26,7 +25,7 @@ from tests.trials import FP16_SECTION as FP16
 from tests.trials import Weights
 
 
-def report_of(trial: type[Weights], amp: Any = FP16) -> Metrics:
+def report_of(trial, amp=FP16):
     """The one report of a run over all rows."""
     batches = len(trial.rows)
     return fit(trial, amp, batches=batches, reporting_period=batches).report
@@ -36,7 +35,7 @@ def report_of(trial: type[Weights], amp: Any = FP16) -> Metrics:
 @pytest.mark.parametrize(
     "set_backends", [False, True], ids=["not asked for", "asked for"]
 )
-def test_torchs_switches_are_set_only_if_that_is_asked_for(set_backends: bool) -> None:
+def test_torchs_switches_are_set_only_if_that_is_asked_for(set_backends):
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
     context: Any = Context()
@@ -47,29 +46,27 @@ def test_torchs_switches_are_set_only_if_that_is_asked_for(set_backends: bool) -
     assert torch.backends.cudnn.allow_tf32 is not set_backends
 
 
-def test_settings_of_a_scale_that_a_precision_has_not_are_named_in_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_settings_of_a_scale_that_a_precision_has_not_are_named_in_the_log(caplog):
     caplog.set_level("INFO")
     fit(Weights, {"precision": "fp32", "init_scale": 8.0}, batches=1)
     assert "fp32 has no loss scale: ignoring init_scale" in caplog.text
 
 
 class ReportsItsOwnLoss(Weights):
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         return {**super().train_batch(batch, epoch_idx, batch_idx), "loss": 7.0}
 
 
 class ReturnsTheLoss(Weights):
     """A tensor: Determined reports it as `loss`, the mean over batches."""
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         super().train_batch(batch, epoch_idx, batch_idx)
         return torch.tensor(7.0)
 
 
 class UpdatesWithoutALoss(Weights):
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         self.backward(batch)
         self.step()
         return self.amp.update()
@@ -78,11 +75,11 @@ class UpdatesWithoutALoss(Weights):
 class CountsItsOwnSamples(Weights):
     """A batch of x counts x samples."""
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         self.backward(batch)
         return self.amp.update(batch[0].mean())
 
-    def get_batch_length(self, batch: Any) -> int:
+    def get_batch_length(self, batch):
         return int(batch[0][0])
 
 
@@ -96,9 +93,7 @@ class CountsItsOwnSamples(Weights):
         (CountsItsOwnSamples, 2.5),  # (1 * 1 + 3 * 3) / (1 + 3)
     ],
 )
-def test_reported_loss_is_the_trials_or_a_mean_over_samples(
-    trial: type[Weights], loss: float | None
-) -> None:
+def test_reported_loss_is_the_trials_or_a_mean_over_samples(trial, loss):
     report = report_of(trial)
     assert report.get("loss") == loss
     assert report["watch_applied_steps"] == (0 if trial is CountsItsOwnSamples else 2)
@@ -108,7 +103,7 @@ class LongTrial(Weights):
     rows = ((1.0, 1.0),) * (WARMUP_BATCHES + 4)
 
 
-def test_speed_and_wait_for_data_are_reported() -> None:
+def test_speed_and_wait_for_data_are_reported():
     report = report_of(LongTrial, {"precision": "fp32"})
     assert report["samples_per_second"] > 0
     assert 0 < report["watch_data_wait_share"] < 1
@@ -119,19 +114,19 @@ class TrainsAgainWithoutSteps(Weights):
     something.
     """
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         super().__init__(context)
         scheduler: Any = lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.5)
         by_hand = pytorch.LRScheduler.StepMode.MANUAL_STEP
         self.scheduler: Any = context.wrap_lr_scheduler(scheduler, by_hand)
 
-    def state(self) -> str:
+    def state(self):
         parts = (self.model, self.optimizer, self.scheduler, self.amp, self.amp.scaler)
         outcomes = [(window.stage, window.skipped) for window in self.amp.windows.all()]
         drawn = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
         return training.digest([[part.state_dict() for part in parts], outcomes, drawn])
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         reported = super().train_batch(batch, epoch_idx, batch_idx)
         before = self.state()
         with undisturbed(self.model), self.amp.without_steps():
@@ -150,7 +145,7 @@ class TrainsAgainWithoutSteps(Weights):
         return reported
 
 
-def test_nothing_moves_without_steps_and_everything_works_again_afterwards() -> None:
+def test_nothing_moves_without_steps_and_everything_works_again_afterwards():
     """Weights and report are those of a trial that trains each batch once."""
     made, plain = (
         fit(trial, FP16, batches=2, reporting_period=2)
@@ -169,10 +164,10 @@ def test_nothing_moves_without_steps_and_everything_works_again_afterwards() -> 
     assert trial.model.weight.grad is None
 
 
-def test_patched_class_attribute_comes_back_as_it_was() -> None:
+def test_patched_class_attribute_comes_back_as_it_was():
     class Owner:
         @staticmethod
-        def own() -> str:
+        def own():
             return "own"
 
     class Heir(Owner):
@@ -186,12 +181,12 @@ def test_patched_class_attribute_comes_back_as_it_was() -> None:
         assert dict(vars(owner)) == had
 
 
-def test_newest_batch_is_copied_once_a_training_has_changed_one() -> None:
+def test_newest_batch_is_copied_once_a_training_has_changed_one():
     """The first one always is; a copy has tensors and containers of its own."""
     changes = iter([False, False, True, False, True])
     trained = []
 
-    def train_batch(batch: Values) -> Metrics:
+    def train_batch(batch):
         (rows,) = batch.pop("inputs")
         trained.append(rows.tolist())
         if next(changes):
@@ -219,8 +214,8 @@ def test_newest_batch_is_copied_once_a_training_has_changed_one() -> None:
 
 
 def test_only_errors_of_the_user_are_printed_in_place_of_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+    monkeypatch, capfd
+):
     seen: list[Any] = []
     monkeypatch.setattr(sys, "excepthook", lambda *caught: seen.append(caught))
     context: Any = Context()

@@ -13,13 +13,11 @@ SETTINGS = ClipSettings()
 FIRST = [Sample(0, index) for index in range(8)]
 
 
-def clips_of(
-    *samples: Sample, seed: int = 0, settings: ClipSettings = SETTINGS
-) -> torch.Tensor:
+def clips_of(*samples, seed=0, settings=SETTINGS):
     return load(settings, seed)[0].__getitems__(samples)[0]
 
 
-def test_clip_depends_on_seed_epoch_and_scan_alone() -> None:
+def test_clip_depends_on_seed_epoch_and_scan_alone():
     alone = clips_of(Sample(1, 5))
     torch.testing.assert_close(
         clips_of(Sample(0, 3), Sample(1, 5))[1:], alone, rtol=0, atol=1.0e-6
@@ -29,7 +27,7 @@ def test_clip_depends_on_seed_epoch_and_scan_alone() -> None:
         assert not torch.allclose(other, alone, atol=0.1)
 
 
-def test_validation_is_the_same_for_every_seed_and_in_every_pass() -> None:
+def test_validation_is_the_same_for_every_seed_and_in_every_pass():
     first, second = (load(SETTINGS, seed)[1] for seed in (0, 1))
     later = [Sample(3, sample.image) for sample in FIRST]
     assert torch.equal(first.__getitems__(FIRST)[0], second.__getitems__(later)[0])

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from determined import pytorch
 from torch import nn
 
 from determined_amp.amp.loop import AmpLoop
@@ -32,7 +30,6 @@ from determined_amp.trial.unmodified import trial_of
 from tests import habits
 from tests.fake_cuda import fake_cuda, needs_fake_cuda
 from tests.harness import fit
-from trials.data import loading
 
 CONFIGS = Path(__file__).parents[1] / "experiment_configs"
 BATCHES = 12
@@ -59,9 +56,7 @@ class Run:
     trial: Any = None
     dtypes: set[torch.dtype] = field(default_factory=set)
 
-    def note_dtype(
-        self, model: nn.Module, inputs: object, outputs: torch.Tensor
-    ) -> None:
+    def note_dtype(self, model, inputs, outputs):
         if model.training:
             self.dtypes.add(outputs.dtype)
 
@@ -73,32 +68,25 @@ class Loop(SafeController):
     to judge.
     """
 
-    def __init__(
-        self, during: Callable[[str], AbstractContextManager[None]], **fitted: Any
-    ) -> None:
+    def __init__(self, during, **fitted):
         super().__init__(**fitted)
         self._during = during
         self.callbacks.pop("determined_amp.guard", None)
 
-    def _train_with_boundaries(self, *arguments: Any) -> Any:
+    def _train_with_boundaries(self, *arguments):
         with self._during("batches"):
             return super()._train_with_boundaries(*arguments)
 
-    def _aggregate_training_metrics(self, *arguments: Any) -> Any:
+    def _aggregate_training_metrics(self, *arguments):
         with self._during("report"):
             return super()._aggregate_training_metrics(*arguments)
 
-    def _checkpoint(self, already_exiting: bool) -> None:
+    def _checkpoint(self, already_exiting):
         assert self.state is not None
         self.state.last_ckpt = self.state.batches_trained
 
 
-def train(
-    during: Callable[[str], AbstractContextManager[None]],
-    config: str,
-    *overrides: str,
-    gpus: int = 1,
-) -> Run:
+def train(during, config, *overrides, gpus=1):
     """Train in Determined's loop.
 
     Args:
@@ -113,10 +101,10 @@ def train(
     assert length is not None
     run = Run()
 
-    def make(context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrial:
+    def make(context):
         run.trial = trial_of(experiment, context)
         run.trial.model.register_forward_hook(run.note_dtype)
-        return run.trial  # type: ignore[no-any-return]
+        return run.trial
 
     fit(
         make,
@@ -136,9 +124,7 @@ def train(
     ("precision", "aggregation_frequency"),
     [*((precision, 1) for precision in Precision), (Precision.AMP_FP16, 2)],
 )
-def test_batches_never_wait_and_a_report_reads_once(
-    precision: Precision, aggregation_frequency: int
-) -> None:
+def test_batches_never_wait_and_a_report_reads_once(precision, aggregation_frequency):
     with fake_cuda() as syncs:
         run = train(
             syncs.during,
@@ -168,16 +154,14 @@ def test_batches_never_wait_and_a_report_reads_once(
 class Unmodified(habits.ClipsOutside):
     """Returns no loss, which Determined would read."""
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         super().train_batch(batch, epoch_idx, batch_idx)
         return {}
 
 
 @needs_fake_cuda
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.AMP_FP16])
-def test_batches_of_an_unmodified_trial_wait_for_their_copy_alone(
-    precision: Precision,
-) -> None:
+def test_batches_of_an_unmodified_trial_wait_for_their_copy_alone(precision):
     with fake_cuda() as syncs:
         run = train(
             syncs.during,
@@ -198,7 +182,7 @@ def test_batches_of_an_unmodified_trial_wait_for_their_copy_alone(
 
 
 @needs_fake_cuda
-def test_batches_of_a_loop_never_wait_and_a_report_reads_once() -> None:
+def test_batches_of_a_loop_never_wait_and_a_report_reads_once():
     """As in a GAN: the first optimizer is unscaled when the second loss goes
     backward.
     """
@@ -226,7 +210,7 @@ def test_batches_of_a_loop_never_wait_and_a_report_reads_once() -> None:
 
 
 @needs_fake_cuda
-def test_rates_of_a_fused_optimizer_are_placed_without_waiting() -> None:
+def test_rates_of_a_fused_optimizer_are_placed_without_waiting():
     """Also when the scheduler runs ahead again, and its rates go to the device."""
     device, steps = torch.device("cuda"), 600
     with fake_cuda() as syncs:
@@ -246,7 +230,7 @@ def test_rates_of_a_fused_optimizer_are_placed_without_waiting() -> None:
 class ReadsTheLoss(TrainingMetrics):
     """Planted: `loss.item()`."""
 
-    def add(self, loss: Any, samples: int | None, **named: bool) -> dict[str, float]:
+    def add(self, loss, samples, **named):
         loss.item()
         return super().add(loss, samples, **named)
 
@@ -254,13 +238,11 @@ class ReadsTheLoss(TrainingMetrics):
 class UnfusedAdam(torch.optim.Adam):
     """Planted: the host looks at `found_inf` to decide whether to step."""
 
-    def __init__(self, parameters: Any, **settings: Any) -> None:
+    def __init__(self, parameters, **settings):
         super().__init__(parameters, **{**settings, "fused": False})
 
 
-def copy_from_pageable(
-    batch: Sequence[torch.Tensor], device: torch.device
-) -> loading.Batch:
+def copy_from_pageable(batch, device):
     """Planted: `non_blocking` alone is not enough."""
     images, labels = (tensor.clone() for tensor in batch)
     return images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
@@ -282,9 +264,7 @@ PLANTED: dict[str, tuple[str, object, Counter[str]]] = {
 
 @needs_fake_cuda
 @pytest.mark.parametrize("name", PLANTED)
-def test_planted_wait_is_counted_in_each_batch(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_wait_is_counted_in_each_batch(name, monkeypatch):
     """With a constant rate: the schedule of an optimizer that is not fused reads
     too.
     """
@@ -314,7 +294,7 @@ WAITING: dict[str, tuple[str, Callable[[torch.Tensor], object]]] = {
 
 @needs_fake_cuda
 @pytest.mark.parametrize("name", WAITING)
-def test_call_that_waits_for_the_device_is_counted_once(name: str) -> None:
+def test_call_that_waits_for_the_device_is_counted_once(name):
     kind, call = WAITING[name]
     with fake_cuda() as syncs:
         tensor = torch.ones(3, device="cuda")

@@ -17,7 +17,6 @@ from determined import core
 from determined.common.api import errors
 
 from determined_amp.amp.errors import ConfigError
-from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import AmpSettings, FindScale, Precision
 from determined_amp.trial import notes
 from determined_amp.trial.notes import cause_first
@@ -28,13 +27,13 @@ from tests.test_guard import guard
 class Master(core.TrainContext):
     """Keeps the metadata of a run."""
 
-    def __init__(self, metadata: Values | None) -> None:
+    def __init__(self, metadata):
         self.metadata = metadata
 
-    def get_metadata(self) -> Values | None:
+    def get_metadata(self):
         return self.metadata
 
-    def set_metadata(self, metadata: Values) -> Values:
+    def set_metadata(self, metadata):
         self.metadata = metadata
         return metadata
 
@@ -58,7 +57,7 @@ class Master(core.TrainContext):
     ],
     ids=["at the floor", "a loss that is NaN", "a wrong key"],
 )
-def test_status_begins_with_the_cause(reason: str, status: str) -> None:
+def test_status_begins_with_the_cause(reason, status):
     """A card of the WebUI shows twenty characters."""
     assert cause_first(reason).startswith(status)
 
@@ -68,12 +67,10 @@ class TestFailureBeforeAContext:
 
     INFO: Any = SimpleNamespace(trial=None, master_url="http://localhost:1")
 
-    def test_failure_is_sent_to_the_run_of_the_task(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_failure_is_sent_to_the_run_of_the_task(self, monkeypatch):
         sent = {}
 
-        def answer(method: str, path: str, body: bytes) -> tuple[int, str]:
+        def answer(method, path, body):
             sent[method, path] = json.loads(body or "{}")
             return 200, json.dumps({"metadata": {"mine": 1}})
 
@@ -93,18 +90,14 @@ class TestFailureBeforeAContext:
             },
         }
 
-    def test_failure_is_raised_as_it_is_if_the_master_fails(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_failure_is_raised_as_it_is_if_the_master_fails(self, monkeypatch):
         monkeypatch.setattr(notes, "train_context_of_task", lambda info: 1 / 0)
         with pytest.raises(ConfigError), notes.failure_noted(self.INFO):
             raise ConfigError("experiment", ["amp.precison: unknown key"])
 
 
 class TestMetadata:
-    def test_metadata_of_a_run_on_a_cluster_has_precision_scale_and_failure(
-        self,
-    ) -> None:
+    def test_metadata_of_a_run_on_a_cluster_has_precision_scale_and_failure(self):
         watched: Any = guard(searcher="random")
         master = Master(
             {"mine": 1, "amp": {"failure": "of an earlier process", "note": "mine"}}
@@ -137,8 +130,8 @@ class TestMetadata:
 
     @pytest.mark.parametrize("init_scale", [FindScale.FIND, 4.0])
     def test_resume_keeps_the_noted_scale_that_an_earlier_process_has_found(
-        self, init_scale: Any
-    ) -> None:
+        self, init_scale
+    ):
         watched: Any = guard(AmpSettings(Precision.AMP_FP16, init_scale=init_scale))
         master = Master({"amp": {"init_scale": 8.0}})
         watched._context._core = SimpleNamespace(train=master)
@@ -147,7 +140,7 @@ class TestMetadata:
         kept = 8.0 if init_scale is FindScale.FIND else 4.0
         assert master.metadata["amp"]["init_scale"] == kept
 
-    def test_only_the_chief_writes_metadata(self) -> None:
+    def test_only_the_chief_writes_metadata(self):
         watched: Any = guard()
         master = Master(None)
         watched._context._core = SimpleNamespace(train=master)
@@ -155,11 +148,9 @@ class TestMetadata:
         watched.on_training_start()
         assert master.metadata is None
 
-    def test_metadata_that_the_master_refuses_is_one_line_in_the_log(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_metadata_that_the_master_refuses_is_one_line_in_the_log(self, caplog):
         class Refusing(Master):
-            def get_metadata(self) -> Values | None:
+            def get_metadata(self):
                 raise errors.NotFoundException("no such address")
 
         watched: Any = guard(AmpSettings(Precision.FP32))

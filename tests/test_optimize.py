@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,10 +18,10 @@ from determined_amp import __main__ as door
 from determined_amp.amp.errors import UserError
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.runs.folder import STUDY_FILE
-from determined_amp.runs.run import Run, RunState
+from determined_amp.runs.run import RunState
 from determined_amp.search import optimize
 from determined_amp.search.search_display import line_of_a_trial
-from determined_amp.search.search_folder import Search, read_search
+from determined_amp.search.search_folder import read_search
 from tests import searching, training
 from tests.reporting import write_study
 
@@ -35,19 +34,19 @@ pytestmark = [
 ]
 
 
-def log2_scales(search: Search) -> list[float]:
+def log2_scales(search):
     return [run.scale_log2 for run in search.runs]
 
 
-def processes_in(directory: Path) -> int:
+def processes_in(directory):
     """How many trained, or scored, each from the same directory."""
     return len({*(directory / "pids").read_text().split()})
 
 
 def test_grid_that_a_signal_stopped_goes_on_and_finds_the_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def end_then_interrupt(search: Search, run: Run) -> str:
+    tmp_path, monkeypatch, capsys
+):
+    def end_then_interrupt(search, run):
         signal.raise_signal(signal.SIGINT)
         return line_of_a_trial(search, run)
 
@@ -72,7 +71,7 @@ def test_grid_that_a_signal_stopped_goes_on_and_finds_the_best(
     assert written["hyperparameters"]["amp"]["init_scale"] == 2.0**14
 
 
-def test_invalid_trial_has_its_reason_and_is_not_replaced(tmp_path: Path) -> None:
+def test_invalid_trial_has_its_reason_and_is_not_replaced(tmp_path):
     path = searching.write(
         tmp_path, "loss_scale_grid.yaml", *searching.TWO_SCALES, OVERFLOWING
     )
@@ -85,9 +84,7 @@ def test_invalid_trial_has_its_reason_and_is_not_replaced(tmp_path: Path) -> Non
     assert all("every loss scale down to 2^0 overflows" in run.reason for run in runs)
 
 
-def test_full_disk_stops_the_search_and_a_resume_goes_on(
-    tmp_path: Path, refusal: Callable[..., str]
-) -> None:
+def test_full_disk_stops_the_search_and_a_resume_goes_on(tmp_path, refusal):
     full = "hyperparameters.trial=tests.mortal:FullDiskTrial"
     path = searching.write(
         tmp_path, "loss_scale_asha.yaml", *searching.SHORT_ASHA, full
@@ -126,8 +123,8 @@ ONE_OF_EACH = (
 
 
 def test_trials_of_a_comparison_are_runs_of_their_own_seed_and_process(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, capsys
+):
     study = searching.run(tmp_path, "compare_precisions.yaml", *ONE_OF_EACH, LEAVING)
     assert processes_in(tmp_path) == 2
     assert {run.state for run in study.runs} == {RunState.COMPLETED}
@@ -149,9 +146,7 @@ def test_trials_of_a_comparison_are_runs_of_their_own_seed_and_process(
     assert "speeds cannot" not in shown
 
 
-def test_comparison_side_by_side_has_no_speeds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_comparison_side_by_side_has_no_speeds(tmp_path, capsys):
     few = "hyperparameters.amp.max_consecutive_skips=3"
     overrides = (*ONE_OF_EACH, OVERFLOWING, few)
     study = searching.run(tmp_path, "compare_precisions.yaml", *overrides, workers=2)
@@ -164,14 +159,12 @@ def test_comparison_side_by_side_has_no_speeds(
         assert ("overflow" in run.reason) is in_float16
 
 
-def test_killed_search_continues_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_search_continues_where_it_was(tmp_path, monkeypatch):
     """Killed when its first trial has ended, in a process of its own: all in its memory
     is lost.
     """
 
-    def kill(search: Search, run: Run) -> None:
+    def kill(search, run):
         os.kill(os.getpid(), signal.SIGKILL)
 
     many = ("hyperparameters.amp.init_scale.count=4", searching.TWO_SCALES[1])
@@ -188,7 +181,7 @@ def test_killed_search_continues_where_it_was(
     assert_goes_on(folder, before, 4)
 
 
-def assert_goes_on(folder: Path, before: Search, points: int) -> None:
+def assert_goes_on(folder, before, points):
     """Resume: all points are there once, and what had ended is as it was."""
     assert door.run(["search", "--resume", str(folder)]) == 0
     storage = f"sqlite:///{folder / STUDY_FILE}"
@@ -206,9 +199,7 @@ def assert_goes_on(folder: Path, before: Search, points: int) -> None:
         )
 
 
-def test_trial_of_a_search_loads_by_forks_and_its_data_needs_no_pickling(
-    tmp_path: Path,
-) -> None:
+def test_trial_of_a_search_loads_by_forks_and_its_data_needs_no_pickling(tmp_path):
     seeds = "hyperparameters.trial_seed={type: categorical, vals: [1, 2]}"
     loads = "entrypoint=tests.strangers:WithLoaderProcesses"
     config = with_overrides(training.STRANGE, ["searcher.name=grid", seeds, loads])
@@ -218,9 +209,7 @@ def test_trial_of_a_search_loads_by_forks_and_its_data_needs_no_pickling(
     assert one.metrics["val_loss"] != two.metrics["val_loss"]
 
 
-def test_second_process_on_a_search_is_refused(
-    tmp_path: Path, refusal: Callable[..., str]
-) -> None:
+def test_second_process_on_a_search_is_refused(tmp_path, refusal):
     folder = write_study(tmp_path / "study", [])
     with training.locked_by_another_process(folder):
         assert "is running this search" in refusal("search", "--resume", str(folder))

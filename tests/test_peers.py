@@ -25,19 +25,17 @@ class Unmeasured:
 
     over = False
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._batches = 0
 
-    def batch_begins(self) -> None:
+    def batch_begins(self):
         self.over = self._batches == FEW
         self._batches += 1
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 @pytest.mark.parametrize("precision", ["fp32", "amp_fp16"])
-def test_all_loops_that_are_compared_train_the_same_weights(
-    precision: str, schedule: str
-) -> None:
+def test_all_loops_that_are_compared_train_the_same_weights(precision, schedule):
     """Exactly; PyTorch's cosine multiplies one rate into the next, which rounds
     otherwise.
     """
@@ -56,7 +54,7 @@ def test_all_loops_that_are_compared_train_the_same_weights(
     assert not torch.equal(case.model().state_dict()["1.weight"], reference["1.weight"])
 
 
-def test_ratio_of_two_loops_is_taken_within_each_round() -> None:
+def test_ratio_of_two_loops_is_taken_within_each_round():
     """The second round is twice as slow for all."""
     rows = peers.summary({peers.REFERENCE: [100.0, 200.0], "loop": [110.0, 240.0]})
     loop = rows["loop"]
@@ -67,7 +65,7 @@ def test_ratio_of_two_loops_is_taken_within_each_round() -> None:
     assert peers.summary({peers.REFERENCE: [100.0]})[peers.REFERENCE]["ratio_high"] == 1
 
 
-def test_pages_quote_the_table_of_the_committed_numbers() -> None:
+def test_pages_quote_the_table_of_the_committed_numbers():
     result = json.loads((RESULTS / "peers_cpu.json").read_text())
     table = peers.markdown(result)
     assert (RESULTS / "peers_cpu.md").read_text() == table
@@ -85,9 +83,7 @@ def test_pages_quote_the_table_of_the_committed_numbers() -> None:
     ("name", "least", "most"),
     [(peers.REFERENCE, 0, 1), (peers.AMP_LOOP, 20, 58), (peers.TEN_LINES, 20, 76)],
 )
-def test_batch_makes_few_calls_of_the_librarys_functions(
-    name: str, least: int, most: int
-) -> None:
+def test_batch_makes_few_calls_of_the_librarys_functions(name, least, most):
     gc.collect()  # trainings of other tests, which ended within a window
     calls = peers.calls_of(Precision.AMP_FP16.value, name).total() / 100
     assert least <= calls <= most

@@ -25,18 +25,16 @@ pytestmark = pytest.mark.usefixtures("_switches_restored")
 _CPU, _GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def switches() -> tuple[str, bool]:
+def switches():
     return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
 
 
-def switch(matmul: str, tf32: bool) -> None:
+def switch(matmul, tf32):
     torch.set_float32_matmul_precision(matmul)
     torch.backends.cudnn.allow_tf32 = tf32
 
 
-def pretend_gpu(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hip: str | None = None
-) -> None:
+def pretend_gpu(monkeypatch, capability, hip=None):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     monkeypatch.setattr(torch.version, "hip", hip)
@@ -47,13 +45,8 @@ def pretend_gpu(
 @pytest.mark.parametrize("device", [_CPU, _GPU])
 @pytest.mark.parametrize("set_switches", [False, True])
 def test_switches_are_those_of_the_precision_if_they_are_to_be_set(
-    precision: Precision,
-    before: tuple[str, bool],
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    set_switches: bool,
-) -> None:
+    precision, before, device, monkeypatch, *, set_switches
+):
     """TF32 for `tf32` on Ampere alone. cuDNN's benchmark is never touched."""
     pretend_gpu(monkeypatch, (8, 0))
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", before[1])
@@ -65,7 +58,7 @@ def test_switches_are_those_of_the_precision_if_they_are_to_be_set(
     assert torch.backends.cudnn.benchmark is before[1]
 
 
-def test_tf32_on_a_cpu_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_tf32_on_a_cpu_is_a_warning(caplog):
     for precision in Precision:
         prepare_backend(precision, _CPU, set_switches=True)
     (record,) = caplog.records
@@ -76,9 +69,7 @@ def test_tf32_on_a_cpu_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     not hasattr(torch.backends.cudnn, "conv"), reason="torch has no such switches"
 )
 @pytest.mark.parametrize("before", ["tf32", "ieee"])
-def test_torchs_newer_switches_are_set_too(
-    before: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchs_newer_switches_are_set_too(before, monkeypatch):
     """With the old ones alone, convolutions stay at what `torch.backends` was set to
     before.
     """
@@ -98,9 +89,7 @@ def test_torchs_newer_switches_are_set_too(
         backends.fp32_precision = "none"
 
 
-def test_bf16_on_a_gpu_that_emulates_it_is_an_error_and_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_bf16_on_a_gpu_that_emulates_it_is_an_error_and_changes_nothing(monkeypatch):
     pretend_gpu(monkeypatch, (7, 5))
     switch("high", True)
     with pytest.raises(PrecisionError) as caught:
@@ -130,21 +119,15 @@ def test_bf16_on_a_gpu_that_emulates_it_is_an_error_and_changes_nothing(
     ],
 )
 def test_supported_precisions_follow_the_capability_of_the_gpu(
-    capability: tuple[int, int],
-    hip: str | None,
-    tf32: bool,
-    bf16: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    capability, hip, tf32, bf16, monkeypatch
+):
     pretend_gpu(monkeypatch, capability, hip)
     assert DeviceSupport.of(_GPU) == DeviceSupport(
         "Some GPU", tf32=tf32, fp16=True, bf16=bf16
     )
 
 
-def test_device_is_described_with_what_it_computes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_device_is_described_with_what_it_computes(monkeypatch):
     versions = f"; torch {torch.__version__}, Python {platform.python_version()}"
     assert module.described(torch.device("cpu"), 1) == "1 x cpu" + versions
     pretend_gpu(monkeypatch, (7, 5))
@@ -152,9 +135,7 @@ def test_device_is_described_with_what_it_computes(
     assert module.described(torch.device("cuda"), 2) == said + versions
 
 
-def test_cpu_that_trains_in_16_bits_is_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_cpu_that_trains_in_16_bits_is_a_warning(caplog):
     for precision in Precision:
         for device in (_CPU, _GPU):
             warn_of_slow_operations(precision, device)
@@ -165,9 +146,7 @@ def test_cpu_that_trains_in_16_bits_is_a_warning(
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_autocast_is_on_for_one_type_of_device(
-    is_old: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_autocast_is_on_for_one_type_of_device(is_old, monkeypatch):
     if is_old:  # torch 2.3 asks for the GPU here, and takes no argument
         monkeypatch.setattr(
             torch, "is_autocast_enabled", torch.is_autocast_cache_enabled

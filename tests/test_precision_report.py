@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from determined_amp import __main__ as door
-from determined_amp.amp.plain_data import Metrics, Values
+from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.experiment import parse, read_yaml
 from determined_amp.experiment.machine import Machine
@@ -30,7 +27,7 @@ FILES = [f"precision.{kind}" for kind in ("json", "md", "png")]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """A folder with small runs in two precisions, 24 batches each."""
     root = tmp_path_factory.mktemp("runs")
     longer = (
@@ -43,8 +40,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_real_runs_are_compared_by_the_numbers_that_they_reported(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    trained, tmp_path, capsys
+):
     runs = [str(trained / name) for name in ("fp32", "amp")]
     assert door.run(["report", "precision", *runs, "--output", str(tmp_path)]) == 0
     output = capsys.readouterr().out
@@ -64,13 +61,11 @@ def test_real_runs_are_compared_by_the_numbers_that_they_reported(
     assert row["applied steps"]["median"] == later[-1]["watch_applied_steps"]
 
 
-def test_real_run_has_the_settings_of_the_runs_written_by_hand(trained: Path) -> None:
+def test_real_run_has_the_settings_of_the_runs_written_by_hand(trained):
     assert flat(RESOLVED).keys() <= read_run(trained / "amp").settings.keys()
 
 
-def test_report_on_fp32_alone_is_an_answer_beside_the_first_source(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_on_fp32_alone_is_an_answer_beside_the_first_source(tmp_path, capsys):
     folders = [
         write_run(tmp_path / f"{p}-{s}", p, s, device=CPU)
         for p in ("fp32", "tf32")
@@ -85,7 +80,7 @@ def test_report_on_fp32_alone_is_an_answer_beside_the_first_source(
     assert pages == [folders[0] / name for name in FILES]
 
 
-def test_json_of_failed_runs_has_no_nan(tmp_path: Path) -> None:
+def test_json_of_failed_runs_has_no_nan(tmp_path):
     base = write_run(tmp_path / "a", "fp32", 1)
     failed = write_run(tmp_path / "c", "amp_bf16", 2, loss=float("nan"))
     assert door.run(["report", "precision", str(base), str(failed)]) == 0
@@ -101,19 +96,19 @@ CONFIG = with_overrides(
 NOTED: Values = {"date": "2026-01-01T00:00:00+00:00", "machine": made_on("NVIDIA H100")}
 
 
-def trial(number: int, precision: str, **others: Any) -> Values:
+def trial(number, precision, **others):
     hparams = with_overrides(CONFIG, (f"hyperparameters.amp.precision={precision}",))
     return {**TRIAL, "id": number, "hparams": hparams["hyperparameters"], **others}
 
 
-def noted_by(trial: Values) -> Values:
+def noted_by(trial):
     """What a trial notes: its settings, as a run folder has them."""
     made = parse(CONFIG, "x", hyperparameters=trial["hparams"])
     seed = 5 + (trial["id"] + 1) % 2
     return {**NOTED, "seed": seed, "settings": json.dumps(made.resolved())}
 
 
-def reports_of(number: int, accuracy: float, speed: float) -> list[Metrics]:
+def reports_of(number, accuracy, speed):
     """The last report comes first."""
     memory = {"watch_peak_memory_mib": speed, "watch_peak_reserved_memory_mib": speed}
     numbers = {**TRAINED, **memory, "samples_per_second": speed}
@@ -127,7 +122,7 @@ def reports_of(number: int, accuracy: float, speed: float) -> list[Metrics]:
 
 
 @pytest.fixture
-def master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Master]:
+def master(monkeypatch, tmp_path):
     """Two trials in fp32, two in amp_bf16, 11 to 14."""
     trials = [
         trial(n, p) for n, p in enumerate(("fp32", "fp32", "amp_bf16", "amp_bf16"), 11)
@@ -146,7 +141,7 @@ def master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Master]:
         yield made
 
 
-def test_every_trial_of_an_experiment_is_a_run(master: Master) -> None:
+def test_every_trial_of_an_experiment_is_a_run(master):
     runs = read_experiment(7).runs
     assert [run.precision.value for run in runs] == [
         "fp32",
@@ -160,7 +155,7 @@ def test_every_trial_of_an_experiment_is_a_run(master: Master) -> None:
     assert speeds == [1000.0, 1010.0, 2000.0, 2020.0]  # whatever the order they came in
 
 
-def test_trial_that_failed_before_its_training_hinders_nothing(master: Master) -> None:
+def test_trial_that_failed_before_its_training_hinders_nothing(master):
     """An image could not be pulled, so the trial has noted nothing."""
     early = trial(10, "amp_fp16", state="STATE_ERROR")
     master.trials = [early, *master.trials]
@@ -171,7 +166,7 @@ def test_trial_that_failed_before_its_training_hinders_nothing(master: Master) -
     assert compared.machine == Machine(**NOTED["machine"])
 
 
-def test_seeds_are_those_that_the_trials_noted(master: Master) -> None:
+def test_seeds_are_those_that_the_trials_noted(master):
     compared = compare_runs([read_experiment(7)])
     assert [run.seed for run in compared.runs] == [5, 6, 5, 6]
     for number in (11, 12, 13, 14):
@@ -217,12 +212,8 @@ SKIPPED, NAN = "60% of the steps were skipped", "the training loss is nan in amp
     ],
 )
 def test_end_of_a_trial_is_told_by_the_master_its_notes_and_its_reports(
-    master: Master,
-    status: str,
-    failure: str | None,
-    batches: int,
-    end: tuple[RunState, str],
-) -> None:
+    master, status, failure, batches, end
+):
     master.trials[2] = trial(13, "amp_bf16", state=f"STATE_{status}")
     master.metadata[13] = {} if failure is None else {"failure": failure}
     if batches < 100:
@@ -235,7 +226,7 @@ def test_end_of_a_trial_is_told_by_the_master_its_notes_and_its_reports(
     assert run.machine == Machine()  # it noted none
 
 
-def test_settings_of_a_trial_are_what_was_sampled(master: Master) -> None:
+def test_settings_of_a_trial_are_what_was_sampled(master):
     """A drawn scale is rounded to a power of two, as in the trial itself; this one has
     noted nothing.
     """
@@ -255,7 +246,7 @@ def test_settings_of_a_trial_are_what_was_sampled(master: Master) -> None:
     assert run.scale_log2 == 12.0
 
 
-def test_long_settings_of_a_trial_are_noted_and_read_whole(master: Master) -> None:
+def test_long_settings_of_a_trial_are_noted_and_read_whole(master):
     """A master takes no text of more than 5000 characters."""
     classes = ["a name of a class"] * 500
     text = json.dumps({**parse(CONFIG, "x").resolved(), "data": {"classes": classes}})
@@ -267,20 +258,15 @@ def test_long_settings_of_a_trial_are_noted_and_read_whole(master: Master) -> No
     assert in_parts("short") == "short"
 
 
-def test_settings_of_a_run_folder_have_the_names_of_those_on_a_master(
-    master: Master, trained: Path
-) -> None:
+def test_settings_of_a_run_folder_have_the_names_of_those_on_a_master(master, trained):
     """Otherwise runs of both could not be compared."""
     folder = read_run(trained / "fp32")
     assert read_experiment(7).runs[0].settings.keys() == folder.settings.keys()
 
 
 def test_report_on_an_experiment_of_a_master_is_written_into_runs(
-    master: Master,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    master, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     assert door.run(["report", "precision", "7"]) == 0
     assert "use amp_bf16 here: it is 2.00 times as fast" in capsys.readouterr().out

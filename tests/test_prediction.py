@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -27,24 +26,22 @@ from tests.loss_scale import histogram, powers_in, prediction_of
 ONE, ONES = OneSlot(), torch.ones(1, 1)
 
 
-def slots(*others: Any) -> Any:
+def slots(*others):
     """This slot and others, which say this."""
     return SimpleNamespace(
         rank=0, size=1 + len(others), allgather=lambda mine: [mine, *others]
     )
 
 
-def scaled(
-    *factors: float, cast: torch.dtype | None = torch.float16
-) -> list[Rehearsal]:
+def scaled(*factors, cast=torch.float16):
     """A batch for each factor: the loss is the sum of `factor * w`, from w = 1 in
     autocast.
     """
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
 
-    def rehearsal(factor: float) -> Rehearsal:
-        def train(scale: float | None) -> None:
+    def rehearsal(factor):
+        def train(scale):
             with torch.autocast("cpu", cast, enabled=cast is not None):
                 loss = model(torch.full((1, 1), factor)).float().sum()
             torch.autograd.backward(loss * (scale or 1.0))
@@ -54,10 +51,10 @@ def scaled(
     return [rehearsal(factor) for factor in factors]
 
 
-def of(*models: nn.Module, loss: Any) -> list[Rehearsal]:
+def of(*models, loss):
     """One batch with this loss, in float16 autocast."""
 
-    def train(scale: float | None) -> None:
+    def train(scale):
         with torch.autocast("cpu", torch.float16):
             made = loss()
         torch.autograd.backward(made.float().sum() * (scale or 1.0))
@@ -67,21 +64,19 @@ def of(*models: nn.Module, loss: Any) -> list[Rehearsal]:
 
 class TestSeveral:
     @pytest.mark.parametrize("factors", [(8.0, 0.5), (0.5, 8.0)])
-    def test_batches_are_counted_together(self, factors: tuple[float, float]) -> None:
+    def test_batches_are_counted_together(self, factors):
         prediction = predict_float16(scaled(*factors), ONE)
         assert prediction.total.largest == 8
         assert {-1: 1, 3: 1}.items() <= powers_in(prediction.total).items()
 
     @pytest.mark.parametrize("factors", [(2.0**10, 1.0), (1.0, 2.0**10)])
-    def test_batches_overflow_if_one_of_them_does(
-        self, factors: tuple[float, float]
-    ) -> None:
+    def test_batches_overflow_if_one_of_them_does(self, factors):
         """The gradient of the weight is the factor times the scale."""
         rehearsals = scaled(*factors)
         assert predict_float16(rehearsals, ONE).first_overflow_log2 == 6
         assert [overflows(rehearsals, ONE, scale) for scale in (5, 6)] == [False, True]
 
-    def test_slots_are_counted_together(self) -> None:
+    def test_slots_are_counted_together(self):
         source = Source("b", "mm", 0, (1,))
         prediction = predict_float16(
             scaled(1.0), slots((None, {source: histogram({5: 1})}))
@@ -89,15 +84,15 @@ class TestSeveral:
         assert powers_in(prediction.tensors[source]) == {5: 1}
         assert prediction.total.largest == 32
 
-    def test_slots_overflow_if_one_of_them_does(self) -> None:
+    def test_slots_overflow_if_one_of_them_does(self):
         assert overflows(scaled(1.0), slots(True), 0)
         assert not overflows(scaled(1.0), slots(False), 0)
 
-    def test_problem_of_another_slot_is_raised_here_too(self) -> None:
+    def test_problem_of_another_slot_is_raised_here_too(self):
         with pytest.raises(LossScaleError, match=r"^no kernel there$"):
             predict_float16(scaled(1.0), slots(("no kernel there", {})))
 
-    def test_cause_is_that_of_the_first_batch_that_has_one(self) -> None:
+    def test_cause_is_that_of_the_first_batch_that_has_one(self):
         rehearsals = scaled(1.0, 2.0**20)
         assert "module the model" in cause_of(rehearsals, ONE)
         assert cause_of(rehearsals[:1], ONE) == "its source was not found"
@@ -105,7 +100,7 @@ class TestSeveral:
 
 
 class TestPrediction:
-    def test_prediction_is_limited_by_the_tensor_that_suffers_most(self) -> None:
+    def test_prediction_is_limited_by_the_tensor_that_suffers_most(self):
         prediction = prediction_of({"a": {0: 1}, "b": {-30: 1}, "c": {}})
         assert (
             prediction.first_overflow_log2,
@@ -118,12 +113,12 @@ class TestPrediction:
             1,
         ]
 
-    def test_prediction_knows_its_room_to_a_fraction_of_a_bit(self) -> None:
+    def test_prediction_knows_its_room_to_a_fraction_of_a_bit(self):
         prediction = prediction_of({"a": {0: 1}, "b": {-30: 1}})
         assert prediction.headroom_log2 == math.log2(65520)
 
 
-def in_float16_alone(output: torch.Tensor) -> torch.Tensor:
+def in_float16_alone(output):
     assert output.detach().numpy().size == 1  # which has no bfloat16
     return output
 
@@ -146,35 +141,27 @@ REFUSED: dict[str, Callable[[nn.Linear], torch.Tensor]] = {
 
 class TestRefused:
     @pytest.mark.parametrize("words", REFUSED)
-    def test_training_whose_loss_scale_cannot_be_found_is_refused(
-        self, words: str
-    ) -> None:
+    def test_training_whose_loss_scale_cannot_be_found_is_refused(self, words):
         model = nn.Linear(1, 1)
         with pytest.raises(LossScaleError, match=words):
             predict_float16(of(model, loss=lambda: REFUSED[words](model)), ONE)
 
     @pytest.mark.parametrize("factors", [(math.inf, 1.0), (1.0, math.inf)])
-    def test_loss_that_is_not_finite_is_refused(
-        self, factors: tuple[float, float]
-    ) -> None:
+    def test_loss_that_is_not_finite_is_refused(self, factors):
         with pytest.raises(
             LossScaleError, match=r"^the loss is not finite, although bfloat16"
         ):
             predict_float16(scaled(*factors), ONE)
 
     @pytest.mark.parametrize("cast", [torch.bfloat16, None])
-    def test_forward_without_float16_autocast_is_refused(
-        self, cast: torch.dtype | None
-    ) -> None:
+    def test_forward_without_float16_autocast_is_refused(self, cast):
         with pytest.raises(
             LossScaleError, match=r"no forward runs under float16 autocast: write"
         ):
             predict_float16(scaled(1.0, cast=cast), ONE)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    def test_trained_parameters_in_16_bits_are_refused(
-        self, dtype: torch.dtype
-    ) -> None:
+    def test_trained_parameters_in_16_bits_are_refused(self, dtype):
         (plain,) = scaled(1.0)
         half = nn.Linear(1, 1).to(dtype).requires_grad_(requires_grad=False)
         plain.models = [*plain.models, half]
@@ -185,8 +172,8 @@ class TestRefused:
         ):
             predict_float16([plain], ONE)
 
-    def test_error_that_float16_raises_too_is_the_trials_own(self) -> None:
-        def loss() -> torch.Tensor:
+    def test_error_that_float16_raises_too_is_the_trials_own(self):
+        def loss():
             raise KeyError("its own")
 
         with pytest.raises(KeyError, match="its own"):

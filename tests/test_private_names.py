@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,20 +44,20 @@ OF_OTHERS = {
 }
 
 
-def is_private(name: str) -> bool:
+def is_private(name):
     return name.startswith("_") and not name.startswith("__") and name != "_"
 
 
-def is_self(node: ast.expr) -> bool:
+def is_self(node):
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
 @cache
-def nodes_of(path: Path) -> list[ast.AST]:
+def nodes_of(path):
     return [*ast.walk(ast.parse(path.read_text()))]
 
 
-def names_in(path: Path) -> Iterator[tuple[int, str, bool]]:
+def names_in(path):
     """Every private attribute, by name, by string, or imported: line, name, and if of
     `self`.
     """
@@ -80,7 +79,7 @@ def names_in(path: Path) -> Iterator[tuple[int, str, bool]]:
 
 
 @cache
-def defined_in(*paths: Path) -> frozenset[str]:
+def defined_in(*paths):
     """What files define, or set on an object of their own."""
     found = set()
     for node in (node for path in paths for node in nodes_of(path)):
@@ -93,7 +92,7 @@ def defined_in(*paths: Path) -> frozenset[str]:
     return frozenset(found)
 
 
-def of_others(path: Path) -> Iterator[str]:
+def of_others(path):
     """The private names in a file that are torch's or Determined's, as far as one can
     see.
     """
@@ -104,12 +103,12 @@ def of_others(path: Path) -> Iterator[str]:
             yield f"{path.name}:{line} {name}"
 
 
-def used_in(path: Path) -> set[str]:
+def used_in(path):
     """The private names of a file that it does not define itself."""
     return {name for _, name, _ in names_in(path)} - defined_in(path)
 
 
-def overridden(cls: type) -> list[str]:
+def overridden(cls):
     """The private methods of Determined that a class of ours replaces."""
     bases = [base for base in cls.__mro__ if base.__module__.startswith("determined.")]
     theirs = {name for base in bases for name in vars(base)}
@@ -117,15 +116,15 @@ def overridden(cls: type) -> list[str]:
     return sorted(filter(is_private, replaced))
 
 
-def test_no_other_file_touches_a_private_name_of_torch_or_determined() -> None:
+def test_no_other_file_touches_a_private_name_of_torch_or_determined():
     assert [found for path in ELSEWHERE for found in of_others(path)] == []
 
 
-def test_private_names_of_torch_are_fifteen_at_most() -> None:
+def test_private_names_of_torch_are_fifteen_at_most():
     assert len(used_in(OF_TORCH)) <= 15
 
 
-def test_private_names_that_are_used_are_still_those_of_determined() -> None:
+def test_private_names_that_are_used_are_still_those_of_determined():
     root = Path(det.__file__).parent
     files = (
         path for part in (".", "core", "pytorch") for path in (root / part).glob("*.py")
@@ -134,7 +133,7 @@ def test_private_names_that_are_used_are_still_those_of_determined() -> None:
     assert used_in(OF_DETERMINED) - {*words} == set(), f"gone in {det.__version__}"
 
 
-def test_private_methods_that_the_library_replaces_are_called_by_determined() -> None:
+def test_private_methods_that_the_library_replaces_are_called_by_determined():
     controller: Any = pytorch._PyTorchTrialController
     contexts = (core.DummyTrainContext, core.DummyCheckpointContext)
     calls = "".join(
@@ -163,11 +162,11 @@ def test_private_methods_that_the_library_replaces_are_called_by_determined() ->
         local_reports.LocalReports,
     ],
 )
-def test_no_other_class_replaces_a_private_method_of_determined(cls: type) -> None:
+def test_no_other_class_replaces_a_private_method_of_determined(cls):
     assert overridden(cls) == []
 
 
-def test_planted_private_names_are_seen(tmp_path: Path) -> None:
+def test_planted_private_names_are_seen(tmp_path):
     planted = tmp_path / "planted.py"
     planted.write_text(
         'x._version\ngetattr(x, "_scale")\nfrom torch._guards import detect\n'
@@ -180,7 +179,7 @@ def test_planted_private_names_are_seen(tmp_path: Path) -> None:
     assert found == {*of_torch, "_hparams", "_train"}
 
     class Planted(api.Session):
-        def _do_request(self, *args: Any, **kwargs: Any) -> Any:
+        def _do_request(self, *args, **kwargs):
             return super()._do_request(*args, **kwargs)
 
     assert overridden(Planted) == ["_do_request"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -22,7 +21,7 @@ from tests import strangers, training, two_ranks
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """What two ranks left: their output in `output`, a small MLP run in `two`."""
     folder = tmp_path_factory.mktemp("ranks")
     output = folder / "output"
@@ -31,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def lines_of(folder: Path, key: str) -> list[dict[str, Any]]:
+def lines_of(folder, key):
     """What both ranks said in the lines that begin with this key, which is their
     rank.
     """
@@ -41,7 +40,7 @@ def lines_of(folder: Path, key: str) -> list[dict[str, Any]]:
     return ranks
 
 
-def test_overflow_on_one_rank_skips_the_step_on_both(folder: Path) -> None:
+def test_overflow_on_one_rank_skips_the_step_on_both(folder):
     """Rank 0 sees x = inf in the second batch: the mean gradient is inf on both.
 
     Steps: -0.5 * 1, skipped, -0.5 * mean(1, 3) = -1. Scale from 4: one good step,
@@ -55,9 +54,7 @@ def test_overflow_on_one_rank_skips_the_step_on_both(folder: Path) -> None:
     assert (report["watch_applied_steps"], report["skipped_steps"]) == (2, 1)
 
 
-def test_two_ranks_of_an_amp_loop_train_and_end_as_those_of_a_trial(
-    folder: Path,
-) -> None:
+def test_two_ranks_of_an_amp_loop_train_and_end_as_those_of_a_trial(folder):
     """The rows of the trial above; then rank 0 alone overflows twice, and both end with
     its cause.
 
@@ -76,7 +73,7 @@ def test_two_ranks_of_an_amp_loop_train_and_end_as_those_of_a_trial(
         assert rank["weight afterwards"] == -0.5
 
 
-def test_accumulation_window_exchanges_gradients_once(folder: Path) -> None:
+def test_accumulation_window_exchanges_gradients_once(folder):
     """Gradients of window one: rank 0 mean(1, 1), rank 1 mean(1, 3): w moves by -0.5 *
     1.5.
 
@@ -93,7 +90,7 @@ def test_accumulation_window_exchanges_gradients_once(folder: Path) -> None:
         assert rank["exchanges of Determined alone"] == 4
 
 
-def test_two_ranks_skip_the_step_of_one_optimizer_together(folder: Path) -> None:
+def test_two_ranks_skip_the_step_of_one_optimizer_together(folder):
     """Rank 0 gets every first row. Its discriminator overflows in the second batch.
 
     Steps of the discriminator: mean(1, 1), skipped, mean(1, 3); of the generator: 1, 1
@@ -108,7 +105,7 @@ def test_two_ranks_skip_the_step_of_one_optimizer_together(folder: Path) -> None
         assert "input 0 of the batch is not finite" in rank["warning"]
 
 
-def test_two_ranks_train_an_unmodified_trial_as_the_converted_one(folder: Path) -> None:
+def test_two_ranks_train_an_unmodified_trial_as_the_converted_one(folder):
     first, second = lines_of(folder, "unmodified")
     assert (
         len({first["Plain"], first["Converted"], second["Plain"], second["Converted"]})
@@ -116,15 +113,13 @@ def test_two_ranks_train_an_unmodified_trial_as_the_converted_one(folder: Path) 
     )
 
 
-def test_two_ranks_find_the_same_scale_where_one_has_larger_gradients(
-    folder: Path,
-) -> None:
+def test_two_ranks_find_the_same_scale_where_one_has_larger_gradients(folder):
     first, second = lines_of(folder, "found")
     assert first["scale"] == second["scale"] < 2.0**12
     assert first["weights"] == second["weights"]
 
 
-def test_two_ranks_resume_shuffled_batches_as_if_undisturbed(folder: Path) -> None:
+def test_two_ranks_resume_shuffled_batches_as_if_undisturbed(folder):
     """Ten batches of each are four epochs of five.
 
     Batches that differ in size, and a validation of the chief alone, leave each rank
@@ -138,9 +133,7 @@ def test_two_ranks_resume_shuffled_batches_as_if_undisturbed(folder: Path) -> No
     assert sorted(epochs[0] + epochs[1]) == sorted(4 * list(range(strangers.SAMPLES)))
 
 
-def test_accumulation_window_that_overflows_on_one_rank_is_skipped_on_both(
-    folder: Path,
-) -> None:
+def test_accumulation_window_that_overflows_on_one_rank_is_skipped_on_both(folder):
     """The trial clamps what overflowed before the ranks exchange it."""
     first, second = lines_of(folder, "unmodified")
     assert first["loud"] == second["loud"]
@@ -150,9 +143,7 @@ def test_accumulation_window_that_overflows_on_one_rank_is_skipped_on_both(
     ]
 
 
-def test_two_ranks_train_as_one_with_the_same_global_batch(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_two_ranks_train_as_one_with_the_same_global_batch(folder, tmp_path):
     """The same samples in the same steps; only the order of float32 sums differs.
 
     A sum of 32 terms regrouped is off by a few 2^-24 relative; 12 Adam steps of 1e-3
@@ -168,7 +159,7 @@ def test_two_ranks_train_as_one_with_the_same_global_batch(
             assert together[name] == pytest.approx(alone[name], abs=1e-5)
 
 
-def test_two_ranks_train_compiled_as_they_do_without(folder: Path) -> None:
+def test_two_ranks_train_compiled_as_they_do_without(folder):
     assert [rank["graphs"] for rank in lines_of(folder, "compiled")] == [1, 1]
     two, compiled = (
         training.checkpoint(folder / name, 12) for name in ("two", "compiled")
@@ -178,9 +169,7 @@ def test_two_ranks_train_compiled_as_they_do_without(folder: Path) -> None:
     )
 
 
-def test_global_batch_size_that_the_ranks_do_not_divide_is_refused(
-    folder: Path,
-) -> None:
+def test_global_batch_size_that_the_ranks_do_not_divide_is_refused(folder):
     """The YAML asks for one slot and torchrun started two: Determined would shrink the
     batch.
     """
@@ -191,7 +180,7 @@ def test_global_batch_size_that_the_ranks_do_not_divide_is_refused(
 
 
 class TestStop:
-    def test_ranks_stop_when_the_chief_says_so(self) -> None:
+    def test_ranks_stop_when_the_chief_says_so(self):
         """Ranks that stop at different batches wait for each other forever."""
         sent: list[bool] = []
         chief: Any = SimpleNamespace(rank=0, size=2, broadcast=sent.append)
@@ -203,9 +192,7 @@ class TestStop:
             assert told.should_preempt() is of_the_chief
         assert sent == [False, True]
 
-    def test_stop_is_acknowledged_once_where_there_is_a_terminal(
-        self, capfd: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_stop_is_acknowledged_once_where_there_is_a_terminal(self, capfd):
         """The next report may be minutes away."""
         with StopOnSignal(core.DummyDistributedContext()).listening() as stop:
             signal.raise_signal(signal.SIGTERM)
@@ -226,8 +213,8 @@ class TestStop:
         ids=["Ctrl-C", "SIGTERM"],
     )
     def test_second_signal_stops_at_once_if_it_is_ctrl_c(
-        self, first: signal.Signals, second: signal.Signals, *, at_once: bool
-    ) -> None:
+        self, first, second, *, at_once
+    ):
         before, interrupted = signal.getsignal(signal.SIGTERM), False
         with StopOnSignal(core.DummyDistributedContext()).listening() as stop:
             assert not stop.should_preempt()
@@ -242,9 +229,7 @@ class TestStop:
 
 
 @pytest.mark.parametrize("size", ["2", "abc", "0"])
-def test_world_size_without_a_rank_is_one_sentence(
-    size: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_world_size_without_a_rank_is_one_sentence(size, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", size)
     lines_of = (
         f"WORLD_SIZE: got '{size}' .*without RANK, .*; allowed: .*unset WORLD_SIZE"
@@ -255,7 +240,7 @@ def test_world_size_without_a_rank_is_one_sentence(
 
 class TestGpus:
     @pytest.fixture
-    def done(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    def done(self, monkeypatch):
         """What the second of two processes does on a machine with two GPUs."""
         done: list[Any] = []
         for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -270,14 +255,14 @@ class TestGpus:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "set_device", done.append)
 
-        def begin(backend: str) -> None:
+        def begin(backend):
             done.append(backend)
             raise ConnectionError
 
         monkeypatch.setattr(distributed, "init_process_group", begin)
         return done
 
-    def test_each_process_takes_its_gpu_before_the_group(self, done: list[Any]) -> None:
+    def test_each_process_takes_its_gpu_before_the_group(self, done):
         """NCCL and Determined would otherwise put every process onto the first GPU."""
         with pytest.raises(ConnectionError), process_group():
             pass

@@ -26,7 +26,7 @@ SET_UP = ("git clone ", "cd ", "make compare ")
 OF_THE_CLONE = ("experiment_configs/", "hp_search/", "runs/")
 
 
-def commands() -> list[str]:
+def commands():
     """The commands in the README's blocks, without comments, in order."""
     fenced = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     lines = "".join(block for language, block in fenced if not language).splitlines()
@@ -34,7 +34,7 @@ def commands() -> list[str]:
     return [shlex.join(shlex.split(part, comments=True)) for part in parts]
 
 
-def with_names(command: str, clone: Path, runs: Path) -> list[str]:
+def with_names(command, clone, runs):
     """The words of a command, with the files of a user's own and the paths of the
     clone.
     """
@@ -45,13 +45,7 @@ def with_names(command: str, clone: Path, runs: Path) -> list[str]:
     return [str(clone / word) if (clone / word).is_file() else word for word in words]
 
 
-def run(
-    command: str,
-    python: Path,
-    clone: Path,
-    folder: Path,
-    env: dict[str, str],
-) -> None:
+def run(command, python, clone, folder, env):
     program = str(python.with_name("det-amp"))
     words = [program, *with_names(command, clone, folder)[1:]]
     done = subprocess.run(
@@ -63,7 +57,7 @@ def run(
 
 
 @pytest.fixture
-def own_folder(tmp_path: Path) -> Path:
+def own_folder(tmp_path):
     """A folder of a user, with a trial, its YAML and a script."""
     folder = tmp_path / "mine"
     shutil.copytree(ROOT / "docs" / "your_trial", folder)
@@ -71,31 +65,27 @@ def own_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_every_command_of_the_readme_is_known() -> None:
+def test_every_command_of_the_readme_is_known():
     known = (OURS, "det experiment create ", *SET_UP)
     assert [command for command in commands() if not command.startswith(known)] == []
     assert len([command for command in commands() if command.startswith(OURS)]) > 5
 
 
-def test_find_command_of_the_readme_runs_in_another_folder(
-    own_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_find_command_of_the_readme_runs_in_another_folder(own_folder, monkeypatch):
     (command,) = [each for each in commands() if each.startswith(f"{OURS}find ")]
     monkeypatch.chdir(own_folder)
     assert door.main(with_names(command, ROOT, own_folder)[1:]) == 0
 
 
 @pytest.mark.readme
-def test_all_commands_of_the_readme_run_from_a_fresh_clone(
-    tmp_path: Path, own_folder: Path
-) -> None:
+def test_all_commands_of_the_readme_run_from_a_fresh_clone(tmp_path, own_folder):
     clone = tmp_path / "clone"
     python = clone / ".venv" / "bin" / "python"
     without_ours = {
         key: value for key, value in os.environ.items() if key != "PYTHONPATH"
     }
 
-    def call(*words: object) -> None:
+    def call(*words):
         subprocess.run([str(word) for word in words], check=True, env=without_ours)
 
     call("git", "clone", "--quiet", ROOT, clone)

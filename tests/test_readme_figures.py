@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-from typing import Any
 
 import pytest
 
@@ -28,11 +27,11 @@ from tests.test_benchmarks_gpu import of_a_gpu
 
 
 @pytest.fixture(scope="module")
-def precisions() -> Any:
+def precisions():
     return read_precisions()
 
 
-def test_table_is_that_of_the_results(precisions: Any) -> None:
+def test_table_is_that_of_the_results(precisions):
     readme = README.read_text()
     assert with_table(readme, table(precisions)) == readme
     other = copy.deepcopy(precisions)
@@ -40,9 +39,7 @@ def test_table_is_that_of_the_results(precisions: Any) -> None:
     assert with_table(readme, table(other)) != readme
 
 
-def test_picture_of_a_comparison_has_the_numbers_of_its_results(
-    precisions: Any,
-) -> None:
+def test_picture_of_a_comparison_has_the_numbers_of_its_results(precisions):
     for model, name in CHANGES.items():
         assert PICTURE.with_name(name).exists()
         speed, metric = changes(precisions[model])
@@ -53,7 +50,7 @@ def test_picture_of_a_comparison_has_the_numbers_of_its_results(
         assert [change for _, change in metric.dots] == means
 
 
-def test_table_of_a_gpu_is_that_of_its_results_or_not_there() -> None:
+def test_table_of_a_gpu_is_that_of_its_results_or_not_there():
     readme = README.read_text()
     if GPU.exists():
         assert with_gpu(readme, json.loads(GPU.read_text())) == readme

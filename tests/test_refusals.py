@@ -289,7 +289,7 @@ json.dump(ended, open("ended.json", "w"))
 Ended = dict[str, tuple[int, str, str | None]]
 
 
-def write_files(folder: Path) -> None:
+def write_files(folder):
     """What the commands name."""
     single = {**PLAIN["searcher"], "metric": "val_loss"}
     strange = {"entrypoint": "tests.strangers:Stranger", "searcher": single}
@@ -318,7 +318,7 @@ def write_files(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def ended(tmp_path_factory):
     """Exit status and standard error of every command, and what it has imported too
     early.
     """
@@ -334,9 +334,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 @pytest.mark.parametrize("line", SAID_AT_ONCE)
-def test_mistake_is_one_sentence_before_torch_or_the_trial_is_imported(
-    line: str, ended: Ended
-) -> None:
+def test_mistake_is_one_sentence_before_torch_or_the_trial_is_imported(line, ended):
     status, printed, early = ended[line]
     assert (status, early) == (2, None), printed
     assert "Traceback" not in printed
@@ -344,20 +342,20 @@ def test_mistake_is_one_sentence_before_torch_or_the_trial_is_imported(
 
 
 @pytest.mark.parametrize("line", [REPORT, EXPLAIN])
-def test_report_and_explanation_import_no_torch(line: str, ended: Ended) -> None:
+def test_report_and_explanation_import_no_torch(line, ended):
     status, printed, early = ended[line]
     assert (status, early) == (0, None), printed
 
 
-def test_command_on_a_sound_yaml_imports_torch(ended: Ended) -> None:
+def test_command_on_a_sound_yaml_imports_torch(ended):
     """Negative control: what is imported is seen."""
     assert ended[SOUND][2] == "torch"
 
 
 @pytest.mark.parametrize("line", SAID_LATER)
 def test_mistake_that_the_trial_knows_is_one_sentence(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Refusal
-) -> None:
+    line, tmp_path, monkeypatch, refusal
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(runs, "run_pilots", None)  # which would take long

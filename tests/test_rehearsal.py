@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import determined as det
@@ -23,7 +23,7 @@ from benchmarks.small_trials import (
     SummedLoss,
 )
 from determined_amp import AmpSettings, MixedPrecision, Precision
-from determined_amp.amp.plain_data import Metrics, Values
+from determined_amp.amp.plain_data import Values
 from determined_amp.amp.rehearse.regions import float16_as
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.rehearse.searching import largest_working
@@ -36,13 +36,13 @@ from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.loss_scale import in_training, wrapped_scaler
 from tests import harness
 from tests.harness import context_of
-from tests.loss_scale import Context, config, looked_at, train
+from tests.loss_scale import config, looked_at, train
 from tests.training import ROOT, SMALL, digest
 
 Batches = Sequence[Rehearsal]
 
 
-def state(trial: Any) -> str:
+def state(trial):
     """Everything that a step, a forward or a backward can move."""
     gradients = [parameter.grad for parameter in trial.model.parameters()]
     numpys = np.random.get_state(legacy=False)
@@ -61,10 +61,8 @@ def state(trial: Any) -> str:
 class TestNothingMoves:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, None])
     @pytest.mark.parametrize("trial", [BatchNormCNN, PreNormTransformer])
-    def test_rehearsal_moves_nothing_in_a_trial(
-        self, trial: type[SmallTrial], dtype: torch.dtype | None
-    ) -> None:
-        def work(small: SmallTrial, context: Context, batches: Batches) -> None:
+    def test_rehearsal_moves_nothing_in_a_trial(self, trial, dtype):
+        def work(small, context, batches):
             before = state(small)
             batches[0].run(2.0**10, dtype)
             assert state(small) == before
@@ -74,21 +72,21 @@ class TestNothingMoves:
 
         looked_at(trial, work, steps=1)  # so that there are gradients to keep
 
-    def test_rate_that_a_training_sets_itself_is_put_back(self) -> None:
+    def test_rate_that_a_training_sets_itself_is_put_back(self):
         weight = nn.Parameter(torch.ones(1))
         optimizer = torch.optim.SGD([weight], lr=0.5)
 
-        def train(scale: float | None) -> None:
+        def train(scale):
             optimizer.param_groups[0]["lr"] = 0.1
             torch.autograd.backward(weight * 2.0)
 
         Rehearsal(train, [], [optimizer]).run()
         assert optimizer.param_groups[0]["lr"] == 0.5
 
-    def test_backward_hook_that_a_training_registers_stays_a_full_one(self) -> None:
+    def test_backward_hook_that_a_training_registers_stays_a_full_one(self):
         model, seen = nn.Linear(1, 1), list[Any]()
 
-        def train(scale: float | None) -> None:
+        def train(scale):
             if not model._backward_hooks:
                 model.register_full_backward_hook(lambda *given: seen.append(given[2]))
             torch.autograd.backward(model(torch.ones(1, 1, requires_grad=True)))
@@ -97,11 +95,11 @@ class TestNothingMoves:
         train(None)
         assert [gradient.tolist() for (gradient,) in seen] == [[[1.0]]] * 2
 
-    def test_attributes_that_a_module_sets_in_its_forward_are_put_back(self) -> None:
+    def test_attributes_that_a_module_sets_in_its_forward_are_put_back(self):
         class Keeps(nn.Linear):
             forwards = 0
 
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def forward(self, x):
                 self.forwards, self.seen = self.forwards + 1, x
                 return super().forward(x)
 
@@ -109,15 +107,15 @@ class TestNothingMoves:
         model.forwards = 5
         before = dict(vars(model))
 
-        def train(scale: float | None) -> None:
+        def train(scale):
             torch.autograd.backward(model(torch.ones(1, 1)))
             assert model.forwards == 6
 
         Rehearsal(train, [model], []).run()
         assert vars(model) == before
 
-    def test_rehearsals_are_identical_dropout_included(self) -> None:
-        def work(small: SmallTrial, context: Context, batches: Batches) -> None:
+    def test_rehearsals_are_identical_dropout_included(self):
+        def work(small, context, batches):
             first, again, other = (batches[number].run(1.0) for number in (0, 0, 1))
             assert first == again
             assert first.largest_loss != other.largest_loss
@@ -125,20 +123,18 @@ class TestNothingMoves:
         looked_at(PreNormTransformer, work)
 
 
-def _another_context(context: Context) -> Context:
+def _another_context(context):
     """The same once more: a context takes one scaler."""
     hparams, exp_conf = context.get_hparams(), context.get_experiment_config()
     return context_of(context._core, hparams, exp_conf=exp_conf)
 
 
-def weight_and_rehearsal(
-    train: Callable[[nn.Parameter, float], object],
-) -> tuple[nn.Parameter, Rehearsal]:
+def weight_and_rehearsal(train):
     """A weight of 1 in no model, and a batch that trains it at a scale."""
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
 
-    def train_at(scale: float | None) -> None:
+    def train_at(scale):
         assert scale is not None
         train(weight, scale)
 
@@ -146,11 +142,9 @@ def weight_and_rehearsal(
 
 
 class TestOutcome:
-    def test_outcome_is_that_of_the_backward_whatever_the_trial_does_after_it(
-        self,
-    ) -> None:
-        def train(weight: nn.Parameter, scale: float) -> None:
-            (weight * scale).backward()  # type: ignore[no-untyped-call]
+    def test_outcome_is_that_of_the_backward_whatever_the_trial_does_after_it(self):
+        def train(weight, scale):
+            (weight * scale).backward()
             assert weight.grad is not None
             weight.grad.zero_()
 
@@ -162,17 +156,15 @@ class TestOutcome:
         assert weight.grad is None
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-    def test_gradient_that_the_trial_sets_itself_is_seen(self, value: float) -> None:
-        def train(weight: nn.Parameter, scale: float) -> None:
+    def test_gradient_that_the_trial_sets_itself_is_seen(self, value):
+        def train(weight, scale):
             weight.grad = torch.full_like(weight, value)
 
         _, batch = weight_and_rehearsal(train)
         assert not batch.run(1.0).is_sound
 
-    def test_outcome_knows_a_loss_that_is_nan_and_a_backward_without_gradients(
-        self,
-    ) -> None:
-        def train(weight: nn.Parameter, scale: float) -> None:
+    def test_outcome_knows_a_loss_that_is_nan_and_a_backward_without_gradients(self):
+        def train(weight, scale):
             torch.autograd.backward(torch.tensor(math.nan, requires_grad=True) * 1.0)
 
         _, batch = weight_and_rehearsal(train)
@@ -186,12 +178,10 @@ class TestOutcome:
 
 @pytest.mark.parametrize("guess", [-40, -3, 0, 5, 40])
 @pytest.mark.parametrize("answer", [-31, -30, -7, 0, 1, 29, 30])
-def test_largest_working_number_is_found_from_any_guess(
-    guess: int, answer: int
-) -> None:
+def test_largest_working_number_is_found_from_any_guess(guess, answer):
     tried: list[int] = []
 
-    def fails(number: int) -> bool:
+    def fails(number):
         tried.append(number)
         return number > answer
 
@@ -200,11 +190,11 @@ def test_largest_working_number_is_found_from_any_guess(
     assert -30 <= min(tried) <= max(tried) <= 30
 
 
-def test_batches_are_those_of_the_training_in_order() -> None:
+def test_batches_are_those_of_the_training_in_order():
     seen: list[torch.Tensor] = []
 
     class Seeing(SummedLoss):
-        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
+        def train_batch(self, batch, epoch_idx, batch_idx):
             seen.append(batch[1])
             return super().train_batch(batch, epoch_idx, batch_idx)
 
@@ -212,9 +202,7 @@ def test_batches_are_those_of_the_training_in_order() -> None:
         trial = Seeing(_another_context(found.context))
         train(trial, 3)
 
-    def labels(
-        small: SmallTrial, context: Context, batches: Batches
-    ) -> list[torch.Tensor]:
+    def labels(small, context, batches):
         return [rehearsal.batch[1] for rehearsal in batches]
 
     taken = looked_at(SummedLoss, labels, batches=3)
@@ -225,11 +213,11 @@ class TestInTraining:
     """What a trial of three backwards sees of it, and what comes out."""
 
     class ThreeBackwards(SummedLoss):
-        def __init__(self, context: Context) -> None:
+        def __init__(self, context):
             super().__init__(context)
             self.seen: list[tuple[int, int]] = []
 
-        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
+        def train_batch(self, batch, epoch_idx, batch_idx):
             self.seen.append((epoch_idx, batch_idx))
             with torch.autocast("cpu", dtype=torch.float16):
                 loss = self.scaler.scale(self.loss(*batch))
@@ -238,12 +226,10 @@ class TestInTraining:
             self.context.backward(loss)
             return {}
 
-        def get_batch_length(self, batch: Any) -> int:
+        def get_batch_length(self, batch):
             return 7
 
-    def looked_at(
-        self, work: Callable[[Any, Batches], Any], *, batches: int = 2
-    ) -> Any:
+    def looked_at(self, work, *, batches=2):
         with open_trial(experiment_in(config(SummedLoss), "test")) as found:
             trial = self.ThreeBackwards(_another_context(found.context))
             try:
@@ -254,8 +240,8 @@ class TestInTraining:
                 # Determined's context would end the process on it
                 return error
 
-    def test_batch_is_passed_as_the_loop_gave_it_with_all_its_backwards(self) -> None:
-        def work(trial: Any, batches: Batches) -> None:
+    def test_batch_is_passed_as_the_loop_gave_it_with_all_its_backwards(self):
+        def work(trial, batches):
             outcome = batches[1].run(2.0)
             assert trial.seen == [(0, 1)]
             with torch.autocast("cpu", dtype=torch.float16):
@@ -265,18 +251,18 @@ class TestInTraining:
 
         self.looked_at(work)
 
-    def test_in_training_returns_or_raises_what_its_work_does(self) -> None:
+    def test_in_training_returns_or_raises_what_its_work_does(self):
         assert self.looked_at(lambda trial, batches: len(batches)) == 2
         error = det.InvalidHP("no scale")
 
-        def work(trial: Any, batches: Batches) -> None:
+        def work(trial, batches):
             raise error
 
         assert self.looked_at(work) is error
 
     def test_loop_saves_and_reports_nothing_and_starts_where_it_is_told(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, monkeypatch
+    ):
         given: Values = {}
         monkeypatch.setattr(
             pytorch.Trainer, "fit", lambda trainer, **named: given.update(named)
@@ -294,15 +280,15 @@ class TestInTraining:
         assert given["reporting_period"].value == given["max_length"].value > 10**12
 
 
-def test_regions_of_float16_compute_in_the_other_dtype_and_only_meanwhile() -> None:
+def test_regions_of_float16_compute_in_the_other_dtype_and_only_meanwhile():
     layer, inputs = nn.Linear(2, 2), torch.ones(1, 2)
     region = torch.autocast("cpu", torch.float16)  # made before, used again after
     other = torch.autocast("cpu", torch.bfloat16)
     off = torch.autocast("cpu", torch.float16, enabled=False)
 
-    def computed(region: torch.autocast) -> torch.dtype:
+    def computed(region):
         with region:
-            return layer(inputs).dtype  # type: ignore[no-any-return]
+            return layer(inputs).dtype
 
     for dtype, brain in (
         (torch.bfloat16, torch.bfloat16),
@@ -316,9 +302,7 @@ def test_regions_of_float16_compute_in_the_other_dtype_and_only_meanwhile() -> N
 
 
 @pytest.mark.parametrize("keeps_casts", [True, False])
-def test_region_of_another_dtype_keeps_casts_only_if_its_own_does(
-    keeps_casts: bool,
-) -> None:
+def test_region_of_another_dtype_keeps_casts_only_if_its_own_does(keeps_casts):
     region = torch.autocast("cpu", torch.float16, cache_enabled=keeps_casts)
     with float16_as(torch.bfloat16), region:
         assert torch.is_autocast_cache_enabled() is keeps_casts
@@ -326,7 +310,7 @@ def test_region_of_another_dtype_keeps_casts_only_if_its_own_does(
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.AMP_BF16])
-def test_trial_without_an_enabled_scaler_is_refused(precision: Precision) -> None:
+def test_trial_without_an_enabled_scaler_is_refused(precision):
     context: Any = harness.Context()
     with pytest.raises(LossScaleError, match="it has no enabled GradScaler"):
         wrapped_scaler(context)
@@ -336,12 +320,12 @@ def test_trial_without_an_enabled_scaler_is_refused(precision: Precision) -> Non
         wrapped_scaler(context)
 
 
-def popped(batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def popped(batch):
     labels = batch.pop()
     return batch.pop(), labels
 
 
-def normalised(batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def normalised(batch):
     return batch[0].sub_(0.5).div_(0.25), batch[1]
 
 
@@ -349,21 +333,19 @@ class TestOwnBatch:
     """A trial may do with its batch what it likes: every pass gets its own."""
 
     @staticmethod
-    def prepares(monkeypatch: pytest.MonkeyPatch, prepare: Callable[..., Any]) -> None:
+    def prepares(monkeypatch, prepare):
         plain = SmallTrial.train_batch
 
-        def train_batch(
-            trial: SummedLoss, batch: Any, epoch_idx: int, batch_idx: int
-        ) -> Any:
+        def train_batch(trial, batch, epoch_idx, batch_idx):
             return plain(trial, prepare(batch), epoch_idx, batch_idx)
 
         monkeypatch.setattr(SummedLoss, "train_batch", train_batch)
 
     @pytest.mark.parametrize("prepare", [popped, normalised])
     def test_trial_that_changes_its_batch_has_the_same_finding_and_score(
-        self, prepare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def work(small: SmallTrial, context: Context, batches: Batches) -> Any:
+        self, prepare, monkeypatch
+    ):
+        def work(small, context, batches):
             slots = context.distributed
             return find_range(batches, slots), score_batches(batches, slots, 2)
 
@@ -375,7 +357,7 @@ class TestOwnBatch:
         assert looked_at(SummedLoss, work) == expected
 
 
-def test_audit_and_guard_are_off_before_the_loop_starts() -> None:
+def test_audit_and_guard_are_off_before_the_loop_starts():
     raw = read_yaml(str(ROOT / "experiment_configs/mlp/amp.yaml"))
     with open_trial(experiment_in(with_overrides(raw, SMALL), "test")) as found:
         trial: Any = found.trial

@@ -35,9 +35,7 @@ LONGER = "searcher.max_length.batches=12"
 
 
 @pytest.fixture(scope="module", params=TRIALS)
-def undisturbed(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[type, str, Path]:
+def undisturbed(request, tmp_path_factory):
     """The class of a trial, its YAML, and the folder of an undisturbed run."""
     name, *overrides = TRIALS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
@@ -48,22 +46,20 @@ def undisturbed(
     return getattr(strangers, name), path, folder / "run"
 
 
-def crash(trial: type, path: str, run: Path) -> None:
+def crash(trial, path, run):
     """Lose the run in a batch; an epoch is 5 or 6, a checkpoint every fourth."""
     with training.killed_in_batch(10, trial):
         training.run(run, path)
 
 
-def end_within_an_epoch(trial: type, path: str, run: Path) -> None:
+def end_within_an_epoch(trial, path, run):
     """End the run with a validation more than the longer one has, which draws, too."""
     length = 8 if "aggregation_frequency" in Path(path).read_text() else 7
     training.run(run, path, "--config", f"searcher.max_length.batches={length}")
 
 
 @pytest.mark.parametrize("stop", [crash, end_within_an_epoch])
-def test_resumed_run_is_the_undisturbed_one_to_the_bit(
-    stop: Callable[..., None], undisturbed: tuple[type, str, Path], tmp_path: Path
-) -> None:
+def test_resumed_run_is_the_undisturbed_one_to_the_bit(stop, undisturbed, tmp_path):
     trial, path, whole = undisturbed
     stop(trial, path, tmp_path)
     training.resume(tmp_path, "--config", LONGER)
@@ -73,7 +69,7 @@ def test_resumed_run_is_the_undisturbed_one_to_the_bit(
 
 
 class Breaking(TensorDataset):
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+    def __getitem__(self, index):
         if index == 36:
             Breaks.act()
         points, classes = self.tensors
@@ -85,17 +81,17 @@ class Breaks(strangers.Stranger):
 
     act: Callable[[], None] = staticmethod(lambda: None)
 
-    def build_training_data_loader(self) -> pytorch.DataLoader:
+    def build_training_data_loader(self):
         points = torch.arange(48.0 * strangers.FEATURES).reshape(48, -1).sin()
         data = Breaking(points, points[:, : strangers.CLASSES].argmax(1))
         return pytorch.DataLoader(data, batch_size=4, num_workers=1)
 
 
-def lose_the_drive(run: Path) -> None:
+def lose_the_drive(run):
     raise OSError("the drive is gone")
 
 
-def die(run: Path) -> None:
+def die(run):
     """As a process that the kernel kills when memory is short."""
     while not (run / "checkpoints" / "batch-00000008").exists():
         time.sleep(0.01)
@@ -104,7 +100,7 @@ def die(run: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unbroken(tmp_path_factory):
     """The folder of a run whose data did not break, beside its YAML."""
     folder = tmp_path_factory.mktemp("unbroken")
     entrypoint = "entrypoint=tests.test_resume:Breaks"
@@ -117,12 +113,8 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [(lose_the_drive, "the drive is gone"), (die, r"DataLoader worker .*(Kill|exit)")],
 )
 def test_run_whose_data_broke_is_resumed_to_the_bit(
-    act: Callable[[Path], None],
-    said: str,
-    unbroken: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    act, said, unbroken, tmp_path, monkeypatch
+):
     path = str(unbroken.parent / "experiment.yaml")
     with monkeypatch.context() as planted:
         planted.setattr(Breaks, "act", staticmethod(partial(act, tmp_path)))
@@ -134,7 +126,7 @@ def test_run_whose_data_broke_is_resumed_to_the_bit(
     assert same_bits(*(training.checkpoint(run, 12) for run in (tmp_path, unbroken)))
 
 
-def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
+def test_kills_at_random_moments_lose_nothing(tmp_path):
     """See `tests.killed_rounds`."""
     printed = tmp_path / "printed"
     child = training.fork(lambda: killed_rounds.main(tmp_path), printed)
@@ -152,7 +144,7 @@ RICH = (
 
 
 @pytest.fixture
-def killed_run(tmp_path: Path) -> Path:
+def killed_run(tmp_path):
     """A run of 12 batches that was lost in the 11th; its newest checkpoint is after the
     8th.
     """
@@ -161,9 +153,7 @@ def killed_run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_resumed_run_keeps_the_scale_and_takes_the_new_settings(
-    killed_run: Path,
-) -> None:
+def test_resumed_run_keeps_the_scale_and_takes_the_new_settings(killed_run):
     """After 8 batches, 4 steps: the scale doubled once, one step on the way to the
     next.
 
@@ -189,9 +179,7 @@ def test_resumed_run_keeps_the_scale_and_takes_the_new_settings(
     }
 
 
-def test_resumed_run_says_where_it_begins_and_adds_a_part(
-    killed_run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resumed_run_says_where_it_begins_and_adds_a_part(killed_run, capsys):
     (first,) = read_record(killed_run).parts
     training.resume(killed_run)
     assert "mlp-amp: resumed from batch 8 of 12\n" in capsys.readouterr().out
@@ -203,9 +191,7 @@ def test_resumed_run_says_where_it_begins_and_adds_a_part(
     assert run.changes == []
 
 
-def test_resumed_run_of_another_precision_goes_on_and_is_recorded(
-    killed_run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_resumed_run_of_another_precision_goes_on_and_is_recorded(killed_run, caplog):
     folder = training.resume(
         killed_run, *training.arguments("mlp/fp32.yaml", *RICH[:-1])
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,16 +32,16 @@ pytestmark = [
 BATCHES = 8
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
+def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
-def one_cycle(optimizer: Any) -> Any:
+def one_cycle(optimizer):
     """Moves the momentum, or betas, too."""
     return lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=BATCHES)
 
 
-def impatient(optimizer: Any) -> Any:
+def impatient(optimizer):
     """The metric never improves: the second validation halves the rate, and the fourth
     does.
     """
@@ -53,14 +52,14 @@ def impatient(optimizer: Any) -> Any:
 class Warmup(lr_scheduler.LRScheduler):
     """Warms up for two steps; then another scheduler moves the rate."""
 
-    def __init__(self, optimizer: Any, after: Any) -> None:
+    def __init__(self, optimizer, after):
         self.after, self.all = after, [after]
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[Any]:
+    def get_lr(self):
         return [base * min(1, (self.last_epoch + 1) / 3) for base in self.base_lrs]
 
-    def step(self, epoch: int | None = None) -> None:
+    def step(self, epoch=None):
         if self.last_epoch < 2:
             super().step()
         else:
@@ -70,7 +69,7 @@ class Warmup(lr_scheduler.LRScheduler):
 class Warms(Plain):
     """Has a scheduler that holds another one."""
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         super().__init__(context)
         self.seen: list[float] = []
         context.lr_schedulers.clear()
@@ -82,7 +81,7 @@ class Warms(Plain):
         every_step = Modes.STEP_EVERY_OPTIMIZER_STEP
         context.wrap_lr_scheduler(self.scheduler, every_step)
 
-    def loss(self, batch: Any) -> torch.Tensor:
+    def loss(self, batch):
         if self.model.training:
             self.seen.append(self.optimizer.param_groups[0]["lr"])
         return super().loss(batch)
@@ -92,11 +91,11 @@ class WarmsConverted(Converted, Warms):
     pass
 
 
-def run_as_it_is(trial: Any, precision: str, loop: Any = None) -> Callable[..., Fitted]:
+def run_as_it_is(trial, precision, loop=None):
     """Trains a trial, an unmodified one with AMP from outside."""
     amp: Any = {"precision": precision, "init_scale": 1024.0}
 
-    def run(batches: int, resume: Fitted | None = None) -> Fitted:
+    def run(batches, resume=None):
         return fit_as_it_is(trial, amp, batches=batches, resume=resume, loop=loop)
 
     return run
@@ -120,9 +119,7 @@ FORMS: dict[str, Callable[..., Fitted]] = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_resumed_training_ends_as_one_that_nothing_disturbed(
-    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_training_ends_as_one_that_nothing_disturbed(name, caplog, monkeypatch):
     """Weights, optimizers, schedulers, scale, counts and random state."""
     # Off a cluster Determined's own loop does not resume, so it is told of one.
     cluster = SimpleNamespace(task_type="") if "Determined" in name else None
@@ -140,7 +137,7 @@ def test_resumed_training_ends_as_one_that_nothing_disturbed(
     assert "can be resumed" not in caplog.text
 
 
-def restored(made: Fitted, name: str) -> Any:
+def restored(made, name):
     """What a resumed run ends with as an undisturbed one does."""
     if "Determined" in name:
         return None  # its dropout draws other numbers; rates are the same
@@ -154,18 +151,18 @@ class Note:
 
 
 class Notes(pytorch.PyTorchCallback):
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"note": Note()}
 
 
 class Remembers(Warms):
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         super().__init__(context)
         self.scheduler.note = Note()
 
 
 class RemembersConverted(WarmsConverted, Remembers):
-    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+    def build_callbacks(self):
         return {**super().build_callbacks(), "mine": Notes()}
 
 
@@ -178,14 +175,10 @@ class RemembersConverted(WarmsConverted, Remembers):
     ],
 )
 def test_state_that_cannot_be_restored_is_said_once_in_every_loop(
-    trial: Any,
-    amp: str | None,
-    loop: Any,
-    said: list[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    trial, amp, loop, said, caplog
+):
     section = amp and {"precision": amp}
-    fit(trial, section, batches=2, checkpoint_period=1, loop=loop)  # type: ignore[arg-type]
+    fit(trial, section, batches=2, checkpoint_period=1, loop=loop)
     words = "no checkpoint of this run can be resumed"
     lines = [line for line in caplog.messages if words in line]
     for line, owner in zip(lines, said, strict=True):
@@ -195,25 +188,23 @@ def test_state_that_cannot_be_restored_is_said_once_in_every_loop(
 class ReadsAFileOfItsOwn(pytorch.PyTorchCallback):
     """Restores an average that it keeps beside the checkpoint."""
 
-    def __init__(self, file: Path, **how: Any) -> None:
+    def __init__(self, file, **how):
         self.file, self.how, self.read = file, how, None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         torch.save(torch.ones(1), self.file)
         return {"saved": True}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict):
         self.read = torch.load(self.file, **self.how)
 
 
 @pytest.mark.parametrize("how", [{}, {"weights_only": False}, {"weights_only": True}])
-def test_callback_that_restores_a_file_of_its_own_reads_it_as_it_asks(
-    how: dict[str, Any], tmp_path: Path
-) -> None:
+def test_callback_that_restores_a_file_of_its_own_reads_it_as_it_asks(how, tmp_path):
     callback = ReadsAFileOfItsOwn(tmp_path / "average.pth", **how)
 
     class Averages(Converted):
-        def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+        def build_callbacks(self):
             return {**super().build_callbacks(), "mine": callback}
 
     section = {"precision": "amp_bf16"}
@@ -222,7 +213,7 @@ def test_callback_that_restores_a_file_of_its_own_reads_it_as_it_asks(
     assert callback.read is not None
 
 
-def test_setting_that_a_saved_optimizer_lacks_is_that_of_this_trial() -> None:
+def test_setting_that_a_saved_optimizer_lacks_is_that_of_this_trial():
     """A newer torch has more settings than the one that saved."""
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.5)
     saved = optimizer.state_dict()
@@ -233,18 +224,16 @@ def test_setting_that_a_saved_optimizer_lacks_is_that_of_this_trial() -> None:
     assert (group["lr"], group["nesterov"]) == (0.25, False)
 
 
-def halving_later(optimizer: Any) -> Any:
+def halving_later(optimizer):
     return lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.5)
 
 
-def sgd_of(rate: float, fused: bool) -> Callable[[Any], torch.optim.Optimizer]:
+def sgd_of(rate, fused):
     return partial(torch.optim.SGD, lr=rate, fused=fused)
 
 
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_fused)])
-def test_resume_takes_a_scheduled_rate_from_the_new_yaml_at_once(
-    fused: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_resume_takes_a_scheduled_rate_from_the_new_yaml_at_once(fused, caplog):
     first, second = (
         run_of(halving_later, None, sgd_of(rate, fused)) for rate in (0.5, 0.25)
     )
@@ -255,7 +244,7 @@ def test_resume_takes_a_scheduled_rate_from_the_new_yaml_at_once(
 
 @needs_fused
 @pytest.mark.parametrize("now", [True, False])
-def test_resume_steps_by_the_kernels_of_its_own_optimizer(*, now: bool) -> None:
+def test_resume_steps_by_the_kernels_of_its_own_optimizer(*, now):
     """Otherwise torch's scaler leaves an overflow to a fused kernel that is not
     called.
     """

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +14,7 @@ RATE = "hyperparameters.learning_rate"
 
 
 @pytest.fixture
-def resumed(tmp_path: Path) -> Path:
+def resumed(tmp_path):
     """The folder of a completed run whose rate was changed at a resume."""
     record, lines = record_of("amp_fp16", 1)
     (part,) = record["parts"]
@@ -30,9 +28,7 @@ def resumed(tmp_path: Path) -> Path:
     return folder
 
 
-def test_report_on_a_run_says_how_it_ended_and_where_its_files_are(
-    resumed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_on_a_run_says_how_it_ended_and_where_its_files_are(resumed, capsys):
     assert door.run(["report", str(resumed)]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("amp_fp16: completed, 100 batches: validation_accuracy 0.9")
@@ -55,9 +51,7 @@ def test_report_on_a_run_says_how_it_ended_and_where_its_files_are(
     assert f"# {record['answer']}\n" in (resumed / "report.md").read_text()
 
 
-def test_report_on_a_run_that_failed_begins_with_the_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_on_a_run_that_failed_begins_with_the_reason(tmp_path, capsys):
     record, lines = record_of("amp_bf16", 1, last_batch=60, end=LOST)
     folder = write_record(tmp_path / "run", record, lines)
     assert door.run(["report", str(folder), "--output", str(tmp_path / "out")]) == 0
@@ -70,8 +64,8 @@ def test_report_on_a_run_that_failed_begins_with_the_reason(
 
 
 def test_run_killed_before_its_first_validation_has_its_loss_and_no_way_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, capsys
+):
     record, lines = record_of("amp_bf16", 1, last_batch=60)
     trained = [line for line in lines if line["group"] == "training"]
     folder = write_record(tmp_path / "run", record, trained)
@@ -82,8 +76,8 @@ def test_run_killed_before_its_first_validation_has_its_loss_and_no_way_on(
 
 
 def test_report_on_a_killed_run_has_its_newest_checkpoint_and_how_to_go_on(
-    resumed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    resumed, capsys
+):
     record, lines = record_of("amp_bf16", 1, last_batch=60)
     (resumed / "run.json").write_text(json.dumps(record))
     report = "".join(f"{json.dumps(line)}\n" for line in lines)
@@ -97,7 +91,7 @@ def test_report_on_a_killed_run_has_its_newest_checkpoint_and_how_to_go_on(
     assert f"* {newest}\n" in shown
 
 
-def test_curves_are_those_of_the_reports() -> None:
+def test_curves_are_those_of_the_reports():
     panels = curves_of(run("amp_fp16", accuracy=0.75))
     curves = {panel.title: panel.dots for panel in panels}
     assert curves["training loss"] == [(25, 0.5), (75, 0.5), (100, 0.5)]
@@ -105,9 +99,7 @@ def test_curves_are_those_of_the_reports() -> None:
     assert [scale for _, scale in curves["log₂ of the loss scale"]] == [16.0] * 3
 
 
-def test_comparison_of_a_run_that_was_changed_says_what_changed(
-    resumed: Path, refusal: Callable[..., str]
-) -> None:
+def test_comparison_of_a_run_that_was_changed_says_what_changed(resumed, refusal):
     """It has finished, and cannot be compared."""
     said = refusal("report", "precision", str(resumed))
     assert "no finished run can be compared; amp_fp16, seed 1" in said

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 
-import pytest
 import torch
 from torch import nn
 
@@ -13,9 +12,7 @@ from determined_amp.amp.running_statistics import RunningStatistics
 from tests.harness import same_bits
 
 
-def test_poisoned_statistics_go_back_to_the_last_report(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_poisoned_statistics_go_back_to_the_last_report(caplog):
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
     statistics = RunningStatistics([model])
     model(torch.tensor([[1.0, 3.0], [3.0, 5.0]]))
@@ -31,9 +28,7 @@ def test_poisoned_statistics_go_back_to_the_last_report(
     assert "put back" in caplog.text
 
 
-def test_sound_statistics_and_masks_of_infinity_are_left_alone(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_sound_statistics_and_masks_of_infinity_are_left_alone(caplog):
     model = nn.Sequential(nn.BatchNorm1d(2))
     model.register_buffer("mask", torch.tensor([0.0, -math.inf]))
     statistics = RunningStatistics([model])

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.machine import Machine
 from determined_amp.runs.folder import (
     RunError,
@@ -38,7 +35,7 @@ SETTINGS = {
 }
 
 
-def resumed(*changes: Values, **machine: Any) -> Run:
+def resumed(*changes, **machine):
     """A run with a part for each change of its settings, the last on a changed
     machine.
     """
@@ -63,14 +60,14 @@ def resumed(*changes: Values, **machine: Any) -> Run:
     ],
 )
 def test_resume_with_a_changed_setting_is_another_training_if_batches_differ(
-    name: str, is_another: bool
-) -> None:
+    name, is_another
+):
     changes = resumed({name: "another"}).changes
     named = [change for change in changes if " changed from " in change]
     assert [change.partition(" ")[0] for change in named] == [name] * is_another
 
 
-def test_steps_of_several_optimizers_are_added_up() -> None:
+def test_steps_of_several_optimizers_are_added_up():
     """As in a GAN, whose metrics have the number of the optimizer in their name."""
     own = {
         "watch_applied_steps_0": 98,
@@ -82,7 +79,7 @@ def test_steps_of_several_optimizers_are_added_up() -> None:
 
 
 class TestReports:
-    def test_speed_is_the_median_without_the_first_report_of_a_process(self) -> None:
+    def test_speed_is_the_median_without_the_first_report_of_a_process(self):
         reports = Reports()
         for batches, (speed, share) in enumerate(
             [
@@ -102,7 +99,7 @@ class TestReports:
         assert reports.speed == Spread(200.0, 0.5, 300.0)
         assert reports.audit_share == 0.5
 
-    def test_numbers_are_floats_and_other_texts_are_left_out(self) -> None:
+    def test_numbers_are_floats_and_other_texts_are_left_out(self):
         given = {
             "batches": 4,
             "a": "NaN",
@@ -117,7 +114,7 @@ class TestReports:
 
 
 class TestChanged:
-    def test_changed_setting_is_named_with_both_values(self) -> None:
+    def test_changed_setting_is_named_with_both_values(self):
         run = resumed({}, {"reproducibility.experiment_seed": 2})
         name = "reproducibility.experiment_seed"
         assert run.changes == [
@@ -128,18 +125,18 @@ class TestChanged:
         ("name", "stays"), [("learning_rate", True), ("amp.growth_interval", False)]
     )
     def test_what_an_optimizer_keeps_is_said_of_hyperparameters_of_the_trial(
-        self, name: str, *, stays: bool
-    ) -> None:
+        self, name, *, stays
+    ):
         said = resumed({}, {f"hyperparameters.{name}": 7}).changes
         kept = "a resume keeps the settings of the optimizers"
         assert [text.startswith(kept) for text in said] == [False, *[True] * stays]
 
-    def test_changed_number_of_slots_is_named(self) -> None:
+    def test_changed_number_of_slots_is_named(self):
         changed = "slots changed from 1 to 2 at the resume after 20 batches"
         assert resumed({}, slots=2).changes == [changed]
 
 
-def test_trials_of_a_search_are_run_folders(tmp_path: Path) -> None:
+def test_trials_of_a_search_are_run_folders(tmp_path):
     for number, end in enumerate((RunState.COMPLETED, RunState.PRUNED)):
         folder = RunFolder(trial_folder(tmp_path, number))
         folder.describe_trial(number, {"amp.init_scale": 2.0**number})
@@ -202,14 +199,12 @@ def test_trials_of_a_search_are_run_folders(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_end_of_a_run_is_judged_by_its_record_and_its_reports(
-    options: Values, state: RunState, reason: str
-) -> None:
+def test_end_of_a_run_is_judged_by_its_record_and_its_reports(options, state, reason):
     ended = run("amp_fp16", **options)
     assert (ended.state, ended.reason) == (state, reason)
 
 
-def test_length_in_epochs_is_counted_in_epochs(tmp_path: Path) -> None:
+def test_length_in_epochs_is_counted_in_epochs(tmp_path):
     length = {"hyperparameters.training.max_length": {"batches": None, "epochs": 5}}
     folder = write_run(tmp_path / "a", "fp32", 1, settings=length)
     assert read_run(folder).state is RunState.KILLED
@@ -218,16 +213,14 @@ def test_length_in_epochs_is_counted_in_epochs(tmp_path: Path) -> None:
     assert read_run(folder).state is RunState.COMPLETED
 
 
-def test_number_of_a_million_batches_has_all_of_its_digits() -> None:
+def test_number_of_a_million_batches_has_all_of_its_digits():
     progress = Progress(1_234_567, 1_000_000, 4_000_000, "batches")
     assert str(progress) == "1234567 of 4000000 batches"
     assert str(Progress(2.5, 2.0, math.inf, "epochs")) == "2.5 epochs"
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}"])
-def test_folder_that_is_no_run_is_a_sentence(
-    tmp_path: Path, content: str | None
-) -> None:
+def test_folder_that_is_no_run_is_a_sentence(tmp_path, content):
     folder = write_run(tmp_path / "a", "fp32", 1)
     assert read_run(folder).machine == Machine(**made_on(GPU))
     if content is None:
@@ -240,7 +233,7 @@ def test_folder_that_is_no_run_is_a_sentence(
         read_run(folder)
 
 
-def test_line_cut_off_by_a_kill_ends_the_reports(tmp_path: Path) -> None:
+def test_line_cut_off_by_a_kill_ends_the_reports(tmp_path):
     folder = write_run(tmp_path / "a", "fp32", 1)
     lines = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(lines[:-20])
@@ -248,7 +241,7 @@ def test_line_cut_off_by_a_kill_ends_the_reports(tmp_path: Path) -> None:
     assert (cut.state, cut.trained_batches) == (RunState.KILLED, 100)
 
 
-def test_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
+def test_run_whose_process_is_gone_was_killed(tmp_path):
     folder = write_run(tmp_path / "a", "fp32", 1, last_batch=60)
     with training.locked_by_another_process(folder):
         running = read_run(folder)
@@ -266,9 +259,7 @@ def test_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damaged", [b"{]", b"[]", b"\xff", b'{"group": "training"}', b'{"batches": 6}', b""]
 )
-def test_damaged_line_of_a_report_is_a_sentence_with_its_number(
-    tmp_path: Path, damaged: bytes
-) -> None:
+def test_damaged_line_of_a_report_is_a_sentence_with_its_number(tmp_path, damaged):
     file = write_run(tmp_path / "a", "fp32", 1) / "metrics.jsonl"
     first, *others = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join([first, damaged, b"\n", *others]))

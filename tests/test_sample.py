@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ from trials import sample
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     """Two batches on moving digits, whose clips are pictures."""
     return run_tiny(
         "fp32.yaml",
@@ -30,13 +28,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def sampled(source: Path, out: Path, *options: str) -> int:
+def sampled(source, out, *options):
     return sample.main([str(source), "--steps", "2", "--out", str(out), *options])
 
 
-def test_clips_are_sampled_from_the_averaged_weights_of_the_newest_checkpoint(
-    run: Path,
-) -> None:
+def test_clips_are_sampled_from_the_averaged_weights_of_the_newest_checkpoint(run):
     (checkpoint,) = (run / "checkpoints").iterdir()
     state = torch.load(checkpoint / "state_dict.pth", weights_only=True)
     for source in (run, checkpoint):
@@ -61,21 +57,15 @@ def test_clips_are_sampled_from_the_averaged_weights_of_the_newest_checkpoint(
         ),
     ],
 )
-def test_wrong_option_of_the_sampler_is_named(
-    run: Path,
-    options: Sequence[str],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_wrong_option_of_the_sampler_is_named(run, options, said, capsys, monkeypatch):
     monkeypatch.setattr(sample, "track", None)  # before the work, not after it
     assert sample.main([str(run), "--steps", "1", *options]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_checkpoint_with_weights_that_are_not_finite_is_passed_over_or_named(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    run, tmp_path, capsys
+):
     """Its clips would be black, and nobody would be told why."""
     shutil.copytree(run, tmp_path / "run")
     (whole,) = (tmp_path / "run" / "checkpoints").iterdir()

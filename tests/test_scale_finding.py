@@ -7,29 +7,24 @@ the scales from 2^(-24 - a) to 2^(15 - b) are safe.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from determined_amp.finder import scale_finding
 from determined_amp.finder.prediction import Prediction
-from determined_amp.finder.scale_finding import ScaleFinding, Verdict, find_range
+from determined_amp.finder.scale_finding import Verdict, find_range
 from tests.loss_scale import histogram, prediction_of
 
 REHEARSALS: Any = object()
 SLOTS: Any = object()
 
 
-def found(
-    monkeypatch: pytest.MonkeyPatch,
-    prediction: Prediction,
-    overflows: Callable[[float], bool],
-) -> ScaleFinding:
+def found(monkeypatch, prediction, overflows):
     """The finding where float16 overflows at these scales."""
 
-    def answers(answer: Callable[..., Any]) -> Callable[..., Any]:
-        def of(rehearsals: Any, slots: Any, *others: Any) -> Any:
+    def answers(answer):
+        def of(rehearsals, slots, *others):
             assert (rehearsals, slots) == (REHEARSALS, SLOTS)
             return answer(*others)
 
@@ -41,18 +36,14 @@ def found(
     return find_range(REHEARSALS, SLOTS)
 
 
-def test_shown_scales_reach_from_below_the_range_to_above_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_shown_scales_reach_from_below_the_range_to_above_it(monkeypatch):
     """Four powers of two on either side; in 24 rows and a few more."""
     finding = found(monkeypatch, prediction_of(ONE), lambda scale: scale > 12)
     shown = [one.scale_log2 for one in finding.scales]
     assert shown == sorted({-27, 12, 13, 16, *range(-31, 21, 3)})
 
 
-def test_finder_advises_bfloat16_where_no_scale_is_safe(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_finder_advises_bfloat16_where_no_scale_is_safe(monkeypatch):
     prediction = prediction_of({"loud": {10: 1}, **{name: {-31: 1} for name in "abc"}})
     finding = found(monkeypatch, prediction, lambda scale: scale > 5)
     assert finding.verdict is Verdict.BF16
@@ -88,14 +79,8 @@ ONE, LOUD = {"a": {3: 1}}, {"a": {-7: 1}}
     ],
 )
 def test_range_and_choice_are_those_that_float16_shows(
-    modules: dict[str, dict[int, int]],
-    works: int,
-    low: int,
-    choice: int | None,
-    verdict: Verdict,
-    *,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    modules, works, low, choice, verdict, *, monkeypatch
+):
     finding = found(monkeypatch, prediction_of(modules), lambda scale: scale > works)
     assert (finding.low_log2, finding.choice_log2) == (low, choice)
     assert finding.verdict is verdict
@@ -111,16 +96,14 @@ def test_range_and_choice_are_those_that_float16_shows(
         assert (finding.answer_log2, finding.cause) == (recommended, "")
 
 
-def test_shares_are_those_of_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_are_those_of_the_prediction(monkeypatch):
     finding = found(monkeypatch, prediction_of(ONE), lambda scale: scale > 12)
     at = {one.scale_log2: one for one in finding.scales}
     assert [at[scale].overflow_share for scale in (12, 13)] == [0, 1]
     assert [at[scale].flushed_share for scale in (-28, -27)] == [1, 0]
 
 
-def test_modules_whose_gradients_are_all_zero_are_hidden(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_modules_whose_gradients_are_all_zero_are_hidden(monkeypatch):
     tensors = prediction_of({"a": {}, "b": {0: 1}}).tensors
     tensors = {
         source: its if its.nonzero else histogram({}, 3)

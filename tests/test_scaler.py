@@ -28,7 +28,7 @@ from determined_amp.amp.mistakes import (
 )
 from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.settings import AmpSettings, Precision
-from determined_amp.amp.window import RUNNING, Window
+from determined_amp.amp.window import RUNNING
 
 
 class Fused(torch.optim.SGD):
@@ -40,7 +40,7 @@ class Fused(torch.optim.SGD):
     grad_scale: torch.Tensor
     found_inf: torch.Tensor
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         (weight,) = self.param_groups[0]["params"]
         weight.data.sub_(
             torch.where(self.found_inf > 0, 0.0, weight.grad / self.grad_scale)
@@ -50,46 +50,44 @@ class Fused(torch.optim.SGD):
 class Stepped:
     """A weight of 1, moved at rate 1 by a scaler whose first scale is 4."""
 
-    def __init__(
-        self, optimizer_class: Any = torch.optim.SGD, **settings: float
-    ) -> None:
+    def __init__(self, optimizer_class=torch.optim.SGD, **settings):
         given: dict[str, Any] = {"init_scale": 4.0, **settings}
         self.scaler = LossScaler(AmpSettings(Precision.AMP_FP16, **given), "cpu")
         self.optimizer = self.another(optimizer_class)
 
-    def another(self, optimizer_class: Any = torch.optim.SGD) -> Any:
+    def another(self, optimizer_class=torch.optim.SGD):
         """One more optimizer, with a weight of its own."""
         made = optimizer_class([nn.Parameter(torch.ones(1))], lr=1.0)
         made.register_step_pre_hook(self.sees_step)
         return made
 
-    def sees_step(self, optimizer: Any, *call: Any) -> None:
+    def sees_step(self, optimizer, *call):
         if RUNNING.window is not None:
             RUNNING.window.see_step(optimizer)
 
     @property
-    def window(self) -> Window:
+    def window(self):
         return self.scaler.windows[self.optimizer]
 
-    def outcomes(self) -> dict[Any, Any]:
+    def outcomes(self):
         """Whether each step was skipped that is not counted yet."""
         windows = self.scaler.windows.items()
         return {o: w.skipped for o, w in windows if w.stage in HAS_STEPPED}
 
-    def backward(self, gradient: float, optimizer: Any = None) -> nn.Parameter:
+    def backward(self, gradient, optimizer=None):
         weight: nn.Parameter = (optimizer or self.optimizer).param_groups[0]["params"][
             0
         ]
         weight.grad = self.scaler.scale(torch.full((1,), gradient))
         return weight
 
-    def step(self, gradient: float, optimizer: Any = None) -> float:
+    def step(self, gradient, optimizer=None):
         """The weight after a step."""
         weight = self.backward(gradient, optimizer)
         self.scaler.step(optimizer or self.optimizer)
         return weight.item()
 
-    def step_and_update(self, gradient: float) -> float:
+    def step_and_update(self, gradient):
         """The scale after a step and an update."""
         self.step(gradient)
         self.scaler.finish()
@@ -97,12 +95,12 @@ class Stepped:
 
 
 class TestSettings:
-    def test_default_settings_of_the_scaler_are_torchs(self) -> None:
+    def test_default_settings_of_the_scaler_are_torchs(self):
         ours = LossScaler(AmpSettings(Precision.AMP_FP16), "cpu")
         theirs = torch.amp.GradScaler("cpu")
         assert ours.state_dict() == theirs.state_dict() != {}
 
-    def test_settings_stay_when_a_saved_scale_is_loaded(self) -> None:
+    def test_settings_stay_when_a_saved_scale_is_loaded(self):
         saved = {
             **LossScaler(AmpSettings(Precision.AMP_FP16), "cpu").state_dict(),
             "scale": 2.0,
@@ -124,9 +122,7 @@ class TestSettings:
 
 class TestStep:
     @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, Fused])
-    def test_step_that_is_applied_or_skipped_is_noted(
-        self, optimizer_class: Any
-    ) -> None:
+    def test_step_that_is_applied_or_skipped_is_noted(self, optimizer_class):
         made = Stepped(optimizer_class)
         assert made.step(0.25) == 0.75
         (outcome,) = made.outcomes().values()
@@ -136,11 +132,11 @@ class TestStep:
         assert made.step(math.inf) == 0.75
         assert made.outcomes() == {made.optimizer: 1}
 
-    def test_step_that_raises_has_ended_and_is_not_noted(self) -> None:
+    def test_step_that_raises_has_ended_and_is_not_noted(self):
         made = Stepped()
         seen = []
 
-        def fails(*call: Any) -> None:
+        def fails(*call):
             seen.append(RUNNING.window)
             raise ZeroDivisionError
 
@@ -152,7 +148,7 @@ class TestStep:
         assert made.outcomes() == {}
         made.window.move("end_batch")
 
-    def test_step_without_any_gradient_is_applied_and_moves_nothing(self) -> None:
+    def test_step_without_any_gradient_is_applied_and_moves_nothing(self):
         """Torch itself refuses it."""
         made = Stepped()
         settings = AmpSettings(Precision.AMP_FP16, init_scale=4.0, growth_interval=1)
@@ -165,8 +161,8 @@ class TestStep:
 
     @pytest.mark.parametrize("overflows", [False, True])
     def test_step_of_gradients_that_others_have_unscaled_takes_them_as_they_are(
-        self, *, overflows: bool
-    ) -> None:
+        self, *, overflows
+    ):
         made = Stepped()
         weight = made.optimizer.param_groups[0]["params"][0]
         weight.grad = torch.full((1,), 0.25)
@@ -179,7 +175,7 @@ class TestStep:
         made.scaler.finish()
         assert made.scaler.get_scale() == (2 if overflows else 4)
 
-    def test_gradients_after_others_that_were_dropped_are_unscaled_anew(self) -> None:
+    def test_gradients_after_others_that_were_dropped_are_unscaled_anew(self):
         made = Stepped()
         weight = made.backward(1.0)
         made.scaler.unscale_(made.optimizer)
@@ -187,7 +183,7 @@ class TestStep:
         assert made.step(0.25) == 0.75
 
 
-def reach(made: Stepped, stage: Stage) -> None:
+def reach(made, stage):
     """Bring the optimizer there by what a training calls."""
     weight = made.backward(1.0)
     if stage in (Stage.UNSCALED, Stage.LEFT_OUT):
@@ -216,8 +212,8 @@ class TestStages:
     @pytest.mark.parametrize("stage", Stage)
     @pytest.mark.parametrize("call", CALLS)
     def test_call_in_a_stage_does_what_the_table_of_stages_says(
-        self, precision: Precision, stage: Stage, call: Callable[[Stepped], object]
-    ) -> None:
+        self, precision, stage, call
+    ):
         made = Stepped()
         if precision is Precision.FP32:
             made.scaler = LossScaler(AmpSettings(precision), "cpu")
@@ -242,7 +238,7 @@ class TestStages:
             call(made)
         assert made.window.stage is after
 
-    def test_window_alone_writes_its_stage(self) -> None:
+    def test_window_alone_writes_its_stage(self):
         package = Path(determined_amp.__file__).parent
         writers = {
             path.name
@@ -254,7 +250,7 @@ class TestStages:
         }
         assert writers == {"window.py"}
 
-    def test_every_optimizer_has_a_stage_of_its_own(self) -> None:
+    def test_every_optimizer_has_a_stage_of_its_own(self):
         made = Stepped()
         other = made.another()
         made.step(1.0)
@@ -262,7 +258,7 @@ class TestStages:
         with pytest.raises(ConfigError, match="steps an optimizer again"):
             made.step(1.0)
 
-    def test_update_and_finish_end_every_stage(self) -> None:
+    def test_update_and_finish_end_every_stage(self):
         made = Stepped()
         made.backward(1.0)
         made.scaler.unscale_(made.optimizer)
@@ -274,7 +270,7 @@ class TestStages:
         assert {each.stage for each in made.scaler.windows.values()} == {Stage.SCALED}
         made.step(1.0)
 
-    def test_each_mistake_has_words_and_all_but_one_a_remedy(self) -> None:
+    def test_each_mistake_has_words_and_all_but_one_a_remedy(self):
         assert (
             set(IN_A_LOOP) == set(IN_A_TRIAL) == {*Mistake} - {Mistake.UPDATES_NOTHING}
         )
@@ -282,7 +278,7 @@ class TestStages:
 
 
 class TestUpdate:
-    def test_update_that_the_training_calls_is_not_made_twice(self) -> None:
+    def test_update_that_the_training_calls_is_not_made_twice(self):
         """Growth after every step: 4, and 8 after one update."""
         made = Stepped(growth_interval=1)
         made.step(1.0)
@@ -290,7 +286,7 @@ class TestUpdate:
         made.scaler.finish()
         assert made.scaler.get_scale() == 8
 
-    def test_update_takes_the_scale_no_further_than_its_floor(self) -> None:
+    def test_update_takes_the_scale_no_further_than_its_floor(self):
         made = Stepped(min_scale=1.5)
         assert [made.step_and_update(math.inf) for _ in range(3)] == [2.0, 1.5, 1.5]
         made.scaler.update(8.0)
@@ -298,7 +294,7 @@ class TestUpdate:
         made.scaler.update(torch.tensor(1.0))
         assert made.scaler.get_scale() == 1.5
 
-    def test_update_keeps_the_scale_of_the_newest_step(self) -> None:
+    def test_update_keeps_the_scale_of_the_newest_step(self):
         made = Stepped(growth_interval=1)
         assert [*made.scaler.loss_scales()] == [4, 4]
         found = []
@@ -309,9 +305,9 @@ class TestUpdate:
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-def test_arguments_beside_a_closure_reach_the_step(*, by_name: bool) -> None:
+def test_arguments_beside_a_closure_reach_the_step(*, by_name):
     class Takes(torch.optim.SGD):
-        def step(self, closure: Any = None, *, extra: int = 0) -> Any:
+        def step(self, closure=None, *, extra=0):
             return closure() + extra
 
     made = Stepped(Takes)
@@ -321,11 +317,11 @@ def test_arguments_beside_a_closure_reach_the_step(*, by_name: bool) -> None:
     assert made.scaler.step(made.optimizer, *args, extra=5, **given) == 7
 
 
-def test_step_inside_the_closure_of_another_one_is_told_from_it() -> None:
+def test_step_inside_the_closure_of_another_one_is_told_from_it():
     outer, inner = Stepped(), Stepped()
     outer.scaler = LossScaler(AmpSettings(Precision.FP32), "cpu")
 
-    def closure() -> None:
+    def closure():
         inner.step(math.inf)
         assert RUNNING.window is outer.window
 
@@ -335,7 +331,7 @@ def test_step_inside_the_closure_of_another_one_is_told_from_it() -> None:
     assert RUNNING.window is None
 
 
-def test_scaler_without_a_loss_scale_passes_everything_through() -> None:
+def test_scaler_without_a_loss_scale_passes_everything_through():
     made, one = Stepped(), torch.ones(())
     made.scaler = scaler = LossScaler(AmpSettings(Precision.AMP_BF16), "cpu")
     assert scaler.scale(one) is one

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,9 +33,7 @@ MakeScheduler = Callable[[Optimizer], LRScheduler]
 Used = list[dict[str, Any]]
 
 
-def make_optimizer(
-    kind: MakeOptimizer = SGD, groups: int = 2, says_fused: bool = False
-) -> Optimizer:
+def make_optimizer(kind=SGD, groups=2, says_fused=False):
     """Not every torch has a fused one for a CPU; the plain one takes a rate on the
     device too.
     """
@@ -49,7 +47,7 @@ def make_optimizer(
     return optimizer
 
 
-def warm_then_cosine(optimizer: Optimizer) -> LRScheduler:
+def warm_then_cosine(optimizer):
     return lr_scheduler.SequentialLR(
         optimizer,
         [
@@ -60,7 +58,7 @@ def warm_then_cosine(optimizer: Optimizer) -> LRScheduler:
     )
 
 
-def warm_and_decay(optimizer: Optimizer) -> LRScheduler:
+def warm_and_decay(optimizer):
     return lr_scheduler.ChainedScheduler(
         [
             lr_scheduler.ConstantLR(optimizer, factor=0.1, total_iters=4),
@@ -69,7 +67,7 @@ def warm_and_decay(optimizer: Optimizer) -> LRScheduler:
     )
 
 
-def late(optimizer: Optimizer) -> LRScheduler:
+def late(optimizer):
     """Constant for as long as it runs ahead at once, and then not."""
     return lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 270 else 0.5)
 
@@ -77,12 +75,12 @@ def late(optimizer: Optimizer) -> LRScheduler:
 class OfLastRate(LRScheduler):
     """A user's own, which goes on from the rates that it answered last."""
 
-    def get_lr(self) -> list[float | torch.Tensor]:
+    def get_lr(self):
         rates = self._last_lr if self.last_epoch else self.base_lrs
         return [rate * 0.99 for rate in rates]
 
 
-def own_functions(optimizer: Optimizer) -> LRScheduler:
+def own_functions(optimizer):
     functions: list[Callable[[int], float]] = [
         lambda step: 0.9**step,
         lambda step: 1 / (1 + step),
@@ -90,7 +88,7 @@ def own_functions(optimizer: Optimizer) -> LRScheduler:
     return lr_scheduler.LambdaLR(optimizer, functions[: len(optimizer.param_groups)])
 
 
-def one_cycle(optimizer: Optimizer, cycle_momentum: bool = True) -> LRScheduler:
+def one_cycle(optimizer, cycle_momentum=True):
     peaks = [1.0, 0.7][: len(optimizer.param_groups)]
     return lr_scheduler.OneCycleLR(
         optimizer, peaks, total_steps=STEPS, cycle_momentum=cycle_momentum
@@ -123,20 +121,13 @@ EVERY_SCHEDULER = pytest.mark.parametrize(
 FUSED_OR_NOT = pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
 
 
-def scheduled(
-    make_scheduler: MakeScheduler,
-    kind: MakeOptimizer = SGD,
-    *,
-    groups: int = 2,
-    fused: bool = False,
-    skips: bool = True,
-) -> AppliedStepSchedule:
+def scheduled(make_scheduler, kind=SGD, *, groups=2, fused=False, skips=True):
     """The schedule of an optimizer of its own."""
     optimizer = make_optimizer(kind, groups, says_fused=fused)
     return AppliedStepSchedule(make_scheduler(optimizer), CPU, skips=skips)
 
 
-def move(schedule: AppliedStepSchedule, *steps: int) -> list[float]:
+def move(schedule, *steps):
     """The rate of the first group after each of these steps, of which none was
     skipped.
     """
@@ -147,12 +138,12 @@ def move(schedule: AppliedStepSchedule, *steps: int) -> list[float]:
     return rates
 
 
-def is_skipped(attempt: int) -> bool:
+def is_skipped(attempt):
     """The first steps, single ones, and some in a row."""
     return attempt < 2 or attempt % 5 == 0 or attempt % 50 < 3
 
 
-def used_by(optimizer: Optimizer) -> Used:
+def used_by(optimizer):
     """What the next step uses."""
     return [
         {key: group[key] for key in ("momentum", "betas") if key in group}
@@ -161,7 +152,7 @@ def used_by(optimizer: Optimizer) -> Used:
     ]
 
 
-def plain(optimizer: Optimizer, scheduler: LRScheduler, steps: int) -> list[Used]:
+def plain(optimizer, scheduler, steps):
     """What torch's own loop without skipped steps uses."""
     used = []
     for _ in range(steps):
@@ -171,9 +162,7 @@ def plain(optimizer: Optimizer, scheduler: LRScheduler, steps: int) -> list[Used
     return used
 
 
-def followed(
-    schedule: AppliedStepSchedule, steps: int = STEPS - 1
-) -> Iterator[tuple[int, int, Used]]:
+def followed(schedule, steps=STEPS - 1):
     """Attempted and applied steps so far, and what the next one uses."""
     on_device = torch.tensor(0)
     schedule.move(0, on_device)
@@ -183,7 +172,7 @@ def followed(
         schedule.move(attempt + 1, on_device)
 
 
-def right(expected: list[Used], attempted: int, applied: int, fused: bool) -> Used:
+def right(expected, attempted, applied, fused):
     """What a step uses; `expected` is torch's own loop without skipped steps.
 
     Whatever a fused optimizer cannot read from the device follows attempted steps.
@@ -196,8 +185,8 @@ def right(expected: list[Used], attempted: int, applied: int, fused: bool) -> Us
 @EVERY_SCHEDULER
 @FUSED_OR_NOT
 def test_rate_of_every_step_is_that_of_torchs_own_loop_over_the_applied_steps(
-    kind: MakeOptimizer, make_scheduler: MakeScheduler, fused: bool
-) -> None:
+    kind, make_scheduler, fused
+):
     optimizer = make_optimizer(kind)
     expected = plain(optimizer, make_scheduler(optimizer), STEPS)
     scheduler = make_scheduler(make_optimizer(kind, says_fused=fused))
@@ -218,7 +207,7 @@ def test_rate_of_every_step_is_that_of_torchs_own_loop_over_the_applied_steps(
         assert type(schedule.optimizer.param_groups[0]["lr"]) is float
 
 
-def spoil(optimizer: Optimizer) -> None:
+def spoil(optimizer):
     """What a checkpoint with other values leaves in every group."""
     rates = ("lr", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
     others = {**dict.fromkeys(rates, 77.0), "betas": (0.5, 0.5), "momentum": 0.5}
@@ -228,7 +217,7 @@ def spoil(optimizer: Optimizer) -> None:
     optimizer.load_state_dict(state)
 
 
-def only(keys: set[str], used: Used) -> Used:
+def only(keys, used):
     return [{key: values[key] for key in keys} for values in used]
 
 
@@ -236,8 +225,8 @@ def only(keys: set[str], used: Used) -> Used:
 @FUSED_OR_NOT
 @pytest.mark.parametrize("skips", [True, False], ids=["float16", "no skips"])
 def test_resume_at_any_step_has_the_rates_of_an_undisturbed_run(
-    kind: MakeOptimizer, make_scheduler: MakeScheduler, fused: bool, skips: bool
-) -> None:
+    kind, make_scheduler, fused, skips
+):
     """Steps may have been skipped before it in a precision in which none is now."""
     optimizer = make_optimizer(kind)
     expected = plain(optimizer, make_scheduler(optimizer), STEPS)
@@ -253,7 +242,7 @@ def test_resume_at_any_step_has_the_rates_of_an_undisturbed_run(
             assert only(moved, used_by(resumed.optimizer)) == only(moved, used)
 
 
-def table(*factors: float) -> MakeScheduler:
+def table(*factors):
     return partial(lr_scheduler.LambdaLR, lr_lambda=factors.__getitem__)
 
 
@@ -276,8 +265,8 @@ ENDS: dict[str, tuple[MakeScheduler, int]] = {
 )
 @pytest.mark.parametrize("name", ENDS)
 def test_schedule_keeps_its_last_values_after_its_end_and_says_so_once(
-    name: str, later: int, fused: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+    name, later, fused, caplog
+):
     make, known = ENDS[name]
     optimizer = make_optimizer(groups=1)
     plain(optimizer, make(optimizer), known - 1)
@@ -297,10 +286,8 @@ def test_schedule_keeps_its_last_values_after_its_end_and_says_so_once(
 
 
 @FUSED_OR_NOT
-def test_scheduler_that_raises_at_its_first_step_is_an_error_with_its_own_text(
-    fused: bool,
-) -> None:
-    def forgets_a_name(step: int) -> float:
+def test_scheduler_that_raises_at_its_first_step_is_an_error_with_its_own_text(fused):
+    def forgets_a_name(step):
         return factor if step else 1.0  # type: ignore[name-defined]  # noqa: F821
 
     schedule = scheduled(
@@ -325,14 +312,8 @@ def test_scheduler_that_raises_at_its_first_step_is_an_error_with_its_own_text(
     ids=["momentum", "betas", "only the rate moves", "nothing is skipped", "unfused"],
 )
 def test_log_warns_once_of_what_follows_attempted_steps_in_a_fused_optimizer(
-    *,
-    kind: MakeOptimizer,
-    fused: bool,
-    skips: bool,
-    cycles: bool,
-    moved: list[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    *, kind, fused, skips, cycles, moved, caplog
+):
     make = partial(one_cycle, cycle_momentum=cycles)
     list(followed(scheduled(make, kind, fused=fused, skips=skips)))
     said = [line.partition(" of a fused optim")[0] for line in caplog.messages]
@@ -341,8 +322,8 @@ def test_log_warns_once_of_what_follows_attempted_steps_in_a_fused_optimizer(
 
 @pytest.mark.parametrize("make_scheduler", [late, warm_then_cosine])
 def test_scheduler_that_runs_ahead_hides_torchs_warnings_of_that_and_no_others(
-    make_scheduler: MakeScheduler,
-) -> None:
+    make_scheduler,
+):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch 2.3 warns of its own SequentialLR
         scheduler = make_scheduler(make_optimizer())
@@ -354,7 +335,7 @@ def test_scheduler_that_runs_ahead_hides_torchs_warnings_of_that_and_no_others(
         late(make_optimizer()).step()
 
 
-def test_scheduler_that_was_stepped_before_goes_on_from_there() -> None:
+def test_scheduler_that_was_stepped_before_goes_on_from_there():
     optimizer = make_optimizer(groups=1)
     scheduler = lr_scheduler.StepLR(optimizer, 2, 0.5)
     for _ in range(3):
@@ -364,14 +345,12 @@ def test_scheduler_that_was_stepped_before_goes_on_from_there() -> None:
     assert move(schedule, 0, 1, 2) == [0.15, 0.075, 0.075]
 
 
-def load_own_state(scheduler: LRScheduler) -> None:
+def load_own_state(scheduler):
     scheduler.load_state_dict({**scheduler.state_dict(), "_last_lr": [1.0, 2.0]})
 
 
 @pytest.mark.parametrize("meddle", [LRScheduler.step, load_own_state])
-def test_scheduler_that_the_trial_also_steps_or_loads_is_an_error(
-    meddle: Callable[[LRScheduler], None],
-) -> None:
+def test_scheduler_that_the_trial_also_steps_or_loads_is_an_error(meddle):
     scheduler = lr_scheduler.StepLR(make_optimizer(), 2)
     schedule = AppliedStepSchedule(scheduler, CPU, skips=True)
     move(schedule, 0, 1)
@@ -382,9 +361,7 @@ def test_scheduler_that_the_trial_also_steps_or_loads_is_an_error(
         move(schedule, 2)
 
 
-def test_parameter_group_that_was_added_later_keeps_its_rate_and_is_logged_once(
-    caplog: Any,
-) -> None:
+def test_parameter_group_that_was_added_later_keeps_its_rate_and_is_logged_once(caplog):
     optimizer = make_optimizer(groups=1)
     schedule = AppliedStepSchedule(
         lr_scheduler.ExponentialLR(optimizer, 0.5), CPU, skips=False
@@ -403,7 +380,7 @@ def test_parameter_group_that_was_added_later_keeps_its_rate_and_is_logged_once(
     )
 
 
-def test_rate_that_is_a_tensor_on_the_host_is_scheduled_and_not_written() -> None:
+def test_rate_that_is_a_tensor_on_the_host_is_scheduled_and_not_written():
     rate = torch.tensor(0.5)  # float32
     optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=rate)
     schedule = AppliedStepSchedule(halving(optimizer), CPU, skips=True)
@@ -411,7 +388,7 @@ def test_rate_that_is_a_tensor_on_the_host_is_scheduled_and_not_written() -> Non
     assert rate.item() == 0.5
 
 
-def test_rate_that_is_already_on_a_device_is_refused() -> None:
+def test_rate_that_is_already_on_a_device_is_refused():
     optimizer = make_optimizer(groups=1)
     scheduler = halving(optimizer)
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")
@@ -423,15 +400,15 @@ def test_rate_that_is_already_on_a_device_is_refused() -> None:
 # By validations
 
 
-def plateau(optimizer: Optimizer, **settings: Any) -> PlateauSchedule:
+def plateau(optimizer, **settings):
     settings = {"patience": 1, "cooldown": 1, "factor": 0.5, **settings}
     return PlateauSchedule(lr_scheduler.ReduceLROnPlateau(optimizer, **settings))
 
 
 @pytest.mark.parametrize("metric", [math.nan, math.inf, -math.inf])
 def test_metric_that_is_not_finite_is_logged_and_moves_no_plateau_scheduler(
-    metric: float, caplog: pytest.LogCaptureFixture
-) -> None:
+    metric, caplog
+):
     schedule = plateau(make_optimizer())
     before = schedule.state_dict()
     schedule.validated(metric)
@@ -444,16 +421,14 @@ def test_metric_that_is_not_finite_is_logged_and_moves_no_plateau_scheduler(
 # In Determined's loop
 
 
-def hyperbolic(optimizer: Optimizer) -> Any:
+def hyperbolic(optimizer):
     return lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
 # the first is skipped
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("window", [1, 2], ids=["1 batch a step", "2 batches a step"])
-def test_library_moves_a_schedule_with_applied_steps_and_determined_with_all(
-    window: int,
-) -> None:
+def test_library_moves_a_schedule_with_applied_steps_and_determined_with_all(window):
     """The second batch overflows: its step is skipped, and no rate is passed over for
     it.
     """

@@ -29,7 +29,7 @@ from determined_amp.finder.scale_score import (
 from determined_amp.finder.scoring import NoScaleError, score_batches
 from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.loss_scale import score
-from tests.loss_scale import Context, Trial, config, looked_at, prediction_of
+from tests.loss_scale import config, looked_at, prediction_of
 from tests.training import ROOT, SMALL
 
 Batches = Sequence[Rehearsal]
@@ -43,7 +43,7 @@ class Float16:
         measured: log2 of the scales that were tried so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.top, self.share = 6.0, 0.0
         self.measured: list[float] = []
 
@@ -52,10 +52,10 @@ class TestTerms:
     """The gradient of 2^9 is predicted to overflow from 2^7 on."""
 
     @pytest.fixture
-    def float16(self, monkeypatch: pytest.MonkeyPatch) -> Float16:
+    def float16(self, monkeypatch):
         made = Float16()
 
-        def overflows(rehearsals: Any, slots: Any, scale_log2: float) -> bool:
+        def overflows(rehearsals, slots, scale_log2):
             made.measured.append(scale_log2)
             return scale_log2 > made.top
 
@@ -69,19 +69,17 @@ class TestTerms:
         return made
 
     @staticmethod
-    def of(scale_log2: float, **scaler: Any) -> Score:
+    def of(scale_log2, **scaler):
         nothing: Any = None
         return score_batches(nothing, nothing, scale_log2, **scaler)
 
-    def test_score_has_every_term(self, float16: Float16) -> None:
+    def test_score_has_every_term(self, float16):
         headroom = math.log2(65520 / 2**9)
         assert self.of(4) == Score(4, 0.0, 0.0, headroom - 4, 0.0, 0.0)
         assert self.of(9) == Score(9, 2.0, 3.0, headroom - 9, 0.0, 1.0)
 
     @pytest.mark.parametrize("start", [127, 30.25, 16, 0.5, -2, -20, -99.75])
-    def test_skipped_steps_are_counted_wherever_overflow_ends(
-        self, float16: Float16, start: float
-    ) -> None:
+    def test_skipped_steps_are_counted_wherever_overflow_ends(self, float16, start):
         """With few rehearsals, also where the prediction is wrong."""
         for float16.top in (
             127,
@@ -115,8 +113,8 @@ class TestTerms:
         ],
     )
     def test_flushed_share_costs_steps_above_its_limit(
-        self, float16: Float16, start: float, share: float, interval: int, steps: float
-    ) -> None:
+        self, float16, start, share, interval, steps
+    ):
         float16.share = share
         found = self.of(start, growth_interval=interval)
         assert found.steps_lost == pytest.approx(steps)
@@ -127,8 +125,8 @@ class TestTerms:
         ("top", "floor"), [(-math.inf, {}), (-0.5, {"min_scale": 1.0})]
     )
     def test_overflow_at_every_scale_is_refused_with_its_cause(
-        self, float16: Float16, top: float, floor: dict[str, float]
-    ) -> None:
+        self, float16, top, floor
+    ):
         float16.top = top
         with pytest.raises(
             NoScaleError,
@@ -137,15 +135,13 @@ class TestTerms:
             self.of(8.5, **floor)
 
     @pytest.mark.parametrize(("top", "steps"), [(0, 9), (0.5, 8), (1.5, 7)])
-    def test_scale_stays_above_its_floor(
-        self, float16: Float16, top: float, steps: int
-    ) -> None:
+    def test_scale_stays_above_its_floor(self, float16, top, steps):
         float16.top = top
         assert self.of(8.5, min_scale=1.0).steps_lost == steps
         assert min(float16.measured) >= 0
 
 
-def skipped_in_training(trial: Trial, init_scale: float) -> int:
+def skipped_in_training(trial, init_scale):
     """Steps that a real training on one batch skips until the first is applied."""
     with open_trial(
         experiment_in(config(trial, init_scale=init_scale), trial.__name__)
@@ -154,7 +150,7 @@ def skipped_in_training(trial: Trial, init_scale: float) -> int:
         assert isinstance(small, SmallTrial)
         train_batch, first = small.train_batch, list[Any]()
 
-        def until_applied(batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        def until_applied(batch, epoch_idx, batch_idx):
             first.append(batch)
             metrics = train_batch(first[0], epoch_idx, batch_idx)
             if small.skipped_steps <= batch_idx:
@@ -170,11 +166,9 @@ def skipped_in_training(trial: Trial, init_scale: float) -> int:
 class TestSmallTrials:
     @pytest.mark.parametrize("above", [0, 1, 4.25, 20])
     def test_steps_lost_above_the_range_are_those_that_a_training_skips(
-        self, trial: Trial, above: float
-    ) -> None:
-        def work(
-            small: SmallTrial, context: Context, batches: Batches
-        ) -> tuple[float, Score]:
+        self, trial, above
+    ):
+        def work(small, context, batches):
             scale = find_range(batches, context.distributed).top_log2 + above
             return scale, score_batches(batches, context.distributed, scale)
 
@@ -189,14 +183,12 @@ class TestSmallTrials:
 @pytest.mark.parametrize(
     ("scale", "bits"), [(16.0, 0.0), (14.5, 1.5), (20.0, 4.0), (math.nan, math.inf)]
 )
-def test_equal_scores_are_ordered_by_their_distance_from_the_default(
-    scale: float, bits: float
-) -> None:
+def test_equal_scores_are_ordered_by_their_distance_from_the_default(scale, bits):
     assert bits_from_default(scale) == bits
 
 
-def test_score_uses_backoff_factor_and_growth_interval_of_the_trials_scaler() -> None:
-    def scored(trial: Trial, scale: int) -> tuple[float, float]:
+def test_score_uses_backoff_factor_and_growth_interval_of_the_trials_scaler():
+    def scored(trial, scale):
         with open_trial(
             experiment_in(config(trial, init_scale=2.0**scale), trial.__name__)
         ) as found:
@@ -212,8 +204,8 @@ def test_score_uses_backoff_factor_and_growth_interval_of_the_trials_scaler() ->
 
 @pytest.mark.parametrize(("floor", "invalid"), [(2.0**18, False), (2.0**21, True)])
 def test_score_of_a_scale_that_overflows_at_min_scale_is_an_invalid_trial(
-    floor: float, invalid: bool
-) -> None:
+    floor, invalid
+):
     """The gradients of the MLP overflow above 2^18 or 2^19."""
     scales = [
         f"hyperparameters.amp.{key}={floor}" for key in ("init_scale", "min_scale")
@@ -232,7 +224,7 @@ def test_score_of_a_scale_that_overflows_at_min_scale_is_an_invalid_trial(
             assert score(found.trial, found.context, 1)["steps_lost"] == 0
 
 
-def trials(*steps: float | None) -> list[tuple[float, float | None]]:
+def trials(*steps):
     """Trials at 2^14, 2^15 and so on that lose so many steps."""
     return [(14.0 + i, lost) for i, lost in enumerate(steps)]
 
@@ -275,9 +267,7 @@ def trials(*steps: float | None) -> list[tuple[float, float | None]]:
         "no scale",
     ],
 )
-def test_search_says_what_its_best_score_is_worth(
-    found: list[tuple[float, float | None]], sentence: str | None
-) -> None:
+def test_search_says_what_its_best_score_is_worth(found, sentence):
     advice = advice_of("loss_scale_score", found)
     assert (advice and advice.text) == sentence
     assert advice_of("validation_loss", found) is None

@@ -6,7 +6,6 @@ import glob
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from tests.writes import WRITES, files_of, make_files, names, text, write
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """The working directory, with files of the user."""
     folder = tmp_path / "user"
     folder.mkdir()
@@ -28,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def scratch(folder: Path, tmp_path: Path) -> Iterator[Scratch]:
+def scratch(folder, tmp_path):
     """What is changed in the test is changed there."""
     (tmp_path / "scratch").mkdir()
     scratch = Scratch(str(tmp_path / "scratch"))
@@ -38,8 +37,8 @@ def scratch(folder: Path, tmp_path: Path) -> Iterator[Scratch]:
 
 @pytest.mark.parametrize("way", WRITES)
 def test_script_sees_its_own_change_and_no_file_of_the_user_has_it(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+    folder, tmp_path, monkeypatch, way
+):
     # An import that is blocked, and a module of another kind.
     monkeypatch.setitem(sys.modules, "blocked", None)
     monkeypatch.setitem(sys.modules, "of_another_kind", object())
@@ -54,8 +53,8 @@ def test_script_sees_its_own_change_and_no_file_of_the_user_has_it(
 
 @pytest.mark.parametrize("way", WRITES)
 def test_script_without_a_scratch_folder_changes_the_users_files_and_sees_the_same(
-    folder: Path, way: str
-) -> None:
+    folder, way
+):
     before = files_of(folder)
     change, look, expected = WRITES[way]
     change()
@@ -67,14 +66,14 @@ def test_script_without_a_scratch_folder_changes_the_users_files_and_sees_the_sa
 class TestView:
     """What a script sees is one folder: the user's, with its own changes."""
 
-    def test_removed_file_is_missed_under_the_name_that_was_asked(self) -> None:
+    def test_removed_file_is_missed_under_the_name_that_was_asked(self):
         os.remove("best.pt")
         for look in (open, torch.load, os.stat, os.remove, os.listdir):
             with pytest.raises(FileNotFoundError) as raised:
                 look("best.pt")
             assert raised.value.filename == "best.pt"
 
-    def test_files_are_listed_and_found_by_patterns(self) -> None:
+    def test_files_are_listed_and_found_by_patterns(self):
         write("new.txt", "x")
         os.remove("last.pt")
         here = [
@@ -95,7 +94,7 @@ class TestView:
         assert kinds["latest"] == (True, True)
         assert kinds["new.txt"] == (False, False)
 
-    def test_errors_are_those_of_the_users_folder(self) -> None:
+    def test_errors_are_those_of_the_users_folder(self):
         for change, error in (
             (lambda: write("missing/new", "w"), FileNotFoundError),
             (lambda: write("best.pt", "x"), FileExistsError),
@@ -112,17 +111,17 @@ class TestView:
             os.rmdir("old")
         assert text("old/a") == "the user's old/a"
 
-    def test_no_path_is_not_the_working_directory(self) -> None:
+    def test_no_path_is_not_the_working_directory(self):
         write("new.txt", "x")
         assert not os.path.exists("")
 
-    def test_events_of_tensorboard_are_found(self) -> None:
+    def test_events_of_tensorboard_are_found(self):
         with SummaryWriter("old/events") as writer:
             writer.add_scalar("loss", 1.0, 0)
         assert len(names("latest/events")) == 1
 
 
-def test_processes_share_what_one_has_changed(folder: Path, scratch: Scratch) -> None:
+def test_processes_share_what_one_has_changed(folder, scratch):
     os.remove("best.pt")
     write("old/a", "a")
     child = multiprocessing.get_context("fork").Process(
@@ -135,9 +134,7 @@ def test_processes_share_what_one_has_changed(folder: Path, scratch: Scratch) ->
     assert again.look("old/a") == scratch.look("old/a") != str(folder / "old/a")
 
 
-def test_caches_stay_where_they_are_unless_the_script_is_in_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_caches_stay_where_they_are_unless_the_script_is_in_one(folder, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(folder / "old"))
     scratch = Scratch(str(folder.parent / "scratch"))
     assert scratch.name("old/new") == str(folder / "old/new")
@@ -145,15 +142,13 @@ def test_caches_stay_where_they_are_unless_the_script_is_in_one(
     assert str(folder.parent) not in Scratch(scratch.folder).writable
 
 
-def test_scratch_folder_can_be_made_again(scratch: Scratch) -> None:
+def test_scratch_folder_can_be_made_again(scratch):
     os.makedirs(scratch.folder, exist_ok=True)
     write(f"{scratch.folder}/new.txt", "x")
     assert text(f"{scratch.folder}/new.txt") == "!"
 
 
-def test_folder_that_is_there_is_not_touched_by_making_it_again(
-    scratch: Scratch,
-) -> None:
+def test_folder_that_is_there_is_not_touched_by_making_it_again(scratch):
     write("new.txt", "x")
     before = files_of(Path(scratch.folder))
     for make in (os.mkdir, os.mkfifo, lambda name: os.symlink("best.pt", name)):
@@ -162,7 +157,7 @@ def test_folder_that_is_there_is_not_touched_by_making_it_again(
     assert files_of(Path(scratch.folder)) == before
 
 
-def test_nothing_in_the_scratch_folder_has_a_shadow(scratch: Scratch) -> None:
+def test_nothing_in_the_scratch_folder_has_a_shadow(scratch):
     os.rename("old", "older")
     write("older/new", "x")
     os.rename("older/deep", "older/deeper")
@@ -170,9 +165,7 @@ def test_nothing_in_the_scratch_folder_has_a_shadow(scratch: Scratch) -> None:
     assert not os.path.exists(f"{scratch.folder}/files{scratch.folder}")
 
 
-def test_functions_that_a_module_has_kept_are_pythons_own_afterwards(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_functions_that_a_module_has_kept_are_pythons_own_afterwards(folder, tmp_path):
     (tmp_path / "scratch").mkdir()
     with changing_only(Scratch(str(tmp_path / "scratch"))):
         kept = open

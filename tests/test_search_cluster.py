@@ -5,8 +5,7 @@ sampled.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,21 +25,17 @@ Task = Callable[..., TaskMaster]
 
 
 @pytest.fixture
-def masters() -> list[TaskMaster]:
+def masters():
     """The masters of all tasks so far."""
     return []
 
 
 @pytest.fixture
-def task(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masters: list[TaskMaster]
-) -> Task:
+def task(tmp_path, monkeypatch, masters):
     """Runs one trial of a search as a task of a cluster; what its master was told."""
     monkeypatch.chdir(tmp_path)
 
-    def run(
-        search: str, *overrides: str, seed: int = 1, stops: Sequence[bool] = ()
-    ) -> TaskMaster:
+    def run(search, *overrides, seed=1, stops=()):
         config = searching.load(search, *overrides, "checkpoint_policy=none")
         sampled = config["hyperparameters"]
         if config["searcher"]["name"] != "single":
@@ -62,9 +57,7 @@ def task(
     return run
 
 
-def test_score_does_not_depend_on_the_seed_of_the_trial(
-    task: Task, masters: list[TaskMaster]
-) -> None:
+def test_score_does_not_depend_on_the_seed_of_the_trial(task, masters):
     for seed in (1, 2):
         task("loss_scale_grid.yaml", *searching.THREE_SCALES, seed=seed)
     (one,), (two,) = (master.reports["validation"] for master in masters)
@@ -81,9 +74,7 @@ def test_score_does_not_depend_on_the_seed_of_the_trial(
         assert master.status == f"{metrics['steps_lost']:.3g} steps lost"
 
 
-def test_finder_reports_its_choice_and_stores_its_finding(
-    task: Task, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_finder_reports_its_choice_and_stores_its_finding(task, capsys, tmp_path):
     master = task("find_loss_scale.yaml")
     ((batches, metrics),) = master.reports["validation"]
     choice = metrics["init_scale_log2"]
@@ -99,12 +90,9 @@ def test_finder_reports_its_choice_and_stores_its_finding(
 
 
 def test_check_leaves_the_number_of_faults_and_ends_its_log_with_them(
-    task: Task,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def examine(*call: Any) -> CheckFindings:
+    task, monkeypatch, capsys, caplog
+):
+    def examine(*call):
         get_metric_writer()  # as Determined does for a task; it warns
         fault = CheckFinding("scaled", Level.FAULT, "it is scaled", (), "by 2", "x / 2")
         return CheckFindings([fault], seen="12 batches", trained=True)
@@ -133,11 +121,8 @@ def test_check_leaves_the_number_of_faults_and_ends_its_log_with_them(
     ids=["score", "train"],
 )
 def test_trial_that_cannot_train_ends_its_log_with_the_reason(
-    search: tuple[str, ...],
-    task: Task,
-    masters: list[TaskMaster],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    search, task, masters, capsys
+):
     with pytest.raises((SystemExit, AssertionError)):
         task(*search, "hyperparameters.trial=tests.mortal:OverflowingTrial")
     last = capsys.readouterr().err.splitlines()[-1]
@@ -148,9 +133,7 @@ def test_trial_that_cannot_train_ends_its_log_with_the_reason(
     assert len(masters[-1].status) <= 100
 
 
-def test_trial_ends_after_the_validation_at_which_its_search_stops_it(
-    task: Task,
-) -> None:
+def test_trial_ends_after_the_validation_at_which_its_search_stops_it(task):
     for stops, ends in (([], [2, 4, 6, 8]), ([False, True], [2, 4])):
         master = task("loss_scale_asha.yaml", *searching.SHORT_ASHA, stops=stops)
         assert [batches for batches, _ in master.reports["validation"]] == ends
@@ -165,10 +148,8 @@ def test_trial_ends_after_the_validation_at_which_its_search_stops_it(
     ],
     ids=["stopped", "running", "no answer"],
 )
-def test_trial_stops_where_the_master_has_marked_it(
-    answer: Any, stops: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def get_trial(session: object, *, trialId: int) -> Any:  # noqa: N803
+def test_trial_stops_where_the_master_has_marked_it(answer, stops, monkeypatch):
+    def get_trial(session, *, trialId):  # noqa: N803
         if isinstance(answer, Exception):
             raise answer
         return SimpleNamespace(trial=SimpleNamespace(state=answer))
@@ -178,10 +159,8 @@ def test_trial_stops_where_the_master_has_marked_it(
     assert determined_private.is_stopped_by_search(train) is stops
 
 
-def test_trial_seed_replaces_the_seed_of_the_platform(task: Task) -> None:
-    def trained(
-        seed_of_platform: int, trial_seed: int
-    ) -> list[tuple[int, dict[str, Any]]]:
+def test_trial_seed_replaces_the_seed_of_the_platform(task):
+    def trained(seed_of_platform, trial_seed):
         return task(
             "compare_precisions.yaml",
             f"hyperparameters.trial_seed={trial_seed}",

@@ -35,7 +35,7 @@ ASHA = {
 }
 
 
-def read(searcher: Any) -> AshaSearcher:
+def read(searcher):
     settings = read_searcher(searcher, [])
     assert isinstance(settings, AshaSearcher)
     return settings
@@ -52,12 +52,12 @@ def read(searcher: Any) -> AshaSearcher:
         ({"max_time": 2}, 2),
     ],
 )
-def test_asha_first_compares_after_its_lowest_rung(changes: Any, expected: int) -> None:
+def test_asha_first_compares_after_its_lowest_rung(changes, expected):
     assert read({**ASHA, **changes}).first_rung() == expected
 
 
-def test_random_points_depend_on_the_seed_of_the_search_alone() -> None:
-    def drawn(seed: int) -> list[dict[str, Any]]:
+def test_random_points_depend_on_the_seed_of_the_search_alone():
+    def drawn(seed):
         changes = ("searcher.max_trials=3", f"reproducibility.experiment_seed={seed}")
         return SearchPlan(searching.load("loss_scale_random.yaml", *changes)).points
 
@@ -66,7 +66,7 @@ def test_random_points_depend_on_the_seed_of_the_search_alone() -> None:
     assert len({point["amp.init_scale"] for point in one}) == 3
 
 
-def test_precisions_of_a_comparison_take_turns_seed_by_seed() -> None:
+def test_precisions_of_a_comparison_take_turns_seed_by_seed():
     ranges = ("amp.precision.vals=[fp32, amp_fp16]", "trial_seed.vals=[1, 2, 3]")
     changes = [f"hyperparameters.{values}" for values in ranges]
     points = SearchPlan(searching.load("compare_precisions.yaml", *changes)).points
@@ -94,7 +94,7 @@ def test_precisions_of_a_comparison_take_turns_seed_by_seed() -> None:
         ({"name": "grid"}, "max_time"),  # it has no such key
     ],
 )
-def test_mistake_in_the_searcher_names_its_key(changes: Any, key: str) -> None:
+def test_mistake_in_the_searcher_names_its_key(changes, key):
     problems: list[Any] = []
     read_searcher({**ASHA, **changes}, problems)
     assert f"searcher.{key}" in {problem.key for problem in problems}
@@ -109,9 +109,7 @@ def test_mistake_in_the_searcher_names_its_key(changes: Any, key: str) -> None:
         ("max_length={epochs: 8}", {"max_length"}),
     ],
 )
-def test_length_that_does_not_fit_the_searcher_is_named(
-    override: str, wrong: set[str]
-) -> None:
+def test_length_that_does_not_fit_the_searcher_is_named(override, wrong):
     changes = (*searching.SHORT_ASHA, f"hyperparameters.training.{override}")
     named = set()
     try:
@@ -121,7 +119,7 @@ def test_length_that_does_not_fit_the_searcher_is_named(
     assert named == {f"hyperparameters.training.{name}" for name in wrong}
 
 
-def test_missing_length_is_named_once_with_its_key() -> None:
+def test_missing_length_is_named_once_with_its_key():
     rate = {"type": "double", "minval": 0.1, "maxval": 0.2}
     hparams = {"trial": "tests.strangers:Stranger", "lr": rate}
     entrypoint = "python3 -m determined_amp train"
@@ -143,8 +141,8 @@ def test_missing_length_is_named_once_with_its_key() -> None:
     ],
 )
 def test_report_on_a_search_is_decided_by_its_command_and_its_ranges(
-    command: str, ranges: Values, searched: list[str], *, compares: bool
-) -> None:
+    command, ranges, searched, *, compares
+):
     hyperparameters: Values = {}
     for name in flat(ranges):
         put(hyperparameters, name.split("."), {"type": "double"})
@@ -160,7 +158,7 @@ def test_report_on_a_search_is_decided_by_its_command_and_its_ranges(
     assert Search("", ()).is_single
 
 
-def test_scale_from_a_range_is_a_power_of_two_and_a_listed_one_is_not_changed() -> None:
+def test_scale_from_a_range_is_a_power_of_two_and_a_listed_one_is_not_changed():
     drawn = {"lr": 0.1, "amp": {"precision": "amp_fp16", "init_scale": 3000.0}}
     changes = ["searcher.name=grid", "hyperparameters.amp.precision=amp_fp16"]
     for space, used in (
@@ -177,7 +175,7 @@ def test_scale_from_a_range_is_a_power_of_two_and_a_listed_one_is_not_changed() 
         assert trial.config["hyperparameters"]["amp"]["init_scale"] == used
 
 
-def test_seed_of_a_range_replaces_that_of_the_search() -> None:
+def test_seed_of_a_range_replaces_that_of_the_search():
     """A hyperparameter `seed` is the trial's own."""
     ranges = "{type: categorical, vals: [1, 2]}"
     for name, own in (("trial_seed", {}), ("seed", {"seed": 2})):
@@ -202,7 +200,7 @@ THEIRS: Values = {
 }
 
 
-def problems_of(**searcher: Any) -> list[str]:
+def problems_of(**searcher):
     section = {**THEIRS["searcher"], **searcher}
     try:
         SearchPlan({**THEIRS, "searcher": section})
@@ -211,9 +209,7 @@ def problems_of(**searcher: Any) -> list[str]:
     return []
 
 
-def test_length_of_older_versions_is_refused_with_the_lines_that_a_master_takes() -> (
-    None
-):
+def test_length_of_older_versions_is_refused_with_the_lines_that_a_master_takes():
     (said,) = problems_of()
     assert said.startswith("searcher.max_length: got {'batches': 16}, the old form ")
     assert said.endswith("searcher.time_metric: batches and searcher.max_time: 16")
@@ -238,9 +234,7 @@ def test_length_of_older_versions_is_refused_with_the_lines_that_a_master_takes(
         ),
     ],
 )
-def test_option_names_the_trial_of_any_entrypoint(
-    entrypoint: object, runs: str
-) -> None:
+def test_option_names_the_trial_of_any_entrypoint(entrypoint, runs):
     config = with_trial({"entrypoint": entrypoint}, "a:B")
     assert config["entrypoint"] == f"python3 -m determined_amp {runs}"
     assert command_in(config["entrypoint"])[1].trial == "a:B"

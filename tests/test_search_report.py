@@ -6,8 +6,6 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +35,7 @@ TRIALS = [(2.0**scale, scored(scale)) for scale in (8, 16, 17, 18, 19, 24)]
 
 
 @pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(tmp_path, monkeypatch):
     """A directory with an experiment that the finder looks at in a second, and its
     search.
     """
@@ -48,9 +46,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_report_on_a_local_search_says_what_its_scores_show(
-    workplace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_on_a_local_search_says_what_its_scores_show(workplace, capsys):
     assert door.run(["report", "study"]) == 0
     output = capsys.readouterr().out
     page = (workplace / "study/report.md").read_text()
@@ -68,9 +64,7 @@ def test_report_on_a_local_search_says_what_its_scores_show(
     assert scales == ["2^16", "2^17", "2^18", "2^8", "2^19", "2^24"]  # best first
 
 
-def test_report_does_not_overwrite_json_of_another_program(
-    workplace: Path, refusal: Callable[..., str]
-) -> None:
+def test_report_does_not_overwrite_json_of_another_program(workplace, refusal):
     kept = workplace / "study" / "report.json"
     kept.write_text(found_scale().json_text())
     assert "another" in refusal("report", "study")
@@ -78,8 +72,8 @@ def test_report_does_not_overwrite_json_of_another_program(
 
 
 def test_report_that_cannot_be_written_is_a_sentence_and_leaves_nothing(
-    workplace: Path, refusal: Callable[..., str]
-) -> None:
+    workplace, refusal
+):
     (workplace / "out" / "report.md").mkdir(parents=True)
     said = refusal("report", "study", "--output", "out")
     assert said.startswith(
@@ -88,9 +82,7 @@ def test_report_that_cannot_be_written_is_a_sentence_and_leaves_nothing(
     assert [path.name for path in (workplace / "out").iterdir()] == ["report.md"]
 
 
-def test_answer_that_cannot_be_written_is_a_sentence(
-    workplace: Path, refusal: Callable[..., str]
-) -> None:
+def test_answer_that_cannot_be_written_is_a_sentence(workplace, refusal):
     with training.no_file_larger_than(1000):
         said = refusal("find", "experiment.yaml", "--batches", "1", "--json", "a.json")
     assert (
@@ -100,7 +92,7 @@ def test_answer_that_cannot_be_written_is_a_sentence(
     assert not list(workplace.glob("*a.json*"))
 
 
-def test_page_shows_tags_and_bars_as_text(tmp_path: Path) -> None:
+def test_page_shows_tags_and_bars_as_text(tmp_path):
     parts: Any = {
         "figure": Figure(),
         "caption": "",
@@ -119,11 +111,11 @@ def test_page_shows_tags_and_bars_as_text(tmp_path: Path) -> None:
     assert "| x \\| y z |" in text
 
 
-def report_on(search: Search, folder: Path) -> str:
+def report_on(search, folder):
     return write_search_report(search, folder).text
 
 
-def of_scores(*scales: int) -> Rows:
+def of_scores(*scales):
     return [(float(scale), None, scored(scale), {}) for scale in scales]
 
 
@@ -144,9 +136,7 @@ def of_scores(*scales: int) -> Rows:
         ((20, -8), "every scale of this search loses steps, and the best one 2"),
     ],
 )
-def test_scores_of_a_search_are_an_answer(
-    scales: Sequence[int], words: str, tmp_path: Path
-) -> None:
+def test_scores_of_a_search_are_an_answer(scales, words, tmp_path):
     search = observed(of_scores(*scales), "loss_scale_score")
     assert words in report_on(search, tmp_path)
 
@@ -154,9 +144,7 @@ def test_scores_of_a_search_are_an_answer(
 @pytest.mark.parametrize(
     ("low", "top", "scale"), [(0, 18, None), (0, 14, 8), (2, 5, 3)]
 )
-def test_search_report_and_finder_recommend_the_same_scale(
-    low: int, top: int, scale: int | None, tmp_path: Path
-) -> None:
+def test_search_report_and_finder_recommend_the_same_scale(low, top, scale, tmp_path):
     """A line to paste, or none and that the default is fine."""
     rows = [(2.0**log2, scored(log2, top=top)) for log2 in range(low, 25)]
     search = read_search(write_study(tmp_path / "study", rows))
@@ -173,9 +161,7 @@ def test_search_report_and_finder_recommend_the_same_scale(
         assert ("default is fine" in text) is (scale is None)
 
 
-def test_search_that_varies_the_seed_alone_has_no_lines_to_paste(
-    tmp_path: Path,
-) -> None:
+def test_search_that_varies_the_seed_alone_has_no_lines_to_paste(tmp_path):
     search = observed([(16, seed, {"validation_loss": 0.5}, {}) for seed in (1, 2)])
     texts = []
     for width in (8, {"type": "int", "minval": 1, "maxval": 8}):
@@ -187,9 +173,7 @@ def test_search_that_varies_the_seed_alone_has_no_lines_to_paste(
     assert texts[1].startswith(f"{best}\n\nhyperparameters:\n  width:")
 
 
-def searched(
-    *trials: tuple[float, RunState, Sequence[float]], smaller_is_better: bool
-) -> Search:
+def searched(*trials, smaller_is_better):
     """A search that trained: scale_log2, state and validation losses of each trial."""
     runs = []
     for number, (scale, state, losses) in enumerate(trials):
@@ -206,8 +190,8 @@ def searched(
 
 @pytest.mark.parametrize(("smaller_is_better", "best"), [(True, 16), (False, 18)])
 def test_best_trial_is_the_platforms_which_has_the_best_of_all_validations(
-    best: int, tmp_path: Path, *, smaller_is_better: bool
-) -> None:
+    best, tmp_path, *, smaller_is_better
+):
     """A trial that ASHA stopped early may have the best validation and a worse last
     one.
     """
@@ -223,9 +207,7 @@ def test_best_trial_is_the_platforms_which_has_the_best_of_all_validations(
 
 
 @pytest.mark.parametrize("end", [RunState.FAILED, RunState.INVALID])
-def test_failed_trial_does_not_count_whatever_it_reported(
-    end: RunState, tmp_path: Path
-) -> None:
+def test_failed_trial_does_not_count_whatever_it_reported(end, tmp_path):
     """The terminal says so, too."""
     failed = (16.0, end, [0.1])
     search = searched(failed, (17.0, RunState.COMPLETED, [0.3]), smaller_is_better=True)
@@ -239,7 +221,7 @@ def test_failed_trial_does_not_count_whatever_it_reported(
     assert "1 of 2 trials failed; trial 0: " in closing
 
 
-def test_search_without_a_result_says_so(tmp_path: Path) -> None:
+def test_search_without_a_result_says_so(tmp_path):
     lost = searched((16.0, RunState.FAILED, []), smaller_is_better=True)
     assert report_on(lost, tmp_path).startswith("no trial reported validation_loss yet")
     with pytest.raises(ReportError, match="here: has no trials yet; draw it when"):
@@ -250,8 +232,8 @@ RATES = "hyperparameters.learning_rate={type: double, minval: 0.1, maxval: 0.4}"
 
 
 def test_search_over_more_than_the_scale_has_a_best_trial_and_a_panel_for_each(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     rows: Rows = [(float(i), None, {"loss_scale_score": i}, {}) for i in (1, 0, 2)]
     some = observed(rows, "loss_scale_score", learning_rate=[0.1, 0.2, 0.4])
     search = dataclasses.replace(some, config=with_overrides(some.config, (RATES,)))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 from tests import training
 
 
-def test_ctrl_c_does_not_reach_the_server_while_it_imports(tmp_path: Path) -> None:
+def test_ctrl_c_does_not_reach_the_server_while_it_imports(tmp_path):
     """Ctrl-C would reach every process of the terminal, and the server print a
     traceback.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,12 +51,12 @@ class Section:
     limit: float | None = setting(None, above=0)
     inner: Inner = setting(Inner(1))
 
-    def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
+    def contradictions(self, given):
         if self.count == 13:
             yield "count", f"unlucky with {', '.join(sorted(given))}"
 
 
-def section(**raw: object) -> Section:
+def section(**raw):
     """`Section` read from `raw`, with the one required key filled in."""
     problems: list[Problem] = []
     made = read(Section, {"count": 1, **raw}, "s", problems)
@@ -66,7 +65,7 @@ def section(**raw: object) -> Section:
     return made
 
 
-def problems_of(raw: object) -> list[Problem]:
+def problems_of(raw):
     try:
         read_section(Section, raw, "s")
     except ConfigError as error:
@@ -74,7 +73,7 @@ def problems_of(raw: object) -> list[Problem]:
     return []
 
 
-def test_sound_section_is_built_with_defaults() -> None:
+def test_sound_section_is_built_with_defaults():
     assert section() == Section(count=1)
     assert section(inner={"depth": 3}, colour="blue", words=["x", "y"]) == Section(
         count=1, inner=Inner(3), colour=Colour.BLUE, words=("x", "y")
@@ -82,9 +81,7 @@ def test_sound_section_is_built_with_defaults() -> None:
 
 
 @pytest.mark.parametrize(("raw", "value"), [(2, 2.0), (0.25, 0.25)])
-def test_integral_json_number_is_a_float_in_a_float_field(
-    raw: float, value: float
-) -> None:
+def test_integral_json_number_is_a_float_in_a_float_field(raw, value):
     for made in (section(ratio=raw).ratio, section(limit=raw).limit):
         assert made == value
         assert type(made) is float
@@ -107,9 +104,7 @@ def test_integral_json_number_is_a_float_in_a_float_field(
         ("inner", 3, "a mapping of keys to values"),
     ],
 )
-def test_wrong_type_is_named_with_what_is_allowed(
-    key: str, raw: object, allowed: str
-) -> None:
+def test_wrong_type_is_named_with_what_is_allowed(key, raw, allowed):
     assert problems_of({"count": 1, key: raw}) == [
         f"s.{key}: got {raw!r}; allowed: {allowed}"
     ]
@@ -124,9 +119,7 @@ def test_wrong_type_is_named_with_what_is_allowed(
         ("open", 1.999999, 2, "> 0 and < 2"),
     ],
 )
-def test_bound_is_kept_on_both_sides_of_its_edge(
-    key: str, inside: float, outside: float, allowed: str
-) -> None:
+def test_bound_is_kept_on_both_sides_of_its_edge(key, inside, outside, allowed):
     assert getattr(section(**{key: inside}), key) == inside
     message = f"s.{key}: got {outside!r}; allowed: a number {allowed}"
     assert problems_of({"count": 1, key: outside}) == [message]
@@ -156,13 +149,11 @@ def test_bound_is_kept_on_both_sides_of_its_edge(
         ({"count": 13, "flag": False}, "s.count: unlucky with count, flag"),
     ],
 )
-def test_mistake_is_named_with_its_place(raw: object, problem: str) -> None:
+def test_mistake_is_named_with_its_place(raw, problem):
     assert problems_of(raw) == [problem]
 
 
-def test_all_mistakes_are_reported_and_contradictions_wait_for_a_sound_section() -> (
-    None
-):
+def test_all_mistakes_are_reported_and_contradictions_wait_for_a_sound_section():
     """`count: 13` contradicts itself, which is not asked while `flag` and others are
     wrong.
     """
@@ -174,7 +165,7 @@ def test_all_mistakes_are_reported_and_contradictions_wait_for_a_sound_section()
     ]
 
 
-def test_script_may_use_the_words_of_a_yaml() -> None:
+def test_script_may_use_the_words_of_a_yaml():
     words: Values = {
         "precision": "amp_fp16",
         "on_overflow": "warn",
@@ -215,9 +206,7 @@ def test_script_may_use_the_words_of_a_yaml() -> None:
     ],
     ids=["nothing", "words", "numbers"],
 )
-def test_script_is_refused_what_a_yaml_is_refused_in_the_same_words(
-    wrong: Values, problems: list[str]
-) -> None:
+def test_script_is_refused_what_a_yaml_is_refused_in_the_same_words(wrong, problems):
     with pytest.raises(ConfigError) as in_a_yaml:
         read_section(AmpSettings, wrong, "")
     with pytest.raises(ConfigError) as in_a_script:
@@ -238,15 +227,13 @@ def test_script_is_refused_what_a_yaml_is_refused_in_the_same_words(
     ],
     ids=["surplus", "twice"],
 )
-def test_value_by_place_that_is_too_many_is_refused(
-    values: list[Any], named: Values, problem: str
-) -> None:
+def test_value_by_place_that_is_too_many_is_refused(values, named, problem):
     with pytest.raises(ConfigError) as error:
         AmpSettings(*values, **named)
     assert problem in error.value.problems
 
 
-def test_error_says_source_count_and_one_line_per_problem() -> None:
+def test_error_says_source_count_and_one_line_per_problem():
     assert str(ConfigError("a.yaml", ["x: wrong"])) == "a.yaml: x: wrong"
     error = ConfigError("a.yaml", iter(["x: wrong", "y: missing"]))
     assert str(error) == "a.yaml: x: wrong (1 of 2 problems)\n  - y: missing"
@@ -255,7 +242,7 @@ def test_error_says_source_count_and_one_line_per_problem() -> None:
 
 
 @pytest.mark.parametrize("given", [{"precision": "amp_fp16"}, "amp_fp16", None])
-def test_settings_of_another_type_are_one_sentence(given: Any) -> None:
+def test_settings_of_another_type_are_one_sentence(given):
     words = r"settings: got a \w+; allowed: AmpSettings\("
     with pytest.raises(ConfigError, match=words):
         AmpLoop(given, "cpu")

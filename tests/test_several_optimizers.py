@@ -9,7 +9,6 @@ sample (x_d, x_g).
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -27,9 +26,7 @@ fused_or_not = pytest.mark.parametrize(
 )
 
 
-def counts(
-    report: dict[str, Any], name: str = "watch_applied_steps"
-) -> tuple[Any, Any]:
+def counts(report, name="watch_applied_steps"):
     """Of both optimizers."""
     return report[f"{name}_0"], report[f"{name}_1"]
 
@@ -41,11 +38,11 @@ class UpdatesAfterEachStep(TwoWeights):
         counted: Batches counted after each batch.
     """
 
-    def __init__(self, context: Any, rows: Any) -> None:
+    def __init__(self, context, rows):
         super().__init__(context, rows)
         self.counted: list[int] = []
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         for which in (0, 0, 0, 1):
             loss = self.backward(batch, which)
             self.step(which)
@@ -55,9 +52,7 @@ class UpdatesAfterEachStep(TwoWeights):
 
 
 @pytest.mark.parametrize("precision", ["amp_fp16", "amp_bf16", "fp32"])
-def test_update_after_each_of_several_steps_counts_the_batch_once(
-    precision: str,
-) -> None:
+def test_update_after_each_of_several_steps_counts_the_batch_once(precision):
     """Losses 1, 0.5, 0 and 1: w_d falls by 0.5 a step. The second batch overflows
     nowhere.
     """
@@ -70,7 +65,7 @@ def test_update_after_each_of_several_steps_counts_the_batch_once(
     assert counts(report) == (6, 2)
 
 
-def test_optimizer_that_overflows_skips_its_own_step_alone() -> None:
+def test_optimizer_that_overflows_skips_its_own_step_alone():
     made = weigh_two(ONE_BAD, AMP)
     assert made.trial.weights() == [1.0 - 2 * 0.5, 1.0 - 3 * 0.5]
     assert counts(made.report) == (2, 3)
@@ -82,14 +77,14 @@ def test_optimizer_that_overflows_skips_its_own_step_alone() -> None:
 
 @fused_or_not
 def test_overflow_of_the_second_optimizer_leaves_the_first_its_counts_and_rate(
-    *, fused: bool
-) -> None:
+    *, fused
+):
     """The `update` of torch adds what all optimizers found into the tensor of the
     first.
     """
 
     class Scheduled(TwoWeights):
-        def __init__(self, context: Any, rows: Any) -> None:
+        def __init__(self, context, rows):
             super().__init__(context, rows)
             for optimizer in self.optimizers:
                 halving = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -103,7 +98,7 @@ def test_overflow_of_the_second_optimizer_leaves_the_first_its_counts_and_rate(
     assert rates == [0.5**4, 0.5**3]
 
 
-def test_gradient_norms_are_reported_of_each_optimizer() -> None:
+def test_gradient_norms_are_reported_of_each_optimizer():
     report = weigh_two([(1.0, 3.0)], AMP).report
     assert counts(report, "watch_grad_norm") == (1.0, 3.0)
     headroom = counts(report, "watch_headroom_bits")
@@ -113,16 +108,14 @@ def test_gradient_norms_are_reported_of_each_optimizer() -> None:
 class StepsTheSecondThen(TwoWeights):
     """Steps the second optimizer when a test says so, and clips nothing."""
 
-    def step(self, which: int = 0) -> None:
+    def step(self, which=0):
         self.context.step_optimizer(self.optimizers[which], scaler=self.amp.scaler)
 
 
 @pytest.mark.parametrize(("period", "steps"), [(2, 2), (9, 0)])
-def test_optimizer_that_steps_seldom_or_never_has_counts_of_its_own(
-    period: int, steps: int
-) -> None:
+def test_optimizer_that_steps_seldom_or_never_has_counts_of_its_own(period, steps):
     class Seldom(StepsTheSecondThen):
-        def steps_generator(self, batch_idx: int) -> bool:
+        def steps_generator(self, batch_idx):
             return batch_idx % period == period - 1
 
     report = weigh_two([GOOD] * 4, AMP, Seldom).report
@@ -135,7 +128,7 @@ class WithRates(TwoWeights):
 
     rates = (0.5, 0.01)
 
-    def optimizer_of(self, parameters: Any) -> torch.optim.Optimizer:
+    def optimizer_of(self, parameters):
         if not self.context.optimizers:
             return torch.optim.SGD(parameters, lr=self.rates[0])
         rate = self.rates[1]
@@ -146,9 +139,7 @@ class WithOtherRates(WithRates):
     rates = (0.5, 0.1)
 
 
-def test_resume_keeps_the_settings_of_the_checkpoint_and_says_which(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_resume_keeps_the_settings_of_the_checkpoint_and_says_which(caplog):
     first = weigh_two([GOOD] * 2, AMP, WithRates)
     weigh_two([GOOD] * 4, AMP, WithRates, resume=first)
     assert "YAML" not in caplog.text

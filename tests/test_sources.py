@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +16,7 @@ from determined_amp.report.search_report import write_search_report
 from determined_amp.report.sources import read_source
 from determined_amp.runs.folder import RunError
 from determined_amp.runs.run import RunState
-from determined_amp.search.search_folder import Search, read_search
+from determined_amp.search.search_folder import read_search
 from tests.report_master import TRIAL, Master, report, serving
 from tests.reporting import SEARCH, scored, write_study
 
@@ -27,9 +25,7 @@ TRIALS = [(70000.0, scored(16)), (2.0**20, scored(20)), (2.0**10, {"f1": 0.5})]
 
 
 @pytest.fixture(params=["folder", "master"])
-def search(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Search]:
+def search(request, tmp_path, monkeypatch):
     """The same search in a folder and on a master."""
     if request.param == "folder":
         yield read_search(write_study(tmp_path, TRIALS))
@@ -47,9 +43,7 @@ def search(
         yield read_experiment(7)
 
 
-def test_runs_of_a_folder_and_of_a_master_have_the_same_numbers(
-    search: Search,
-) -> None:
+def test_runs_of_a_folder_and_of_a_master_have_the_same_numbers(search):
     runs = search.runs
     assert search.name == "small"
     assert search.searched == ["amp.init_scale"]
@@ -64,7 +58,7 @@ def test_runs_of_a_folder_and_of_a_master_have_the_same_numbers(
     }
 
 
-def test_ranking_follows_the_searcher(tmp_path: Path) -> None:
+def test_ranking_follows_the_searcher(tmp_path):
     trials = [(2.0**scale, scored(scale)) for scale in (8, 17, 24)]
     rows = read_search(write_study(tmp_path, trials)).ranked()
     assert [run.scale_log2 for run in rows] == [17, 8, 24]
@@ -73,9 +67,7 @@ def test_ranking_follows_the_searcher(tmp_path: Path) -> None:
     assert [run.scale_log2 for run in rows] == [24, 17, 8]
 
 
-def test_equal_trials_are_ranked_by_their_distance_from_the_default(
-    tmp_path: Path,
-) -> None:
+def test_equal_trials_are_ranked_by_their_distance_from_the_default(tmp_path):
     trials = [(2.0**scale, scored(scale)) for scale in (24, 0, 8, 18, 17, 15)]
     folder = write_study(tmp_path, trials)
     assert [run.scale_log2 for run in read_search(folder).ranked()] == [
@@ -89,7 +81,7 @@ def test_equal_trials_are_ranked_by_their_distance_from_the_default(
     assert bits_from_default(math.nan) > bits_from_default(-100)
 
 
-def test_values_by_dotted_name_come_from_sections_and_return_to_their_keys() -> None:
+def test_values_by_dotted_name_come_from_sections_and_return_to_their_keys():
     values = {"a": {"b": 1, "c": {"d": [2]}}, "e": None, "f.g": 3, "empty": {}}
     named = {"a.b": 1, "a.c.d": [2], "e": None, "f.g": 3}
     assert flat(values) == named
@@ -105,9 +97,7 @@ def test_values_by_dotted_name_come_from_sections_and_return_to_their_keys() -> 
 
 
 @pytest.mark.parametrize("record", ["{]", "{}"])
-def test_trial_with_a_damaged_record_is_left_out_and_named(
-    tmp_path: Path, record: str
-) -> None:
+def test_trial_with_a_damaged_record_is_left_out_and_named(tmp_path, record):
     write_study(tmp_path, [(2.0**scale, scored(scale)) for scale in (4, 16, 24)])
     (tmp_path / "trials" / "0001" / "run.json").write_text(record)
     search = read_search(tmp_path)
@@ -117,7 +107,7 @@ def test_trial_with_a_damaged_record_is_left_out_and_named(
     assert note in write_search_report(search, tmp_path).text
 
 
-def test_source_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
+def test_source_that_cannot_be_read_is_a_sentence(tmp_path):
     with pytest.raises(RunError, match="there is no such folder that can be read"):
         read_source("9" * 5000)
     folder = write_study(tmp_path, [(2.0**4, scored(4))])

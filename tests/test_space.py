@@ -11,14 +11,14 @@ from determined_amp.amp.errors import Problem
 from determined_amp.search.space import read_space
 
 
-def space(hyperparameters: Any) -> Any:
+def space(hyperparameters):
     problems: list[Problem] = []
     result = read_space(hyperparameters, problems)
     assert problems == []
     return result
 
 
-def points(**spaces: Any) -> list[Any]:
+def points(**spaces):
     """The grid of one hyperparameter."""
     (axis,) = space({"x": spaces}).axes
     return list(axis.grid)
@@ -43,7 +43,7 @@ class TestGrid:
             ({"type": "categorical", "vals": ["b", 1]}, ['"b"', "1"]),
         ],
     )
-    def test_grid_has_evenly_spaced_points(self, raw: Any, expected: list[Any]) -> None:
+    def test_grid_has_evenly_spaced_points(self, raw, expected):
         # Powers of two are exact; others differ in their last bits.
         assert points(**raw) == (
             expected
@@ -51,7 +51,7 @@ class TestGrid:
             else pytest.approx(expected, rel=1e-15)
         )
 
-    def test_grid_is_every_combination_and_starts_from_the_end(self) -> None:
+    def test_grid_is_every_combination_and_starts_from_the_end(self):
         """Names are sorted level by level, and the last one changes fastest."""
         result = space(
             {
@@ -86,7 +86,7 @@ NESTED: dict[str, Any] = {
 
 
 class TestNesting:
-    def test_a_trial_gets_constants_and_its_point(self) -> None:
+    def test_a_trial_gets_constants_and_its_point(self):
         result = space(NESTED)
         point = {"amp.init_scale": 0.25, "choice": '{"deep": 1}', "with.dot": 1}
         hyperparameters = result.nested(point)
@@ -112,9 +112,7 @@ class TestNesting:
         ),
     ],
 )
-def test_range_is_drawn_uniformly_and_log_in_the_exponent(
-    raw: Any, distribution: Any
-) -> None:
+def test_range_is_drawn_uniformly_and_log_in_the_exponent(raw, distribution):
     (axis,) = space({"x": raw}).axes
     assert axis.distribution == distribution
 
@@ -135,7 +133,7 @@ def test_range_is_drawn_uniformly_and_log_in_the_exponent(
         ({"type": "categorical", "vals": []}, "vals"),
     ],
 )
-def test_mistake_in_a_range_names_its_key(space: Any, key: str) -> None:
+def test_mistake_in_a_range_names_its_key(space, key):
     problems: list[Any] = []
     read_space({"a": {"x": space}}, problems)
     assert problems[0].key == f"hyperparameters.a.x.{key}"

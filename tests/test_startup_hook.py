@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -72,7 +71,7 @@ for argument in arguments:
 class Image:
     """A container image with a Python of its own: the standard library and `site`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.workdir = folder / "workdir"
         self.site = folder / "site"
         self.bin = folder / "bin"
@@ -92,18 +91,18 @@ class Image:
         (self.site / "pip" / "__main__.py").write_text(PIP)
         (self.workdir / "startup-hook.sh").write_text(HOOK)
 
-    def set_python(self, command: str) -> None:
+    def set_python(self, command):
         python = self.bin / "python3"
         python.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
         python.chmod(0o755)
 
-    def lose(self, *modules: str) -> None:
+    def lose(self, *modules):
         for module in modules:
             (self.site / f"{module}.py").unlink()
             for metadata in self.site.glob(f"{module}-*"):
                 shutil.rmtree(metadata)
 
-    def start(self, **environment: str) -> subprocess.CompletedProcess[str]:
+    def start(self, **environment):
         return subprocess.run(
             ["bash", "-c", ENTRYPOINT],
             cwd=self.workdir,
@@ -120,19 +119,19 @@ class Image:
             timeout=120,
         )
 
-    def shell(self, moment: str) -> list[str]:
+    def shell(self, moment):
         """All there is to see of the shell `before` or `after` the hook."""
         lines = (self.site / moment).read_text().splitlines()
         return [line for line in lines if not RESTLESS.match(line)]
 
     @property
-    def pip_calls(self) -> list[Any]:
+    def pip_calls(self):
         """The arguments and the constraints of each."""
         calls = self.site / "calls.json"
         return list(json.loads(calls.read_text())) if calls.exists() else []
 
     @property
-    def pins(self) -> list[str]:
+    def pins(self):
         """What it has, as pip would have to keep it."""
         pins = OF_THE_IMAGE.items()
         return [
@@ -143,11 +142,11 @@ class Image:
 
 
 @pytest.fixture
-def image(tmp_path: Path) -> Image:
+def image(tmp_path):
     return Image(tmp_path)
 
 
-def trained(run: subprocess.CompletedProcess[str]) -> bool:
+def trained(run):
     return run.returncode == 0 and run.stdout.splitlines()[-1:] == ["TRAINING"]
 
 
@@ -158,7 +157,7 @@ LATTE = {
 }
 
 
-def config(entrypoint: object, **others: str) -> dict[str, str]:
+def config(entrypoint, **others):
     return {"DET_EXPERIMENT_CONFIG": json.dumps({"entrypoint": entrypoint, **others})}
 
 
@@ -184,9 +183,7 @@ ADDED: dict[str, tuple[Sequence[str], str, dict[str, str], Sequence[str]]] = {
 
 
 @pytest.mark.parametrize("name", ADDED)
-def test_pip_adds_what_is_missing_once_and_keeps_the_rest(
-    image: Image, name: str
-) -> None:
+def test_pip_adds_what_is_missing_once_and_keeps_the_rest(image, name):
     lost, folder, environment, added = ADDED[name]
     image.lose(*lost)
     (image.site.parent / folder).mkdir(parents=True, exist_ok=True)
@@ -204,9 +201,7 @@ def test_pip_adds_what_is_missing_once_and_keeps_the_rest(
         assert constraints == image.pins
 
 
-def test_hook_of_the_docs_installs_the_wheel_and_asks_for_nothing_that_is_there(
-    image: Image,
-) -> None:
+def test_hook_of_the_docs_installs_the_wheel_and_asks_for_nothing_that_is_there(image):
     """A traceback of its probe would cancel retries: the container was never
     restarted.
     """
@@ -229,9 +224,7 @@ def test_hook_of_the_docs_installs_the_wheel_and_asks_for_nothing_that_is_there(
 
 
 @pytest.mark.parametrize("fault", ["pip fails", "no pip", "no python"])
-def test_broken_image_is_warned_about_and_trains_and_no_secret_is_printed(
-    image: Image, fault: str
-) -> None:
+def test_broken_image_is_warned_about_and_trains_and_no_secret_is_printed(image, fault):
     image.lose("yaml")
     warning = "startup-hook: WARNING: pip failed to add: pyyaml"
     if fault == "pip fails":
@@ -247,7 +240,7 @@ def test_broken_image_is_warned_about_and_trains_and_no_secret_is_printed(
     assert "hunter2-9f3c" not in run.stdout + run.stderr
 
 
-def test_hook_adds_what_the_project_declares() -> None:
+def test_hook_adds_what_the_project_declares():
     # the last two of determined
     of_the_image = {
         "determined",
@@ -262,7 +255,7 @@ def test_hook_adds_what_the_project_declares() -> None:
     }
 
 
-def declared(group: str) -> set[str]:
+def declared(group):
     """The packages in a list of `pyproject.toml`."""
     project = (ROOT / "pyproject.toml").read_text()
     found = re.search(rf"^{group} = \[.*?\n(.*?)^\]", project, re.M | re.S)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import optuna
 import pytest
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 
 from determined_amp.amp.errors import UserError
 from determined_amp.runs.folder import STUDY_FILE, RunFolder, trial_folder
@@ -32,18 +29,16 @@ from tests.reporting import SEARCH, scored, write_study
 from tests.searching import COMPLETED, DEAD, Ended, Staged
 
 
-def three_scales() -> SearchPlan:
+def three_scales():
     return SearchPlan(searching.load("loss_scale_grid.yaml", *searching.THREE_SCALES))
 
 
-def study_in(folder: Path) -> tuple[optuna.Study, int]:
+def study_in(folder):
     return open_study(folder, three_scales())
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_end_of_a_search_names_its_best_values_and_how_to_go_on(
-    tmp_path: Path, *, stopped: bool
-) -> None:
+def test_end_of_a_search_names_its_best_values_and_how_to_go_on(tmp_path, *, stopped):
     folder = write_study(tmp_path, [(2.0**scale, scored(scale)) for scale in (24, 16)])
     resume = f"go on: det-amp search --resume {folder}"
     for workers, line in ((1, resume), (3, f"{resume} --workers 3")):
@@ -53,7 +48,7 @@ def test_end_of_a_search_names_its_best_values_and_how_to_go_on(
         assert (line in lines) is stopped
 
 
-def test_trials_that_ran_wait_again_and_come_first(tmp_path: Path) -> None:
+def test_trials_that_ran_wait_again_and_come_first(tmp_path):
     study, _ = study_in(tmp_path)
     assert study.direction.name == "MINIMIZE"
     plan = three_scales()
@@ -69,7 +64,7 @@ def test_trials_that_ran_wait_again_and_come_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("smaller", "best"), [(True, 0.25), (False, 0.75)])
-def test_value_of_a_trial_is_its_best_validation(best: float, *, smaller: bool) -> None:
+def test_value_of_a_trial_is_its_best_validation(best, *, smaller):
     values = enumerate((0.5, 0.25, 0.75, math.nan))
     told = [Report(n, {"f1": value}) for n, value in values]
     run = Run("a", RunState.COMPLETED, reports=Reports(validations=told))
@@ -79,9 +74,7 @@ def test_value_of_a_trial_is_its_best_validation(best: float, *, smaller: bool) 
     assert search.value(dataclasses.replace(run, state=RunState.FAILED)) is None
 
 
-def test_database_on_a_full_disk_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_database_on_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # Optuna tries again
     study, _ = study_in(tmp_path)
     refused = pytest.raises(
@@ -92,9 +85,7 @@ def test_database_on_a_full_disk_is_one_sentence(
     assert next_trial(study_in(tmp_path)[0], three_scales()).number == 0
 
 
-def test_trial_worse_than_another_stops_where_they_are_first_compared(
-    tmp_path: Path,
-) -> None:
+def test_trial_worse_than_another_stops_where_they_are_first_compared(tmp_path):
     largest = "searcher.smaller_is_better=false"
     config = searching.load("loss_scale_asha.yaml", *searching.SHORT_ASHA, largest)
     plan = SearchPlan(config)
@@ -123,17 +114,17 @@ class TestTrials:
     """The search has three points, and its processes only send messages."""
 
     @pytest.fixture(autouse=True)
-    def _staged(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def _staged(self, monkeypatch):
         searching.stage(monkeypatch, optimize)
 
     def run(
         self,
-        folder: Path,
-        *processes: Sequence[object],
-        metric: str = "loss_scale_score",
-        workers: int = 1,
-        time_limit: float = math.inf,
-    ) -> Any:
+        folder,
+        *processes,
+        metric="loss_scale_score",
+        workers=1,
+        time_limit=math.inf,
+    ):
         """The loop of a search whose processes send these messages, in their
         order.
         """
@@ -148,11 +139,11 @@ class TestTrials:
             plan = SearchPlan(read_config(folder))
             return optimize._optimize(folder, plan, workers, time_limit)
 
-    def trials(self, folder: Path) -> list[FrozenTrial]:
+    def trials(self, folder):
         storage = f"sqlite:///{folder / STUDY_FILE}"
         return optuna.load_study(study_name=None, storage=storage).trials
 
-    def states(self, folder: Path) -> list[TrialState]:
+    def states(self, folder):
         return [trial.state for trial in self.trials(folder)]
 
     @pytest.mark.parametrize(
@@ -182,8 +173,8 @@ class TestTrials:
         ids=["completed", "completed without its metric", "pruned", "invalid", "dead"],
     )
     def test_end_of_a_trial_is_recorded_and_the_next_one_runs(
-        self, tmp_path: Path, end: Ended, metric: str, reason: str, kept: TrialState
-    ) -> None:
+        self, tmp_path, end, metric, reason, kept
+    ):
         self.run(tmp_path, (end,), COMPLETED, COMPLETED, metric=metric)
         run = read_search(tmp_path).runs[0]
         failed = kept is TrialState.FAIL and end.state is not RunState.INVALID
@@ -195,9 +186,7 @@ class TestTrials:
         assert (first.value == 0.5) is (kept is TrialState.COMPLETE)
         assert len(Staged.made) == 3
 
-    def test_every_trial_has_a_process_and_one_of_the_slots(
-        self, tmp_path: Path
-    ) -> None:
+    def test_every_trial_has_a_process_and_one_of_the_slots(self, tmp_path):
         self.run(tmp_path, *[COMPLETED] * 3, workers=2)
         assert len(Staged.made) == 3
         assert {trial.slot for trial in Staged.made} <= {0, 1}
@@ -206,12 +195,12 @@ class TestTrials:
         assert self.states(tmp_path) == [TrialState.COMPLETE] * 3
 
     def test_resumed_search_goes_on_with_the_workers_that_it_was_started_with(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, tmp_path, monkeypatch
+    ):
         self.run(tmp_path, COMPLETED, (DEAD,), COMPLETED, workers=3)
         workers = []
 
-        def note(folder: Path, plan: object, at_a_time: int) -> Any:
+        def note(folder, plan, at_a_time):
             workers.append(at_a_time)
             return SimpleNamespace(stopping=False)
 
@@ -221,9 +210,7 @@ class TestTrials:
             optimize.run_search(tmp_path, plan, given)
         assert workers == [3, 2]
 
-    def test_trial_whose_folder_has_its_end_is_not_run_again(
-        self, tmp_path: Path
-    ) -> None:
+    def test_trial_whose_folder_has_its_end_is_not_run_again(self, tmp_path):
         """The search was killed before its study had that end."""
         RunFolder(trial_folder(tmp_path, 1)).end(RunState.COMPLETED)
         self.run(tmp_path, COMPLETED, COMPLETED)
@@ -231,8 +218,8 @@ class TestTrials:
         assert self.states(tmp_path) == [TrialState.COMPLETE] * 3
 
     def test_problem_of_the_machine_stops_the_search_and_leaves_its_trials_open(
-        self, tmp_path: Path
-    ) -> None:
+        self, tmp_path
+    ):
         with pytest.raises(
             UserError, match="disk full; the search stopped, and its open trials"
         ):
@@ -243,8 +230,8 @@ class TestTrials:
 
     @pytest.mark.parametrize("ending", ["terminate", "kill"])
     def test_time_limit_stops_what_runs_and_then_kills_it(
-        self, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, ending, tmp_path, monkeypatch
+    ):
         monkeypatch.setattr(Staged, "stopped_by", ending)
         monkeypatch.setattr(optimize, "GRACE", 0.2 if ending == "kill" else 60.0)
         made = self.run(tmp_path, (), time_limit=0.5)

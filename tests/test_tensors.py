@@ -18,12 +18,12 @@ from determined_amp.amp import tensors
 NAN, INF = math.nan, math.inf
 
 
-def nested(*parts: list[float]) -> torch.Tensor:
+def nested(*parts):
     made = [torch.tensor(part) for part in parts]
     return torch.nested.nested_tensor(made, layout=torch.jagged)
 
 
-def sparse(*values: float) -> torch.Tensor:
+def sparse(*values):
     """With every other value from 0 given, and the first one given in two parts."""
     indices = torch.tensor([[0, *range(0, 2 * len(values), 2)]])
     parts = torch.tensor([values[0] - 1.0, 1.0, *values[1:]])
@@ -59,22 +59,22 @@ def sparse(*values: float) -> torch.Tensor:
     ],
 )
 def test_largest_number_and_finiteness_are_known_of_any_kind_of_tensor(
-    made: torch.Tensor, largest: float, has_nan: bool, is_finite: bool, is_plain: bool
-) -> None:
+    made, largest, has_nan, is_finite, is_plain
+):
     assert tensors.largest_of(made) == pytest.approx(largest, nan_ok=True)
     assert tensors.has_nan(made) is has_nan
     assert tensors.is_finite(made) is is_finite
     assert tensors.is_plain(made) is is_plain
 
 
-def test_tensors_are_those_of_all_containers_in_order() -> None:
+def test_tensors_are_those_of_all_containers_in_order():
     one, two, three, four = torch.eye(4)
     seen = tensors.tensors_of([one, {"a": (two, "b")}, UserDict(c=[three]), 5, four])
     assert list(map(id, seen)) == list(map(id, (one, two, three, four)))
     assert [*tensors.tensors_of("text")] == []
 
 
-def test_fake_tensor_is_a_stand_in_and_a_real_one_is_none() -> None:
+def test_fake_tensor_is_a_stand_in_and_a_real_one_is_none():
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(torch.ones(2))
     assert tensors.is_stand_in(fake)
@@ -93,9 +93,7 @@ def test_fake_tensor_is_a_stand_in_and_a_real_one_is_none() -> None:
     ],
     ids=["none", "None", "by position", "by name", "another name"],
 )
-def test_closure_of_a_step_is_seen_however_it_is_passed(
-    args: tuple[Any, ...], kwargs: dict[str, Any], has: bool
-) -> None:
+def test_closure_of_a_step_is_seen_however_it_is_passed(args, kwargs, has):
     assert (tensors.closure_of(args, kwargs) is not None) is has
 
 
@@ -104,7 +102,7 @@ class Rows:
     rows: torch.Tensor
 
 
-def test_copy_holds_the_same_values_in_memory_of_its_own() -> None:
+def test_copy_holds_the_same_values_in_memory_of_its_own():
     whole = torch.arange(6.0)
     batch: Any = [{"ids": whole[:2]}, UserDict(mask=whole[2:4]), Rows(whole[4:])]
     copied: Any = tensors.own_copy(batch)
@@ -117,7 +115,7 @@ def test_copy_holds_the_same_values_in_memory_of_its_own() -> None:
     assert [*batch[1]] == ["mask"]
 
 
-def test_copy_of_containers_shares_tensors_and_what_cannot_be_copied() -> None:
+def test_copy_of_containers_shares_tensors_and_what_cannot_be_copied():
     batch: Any = {"ids": torch.ones(2), "more": [[torch.zeros(1)]]}
     for kind in (dict, UserDict):
         mine = kind(batch)
@@ -132,12 +130,12 @@ def test_copy_of_containers_shares_tensors_and_what_cannot_be_copied() -> None:
 class Wrapped(DistributedDataParallel):
     """Needs no ranks."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module):
         nn.Module.__init__(self)
         self.module = module
 
 
-def test_parameters_of_several_models_are_named_by_model_and_come_once() -> None:
+def test_parameters_of_several_models_are_named_by_model_and_come_once():
     one, two = nn.Linear(1, 1, bias=False), nn.Linear(2, 2, bias=False)
     apart = nn.Parameter(torch.ones(1))
     models = [Wrapped(one), two]
@@ -151,7 +149,7 @@ def test_parameters_of_several_models_are_named_by_model_and_come_once() -> None
     assert list(map(id, seen)) == list(map(id, (one.weight, two.weight, apart)))
 
 
-def test_tensor_has_numbers_until_its_storage_is_given_back() -> None:
+def test_tensor_has_numbers_until_its_storage_is_given_back():
     whole = torch.ones(4)
     part = whole[2:]
     assert tensors.has_numbers(whole)

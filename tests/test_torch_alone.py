@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import venv
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -62,7 +61,7 @@ else:
 """
 
 
-def requirements(name: str, known: set[str]) -> Iterator[str]:
+def requirements(name, known):
     """A distribution and all that it requires to be imported."""
     if name not in known:
         known.add(name)
@@ -74,7 +73,7 @@ def requirements(name: str, known: set[str]) -> Iterator[str]:
                 yield from requirements(needed, known)
 
 
-def link_modules(folder: Path, *distributions: str) -> None:
+def link_modules(folder, *distributions):
     """Link the modules of distributions and of their requirements into a folder."""
     known: set[str] = set()
     wanted = {
@@ -89,14 +88,12 @@ def link_modules(folder: Path, *distributions: str) -> None:
                 (folder / name).symlink_to(packages / name)
 
 
-def plain(name: str) -> str:
+def plain(name):
     """The name of a distribution in the form in which names are compared."""
     return name.lower().replace("_", "-")
 
 
-def test_loop_finder_audit_and_doctor_need_torch_and_numpy_alone(
-    tmp_path: Path,
-) -> None:
+def test_loop_finder_audit_and_doctor_need_torch_and_numpy_alone(tmp_path):
     link_modules(tmp_path, "torch", "numpy")
     (tmp_path / "determined_amp").symlink_to(ROOT / "determined_amp")
     write_script(tmp_path)
@@ -107,9 +104,7 @@ def test_loop_finder_audit_and_doctor_need_torch_and_numpy_alone(
 
 
 @pytest.mark.readme
-def test_package_without_its_dependencies_is_enough_beside_torch_and_numpy(
-    tmp_path: Path,
-) -> None:
+def test_package_without_its_dependencies_is_enough_beside_torch_and_numpy(tmp_path):
     write_script(tmp_path)
     folder = tmp_path / "venv"
     venv.create(folder, with_pip=True)

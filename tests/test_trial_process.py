@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -20,14 +17,14 @@ from determined_amp.search.trial_process import Job, TrialProcess
 
 
 @pytest.fixture
-def _six_threads() -> Iterator[None]:
+def _six_threads():
     before = torch.get_num_threads()
     torch.set_num_threads(6)
     yield
     torch.set_num_threads(before)
 
 
-def tell_share(job: Job, connection: Any) -> None:
+def tell_share(job, connection):
     """In place of a training: end with the threads and the GPU of this process."""
     share = (
         f"{torch.get_num_threads()} threads, GPU {os.environ['CUDA_VISIBLE_DEVICES']}"
@@ -37,8 +34,8 @@ def tell_share(job: Job, connection: Any) -> None:
 
 @pytest.mark.usefixtures("_six_threads")
 def test_process_of_a_trial_has_its_share_of_the_threads_and_a_gpu_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(
         trial_process, "_processes", multiprocessing.get_context("fork")
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,7 @@ FILES = {
 
 
 @pytest.fixture(autouse=True)
-def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _there(tmp_path, monkeypatch):
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -68,7 +67,7 @@ def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "concurrent.futures.process:any",
     ],
 )
-def test_name_that_may_be_there_is_left_to_the_import(path: str) -> None:
+def test_name_that_may_be_there_is_left_to_the_import(path):
     before = set(sys.modules)
     assert not typo_in(path)
     assert set(sys.modules) == before
@@ -88,13 +87,13 @@ def test_name_that_may_be_there_is_left_to_the_import(path: str) -> None:
         ("model_def", "it has to be MODULE:CLASS"),
     ],
 )
-def test_typo_is_named_and_nothing_is_imported(path: str, said: str) -> None:
+def test_typo_is_named_and_nothing_is_imported(path, said):
     before = set(sys.modules)
     assert f"cannot be imported: {said}" in typo_in(path).replace("No module ", "")
     assert set(sys.modules) == before
 
 
-def test_name_that_a_loaded_module_lacks_gets_a_near_one() -> None:
+def test_name_that_a_loaded_module_lacks_gets_a_near_one():
     load = "determined.pytorch:PyTorchTrail"
     with pytest.raises(ValueError, match="did you mean PyTorchTrial"):
         load_factory(load)

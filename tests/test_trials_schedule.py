@@ -13,9 +13,7 @@ from trials.schedule import LRSchedule, warmup_then
 _TOLERANCE = 8 * 2.0**-52
 
 
-def rates(
-    schedule: LRSchedule, peak: float, warmup: int, total: int, steps: int
-) -> list[float]:
+def rates(schedule, peak, warmup, total, steps):
     """What `steps` optimizer steps use."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
     scheduler = warmup_then(optimizer, schedule, warmup, total)
@@ -27,9 +25,7 @@ def rates(
     return used
 
 
-def closed_form(
-    schedule: LRSchedule, peak: float, warmup: int, total: int
-) -> list[float]:
+def closed_form(schedule, peak, warmup, total):
     """cos(x / 2)^2 is (1 + cos x) / 2: the same curve, computed in another way."""
     step = np.arange(total, dtype=np.float64)
     angle = np.pi / 2 * np.clip((step - warmup) / max(total - warmup, 1), 0, None)
@@ -42,9 +38,7 @@ def closed_form(
     ("warmup", "total"),
     [(0, 1), (0, 2), (0, 500), (1, 500), (37, 500), (499, 500), (900, 500)],
 )
-def test_warmup_and_what_follows_equal_the_closed_form(
-    schedule: LRSchedule, warmup: int, total: int
-) -> None:
+def test_warmup_and_what_follows_equal_the_closed_form(schedule, warmup, total):
     used = rates(schedule, 0.3, warmup, total, total)
     expected = closed_form(schedule, 0.3, warmup, total)
     assert used == pytest.approx(expected, rel=0, abs=0.3 * _TOLERANCE)

@@ -14,19 +14,15 @@ import functools
 import math
 import pickle
 import re
-from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from determined import pytorch
 from torch import nn
 from torch.nn.modules import module
 from torch.utils.checkpoint import checkpoint
 
 from determined_amp import ConfigError
-from determined_amp.amp.plain_data import Values
 from determined_amp.amp.precision import autocast_is_on
 from determined_amp.amp.window import RUNNING
 from determined_amp.trial.determined_private import amp_of
@@ -55,7 +51,7 @@ FP16 = {"precision": "amp_fp16", "init_scale": 2.0**24, "growth_interval": 2}
 BFLOAT16 = {"precision": "amp_bf16"}
 
 
-def same_state(*runs: Fitted) -> bool:
+def same_state(*runs):
     """Weights, optimizers, scale, counts and random state."""
     states = [made.checkpoint for made in runs]
     for each in states:
@@ -63,7 +59,7 @@ def same_state(*runs: Fitted) -> bool:
     return same_bits(*states)
 
 
-def numbers(made: Fitted) -> list[Values]:
+def numbers(made):
     """The training reports without what a clock or the machine decides, and without the
     loss.
     """
@@ -82,8 +78,8 @@ def numbers(made: Fitted) -> list[Values]:
 @every_precision
 @pytest.mark.parametrize("aggregation_frequency", [1, 2], ids=["1 batch", "2 batches"])
 def test_unmodified_trial_trains_as_the_converted_one_bit_for_bit(
-    precision: str, aggregation_frequency: int
-) -> None:
+    precision, aggregation_frequency
+):
     amp = FP16 if precision == "amp_fp16" else {"precision": precision}
     ours, theirs = (
         fit_as_it_is(trial, amp, aggregation_frequency=aggregation_frequency)
@@ -100,13 +96,11 @@ def test_unmodified_trial_trains_as_the_converted_one_bit_for_bit(
 
 class TestForward:
     @pytest.mark.parametrize("eval_precision", ["fp32", "same"])
-    def test_validation_is_in_the_precision_of_the_settings(
-        self, eval_precision: str
-    ) -> None:
+    def test_validation_is_in_the_precision_of_the_settings(self, eval_precision):
         seen: list[tuple[bool, torch.dtype]] = []
 
         class Watching(Plain):
-            def net(self) -> nn.Module:
+            def net(self):
                 model = nn.Linear(FEATURES, CLASSES)
                 model.register_forward_hook(
                     lambda module, _, output: seen.append(
@@ -115,12 +109,12 @@ class TestForward:
                 )
                 forward = model.forward
 
-                def look(x: torch.Tensor) -> torch.Tensor:
+                def look(x):
                     found: torch.Tensor = forward(x)
                     seen.append((model.training, found.dtype))
                     return found
 
-                model.forward = look  # type: ignore[method-assign,assignment]
+                model.forward = look  # type: ignore[method-assign]
                 return model
 
         fit_as_it_is(Watching, {**BFLOAT16, "eval_precision": eval_precision})
@@ -129,19 +123,17 @@ class TestForward:
         assert set(seen[::2]) == {(True, torch.bfloat16), (False, validated)}
         assert {dtype for _, dtype in seen[1::2]} == {torch.float32}
 
-    def test_wrapped_model_in_another_stays_in_16_bits_under_a_checkpoint_too(
-        self,
-    ) -> None:
+    def test_wrapped_model_in_another_stays_in_16_bits_under_a_checkpoint_too(self):
         """Only what the outer one returns is cast to float32."""
         dtypes: set[torch.dtype] = set()
 
         class Outer(nn.Module):
-            def __init__(self, inner: nn.Module, reentrant: bool | None) -> None:
+            def __init__(self, inner, reentrant):
                 super().__init__()
                 self.inner, self.reentrant = inner, reentrant
                 self.head = nn.Linear(CLASSES, CLASSES)
 
-            def forward(self, x: torch.Tensor) -> Any:
+            def forward(self, x):
                 if self.reentrant is None:
                     x = self.inner(x)
                     dtypes.add(x.dtype)
@@ -153,10 +145,10 @@ class TestForward:
         class Nested(Plain):
             reentrant: bool | None = None
 
-            def net(self) -> nn.Module:
+            def net(self):
                 return nn.Linear(FEATURES, CLASSES)
 
-            def prepared(self, model: nn.Module) -> nn.Module:
+            def prepared(self, model):
                 return Outer(self.context.wrap_model(model), self.reentrant)
 
         amp = {**BFLOAT16, "eval_precision": "same"}
@@ -167,12 +159,12 @@ class TestForward:
         assert dtypes == {torch.bfloat16}
         assert not autocast_is_on("cpu")
 
-    def test_output_that_a_forward_hook_changes_in_place_is_handed_on(self) -> None:
-        def zero(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+    def test_output_that_a_forward_hook_changes_in_place_is_handed_on(self):
+        def zero(module, inputs, output):
             output.mul_(0)
 
         class Zeroes(Plain):
-            def net(self) -> nn.Module:
+            def net(self):
                 last = nn.Linear(8, CLASSES, bias=False)
                 model = nn.Sequential(nn.Linear(FEATURES, 8), last)
                 model[0].register_forward_hook(zero)
@@ -181,15 +173,15 @@ class TestForward:
         made = fit_as_it_is(Zeroes, BFLOAT16, batches=1)
         assert made.report["loss"] == pytest.approx(math.log(CLASSES))
 
-    def test_forward_hook_gets_the_tensor_that_the_loss_is_computed_from(self) -> None:
+    def test_forward_hook_gets_the_tensor_that_the_loss_is_computed_from(self):
         gradients: list[torch.Tensor] = []
 
-        def reverse(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        def reverse(module, inputs, output):
             if output.requires_grad:
-                output.register_hook(gradients.append)  # type: ignore[no-untyped-call]
+                output.register_hook(gradients.append)
 
         class Reverses(Plain):
-            def net(self) -> nn.Module:
+            def net(self):
                 model = nn.Sequential(
                     nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES)
                 )
@@ -199,15 +191,13 @@ class TestForward:
         fit_as_it_is(Reverses, BFLOAT16, batches=2)
         assert {each.dtype for each in gradients} == {torch.float32}
 
-    def test_fp32_modules_of_the_settings_compute_in_float32(self) -> None:
+    def test_fp32_modules_of_the_settings_compute_in_float32(self):
         amp = {**BFLOAT16, "fp32_modules": ["^3$"]}
         ours, theirs = (fit_as_it_is(trial, amp) for trial in (Plain, Converted))
         assert same_state(ours, theirs)
         assert not same_state(ours, fit_as_it_is(Plain, BFLOAT16))
 
-    def test_copy_has_weights_of_its_own_and_a_pickled_model_is_the_plain_one(
-        self,
-    ) -> None:
+    def test_copy_has_weights_of_its_own_and_a_pickled_model_is_the_plain_one(self):
         model, inputs = (
             fit_as_it_is(Plain, BFLOAT16).trial.model.eval(),
             torch.ones(2, FEATURES),
@@ -221,7 +211,7 @@ class TestForward:
         assert torch.equal(again(inputs), model(inputs))
 
 
-def test_training_leaves_classes_of_torch_as_they_were() -> None:
+def test_training_leaves_classes_of_torch_as_they_were():
     owners = (torch.Tensor, torch.autograd.Variable, torch.autograd.Function, nn.Module)
     copy.copy(torch.ones(1))  # Python notes on the class what a copy has to copy
     before = [dict(vars(owner)) for owner in owners]
@@ -265,12 +255,12 @@ class Way:
     end: torch.Tensor
     still: list[int]
 
-    def distance(self, other: Way) -> float:
+    def distance(self, other):
         """Between the ends of two ways, as a share of the way."""
         return float((self.end - other.end).norm() / (self.end - self.start).norm())
 
 
-def flat_weights(trial: Any) -> torch.Tensor:
+def flat_weights(trial):
     """Of its models and those that it keeps itself, (N,) float32."""
     leaves = [p for model in trial.context.models for p in model.parameters()]
     leaves += [it for it in vars(trial).values() if isinstance(it, nn.Parameter)]
@@ -278,21 +268,19 @@ def flat_weights(trial: Any) -> torch.Tensor:
     return torch.cat([leaf.flatten() for leaf in real]).detach().clone()
 
 
-def way(
-    habit: Any, amp: Values | None, without: Collection[int] = (), **options: Any
-) -> Way:
+def way(habit, amp, without=(), **options):
     """Train a habit, in plain Determined if `amp` is None; batches in `without` change
     nothing.
     """
     starts: list[torch.Tensor] = []
     still = []
 
-    class Watched(habit):  # type: ignore[misc]
-        def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    class Watched(habit):  # type: ignore[valid-type,misc]
+        def __init__(self, context):
             super().__init__(context)
             starts.append(flat_weights(self))
 
-        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        def train_batch(self, batch, epoch_idx, batch_idx):
             if batch_idx in without:
                 return {"loss": 0.0}
             before = flat_weights(self)
@@ -308,19 +296,19 @@ def way(
 
 
 @functools.cache
-def plain(habit: Any) -> Way:
+def plain(habit):
     """Trained in plain Determined."""
     return way(habit, None)
 
 
 @functools.cache
-def in_16_bits(habit: Any, precision: str) -> Way:
+def in_16_bits(habit, precision):
     """Trained as it is in 16 bits, without overflow."""
     return way(habit, {"precision": precision, **SCALE[precision]})
 
 
 @pytest.mark.parametrize("habit", [*HABITS, habits.LineSearch])
-def test_unmodified_trial_in_fp32_is_plain_determined_to_the_bit(habit: Any) -> None:
+def test_unmodified_trial_in_fp32_is_plain_determined_to_the_bit(habit):
     ours = way(habit, {"precision": "fp32"})
     assert torch.equal(ours.end, plain(habit).end)
     assert not torch.equal(ours.start, ours.end)
@@ -329,9 +317,7 @@ def test_unmodified_trial_in_fp32_is_plain_determined_to_the_bit(habit: Any) -> 
 
 
 @pytest.mark.parametrize(("habit", "precision"), IN_16_BITS)
-def test_unmodified_trial_in_16_bits_trains_as_in_float32(
-    habit: Any, precision: str
-) -> None:
+def test_unmodified_trial_in_16_bits_trains_as_in_float32(habit, precision):
     """How far 16 bits may take the weights from where float32 takes them, as a share of
     the way.
     """
@@ -347,8 +333,8 @@ def test_unmodified_trial_in_16_bits_trains_as_in_float32(
 
 @pytest.mark.parametrize(("habit", "words"), habits.REFUSED_IN_FP16.items())
 def test_unmodified_trial_that_a_loss_scale_would_break_is_refused_in_fp16(
-    habit: Any, words: str
-) -> None:
+    habit, words
+):
     with pytest.raises(ConfigError, match=re.escape(words)) as error:
         way(habit, {"precision": "amp_fp16", "init_scale": 1024.0})
     assert "precision amp_bf16, which needs no loss scale" in str(error.value)
@@ -359,7 +345,7 @@ LESS_LOUD = {**LOUD, "init_scale": 1024.0}
 
 
 @pytest.mark.parametrize("habit", habits.USE_GRADIENTS)
-def test_window_that_overflows_changes_nothing(habit: Any) -> None:
+def test_window_that_overflows_changes_nothing(habit):
     """The batches after it train as in float32 without it."""
     ours = way(habit, {**LOUD, "growth_interval": 1000}, batches=16)
     assert 2 < len(ours.still) < 10
@@ -373,7 +359,7 @@ class Rehearses(Plain):
     second.
     """
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         amp = amp_of(self.context)
         assert amp is not None
         is_first = batch_idx == 0
@@ -386,7 +372,7 @@ class Rehearses(Plain):
         return {"loss": 0.0}
 
 
-def test_rehearsal_leaves_the_overflow_of_a_window_that_goes_on() -> None:
+def test_rehearsal_leaves_the_overflow_of_a_window_that_goes_on():
     made = fit_as_it_is(Rehearses, LOUD, batches=2)
     assert float(made.trial.found_inf) == 1
 
@@ -394,7 +380,7 @@ def test_rehearsal_leaves_the_overflow_of_a_window_that_goes_on() -> None:
 class StepThatRaises(Plain):
     """Steps by itself, and goes on after a step that has raised an error."""
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         self.context.backward(self.loss(batch))
         if batch_idx == 1:
             with contextlib.suppress(ZeroDivisionError):
@@ -408,29 +394,29 @@ class StepThatRaises(Plain):
 class ValidationStepThatRaises(Plain):
     """Steps an optimizer of its own in a validation."""
 
-    def evaluate_batch(self, batch: Any, batch_idx: int) -> Any:
+    def evaluate_batch(self, batch, batch_idx):
         with contextlib.suppress(ZeroDivisionError):
             torch.optim.SGD(self.model.parameters(), lr=0.1).step(fails)
         return super().evaluate_batch(batch, batch_idx)
 
 
-def test_own_step_of_a_validation_that_raises_is_over_when_the_training_is() -> None:
+def test_own_step_of_a_validation_that_raises_is_over_when_the_training_is():
     fit_as_it_is(ValidationStepThatRaises, {"precision": "fp32"}, batches=4)
     assert RUNNING.window is None
 
 
-def fails() -> float:
+def fails():
     raise ZeroDivisionError
 
 
-def test_own_step_that_raises_hides_no_later_one() -> None:
+def test_own_step_that_raises_hides_no_later_one():
     made = fit_as_it_is(StepThatRaises, {"precision": "fp32"}, batches=4)
     amp = amp_of(made.trial.context)
     assert amp is not None
     assert amp.attempted_steps == 3
 
 
-def test_overflow_of_one_batch_costs_the_step_of_its_window() -> None:
+def test_overflow_of_one_batch_costs_the_step_of_its_window():
     """The batches between wait for the second batch of their window."""
     ours = way(habits.LoudAtFirst, LESS_LOUD, aggregation_frequency=2)
     assert ours.still == [0, 1, 2, 4, 6]
@@ -441,9 +427,7 @@ def test_overflow_of_one_batch_costs_the_step_of_its_window() -> None:
 @pytest.mark.parametrize(
     "habit", [habits.Adversarial, habits.ProjectsGradients, habits.Complex]
 )
-def test_scale_that_the_finder_names_is_the_largest_that_skips_no_step(
-    habit: Any, tmp_path: Path
-) -> None:
+def test_scale_that_the_finder_names_is_the_largest_that_skips_no_step(habit, tmp_path):
     amp = {"precision": "amp_fp16", "init_scale": 1.0}
     with core_context_of(tmp_path) as core_context:
         torch.manual_seed(0)
@@ -463,7 +447,7 @@ def test_scale_that_the_finder_names_is_the_largest_that_skips_no_step(
 class ZeroesInPlace(habits.LoudAtFirst):
     """Keeps its gradients after a step, and fills them with zeros."""
 
-    def step(self) -> None:
+    def step(self):
         self.context.step_optimizer(self.optimizer, auto_zero_grads=False)
         for gradient in self.gradients():
             gradient.zero_()
@@ -472,7 +456,7 @@ class ZeroesInPlace(habits.LoudAtFirst):
 class LeavesOutItsFirstStep(ZeroesInPlace):
     """The one that overflows: it looks at its gradients, which are 0."""
 
-    def step(self) -> None:
+    def step(self):
         if any(bool(gradient.any()) for gradient in self.gradients()):
             super().step()
         else:
@@ -480,16 +464,14 @@ class LeavesOutItsFirstStep(ZeroesInPlace):
 
 
 @pytest.mark.parametrize("habit", [ZeroesInPlace, LeavesOutItsFirstStep])
-def test_gradients_that_stay_after_their_window_skip_no_step_of_the_next(
-    habit: Any,
-) -> None:
+def test_gradients_that_stay_after_their_window_skip_no_step_of_the_next(habit):
     assert way(habit, LESS_LOUD, batches=3).still == [0]
 
 
 class LoudOwnWindow(habits.OwnAccumulation):
     """The first of the two batches of its first own window overflows."""
 
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+    def loss(self, inputs, classes):
         loss, self.losses = (
             super().loss(inputs, classes),
             getattr(self, "losses", 0) + 1,
@@ -497,7 +479,7 @@ class LoudOwnWindow(habits.OwnAccumulation):
         return loss * 1e6 if self.losses == 1 else loss
 
 
-def test_own_window_that_overflows_is_skipped_and_lowers_the_scale_once() -> None:
+def test_own_window_that_overflows_is_skipped_and_lowers_the_scale_once():
     ours = way(LoudOwnWindow, LESS_LOUD, batches=4)
     assert ours.still == [0, 1, 2]
     assert ours.made.report["loss_scale_log2"] == 9
@@ -508,15 +490,15 @@ class WithBias(habits.LoudAtFirst):
     The loss of the first batch overflows.
     """
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         super().__init__(context)
         self.bias = nn.Parameter(torch.zeros(CLASSES))
         self.second = context.wrap_optimizer(torch.optim.SGD([self.bias], lr=0.1))
 
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+    def loss(self, inputs, classes):
         return super().loss(inputs, classes) + self.bias.square().sum()
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         self.is_loud = batch_idx == 0
         loss = self.loss(*batch)
         self.context.backward(loss)
@@ -524,7 +506,7 @@ class WithBias(habits.LoudAtFirst):
         self.go_on(batch_idx)
         return {"loss": loss}
 
-    def go_on(self, batch_idx: int) -> None:
+    def go_on(self, batch_idx):
         """Steps in every second batch."""
         if batch_idx % 2:
             self.context.step_optimizer(self.optimizer)
@@ -533,7 +515,7 @@ class WithBias(habits.LoudAtFirst):
 class DropsGradients(WithBias):
     """Has no step in the first batch, and drops its gradients."""
 
-    def go_on(self, batch_idx: int) -> None:
+    def go_on(self, batch_idx):
         if batch_idx:
             self.context.step_optimizer(self.optimizer)
         self.model.zero_grad()
@@ -543,9 +525,7 @@ class DropsGradients(WithBias):
     ("trial", "skipped", "applied"),
     [(WithBias, [1, 1], [1, 3]), (DropsGradients, [0, 1], [3, 3])],
 )
-def test_overflow_skips_the_step_of_each_window_that_it_is_in(
-    trial: Any, skipped: list[int], applied: list[int]
-) -> None:
+def test_overflow_skips_the_step_of_each_window_that_it_is_in(trial, skipped, applied):
     """A step of another optimizer does not end a window; dropped gradients do."""
     report = way(trial, LESS_LOUD, batches=4).made.report
     for name, counts in (("skipped_steps", skipped), ("watch_applied_steps", applied)):
@@ -553,7 +533,7 @@ def test_overflow_skips_the_step_of_each_window_that_it_is_in(
 
 
 @pytest.mark.parametrize("habit", [habits.StepsByHand, habits.StepsByHandInPlace])
-def test_step_by_hand_moves_the_scale_once_a_batch(habit: Any) -> None:
+def test_step_by_hand_moves_the_scale_once_a_batch(habit):
     amp = {
         **LOUD,
         "init_scale": 2.0**40,
@@ -565,9 +545,7 @@ def test_step_by_hand_moves_the_scale_once_a_batch(habit: Any) -> None:
     assert ours.made.report["loss_scale_log2"] == 11
 
 
-def test_steps_of_one_batch_and_of_an_optimizer_inside_another_are_all_counted() -> (
-    None
-):
+def test_steps_of_one_batch_and_of_an_optimizer_inside_another_are_all_counted():
     (inside,), several = (
         [
             count
@@ -582,7 +560,7 @@ def test_steps_of_one_batch_and_of_an_optimizer_inside_another_are_all_counted()
     assert (inside, several) == (8, [24, 8])
 
 
-def test_hook_for_all_modules_is_refused_in_a_backward() -> None:
+def test_hook_for_all_modules_is_refused_in_a_backward():
     """Whenever and however it was registered: here before the training, by torch's
     function.
     """
@@ -600,11 +578,11 @@ class AddsLossesUp(habits.Habit):
     neither.
     """
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         super().__init__(context)
         self.totals: list[float] = []
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         loss, other = self.loss(*batch), self.loss(*batch)
         total = loss.detach()
         self.context.backward(loss)
@@ -615,18 +593,16 @@ class AddsLossesUp(habits.Habit):
         return {}
 
 
-def test_losses_that_a_trial_adds_up_in_place_are_reported_as_they_were() -> None:
+def test_losses_that_a_trial_adds_up_in_place_are_reported_as_they_were():
     made = fit_as_it_is(AddsLossesUp, {"precision": "fp32"}, reporting_period=8)
     totals = made.trial.totals
     assert made.report["loss"] == pytest.approx(sum(totals) / len(totals))
 
 
-def test_graph_is_looked_through_again_only_when_its_size_changes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_graph_is_looked_through_again_only_when_its_size_changes(monkeypatch):
     looked, look = [], TrueGradients._leaves_of
 
-    def looking(self: TrueGradients, loss: torch.Tensor, known: Any) -> Any:
+    def looking(self, loss, known):
         looked.append(loss)
         return look(self, loss, known)
 

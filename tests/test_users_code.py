@@ -30,5 +30,5 @@ APT = "/usr/lib/python3/dist-packages/torch/nn/modules/linear.py"
         ("<frozen runpy>", False),
     ],
 )
-def test_file_is_the_users_unless_it_is_installed(file: str, users: bool) -> None:
+def test_file_is_the_users_unless_it_is_installed(file, users):
     assert users_code.is_users(os.path.normpath(file)) is users

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
@@ -36,28 +33,28 @@ class TenLines(Weights):
 class Unmodified(TenLines):
     """The same in float32, whose code knows nothing of mixed precision."""
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context):
         self.context = context
         self.model = context.wrap_model(nn.Linear(1, 1, bias=False))
         sgd = torch.optim.SGD(self.model.parameters(), lr=0.25)
         self.optimizer = context.wrap_optimizer(sgd)
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         loss = self.model(batch[0]).mean()
         self.context.backward(loss)
         clip: Any = partial(clip_grad_norm_, max_norm=1.0)
         self.context.step_optimizer(self.optimizer, clip_grads=clip)
         return {"loss": loss}
 
-    def build_callbacks(self) -> Any:
+    def build_callbacks(self):
         return {}
 
 
 @contextmanager
-def walked(stations: list[str]) -> Iterator[None]:
+def walked(stations):
     """Note which file of the library is entered in this block, and by which call."""
 
-    def note(frame: FrameType, event: str, _: object) -> None:
+    def note(frame, event, _):
         code = frame.f_code
         is_named = not code.co_name.startswith("<")  # 3.12 has no frames of the others
         is_ours = code.co_filename.startswith(LIBRARY)
@@ -74,12 +71,12 @@ def walked(stations: list[str]) -> Iterator[None]:
         sys.setprofile(None)
 
 
-def in_a_loop() -> list[str]:
+def in_a_loop():
     amp = AmpLoop(AmpSettings(Precision.AMP_FP16, init_scale=4.0), "cpu")
     model = amp.prepare(nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
 
-    def train() -> None:
+    def train():
         with amp.autocast():
             loss = model(torch.ones(2, 1)).float().mean()
         amp.scaler.scale(loss).backward()
@@ -96,10 +93,10 @@ def in_a_loop() -> list[str]:
     return stations
 
 
-def in_a_trial(train: Callable[[], object], patch: pytest.MonkeyPatch) -> list[str]:
+def in_a_trial(train, patch):
     own, batches, stations = Batches.__call__, iter(range(100)), list[str]()
 
-    def call(self: Batches, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args, **kwargs):
         if next(batches) != ORDINARY:
             return own(self, *args, **kwargs)
         with walked(stations):
@@ -110,13 +107,11 @@ def in_a_trial(train: Callable[[], object], patch: pytest.MonkeyPatch) -> list[s
     return stations
 
 
-def shown(stations: list[str]) -> str:
+def shown(stations):
     return " → ".join(stations)
 
 
-def test_page_shows_the_walk_of_an_ordinary_batch_in_each_form(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_page_shows_the_walk_of_an_ordinary_batch_in_each_form(monkeypatch):
     gc.collect()  # loops of other tests, which would be asked about each step
     page = " ".join(PAGE.read_text().replace("\n> ", " ").split())
     ten = in_a_trial(lambda: fit(TenLines, FP16_SECTION, batches=8), monkeypatch)

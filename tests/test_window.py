@@ -19,9 +19,7 @@ from tests.test_metrics import UNSCALED, count_step, having
 CPU = torch.device("cpu")
 
 
-def fused_sgd(
-    *, fused: bool = True, momentum: float = 0.5, dampening: float = 0.0
-) -> SGD:
+def fused_sgd(*, fused=True, momentum=0.5, dampening=0.0):
     """With the settings of a fused one; not every torch has it for a CPU."""
     made = SGD(
         [nn.Parameter(torch.ones(2))], lr=0.5, momentum=momentum, dampening=dampening
@@ -30,13 +28,13 @@ def fused_sgd(
     return made
 
 
-def momenta(optimizer: torch.optim.Optimizer) -> list[Any]:
+def momenta(optimizer):
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     buffers = [optimizer.state[p].get("momentum_buffer") for p in parameters]
     return [None if buffer is None else buffer.tolist() for buffer in buffers]
 
 
-def window_of(optimizer: Any, *, scaled: bool) -> tuple[Window, Any]:
+def window_of(optimizer, *, scaled):
     window = Window(CPU, scaled=scaled)
     window.optimizer = optimizer
     return window, optimizer
@@ -53,9 +51,7 @@ class TestClip:
             (math.inf, [[3, 4], [12]]),
         ],
     )
-    def test_clip_measures_the_norm_before_it_clips(
-        self, max_norm: float, left: list[Any]
-    ) -> None:
+    def test_clip_measures_the_norm_before_it_clips(self, max_norm, left):
         window = Window(CPU, scaled=True)
         window.move("unscale")
         parameters = having(torch.tensor([3.0, 4.0]), torch.tensor([12.0]))
@@ -73,8 +69,8 @@ class TestClip:
 
     @pytest.mark.parametrize(("scaled", "total"), [(True, 5.0), (False, math.inf)])
     def test_norm_that_is_not_finite_is_left_out_only_where_its_step_is_skipped(
-        self, total: float, *, scaled: bool
-    ) -> None:
+        self, total, *, scaled
+    ):
         """Finite gradients, too large for their norm: without a scale the clip makes
         them 0.
         """
@@ -86,7 +82,7 @@ class TestClip:
         assert window.norm_sum.total().item() == total
 
 
-def test_optimizer_has_a_gradient_if_any_group_has_one() -> None:
+def test_optimizer_has_a_gradient_if_any_group_has_one():
     first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))
     groups = [{"params": [first]}, {"params": [second]}]
     window, _ = window_of(SGD(groups, lr=1.0), scaled=True)
@@ -96,7 +92,7 @@ def test_optimizer_has_a_gradient_if_any_group_has_one() -> None:
 
 
 class TestMeasure:
-    def test_largest_gradient_of_a_report_is_kept(self) -> None:
+    def test_largest_gradient_of_a_report_is_kept(self):
         window = Window(CPU, scaled=True)
         for gradient, largest in (
             (math.inf, 0),
@@ -115,8 +111,8 @@ class TestMeasure:
         [(True, 10, 1.0), (True, 11, 0.0), (False, 10, 0.0)],
     )
     def test_gradients_of_every_tenth_step_are_measured_with_a_loss_scale(
-        self, attempted: int, largest: float, *, scaled: bool
-    ) -> None:
+        self, attempted, largest, *, scaled
+    ):
         window = Window(CPU, scaled=scaled)
         window.counts.attempted = attempted
         window.measure(having(torch.ones(1)), UNSCALED)
@@ -124,7 +120,7 @@ class TestMeasure:
 
 
 class TestBegin:
-    def test_momentum_is_filled_in_groups_that_came_later_too(self) -> None:
+    def test_momentum_is_filled_in_groups_that_came_later_too(self):
         window, optimizer = window_of(fused_sgd(), scaled=True)
         window.prepare()
         assert momenta(optimizer) == [[0, 0]]
@@ -137,7 +133,7 @@ class TestBegin:
         window.see_step(optimizer)
         assert momenta(optimizer) == [[0, 0], [0]]
 
-    def test_first_step_alone_takes_the_rate_from_the_schedule(self) -> None:
+    def test_first_step_alone_takes_the_rate_from_the_schedule(self):
         window, optimizer = window_of(fused_sgd(), scaled=False)
         window.schedule = schedule_of(
             lr_scheduler.StepLR(optimizer, 1, 0.5), CPU, skips=False
@@ -150,7 +146,7 @@ class TestBegin:
 
 
 class TestFillMomentum:
-    def test_momentum_is_filled_in_each_group_that_has_none(self) -> None:
+    def test_momentum_is_filled_in_each_group_that_has_none(self):
         optimizer = fused_sgd()
         (weight,) = optimizer.param_groups[0]["params"]
         optimizer.state[weight]["momentum_buffer"] = torch.full((2,), 3.0)
@@ -161,9 +157,7 @@ class TestFillMomentum:
         assert momenta(optimizer) == [[3, 3], None, None, None, [0]]
 
     @pytest.mark.filterwarnings("ignore:Lazy modules")  # of torch 2.3
-    def test_momentum_of_a_lazy_parameter_is_filled_once_its_size_is_known(
-        self,
-    ) -> None:
+    def test_momentum_of_a_lazy_parameter_is_filled_once_its_size_is_known(self):
         model, known = nn.LazyLinear(1), nn.Parameter(torch.ones(1))
         optimizer = SGD([*model.parameters(), known], lr=0.5, momentum=0.5)
         optimizer.param_groups[0]["fused"] = True
@@ -174,9 +168,7 @@ class TestFillMomentum:
         window.see_step(optimizer)
         assert momenta(optimizer) == [[[0, 0]], [0], [0]]
 
-    def test_fused_momentum_with_dampening_is_refused_if_steps_can_be_skipped(
-        self,
-    ) -> None:
+    def test_fused_momentum_with_dampening_is_refused_if_steps_can_be_skipped(self):
         optimizer = fused_sgd(dampening=0.25)
         with pytest.raises(
             ConfigError, match=r"^SGD: got fused and dampening 0\.25, which goes"
@@ -189,18 +181,18 @@ class TestFillMomentum:
 class Wrapper(torch.optim.Optimizer):
     """Never calls `Optimizer.__init__`."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.stepped: list[Any] = []
 
-    def step(self, closure: Any = None, *, twice: bool = False) -> Any:
+    def step(self, closure=None, *, twice=False):
         """Its own."""
         self.stepped.append((closure, twice))
         return "stepped"
 
 
 def test_each_step_of_a_wrapper_without_hooks_is_seen_and_goes_on_as_it_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     wrapper, other = Wrapper(), Wrapper()
     seen: list[Any] = []
     amp = AmpLoop(AmpSettings(Precision.FP32, set_backends=False), "cpu")

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 from determined.common import util
@@ -58,7 +56,7 @@ VALUES = st.recursive(
 
 @settings(BOUNDED, max_examples=150)
 @given(VALUES)
-def test_what_is_written_is_read_as_the_same_value(value: Any) -> None:
+def test_what_is_written_is_read_as_the_same_value(value):
     text = dump_yaml({"value": value})
     assert load_yaml(text, "text") == {"value": value}
     assert util.safe_load_yaml_with_exceptions(text) == {"value": value}
@@ -66,7 +64,7 @@ def test_what_is_written_is_read_as_the_same_value(value: Any) -> None:
 
 @settings(BOUNDED, max_examples=150)
 @given(st.text("ab: -1e.4_0o7x'\"[]{}#,&*!|>%@\n~", max_size=30))
-def test_text_is_read_as_the_platform_reads_it_or_refused(text: str) -> None:
+def test_text_is_read_as_the_platform_reads_it_or_refused(text):
     try:
         ours = load_yaml(text, "text")
     except ConfigError:
@@ -90,12 +88,12 @@ def test_text_is_read_as_the_platform_reads_it_or_refused(text: str) -> None:
         ("{1: x}", {"1": "x"}),
     ],
 )
-def test_values_are_those_of_yaml_1_2(text: str, value: object) -> None:
+def test_values_are_those_of_yaml_1_2(text, value):
     assert load_yaml(f"a: {text}", "text") == {"a": value}
     assert with_overrides({}, [f"a={text}"]) == {"a": value}
 
 
-def test_lines_to_paste_are_read_as_the_changes() -> None:
+def test_lines_to_paste_are_read_as_the_changes():
     changes = {"init_scale": 2.0**13, "fp32_modules": ["^a$", "^b[.]c$"]}
     lines = yaml_lines({**changes, "min_scale": None})
     assert lines.endswith("\n    # without min_scale")
@@ -134,14 +132,14 @@ def test_lines_to_paste_are_read_as_the_changes() -> None:
         ("[" * 1000, "is not YAML of a configuration: "),
     ],
 )
-def test_text_that_is_no_configuration_is_one_sentence(text: str, problem: str) -> None:
+def test_text_that_is_no_configuration_is_one_sentence(text, problem):
     with pytest.raises(ConfigError) as raised:
         load_yaml(text, "a.yaml")
     assert str(raised.value).startswith(f"a.yaml: {problem}")
     assert "\n" not in str(raised.value)
 
 
-def test_file_of_another_encoding_is_a_sentence(tmp_path: Path) -> None:
+def test_file_of_another_encoding_is_a_sentence(tmp_path):
     (tmp_path / "a.yaml").write_bytes("a: ü".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"a\.yaml: cannot be read as UTF-8 text"):
         read_text(tmp_path / "a.yaml")

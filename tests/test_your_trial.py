@@ -26,11 +26,11 @@ BEFORE = (TEMPLATE / "before.py").read_text().splitlines()
 AFTER = (TEMPLATE / "model_def.py").read_text().splitlines()
 
 
-def blocks(page: str, language: str) -> list[str]:
+def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
 
 
-def difference(before: list[str], after: list[str], context: int) -> list[str]:
+def difference(before, after, context):
     """A unified diff; an empty line in place of the header of each hunk but the
     first.
     """
@@ -39,7 +39,7 @@ def difference(before: list[str], after: list[str], context: int) -> list[str]:
     return [line for line in shown if line not in ("---", "+++")][1:]
 
 
-def test_ten_lines_are_added_or_changed_and_none_is_taken_away() -> None:
+def test_ten_lines_are_added_or_changed_and_none_is_taken_away():
     lines = [line for line in difflib.ndiff(BEFORE, AFTER) if line[2:].strip()]
     kinds = [line[0] for line in lines]
     assert kinds.count("+") == 10
@@ -49,7 +49,7 @@ def test_ten_lines_are_added_or_changed_and_none_is_taken_away() -> None:
 @pytest.mark.parametrize(
     ("page", "context"), [(PAGE, 2), (README, 0)], ids=["page", "README"]
 )
-def test_page_shows_before_and_after_as_they_are(page: str, context: int) -> None:
+def test_page_shows_before_and_after_as_they_are(page, context):
     (shown,) = blocks(page, "diff")
     assert shown.splitlines() == difference(BEFORE, AFTER, context)
 
@@ -62,15 +62,13 @@ def test_page_shows_before_and_after_as_they_are(page: str, context: int) -> Non
         ("loss_scale.yaml", "loss_scale"),
     ],
 )
-def test_page_quotes_the_file_to_copy(name: str, page: str) -> None:
+def test_page_quotes_the_file_to_copy(name, page):
     language = "yaml" if name.endswith("yaml") else "bash"
     shown = (ROOT / "docs" / f"{page}.md").read_text()
     assert (TEMPLATE / name).read_text() in blocks(shown, language)
 
 
-def test_search_of_the_loss_scale_tries_25_powers_of_two(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_search_of_the_loss_scale_tries_25_powers_of_two(monkeypatch):
     monkeypatch.chdir(TEMPLATE)
     monkeypatch.syspath_prepend(TEMPLATE)
     plan = SearchPlan(read_yaml(str(TEMPLATE / "loss_scale.yaml")))
@@ -94,13 +92,13 @@ LOSSES = """
 """
 
 
-def snippet(word: str) -> str:
+def snippet(word):
     """The one on the page with this word, indented as the body of a class is."""
     (found,) = (block for block in blocks(PAGE, "python") if word in block)
     return textwrap.indent(found, "    ")
 
 
-def clips() -> str:
+def clips():
     """A step of the template, replaced by the one on the page."""
     step = (
         "        self.context.step_optimizer(self.optimizer, scaler=self.amp.scaler)\n"
@@ -110,7 +108,7 @@ def clips() -> str:
     return str(source.replace(step, textwrap.indent(snippet("max_norm"), "    ")))
 
 
-def variant(constructor: str, methods: str) -> str:
+def variant(constructor, methods):
     """A module with the trial of the template, changed as the page says."""
     return (
         "import torch\nfrom typing import Any\nfrom torch import nn\nimport "
@@ -131,7 +129,7 @@ VARIANTS = {
 }
 
 
-def train(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def train(name, folder, monkeypatch):
     """By the program on the page."""
     (script,) = (block for block in blocks(PAGE, "python") if "pytorch.init(" in block)
     # Determined copies the whole folder into each checkpoint, so those are not within
@@ -151,20 +149,15 @@ def train(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "faulty"])
 def test_every_way_on_the_page_trains_and_is_audited(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    name, tmp_path, monkeypatch, caplog
+):
     caplog.set_level(logging.INFO)
     train(name, tmp_path, monkeypatch)
     audited = "amp_fp16 asks for float16: 100.0% of the FLOPs" in caplog.text
     assert audited == (name != "before")
 
 
-def test_trial_that_forgets_the_scaler_does_not_train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trial_that_forgets_the_scaler_does_not_train(tmp_path, monkeypatch):
     """Negative control: the program on the page does not train whatever it is given."""
     with pytest.raises(ConfigError, match=r"scaler=amp\.scaler"):
         train("faulty", tmp_path, monkeypatch)
