@@ -13,7 +13,7 @@ import re
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,8 @@ def test_training_that_was_saved_and_loaded_has_the_same_bits(
     assert first.reports + second.reports == whole.reports
     # Negative control: without the state of the loop something is another.
     if CASES[name].settings.scales_the_loss:
-        lost = looped(CASES[name], stops_after, state={**loaded, "amp": {}})
+        fresh = looped(CASES[name], last=0).state()["amp"]
+        lost = looped(CASES[name], stops_after, state={**loaded, "amp": fresh})
         assert not same_bits(first.bits + lost.bits, whole.bits)
 
 
@@ -170,10 +171,10 @@ class TestState:
 
     def test_state_of_a_scaler_is_refused_by_the_loop_and_loaded_by_its_scaler(self):
         amp, scaler = AmpLoop(FP16, "cpu"), torch.amp.GradScaler("cpu", init_scale=8.0)
-        with pytest.raises(
-            ConfigError, match=r"load_state_dict: got no state of a loop; .* amp\.sc"
-        ):
-            amp.load_state_dict(scaler.state_dict())
+        words = r"load_state_dict: got no state of a loop; .* amp\.sc"
+        for state in (scaler.state_dict(), {}):
+            with pytest.raises(ConfigError, match=words):
+                amp.load_state_dict(state)
         amp.scaler.load_state_dict(scaler.state_dict())
         assert float(amp.loss_scale()) == 8.0
 
@@ -675,6 +676,29 @@ def test_norm_before_an_update_without_a_step_is_not_that_of_the_next_step():
     amp.scaler.step(optimizer)
     amp.update()
     assert amp.report()["watch_grad_norm"] == 1
+
+
+@pytest.mark.parametrize("clips", [1, 2])
+def test_norm_of_a_step_is_that_before_its_first_clip(clips):
+    made = one_model(init_scale=4.0)
+    made.backward(make_batches()[0])
+    for max_norm in (0.5, 0.25)[:clips]:
+        made.amp.clip_gradients(made.optimizer, max_norm)
+    made.amp.scaler.step(made.optimizer)
+    made.amp.update()
+    assert made.amp.report()["watch_grad_norm"] > 0.5
+
+
+def test_guard_of_a_loop_watches_the_weights_of_its_optimizers_without_a_prepare():
+    weight = nn.Parameter(torch.ones(1))
+    amp = AmpLoop(AmpSettings(Precision.FP32), "cpu")
+    amp.start()
+    amp.wrap_optimizer(torch.optim.SGD([weight], lr=1.0))
+    for value in (1.0, math.nan):
+        weight.data.fill_(value)
+        amp.update()
+        with nullcontext() if value == 1 else pytest.raises(GuardError):
+            amp.report()
 
 
 def test_first_batch_after_a_resume_makes_no_step_if_it_is_left_out():

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from determined_amp.amp.rehearse.restored import undisturbed
-from determined_amp.trial.batches import Batches, timed
+from determined_amp.trial.batches import Batches, timed_loader
 from tests.test_metrics import Clock
 
 
@@ -69,8 +69,7 @@ class TestTimedLoader:
                     yield seconds
 
         waits: list[float] = []
-        loader = SimpleNamespace(get_data_loader=lambda **options: Slow())
-        slow = timed(loader, waits.append).get_data_loader(repeat=True)
+        slow = timed_loader(lambda **options: Slow(), waits.append)(repeat=True)
         batches, trained = iter(slow), []
         # the workers load while Determined restores a checkpoint
         assert clock.now == 100
@@ -80,10 +79,7 @@ class TestTimedLoader:
         assert waits == trained == [1, 2]
         assert (len(slow), slow.batch_size) == (2, 7)
 
-    def test_loader_of_a_validation_or_of_somebody_else_is_not_timed(self):
+    def test_loader_of_a_validation_is_not_timed(self):
         waits: list[float] = []
-        loader: Any = SimpleNamespace(get_data_loader=lambda repeat: [0, 1, 2])
-        assert timed(loader, waits.append).get_data_loader(repeat=False) == [0, 1, 2]
-        plain = [0, 1, 2]
-        assert timed(plain, waits.append) is plain
-        assert (list(plain), waits) == ([0, 1, 2], [])
+        make = timed_loader(lambda repeat: [0, 1, 2], waits.append)
+        assert (list(make(repeat=False)), waits) == ([0, 1, 2], [])

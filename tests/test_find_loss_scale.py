@@ -4,6 +4,9 @@ trial.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +14,7 @@ from torch.nn import functional
 
 from determined_amp import ConfigError
 from determined_amp.finder import find_loss_scale
+from determined_amp.finder.model import _moved
 from determined_amp.finder.prediction import LossScaleError
 
 Batch = dict[str, torch.Tensor]
@@ -52,6 +56,22 @@ def batches(count=2):
         }
         for _ in range(count)
     ]
+
+
+class Pair(NamedTuple):
+    inputs: torch.Tensor
+    labels: OrderedDict[str, torch.Tensor]
+
+
+def test_tensors_in_any_container_are_moved_to_the_device():
+    rows = torch.ones(2)
+    batch = [Pair(rows, OrderedDict(labels=rows)), "text", 3]
+    (moved,) = _moved([batch], torch.device("meta"))
+    (pair, *others) = moved
+    assert (type(pair), type(pair.labels), others) == (Pair, OrderedDict, ["text", 3])
+    assert pair.inputs.is_meta
+    assert pair.labels["labels"].is_meta
+    assert not rows.is_meta
 
 
 def loss_of(net):

@@ -128,6 +128,23 @@ class StepsTheSchedule(Weights):
         self.amp.wrap_lr_scheduler(lr_scheduler.StepLR(self.optimizer, 1)).step()
 
 
+class StepsThePlateau(Weights):
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        plateau = lr_scheduler.ReduceLROnPlateau(self.optimizer)
+        self.amp.wrap_lr_scheduler(plateau).step(1.0)
+
+
+class HasHalfWeights(Weights):
+    def __init__(self, context):
+        super().__init__(context)
+        self.model.bfloat16()
+
+
+class ForgetsTheReturn(Weights):
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        super().train_batch(batch, epoch_idx, batch_idx)
+
+
 def has_both_schedules(context):
     trial = Weights(context)
     trial.amp.wrap_lr_scheduler(lr_scheduler.ReduceLROnPlateau(trial.optimizer))
@@ -164,9 +181,12 @@ MISTAKES: dict[Any, str] = {
         "update: build_callbacks of the trial must return amp.callbacks(self)"
     ),
     ForgetsTheUpdate: "it steps an optimizer, and must end with amp.update(...)",
+    ForgetsTheReturn: "train_batch: it returns nothing; allowed: the loss, or metrics",
     ClipsBeforeUnscaling: "it clips gradients that are still scaled",
     AsksBeforeTheUpdate: "last_step_applied: asked between a step and amp.update(...)",
-    StepsTheSchedule: "leave StepLR.step() to amp",
+    StepsTheSchedule: "leave StepLR.step() to amp, which calls it for applied steps",
+    StepsThePlateau: "leave ReduceLROnPlateau.step() to amp, which calls it after each",
+    HasHalfWeights: "the trial: its weights are in bfloat16, as after .half() or",
     has_both_schedules: "its optimizer has a schedule already",
     has_schedules_of_both_kinds: "the trial: wrap_lr_scheduler: ",
     StepsOneOptimizerTwice: "it steps an optimizer again without amp.update",
@@ -704,6 +724,13 @@ def test_step_with_a_closure_and_a_loss_scale_is_refused():
         loop.amp.scaler.step(loop.optimizer, lambda: 0.0)
 
 
+def test_what_is_no_scheduler_of_torch_is_refused_by_a_loop():
+    words = r"^the loop: wrap_lr_scheduler: got a SGD; allowed: one of torch\.optim"
+    loop = OwnLoop()
+    with pytest.raises(ConfigError, match=words):
+        loop.amp.wrap_lr_scheduler(loop.optimizer)
+
+
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan, None])
 def test_max_norm_that_is_no_number_above_0_is_refused(max_norm):
     context: Any = Context()
@@ -729,14 +756,16 @@ def test_max_norm_that_is_no_number_above_0_is_refused(max_norm):
             {"compile": Compile.DEFAULT},
             "^the loop: compile: given, but no model was given to amp",
         ),
+        ({}, "^the loop: its weights are in float16"),
     ],
-    ids=["no such module", "no model for fp32_modules", "no model for compile"],
+    ids=["no such module", "no model for fp32_modules", "for compile", "16 bits"],
 )
 def test_setting_for_modules_that_a_loop_has_not_is_refused_at_its_first_batch(
     settings, words
 ):
     amp = AmpLoop(AmpSettings(Precision.AMP_FP16, **settings), "cpu")
     if "no model" not in words:
-        amp.prepare(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
+        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        amp.prepare(model if settings else model.half())
     with pytest.raises(UserError, match=words):
         amp.autocast()

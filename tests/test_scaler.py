@@ -28,7 +28,7 @@ from determined_amp.amp.mistakes import (
 )
 from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.settings import AmpSettings, Precision
-from determined_amp.amp.window import RUNNING
+from determined_amp.amp.window import RUNNING, Windows
 
 
 class Fused(torch.optim.SGD):
@@ -47,12 +47,17 @@ class Fused(torch.optim.SGD):
         )
 
 
+def scaler_of(settings):
+    windows = Windows(torch.device("cpu"), scaled=settings.scales_the_loss)
+    return LossScaler(settings, "cpu", windows)
+
+
 class Stepped:
     """A weight of 1, moved at rate 1 by a scaler whose first scale is 4."""
 
     def __init__(self, optimizer_class=torch.optim.SGD, **settings):
         given: dict[str, Any] = {"init_scale": 4.0, **settings}
-        self.scaler = LossScaler(AmpSettings(Precision.AMP_FP16, **given), "cpu")
+        self.scaler = scaler_of(AmpSettings(Precision.AMP_FP16, **given))
         self.optimizer = self.another(optimizer_class)
 
     def another(self, optimizer_class=torch.optim.SGD):
@@ -96,16 +101,16 @@ class Stepped:
 
 class TestSettings:
     def test_default_settings_of_the_scaler_are_torchs(self):
-        ours = LossScaler(AmpSettings(Precision.AMP_FP16), "cpu")
+        ours = scaler_of(AmpSettings(Precision.AMP_FP16))
         theirs = torch.amp.GradScaler("cpu")
         assert ours.state_dict() == theirs.state_dict() != {}
 
     def test_settings_stay_when_a_saved_scale_is_loaded(self):
         saved = {
-            **LossScaler(AmpSettings(Precision.AMP_FP16), "cpu").state_dict(),
+            **scaler_of(AmpSettings(Precision.AMP_FP16)).state_dict(),
             "scale": 2.0,
         }
-        scaler = LossScaler(AmpSettings(Precision.AMP_FP16, 8.0, 3.0, 0.25, 7), "cpu")
+        scaler = scaler_of(AmpSettings(Precision.AMP_FP16, 8.0, 3.0, 0.25, 7))
         assert scaler.get_scale() == 8.0
         scaler.load_state_dict({**saved, "_growth_tracker": 5})
         assert scaler.state_dict() == {
@@ -115,7 +120,7 @@ class TestSettings:
             "growth_interval": 7,
             "_growth_tracker": 5,
         }
-        without = LossScaler(AmpSettings(Precision.FP32), "cpu")
+        without = scaler_of(AmpSettings(Precision.FP32))
         without.load_state_dict(saved)
         assert without.state_dict() == {}
 
@@ -152,7 +157,7 @@ class TestStep:
         """Torch itself refuses it."""
         made = Stepped()
         settings = AmpSettings(Precision.AMP_FP16, init_scale=4.0, growth_interval=1)
-        made.scaler = LossScaler(settings, "cpu")
+        made.scaler = scaler_of(settings)
         made.scaler.scale(torch.ones(()))
         made.scaler.step(made.optimizer)
         assert made.outcomes() == {made.optimizer: False}
@@ -216,7 +221,7 @@ class TestStages:
     ):
         made = Stepped()
         if precision is Precision.FP32:
-            made.scaler = LossScaler(AmpSettings(precision), "cpu")
+            made.scaler = scaler_of(AmpSettings(precision))
         reach(made, stage)
         assert made.window.stage is stage
         after: Any = stage
@@ -311,7 +316,7 @@ def test_arguments_beside_a_closure_reach_the_step(*, by_name):
             return closure() + extra
 
     made = Stepped(Takes)
-    made.scaler = LossScaler(AmpSettings(Precision.AMP_BF16), "cpu")
+    made.scaler = scaler_of(AmpSettings(Precision.AMP_BF16))
     given: Any = {"closure": lambda: 2.0} if by_name else {}
     args: Any = () if by_name else (lambda: 2.0,)
     assert made.scaler.step(made.optimizer, *args, extra=5, **given) == 7
@@ -319,7 +324,7 @@ def test_arguments_beside_a_closure_reach_the_step(*, by_name):
 
 def test_step_inside_the_closure_of_another_one_is_told_from_it():
     outer, inner = Stepped(), Stepped()
-    outer.scaler = LossScaler(AmpSettings(Precision.FP32), "cpu")
+    outer.scaler = scaler_of(AmpSettings(Precision.FP32))
 
     def closure():
         inner.step(math.inf)
@@ -333,7 +338,7 @@ def test_step_inside_the_closure_of_another_one_is_told_from_it():
 
 def test_scaler_without_a_loss_scale_passes_everything_through():
     made, one = Stepped(), torch.ones(())
-    made.scaler = scaler = LossScaler(AmpSettings(Precision.AMP_BF16), "cpu")
+    made.scaler = scaler = scaler_of(AmpSettings(Precision.AMP_BF16))
     assert scaler.scale(one) is one
     weight = made.backward(0.25)
     scaler.unscale_(made.optimizer)

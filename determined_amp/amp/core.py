@@ -16,6 +16,7 @@ from typing import Any, NoReturn, SupportsIndex, TypeVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from determined_amp.amp.casts import drop_casts_when_loaded
@@ -34,7 +35,13 @@ from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.schedules import schedule_of
 from determined_amp.amp.settings import AmpSettings, Compile, EvalPrecision
 from determined_amp.amp.slots import Slots
-from determined_amp.amp.tensors import parameters_in, parameters_of, unwrapped
+from determined_amp.amp.tensors import (
+    SIXTEEN_BITS,
+    dtype_name,
+    parameters_in,
+    parameters_of,
+    unwrapped,
+)
 from determined_amp.amp.window import RUNNING, Windows
 
 T = TypeVar("T")
@@ -98,29 +105,26 @@ class AmpCore:
         self.optimizers = optimizers
         self.slots = slots
         prepare_backend(settings.precision, where, set_switches=settings.set_backends)
-        scaled = settings.scales_the_loss
         self.windows = Windows(
             where,
             optimizers,
-            scaled=scaled,
+            scaled=settings.scales_the_loss,
             meet=_weakly(self._meet),
             remedies=self.remedies,
         )
-        trained = _weakly(self._trained)
-        self.scaler = LossScaler(settings, where.type, self.windows, trained=trained)
-        self._dtype = settings.precision.autocast_dtype
-        scales = self.scaler.loss_scales
-        self.metrics = TrainingMetrics(
-            where, self.windows, slots.size, scales, scaled=scaled
+        parameters = _weakly(self.parameters)
+        self.scaler = LossScaler(
+            settings, where.type, self.windows, parameters=parameters
         )
-        newest = _weakly(self._rehearsal)
+        self._dtype = settings.precision.autocast_dtype
+        self.metrics = TrainingMetrics(where, self.scaler, slots.size)
         self.guard = Guard(
             settings,
             self.metrics,
             self.scaler,
             models=models,
             slots=slots,
-            newest=newest,
+            newest=_weakly(self._rehearsal),
         )
         self._prepared: list[nn.Module] = []
         self._unmatched = list(settings.fp32_modules)
@@ -173,9 +177,16 @@ class AmpCore:
             The scheduler.
 
         Raises:
-            ConfigError: if its optimizer already has a schedule.
+            ConfigError: if it is none of torch, or its optimizer already has a
+                schedule.
         """
-        optimizer: Optimizer = scheduler.optimizer
+        if not isinstance(scheduler, LRScheduler):
+            kind = type(scheduler).__name__
+            raise self._wrong(
+                "wrap_lr_scheduler",
+                f"got a {kind}; allowed: one of torch.optim.lr_scheduler",
+            )
+        optimizer = scheduler.optimizer
         window = self.windows[optimizer]
         if window.schedule is not None:
             raise self._wrong(
@@ -198,6 +209,14 @@ class AmpCore:
             needs_model = "fp32_modules" if self._unmatched else "compile"
             problem = "given, but no model was given to amp.prepare(model)"
             raise self._wrong(needs_model, problem)
+        trained = {p.dtype for p in self.parameters() if p.requires_grad}
+        for dtype in trained.intersection(SIXTEEN_BITS):
+            problem = (
+                f"its weights are in {dtype_name(dtype)}, as after .half() or "
+                ".bfloat16(); autocast computes in 16 bits with weights in float32: "
+                "leave that out"
+            )
+            raise ConfigError(self.source, [problem])
         self.loss_scale()
         for window in self.windows.all():
             window.place_rate()
@@ -238,7 +257,7 @@ class AmpCore:
         """Whether an optimizer moves what this training has begun to train."""
         if not (self._started or self.scaler.has_scaled):
             return False
-        return not set(parameters_in(self.models)).isdisjoint(parameters_of(optimizer))
+        return not set(self.parameters()).isdisjoint(parameters_of(optimizer))
 
     def finish_steps(self) -> None:
         """Update the loss scale and the counts; `update` does that at the end of a
@@ -279,6 +298,10 @@ class AmpCore:
         """
         same = self.settings.eval_precision is EvalPrecision.SAME
         return autocast(self.device.type, self._dtype if same else None)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """All parameters of the models and the optimizers that are known now."""
+        return parameters_in(self.models, self.optimizers)
 
     def loss_scale(self) -> torch.Tensor:
         """The current loss scale, (), float32, on the device; 1 without a scaler."""
@@ -328,7 +351,7 @@ class AmpCore:
             scale: The loss scale in this block; by default the current one.
         """
         scaler, windows = self.scaler, self.windows.rehearsed()
-        still = [(scaler, "trained"), *self._others_that_step()]
+        still = [(scaler, "parameters"), *self._others_that_step()]
         with ExitStack() as stack:
             stack.enter_context(attributes_apart(scaler, [self.windows]))
             for owner in (self, scaler):
@@ -370,10 +393,6 @@ class AmpCore:
         return ()
 
     # What both use.
-
-    def _trained(self) -> list[torch.Tensor]:
-        """The parameters that are trained now."""
-        return parameters_in(self.models, self.optimizers)
 
     @classmethod
     def _require_settings(cls, settings: object) -> None:

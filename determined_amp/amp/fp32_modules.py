@@ -215,16 +215,16 @@ def as_float32(value: Any, replaced: list[tuple[Any, Any]] | None = None) -> Any
     if isinstance(value, torch.Tensor):
         if value.dtype in SIXTEEN_BITS:
             cast = value.float()
-    elif items := _items_of(value):
+    elif items := items_of(value):
         casts = {key: as_float32(item, replaced) for key, item in items.items()}
         if any(casts[key] is not item for key, item in items.items()):
-            cast = _with_items(value, casts)
+            cast = with_items(value, casts)
     if replaced is not None and cast is not value:
         replaced.append((value, cast))
     return cast
 
 
-def _items_of(value: Any) -> Mapping[Any, Any]:
+def items_of(value: Any) -> Mapping[Any, Any]:
     """What a container holds, by key, index or field; empty if it is none."""
     if isinstance(value, (list, tuple)):
         return dict(enumerate(value))
@@ -236,7 +236,7 @@ def _items_of(value: Any) -> Mapping[Any, Any]:
     return {}
 
 
-def _with_items(value: Any, items: Mapping[Any, Any]) -> Any:
+def with_items(value: Any, items: Mapping[Any, Any]) -> Any:
     """A copy of a container with other items under the same keys."""
     if isinstance(value, (list, tuple)):
         has_names = hasattr(value, "_fields")  # a namedtuple

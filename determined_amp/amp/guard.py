@@ -28,7 +28,7 @@ from determined_amp.amp.settings import (
     OnOverflow,
 )
 from determined_amp.amp.slots import Slots
-from determined_amp.amp.tensors import is_not_finite, parameters_in
+from determined_amp.amp.tensors import is_not_finite
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Guard:
         if not self.enabled:
             return
         self._statistics = RunningStatistics(self._models)
-        self._norm_at_start = _norm(self._models)
+        self._norm_at_start = self._norm()
 
     def warn_of_no_applied_step(self) -> None:
         """Warn once if a run that has stepped or reported has applied no step;
@@ -169,7 +169,7 @@ class Guard:
             f" {'Its cause is not looked for again' if is_known else self._cause()}"
         )
         if not warns:
-            are_finite = not is_not_finite(_norm(self._models, math.inf))
+            are_finite = not is_not_finite(self._norm(math.inf))
             is_good = self._settings.scales_the_loss and are_finite
             raise GuardError(message, state_is_good=is_good, metrics=metrics)
         logger.warning("%s", message)
@@ -188,7 +188,7 @@ class Guard:
             rehearsal,
             self._slots,
             scale=self._scaler.get_scale(),
-            grown=_growth(self._norm_at_start, _norm(self._models)),
+            grown=_growth(self._norm_at_start, self._norm()),
         )
         return f"Cause: {cause}" if cause else _FINITE
 
@@ -198,7 +198,7 @@ class Guard:
         if not settings.scales_the_loss:
             if is_not_finite(loss):
                 yield f"the training loss is {loss} in {settings.precision.value}"
-            elif loss is None and is_not_finite(_norm(self._models, math.inf)):
+            elif loss is None and is_not_finite(self._norm(math.inf)):
                 yield f"a parameter is not finite in {settings.precision.value}"
             return
         yield from self._failure_of_batches()
@@ -258,21 +258,20 @@ class Guard:
         self._judged_at[step.name] = (step.applied, step.skipped)
         return 0.0 if is_settling else skipped / (applied + skipped)
 
-
-def _norm(models: Sequence[nn.Module], order: float = 2.0) -> torch.Tensor | None:
-    """A norm of all weights, (), float64, on the device of the first; None without
-    any.
-    """
-    known = (p for p in parameters_in(models) if not is_lazy(p))
-    parameters = [p.detach() for p in known if p.is_floating_point() and p.numel()]
-    if not parameters:
-        return None
-    norms = [
-        norm.double().to(parameters[0].device)
-        for norm in torch._foreach_norm(parameters, order)
-    ]
-    total: torch.Tensor = torch.stack(norms).norm(order)
-    return total
+    def _norm(self, order: float = 2.0) -> torch.Tensor | None:
+        """A norm of all weights, (), float64, on the device of the first; None without
+        any.
+        """
+        known = (p for p in self._scaler.parameters() or () if not is_lazy(p))
+        weights = [p.detach() for p in known if p.is_floating_point() and p.numel()]
+        if not weights:
+            return None
+        norms = [
+            norm.double().to(weights[0].device)
+            for norm in torch._foreach_norm(weights, order)
+        ]
+        total: torch.Tensor = torch.stack(norms).norm(order)
+        return total
 
 
 def _growth(before: torch.Tensor | None, now: torch.Tensor | None) -> float:

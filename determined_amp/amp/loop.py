@@ -113,8 +113,9 @@ class AmpLoop(AmpCore):
         """
         if not self.models:
             logger.warning(
-                "no model was given to amp.prepare: the guard, and the refusals of "
-                "clips and steps, watch the weights of prepared models alone"
+                "no model was given to amp.prepare: after an overflow nothing puts "
+                "back the running statistics of its layers, such as BatchNorm, and no "
+                "cause names its modules"
             )
         self._begin()
         self.metrics.reset()
@@ -217,14 +218,14 @@ class AmpLoop(AmpCore):
             ConfigError: if it has the counts of more optimizers than are known here, or
                 is no state of a loop.
         """
-        if state_dict and "optimizers" not in state_dict:
+        if "optimizers" not in state_dict:
             problem = "got no state of a loop; allowed: what amp.state_dict() returned"
             raise self._wrong(
                 "load_state_dict", f"{problem}; a GradScaler's is for amp.scaler"
             )
         if state_dict.get("scaler"):
             self.scaler.load_state_dict(state_dict["scaler"])
-        saved = len(state_dict.get("optimizers", ()))
+        saved = len(state_dict["optimizers"])
         if saved > max(1, len(self.optimizers)):
             raise self._wrong(
                 "load_state_dict",

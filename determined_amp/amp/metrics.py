@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 from determined_amp.amp.counts import DeviceSum
 from determined_amp.amp.metric_names import MetricName
 from determined_amp.amp.plain_data import Metrics
+from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.throughput import Stopwatch
-from determined_amp.amp.window import Window, Windows
+from determined_amp.amp.window import Window
 
 # The largest finite float16.
 FLOAT16_MAX = 65504.0
@@ -70,11 +71,8 @@ class TrainingMetrics:
 
     Args:
         device: Where the training computes.
-        windows: The windows of the optimizers.
+        scaler: Its scaler, which has the windows of the optimizers.
         slots: The number of processes of the training.
-        scales: Returns the current scale and that of the newest step, each (), on the
-            device.
-        scaled: Whether a loss scale multiplies the gradients.
 
     Attributes:
         latest: The steps of each optimizer in the newest report; None before it.
@@ -94,17 +92,14 @@ class TrainingMetrics:
     def __init__(
         self,
         device: torch.device,
-        windows: Windows,
+        scaler: LossScaler,
         slots: int,
-        scales: Callable[[], tuple[torch.Tensor, torch.Tensor]],
-        *,
-        scaled: bool,
     ) -> None:
-        self.windows = windows
+        self.windows = scaler.windows
         self._device = device
-        self._scaled = scaled
+        self._scaler = scaler
+        self._scaled = scaler.is_enabled()
         self._slots = slots
-        self._scales = scales
         self._loss_sum = DeviceSum(device)
         self._losses = 0
         self._left_out = DeviceSum(device)
@@ -195,7 +190,7 @@ class TrainingMetrics:
         total = self._loss_sum.total()
         of_each = self.windows.all()
         on_device = [
-            (total, self._left_out.total(), *self._scales()),
+            (total, self._left_out.total(), *self._scaler.loss_scales()),
             *(each.on_device() for each in of_each),
         ]
         (loss, left_out, scale, used), *numbers = read_at_once(on_device)

@@ -48,15 +48,15 @@ class LossScaler(torch.amp.GradScaler):
     Args:
         settings: The `amp` section.
         device_type: "cpu" or "cuda".
-        windows: The window of each optimizer; by default it makes them itself.
-        trained: Returns the parameters of the training that no clip may touch now.
+        windows: The window of each optimizer.
+        parameters: Returns those of the training.
 
     Attributes:
         windows: See above.
         has_scaled: Whether `scale` was called since the last `update`. Without it a
             step would divide gradients that were never multiplied.
         has_stepped: Whether a step was counted since somebody has set it to False.
-        trained: See above; a rehearsal, which leaves gradients scaled, replaces it.
+        parameters: See above; a rehearsal, which leaves gradients scaled, replaces it.
         stop_listening: Lets every clip pass from now on: the training is over, or
             somebody unscales gradients right after each backward.
     """
@@ -65,9 +65,9 @@ class LossScaler(torch.amp.GradScaler):
         self,
         settings: AmpSettings,
         device_type: str,
-        windows: Windows | None = None,
+        windows: Windows,
         *,
-        trained: Callable[[], Sequence[torch.Tensor] | None] = tuple,
+        parameters: Callable[[], Sequence[torch.Tensor] | None] = tuple,
     ) -> None:
         super().__init__(
             device_type,
@@ -78,12 +78,10 @@ class LossScaler(torch.amp.GradScaler):
             enabled=settings.scales_the_loss,
         )
         self._scales = self.is_enabled()
-        if windows is None:
-            windows = Windows(torch.device(device_type), scaled=self._scales)
         self.windows = windows
         self.has_scaled = False
         self.has_stepped = False
-        self.trained = trained
+        self.parameters = parameters
         self._min_scale = settings.min_scale
         self._used: torch.Tensor | None = None
         self._one = torch.ones((), device=windows.device)
@@ -256,7 +254,7 @@ class LossScaler(torch.amp.GradScaler):
         """Raise if torch is about to clip a gradient that is still scaled."""
         if not self.has_scaled:
             return
-        scaled = {parameter.grad for parameter in self.trained() or ()}
+        scaled = {parameter.grad for parameter in self.parameters() or ()}
         for optimizer, window in self.windows.items():
             if window.stage not in MAY_BE_SCALED:
                 scaled -= {parameter.grad for parameter in parameters_of(optimizer)}

@@ -47,13 +47,29 @@ _WARNINGS_OF_RUNNING_AHEAD = (
 class RateSchedule:
     """Moves the rates of one optimizer; a kind says what moves it and what it saves.
 
+    Args:
+        scheduler: The scheduler of torch; from now on nothing else may step it.
+
     Attributes:
+        optimizer: The scheduler's optimizer.
+        moved: When it moves, in words.
         by_steps: Whether the rate of a step is known from the count of applied steps.
         by_validations: Whether it needs the metric of each validation.
     """
 
+    moved: str
     by_steps = False
     by_validations = False
+
+    def __init__(self, scheduler: Any) -> None:
+        self.optimizer: Optimizer = scheduler.optimizer
+        self._name = type(scheduler).__name__
+        self._step = scheduler.step
+        scheduler.step = self._refuse_step
+        scheduler.get_last_lr = partial(_rates_of, self.optimizer)
+
+    def _refuse_step(self, *args: Any, **kwargs: Any) -> None:
+        raise _refusal(f"leave {self._name}.step() to amp, which calls it {self.moved}")
 
     def place_rate(self, counts: StepCounts) -> None:
         """Put the rate of the next step into the optimizer."""
@@ -88,13 +104,11 @@ class AppliedStepSchedule(RateSchedule):
         skips: Whether steps can be skipped at all, that is, whether a `GradScaler` is
             enabled.
 
-    Attributes:
-        optimizer: The scheduler's optimizer.
-
     Raises:
         ConfigError: if the optimizer's rate is a tensor on a device other than the CPU.
     """
 
+    moved = "for applied steps"
     by_steps = True
 
     def __init__(
@@ -104,9 +118,11 @@ class AppliedStepSchedule(RateSchedule):
         *,
         skips: bool,
     ) -> None:
-        self.optimizer = scheduler.optimizer
-        groups = self.optimizer.param_groups
+        groups = scheduler.optimizer.param_groups
         _refuse_rates_on_a_device(groups)
+        self._last_rates = scheduler.get_last_lr
+        self._known: object = scheduler.get_last_lr()
+        super().__init__(scheduler)
         not_copied = {id(group["params"]): group["params"] for group in groups}
         # Later changes to the optimizer's own groups (`load_state_dict`, new rates) do
         # not disturb the scheduler.
@@ -126,13 +142,7 @@ class AppliedStepSchedule(RateSchedule):
             dtype = torch.float32 if device.type == "cuda" else torch.float64
             rates = [[values["lr"]] for values in self._first]
             self._table = torch.tensor(rates, dtype=dtype, device=device)
-        self._name = type(scheduler).__name__
         self._logged: set[str] = set()
-        self._step = scheduler.step
-        self._last_rates = scheduler.get_last_lr
-        self._known: object = scheduler.get_last_lr()
-        scheduler.step = self._refuse_step  # type: ignore[method-assign]
-        scheduler.get_last_lr = partial(_rates_of, self.optimizer)  # type: ignore[method-assign]
 
     def place_rate(self, counts: StepCounts) -> None:
         known = counts.applied_on_host if self._table is None else None
@@ -244,18 +254,13 @@ class AppliedStepSchedule(RateSchedule):
             self._logged.add(line)
             logger.warning(line)
 
-    def _refuse_step(self, *args: Any, **kwargs: Any) -> None:
-        raise _refusal(
-            f"leave {self._name}.step() to amp, which calls it for applied steps"
-        )
-
     def _refuse_other_hands(self) -> None:
         """Raise if the list of rates is another one, as after a step or a load."""
         if self._last_rates() is not self._known:
             raise _refusal(
-                f"{self._name} was stepped, or its state loaded, outside of "
-                "MixedPrecision, which does both itself; allowed: neither "
-                "scheduler.step() nor context.wrap_lr_scheduler for this scheduler"
+                f"{self._name} was stepped, or its state loaded, outside of amp, "
+                "which does both itself; allowed: neither scheduler.step() nor "
+                "context.wrap_lr_scheduler for this scheduler"
             )
 
 
@@ -288,26 +293,19 @@ _PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 
 
 class PlateauSchedule(RateSchedule):
-    """Moves a `ReduceLROnPlateau` with validations, and resumes it.
+    """Moves a `ReduceLROnPlateau` with validations, and resumes it."""
 
-    Args:
-        scheduler: The scheduler; from now on nothing else may step it.
-
-    Attributes:
-        optimizer: The scheduler's optimizer.
-    """
-
+    moved = "after each validation, in a loop by amp.validated(metric)"
     by_validations = True
 
     def __init__(self, scheduler: lr_scheduler.ReduceLROnPlateau) -> None:
-        self.optimizer = scheduler.optimizer
+        super().__init__(scheduler)
         self._scheduler = scheduler
-        scheduler.get_last_lr = partial(_rates_of, self.optimizer)  # type: ignore[method-assign]
 
     def validated(self, metric: float) -> None:
         """Step the scheduler with the metric of a validation, if it is finite."""
         if math.isfinite(metric):
-            self._scheduler.step(metric)
+            self._step(metric)
         else:
             logger.warning(
                 "ReduceLROnPlateau ignores a validation metric of %s", metric

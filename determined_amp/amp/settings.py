@@ -137,7 +137,8 @@ class AmpSettings:
             too.
         eval_precision: Precision of validation.
         fp32_modules: Regular expressions; modules whose names match compute in float32.
-        audit: Stop if the first batch is not computed in `precision`.
+        audit: Stop if the first batch of a `PyTorchTrial` is not computed in
+            `precision`; for a loop see `audit_loss`.
         set_backends: Set torch's TF32 switches to match `precision`. They are global to
             the process.
         compile: Mode of `torch.compile` for the models given to `prepare`.

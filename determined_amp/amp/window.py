@@ -103,7 +103,7 @@ class Window:
         # weights, or a clip makes all of them 0.
         self.norm_sum = DeviceSum(device, finite_only=scaled)
         self.has_norm = False
-        self._norms: list[torch.Tensor] = []  # of the step that comes, or that is made
+        self._norm: torch.Tensor | None = None  # of the step that comes, or is made
         self.largest = torch.zeros((), device=device)
         self.applied_before = torch.zeros((), dtype=torch.int64, device=device)
         self.attempted_before = 0
@@ -130,7 +130,7 @@ class Window:
             raise error_of(after, self._remedies)
         self.stage = after
         if after in MAY_BE_SCALED:
-            self._norms = []
+            self._norm = None
 
     def has_gradient(self) -> bool:
         """Whether a parameter of the optimizer has a gradient."""
@@ -207,9 +207,9 @@ class Window:
         """Count the step that was made, and move the schedule if it was applied. No
         synchronisation.
         """
-        norms = self._norms
+        norm = self._norm
         self.move("count")
-        for norm in norms:
+        if norm is not None:
             self.norm_sum.add(norm)
         self.counts.count(self.skipped)
         if self.schedule is not None:
@@ -267,11 +267,11 @@ class Window:
             torch.maximum(self.largest, largest, out=self.largest)
 
     def add_norm(self, norm: torch.Tensor) -> None:
-        """Keep the norm of a step that comes, (), on the device; it counts if the step
-        is applied.
+        """Keep the norm of a step that comes, (), on the device: it counts if the step
+        is applied. A second clip before that step measures what the first has left.
         """
-        self.has_norm = True
-        self._norms.append(norm)
+        if self._norm is None:
+            self.has_norm, self._norm = True, norm
 
     def begin_report(self) -> None:
         """Begin the sums of the next report."""

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from determined_amp.amp.fp32_modules import items_of, with_items
 from determined_amp.amp.loop import AmpLoop
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.amp.slots import OneSlot
-from determined_amp.amp.tensors import mapped, tensors_of
+from determined_amp.amp.tensors import tensors_of
 from determined_amp.finder.found_scale import FoundScale, run_now
 from determined_amp.finder.prediction import LossScaleError
 from determined_amp.finder.scale_finding import find_range
@@ -44,7 +45,7 @@ def find_loss_scale(
             autocast and must not call backward. If training accumulates gradients, it
             must divide the loss as training does.
         batches: Training batches of the usual batch size; four are enough. Tensors in
-            tuples, lists and dicts are moved to the device.
+            tuples, lists, dicts and dataclasses are moved to the device.
         device: The model's device; by default the device of its first parameter.
         init_scale: The initial loss scale that training uses now.
 
@@ -107,5 +108,7 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
 
 
 def _to_device(batch: Any, device: torch.device) -> Any:
-    # Batches from Hugging Face tokenizers are not dicts, but have a `to` method.
-    return mapped(batch, lambda item: item.to(device) if hasattr(item, "to") else item)
+    if hasattr(batch, "to"):  # a tensor, or a batch of Hugging Face's tokenizers
+        return batch.to(device)
+    items = {key: _to_device(item, device) for key, item in items_of(batch).items()}
+    return with_items(batch, items) if items else batch

@@ -31,7 +31,7 @@ from determined import pytorch
 from torch.nn.parallel import DistributedDataParallel
 
 from determined_amp.amp.core import AmpCore
-from determined_amp.amp.errors import one_line
+from determined_amp.amp.errors import ConfigError, one_line
 from determined_amp.amp.patched import patched
 from determined_amp.amp.rehearse.precision_audit import AuditError, audit_rehearsal
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
@@ -103,7 +103,7 @@ class Batches:
         versions = self._keep(batch)
         audit_error = self._rehearse_first() if self._is_first else None
         self._is_first = False
-        result = self._train_batch(batch=batch, **self._indices)
+        result: Any = self._train_batch(batch=batch, **self._indices)
         if self._changes_batches is not True:
             self._changes_batches = any(version_of(t) != v for t, v in versions)
         for window in self._amp.windows.values():
@@ -111,6 +111,9 @@ class Batches:
         if audit_error is not None:
             problem = one_line(audit_error)
             logger.warning("the first batch is trained, but not audited: %s", problem)
+        if result is None:
+            problem = "train_batch: it returns nothing; allowed: the loss, or metrics"
+            raise ConfigError("the trial", [problem])
         if isinstance(result, torch.Tensor) or "loss" in result:
             self._amp.metrics.trial_reports_loss = True
         return result
@@ -206,17 +209,20 @@ class Batches:
         self._step_optimizer(optimizer, its_clip, *others, **named)
 
     def _build_timed_loader(self) -> Any:
-        return timed(self._build_loader(), self._amp.metrics.waited)
-
-
-def timed(loader: Any, waited: Callable[[float], None]) -> Any:
-    """Call `waited` with the seconds that the loop waits for each batch of `loader`.
-
-    A loader that is not Determined's own is returned unchanged.
-    """
-    make = getattr(loader, "get_data_loader", None)
-    if make is None:
+        loader, name = self._build_loader(), "get_data_loader"
+        make, waited = getattr(loader, name, None), self._amp.metrics.waited
+        if make is not None:  # Determined's own
+            timed = timed_loader(make, waited)
+            self._patches.enter_context(patched(loader, name, timed))
         return loader
+
+
+def timed_loader(
+    make: Callable[..., Any], waited: Callable[[float], None]
+) -> Callable[..., Any]:
+    """A `get_data_loader` that calls `waited` with the seconds that the loop waits for
+    each batch.
+    """
 
     def get_data_loader(*arguments: Any, **options: Any) -> Any:
         made = make(*arguments, **options)
@@ -224,8 +230,7 @@ def timed(loader: Any, waited: Callable[[float], None]) -> Any:
         # checks.
         return _Timed(made, waited) if options.get("repeat") else made
 
-    loader.get_data_loader = get_data_loader
-    return loader
+    return get_data_loader
 
 
 class _Timed:

@@ -36,7 +36,6 @@ from determined_amp.amp.tensors import (
     closure_of,
     dtype_name,
     is_stand_in,
-    parameters_in,
     parameters_of,
 )
 from determined_amp.amp.torch_private import (
@@ -317,7 +316,6 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
                 )
 
     def on_training_start(self) -> None:
-        _refuse_16_bit_weights(self._context)
         self._patches.enter_context(patched(self._amp, "own_step", self._own_step))
         handle = register_optimizer_step_post_hook(self._after_step)
         self._patches.callback(handle.remove)
@@ -331,20 +329,6 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
 
     def on_trial_shutdown(self) -> None:
         self._patches.close()
-
-
-def _refuse_16_bit_weights(context: pytorch.PyTorchTrialContext) -> None:
-    parameters = parameters_in(context.models, context.optimizers)
-    dtypes = {p.dtype for p in parameters if p.requires_grad}
-    for dtype in dtypes.intersection(SIXTEEN_BITS):
-        raise ConfigError(
-            "the trial",
-            [
-                f"its weights are in {dtype_name(dtype)}, as after .half() or "
-                ".bfloat16(); autocast computes in 16 bits with weights in float32: "
-                "leave that out"
-            ],
-        )
 
 
 def fuse(optimizer: Optimizer, models: Iterable[nn.Module] = ()) -> bool:
