@@ -149,16 +149,21 @@ def fill(
         if type(value) not in _kinds(hints[field.name])[0]:
             value = _value(hints[field.name], raw, place, field, found)
         object.__setattr__(settings, field.name, value)
-    after = getattr(settings, "__post_init__", None)
-    if after is not None and not found:
-        after()
-    contradictions = getattr(settings, "contradictions", None)
-    if contradictions is not None and not found:
-        given = frozenset(name for name in names if raw.get(name) is not None)
-        pairs = contradictions(given)
-        found += [Problem(_join(path, key), text) for key, text in pairs]
+    if not found:
+        found += _contradictions(settings, raw, path)
     problems.extend(found)
     return not found
+
+
+def _contradictions(
+    settings: Any, raw: Mapping[Any, object], path: str
+) -> list[Problem]:
+    """What the fields of a settings object say against each other."""
+    if not hasattr(settings, "contradictions"):
+        return []
+    given = frozenset(key for key, value in raw.items() if value is not None)
+    pairs = settings.contradictions(given)
+    return [Problem(_join(path, key), text) for key, text in pairs]
 
 
 # Of a class they never change, and a search reads each of its classes a thousand times.

@@ -60,12 +60,9 @@ def find_loss_scale(
     where = _device(model, device)
     moved = _moved(batches, where)
     rehearsals = [rehearsal_of(model, loss_fn, batch, where) for batch in moved]
+    counts = {"batches": len(moved), "samples": sum(map(_samples, moved))}
     finding = find_range(rehearsals, OneSlot())
-    samples = sum(map(_samples, moved))
-    name = type(model).__name__
-    run = run_now(
-        name, where, batches=len(moved), samples=samples, init_scale=init_scale
-    )
+    run = run_now(type(model).__name__, where, init_scale=init_scale, **counts)
     return FoundScale(finding, run)
 
 

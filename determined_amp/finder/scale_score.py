@@ -49,17 +49,21 @@ class Score:
     flushed_share: float
     overflow: float  # 1 if a step with this scale is skipped, otherwise 0
 
-
-def steps_lost(skipped: int, flushed_share: float, growth_interval: int) -> float:
-    """Optimizer steps that a loss scale loses, see `Score`."""
-    return skipped + (
-        flushed_share * growth_interval if flushed_share > FLUSHED_LIMIT else 0.0
-    )
-
-
-def score_of(steps: float) -> float:
-    """The score of a loss scale that loses so many steps."""
-    return math.log2(1.0 + steps)
+    @classmethod
+    def of(
+        cls,
+        init_scale_log2: float,
+        skipped: int,
+        flushed_share: float,
+        headroom_bits: float,
+        growth_interval: int,
+    ) -> Score:
+        """The score of a scale whose first steps, `skipped` of them, overflow."""
+        lost = float(skipped)
+        if flushed_share > FLUSHED_LIMIT:
+            lost += flushed_share * growth_interval
+        score, overflow = math.log2(1.0 + lost), float(skipped > 0)
+        return cls(init_scale_log2, score, lost, headroom_bits, flushed_share, overflow)
 
 
 def bits_from_default(scale_log2: float) -> float:

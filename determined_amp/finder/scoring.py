@@ -20,10 +20,13 @@ from determined_amp.finder.prediction import (
     overflows,
     predict_float16,
 )
-from determined_amp.finder.scale_score import Score, score_of, steps_lost
+from determined_amp.finder.scale_score import Score
 
 # The smallest normal float32. A smaller loss scale has fewer bits, and soon is 0.
 _LEAST_SCALE = 2.0**-126
+
+
+_OVERFLOWS = "every loss scale down to {} overflows: {}"
 
 
 class NoScaleError(LossScaleError):
@@ -50,8 +53,8 @@ def score_batches(
         min_scale: The lower limit of the scale.
 
     Raises:
-        NoScaleError: if every scale overflows, down to the lower limit.
-        LossScaleError: if there is no gradient to scale.
+        LossScaleError: if there is no gradient to scale, or every scale overflows, down
+            to the lower limit (`NoScaleError`).
     """
     prediction = predict_float16(rehearsals, slots)
     bits_per_skip = -math.log2(backoff_factor)
@@ -69,10 +72,7 @@ def score_batches(
     skipped = -largest_working(fails, -predicted, -most_skips, 0)
     if skipped > most_skips:
         cause = cause_of(rehearsals, slots, least_log2 if min_scale else 0.0)
-        least = scale_text(2.0**least_log2)
-        raise NoScaleError(f"every loss scale down to {least} overflows: {cause}")
-    flushed_share = prediction.flushed_share(after(skipped))
+        raise NoScaleError(_OVERFLOWS.format(scale_text(2.0**least_log2), cause))
+    flushed = prediction.flushed_share(after(skipped))
     headroom_bits = prediction.headroom_log2 - scale_log2
-    lost = steps_lost(skipped, flushed_share, growth_interval)
-    score, overflow = score_of(lost), float(skipped > 0)
-    return Score(scale_log2, score, lost, headroom_bits, flushed_share, overflow)
+    return Score.of(scale_log2, skipped, flushed, headroom_bits, growth_interval)

@@ -47,6 +47,11 @@ T = TypeVar("T")
 
 # Longer than any training, so that a resumed loop does not end before its first batch.
 _NEVER = pytorch.Batch(2**40)
+_WITHOUT_END: Any = {
+    "max_length": _NEVER,
+    "reporting_period": _NEVER,
+    "checkpoint_policy": "none",
+}
 
 
 def find_in_trial(
@@ -150,12 +155,8 @@ def in_training(
 
     collect = _collector(context, trial.train_batch, batches, finish)
     with patched(trial, "train_batch", collect), controlled_by(BatchCollector):
-        pytorch.Trainer(trial, context).fit(
-            max_length=_NEVER,
-            reporting_period=_NEVER,
-            latest_checkpoint=latest_checkpoint,
-            checkpoint_policy="none",
-        )
+        trainer = pytorch.Trainer(trial, context)
+        trainer.fit(latest_checkpoint=latest_checkpoint, **_WITHOUT_END)
     if not answer.done():  # the platform asked to stop before the last batch
         raise SystemExit(0)
     return answer.result()
