@@ -724,6 +724,18 @@ def test_step_with_a_closure_and_a_loss_scale_is_refused():
         loop.amp.scaler.step(loop.optimizer, lambda: 0.0)
 
 
+@pytest.mark.parametrize("first_use", ["wrap_optimizer", "clip_gradients"])
+def test_optimizer_of_16_bit_weights_is_refused_by_a_loop_and_a_teacher_is_not(
+    first_use,
+):
+    loop = OwnLoop()
+    teacher = loop.amp.prepare(nn.Linear(1, 1).half())
+    loop.backward()
+    loop.step()
+    with pytest.raises(ConfigError, match=r"^the loop: its weights are in float16"):
+        getattr(loop.amp, first_use)(torch.optim.SGD(teacher.parameters(), lr=0.1))
+
+
 def test_what_is_no_scheduler_of_torch_is_refused_by_a_loop():
     words = r"^the loop: wrap_lr_scheduler: got a SGD; allowed: one of torch\.optim"
     loop = OwnLoop()
@@ -756,16 +768,14 @@ def test_max_norm_that_is_no_number_above_0_is_refused(max_norm):
             {"compile": Compile.DEFAULT},
             "^the loop: compile: given, but no model was given to amp",
         ),
-        ({}, "^the loop: its weights are in float16"),
     ],
-    ids=["no such module", "no model for fp32_modules", "for compile", "16 bits"],
+    ids=["no such module", "no model for fp32_modules", "no model for compile"],
 )
 def test_setting_for_modules_that_a_loop_has_not_is_refused_at_its_first_batch(
     settings, words
 ):
     amp = AmpLoop(AmpSettings(Precision.AMP_FP16, **settings), "cpu")
     if "no model" not in words:
-        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-        amp.prepare(model if settings else model.half())
+        amp.prepare(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
     with pytest.raises(UserError, match=words):
         amp.autocast()

@@ -209,14 +209,6 @@ class AmpCore:
             needs_model = "fp32_modules" if self._unmatched else "compile"
             problem = "given, but no model was given to amp.prepare(model)"
             raise self._wrong(needs_model, problem)
-        trained = {p.dtype for p in self.parameters() if p.requires_grad}
-        for dtype in trained.intersection(SIXTEEN_BITS):
-            problem = (
-                f"its weights are in {dtype_name(dtype)}, as after .half() or "
-                ".bfloat16(); autocast computes in 16 bits with weights in float32: "
-                "leave that out"
-            )
-            raise ConfigError(self.source, [problem])
         self.loss_scale()
         for window in self.windows.all():
             window.place_rate()
@@ -380,7 +372,19 @@ class AmpCore:
     # What `AmpLoop` and `MixedPrecision` do differently.
 
     def _meet(self, optimizer: Optimizer) -> None:
-        """Called with each optimizer before its first step."""
+        """Called with each optimizer before its first step.
+
+        Raises:
+            ConfigError: if it trains weights in 16 bits.
+        """
+        trained = {p.dtype for p in parameters_of(optimizer) if p.requires_grad}
+        for dtype in trained.intersection(SIXTEEN_BITS):
+            problem = (
+                f"its weights are in {dtype_name(dtype)}, as after .half() or "
+                ".bfloat16(); autocast computes in 16 bits with weights in float32: "
+                "leave that out"
+            )
+            raise ConfigError(self.source, [problem])
 
     def _rehearsal(self) -> Rehearsal | None:
         """The rehearsal of the newest batch; None if there is no batch."""

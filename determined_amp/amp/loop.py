@@ -266,6 +266,7 @@ class AmpLoop(AmpCore):
         return self._newest
 
     def _meet(self, optimizer: Optimizer) -> None:
+        super()._meet(optimizer)
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
             self._see_steps_of(optimizer)
