@@ -1,1 +1,1 @@
-"""Mixed precision for any training loop of PyTorch: it needs torch alone."""
+"""Mixed precision for any PyTorch training loop; depends on torch only."""

@@ -1,9 +1,9 @@
-"""The 16-bit copies of weights that autocast keeps until its outermost region ends.
+"""Drops the 16-bit copies of weights that autocast caches.
 
-A region may stay open while the weights change: reinforcement learning makes several
-steps in one. Then the copies are those of the old weights, and each further step is
-computed from these. So they are dropped wherever this library sees weights change.
-Outside of a region there are none.
+Autocast keeps these copies until its outermost region ends. A region may stay open
+while the weights change: in reinforcement learning it can span several steps. Each
+further step would then be computed from copies of the old weights. So this library
+drops the copies wherever it sees weights change.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import nn
 
 
 def drop_casts(*_: Any) -> None:
-    """Let autocast cast the weights anew; it takes any arguments, as a hook must."""
+    """Clear autocast's cache. Takes any arguments, so that it can be a hook."""
     torch.clear_autocast_cache()
 
 
 def drop_casts_when_loaded(model: nn.Module) -> None:
-    """Drop them whenever a state is loaded into a model, or into a part of it."""
+    """Clear autocast's cache whenever a state is loaded into any part of a model."""
     for module in model.modules():
-        if not isinstance(module, torch.jit.ScriptModule):  # they take no hooks
-            # torch has no types here
+        if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+            # torch does not type this method
             register: Any = module.register_load_state_dict_post_hook
             register(drop_casts)

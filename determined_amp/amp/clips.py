@@ -1,8 +1,8 @@
-"""Tells of every clip by torch before it changes gradients.
+"""Reports every call of a torch clip function before it changes gradients.
 
-torch has no hook for its clips. All of its functions that clip sort their gradients by
-one function of their module, however they were imported. That function is replaced
-while anybody listens.
+torch has no hook for its clip functions. But all of them call one private function of
+their module to group the gradients, however they were imported. We replace that
+function while there is a listener.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from determined_amp.amp.torch_private import sort_gradients, sort_gradients_by
 
 
 class Clip(NamedTuple):
-    """A call of a function of torch that clips.
+    """A call of a torch clip function.
 
     Args:
         gradients: The gradients that it is about to clip.
-        frames: Those of torch's functions, the innermost first.
+        frames: The stack frames of torch's functions, innermost first.
     """
 
     gradients: list[torch.Tensor]
@@ -33,23 +33,23 @@ class Clip(NamedTuple):
 
 Listener = Callable[[Clip], None]
 
-# In the order in which they are told of a clip, each with the module of which it is not
-# told. The references are weak: a listener ends with its training.
+# Each listener in calling order, with the name of the module whose clips it ignores.
+# The references are weak, so a listener ends with its training.
 _listeners: list[tuple[weakref.WeakMethod[Listener], str | None]] = []
 
 
 def listen_to_clips(
     listener: Listener, *, but_by: str | None = None
 ) -> Callable[[], None]:
-    """Call a method before each clip, while the object of the method is alive.
+    """Call a method before each clip, for as long as the method's object is alive.
 
     Args:
-        listener: The method; it may refuse the clip by an error.
-        but_by: The name of a module whose clips are right. A listener that names one
-            is told before those that name none.
+        listener: The method. It may raise an error to refuse the clip.
+        but_by: The name of a module whose clips are not reported. Listeners with a
+            `but_by` are called before listeners without one.
 
     Returns:
-        What ends it.
+        A function that removes the listener.
     """
 
     def end(*_: object) -> None:
@@ -67,13 +67,13 @@ def listen_to_clips(
 def _tell_and_sort(
     tensors: list[list[torch.Tensor]], *others: Any, **named: Any
 ) -> Any:
-    """In place of the function that torch's clips sort their gradients by."""
+    """Tell the listeners, then group the gradients; torch's clip functions call it."""
     frame: Any = sys._getframe(1)
     frames: list[FrameType] = []
     while frame.f_globals is vars(clip_grad):
         frames.append(frame)
         frame = frame.f_back
-    # Others of these functions only measure a norm.
+    # The module's other functions only measure a norm.
     if any(each.f_code.co_name.startswith("clip_grad") for each in frames):
         clip, by = Clip(tensors[0], frames), frame.f_globals.get("__name__", "")
         for reference, but_by in list(_listeners):

@@ -1,9 +1,9 @@
-"""`torch.compile` for the forward and backward of training, and for nothing else.
+"""`torch.compile` for the forward and backward of training only.
 
-The audit watches torch's dispatch, the guard and the finder the nodes of the graph.
-Compiled code bypasses both. So a rehearsal, and everything without gradients, such as a
-validation, calls the forward as it was written. A training compiles one graph for each
-shape of its batches, and its validation gives the same numbers as without compilation.
+The audit watches torch's dispatch. The guard and the finder watch the nodes of the
+autograd graph. Compiled code bypasses both, so a rehearsal runs the uncompiled forward.
+So does everything without gradients, such as a validation. Training compiles one graph
+per batch shape, and validation gives the same numbers as without compilation.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import nn
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.settings import Compile
 
-# How many `as_written` blocks are open, in all threads: autograd's threads call a
-# checkpointed forward again.
+# How many `as_written` blocks are open. One count for all threads, because autograd's
+# threads rerun a checkpointed forward.
 _as_written = 0
 
 
@@ -30,7 +30,7 @@ class CompileError(UserError):
 
 @contextmanager
 def as_written() -> Iterator[None]:
-    """Inside this block no model runs compiled code."""
+    """Run no compiled code in this block."""
     global _as_written  # noqa: PLW0603
     _as_written += 1
     try:
@@ -40,11 +40,10 @@ def as_written() -> Iterator[None]:
 
 
 def compile_forward(model: nn.Module, mode: Compile) -> None:
-    """Compile the forward of a model where it trains; the compiler starts with the
-    first batch.
+    """Compile the forward of a model for training. The first batch starts the compiler.
 
     `forward` is replaced on the instance, so names, `state_dict` keys, types and hooks
-    stay.
+    stay as they are.
 
     Args:
         model: The model, before `context.wrap_model`; changed in place.
@@ -55,7 +54,7 @@ def compile_forward(model: nn.Module, mode: Compile) -> None:
 
 
 class _Compiled:
-    """A forward that is compiled while gradients are recorded and nothing watches it.
+    """A forward that runs compiled, unless gradients are off or a rehearsal watches it.
 
     A copy of the model, such as a frozen teacher, compiles its own forward.
     """
@@ -66,7 +65,7 @@ class _Compiled:
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        by_another = torch.compiler.is_compiling()  # another model calls this one
+        by_another = torch.compiler.is_compiling()  # a compiled model calls this one
         if by_another or _as_written or not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         try:
@@ -76,7 +75,7 @@ class _Compiled:
         except RuntimeError as error:
             if not _is_from_compiler(error):
                 raise
-            # then torch explains its own settings
+            # the rest of the text explains torch's own settings
             text, _, _ = str(error).partition("\n\n")
             raise CompileError(
                 f"amp.compile: got {self._mode.value}, and torch.compile failed with "
@@ -91,8 +90,8 @@ class _Compiled:
 
 
 def _is_from_compiler(error: RuntimeError) -> bool:
-    """Whether the compiler has raised an error, and not the model."""
+    """Whether the compiler raised an error, not the model."""
     kinds = [kind.__name__ for kind in type(error).__mro__]
-    if "TorchRuntimeError" in kinds:  # what the forward itself would raise
+    if "TorchRuntimeError" in kinds:  # the forward itself would raise it, too
         return False
     return "TorchDynamoException" in kinds or "Dynamo is not supported" in str(error)

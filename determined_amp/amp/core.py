@@ -1,8 +1,8 @@
-"""Mixed precision for one training, whatever its loop looks like; it needs torch alone.
+"""Mixed precision for one training, with any loop; depends on torch only.
 
-One step, from top to bottom: the forward in `autocast`, the backward of
+The file follows one step: the forward in `autocast`, the backward of
 `scaler.scale(loss)`, the clip, `scaler.step`, and at the end of the batch
-`finish_steps` and the sums of the next report.
+`finish_steps` and the sums for the next report.
 """
 
 from __future__ import annotations
@@ -46,35 +46,35 @@ from determined_amp.amp.window import RUNNING, Windows
 
 T = TypeVar("T")
 
-# The trainings that see all steps of the process, the newest first.
+# The trainings that are asked about every step in the process, newest first.
 _TRAININGS: list[weakref.ref[AmpCore]] = []
 
 
 class AmpCore:
     """Autocast, loss scale, schedules, counts, metrics and guard of one training.
 
-    `AmpLoop` is the one for any loop, `determined_amp.MixedPrecision` that for a
+    Use a subclass: `AmpLoop` in any loop, `determined_amp.MixedPrecision` in a
     `PyTorchTrial`.
 
-    It sets torch's switches for TF32, which are global to the process, unless
-    `set_backends` of the settings is false.
+    It sets torch's TF32 switches for the whole process, unless `set_backends` of the
+    settings is false.
 
     Args:
         settings: The `amp` section of a YAML.
         device: Where the training computes.
         slots: The processes of the training.
-        models: The models that are trained; more may come later.
-        optimizers: Their optimizers, in the order in which reports and states number
-            them; more may come later.
+        models: The models to train. More may be appended later.
+        optimizers: Their optimizers. Reports and saved states number them in this
+            order. More may be appended later.
 
     Attributes:
-        scaler: torch's `GradScaler`, enabled for `amp_fp16` alone; otherwise every call
-            on it passes through.
-        fused: Pass this to the optimizer as `fused`. On CUDA a fused optimizer takes
-            scale and overflow flag as device tensors; any other makes `scaler.step`
-            wait for the device.
-        windows: What has happened to each optimizer since its last step.
-        metrics: What is reported.
+        scaler: torch's `GradScaler`, enabled only for `amp_fp16`. In other precisions
+            every call on it passes through.
+        fused: Pass this to the optimizer as `fused`. On CUDA a fused optimizer reads
+            scale and `found_inf` as device tensors. With any other optimizer
+            `scaler.step` waits for the device.
+        windows: What has happened to each optimizer's gradients since its last step.
+        metrics: The sums and counts that are reported.
         guard: Ends a run that no longer trains.
         is_rehearsing: Whether a batch runs in `without_steps`.
 
@@ -82,7 +82,7 @@ class AmpCore:
         PrecisionError: if the device only emulates the precision.
     """
 
-    # How error messages begin, and what they suggest for each mistake.
+    # How error messages begin, and what they suggest after each mistake.
     source: str
     remedies: Mapping[Mistake, str]
 
@@ -136,16 +136,15 @@ class AmpCore:
     # Before the training.
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """The model, with the modules of `fp32_modules` kept in float32, and its
-        forward compiled.
+        """Keep `fp32_modules` in float32, compile the forward, and return the model.
 
-        Call it for every model; a model inside `DistributedDataParallel` is passed in
-        its wrapper. Nothing is compiled unless the settings have `compile`. A pattern
+        Call it for every model. Pass a `DistributedDataParallel` model with its
+        wrapper. The forward is compiled only if the settings have `compile`. A pattern
         that matches no module of any model is an error when the training starts.
 
         Raises:
-            IslandError: if a pattern is no regular expression, or the patterns match
-                all of it.
+            IslandError: if a pattern is not a regular expression, or the patterns match
+                the whole model.
         """
         inner = unwrapped(model)
         patterns, compiled = self.settings.fp32_modules, self.settings.compile
@@ -166,18 +165,18 @@ class AmpCore:
         exactly.
 
         A skipped step does not change the weights, so it does not move the schedule.
-        Nothing waits for the device. Do not call `scheduler.step()` yourself, nor save
-        its state.
+        No synchronisation with a fused optimizer. Do not call `scheduler.step()` or
+        save the scheduler's state yourself.
 
         Args:
-            scheduler: Any of `torch.optim.lr_scheduler` that moves by steps, or a
-                `ReduceLROnPlateau`.
+            scheduler: Any scheduler of `torch.optim.lr_scheduler` that moves by steps,
+                or a `ReduceLROnPlateau`.
 
         Returns:
-            The scheduler.
+            The same scheduler.
 
         Raises:
-            ConfigError: if it is none of torch, or its optimizer already has a
+            ConfigError: if it is not a torch scheduler, or its optimizer already has a
                 schedule.
         """
         if not isinstance(scheduler, LRScheduler):
@@ -201,9 +200,9 @@ class AmpCore:
         return scheduler
 
     def _begin(self) -> None:
-        """Check the settings against the models, and make the scale on the device."""
+        """Check the settings against the models, and create the scale on the device."""
         self._started = True
-        if self._prepared:  # it names what is near an unmatched pattern
+        if self._prepared:  # raises for an unmatched pattern, with near names
             keep_in_float32(self._prepared[0], self._unmatched, self.device.type)
         elif self._unmatched or self.settings.compile is not Compile.OFF:
             needs_model = "fp32_modules" if self._unmatched else "compile"
@@ -216,9 +215,7 @@ class AmpCore:
     # The step.
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context for the forward and the loss of a training batch; never for the
-        backward.
-        """
+        """The context for a training batch's forward and loss, not for its backward."""
         if self._dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self._dtype)
@@ -236,24 +233,25 @@ class AmpCore:
         window.clip(given, max_norm, self.scaler.loss_scale)
 
     def own_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Called before each step in the process that no scaler makes, in every
-        precision. An unmodified trial replaces it, and makes the step one of its own.
+        """Refuse a step that no scaler makes, if it belongs to this training.
+
+        Called before each such step in the process, in every precision. An unmodified
+        trial replaces this method and takes the step over.
 
         Raises:
-            ConfigError: if it is a step of this training.
+            ConfigError: if the step belongs to this training.
         """
         if optimizer in self.windows or self._moves(optimizer):
             raise error_of(Mistake.STEPS_ITSELF, self.remedies)
 
     def _moves(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer moves what this training has begun to train."""
+        """Whether an optimizer moves weights that this training has begun to train."""
         if not (self._started or self.scaler.has_scaled):
             return False
         return not set(self.parameters()).isdisjoint(parameters_of(optimizer))
 
     def finish_steps(self) -> None:
-        """Update the loss scale and the counts; `update` does that at the end of a
-        batch.
+        """Update the loss scale and the step counts; `update` does so after a batch.
 
         Call it between two steps of the same optimizer within a batch.
         """
@@ -274,25 +272,23 @@ class AmpCore:
                     " number"
                 )
                 raise self._wrong("update", problem)
-            # The copy is read at the report. Until then the training may add other
-            # losses to its own in place, and a replay of a CUDA graph overwrites it.
+            # A copy, because the report reads it later. Until then the training may
+            # add to its own tensor in place, and a CUDA graph replay overwrites it.
             loss = loss.detach().to(self.device, non_blocking=True, copy=True)
             loss = loss.reshape(()) if loss.dim() else loss
         left_out = not (self.scaler.has_stepped or again)
         self.scaler.has_stepped = False
         return self.metrics.add(loss, samples, again=again, left_out=left_out)
 
-    # Everything else that a training can ask for.
+    # What else a training can use.
 
     def eval_autocast(self) -> AbstractContextManager[Any]:
-        """The context for a validation batch: float32 unless `eval_precision` is
-        `same`.
-        """
+        """The context for a validation batch: float32 unless `eval_precision: same`."""
         same = self.settings.eval_precision is EvalPrecision.SAME
         return autocast(self.device.type, self._dtype if same else None)
 
     def parameters(self) -> list[torch.Tensor]:
-        """All parameters of the models and the optimizers that are known now."""
+        """All parameters of the models and optimizers known so far."""
         return parameters_in(self.models, self.optimizers)
 
     def loss_scale(self) -> torch.Tensor:
@@ -300,13 +296,14 @@ class AmpCore:
         return self.scaler.loss_scale()
 
     def steps(self, optimizer: Optimizer) -> StepCounts:
-        """The steps of one optimizer, counted on the device."""
+        """The step counts of one optimizer."""
         return self.windows[optimizer].counts
 
     @property
     def applied_steps(self) -> torch.Tensor:
-        """Applied steps of the first optimizer, (), int64, on the device; ask after
-        every step.
+        """Applied steps of the first optimizer, (), int64, on the device.
+
+        Read it again after every step.
         """
         return self.windows.first.counts.applied
 
@@ -316,8 +313,8 @@ class AmpCore:
         device.
 
         Raises:
-            ConfigError: between a step and `update`, where it is that of the step
-                before.
+            ConfigError: between a step and `update`, because the newest step is not
+                counted yet.
         """
         if self.scaler.has_uncounted_steps():
             problem = (
@@ -329,15 +326,15 @@ class AmpCore:
 
     @property
     def attempted_steps(self) -> int:
-        """Steps of the first optimizer, applied or skipped."""
+        """Steps of the first optimizer, applied and skipped."""
         return self.windows.first.counts.attempted
 
     @contextmanager
     def without_steps(self, scale: float | None = None) -> Iterator[None]:
         """Step, zero, clip and count nothing in this block.
 
-        It lets a batch be rehearsed to find a fault or the loss scale. It has windows
-        of its own, and what the scaler notes in it is forgotten.
+        A rehearsal uses it to look for a fault or the loss scale. The block has its own
+        windows, and what the scaler records in it is dropped at its end.
 
         Args:
             scale: The loss scale in this block; by default the current one.
@@ -356,11 +353,11 @@ class AmpCore:
             yield
 
     def rehearsal_by(self, train: Callable[[], object], batch: Any = None) -> Rehearsal:
-        """The rehearsal of a batch, without steps.
+        """Make the rehearsal of a batch.
 
         Args:
             train: Trains the batch.
-            batch: The batch, for those who look for a fault in it.
+            batch: The batch itself, so that its data can be examined.
         """
 
         def train_without_steps(scale: float | None) -> None:
@@ -372,10 +369,10 @@ class AmpCore:
     # What `AmpLoop` and `MixedPrecision` do differently.
 
     def _meet(self, optimizer: Optimizer) -> None:
-        """Called with each optimizer before its first step.
+        """Called with each optimizer when this training first sees it.
 
         Raises:
-            ConfigError: if it trains weights in 16 bits.
+            ConfigError: if the optimizer trains weights in 16 bits.
         """
         trained = {p.dtype for p in parameters_of(optimizer) if p.requires_grad}
         for dtype in trained.intersection(SIXTEEN_BITS):
@@ -387,13 +384,11 @@ class AmpCore:
             raise ConfigError(self.source, [problem])
 
     def _rehearsal(self) -> Rehearsal | None:
-        """The rehearsal of the newest batch; None if there is no batch."""
+        """The rehearsal of the newest batch; None if there is none."""
         raise NotImplementedError
 
     def _others_that_step(self) -> Sequence[tuple[object, str]]:
-        """Other objects than optimizers that move weights, each with the name of its
-        method.
-        """
+        """What else moves weights or schedules: objects, each with a method name."""
         return ()
 
     # What both use.
@@ -409,10 +404,10 @@ class AmpCore:
             )
 
     def _see_steps(self) -> Callable[[], object]:
-        """See all steps in the process, as long as somebody holds this training.
+        """Check every step in the process, for as long as this training is alive.
 
         Returns:
-            What ends it before that.
+            A function that ends this earlier.
         """
         _hear_of_all_steps()
         reference = weakref.ref(self, _TRAININGS.remove)
@@ -420,10 +415,10 @@ class AmpCore:
         return partial(_TRAININGS.remove, reference)
 
     def _see_steps_of(self, optimizer: Optimizer) -> None:
-        """See those of a wrapper, too, that torch has no hooks for."""
+        """Check the steps of this optimizer even if torch's step hooks miss them."""
         try:
             optimizer.register_step_pre_hook(do_nothing).remove()
-        except AttributeError:  # it never calls `Optimizer.__init__`, or is none
+        except AttributeError:  # a wrapper that never calls `Optimizer.__init__`
             step = optimizer.step
 
             @wraps(step)
@@ -446,18 +441,21 @@ class AmpCore:
 
 @cache
 def _hear_of_all_steps() -> None:
-    """Register one hook, for good: another thread may go over the hooks of torch
-    when a later training begins or ends.
+    """Register one hook, and never remove it.
+
+    Another thread may iterate over torch's hooks when a later training begins or ends.
     """
     handle = register_optimizer_step_pre_hook(_before_any_step)
     hooks: Any = handle.hooks_dict_ref()
-    # First: the doctor must not count a step that is refused.
+    # It runs first, so that the doctor does not count a step that is refused.
     hooks.move_to_end(handle.id, last=False)
 
 
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Ask every training about a step that no scaler makes: what the scaler of one
-    makes is no mistake in another training of the same model.
+    """Ask every training about a step that no scaler makes.
+
+    A step by the scaler of one training is right even if another training has the same
+    model.
     """
     for reference in list(_TRAININGS):
         training = reference()
@@ -468,10 +466,10 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _weakly(method: Callable[..., T]) -> Callable[..., T | None]:
-    """A function that calls a method while the object of the method is alive.
+    """Make a function that calls a method only while the method's object is alive.
 
-    A training that nobody holds any more refuses no step. So its parts hold it by weak
-    references alone: in a circle it would live until Python collects it.
+    A training that nobody uses any more must not refuse steps. So its parts reference
+    it weakly: a reference cycle would keep it alive until Python collects garbage.
     """
     reference = weakref.WeakMethod(method)
 

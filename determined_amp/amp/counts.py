@@ -1,7 +1,7 @@
 """Sums and counts on the device that cost the host little.
 
-To add one number to a tensor costs the host several kernels, to keep it in a list costs
-nothing. So the numbers are kept, and 64 of them are added up at once.
+Adding one number to a tensor costs the host several kernel launches. Keeping it in a
+list costs nothing. So numbers are kept, and added up 64 at a time.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class DeviceSum:
     """A float64 sum of many small device tensors.
 
     Args:
-        device: Where the sum is.
-        finite_only: Leave out what is not finite.
+        device: The device of the sum.
+        finite_only: Whether to leave out numbers that are not finite.
     """
 
     def __init__(self, device: torch.device, *, finite_only: bool = False) -> None:
@@ -27,8 +27,9 @@ class DeviceSum:
         self._weight = 1
 
     def add(self, value: torch.Tensor, weight: int = 1) -> None:
-        """Add a tensor, (), `weight` times; it must not change later. No
-        synchronisation.
+        """Add a tensor, (), `weight` times. It must not change afterwards.
+
+        No synchronisation.
         """
         if weight != self._weight or len(self._waiting) == _HANDFUL:
             self.total()
@@ -51,21 +52,19 @@ class DeviceSum:
 
 
 class StepCounts:
-    """How many steps of one optimizer were attempted, and how many of them were
-    applied.
+    """How many steps of one optimizer were attempted, and how many were applied.
 
-    As long as the host knows whether each step was skipped, the counts are its own
-    numbers. The outcomes that only the device knows are kept, and summed up there when
-    a count is read or after 64 steps.
+    While the host knows the outcome of every step, the counts are Python numbers.
+    Outcomes that only the device knows are kept, and added up there when a count is
+    read or after 64 steps.
 
     Args:
-        device: The device of its parameters.
-        can_skip: Whether there is a loss scale; without one every step is applied.
+        device: The device of the optimizer's parameters.
+        can_skip: Whether there is a loss scale. Without one every step is applied.
 
     Attributes:
-        attempted: Steps applied or skipped so far.
-        began: Steps applied and steps skipped before this run, as a checkpoint has
-            them.
+        attempted: Steps so far, applied and skipped.
+        began: Applied and skipped steps before this run, from the checkpoint.
     """
 
     def __init__(self, device: torch.device, *, can_skip: bool) -> None:
@@ -74,17 +73,18 @@ class StepCounts:
         self._device = device
         self._can_skip = can_skip
         self._applied: int | torch.Tensor = 0
-        # The number of the last applied step.
+        # The number of the last applied step among the attempted ones, from 1.
         self._last_applied: int | torch.Tensor = 0
-        # Whether each step was skipped that the device has not counted yet.
+        # `found_inf` of each step that is not in `_applied` yet.
         self._outcomes: list[torch.Tensor] = []
 
     def count(self, skipped: bool | torch.Tensor) -> None:
         """Count a step. No synchronisation.
 
         Args:
-            skipped: `found_inf` of `GradScaler`, (), not 0 for a skipped step, which
-                must not change later; or a bool if the host knows.
+            skipped: A bool if the host knows the outcome, else `found_inf` of
+                `GradScaler`, (), not 0 for a skipped step. It must not change
+                afterwards.
         """
         if isinstance(skipped, torch.Tensor):
             self.attempted += 1
@@ -101,23 +101,25 @@ class StepCounts:
 
     @property
     def applied_on_host(self) -> int | None:
-        """Steps applied so far; None after a step that only the device knows about."""
+        """Steps applied so far; None if only the device knows."""
         is_known = isinstance(self._applied, int) and not self._outcomes
         return int(self._applied) if is_known else None
 
     @property
     def applied(self) -> torch.Tensor:
-        """Steps applied so far, (), int64, on the device; ask after every step."""
+        """Steps applied so far, (), int64, on the device.
+
+        Read it again after every step.
+        """
         self._settle()
         return self._on_device(self._applied)
 
     @property
     def last_step_applied(self) -> torch.Tensor:
-        """Whether the newest step was applied, (), bool, on the device; ask after every
-        step.
+        """Whether the newest step was applied, (), bool, on the device.
 
-        It can gate, without a synchronisation, what must not move on a skipped step,
-        such as an average of the weights.
+        Read it again after every step. It can gate what must not move on a skipped
+        step, such as an average of the weights, without a synchronisation.
         """
         self._settle()
         if not self.attempted:
@@ -147,7 +149,7 @@ class StepCounts:
         self._outcomes.clear()
 
     def _settle(self) -> None:
-        """Count the outcomes that are kept. No synchronisation."""
+        """Add the kept outcomes to the counts. No synchronisation."""
         if not self._outcomes:
             return
         last = self._on_device(self._last_applied)

@@ -21,8 +21,7 @@ class Problem(str):
     """One mistake in a configuration, as a sentence that begins with its key.
 
     Args:
-        key: The dotted key that is wrong; empty for a mistake of the whole
-            configuration.
+        key: The dotted key that is wrong; empty if the mistake is not about one key.
         text: What was given, what is allowed, what to do.
     """
 
@@ -35,13 +34,11 @@ class Problem(str):
 
 
 class ConfigError(UserError, ValueError):
-    """All mistakes in one configuration, one per line; the first line has the first
-    mistake.
+    """All mistakes in one configuration, one per line, the first on the first line.
 
     Args:
         source: A file, the name of an experiment, or a command-line option.
-        problems: The mistakes. One without a key is a mistake of the whole
-            configuration.
+        problems: The mistakes. A plain string is a mistake without a key.
     """
 
     def __init__(self, source: str, problems: Iterable[str]) -> None:
@@ -58,7 +55,7 @@ class ConfigError(UserError, ValueError):
 
 
 class Problems(list[Problem]):
-    """The mistakes in a configuration so far; of several in a key the first counts."""
+    """The mistakes found so far in a configuration; only the first one per key."""
 
     def append(self, problem: Problem) -> None:
         if not problem.key or problem.key not in {known.key for known in self}:
@@ -69,7 +66,7 @@ class Problems(list[Problem]):
             self.append(problem)
 
     def raise_from(self, source: str) -> None:
-        """Raise a `ConfigError` of the source if there is a mistake."""
+        """Raise a `ConfigError` with this source if there is a mistake."""
         if self:
             raise ConfigError(source, self)
 
@@ -80,7 +77,7 @@ class GuardError(UserError):
     Args:
         message: What happened, why, and what to do.
         state_is_good: Whether the weights are worth a checkpoint.
-        metrics: The report, or the metrics of the validation, that the run ends with.
+        metrics: The report or the validation metrics that the run ends with.
     """
 
     def __init__(self, message: str, *, state_is_good: bool, metrics: Metrics) -> None:
@@ -90,13 +87,13 @@ class GuardError(UserError):
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The name that is spelt most alike; empty if none is near."""
+    """The name with the most similar spelling; empty if none is similar."""
     near = difflib.get_close_matches(name, [*names], n=1, cutoff=0.75)
     return near[0] if near else ""
 
 
 def near_name(name: str, names: Iterable[str], otherwise: str = "") -> str:
-    """A question that names the nearest name; without a near one `otherwise`."""
+    """The question "did you mean ...?" if a name is similar, else `otherwise`."""
     near = nearest(name, names)
     return f"; did you mean {near}?" if near else otherwise
 
@@ -108,5 +105,5 @@ def one_line(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """A text whose control characters, which a terminal would obey, are replaced."""
+    """A text without its control characters, which a terminal would obey."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)

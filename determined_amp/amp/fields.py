@@ -1,10 +1,9 @@
-"""Checks settings, whether a YAML or a script gives them, and names every mistake.
+"""Checks settings from a YAML or a script, and names every mistake.
 
 A settings class is a frozen dataclass whose fields are declared with `setting`. `read`
 makes one from a section of a YAML, `fill` from the arguments of a call. Both check
 types and bounds, and ask the class for contradictions between fields. Nothing is
-guessed: an unknown key, a string instead of a number and a float instead of an integer
-are mistakes.
+guessed: an unknown key, a string for a number and a float for an integer are mistakes.
 
 There is one exception: a float field accepts an integer, because a cluster passes
 hyperparameters as JSON, where 65536.0 becomes 65536.
@@ -28,10 +27,10 @@ from determined_amp.amp.errors import ConfigError, Problem, near_name, nearest
 
 T = TypeVar("T")
 
-# What fields say against each other: pairs `(key, sentence)`.
+# Contradictions between fields, as pairs `(key, sentence)`.
 Contradictions = Iterator[tuple[str, str]]
 
-# The types of a value, in words.
+# How messages describe the type of a value.
 _IN_WORDS = {
     bool: "true or false",
     int: "an integer",
@@ -42,7 +41,7 @@ _IN_WORDS = {
 }
 _MAPPING = "a mapping of keys to values"
 
-# Metadata keys of the bounds of a field, each with its sign.
+# The metadata keys of a field's bounds, each with its sign and comparison.
 BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "at_least": (">=", operator.ge),
     "above": (">", operator.gt),
@@ -72,7 +71,7 @@ def setting(
 
 
 def is_settings_class(cls: object) -> bool:
-    """Whether `cls` is a dataclass, and `setting` declares all of its fields."""
+    """Whether `cls` is a dataclass with all its fields declared by `setting`."""
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         return False
     return all(_DECLARED in field.metadata for field in dataclasses.fields(cls))
@@ -85,23 +84,23 @@ def read(
     problems: list[Problem],
     known: Mapping[str, object] = MappingProxyType({}),
 ) -> T | None:
-    """Build `cls` from the mapping `raw`; None after appending its mistakes to
-    `problems`.
+    """Build `cls` from the mapping `raw`, or extend `problems` and return None.
 
     Args:
-        cls: A frozen dataclass whose fields are `bool`, `int`, `float`, `str`,
+        cls: A frozen dataclass. Each field is a `bool`, `int`, `float`, `str`,
             `tuple[str, ...]`, an `enum.Enum`, another settings class, a number or an
-            enum, or one of these `| None`. It may define `contradictions(self,
-            fields_set: frozenset[str]) -> Contradictions`, and `section_of(text: str)`,
-            which returns the section that a text stands for, or None, with `ALLOWED`,
-            which names both forms. With
-            `READ_IN_PART = True` it has some keys of a section: others are no mistakes,
-            and null counts as no key.
+            enum, or one of these `| None`. The class may define `contradictions(self,
+            fields_set: frozenset[str]) -> Contradictions`. It may define
+            `section_of(text: str)`, which returns the section that a text stands for,
+            or None, and `ALLOWED`, which describes both forms. With `READ_IN_PART =
+            True` it reads only the keys of its fields: other keys are not mistakes,
+            and null counts as a missing key.
         raw: The section, as read from YAML or JSON.
         path: Dotted name of the section, for messages; empty for the whole
             configuration.
-        problems: The mistakes that are known already.
-        known: Sections that were read before, by key, for fields of their class.
+        problems: The mistakes found so far; new ones are appended.
+        known: Settings that were built before, by key. A field of the same class uses
+            them.
     """
     section_of = getattr(cls, "section_of", None)
     if isinstance(raw, str) and section_of is not None:
@@ -121,17 +120,17 @@ def fill(
     problems: list[Problem],
     known: Mapping[str, object] = MappingProxyType({}),
 ) -> bool:
-    """Give a settings object its values, which it has not yet.
+    """Set the fields of a settings object that has none yet.
 
     Args:
         settings: An empty object of a settings class.
-        raw: See `read`; a script may give a member of an enumeration, and not its word.
+        raw: See `read`. A script may give an enumeration member instead of its word.
         path: See `read`.
         problems: See `read`.
         known: See `read`.
 
     Returns:
-        False after appending mistakes to `problems`.
+        False if mistakes were appended to `problems`.
     """
     cls: Any = type(settings)
     fields = dataclasses.fields(cls)
@@ -143,7 +142,7 @@ def fill(
     hints = _hints_of(cls)
     for field in fields:
         if field.name not in raw and nearest(field.name, unknown):
-            continue  # it is not missing, but misspelt
+            continue  # it is misspelt, not missing
         place = _join(path, field.name)
         value = known.get(field.name) if field.name in raw else None
         if type(value) not in _kinds(hints[field.name])[0]:
@@ -158,7 +157,7 @@ def fill(
 def _contradictions(
     settings: Any, raw: Mapping[Any, object], path: str
 ) -> list[Problem]:
-    """What the fields of a settings object say against each other."""
+    """The contradictions between the fields of a settings object."""
     if not hasattr(settings, "contradictions"):
         return []
     given = frozenset(key for key, value in raw.items() if value is not None)
@@ -166,7 +165,7 @@ def _contradictions(
     return [Problem(_join(path, key), text) for key, text in pairs]
 
 
-# Of a class they never change, and a search reads each of its classes a thousand times.
+# Cached, because a search reads each settings class a thousand times.
 _hints_of = functools.cache(typing.get_type_hints)
 
 
@@ -199,7 +198,7 @@ def plain(value: Any) -> Any:
 
 
 def shown(raw: object) -> str:
-    """A value in a message, shortened to 60 characters."""
+    """A value as messages show it, shortened to 60 characters."""
     text = repr(raw)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -220,9 +219,7 @@ def _value(
     field: dataclasses.Field[Any],
     problems: list[Problem],
 ) -> object:
-    """The value of a field in its section; a required section that is missing counts as
-    empty.
-    """
+    """The value of a field in its section. A missing required section is empty."""
     kinds, optional = _kinds(hint)
     is_section, required = (
         dataclasses.is_dataclass(kinds[0]),
@@ -255,8 +252,7 @@ def _converted(kind: Any, raw: Any) -> object:
     if _is_enum(kind):
         if isinstance(raw, kind):
             return raw
-        # By their text: a member's value may be a bool, and Python's bools equal
-        # numbers.
+        # Compared as text: a member's value may be a bool, and in Python True == 1.
         return {repr(member.value): member for member in kind}.get(repr(raw))
     if typing.get_origin(kind) is tuple:
         listed = isinstance(raw, (list, tuple)) and all(
@@ -287,9 +283,7 @@ def _kinds(hint: Any) -> tuple[list[Any], bool]:
 def _bounds(
     field: dataclasses.Field[Any],
 ) -> Iterator[tuple[str, Callable[[Any, Any], bool], Any]]:
-    """The bounds of a field: each with its sign, and the comparison that holds within
-    it.
-    """
+    """The bounds of a field: the sign, the comparison and the limit of each."""
     for name, (sign, holds) in BOUNDS.items():
         if name in field.metadata:
             yield sign, holds, field.metadata[name]

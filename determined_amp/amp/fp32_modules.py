@@ -1,25 +1,24 @@
-"""Float32 islands: modules that compute in float32 while the model around them is
-autocast.
+"""Float32 islands: modules that compute in float32 inside an autocast model.
 
-For what overflows or rounds too coarsely in 16 bits: large logits, norms, attention
-scores. An island casts its 16-bit inputs up and runs its `forward` with autocast off,
-as the documentation of `torch.autocast` does it, but needs no change of the model's
-source.
+Use them for what overflows or rounds too coarsely in 16 bits: large logits, norms,
+attention scores. An island casts its 16-bit inputs to float32 and runs its `forward`
+with autocast off. The documentation of `torch.autocast` does the same, but an island
+needs no change in the model's source.
 
-* Its results stay float32, as those of autocast's own float32 operations do. Cast down
-  they would overflow after all. The next product or convolution casts them, sums and
-  `cat` promote, an in-place sum rounds to its target; `index_put`, `scatter` and `lerp`
-  into a 16-bit tensor raise.
-* `forward` is replaced on the instance: names, `state_dict` keys and types stay. It is
-  a `partial` of a bound method because `copy.deepcopy` and `pickle` rebind that to the
-  copy; a closure would go on calling the original's `forward`.
-* A context manager, not a pair of hooks: checkpointing leaves a recomputed `forward` by
-  an exception, and autocast must come back then too.
+* Results stay float32, as those of autocast's own float32 operations do. Cast to 16
+  bits, they would overflow after all. The next product or convolution casts them, sums
+  and `cat` promote, and an in-place sum rounds to its target. `index_put`, `scatter`
+  and `lerp` into a 16-bit tensor raise an error.
+* `forward` is replaced on the instance, so names, `state_dict` keys and types stay. It
+  is a `partial` of a bound method because `copy.deepcopy` and `pickle` rebind that to
+  the copy. A closure would go on calling the original's `forward`.
+* A context manager turns autocast off, not a pair of hooks: checkpointing leaves a
+  recomputed `forward` by an exception, and must restore autocast, too.
 * Only a module that is called can be an island. `nn.MultiheadAttention` reads the
-  weights of its `out_proj` itself: name the attention.
-* `torch.compile` leaves an island out. Compiled, its backward would multiply in 16
-  bits, seen with torch 2.3 and 2.15: its autocast is the surrounding one (pytorch issue
-  179804).
+  weights of its `out_proj` itself, so name the attention instead.
+* `torch.compile` leaves islands out. The backward of a compiled island would use the
+  surrounding autocast and multiply in 16 bits (pytorch issue 179804; seen with torch
+  2.3 and 2.15).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from determined_amp.amp.torch_private import is_compiled, version_of
 
 
 class IslandError(UserError):
-    """The patterns of `fp32_modules` name no module, or leave nothing to autocast."""
+    """The patterns of `fp32_modules` match no module, or leave nothing to autocast."""
 
 
 def keep_in_float32(
@@ -53,8 +52,7 @@ def keep_in_float32(
     *,
     compiled: bool = False,
 ) -> list[str]:
-    """Turn the matching modules into islands; where autocast is off they compute as
-    before.
+    """Turn the matching modules into islands. Without autocast they compute as before.
 
     Args:
         model: The model, before `context.wrap_model`; changed in place.
@@ -62,18 +60,18 @@ def keep_in_float32(
             `model.named_modules()`. A container without a `forward` (`nn.ModuleList`)
             stands for its members.
         device_type: Where the model computes: "cpu" or "cuda".
-        compiled: Whether the model around the islands will be compiled; one that is
+        compiled: Whether the model around the islands will be compiled. A model that is
             compiled already is recognised.
 
     Returns:
         The names of the islands, in the order of `named_modules()`.
 
     Raises:
-        IslandError: naming every pattern that is no regular expression or matches no
+        IslandError: naming every pattern that is not a regular expression or matches no
             module; or if every parameter is in an island.
     """
     names = _chosen(model, patterns)
-    # Asked only where it is needed: it imports the compiler.
+    # Only where it is needed, because `torch.compiler.disable` imports the compiler.
     in_float32 = _in_float32
     if names and (compiled or is_compiled(model)):
         in_float32 = torch.compiler.disable(_in_float32)  # type: ignore[no-untyped-call]  # torch
@@ -87,7 +85,7 @@ def keep_in_float32(
 def meanwhile_in_float32(
     modules: Iterable[nn.Module], device_type: str
 ) -> Iterator[None]:
-    """Make islands of these modules in this block, to see whether that helps."""
+    """Turn modules into islands in this block, to see whether that helps."""
     with ExitStack() as stack:
         for module in modules:
             forward = partial(_in_float32, module.forward, device_type)
@@ -96,7 +94,7 @@ def meanwhile_in_float32(
 
 
 def matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """The patterns that match a module of this model, or are no regular expressions."""
+    """The patterns that match a module of this model or are not regular expressions."""
     modules = dict(model.named_modules(remove_duplicate=False))
     return [pattern for pattern in patterns if _matching(modules, pattern)]
 
@@ -146,15 +144,13 @@ def _matching(modules: dict[str, nn.Module], pattern: str) -> list[str] | re.err
 
 
 def _parameters_outside(model: nn.Module, islands: set[str]) -> bool:
-    # the root holds all names
+    # the root, named "", holds all parameters
     prefixes = tuple(f"{name}." if name else "" for name in islands)
     return not all(name.startswith(prefixes) for name, _ in model.named_parameters())
 
 
 def _near(pattern: str, modules: dict[str, nn.Module]) -> str:
-    """Up to three names whose last part is like that of `pattern`; else the first
-    names.
-    """
+    """Up to three names that end like `pattern`; without any, the first names."""
     names = [name for name in modules if name]
     last_parts = {name: name.rpartition(".")[2] for name in names}
     plain = re.sub(r"[\\^$.*+?()\[\]{}|]+", ".", pattern).strip(".")
@@ -177,16 +173,15 @@ def _in_float32(
 
 
 def write_back(replaced: Sequence[tuple[Any, Any]]) -> None:
-    """Copy what a module has written into the casts of `as_float32` back to the
-    caller's objects.
+    """Copy what a module wrote into the casts of `as_float32` to the caller's objects.
 
     Args:
-        replaced: The pairs of `as_float32`.
+        replaced: The pairs that `as_float32` collected.
     """
     original_of = {id(cast): original for original, cast in replaced}
     for original, cast in replaced:
         if isinstance(original, torch.Tensor):
-            if not cast.is_inference() and version_of(cast):  # in place
+            if not cast.is_inference() and version_of(cast):  # was written in place
                 original.copy_(cast)
         elif isinstance(original, list):
             original[:] = [original_of.get(id(item), item) for item in cast]
@@ -200,16 +195,15 @@ def write_back(replaced: Sequence[tuple[Any, Any]]) -> None:
 
 
 def as_float32(value: Any, replaced: list[tuple[Any, Any]] | None = None) -> Any:
-    """Cast the float16 and bfloat16 tensors in nested tuples, lists, dicts and
-    dataclasses.
+    """Cast the 16-bit tensors in nested tuples, lists, dicts and dataclasses.
 
     A container without such a tensor is returned itself, so that a module can still
     write to it.
 
     Args:
         value: Anything.
-        replaced: Gets a pair for each tensor and container that was replaced: the old
-            and the new.
+        replaced: Collects a pair (old, new) for each tensor and container that was
+            replaced.
     """
     cast = value
     if isinstance(value, torch.Tensor):
@@ -225,7 +219,7 @@ def as_float32(value: Any, replaced: list[tuple[Any, Any]] | None = None) -> Any
 
 
 def items_of(value: Any) -> Mapping[Any, Any]:
-    """What a container holds, by key, index or field; empty if it is none."""
+    """The items of a container by key, index or field; empty for anything else."""
     if isinstance(value, (list, tuple)):
         return dict(enumerate(value))
     if isinstance(value, dict):
@@ -247,7 +241,7 @@ def with_items(value: Any, items: Mapping[Any, Any]) -> Any:
     for key, item in items.items():
         if isinstance(value, dict):
             copied[key] = item
-        # A field, of a frozen dataclass, too; or an item that is an attribute as well.
+        # A field, even of a frozen dataclass, or an item that is also an attribute.
         if key in attributes or not isinstance(value, dict):
             object.__setattr__(copied, key, item)
     return copied

@@ -1,9 +1,8 @@
-"""Ends a run that no longer trains, after a checkpoint of its last good state and with
-the cause.
+"""Ends a run that no longer trains, and names the cause.
 
 `GradScaler` skips steps silently, however many there are. The guard judges the numbers
-that a report has read, between which it never waits for the device. They are the same
-on every slot, so all slots stop together.
+of each report, and never waits for the device between two reports. All slots have the
+same numbers, so all slots stop together.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from determined_amp.amp.tensors import is_not_finite
 
 logger = logging.getLogger(__name__)
 
-# max_skip_ratio is judged over at least this many optimizer steps, and not before as
-# many have been applied since the start of the run, where the loss scale finds its
-# level.
+# max_skip_ratio is judged over at least this many optimizer steps. Before this many
+# have been applied since the start of the run, the loss scale still settles, and
+# nothing is judged.
 MIN_STEPS_TO_JUDGE = 10
 
-# How a message ends if the newest batch shows no cause.
+# The end of a message if the newest batch shows no cause.
 _FINITE = "The newest batch alone is finite"
 
-# The rehearsal of the newest batch; None before the first batch.
+# Returns the rehearsal of the newest batch; None if there is none.
 NewestRehearsal = Callable[[], "Rehearsal | None"]
 
 
@@ -48,18 +47,18 @@ class Guard:
     """Watches all models and optimizers of one training.
 
     Args:
-        settings: The `amp` section, which says what counts as failure.
-        metrics: The training's metrics; the newest report is judged.
-        scaler: Its scaler.
-        models: Its models; more may come until `start`.
-        slots: Its processes. All of them judge at the same time.
+        settings: The `amp` section, which says what counts as a failure.
+        metrics: The metrics of the training. The guard judges the newest report.
+        scaler: The scaler of the training.
+        models: The models of the training. More may be appended until `start`.
+        slots: The processes of the training. All of them judge at the same time.
         newest: Returns the rehearsal of the newest batch.
 
     Attributes:
-        enabled: Set it to False before the training where a command borrows the loop:
-            everything passes, and nothing is audited, found or warned of.
-        without_rehearsal: What to say instead of a cause if there is no batch to train
-            again.
+        enabled: A command that borrows the loop sets it to False before the training.
+            Then nothing is judged, audited, found or warned about.
+        without_rehearsal: What a message says instead of a cause if no batch can be
+            rehearsed.
     """
 
     def __init__(
@@ -81,25 +80,23 @@ class Guard:
         self._slots = slots
         self._newest = newest
         self._statistics = RunningStatistics(())
-        # Applied and skipped steps of each optimizer when their ratio was judged last.
+        # Applied and skipped steps of each optimizer when its ratio was last judged.
         self._judged_at: dict[str, tuple[int, int]] = {}
         self._norm_at_start: torch.Tensor | None = None
-        # Since the share of batches that were left out was judged last.
+        # Counts since the share of left-out batches was last judged.
         self._left_out = self._batches = 0
         self._explained = False
-        self._says_nothing_trained = True  # once
+        self._says_nothing_trained = True  # until it has said it
 
     def start(self) -> None:
-        """Remember the state at the start of the run; synchronises."""
+        """Record the state at the start of the run; synchronises."""
         if not self.enabled:
             return
         self._statistics = RunningStatistics(self._models)
         self._norm_at_start = self._norm()
 
     def warn_of_no_applied_step(self) -> None:
-        """Warn once if a run that has stepped or reported has applied no step;
-        synchronises.
-        """
+        """Warn once if a run with a step or report applied no step; synchronises."""
         if not self.enabled or self._slots.rank:
             return
         skipped_in_all = 0
@@ -144,23 +141,21 @@ class Guard:
             self.fail(failure, metrics)
 
     def repair(self) -> None:
-        """Put back running statistics that are not finite; called before a validation,
-        too.
-        """
+        """Restore running statistics that are not finite, also before a validation."""
         self._statistics.repair()
 
     def fail(self, failure: str, metrics: Metrics) -> None:
-        """End the run, or warn, with the cause of a failure.
+        """End the run with the cause of a failure, or log it as a warning.
 
         Args:
             failure: A sentence without its full stop.
-            metrics: The report that shows it.
+            metrics: The report or validation that shows the failure.
 
         Raises:
             GuardError: unless `on_overflow` is `warn`.
         """
-        # A rehearsal changes what a trial itself keeps, such as a queue. So warnings
-        # get only one.
+        # A rehearsal changes what the trial keeps itself, such as a queue. So only the
+        # first warning looks for the cause.
         warns = self._settings.on_overflow is OnOverflow.WARN
         is_known = warns and self._explained
         self._explained = True
@@ -175,12 +170,9 @@ class Guard:
         logger.warning("%s", message)
 
     def _cause(self) -> str:
-        """Rehearse the newest batch of every slot; return the cause on the first in
-        trouble.
-        """
+        """Rehearse every slot's newest batch; return the first bad slot's cause."""
         rehearsal = self._newest()
-        # A loop may give its batch on some slots only, and the search needs all of
-        # them.
+        # A loop may give its batch on some slots only, but all slots must take part.
         given = self._slots.allgather(rehearsal is not None)
         if rehearsal is None or not all(given):
             return self.without_rehearsal
@@ -208,7 +200,10 @@ class Guard:
                 yield whose + failure
 
     def _failure_of_batches(self) -> Iterator[str]:
-        """A loop may leave out a batch whose loss is not finite: no step shows it."""
+        """Judge the batches that a loop left out because their loss was not finite.
+
+        They made no step, so no step report shows them.
+        """
         self._left_out += self._metrics.left_out
         self._batches += self._metrics.batches
         left_out, batches = self._left_out, self._batches
@@ -244,11 +239,10 @@ class Guard:
             )
 
     def _skip_ratio(self, step: StepReport) -> float:
-        """The skipped share since the last judgement, over whole reports with at least
-        ten steps.
+        """The share of skipped steps since the last judgement, over ten or more steps.
 
-        It is 0 until ten steps have been applied: a scale k bits too high skips k
-        steps.
+        It is 0 until ten steps of the run have been applied, because a scale that
+        starts k bits too high skips k steps.
         """
         before = self._judged_at.get(step.name, step.began)
         applied, skipped = step.applied - before[0], step.skipped - before[1]
@@ -259,9 +253,7 @@ class Guard:
         return 0.0 if is_settling else skipped / (applied + skipped)
 
     def _norm(self, order: float = 2.0) -> torch.Tensor | None:
-        """A norm of all weights, (), float64, on the device of the first; None without
-        any.
-        """
+        """A norm of all weights, (), float64, on one device; None if there are none."""
         known = (p for p in self._scaler.parameters() or () if not is_lazy(p))
         weights = [p.detach() for p in known if p.is_floating_point() and p.numel()]
         if not weights:
@@ -275,7 +267,7 @@ class Guard:
 
 
 def _growth(before: torch.Tensor | None, now: torch.Tensor | None) -> float:
-    """The factor by which the weights have grown; 1 if it is not known."""
+    """The factor by which the weights have grown; 1 if unknown."""
     if before is None or now is None or not before > 0:
         return 1.0
     return float(now.to(before.device) / before)

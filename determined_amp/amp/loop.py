@@ -1,5 +1,4 @@
-"""Mixed precision for any training loop of PyTorch; nothing in a step waits for the
-device.
+"""Mixed precision for any PyTorch training loop.
 
     amp = AmpLoop(AmpSettings(Precision.AMP_FP16), device)
     model = amp.prepare(net()).to(device)
@@ -16,8 +15,9 @@ device.
         if step % 100 == 99:
             report(amp.report(batch, loss_fn))  # synchronises; the guard judges
 
-The recipe is PyTorch's own and stays visible. This object builds its parts correctly,
-counts and reports what they do, and resumes them to the bit.
+The recipe is PyTorch's own and stays visible. `AmpLoop` builds its parts correctly,
+counts and reports what they do, and resumes them to the bit. With a fused optimizer
+nothing in a step waits for the device.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class AmpLoop(AmpCore):
         settings: The `amp` section of a YAML.
         device: Where the training computes.
         slots: The processes of the training, such as `core_context.distributed` of
-            Determined; by default those of torch's default group, or this one if there
-            is no group.
+            Determined. By default the processes of torch's default group, or only this
+            process if there is no group.
 
     Raises:
-        ConfigError: if the settings ask for the loss scale to be found.
+        ConfigError: if `init_scale` is `find`.
         PrecisionError: if the device only emulates the precision.
     """
 
@@ -94,22 +94,26 @@ class AmpLoop(AmpCore):
         return model
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Give an optimizer the next number, and return it.
+        """Give an optimizer the next number, and return the optimizer.
 
-        With several optimizers, call it for each of them before `load_state_dict`: by
-        their numbers a saved state finds its optimizer. A single optimizer needs no
+        With several optimizers, call it for each of them before `load_state_dict`: a
+        saved state finds its optimizer by this number. A single optimizer needs no
         call.
+
+        Raises:
+            ConfigError: if the optimizer trains weights in 16 bits.
         """
         self._meet(optimizer)
         return optimizer
 
     def start(self) -> None:
-        """Check the settings against the models, and remember how the training begins.
+        """Check the settings against the models, and record the state at the start.
 
         The first `autocast` calls it. Synchronises.
 
         Raises:
-            ConfigError: if a setting of the models has no effect.
+            ConfigError: if a setting needs a model, and none was prepared.
+            IslandError: if a pattern of `fp32_modules` matches no module.
         """
         if not self.models:
             logger.warning(
@@ -134,8 +138,8 @@ class AmpLoop(AmpCore):
         Call it after accumulation, before `scaler.step`.
 
         Args:
-            optimizer: The one to be stepped.
-            max_norm: Largest 2-norm of its gradients; infinite only measures it.
+            optimizer: The optimizer that steps next.
+            max_norm: Largest 2-norm of its gradients; infinity only measures the norm.
 
         Raises:
             ConfigError: if `max_norm` is not above 0.
@@ -146,14 +150,13 @@ class AmpLoop(AmpCore):
     def update(
         self, loss: torch.Tensor | float | None = None, samples: int | None = None
     ) -> dict[str, float]:
-        """End a batch: call `scaler.update()` if an optimizer was stepped, and count
-        everything.
+        """End a batch: call `scaler.update()` if an optimizer stepped, and count.
 
-        Call it once a batch, also where gradients accumulate over several.
+        Call it once per batch, even if gradients accumulate over several batches.
 
         Args:
             loss: Mean loss of the batch, unscaled, one number; reported as `loss`.
-            samples: Samples in it; without it no speed is reported.
+            samples: Samples in the batch; if None, no speed is reported.
 
         Returns:
             What a trial's `train_batch` must return; a loop can ignore it.
@@ -176,14 +179,14 @@ class AmpLoop(AmpCore):
         It is a collective call: all slots must make it.
 
         Args:
-            batch: The newest batch. If the guard has to end the run, it rehearses this
-                batch to find the cause, operation by operation. All state is restored.
+            batch: The newest batch. If the guard ends the run, it rehearses this batch
+                to find the cause, operation by operation. All state is restored.
             loss_fn: Runs the forward of a batch and returns the loss, as for
                 `find_loss_scale`.
 
         Raises:
-            GuardError: if the run no longer trains; save a checkpoint if its
-                `state_is_good`.
+            GuardError: if the run no longer trains. Save a checkpoint if the error's
+                `state_is_good` is true.
         """
         everywhere = self.slots.allgather(self.metrics.per_slot_reduce())
         metrics = self.metrics.cross_slot_reduce(everywhere)
@@ -192,19 +195,19 @@ class AmpLoop(AmpCore):
         try:
             self.guard.judge(metrics)
         finally:
-            self._newest = None  # it holds this loop
+            self._newest = None  # it references this loop
         return metrics
 
     def validated(self, metric: float) -> None:
-        """Move every `ReduceLROnPlateau` by the metric of a validation."""
+        """Step every `ReduceLROnPlateau` with the metric of a validation."""
         for schedule in self.windows.schedules():
             schedule.validated(metric)
 
-    # What belongs in a checkpoint, beside models and optimizers.
+    # What belongs in a checkpoint besides models and optimizers.
 
     def state_dict(self) -> StateDict:
         """Loss scale, counts and schedules, in plain numbers; synchronises."""
-        # steps that `update` has not counted are in the weights already
+        # the weights already contain steps that `update` has not counted
         if self.scaler.has_uncounted_steps():
             self.finish_steps()
         self.guard.warn_of_no_applied_step()
@@ -212,11 +215,11 @@ class AmpLoop(AmpCore):
         return {"scaler": self.scaler.state_dict(), **self.windows.state_dict()}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Continue from a `state_dict`, once models and optimizers are restored.
+        """Continue from a `state_dict`, after models and optimizers are restored.
 
         Raises:
-            ConfigError: if it has the counts of more optimizers than are known here, or
-                is no state of a loop.
+            ConfigError: if it counts more optimizers than are known here, or is not the
+                state of a loop.
         """
         if "optimizers" not in state_dict:
             problem = "got no state of a loop; allowed: what amp.state_dict() returned"
@@ -241,10 +244,10 @@ class AmpLoop(AmpCore):
     def rehearsal(
         self, batch: Any, loss_fn: Callable[[Any], torch.Tensor]
     ) -> Rehearsal:
-        """A batch that can be trained again without a step.
+        """Make the rehearsal of a batch.
 
         Args:
-            batch: The batch; copies are trained.
+            batch: The batch. Each run trains a copy of it.
             loss_fn: Runs the forward of a batch and returns the loss.
         """
 

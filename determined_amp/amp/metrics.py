@@ -37,19 +37,19 @@ class StepReport:
     """The steps of one optimizer at a report; the same on every slot.
 
     Args:
-        name: What its metrics end in: empty where there is one optimizer, else `_0`,
+        name: The ending of its metric names: empty for a single optimizer, else `_0`,
             `_1`, ...
         applied: Steps applied since the start of the trial.
-        skipped: Steps skipped since then.
+        skipped: Steps skipped since the start of the trial.
         consecutive_skips: Steps skipped since the last applied one.
         new_applied: Steps applied since the last report.
-        new_attempted: Steps applied or skipped since then.
-        grad_norm: The mean norm of the gradients of `new_applied`; None if it was not
+        new_attempted: Steps applied or skipped since the last report.
+        grad_norm: The mean gradient norm of the `new_applied` steps; None if it was not
             measured.
         largest_gradient: The largest scaled gradient since the last report; 0 if there
-            is none.
-        drifts: Whether it has a scheduler that moves on skipped steps, too.
-        began: Steps applied and steps skipped before this run.
+            was none.
+        drifts: Whether the optimizer has a scheduler that moves on skipped steps, too.
+        began: Applied and skipped steps before this run.
     """
 
     name: str
@@ -65,28 +65,28 @@ class StepReport:
 
 
 class TrainingMetrics:
-    """The steps of every optimizer, and loss, speed and memory since the last report.
+    """Collects steps, loss, speed and memory between two reports.
 
     See `MetricName` for what it reports.
 
     Args:
         device: Where the training computes.
-        scaler: Its scaler, which has the windows of the optimizers.
+        scaler: The scaler of the training, which has the windows of the optimizers.
         slots: The number of processes of the training.
 
     Attributes:
-        latest: The steps of each optimizer in the newest report; None before it.
-        loss: The mean over samples of the losses of the newest report; None if none was
-            given to `update`.
-        left_out: The batches of the newest report that made no step and whose loss is
-            not finite; on the slot with the most of them.
-        batches: All batches of the newest report.
+        latest: The steps of each optimizer in the newest report; None before the first.
+        loss: The mean loss over the samples of the newest report; None if `update` got
+            no loss.
+        left_out: How many batches of the newest report made no step and had a loss that
+            is not finite, on the slot with the most of them.
+        batches: How many batches the newest report covers.
         scale_of_newest_step: The loss scale of the newest step; 1 without a scaler.
-        trial_reports_loss: Set it if the trial itself returns a metric `loss`, which
-            then wins.
+        trial_reports_loss: Set it to True if the trial itself returns a metric `loss`,
+            which is then reported instead.
         drifting: The optimizers with a scheduler that moves on skipped steps, too.
-        once: Metrics for the next report alone, as those of the audit; that of the
-            chief's slot.
+        once: Metrics for the next report only, such as the audit's. Only those of the
+            chief are reported.
     """
 
     def __init__(
@@ -129,15 +129,15 @@ class TrainingMetrics:
 
         Args:
             loss: Mean loss of the batch, (), on the device, detached.
-            samples: Samples in the batch; None counts it as one and measures no speed.
+            samples: Samples in the batch. None counts as one and measures no speed.
             again: Whether this batch has been counted before, so that only the loss is
                 new.
             left_out: Whether the batch made no step.
 
         Returns:
-            What `train_batch` must return. With several ranks, Determined 0.38.1 wants
-            a metric from each (an empty dict is an IndexError on the chief), and each
-            metric costs time: so it gets one plain number then, and none otherwise.
+            What `train_batch` must return. With several ranks, Determined 0.38.1 needs
+            a metric from each: an empty dict is an IndexError on the chief. Each metric
+            costs time, so this is one plain number then, and empty otherwise.
         """
         if not again:
             self._count(samples)
@@ -166,9 +166,7 @@ class TrainingMetrics:
             self._waited = (self._waited or 0.0) + seconds
 
     def reset(self) -> None:
-        """Called before every stretch of training and, by Determined, before every
-        validation.
-        """
+        """Begin a new report. Determined also calls it before every validation."""
         self.once = {}
         self._loss_sum.reset()
         for window in self.windows.all():
@@ -180,10 +178,10 @@ class TrainingMetrics:
         self._stopwatch.stop()
         if self._batches_of_process >= WARMUP_BATCHES:
             self._stopwatch.start()
-            forget_peak_memory(self._device)  # that of a validation
+            forget_peak_memory(self._device)  # the peak of a validation
 
     def per_slot_reduce(self) -> dict[str, Any]:
-        """Read all sums together; synchronises, as the stopwatch does on a GPU."""
+        """Read all sums at once; synchronises, as does the stopwatch on a GPU."""
         seconds = self._stopwatch.seconds()
         for name, peak in peak_memory_mib(self._device).items():
             self._peaks[name] = max(peak, self._peaks.get(name, 0.0))
@@ -212,13 +210,13 @@ class TrainingMetrics:
         if not seconds or not self._timed_samples:
             return {}
         speed = {MetricName.SAMPLES_PER_SECOND: self._timed_samples / seconds}
-        # a batch may have been asked for before the clock started
+        # the wait for a batch may have begun before the stopwatch started
         if self._waited is not None:
             speed[MetricName.DATA_WAIT_SHARE] = min(1.0, self._waited / seconds)
         return speed
 
     def _report_of(self, window: Window, numbers: Sequence[float]) -> StepReport:
-        """The steps of one optimizer, with the numbers of its `on_device`."""
+        """The report of one optimizer, from its window and its `on_device` numbers."""
         norm_sum, largest, *counted = numbers
         applied, applied_before, consecutive_skips = map(int, counted)
         attempted = window.counts.attempted
@@ -240,10 +238,10 @@ class TrainingMetrics:
     def cross_slot_reduce(
         self, per_slot_metrics: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        """Join the slots. Scale and steps are those of the slot that has made the most
-        steps.
+        """Combine the slots into one report.
 
-        They are the same on all of them, unless some have run out of data.
+        Scale and steps come from the slot with the most steps. They are the same on all
+        slots, unless some have run out of data.
         """
         slots = per_slot_metrics
         furthest = max(slots, key=_attempted_steps)
@@ -271,7 +269,7 @@ class TrainingMetrics:
         return metrics
 
 
-# How the values of several slots become one, for what each slot measures by itself.
+# How to combine the values that each slot measures by itself.
 _JOINED: dict[str, Callable[[Sequence[float]], float]] = {
     MetricName.SAMPLES_PER_SECOND: sum,
     MetricName.DATA_WAIT_SHARE: max,
@@ -281,9 +279,7 @@ _JOINED: dict[str, Callable[[Sequence[float]], float]] = {
 
 
 def _metrics_of(step: StepReport, *, scaled: bool) -> dict[str, float]:
-    """What is reported of one optimizer; before the first skip some would be charts of
-    zeros.
-    """
+    """The metrics of one optimizer. Some are left out until a step is skipped."""
     values: dict[str, float] = {MetricName.APPLIED_STEPS: step.applied}
     if scaled:
         values[MetricName.SKIPPED_STEPS] = step.skipped
@@ -307,16 +303,14 @@ def _attempted_steps(slot: dict[str, Any]) -> int:
 
 
 def read_at_once(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[float]]:
-    """The numbers of tensors, each (), in the same groups; they are read together."""
+    """Read groups of tensors, each (), in one transfer; return their numbers."""
     tensors = [tensor.double() for group in groups for tensor in group]
     numbers = iter(torch.stack(tensors).tolist())
     return [list(islice(numbers, len(group))) for group in groups]
 
 
 def peak_memory_mib(device: torch.device) -> dict[str, float]:
-    """The largest memory use so far in MiB: of torch on a GPU, of the process on a
-    CPU.
-    """
+    """The peak memory so far in MiB: of torch on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return {
             MetricName.PEAK_MEMORY_MIB: torch.cuda.max_memory_allocated(device) / 2**20,
@@ -330,10 +324,10 @@ def peak_memory_mib(device: torch.device) -> dict[str, float]:
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """Reset the peak of a GPU; that of a process cannot be reset. No synchronisation.
+    """Reset the peak of a GPU. A process's peak cannot be reset. No synchronisation.
 
-    On the first batches cuDNN tries algorithms that can need far more memory than the
-    one it chooses, and the audit holds memory of its own.
+    On the first batches cuDNN tries algorithms that may need far more memory than the
+    one it chooses, and the audit needs memory, too.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

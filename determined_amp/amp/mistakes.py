@@ -1,6 +1,4 @@
-"""What moves the window of an optimizer from one stage to the next, and which calls are
-mistakes there.
-"""
+"""The stages of a window, which calls change them, and which calls are mistakes."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from collections.abc import Mapping
 from determined_amp.amp.errors import ConfigError
 
 
-class Stage(str, enum.Enum):  # a string is hashed faster
+class Stage(str, enum.Enum):  # strings hash faster
     """The stage of one optimizer between the backward and the end of its step."""
 
     SCALED = "its gradients may be scaled"
@@ -20,10 +18,10 @@ class Stage(str, enum.Enum):  # a string is hashed faster
     UPDATED = "the scale has been updated after its step, which is not counted"
 
 
-# In these stages its gradients may be scaled.
+# In these stages the gradients may be scaled.
 MAY_BE_SCALED = (Stage.SCALED, Stage.LEFT_OUT)
 
-# In these stages something was found that the scale has not heard of.
+# In these stages overflows were looked for, and the scale does not know the result yet.
 AWAITS_UPDATE = (Stage.UNSCALED, Stage.LEFT_OUT, Stage.STEPPED)
 
 # In these stages there is a step that is not counted.
@@ -54,21 +52,21 @@ _AFTER_A_STEP: Mapping[str, Stage | Mistake] = {
     "end_batch": Mistake.UPDATES_NOTHING,
 }
 
-# Where each call takes a window from each stage; `Window.move` looks it up. Other
-# mistakes are possible in every stage: a step that bypasses the scaler or takes a
-# closure, or one without a scaled loss since the last update.
+# Where each call leads from each stage; `Window.move` looks it up. Mistakes that are
+# possible in every stage are not here: a step that bypasses the scaler, takes a
+# closure, or has no scaled loss since the last update.
 TRANSITIONS: Mapping[Stage, Mapping[str, Stage | Mistake]] = {
     Stage.SCALED: {
         "unscale": Stage.UNSCALED,
         "clip": Mistake.CLIPS_SCALED,
         "begin_step": Stage.SCALED,
         "step": Stage.STEPPED,
-        "leave_out": Stage.LEFT_OUT,  # gradients that are true without `unscale_`
+        "leave_out": Stage.LEFT_OUT,  # an unmodified trial calls no `unscale_`
         "update": Stage.SCALED,
         "end_batch": Stage.SCALED,
     },
     Stage.UNSCALED: {
-        "unscale": Stage.UNSCALED,  # torch itself refuses it, if it scales
+        "unscale": Stage.UNSCALED,  # an enabled GradScaler refuses it itself
         "clip": Stage.UNSCALED,
         "begin_step": Stage.UNSCALED,
         "step": Stage.STEPPED,
@@ -94,7 +92,7 @@ _TWICE = (
 )
 _NO_SCALE = "precision amp_bf16, tf32 or fp32"
 
-# What to write instead in a loop of one's own.
+# What to write instead in a loop of your own.
 IN_A_LOOP: Mapping[Mistake, str] = {
     Mistake.CLIPS_SCALED: "amp.clip_gradients(optimizer, max_norm=...)",
     Mistake.STEPS_TWICE: _TWICE,
@@ -122,7 +120,7 @@ def error_of(mistake: Mistake, remedies: Mapping[Mistake, str]) -> ConfigError:
     """The error for a mistake.
 
     Args:
-        mistake: What was done.
+        mistake: The mistake.
         remedies: `IN_A_LOOP` or `IN_A_TRIAL`.
     """
     source, place = (

@@ -3,23 +3,22 @@
 These attributes of torch are replaced this way, for the whole process:
 
 * `torch.autocast.__enter__`, while a batch is rehearsed in another dtype: the trial's
-  own code opens the regions, and nothing else changes their dtype.
+  own code opens the regions, so nothing else can change their dtype.
 * `torch.autograd.Variable._execution_engine`, while a batch is rehearsed, and while an
-  unmodified trial trains: `Tensor.backward` and `torch.autograd.grad` have no hook, and
-  all of them end there.
-* What registers forward hooks, while an unmodified trial trains in 16 bits: they see
-  float32.
-* What registers hooks of a backward, and `Tensor.retain_grad`, while an unmodified
-  trial trains with a loss scale: they are refused.
-* A function that torch's clips call, while a training with a loss scale lives, which
-  refuses clips of scaled gradients, and while the doctor watches, which hears of the
-  others: `amp/clips.py` alone replaces it, and asks the trainings first.
-* `GradScaler.scale`, while the finder looks: a loss may be scaled by a scaler of the
-  trial's own.
+  unmodified trial trains: `Tensor.backward` and `torch.autograd.grad` have no hook, but
+  both call this engine.
+* The methods that register forward hooks, while an unmodified trial trains in 16 bits:
+  those hooks must see float32.
+* The methods that register backward hooks, and `Tensor.retain_grad`, while an
+  unmodified trial trains with a loss scale: such calls are refused.
+* A function that all of torch's clip functions call. Only `amp/clips.py` replaces it:
+  while a training with a loss scale is alive, which refuses clips of scaled gradients,
+  and while the doctor watches, which then hears of the other clips.
+* `GradScaler.scale`, while the finder looks: the trial may scale a loss by a scaler of
+  its own.
 
-Steps need no replacement: torch has hooks for those of all optimizers. That of the
-newest training runs first (`amp/core.py`), in an unmodified trial after it has made
-the step one of ours, and that of the doctor last.
+Steps need no replacement: torch has step hooks for all optimizers. Ours runs before the
+doctor's, and asks the newest training first (`amp/core.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from typing import Any
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """In place of a method, or as a hook."""
+    """Do nothing, in place of a method or as a hook."""
 
 
 @contextmanager

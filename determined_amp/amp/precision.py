@@ -20,15 +20,16 @@ logger = logging.getLogger(__name__)
 class DeviceSupport:
     """What a GPU computes natively, that is, without a detour through float32.
 
-    CPUs are always reported as not native, even if they have the instructions: whether
-    the kernels use them, and how fast they are, only a measurement tells.
+    CPUs are always reported as not native, even if they have the instructions. Only a
+    measurement tells whether the kernels use them, and how fast they are.
 
     Args:
         name: The device, in words.
-        tf32: TF32 tensor cores (Ampere and later).
-        fp16: float16.
-        bf16: bfloat16 without emulation. `torch.cuda.is_bf16_supported()` also says yes
-            where it is emulated (Turing and older).
+        tf32: Whether it has TF32 tensor cores (Ampere and later).
+        fp16: Whether it computes in float16.
+        bf16: Whether it computes in bfloat16 without emulation.
+            `torch.cuda.is_bf16_supported()` also says yes for GPUs that emulate it
+            (Turing and older).
     """
 
     name: str
@@ -80,13 +81,12 @@ class PrecisionError(UserError):
 def prepare_backend(
     precision: Precision, device: torch.device, *, set_switches: bool
 ) -> None:
-    """Set the process-wide switches for TF32 that `precision` needs, before the first
-    kernel.
+    """Set torch's process-wide TF32 switches for `precision`, before the first kernel.
 
-    TF32 is on only for `tf32`. What the AMP precisions keep in float32 is sensitive, so
-    it stays IEEE float32.
+    TF32 is on only for `tf32`. The operations that the AMP precisions keep in float32
+    are sensitive, so they stay IEEE float32.
 
-    A precision that a GPU only emulates is an error. On a CPU it is allowed, because
+    A precision that a GPU only emulates is an error. A CPU may emulate it, because
     people try out a YAML there before they use a GPU; see `warn_of_slow_operations`.
 
     Args:
@@ -115,8 +115,7 @@ def prepare_backend(
 
 
 def _set_tf32(*, on: bool) -> None:
-    """Set torch's old switches and, where this torch has them, the new ones of every
-    operation.
+    """Set torch's old TF32 switches and, if torch has them, the new ones by operation.
 
     The old ones alone leave convolutions at TF32 if `torch.backends.fp32_precision` was
     set before.
@@ -130,10 +129,10 @@ def _set_tf32(*, on: bool) -> None:
 
 
 def warn_of_slow_operations(precision: Precision, device: torch.device) -> None:
-    """Warn that a CPU may compute far slower in 16 bits, and name what measures it.
+    """Warn that a CPU may be far slower in 16 bits, and name the command to measure it.
 
-    It may also be faster. Instructions for a dtype do not tell: not every kernel uses
-    them.
+    It may also be faster. A CPU's instructions for a dtype do not tell, because not
+    every kernel uses them.
     """
     if precision.autocast_dtype is not None and device.type == "cpu":
         logger.warning(
@@ -146,15 +145,15 @@ def warn_of_slow_operations(precision: Precision, device: torch.device) -> None:
 def autocast(
     device_type: str, dtype: torch.dtype | None
 ) -> AbstractContextManager[Any]:
-    """A region of torch's autocast in a dtype; disabled if there is none."""
+    """An autocast region with a dtype; disabled if the dtype is None."""
     return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
 
 
 def autocast_is_on(device_type: str) -> bool:
-    """Whether autocast is enabled for a type of device, here and now."""
+    """Whether autocast is currently enabled for a type of device."""
     try:
         return torch.is_autocast_enabled(device_type)
-    except TypeError:  # torch 2.3 has one question for each device
+    except TypeError:  # torch 2.3 has one function per device type
         return (
             torch.is_autocast_enabled()
             if device_type == "cuda"

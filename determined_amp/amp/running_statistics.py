@@ -10,20 +10,20 @@ from torch import nn
 
 logger = logging.getLogger(__name__)
 
-# The buffers of a BatchNorm or InstanceNorm that a forward writes.
+# The buffers of a BatchNorm or InstanceNorm that its forward writes.
 _STATISTICS = ("running_mean", "running_var")
 
 
 class RunningStatistics:
     """The running statistics of normalisation layers.
 
-    A forward that overflows writes infinity into them although the step is skipped, and
-    every later validation computes NaN. Such statistics are reset to their values at
-    the last report or validation. Buffers of other modules are left alone: a mask may
-    be -inf.
+    A forward that overflows writes infinity into them. Skipping the step does not undo
+    that, so every later validation would compute NaN. Such statistics are reset to
+    their values at the last report or validation. Other buffers are left alone: a mask
+    may be -inf.
 
     Args:
-        models: The models that have the layers.
+        models: The models with the layers.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -36,9 +36,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def repair(self) -> None:
-        """Put back buffers that are not finite, and remember the others; synchronises
-        once.
-        """
+        """Restore buffers that are not finite, save the others; synchronises once."""
         if not self._buffers:
             return
         poisoned = (

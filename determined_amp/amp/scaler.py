@@ -1,14 +1,14 @@
-"""torch's `GradScaler`, with a floor under the scale and a stage for every optimizer.
+"""torch's `GradScaler`, with a floor under the scale and a `Window` per optimizer.
 
-* In the precisions without a loss scale it is disabled: every call passes through, so a
-  training needs no `if`.
-* Only its own `found_inf` skips an optimizer's step, so each optimizer has its own
-  outcome. With a fused optimizer that stays on the device, and the host never asks
-  whether a step was skipped.
-* The scale has a floor. Without one, about 150 skips in a row take it to exactly 0, and
-  the next good step divides by it and writes NaN into the weights.
-* Every optimizer has a `Window`, which goes through the same stages in every precision,
-  so that fp32 shows a mistake, too.
+* In precisions without a loss scale it is disabled. Every call then passes through, so
+  a training needs no `if`.
+* An optimizer's step is skipped only by that optimizer's own `found_inf`. With a fused
+  optimizer `found_inf` stays on the device, and the host never asks whether a step was
+  skipped.
+* The scale has a floor. Without one, about 150 skips in a row take it to exactly 0. The
+  next good step then divides by 0 and writes NaN into the weights.
+* Every optimizer has a `Window`, which goes through the same stages in every precision.
+  So a mistake also shows in fp32.
 """
 
 from __future__ import annotations
@@ -49,16 +49,17 @@ class LossScaler(torch.amp.GradScaler):
         settings: The `amp` section.
         device_type: "cpu" or "cuda".
         windows: The window of each optimizer.
-        parameters: Returns those of the training.
+        parameters: Returns the parameters of the training.
 
     Attributes:
         windows: See above.
-        has_scaled: Whether `scale` was called since the last `update`. Without it a
-            step would divide gradients that were never multiplied.
-        has_stepped: Whether a step was counted since somebody has set it to False.
-        parameters: See above; a rehearsal, which leaves gradients scaled, replaces it.
-        stop_listening: Lets every clip pass from now on: the training is over, or
-            somebody unscales gradients right after each backward.
+        has_scaled: Whether `scale` was called since the last `update`. If not, a step
+            would divide gradients that were never multiplied.
+        has_stepped: Whether a step was counted since this was last set to False.
+        parameters: See above. A rehearsal replaces it, because it leaves gradients
+            scaled.
+        stop_listening: Call it to let every clip pass from now on: when the training is
+            over, or if gradients are unscaled right after each backward.
     """
 
     def __init__(
@@ -96,10 +97,10 @@ class LossScaler(torch.amp.GradScaler):
     # The calls of torch's recipe.
 
     def scale(self, outputs: Any) -> Any:
-        """Call `GradScaler.scale`, and note that it was called."""
+        """Call `GradScaler.scale`, and record that it was called."""
         self.has_scaled = True
         for window in self.windows.values():
-            # `zero_grad` was called in place of the step: unscale anew.
+            # `zero_grad` was called instead of a step: torch must unscale again.
             if window.stage is Stage.UNSCALED and not window.has_gradient():
                 if self._scales:
                     self._keep_what_was_found(window.optimizer)
@@ -107,7 +108,7 @@ class LossScaler(torch.amp.GradScaler):
         return super().scale(outputs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Call `GradScaler.unscale_`, before anything reads or clips the gradients."""
+        """Call `GradScaler.unscale_`. It must precede any read or clip of gradients."""
         self.windows[optimizer].move("unscale")
         if self._scales:
             super().unscale_(optimizer)
@@ -115,7 +116,7 @@ class LossScaler(torch.amp.GradScaler):
                 self._note_nothing(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Call `GradScaler.step`, and keep whether it skipped the step.
+        """Call `GradScaler.step`, and record whether it skipped the step.
 
         Raises:
             ConfigError: if the step is a mistake.
@@ -129,8 +130,8 @@ class LossScaler(torch.amp.GradScaler):
             if not self.has_scaled:
                 raise error_of(Mistake.SCALES_NO_LOSS, self.windows.remedies)
         elif self._scales:
-            # torch raises an error here. In float32 such a step changes nothing, nor
-            # does it here.
+            # A step without gradients changes nothing in float32. Here torch would
+            # raise an error, so we record that there is no overflow.
             self._note_nothing(optimizer)
         outer, RUNNING.window = RUNNING.window, window
         RUNNING.in_threads.append(window)
@@ -140,13 +141,11 @@ class LossScaler(torch.amp.GradScaler):
             RUNNING.window = outer
             RUNNING.in_threads.remove(window)
         window.move("step")
-        torch.clear_autocast_cache()  # of the old weights, see `casts.py`
+        torch.clear_autocast_cache()  # it has the old weights, see `casts.py`
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Call `GradScaler.update`, and keep the scale above its floor. No
-        synchronisation.
-        """
+        """Call `GradScaler.update`, and apply the floor. No synchronisation."""
         self.has_scaled = False
         for window in self.windows.values():
             window.move("update")
@@ -159,9 +158,7 @@ class LossScaler(torch.amp.GradScaler):
         scale_in(self).clamp_(min=self._min_scale)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Continue with a saved scale; factors and interval stay those of the
-        settings.
-        """
+        """Continue with a saved scale and growth tracker, but with these settings."""
         if self._scales:
             kept = {key: state_dict[key] for key in ("scale", GROWTH_TRACKER)}
             super().load_state_dict({**self.state_dict(), **kept})
@@ -169,14 +166,14 @@ class LossScaler(torch.amp.GradScaler):
     # The calls of the loop around it.
 
     def has_uncounted_steps(self) -> bool:
-        """Whether an optimizer has stepped since `finish`."""
+        """Whether an optimizer has stepped since the last `finish`."""
         return any(each.stage in HAS_STEPPED for each in self.windows.values())
 
     def finish(self) -> None:
-        """Update the scale, unless that was done, and count the steps.
+        """Update the scale if that is still to do, and count the steps.
 
-        An overflow counts for the scale even if its step was left out, say because of
-        the norm.
+        An overflow lowers the scale even if the training left out the step, for example
+        because of the norm.
         """
         windows = self.windows.values()
         awaiting = {each.stage for each in windows if each.stage in AWAITS_UPDATE}
@@ -188,23 +185,19 @@ class LossScaler(torch.amp.GradScaler):
                 self.has_stepped = True
 
     def loss_scale(self) -> torch.Tensor:
-        """The scale itself, (), float32, on the device; 1 without a scaler."""
+        """The current scale, (), float32, on the device; 1 without a scaler."""
         scaled: torch.Tensor = super().scale(self._one)
         return scaled
 
     def loss_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The present scale, and that of the newest step, if there is one; see
-        `loss_scale`.
-        """
+        """The current scale, and the scale before the last update; see `loss_scale`."""
         now = self.loss_scale()
         return now, now if self._used is None else self._used
 
-    # Calls on behalf of a training whose code knows nothing of a scaler.
+    # Calls for an unmodified trial, whose code knows nothing of a scaler.
 
     def take_true_gradients(self, window: Window) -> None:
-        """Let a window have a step of gradients that are unscaled already, whatever
-        was called before.
-        """
+        """Prepare a step with gradients that are already unscaled, in any stage."""
         if window.stage in HAS_STEPPED:  # a second step in a batch
             self.finish()
         self.has_scaled = True
@@ -215,12 +208,12 @@ class LossScaler(torch.amp.GradScaler):
         window.move("unscale")
 
     def note(self, whose: object, found_inf: torch.Tensor) -> None:
-        """Take part in the next `update`, and take gradients as unscaled.
+        """Give the next `update` an outcome, and mark the gradients as unscaled.
 
         Args:
-            whose: The optimizer of some gradients, or any object that stands for them.
-            found_inf: Whether they overflowed, (), float32, on the device; not 0 if
-                they did.
+            whose: The optimizer of the gradients, or any object that stands for them.
+            found_inf: Whether the gradients overflowed, (), float32, on the device; not
+                0 if they did.
         """
         state = states_of_steps(self)[id(whose)]
         state["found_inf_per_device"] = {found_inf.device: found_inf}
@@ -231,7 +224,7 @@ class LossScaler(torch.amp.GradScaler):
     def _with_new_casts(
         self, closure: Callable[[], Any], args: Any, kwargs: Any
     ) -> tuple[Any, Any]:
-        """The arguments of a step whose closure casts the weights anew.
+        """The arguments of a step, with a closure that clears autocast's cache first.
 
         Raises:
             ConfigError: if there is a loss scale.
@@ -244,7 +237,7 @@ class LossScaler(torch.amp.GradScaler):
         )
 
     def _has_scaled(self) -> bool:
-        """Whether gradients accumulate that another scale must not divide."""
+        """Whether there are scaled gradients that a new scale must not divide."""
         windows = self.windows.values()
         return any(
             each.stage in MAY_BE_SCALED and each.has_gradient() for each in windows
@@ -262,9 +255,7 @@ class LossScaler(torch.amp.GradScaler):
             raise error_of(Mistake.CLIPS_SCALED, self.windows.remedies)
 
     def _keep_what_was_found(self, optimizer: object) -> None:
-        """Let the next `update` know of gradients that are gone, and torch unscale the
-        next ones.
-        """
+        """Save the outcome of dropped gradients for `update`; allow a new unscale."""
         states = states_of_steps(self)
         state = states.pop(id(optimizer))
         states[id(state)] = state
@@ -274,8 +265,6 @@ class LossScaler(torch.amp.GradScaler):
 
 
 def _call_with_new_casts(closure: Callable[[], Any]) -> Any:
-    """Call the closure of an optimizer, which may have moved the weights since the last
-    call.
-    """
+    """Clear autocast's cache, as the weights may have moved, and call the closure."""
     torch.clear_autocast_cache()
     return closure()

@@ -1,16 +1,16 @@
-"""Learning-rate schedules that move with the steps that were applied, not attempted.
+"""Learning-rate schedules that move with applied steps, not with attempted ones.
 
 A step that GradScaler skips leaves the weights alone, so the schedule must not move
-either. Asking on the host whether a step was skipped costs a device synchronisation,
-and torch's schedulers count on the host. Here the scheduler runs ahead of the training,
-on its own copy of the groups' values. What it makes is kept: row i is for the step
-after i applied ones. A fused optimizer gets its rate from a table of these rows on the
-device, indexed by the count of applied steps: two small kernels per step, no
-synchronisation
-(https://github.com/huggingface/accelerate/issues/4242 is what happens otherwise).
+either. torch's schedulers count on the host, and asking there whether a step was
+skipped costs a device synchronisation. So here the scheduler runs ahead of the
+training, on its own copy of the groups' values, and we keep the results: row i is for
+the step after i applied ones. A fused optimizer gets its rate from a table of these
+rows on the device, indexed by the count of applied steps: two small kernels per step,
+no synchronisation
+(https://github.com/huggingface/accelerate/issues/4242 shows what happens otherwise).
 
-A resume needs no state of the scheduler. It runs again from its first step, with the
-same operations and the same bits.
+A resume needs no state of the scheduler. The scheduler runs again from its first step,
+with the same operations and the same bits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from determined_amp.amp.plain_data import StateDict
 
 logger = logging.getLogger(__name__)
 
-# Steps that a scheduler runs ahead at once.
+# How many steps a scheduler runs ahead at once.
 _AHEAD = 256
 
 # torch reminds users to call `optimizer.step` first, and the SequentialLR of an older
@@ -45,16 +45,16 @@ _WARNINGS_OF_RUNNING_AHEAD = (
 
 
 class RateSchedule:
-    """Moves the rates of one optimizer; a kind says what moves it and what it saves.
+    """Moves the rates of one optimizer. Subclasses decide when, and what they save.
 
     Args:
-        scheduler: The scheduler of torch; from now on nothing else may step it.
+        scheduler: The torch scheduler. From now on nothing else may step it.
 
     Attributes:
         optimizer: The scheduler's optimizer.
-        moved: When it moves, in words.
-        by_steps: Whether the rate of a step is known from the count of applied steps.
-        by_validations: Whether it needs the metric of each validation.
+        moved: When the scheduler moves, in words.
+        by_steps: Whether the count of applied steps determines the rate.
+        by_validations: Whether the scheduler needs the metric of each validation.
     """
 
     moved: str
@@ -78,21 +78,21 @@ class RateSchedule:
         """Called with the metric of every validation."""
 
     def state_dict(self) -> StateDict | None:
-        """What a checkpoint must hold, in plain numbers; None if counts are enough."""
+        """What a checkpoint must hold, in plain numbers; None if counts suffice."""
         return None
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Continue from a saved state, once the optimizer is restored."""
+        """Continue from a saved state, after the optimizer is restored."""
 
 
 class AppliedStepSchedule(RateSchedule):
-    """Moves a torch scheduler with applied steps only; nothing else may step it.
+    """Moves a torch scheduler with applied steps only.
 
-    A fused optimizer reads its rate on the device, so where steps can be skipped it
-    gets the rate from a table there, 4 bytes per step and group. Its other values
-    (momentum, betas) must be numbers of the host and follow attempted steps. Any other
-    optimizer makes the host wait for `found_inf` in `scaler.step` anyway, so the host
-    knows which steps were applied, and computes with numbers.
+    A fused optimizer can read its rate on the device. Where steps can be skipped it
+    gets the rate from a table there, 4 bytes per step and group on CUDA. Its other
+    values (momentum, betas) must be numbers on the host, so they follow attempted
+    steps. With any other optimizer the host waits for `found_inf` in `scaler.step`
+    anyway. So the host knows which steps were applied, and sets numbers.
 
     A rate takes 32 bytes of host memory per step, betas take 88. The scheduler's
     counters (`last_epoch`) run ahead of the training; its `get_last_lr` returns the
@@ -124,21 +124,21 @@ class AppliedStepSchedule(RateSchedule):
         self._known: object = scheduler.get_last_lr()
         super().__init__(scheduler)
         not_copied = {id(group["params"]): group["params"] for group in groups}
-        # Later changes to the optimizer's own groups (`load_state_dict`, new rates) do
-        # not disturb the scheduler.
+        # A copy, so that later changes to the optimizer's groups (`load_state_dict`,
+        # new rates) do not disturb the scheduler.
         self._groups = copy.deepcopy(groups, not_copied)
         self._first = _values_of(self._groups)
-        # What every row holds: the rate of each group, and what else has moved.
+        # By group and key, the values of all rows: rates, and what else has moved.
         self._columns: dict[tuple[int, str], list[Any]] = {
             (number, "lr"): [values["lr"]] for number, values in enumerate(self._first)
         }
         self._length = 1  # of each column
         self._end: str | None = None  # the error that the scheduler raised past its end
-        # The rates on the device, (groups, steps), if they are read there.
+        # The rates on the device, (groups, steps), if the optimizer reads them there.
         self._table: torch.Tensor | None = None
         if skips and self.optimizer.defaults.get("fused"):
-            # CUDA's fused kernels read a float32; those of a CPU need the same number
-            # as other kernels.
+            # CUDA's fused kernels read a float32. A CPU's fused kernels need the same
+            # number as its other kernels.
             dtype = torch.float32 if device.type == "cuda" else torch.float64
             rates = [[values["lr"]] for values in self._first]
             self._table = torch.tensor(rates, dtype=dtype, device=device)
@@ -152,20 +152,20 @@ class AppliedStepSchedule(RateSchedule):
         """Put the values of the next step into the optimizer's groups.
 
         Call it before training, after a resume with the restored counts, and after
-        every step. Only an optimizer that is not fused waits, if `applied` is a tensor.
+        every step. It synchronises only without a table, if `applied` is a tensor.
 
         Args:
             attempted: Steps attempted so far.
-            applied: Steps applied so far, at most `attempted`; for a table (), int64,
+            applied: Steps applied so far, at most `attempted`. With a table: (), int64,
                 on the device.
 
         Raises:
-            ConfigError: if the scheduler was stepped, or its state loaded, by somebody
-                else; if it raises at its first step.
+            ConfigError: if other code stepped the scheduler or loaded its state, or the
+                scheduler raises at its first step.
         """
         self._refuse_other_hands()
         step = int(applied) if self._table is None else attempted
-        # One row more than needed: a first step that raises is met before the training.
+        # One row more than needed, to meet an error in the first step before training.
         while self._end is None and step + 1 >= self._length:
             self._run_ahead()
         row, groups = min(step, self._length - 1), self.optimizer.param_groups
@@ -180,7 +180,7 @@ class AppliedStepSchedule(RateSchedule):
         self._warn_of_what_stays(step)
 
     def _run_ahead(self) -> None:
-        """Make the rows of the next steps. No synchronisation."""
+        """Compute the rows of the next steps. No synchronisation."""
         before = self._length
         own_groups = patched(self.optimizer, "param_groups", self._groups)
         with own_groups, warnings.catch_warnings():
@@ -188,7 +188,7 @@ class AppliedStepSchedule(RateSchedule):
                 warnings.filterwarnings("ignore", message, UserWarning)
             # Past its end a scheduler may raise anything: OneCycleLR a ValueError, a
             # list of rates an IndexError; (1 - step / steps) ** 0.9 becomes a complex
-            # number, which is no float.
+            # number, which float() refuses.
             try:
                 for _ in range(_AHEAD):
                     self._step()
@@ -207,7 +207,7 @@ class AppliedStepSchedule(RateSchedule):
             self._warn_of_what_follows_attempted_steps()
 
     def _extended(self, table: torch.Tensor, before: int) -> torch.Tensor:
-        """The table with the rates of the steps from one on."""
+        """The table, extended by the rates of the rows from `before` on."""
         numbers = range(len(self._groups))
         rates = [self._columns[number, "lr"][before:] for number in numbers]
         chunk = torch.tensor(rates, dtype=table.dtype)
@@ -216,12 +216,12 @@ class AppliedStepSchedule(RateSchedule):
         return torch.cat([table, chunk], dim=1)
 
     def _append(self, row: list[dict[str, Any]]) -> None:
-        """Keep the values of a row, by columns."""
+        """Append a row to the columns."""
         for number, values in enumerate(row):
             first = self._first[number]
             for key, value in values.items():
                 column = self._columns.get((number, key))
-                # Nearly all are the same object.
+                # `is not` is the fast path: most values are the same object.
                 if column is None and value is not first[key] and value != first[key]:
                     column = self._columns[number, key] = [first[key]] * self._length
                 if column is not None:
@@ -255,7 +255,7 @@ class AppliedStepSchedule(RateSchedule):
             logger.warning(line)
 
     def _refuse_other_hands(self) -> None:
-        """Raise if the list of rates is another one, as after a step or a load."""
+        """Raise if the scheduler has a new list of rates, as after a step or a load."""
         if self._last_rates() is not self._known:
             raise _refusal(
                 f"{self._name} was stepped, or its state loaded, outside of amp, "
@@ -265,7 +265,7 @@ class AppliedStepSchedule(RateSchedule):
 
 
 def _values_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A copy of the groups, whose rates are numbers; raises if one is not."""
+    """A copy of the groups with rates as floats; raises if a rate is not a number."""
     return [{**group, "lr": float(group["lr"])} for group in groups]
 
 
@@ -287,8 +287,8 @@ def _rates_of(optimizer: Optimizer) -> list[float | torch.Tensor]:
     return [group["lr"] for group in optimizer.param_groups]
 
 
-# The state of a `ReduceLROnPlateau`; its other attributes are settings, which the trial
-# makes anew.
+# The state of a `ReduceLROnPlateau`. Its other attributes are settings, which the
+# trial's code sets again.
 _PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 
 
@@ -312,7 +312,7 @@ class PlateauSchedule(RateSchedule):
             )
 
     def state_dict(self) -> StateDict:
-        # The rates are in the state of the optimizer.
+        # The optimizer's state has the rates.
         return {key: getattr(self._scheduler, key) for key in _PLATEAU_STATE}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -321,7 +321,7 @@ class PlateauSchedule(RateSchedule):
 
 
 def schedule_of(scheduler: Any, device: torch.device, *, skips: bool) -> RateSchedule:
-    """The schedule that moves a scheduler of torch, as `AppliedStepSchedule` says."""
+    """The schedule for a torch scheduler; `skips` as for `AppliedStepSchedule`."""
     if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
         return PlateauSchedule(scheduler)
     return AppliedStepSchedule(scheduler, device, skips=skips)

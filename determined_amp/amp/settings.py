@@ -1,6 +1,4 @@
-"""The `amp` section of the hyperparameters: precision, loss scale, and when to stop a
-run.
-"""
+"""The `amp` section of the hyperparameters: precision, loss scale, when to stop."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ class Precision(enum.Enum):
 
     `fp32` is IEEE float32 with TF32 off, the baseline. `tf32` rounds the inputs of
     float32 products to 10 mantissa bits on tensor cores. `amp_fp16` and `amp_bf16`
-    autocast to that dtype. Weights and optimizer state are float32 in all four.
+    autocast to float16 and bfloat16. Weights and optimizer state are always float32.
     """
 
     FP32 = "fp32"
@@ -35,14 +33,13 @@ class Precision(enum.Enum):
 
     @property
     def autocasts(self) -> bool:
-        """Whether it is one of the two with autocast."""
+        """Whether the precision uses autocast."""
         return self in (Precision.AMP_FP16, Precision.AMP_BF16)
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
         """The dtype of autocast; None without autocast."""
-        # Mistakes in an `amp` section are named before torch is imported, which takes
-        # seconds.
+        # Importing torch takes seconds. Mistakes in an `amp` section must show before.
         import torch  # noqa: PLC0415
 
         return {
@@ -52,9 +49,7 @@ class Precision(enum.Enum):
 
 
 class OnOverflow(enum.Enum):
-    """What to do with a run that no longer trains: end it with a diagnosis, or log a
-    warning.
-    """
+    """What to do with a run that no longer trains: end it with a diagnosis, or warn."""
 
     ABORT = "abort"
     WARN = "warn"
@@ -68,8 +63,7 @@ class EvalPrecision(enum.Enum):
 
 
 class Compile(enum.Enum):
-    """The `torch.compile` mode for forward and backward in training; `false` runs them
-    eagerly.
+    """The `torch.compile` mode of training; `false` runs forward and backward eagerly.
 
     `default` fuses kernels. `reduce-overhead` and `max-autotune` also replay CUDA
     graphs.
@@ -82,16 +76,12 @@ class Compile(enum.Enum):
 
     @property
     def replays_graphs(self) -> bool:
-        """Whether CUDA graphs are replayed, so that the next batch overwrites earlier
-        results.
-        """
+        """Whether it replays CUDA graphs: the next batch overwrites earlier results."""
         return self in (Compile.REDUCE_OVERHEAD, Compile.MAX_AUTOTUNE)
 
 
 class FindScale(enum.Enum):
-    """Instead of a number: the finder chooses the loss scale on the first batch of the
-    training.
-    """
+    """In place of a number: the finder chooses the loss scale on the first batch."""
 
     FIND = "find"
 
@@ -99,7 +89,7 @@ class FindScale(enum.Enum):
 # PyTorch's own default.
 DEFAULT_SCALE = 65536.0
 
-# Settings of the loss scale, which have no effect in the other precisions.
+# Settings of the loss scale. They have no effect in the other precisions.
 SCALER_KEYS = (
     "init_scale",
     "growth_factor",
@@ -113,16 +103,14 @@ SCALER_KEYS = (
 
 @dataclass(frozen=True)
 class AmpSettings:
-    """The `amp` section of the hyperparameters; the scaler's names and defaults are
-    torch's own.
+    """The `amp` section of the hyperparameters, with `GradScaler`'s names and defaults.
 
-    A word of the YAML, such as "amp_fp16", stands for the member of its enumeration,
-    in a script, too.
+    A script may also write an enumeration member as in a YAML, such as "amp_fp16".
 
     Args:
         precision: Precision of training.
-        init_scale: Loss scale of the first step; `find` has it found on the first
-            batch, which works in a `PyTorchTrial` only.
+        init_scale: Loss scale of the first step. `find` lets the finder choose it on
+            the first batch, in a `PyTorchTrial` only.
         growth_factor: Multiplies the scale after `growth_interval` applied steps in a
             row.
         backoff_factor: Multiplies the scale after a skipped step.
@@ -188,23 +176,19 @@ class AmpSettings:
 
     @property
     def finds_scale(self) -> bool:
-        """Whether the loss scale is to be found on the first batch."""
+        """Whether the finder must choose the loss scale on the first batch."""
         return self.scales_the_loss and isinstance(self.init_scale, FindScale)
 
     @property
     def first_scale(self) -> float:
-        """The loss scale that a scaler is made with: PyTorch's default if it is to be
-        found, or `min_scale` if that is above it.
-        """
+        """The initial scale; for `find` the larger of the default and `min_scale`."""
         if isinstance(self.init_scale, FindScale):
             return max(DEFAULT_SCALE, self.min_scale)
         return self.init_scale
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """The settings of a loss scale that were changed, though this precision has
-        none.
-        """
+        """Changed settings of the loss scale, if this precision has no loss scale."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         changed = (key for key in SCALER_KEYS if getattr(self, key) != defaults[key])
         return () if self.scales_the_loss else tuple(changed)
@@ -220,7 +204,7 @@ class AmpSettings:
 
 
 def scale_text(scale: float) -> str:
-    """A loss scale in words: as the power of two that it mostly is."""
+    """A loss scale as text: 2^k if it is a power of two, else a number."""
     fraction, exponent = math.frexp(scale)
     return f"2^{exponent - 1}" if fraction == 0.5 else f"{scale:g}"
 
@@ -229,7 +213,7 @@ def yaml_lines(changes: Config) -> str:
     """Format changes to the `amp` section as lines to paste into an experiment YAML."""
     lines = ["hyperparameters:", "  amp:"]
     for key, value in changes.items():
-        # A float has all its digits, so a power of two stays exact.
+        # `json` writes a float with all its digits, so a power of two stays exact.
         text = value if isinstance(value, str) else json.dumps(value)
         line = f"# without {key}" if value is None else f"{key}: {text}"
         lines.append(f"    {line}")

@@ -35,8 +35,7 @@ class OneSlot:
 
 
 class ProcessGroup:
-    """The processes of torch's default group; this one alone until it has joined a
-    group.
+    """The processes of torch's default group; only this one before it joins a group.
 
     Args:
         device: Where this process computes, which need not be the current GPU.
@@ -57,7 +56,7 @@ class ProcessGroup:
         if not self._has_joined():
             return [value]
         values: list[Any] = [None] * self.size
-        # NCCL exchanges objects by the current GPU, which no two processes may share.
+        # NCCL exchanges objects through the current GPU. Each process must use its own.
         is_gpu = self._device.type == "cuda"
         with torch.cuda.device(self._device) if is_gpu else nullcontext():
             distributed.all_gather_object(values, value)

@@ -1,4 +1,4 @@
-"""Helpers for the tensors of a training: those of a batch, parameters and gradients."""
+"""Helpers for the tensors of a training: batches, parameters and gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors in nested lists, tuples and mappings, in order."""
     found, waiting = [], [value]
-    # every batch is looked through: a recursion costs a call for each item
+    # A recursion would cost a call per item, and this runs on every batch.
     while waiting:
         item = waiting.pop()
         if isinstance(item, torch.Tensor):
@@ -32,10 +32,9 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Nested lists, tuples and dicts with what a function returns for everything in
-    them.
+    """Apply a function to every item of nested lists, tuples and dicts.
 
-    One of another class, such as a namedtuple, is given to the function as a whole.
+    A container of another class, such as a namedtuple, is passed to the function whole.
     """
     kind = type(value)
     if kind is list or kind is tuple:
@@ -46,20 +45,19 @@ def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def own_copy(batch: Any, *, shared: bool = False) -> Any:
-    """A copy of a batch, which a trial may take apart and change in place.
+    """Copy a batch, so that a trial may take it apart and change it in place.
 
     Args:
         batch: Tensors in any containers. A container that cannot be copied is returned
             itself.
-        shared: Whether to copy the containers only, and share the tensors.
+        shared: Whether to copy only the containers, and share the tensors.
     """
     return mapped(batch, partial(_own_item, shared=shared))
 
 
 def _own_item(item: Any, *, shared: bool) -> Any:
     if isinstance(item, torch.Tensor):
-        # torch's own deepcopy of a view copies all of the memory that the view is a
-        # part of.
+        # torch's deepcopy of a view would copy the whole memory behind the view.
         return (
             item if shared else item.detach().clone().requires_grad_(item.requires_grad)
         )
@@ -68,7 +66,7 @@ def _own_item(item: Any, *, shared: bool) -> Any:
             return copy.copy(item)
         known = {id(tensor): own_copy(tensor) for tensor in tensors_of(item)}
         return copy.deepcopy(item, known)
-    except Exception:  # copying runs code of the item's own, which can raise anything
+    except Exception:  # copying runs the item's own code, which can raise anything
         return item
 
 
@@ -106,9 +104,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def numbered(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The models with the prefix of their names: `model 0: ` and so on if there are
-    several.
-    """
+    """Each unwrapped model with the prefix of its names: `model 0: ` if several."""
     for number, model in enumerate(models):
         yield f"model {number}: " if len(models) > 1 else "", unwrapped(model)
 
@@ -121,7 +117,7 @@ def named_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Para
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is strided and not empty, so that its rows can be looked at."""
+    """Whether a tensor is strided and not empty, so that its rows can be read."""
     is_strided = tensor.layout is torch.strided and not (
         tensor.is_nested or tensor.is_quantized
     )
@@ -140,8 +136,9 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def has_numbers(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can be read: those of `torch.func` while it runs cannot, nor
-    those whose storage was given back.
+    """Whether a tensor can be read.
+
+    Tensors inside `torch.func`, or with a freed storage, cannot.
     """
     try:
         begin = tensor.untyped_storage().data_ptr()
@@ -164,7 +161,7 @@ def has_nan(tensor: torch.Tensor) -> bool:
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers of a tensor of any kind."""
+    """The numbers of a dense, sparse or nested tensor."""
     if tensor.is_nested:
         return torch.cat([part.detach().flatten() for part in tensor.unbind()])
     return tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()

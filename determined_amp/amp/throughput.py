@@ -1,4 +1,4 @@
-"""How long a training takes."""
+"""Times a training."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 
 class Stopwatch:
-    """Times the work of a device by CUDA events, or by the clock on a CPU.
+    """Times the work of a device, with CUDA events or the clock of a CPU.
 
     Args:
         device: The device that works.
 
     Attributes:
-        running: Whether it was started, and not stopped since.
+        running: Whether it was started and not stopped since.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class Stopwatch:
         self.running = False
 
     def seconds(self) -> float:
-        """Seconds since `start`, 0 if it was not started; waits for the device."""
+        """Seconds since `start`, 0 if it is not running; waits for the device."""
         if not self.running:
             return 0.0
         now = self._now()

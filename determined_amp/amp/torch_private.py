@@ -1,8 +1,8 @@
-"""All private names of torch that the library uses, but for `torch._foreach_*`, and
-`_saved_*` of the nodes of a graph, which torch documents.
+"""The private names of torch that the library uses.
 
-torch offers no public way to do what is done here. To support another version of torch
-is to review this file.
+Other files use only `torch._foreach_*`, and `_saved_*` of autograd nodes, which torch
+documents. torch offers no public way to do what is done here. To support another
+version of torch, review this file.
 """
 
 from __future__ import annotations
@@ -32,37 +32,35 @@ __all__ = [
 # The operation that casts a tensor.
 CAST = torch.ops.aten._to_copy
 
-# The operation that reads the number of a tensor.
+# The operation that copies the number of a tensor to the host.
 READ = torch.ops.aten._local_scalar_dense.default
 
-# Casts each argument of a function that autocast treats.
+# Where to find the function that casts the arguments of a `custom_fwd`.
 CASTS_OF_AUTOCAST: tuple[Any, str] = (torch.amp.autocast_mode, "_cast")
 
-# What a `GradScaler` counts its applied steps by, in its state.
+# The key of a `GradScaler`'s state for its count of applied steps in a row.
 GROWTH_TRACKER = "_growth_tracker"
 
-# Registers each hook of a node of the autograd graph.
+# Where to find the function that registers the hooks of autograd nodes.
 NODE_HOOKS: tuple[Any, str] = (torch.autograd.Function, "_register_hook")
 
 
-# How often a tensor has been changed in place, but for changes through `.data`.
+# How often a tensor was changed in place, without changes through `.data`.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
-# Whether an operation of a dispatch mode writes into its arguments, as it says itself.
+# Whether the schema of an operation says that it writes into its arguments.
 is_in_place: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
 
-# What a `GradScaler` knows of each optimizer, by its id, until its next update.
+# What a `GradScaler` knows of each optimizer since the last update, by its id.
 states_of_steps: Callable[[Any], Any] = attrgetter("_per_optimizer_states")
 
 
-# How many nodes of autograd graphs a thread had made when it made this one.
+# The sequence number of an autograd node: how many its thread had made before.
 number_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether the user has compiled it, with `torch.compile(model)` or
-    `model.compile()`.
-    """
+    """Whether the user compiled it: `torch.compile(model)` or `model.compile()`."""
     return (
         type(model).__name__ == "OptimizedModule"
         or model._compiled_call_impl is not None
@@ -77,8 +75,8 @@ def backwards_through(run: Callable[..., Any]) -> Iterator[None]:
     """Call a function in place of every backward of torch in this block.
 
     Args:
-        run: Gets the engine's `run_backward` and its arguments: the outputs first, and
-            `accumulate_grad`, which is false for `torch.autograd.grad`.
+        run: Called with the engine's `run_backward` and its arguments. The outputs come
+            first. `accumulate_grad` is false for `torch.autograd.grad`.
     """
     engine = _Engine(torch.autograd.Variable._execution_engine, run)
     with patched(torch.autograd.Variable, "_execution_engine", engine):
@@ -109,28 +107,22 @@ scale_in: Callable[[Any], Any] = attrgetter("_scale")
 
 
 def scale_tensor(scaler: Any) -> Any:
-    """The scale of a `GradScaler` itself, (), float32; None before it has scaled a
-    loss.
-    """
+    """The scale of any `GradScaler`, (), float32; None if disabled or not used yet."""
     return scale_in(scaler) if scaler.is_enabled() else None
 
 
 def give_found_inf(optimizer: Any) -> None:
-    """Let `GradScaler.step` leave it to a fused optimizer whether its step is
-    skipped.
-    """
+    """Let `GradScaler.step` pass `found_inf` to a fused optimizer, which then skips."""
     optimizer._step_supports_amp_scaling = True
 
 
 # Clips.
 
-# torch exports no name of this module.
+# torch exports no private name of this module, so mypy must not check it.
 _module: Any = clip_grad
 sort_gradients: Callable[..., Any] = _module._group_tensors_by_device_and_dtype
 
 
 def sort_gradients_by(function: Callable[..., Any]) -> None:
-    """Let torch's clips sort their gradients by another function than
-    `sort_gradients`.
-    """
+    """Let torch's clip functions group their gradients by this function."""
     _module._group_tensors_by_device_and_dtype = function

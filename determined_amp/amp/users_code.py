@@ -1,4 +1,4 @@
-"""Which code is the user's own; it needs nothing but Python."""
+"""Tells which code is the user's own; depends on Python only."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 _LIBRARY = str(Path(__file__).parents[1]) + os.sep
 _OF_PYTHON = str(Path(os.__file__).parent) + os.sep
-# Of packages for all users, or for one alone, as in a task of a cluster.
+# Folders of packages, installed for all users or, as in a cluster's task, for one.
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 def is_installed(file: str) -> bool:
     """Whether a file belongs to Python or to an installed package.
 
-    A folder below Python's prefix need not: with the Python of a system that is `/usr`.
+    A file below Python's prefix need not: the prefix of a system's Python is `/usr`.
     """
     return file.startswith(_OF_PYTHON) or any(part in file for part in _INSTALLED)
 

@@ -1,4 +1,4 @@
-"""What happens to the gradients of an optimizer from one of its steps to the next."""
+"""What happens to an optimizer's gradients from one step to the next."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from determined_amp.amp.schedules import RateSchedule
 from determined_amp.amp.tensors import parameters_of
 from determined_amp.amp.torch_private import version_of
 
-# Optimizer steps between two measurements of the largest gradient, which reads all of
-# them.
+# Optimizer steps between two measurements of the largest gradient. Each measurement
+# reads all gradients.
 HEADROOM_PERIOD = 10
 
 # Whether a step was skipped: a bool where the host knows, else `found_inf`, (),
@@ -37,10 +37,10 @@ Skipped = bool | torch.Tensor
 
 
 class Window:
-    """The gradients of one optimizer since its last step, and the steps that it made.
+    """What has happened to one optimizer's gradients since its last step.
 
-    `move` takes it from one stage to the next, in every precision, or refuses a
-    mistake, as the table of `mistakes.py` says. Nothing else changes its stage:
+    `move` changes the stage by the table of `mistakes.py`, in every precision, and
+    refuses mistakes. Nothing else changes the stage:
 
             backward of a scaled loss
                    |
@@ -55,34 +55,34 @@ class Window:
         +------ UPDATED
           count
 
-    LEFT_OUT is as SCALED, for the gradients of the next backward. `update` takes both
-    UNSCALED and LEFT_OUT to SCALED: those gradients made no step. Their norm does not
-    count, but an overflow in them lowers the scale.
+    For the gradients of the next backward, LEFT_OUT is the same as SCALED. `update`
+    takes both UNSCALED and LEFT_OUT to SCALED, because those gradients made no step.
+    Their norm does not count, but an overflow in them lowers the scale.
 
     Nothing in a window reads the device.
 
     Args:
         device: Where the parameters are.
-        scaled: Whether the gradients are multiplied by a loss scale, so that steps can
-            be skipped.
+        scaled: Whether a loss scale multiplies the gradients, so that steps can be
+            skipped.
         remedies: What error messages suggest for each mistake.
 
     Attributes:
         optimizer: The optimizer, once there is one.
-        stage: Where it is in the diagram.
-        skipped: Whether the step that runs, or that is not counted, was skipped.
+        stage: The current stage in the diagram.
+        skipped: Whether the newest step was skipped, until it is counted.
         found_inf: Whether a backward overflowed, (), float32, on the device; None if
-            nobody has looked, or the scaler has.
-        is_used: Whether a step has used its gradients, until the next backward. This
-            and `found_inf` are read for unmodified trials alone.
+            only the scaler checks, or nothing was checked yet.
+        is_used: Whether a step has used the gradients since the last backward. Only
+            unmodified trials read this and `found_inf`.
         counts: The steps since the start of the training.
         norm_sum: The sum of the gradient norms since the last report.
         has_norm: Whether a norm was ever measured.
         largest: The largest scaled gradient since the last report, (), on the device; 0
-            if there is none.
+            if there was none.
         applied_before: Applied steps at the last report, (), int64, on the device.
         attempted_before: Attempted steps at the last report.
-        schedule: Moves its rate; None if the rate is constant, or moved elsewhere.
+        schedule: Moves the learning rate; None if nothing or other code moves it.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class Window:
         self.skipped: Skipped = False
         self.found_inf: torch.Tensor | None = None
         self.is_used = False
-        self._versions: list[int | None] = []  # of its gradients after a backward
+        self._versions: list[int | None] = []  # of the gradients after a backward
         self.counts = StepCounts(device, can_skip=scaled)
-        # Without a scale no step is skipped: gradients that are not finite reach the
-        # weights, or a clip makes all of them 0.
+        # Without a scale no step is skipped, so a norm that is not finite belongs to an
+        # applied step and must show.
         self.norm_sum = DeviceSum(device, finite_only=scaled)
         self.has_norm = False
-        self._norm: torch.Tensor | None = None  # of the step that comes, or is made
+        self._norm: torch.Tensor | None = None  # of the next step, until it is counted
         self.largest = torch.zeros((), device=device)
         self.applied_before = torch.zeros((), dtype=torch.int64, device=device)
         self.attempted_before = 0
@@ -114,13 +114,13 @@ class Window:
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether its rate follows its applied steps."""
+        """Whether the learning rate follows the applied steps."""
         return self.schedule is not None and self.schedule.by_steps
 
     # From step to step.
 
     def move(self, call: str) -> None:
-        """Go where a call leads from this stage.
+        """Go to the stage that a call leads to.
 
         Raises:
             ConfigError: if the call is a mistake in this stage.
@@ -135,27 +135,25 @@ class Window:
     def has_gradient(self) -> bool:
         """Whether a parameter of the optimizer has a gradient."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
-        for group in groups:  # every step asks: it ends at the first one
+        for group in groups:  # every step asks, so the first gradient ends the loop
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     return True
         return False
 
     def begin_backward(self) -> None:
-        """Forget what was found for gradients that a step has used, or that are
-        gone.
-        """
+        """Reset `found_inf` if a step has used the gradients, or they are gone."""
         if self.is_used or not self.has_gradient():
             self.found_inf, self.is_used = None, False
 
     def note_backward(self, found_inf: torch.Tensor) -> None:
-        """Note whether a backward overflowed, (), float32, on the device."""
+        """Add the outcome of a backward to `found_inf`, (), float32, on the device."""
         before = found_inf if self.found_inf is None else self.found_inf
         self.found_inf = torch.maximum(before, found_inf)
         self._versions = self._versions_now()
 
     def has_other_gradients(self) -> bool:
-        """Whether somebody has changed or dropped its gradients since a backward."""
+        """Whether gradients were changed or dropped since the last backward."""
         return self._versions != self._versions_now()
 
     def _versions_now(self) -> list[int | None]:
@@ -163,15 +161,14 @@ class Window:
         return [None if each is None else version_of(each) for each in gradients]
 
     def leave_out(self) -> None:
-        """Note that gradients that were unscaled are gone, and no step has used
-        them.
-        """
+        """Record that unscaled gradients were dropped without a step."""
         self.move("leave_out")
         self.found_inf = None
 
     def prepare(self) -> None:
-        """Get ready for the first step, and for the first one with a new group: a
-        training may add one to thaw a layer.
+        """Prepare the first step, or the first one with a new parameter group.
+
+        A training may add a group to thaw a layer.
         """
         if not self._prepared_groups:
             self.place_rate()
@@ -181,18 +178,19 @@ class Window:
                 self._prepared_groups = len(self.optimizer.param_groups)
 
     def begin_step(self) -> None:
-        """Begin a step, which is skipped unless torch calls its optimizer.
+        """Begin a step. It counts as skipped unless torch then calls the optimizer.
 
         Raises:
-            ConfigError: if there must be no step in this stage.
+            ConfigError: if a step is a mistake in this stage.
         """
         self.move("begin_step")
         self.skipped, self.is_used = True, True
 
     def see_step(self, optimizer: Optimizer) -> None:
-        """Note that torch calls `step` of its optimizer, or of one inside it.
+        """Record that torch calls `step` of the optimizer, or of one inside it.
 
-        A fused optimizer is called on a skip, too, and reads `found_inf` itself.
+        A fused optimizer is called even for a skip, because it reads `found_inf`
+        itself.
         """
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         if self._prepared_groups != len(groups):
@@ -204,8 +202,9 @@ class Window:
             self.skipped = False
 
     def count(self) -> None:
-        """Count the step that was made, and move the schedule if it was applied. No
-        synchronisation.
+        """Count the newest step, and move the schedule if it was applied.
+
+        No synchronisation.
         """
         norm = self._norm
         self.move("count")
@@ -216,9 +215,7 @@ class Window:
             self.schedule.place_rate(self.counts)
 
     def place_rate(self) -> None:
-        """Put the rate of the next step into the optimizer, by the steps applied so
-        far.
-        """
+        """Set the optimizer's rate for the next step, by the steps applied so far."""
         if self.schedule is not None:
             self.schedule.place_rate(self.counts)
 
@@ -238,7 +235,8 @@ class Window:
         """Measure the norm of unscaled gradients, and clip them. No synchronisation.
 
         Args:
-            parameters: Whose gradients; by default those of the optimizer.
+            parameters: The parameters whose gradients are clipped; by default all of
+                the optimizer.
             max_norm: Largest 2-norm of their gradients; infinity only measures it.
             scale: Returns the loss scale, (), on the device.
         """
@@ -257,7 +255,7 @@ class Window:
     ) -> None:
         """Measure the largest scaled gradient, on every tenth step. No synchronisation.
 
-        Gradients that are not finite are left out: their step is skipped.
+        A gradient that is not finite does not count, because its step is skipped.
         """
         if not self._scaled or self.counts.attempted % HEADROOM_PERIOD:
             return
@@ -267,14 +265,15 @@ class Window:
             torch.maximum(self.largest, largest, out=self.largest)
 
     def add_norm(self, norm: torch.Tensor) -> None:
-        """Keep the norm of a step that comes, (), on the device: it counts if the step
-        is applied. A second clip before that step measures what the first has left.
+        """Keep the norm of the next step, (), on the device, for its count.
+
+        Only the first norm is kept: a second clip measures what the first has left.
         """
         if self._norm is None:
             self.has_norm, self._norm = True, norm
 
     def begin_report(self) -> None:
-        """Begin the sums of the next report."""
+        """Reset the sums for the next report."""
         self.norm_sum.reset()
         self.largest.zero_()
         self.applied_before = self.counts.applied
@@ -295,8 +294,8 @@ class Window:
 class RehearsedWindow(Window):
     """The window of an optimizer while a batch is rehearsed.
 
-    Its gradients stay scaled, so it clips nothing. An optimizer that the training does
-    not know steps without a gradient, which changes nothing.
+    The gradients stay scaled, so it clips nothing. An optimizer that the training does
+    not know loses its gradients before its step, so the step changes nothing.
     """
 
     def clip(self, *_: Any, **__: Any) -> None:
@@ -310,12 +309,12 @@ class RehearsedWindow(Window):
 class _Running(threading.local):
     """The window whose step runs in this thread; None between steps.
 
-    An optimizer that moves at any other time may use gradients that are still scaled.
+    An optimizer that steps at any other time may use gradients that are still scaled.
 
     Attributes:
         window: See above.
-        in_threads: Those whose steps run in any thread: an optimizer may hand its step
-            to others.
+        in_threads: The windows whose steps run in any thread, because an optimizer may
+            hand its step to other threads.
     """
 
     window: Window | None = None
@@ -326,7 +325,7 @@ RUNNING = _Running()
 
 
 class Windows(dict[Optimizer, Window]):
-    """The window of each optimizer; one is made when its optimizer is first asked for.
+    """The window of each optimizer, made when the optimizer is first looked up.
 
     Args:
         device: Where their parameters are.
@@ -338,7 +337,7 @@ class Windows(dict[Optimizer, Window]):
 
     Attributes:
         device: See above.
-        first: That of the first optimizer, which may not exist yet.
+        first: The window of the first optimizer, which may not exist yet.
     """
 
     def __init__(
@@ -374,9 +373,7 @@ class Windows(dict[Optimizer, Window]):
         return self._kind(self.device, scaled=self._scaled, remedies=self.remedies)
 
     def rehearsed(self) -> Windows:
-        """Windows for a batch that is rehearsed, which begin anew. Counts and schedules
-        are those of the training.
-        """
+        """New windows for a rehearsal, with the training's counts and schedules."""
         windows = Windows(
             self.device,
             self.optimizers,
@@ -394,9 +391,7 @@ class Windows(dict[Optimizer, Window]):
         return [self[optimizer] for optimizer in self.optimizers]
 
     def suffix(self, optimizer: Optimizer | None) -> str:
-        """What the names of an optimizer's metrics end in; nothing if there is only
-        one.
-        """
+        """The ending of an optimizer's metric names; empty if there is only one."""
         several = len(self.optimizers) > 1
         return f"_{self.optimizers.index(optimizer)}" if several else ""
 
@@ -411,14 +406,12 @@ class Windows(dict[Optimizer, Window]):
         schedules = [window.schedule for window in every]
         return {
             "optimizers": [window.counts.state_dict() for window in every],
-            # Only a plateau has a state of its own.
+            # Only a `PlateauSchedule` has a state of its own.
             "plateaus": [schedule and schedule.state_dict() for schedule in schedules],
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Continue from a saved state; an optimizer that is still to come gets its part
-        later.
-        """
+        """Continue from a saved state, also for optimizers that come later."""
         self._saved = state_dict
         for optimizer in self.optimizers:
             self.restore(optimizer)
@@ -451,17 +444,17 @@ class Windows(dict[Optimizer, Window]):
 def fill_momentum(optimizer: Optimizer, *, can_skip: bool) -> None:
     """Give a fused SGD momentum buffers of zeros before the first step of a parameter.
 
-    By itself it allocates them uninitialised and fills them in its first step. If that
-    step is skipped, the second one adds garbage to the weights. It also raises an error
-    if some parameters of a group get their first gradient later than others.
+    Otherwise SGD allocates them uninitialised and fills them in its first step. If that
+    step is skipped, the second one adds garbage to the weights. SGD also raises an
+    error if some parameters of a group get their first gradient later than others.
 
     Args:
         optimizer: Any optimizer; only a fused SGD is changed.
         can_skip: Whether there is a loss scale.
 
     Raises:
-        ConfigError: if steps can be skipped and it has dampening, for which zeros would
-            be wrong.
+        ConfigError: if steps can be skipped and the optimizer has dampening, for which
+            zeros would be wrong.
     """
     if not isinstance(optimizer, SGD):
         return
@@ -487,8 +480,6 @@ def fill_momentum(optimizer: Optimizer, *, can_skip: bool) -> None:
 
 
 def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The dense gradients of the parameters that have one; none is empty, which has no
-    maximum.
-    """
+    """The dense gradients of parameters, without empty ones, which have no maximum."""
     gradients = (parameter.grad for parameter in parameters)
     return [g for g in gradients if g is not None and not g.is_sparse and g.numel()]

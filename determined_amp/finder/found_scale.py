@@ -1,4 +1,4 @@
-"""A finding as text, as lines for a YAML and as JSON."""
+"""Formats a finding as text, as lines for a YAML and as JSON."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ class FinderRun:
 
 
 def run_now(name: str, device: torch.device, **others: Any) -> FinderRun:
-    """A `FinderRun` on `device`, with today's date, this version of torch, and its
-    other fields.
-    """
+    """A `FinderRun` with this device, today's date, this torch and the other fields."""
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     words = DeviceSupport.of(device).name
     return FinderRun(name, words, torch.__version__, today, **others)
@@ -71,7 +69,7 @@ class FoundScale:
         """The JSON that `det-amp find --json` writes.
 
         It has the fields of `ScaleFinding`, those of `FinderRun` under `run`, and the
-        advice in words and as changes of the section `amp`.
+        advice, both in words and as changes of the section `amp`.
         """
         document = {
             "run": asdict(self.run),
@@ -158,7 +156,7 @@ def _fine(finding: ScaleFinding) -> str:
 def yaml_changes(answer: FoundScale) -> Values:
     """The changes to the `amp` section for this verdict, by key; None removes the key.
 
-    Where the default is fine, a YAML whose scale is safe, too, needs none.
+    Empty if the default is fine and the scale of the YAML is safe, too.
     """
     finding, run = answer.finding, answer.run
     log2 = finding.answer_log2

@@ -3,9 +3,9 @@ gradients.
 
 In float16, activation gradients, and weight gradients before their cast to float32, can
 overflow or be flushed to 0. `.grad` itself is float32 and does not show a flush. So the
-recorder looks at what every node of the autograd graph hands on. That is all gradient
-of the loss: the factors that a node multiplies it by, such as the 3 x^2 of x^3, move
-with no loss scale and stay inside the node.
+recorder looks at what every node of the autograd graph hands on. These are gradients of
+the loss, which move with the loss scale. The factors that a node multiplies them by,
+such as the 3 x^2 of x^3, do not, and stay inside the node.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ from determined_amp.finder.histogram import Histogram
 
 
 class Source(NamedTuple):
-    """The origin of a tensor in a backward, the same for all steps of a recurrent
-    network.
-    """
+    """The origin of a tensor in a backward; all steps of a recurrent net share it."""
 
     module: str
     operation: str  # name of autograd's node
@@ -47,11 +45,11 @@ class GradientRecorder(BackwardGraph):
     the buckets of DistributedDataParallel.
 
     Args:
-        models: Their modules name the sources.
+        models: The models whose modules name the sources.
 
     Attributes:
         histograms: Histograms by source, in the order of the backward.
-        makes_float16: Whether a gradient was float16 nevertheless.
+        makes_float16: Whether any gradient was float16 instead.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -74,10 +72,9 @@ class GradientRecorder(BackwardGraph):
         self._scaled.clear()
 
     def is_followed(self, outputs: Any, *, accumulates: bool) -> bool:
-        """`torch.autograd.grad` is followed only for a scaled output.
+        """Follow `torch.autograd.grad` only from a scaled output.
 
-        Without the scale, a gradient that is part of the loss is no more scaled than
-        the rest of the forward.
+        Otherwise its gradients are a part of the loss, and belong to the forward.
         """
         return accumulates or not self._scaled.isdisjoint(nodes_behind(outputs))
 
@@ -86,7 +83,7 @@ class GradientRecorder(BackwardGraph):
     ) -> None:
         known = {_storage(gradient) for gradient in taken if gradient is not None}
         for output, gradient in enumerate(made):
-            # A view, or what is passed on as it is, has been counted already.
+            # A view, or a gradient that is passed on unchanged, is counted already.
             if gradient is None or not gradient.numel() or _storage(gradient) in known:
                 continue
             if gradient.dtype is torch.bfloat16:

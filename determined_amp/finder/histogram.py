@@ -1,6 +1,4 @@
-"""The magnitudes of bfloat16 values, and what float16 does to them at a loss scale of
-2^k.
-"""
+"""The magnitudes of bfloat16 values, and what float16 does to them at a loss scale."""
 
 from __future__ import annotations
 
@@ -74,9 +72,7 @@ class Histogram:
         return math.floor(FLUSH_LOG2 - math.log2(self._magnitudes[first_kept])) + 1
 
     def overflow_share(self, scale_log2: float) -> float:
-        """The share of the nonzero values that float16 makes infinite at a loss
-        scale.
-        """
+        """The share of nonzero values that float16 makes infinite at a loss scale."""
         least = 2.0 ** (OVERFLOW_LOG2 - scale_log2)
         infinite = sum(n for value, n in self.counts.items() if value >= least)
         return infinite / self.nonzero if self.nonzero else 0.0
@@ -87,5 +83,5 @@ class Histogram:
 
     @cached_property
     def _squares(self) -> npt.NDArray[np.float64]:
-        """Of all values of each magnitude."""
+        """For each magnitude, the sum of the squares of its values."""
         return np.array([self.counts[each] * each**2 for each in self._magnitudes])

@@ -1,6 +1,4 @@
-"""Finds the initial loss scale of a model from its loss and its batches, without a
-trial.
-"""
+"""Finds the initial loss scale from a model, its loss and batches, without a trial."""
 
 from __future__ import annotations
 
@@ -72,10 +70,10 @@ def rehearsal_of(
     batch: Any,
     device: torch.device,
 ) -> Rehearsal:
-    """The rehearsal of a batch of `find_loss_scale`."""
+    """Make the rehearsal of a batch for `find_loss_scale`."""
     settings = AmpSettings(Precision.AMP_FP16, set_backends=False)
     amp = AmpLoop(settings, device, slots=OneSlot())
-    amp.models.append(model)  # not prepared: nothing of it changes
+    amp.models.append(model)  # not by `prepare`, which would change it
     return amp.rehearsal(batch, loss_fn)
 
 

@@ -1,10 +1,9 @@
-"""Predicts from one bfloat16 rehearsal what float16 does to a backward, and measures it
-in float16.
+"""Predicts from one bfloat16 rehearsal what float16 does, and measures overflows.
 
 bfloat16 autocast builds the same graph as float16 autocast, with the range of float32.
-A loss scale of 2^k moves every exponent by exactly k. So one backward tells, for every
-k, which gradients are flushed to 0, and about which overflow. That is then measured in
-float16, one scale at a time.
+A loss scale of 2^k moves every exponent by exactly k. So one backward tells for every k
+which gradients are flushed to 0, and roughly which overflow. Overflows are then
+measured in float16, one scale at a time.
 """
 
 from __future__ import annotations
@@ -44,7 +43,8 @@ class LossScaleError(UserError):
 class Prediction:
     """The 16-bit gradients of a few backwards without a loss scale, by source."""
 
-    tensors: dict[Source, Histogram]  # in the order of the backward; one is not 0
+    # In the order of the backward. At least one value is not 0.
+    tensors: dict[Source, Histogram]
 
     @cached_property
     def total(self) -> Histogram:
@@ -64,9 +64,7 @@ class Prediction:
 
     @property
     def headroom_log2(self) -> float:
-        """log2 of the largest scale, not rounded to a power of two, at which nothing
-        overflows.
-        """
+        """log2 of the largest scale, of any value, at which nothing overflows."""
         return math.log2(_FIRST_INFINITE / self.total.largest)
 
     def flushed_share(self, scale_log2: float) -> float:
@@ -82,9 +80,7 @@ class Prediction:
         )
 
     def smallest_scale_log2(self, flushed: float) -> int:
-        """log2 of the smallest power of two at which no tensor has a larger flushed
-        share.
-        """
+        """log2 of the smallest power of two at which no share exceeds `flushed`."""
         return max(
             h.smallest_scale_log2(flushed) for h in self.tensors.values() if h.nonzero
         )
@@ -122,9 +118,9 @@ def predict_float16(rehearsals: Sequence[Rehearsal], slots: Slots) -> Prediction
 
 
 def overflows(rehearsals: Sequence[Rehearsal], slots: Slots, scale_log2: float) -> bool:
-    """Whether a batch of any slot makes a gradient in float16 that is not finite.
+    """Whether a batch of any slot gives a gradient in float16 that is not finite.
 
-    An error in float16 is the trial's own: its training has it, too.
+    An error that float16 raises is the trial's own: training would raise it, too.
     """
     outcomes = [rehearsal.run(2.0**scale_log2) for rehearsal in rehearsals]
     return any(slots.allgather(any(outcome.lost for outcome in outcomes)))
@@ -133,9 +129,7 @@ def overflows(rehearsals: Sequence[Rehearsal], slots: Slots, scale_log2: float) 
 def cause_of(
     rehearsals: Sequence[Rehearsal], slots: Slots, scale_log2: float = 0.0
 ) -> str:
-    """What overflows at a loss scale in the first batch that overflows; the same on
-    every slot.
-    """
+    """The cause in the first batch that overflows at a scale; equal on every slot."""
     for rehearsal in rehearsals:
         cause = find_cause(rehearsal, slots, scale=2.0**scale_log2)
         if cause is not None:
@@ -159,7 +153,7 @@ def _require_float32_parameters(rehearsals: Sequence[Rehearsal]) -> None:
 def _recorded_in_bfloat16(
     rehearsals: Sequence[Rehearsal],
 ) -> defaultdict[Source, Histogram]:
-    """The histograms of the batches of this slot."""
+    """The histograms of this slot's batches."""
     recorder = GradientRecorder(rehearsals[0].models)
     for rehearsal in rehearsals:
         try:

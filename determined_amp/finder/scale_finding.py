@@ -26,10 +26,10 @@ from determined_amp.finder.scale_score import (
 _MARGIN = 4
 _MOST_ROWS = 24
 
-# A loss scale is a float32.
+# log2 of the largest power of two in float32, the dtype of a loss scale.
 LARGEST_LOG2 = 127
 
-# How far below the predicted top a scale is tried. A kernel that accumulates in float16
+# How many bits below the predicted top are tried. A kernel that accumulates in float16
 # can overflow a few bits before its result does.
 _LOWER = 24
 
@@ -66,8 +66,8 @@ class ScaleFinding:
     # log2 of the largest power of two at which nothing overflows, measured in float16.
     # It is below `low_log2` if no scale is safe.
     top_log2: int
-    # log2 of the loss scale to start with. If the verdict is not to use a scale, it is
-    # the scale that loses least; None if no scale helps.
+    # log2 of the loss scale to start with. If the verdict is `BF16`, this scale still
+    # loses least. None if no scale helps.
     choice_log2: int | None
     verdict: Verdict  # what to do
     # from below the range to above it, with 2^16 and all that were tried
@@ -94,12 +94,12 @@ class ScaleFinding:
 def find_range(rehearsals: Sequence[Rehearsal], slots: Slots) -> ScaleFinding:
     """Find the loss scale to start with, see `choice_of`.
 
-    The top is measured in float16, beginning where it is predicted: values that are
-    masked on their way to the parameters may overflow, and a kernel may overflow
-    inside.
+    The top is measured in float16, beginning at the prediction. The two differ if
+    overflowing values are masked on their way to the parameters, or if a kernel
+    overflows inside.
 
     Args:
-        rehearsals: Those of the batches of this slot.
+        rehearsals: The rehearsals of this slot's batches.
         slots: The processes of the training. All of them must call this.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The score of a loss scale, and what the scores of a search mean; read without torch.
+"""The score of a loss scale, and what the scores of a search mean; needs no torch.
 
 The validation loss after a short training cannot rank loss scales, because seeds change
 it more than scales inside the safe range do. So the score counts the optimizer steps
@@ -7,10 +7,10 @@ that a scale loses:
     steps_lost       = skipped steps + lost share of the gradient * growth_interval
     loss_scale_score = log2(1 + steps_lost)
 
-A skipped step lowers the scale, and the first steps are skipped until nothing
-overflows. The lost share is what float16 flushes to 0 at the scale that the training
-then starts with; it counts where it is above `FLUSHED_LIMIT`, and until the scale
-grows. So the score is 0 all through the safe range, and rises on both sides of it.
+A skipped step lowers the scale, so the first steps are skipped until nothing overflows.
+The lost share is what float16 flushes to 0 at the scale after these skips. It counts if
+it is above `FLUSHED_LIMIT`, for the steps until the scale grows. So the score is 0
+throughout the safe range, and rises on both sides of it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dataclasses import dataclass
 # log2 of the default init_scale of PyTorch's GradScaler.
 DEFAULT_LOG2 = 16
 
-# Bits between the choice and the top, where the range has them. While learning begins,
-# the largest gradient can grow by 2 to 5 bits (`benchmarks.loss_scale`), and later
-# batches differ from the first ones by another.
+# Bits between the choice and the top, if the range is wide enough. While learning
+# begins, the largest gradient can grow by 2 to 5 bits (`benchmarks.loss_scale`), and
+# later batches differ from the first ones by another bit.
 _ROOM = 6
 
 # Twice float16's rounding error. If every tensor loses less, the parameters' gradients
@@ -58,7 +58,7 @@ class Score:
         headroom_bits: float,
         growth_interval: int,
     ) -> Score:
-        """The score of a scale whose first steps, `skipped` of them, overflow."""
+        """The score of a scale at which the first `skipped` steps overflow."""
         lost = float(skipped)
         if flushed_share > FLUSHED_LIMIT:
             lost += flushed_share * growth_interval
@@ -67,9 +67,9 @@ class Score:
 
 
 def bits_from_default(scale_log2: float) -> float:
-    """How far a scale is from PyTorch's default: the order of trials with equal scores.
+    """How far a scale is from PyTorch's default, in bits; ranks trials of equal scores.
 
-    Infinite for NaN, a scale that is not known.
+    Infinite for NaN, an unknown scale.
     """
     return math.inf if math.isnan(scale_log2) else abs(scale_log2 - DEFAULT_LOG2)
 
@@ -77,11 +77,11 @@ def bits_from_default(scale_log2: float) -> float:
 def choice_of(low: int, top: int) -> int:
     """log2 of the scale to start with, given a safe range from 2^`low` to 2^`top`.
 
-    It leaves 6 bits to the top, because gradients grow while learning begins, and each
-    bit too few is a skipped step. It never leaves more than to the bottom, because
-    gradients may shrink, too, and a bit there costs thousands of steps until the scale
-    has grown. Inside the range, nothing else depends on the scale, so PyTorch's
-    default is chosen where it leaves as much.
+    The choice is 6 bits below the top, because gradients grow while learning begins,
+    and each missing bit costs a skipped step. In a narrower range it is in the middle:
+    gradients may shrink, too, and a missing bit there costs thousands of steps until
+    the scale has grown. Nothing else depends on the scale inside the range, so
+    PyTorch's default is chosen if it leaves as much room above.
     """
     room = min(_ROOM, (top - low + 1) // 2) if low <= top else 1
     return DEFAULT_LOG2 if low <= DEFAULT_LOG2 <= top - room else top - room
@@ -98,15 +98,15 @@ class ScaleAdvice:
 def advice_of(
     metric: str | None, trials: Sequence[tuple[float, float | None]]
 ) -> ScaleAdvice | None:
-    """The advice of a search's scored trials, by the rule of the finder.
+    """The advice from a search's scored trials, by the rule of the finder.
 
     Args:
-        metric: What the search ranks its trials by.
-        trials: log2 of the loss scale of each, and how many steps it lost.
+        metric: The metric that ranks the trials.
+        trials: log2 of the loss scale of each trial, and how many steps it lost.
 
     Returns:
-        None with fewer than two trials, with another metric than the score, or if one
-        of them does not tell its loss scale and its lost steps.
+        None with fewer than two trials, with another metric than the score, or if the
+        loss scale or the lost steps of a trial are unknown.
     """
     if metric != "loss_scale_score" or len(trials) < 2:
         return None

@@ -1,7 +1,7 @@
 """Scores a loss scale without training, as the metric of a search; see `Score`.
 
-Overflow is measured in float16. What float16 flushes is what a cast of the bfloat16
-gradients flushes. The score is exact, because nothing is trained and all trials use the
+Overflow is measured in float16. The flushed share is computed from the bfloat16
+gradients. The score has no noise, because nothing is trained and all trials use the
 same batches.
 """
 
@@ -45,7 +45,7 @@ def score_batches(
     """Score the loss scale 2^`scale_log2`; the score is the same on every slot.
 
     Args:
-        rehearsals: Those of the batches of this slot.
+        rehearsals: The rehearsals of this slot's batches.
         slots: The processes of the training. All of them must call this.
         scale_log2: log2 of the initial loss scale.
         growth_interval: Applied steps in a row before the scale grows.
@@ -66,7 +66,7 @@ def score_batches(
     def fails(minus_skips: int) -> bool:
         return overflows(rehearsals, slots, after(-minus_skips))
 
-    # Beginning at the predicted number; one more than all if the last one fails, too.
+    # From the predicted number of skips on; `most_skips + 1` if every scale fails.
     most_skips = math.ceil((scale_log2 - least_log2) / bits_per_skip)
     predicted = math.ceil((scale_log2 - prediction.headroom_log2) / bits_per_skip)
     skipped = -largest_working(fails, -predicted, -most_skips, 0)

@@ -1,1 +1,1 @@
-"""Determined's side: the heart of `determined_amp.amp` in a `PyTorchTrial`."""
+"""The adapter to Determined: uses `determined_amp.amp` in a `PyTorchTrial`."""

@@ -1,21 +1,20 @@
 """What happens to every batch of a training, between Determined's loop and the trial.
 
-A trial whose `callbacks` are those of a `MixedPrecision` has these names of its own
-replaced while it trains:
+A trial that returns the `callbacks` of a `MixedPrecision` has these methods replaced
+while it trains:
 
-* `build_training_data_loader` of the trial: the wait for each batch is timed.
-* `train_batch` of the trial: see `Batches.__call__` for what is done in which order.
-* `step_optimizer` of the context: nothing else sees a clip by code of the trial's own;
-  those of torch's functions are seen by `amp/clips.py`.
+* `build_training_data_loader` of the trial, to time the wait for each batch.
+* `train_batch` of the trial; `Batches.__call__` shows what is done in which order.
+* `step_optimizer` of the context, to see clips by the trial's own code. `amp/clips.py`
+  sees the clips of torch's functions.
 
-A trial that makes none itself gets one from outside: `unmodified.py` replaces
-`wrap_model` of its context, and `unmodified_training.py` `backward` and
+A trial without a `MixedPrecision` gets one from outside. Then `unmodified.py` replaces
+`wrap_model` of the context, and `unmodified_training.py` replaces `backward` and
 `step_optimizer` of the context, and `train_batch` and `build_callbacks` of the trial.
 
-Where gradients accumulate over several batches, they are exchanged once per step.
-Determined 0.38.1 enters `no_sync` around the backward alone. DistributedDataParallel
-decides in the forward whether the backward after it exchanges gradients, so they are
-exchanged after every batch.
+If gradients accumulate over several batches, this module exchanges them once per step.
+Determined 0.38.1 would exchange them after every batch: it enters `no_sync` around the
+backward only, but DistributedDataParallel decides in the forward.
 """
 
 from __future__ import annotations
@@ -49,17 +48,18 @@ logger = logging.getLogger(__name__)
 
 
 class Batches:
-    """Trains the batches of a trial, and does around each what its settings ask for.
+    """Trains each batch of a trial, with the work around it that the settings ask for.
 
     Args:
         amp: The mixed precision of the trial.
-        trial: The trial; its `train_batch` trains a batch.
-        context: Its context.
-        checks_clips: Whether the trial itself unscales gradients before it clips them.
+        trial: The trial. Its `train_batch` trains a batch.
+        context: The context of the trial.
+        checks_clips: Whether the trial's own code must unscale gradients before it
+            clips them.
 
     Attributes:
         newest: The newest batch as the trial got it; None before the first.
-        is_counted: Whether `update` has counted it.
+        is_counted: Whether `update` has counted the newest batch.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Batches:
         self._step_optimizer = context.step_optimizer
         self._indices: dict[str, int] = {}
         self._is_first = True
-        self._changes_batches: bool | None = None  # not known before the first one
+        self._changes_batches: bool | None = None  # unknown before the first batch
         self._accumulates = aggregation_frequency(context) > 1
         self._patches = ExitStack()
         enter, loader = self._patches.enter_context, self._build_timed_loader
@@ -90,7 +90,7 @@ class Batches:
             enter(patched(context, "step_optimizer", self._step))
 
     def remove(self) -> None:
-        """Give the trial and its context their own methods back."""
+        """Restore the original methods of the trial and its context."""
         self._patches.close()
         self.newest = None
 
@@ -132,7 +132,7 @@ class Batches:
     # What is done around a batch.
 
     def _rehearse_first(self) -> Exception | None:
-        """Find the scale, and audit the first batch, in rehearsals of it.
+        """Find the scale with the first batch and audit it, in rehearsals.
 
         Returns:
             The error that the trial raised in the audit. If the batch cannot be trained
@@ -160,8 +160,8 @@ class Batches:
     def _keep(self, batch: Any) -> list[tuple[torch.Tensor, int]]:
         """Keep a batch for the guard; return its tensors with their versions.
 
-        A trial may take its batch apart and change tensors in place. Tensors are costly
-        to copy, so those of later batches are copied only if it has changed one before.
+        A trial may take its batch apart and change tensors in place. Copying tensors is
+        costly, so later batches are copied only if the trial has changed one before.
         """
         self.newest = own_copy(batch, shared=self._changes_batches is False)
         tensors = [tensor for tensor in tensors_of(batch) if not tensor.is_inference()]
@@ -171,7 +171,7 @@ class Batches:
         """Average the gradients over the ranks only in the last batch of a window.
 
         By then they are sums over the window, so every rank gets the same average of
-        sums. A rehearsal exchanges nothing, whatever is set here: see `undisturbed`.
+        sums. A rehearsal never exchanges gradients, see `undisturbed`.
         """
         is_last = ends_step(self._context)
         for model in self._context.models:
@@ -182,7 +182,7 @@ class Batches:
         return self._train_batch(batch=own_copy(batch), **self._indices)
 
     def _train_apart(self) -> None:
-        """Train the newest batch without a trace in the trial's own attributes."""
+        """Train the newest batch, and leave no trace in the trial's attributes."""
         amp, context = self._amp, self._context
         modules = [module for model in amp.models for module in model.modules()]
         tensors = parameters_in(amp.models, amp.optimizers)
@@ -198,7 +198,7 @@ class Batches:
         *others: Any,
         **named: Any,
     ) -> None:
-        """Refuse a function that clips gradients without having unscaled them."""
+        """Step, and refuse a `clip_grads` that clips without unscaling first."""
 
         def clip(parameters: Any) -> None:
             assert clip_grads is not None
@@ -211,7 +211,7 @@ class Batches:
     def _build_timed_loader(self) -> Any:
         loader, name = self._build_loader(), "get_data_loader"
         make, waited = getattr(loader, name, None), self._amp.metrics.waited
-        if make is not None:  # Determined's own
+        if make is not None:  # a loader of Determined
             timed = timed_loader(make, waited)
             self._patches.enter_context(patched(loader, name, timed))
         return loader
@@ -220,14 +220,12 @@ class Batches:
 def timed_loader(
     make: Callable[..., Any], waited: Callable[[float], None]
 ) -> Callable[..., Any]:
-    """A `get_data_loader` that calls `waited` with the seconds that the loop waits for
-    each batch.
-    """
+    """A `get_data_loader` that calls `waited` with the seconds of wait per batch."""
 
     def get_data_loader(*arguments: Any, **options: Any) -> Any:
         made = make(*arguments, **options)
-        # A trial may use one loader for its validation, too, whose type Determined
-        # checks.
+        # Only the training loader repeats. A trial may also use it for validation, and
+        # there Determined checks its type.
         return _Timed(made, waited) if options.get("repeat") else made
 
     return get_data_loader
@@ -247,7 +245,7 @@ class _Timed:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        # Now, not with the first batch: Determined starts the workers before it
+        # `iter` now, not with the first batch: Determined starts the workers before it
         # restores a state.
         return self._time(iter(self._loader))
 

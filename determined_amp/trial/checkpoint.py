@@ -1,8 +1,8 @@
 """Checkpoints that every supported torch reads, without unpickling code.
 
 Determined 0.38.1 saves numpy's random state as an array and loads with
-`torch.load(path)`. From torch 2.6 on that call unpickles weights only and refuses the
-array, so no trial can be resumed; up to torch 2.5 it unpickles anything, so a
+`torch.load(path)`. From torch 2.6 on that call loads weights only and refuses the
+array, so no trial can be resumed. Up to torch 2.5 it unpickles anything, so a
 checkpoint can run code. This module fixes both: `PortableCheckpoint` saves plain types
 only, and `SafeController` always loads weights only.
 """
@@ -31,33 +31,32 @@ from determined_amp.trial.random_state import plain_numbers
 logger = logging.getLogger(__name__)
 
 
-# The key under which `SafeController` tells whether a checkpoint that is loaded is one
-# of this trial.
+# The key under which `SafeController` notes whether a loaded checkpoint is from this
+# trial.
 SAME_TRIAL = "determined_amp.same_trial"
 
-# The key of the kinds of the optimizers, by the names of their classes.
+# The key of the class names of the optimizers.
 _KINDS = "determined_amp.optimizers"
 
 
 class CheckpointError(UserError):
-    """A checkpoint is missing, damaged, or of another model."""
+    """A checkpoint is missing, damaged, or does not fit this trial."""
 
 
 class PortableCheckpoint(pytorch.PyTorchCallback):
-    """Saves numpy's random state, and the state of schedulers, as plain types, and
-    restores them.
+    """Saves numpy's random state and the state of schedulers as plain types.
 
-    `numpy.random.set_state` accepts them. The state of a scheduler of torch 2.3 holds
-    methods.
+    `numpy.random.set_state` accepts plain types. The state of a scheduler may hold
+    other schedulers, and with torch 2.3 methods.
 
     Args:
-        schedulers: Those that Determined saves.
+        schedulers: The schedulers that Determined saves.
         rank: The rank of this process.
-        optimizers: Those of the trial.
+        optimizers: The optimizers of the trial.
 
     Attributes:
-        of_ranks: The random state of every rank if there are several; Determined itself
-            saves only that of the chief.
+        of_ranks: The random state of every rank, if there are several. Determined
+            itself saves only that of the chief.
     """
 
     NAME = "determined_amp.portable_checkpoint"
@@ -99,8 +98,8 @@ class PortableCheckpoint(pytorch.PyTorchCallback):
             _restore_held(state, scheduler)
 
 
-# What torch, pickle and the trial's own `load_state_dict` raise for a state that does
-# not fit.
+# The errors of torch, pickle and the trial's own `load_state_dict` for a state that
+# does not fit.
 _NOT_RESTORED = (
     *(RuntimeError, LookupError, ValueError, TypeError, AttributeError),
     *(EOFError, OSError, pickle.PickleError),
@@ -119,7 +118,7 @@ def restoring(checkpoint: Path) -> Iterator[None]:
 
 
 def _in_one_sentence(error: Exception) -> str:
-    """The text of an error; torch has a line for each tensor that does not fit."""
+    """The text of an error in one sentence; torch writes a line per unfit tensor."""
     first, *others = str(error).splitlines() or [""]
     if not others:
         return first
@@ -127,8 +126,9 @@ def _in_one_sentence(error: Exception) -> str:
 
 
 def load_plain(load: Callable[..., Any], *args: Any, **kwargs: Any) -> StateDict:
-    """Call torch's `load` without code. Determined would silently ignore what is not a
-    dict.
+    """Call `torch.load` weights-only. Raise for a content that is not a dict.
+
+    Determined would silently ignore such a content.
     """
     content = load(*args, **kwargs, weights_only=True)
     if not isinstance(content, dict):
@@ -152,8 +152,7 @@ def checksums_written() -> Iterator[None]:
 
 
 def check_bytes(checkpoint: Path) -> None:
-    """Compare the weights of a checkpoint with the checksums that torch wrote beside
-    them.
+    """Compare the weights of a checkpoint with the checksums that torch has saved.
 
     Raises:
         CheckpointError: if a byte has changed, or the file is cut off.
@@ -177,8 +176,9 @@ def check_bytes(checkpoint: Path) -> None:
 
 
 def check_optimizers(checkpoint: StateDict, optimizers: Sequence[Optimizer]) -> None:
-    """Raise if a checkpoint has other optimizers than a trial; Determined would load
-    what it can.
+    """Check that a checkpoint has the optimizers of a trial.
+
+    Determined would load what fits, and be silent about the rest.
 
     Raises:
         ValueError: if their number or their kinds differ.
@@ -204,8 +204,7 @@ def _kinds_of(optimizers: Sequence[Optimizer]) -> list[str]:
 
 
 def allow_numpy_random_state() -> None:
-    """Let weights-only loading read the array in checkpoints of trials without our
-    callback.
+    """Let weights-only loading read the numpy array of trials without our callback.
 
     torch before 2.5 has no list of allowed types, and refuses such a checkpoint.
     """
@@ -221,17 +220,16 @@ def allow_numpy_random_state() -> None:
     add_safe_globals([*array_types, *((reconstruct, name) for name in names)])
 
 
-# The key under which the state of a scheduler that another one holds is saved.
+# Marks the saved state of a scheduler that is held by another scheduler.
 _HELD = "determined_amp.held_scheduler"
 
 
 def _restore_held(state: StateDict, scheduler: Any) -> None:
-    """Load the states of the schedulers that a scheduler holds, and put these in their
-    place.
+    """Load the states of held schedulers, and replace each by its scheduler.
 
     Args:
-        state: The state of the scheduler; changed in place.
-        scheduler: The scheduler of this trial.
+        state: The state of the outer scheduler; changed in place.
+        scheduler: The outer scheduler of this trial.
     """
     for key, value in state.items():
         if isinstance(value, list):
@@ -254,16 +252,14 @@ def _held(value: dict[str, Any], scheduler: Any) -> Any:
 
 
 def _warn_if_refused(name: str, state: Any) -> None:
-    """Warn if a state could not be loaded from a checkpoint as plain values and
-    tensors.
-    """
+    """Warn if a checkpoint with this state could not be loaded weights-only."""
     content = io.BytesIO()
     try:
         torch.save(state, content)
         content.seek(0)
         torch.load(content, weights_only=True)
     except Exception as error:
-        # saving runs code of the trial's own, which can raise anything
+        # saving runs the trial's own code, which can raise anything
         logger.warning(
             "no checkpoint of this run can be resumed: the state of %s is more than "
             "plain values and tensors (%s). Return plain ones from its state_dict()",
@@ -293,9 +289,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read_without_code(path: Path) -> StateDict:
-    """Read a file that Determined unpickles later; more than plain values are an
-    error.
-    """
+    """Read a file that Determined unpickles later; raise unless it is plain data."""
     with path.open("rb") as file:
         state: Any = _PlainUnpickler(file).load()
     if not isinstance(state, dict):

@@ -1,6 +1,4 @@
-"""Determined's training loop as this library runs it: safe checkpoints and exact
-resumes.
-"""
+"""Determined's training loop with safe checkpoints and exact resumes."""
 
 from __future__ import annotations
 
@@ -49,17 +47,16 @@ from determined_amp.trial.random_state import (
 
 logger = logging.getLogger(__name__)
 
-# What Determined calls the state of a trial, now and in older checkpoints.
+# Determined's file names for the state of a trial, now and in older checkpoints.
 _STATES = ("state_dict.pth", "checkpoint.pt")
 
 
 class SafeController(Controller):
-    """Determined's training loop, which here loads checkpoints without running code in
-    them.
+    """Determined's training loop, which never runs code from a checkpoint.
 
-    A run leaves a checkpoint of its last good state if the guard ends it, or if its
-    validation lacks the searcher's metric. A resumed run sees the same batches and
-    random numbers as an undisturbed one.
+    A run saves a checkpoint if the guard ends it in a good state, or if its validation
+    lacks the searcher's metric. A resumed run sees the same batches and random numbers
+    as an undisturbed one.
     """
 
     _metric_problem: str | None = None
@@ -67,7 +64,7 @@ class SafeController(Controller):
 
     @ending_the_program()
     def run(self) -> None:
-        # Outside of a cluster `Trainer` does not know of earlier batches.
+        # Outside of a cluster, `Trainer` does not count the batches of earlier runs.
         if (
             self.local_training
             and self.latest_checkpoint is not None
@@ -81,13 +78,13 @@ class SafeController(Controller):
 
     def set_data_loaders(self) -> None:
         super().set_data_loaders()
-        # None off a cluster, where a script sets its own
+        # None outside of a cluster, where a script sets its own seed
         seed = trial_seed(self.context)
         seed = self.context.distributed.broadcast(
             torch.initial_seed() if seed is None else seed
         )
         settle_order(self.training_loader, seed, warns=self.is_chief)
-        # Determined asserts it, at the first batch
+        # Determined would only fail an assertion, at the first batch.
         if not epoch_length(self.context):
             raise UserError(
                 "the training data loader has no batch: the data is empty, or smaller "
@@ -105,13 +102,13 @@ class SafeController(Controller):
 
     def validate(self) -> Metrics:
         if self.is_complete() and not self._is_due():
-            # A longer run has no validation here, and a validation draws from the
-            # random state.
+            # A longer run would not validate here. This validation changes the random
+            # state, so the checkpoint gets the state from before.
             self._before_validation = random_state(self.context.distributed.local_rank)
         metrics: Metrics = super().validate()
         if self.is_chief and self.searcher_metric_name:
             self.searcher_metric_of(metrics)
-        # Only the chief has the metrics and asks the master, and all ranks must end.
+        # Only the chief has the metrics and asks the master, but all ranks must end.
         is_over = self.is_chief and self._is_over()
         problem, is_over = self.context.distributed.broadcast(
             (self._metric_problem, is_over)
@@ -126,12 +123,12 @@ class SafeController(Controller):
         return metrics
 
     def _is_over(self) -> bool:
-        """Whether this trial belongs to a search that has stopped it."""
+        """Whether a search has stopped this trial."""
         is_searched = searcher(self.context).get("name", "single") != "single"
         return is_searched and is_stopped_by_search(train_context(self.context))
 
     def _is_due(self) -> bool:
-        """Whether a run of any length has a validation at this batch."""
+        """Whether a run of any length would validate after this batch."""
         assert self.state
         if isinstance(self.validation_period, pytorch.Batch):
             return self.validation_period.should_stop(self.state.batches_trained)
@@ -151,8 +148,9 @@ class SafeController(Controller):
         super().checkpoint(already_exiting)
 
     def save(self, path: Path) -> None:
-        """Save as Determined does, with plain types even without callbacks of ours, and
-        with the checksums that a resume compares.
+        """Save as Determined does, but in plain types and with checksums.
+
+        This holds even if the trial has none of our callbacks.
         """
         with self._portable(), checksums_written():
             super().save(path)
@@ -166,9 +164,7 @@ class SafeController(Controller):
         return patched(self, "callbacks", {**self.callbacks, **ours})
 
     def searcher_metric_of(self, val_metrics: Metrics) -> Any:
-        """Note what is wrong with the metric; an error now would leave the other ranks
-        waiting.
-        """
+        """Record what is wrong with the metric: raising now would hang other ranks."""
         metric = self.searcher_metric_name
         numbers = sorted(
             name for name, x in val_metrics.items() if util.is_numerical_scalar(x)
@@ -186,8 +182,8 @@ class SafeController(Controller):
         """Restore the trial from a checkpoint folder.
 
         Raises:
-            CheckpointError: if the checkpoint is incomplete, damaged, unsafe or does
-                not fit.
+            CheckpointError: if the checkpoint is incomplete, damaged, unsafe, or does
+                not fit this trial.
         """
         allow_numpy_random_state()
         check_bytes(load_path)
@@ -216,15 +212,13 @@ class SafeController(Controller):
 
 
 class WatchedController(FollowedBatches, SafeController):
-    """The loop of a trial whose batches and epochs somebody follows."""
+    """The loop for subclasses that follow batches and epochs."""
 
 
 class BatchCollector(StillSchedules, SafeController):
-    """The loop of a trial whose batches are collected, not trained."""
+    """The loop for a command that collects batches and trains nothing."""
 
 
 def safe_loop() -> AbstractContextManager[None]:
-    """Let `pytorch.Trainer.fit` run a `SafeController`, unless a command has chosen a
-    loop.
-    """
+    """Let `Trainer.fit` run a `SafeController`, unless a command has chosen a loop."""
     return controlled_by(SafeController) if is_determineds_own_loop() else nullcontext()

@@ -1,7 +1,7 @@
 """All private names of Determined 0.38.1 that the library uses.
 
 Determined offers no public way to do what is done here. To port the library to another
-version is to review this file.
+version, review this file.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from determined_amp.trial.checkpoint import (
 
 logger = logging.getLogger(__name__)
 
-# What a request to the master may raise.
+# The errors that a request to the master may raise.
 REFUSED = (errors.BadRequestException, bindings.APIHttpError, OSError)
 
 # The attribute of a context that holds the `MixedPrecision` of its trial.
 AMP = "determined_amp_mixed_precision"
 
-# What a context knows, but does not offer.
+# What a context knows, but offers no public name for.
 
 
 def amp_of(context: pytorch.PyTorchTrialContext) -> AmpCore | None:
@@ -46,7 +46,7 @@ def train_context(context: pytorch.PyTorchTrialContext) -> core.TrainContext:
 
 
 def train_context_of_task(info: det.ClusterInfo) -> core.TrainContext:
-    """The same for a task without a context; it takes metadata, and no metrics."""
+    """The same for a task without a context. It takes metadata, but no metrics."""
     certificate = certs.default_load(info.master_url)
     session = authentication.login_from_task(info.master_url, certificate)
     return core.TrainContext(
@@ -90,9 +90,7 @@ def aggregation_frequency(context: pytorch.PyTorchTrialContext) -> int:
 
 
 def sections(context: pytorch.PyTorchTrialContext) -> tuple[Config, Config]:
-    """Configuration and hyperparameters; empty where a script has given none, and the
-    task of a cluster has none.
-    """
+    """Configuration and hyperparameters; empty if script and cluster give none."""
     info, hyperparameters = det.get_cluster_info(), context._hparams
     if hyperparameters is None and info is not None and info.task_type == "TRIAL":
         hyperparameters = info.trial.hparams
@@ -117,9 +115,7 @@ def average_by_default(
 
 
 def epoch_length(context: pytorch.PyTorchTrialContext) -> int:
-    """The number of batches of an epoch on one slot; the loaders must have been
-    made.
-    """
+    """The number of batches of an epoch on one slot; call it once the loaders exist."""
     assert context._epoch_len is not None
     return context._epoch_len
 
@@ -157,9 +153,7 @@ def has_amp_of_its_own(context: pytorch.PyTorchTrialContext) -> bool:
 def schedulers(
     context: pytorch.PyTorchTrialContext,
 ) -> list[tuple[Any, pytorch.LRScheduler.StepMode]]:
-    """Torch's schedulers of `context.wrap_lr_scheduler`, and when Determined steps
-    each.
-    """
+    """The torch schedulers of `context.wrap_lr_scheduler`, and when each steps."""
     return [
         (wrapped._scheduler, wrapped._step_mode) for wrapped in context.lr_schedulers
     ]
@@ -173,9 +167,7 @@ def portable_checkpoint(context: pytorch.PyTorchTrialContext) -> PortableCheckpo
 
 
 def what_steps(context: pytorch.PyTorchTrialContext) -> list[tuple[object, str]]:
-    """Objects of a context that move weights or schedules, each with the name of its
-    method.
-    """
+    """What moves weights or schedules of a context: objects with a method name each."""
     return [
         (context, "step_optimizer"),
         *((each, "step") for each, _ in schedulers(context)),
@@ -183,14 +175,12 @@ def what_steps(context: pytorch.PyTorchTrialContext) -> list[tuple[object, str]]
 
 
 def task_configuration(info: det.ClusterInfo) -> Config:
-    """The experiment configuration of a cluster's task, as the master has completed
-    it.
-    """
+    """The experiment configuration of a cluster's task, completed by the master."""
     return info.trial._config
 
 
 def leave_the_cluster() -> None:
-    """Make Determined believe for good that this process runs outside of a cluster."""
+    """Make Determined believe, until the process ends, that there is no cluster."""
     det.get_cluster_info = lambda: None
 
 
@@ -205,7 +195,7 @@ _Controller = pytorch._PyTorchTrialController
 class Controller(_Controller):
     """Determined's training loop with public names for its parts.
 
-    A subclass extends these methods, which Determined calls by private names.
+    Subclasses extend the public names. Determined calls them by its private names.
     """
 
     set_data_loaders = _Controller._set_data_loaders
@@ -222,7 +212,7 @@ class Controller(_Controller):
         return bool(self._evaluate_batch_defined())
 
     def begin_after(self, batches: int) -> None:
-        """Go on after so many batches, which an earlier run has trained."""
+        """Continue after this number of batches, which an earlier run has trained."""
         self.start_from_batch = self.context._steps_completed = batches
 
     def is_complete(self) -> bool:
@@ -230,7 +220,7 @@ class Controller(_Controller):
         return bool(self._steps_until_complete(self.max_length) <= 0)
 
     def is_saved(self) -> bool:
-        """Whether the newest checkpoint is of the newest batch."""
+        """Whether the newest checkpoint contains the newest batch."""
         return bool(self._checkpoint_is_current())
 
     def _set_data_loaders(self) -> None:
@@ -256,7 +246,7 @@ class Controller(_Controller):
 
 
 class FollowedBatches(_Controller):
-    """A loop whose batches and epochs have public names, too."""
+    """A loop with public names for its batches and epochs, too."""
 
     train_one_batch = _Controller._train_batch
     end_epoch = _Controller._on_epoch_end
@@ -272,22 +262,21 @@ class StillSchedules(_Controller):
     """A loop in which no schedule moves."""
 
     def _auto_step_lr_scheduler_per_batch(self, *_: Any) -> None:
-        """Do nothing: torch warns of a schedule that moves without its optimizer."""
+        """Do nothing: torch warns if a schedule moves without its optimizer."""
 
 
-# What is replaced for the whole process, and why; for torch see `amp/patched.py` as
-# well.
+# What is replaced for the whole process, and why. For torch also see `amp/patched.py`.
 #
 # * `torch.load`, while a checkpoint is loaded: Determined does not pass `weights_only`,
-#   and torch before 2.6 runs the code in a checkpoint without it.
+#   and without it torch before 2.6 runs the code in a checkpoint.
 # * `pytorch._PyTorchTrialController`, while `fit` or a command of ours trains:
 #   `Trainer.fit` takes no loop as an argument.
 # * `sys.excepthook`, by the first `UserError` that leaves `MixedPrecision` or the loop:
-#   nothing else gives a script of the user's exit status 2 and the line that a log
-#   policy matches.
+#   a user's script has no other way to get exit status 2 and the line that a log policy
+#   matches.
 #
-# On a trial that has a `MixedPrecision` and on its context, while it trains: see
-# `trial/batches.py`.
+# `trial/batches.py` lists what is replaced on a trial that has a `MixedPrecision`, and
+# on its context, while it trains.
 
 
 @contextmanager
@@ -304,13 +293,13 @@ def is_determineds_own_loop() -> bool:
     return pytorch._PyTorchTrialController is _Controller
 
 
-# The context of Determined that keeps reports on this machine.
+# Determined's context for reports that stay on this machine.
 
 
 class LocalTrainContext(core.DummyTrainContext):
-    """Hands reports to `take_report`, which a subclass gives."""
+    """Passes reports to `take_report`, which a subclass defines."""
 
-    # The batches of the newest validation.
+    # The number of batches before the newest validation.
     last_validation: int | None = None
 
     def take_report(self, group: str, batches: int, metrics: Metrics) -> None:

@@ -1,6 +1,4 @@
-"""Hand a trial to Determined's `Trainer` with the lengths and periods of its
-configuration.
-"""
+"""Runs a trial in Determined's `Trainer` as its experiment configuration says."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ def fit(
 
 
 def _check_aggregation(frequency: int, context: pytorch.PyTorchTrialContext) -> None:
-    """Raise if the context was made with another frequency: it does not read the
-    configuration.
-    """
+    """Raise if the context has another frequency: it never reads the configuration."""
     made_with = aggregation_frequency(context)
     if frequency != made_with:
         raise ConfigError(
@@ -83,13 +79,13 @@ def _check_aggregation(frequency: int, context: pytorch.PyTorchTrialContext) -> 
 def _settings(
     context: pytorch.PyTorchTrialContext,
 ) -> tuple[CommonHyperparameters, Platform]:
-    """Those of the context's experiment; a user's script reads them here."""
+    """The settings of the context's experiment; for a script they are read here."""
     experiment = Experiment.of(context)
     if experiment is not None:
         return experiment, experiment.platform
     config, given = sections(context)
     hyperparameters = constants(given)
-    # One has read its settings, or its script gave them: they are not read again.
+    # If there is a `MixedPrecision`, misplaced settings were looked for already.
     is_made = amp_of(context) is not None
     problems = Problems()
     problems.extend(misplaced(config, {} if is_made else hyperparameters))

@@ -1,8 +1,8 @@
-"""Gives a trial's own batches to the finder and the score.
+"""Finds and scores a loss scale on a trial's own batches.
 
 The trial's `train_batch` runs in Determined's loop, so data, model, loss and
-accumulation are the same as in training. A command trains nothing; a training with
-`init_scale: find` goes on from the scale that its first batch has shown.
+accumulation are the same as in training. A command trains nothing. A training with
+`init_scale: find` goes on with the scale found on its first batch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Longer than any training, so that a resumed loop does not end before its first batch.
+# Longer than any training, so that a resumed loop reaches at least one batch.
 _NEVER = pytorch.Batch(2**40)
 _WITHOUT_END: Any = {
     "max_length": _NEVER,
@@ -127,22 +127,21 @@ def in_training(
     work: Callable[[Sequence[Rehearsal]], T],
     latest_checkpoint: str | None = None,
 ) -> T:
-    """Pass the first batches of Determined's loop to `work`, end the loop, and return
-    the result.
+    """Pass the first batches of a training to `work`, and return its result.
 
     Args:
         trial: The trial; it cannot be used afterwards.
         context: Its context.
         batches: Number of batches to collect.
-        work: Called once with the rehearsals of all of them, on every rank.
+        work: Called once on every rank, with the rehearsals of these batches.
         latest_checkpoint: The checkpoint to start from, in the context's checkpoint
             storage.
 
     Raises:
-        Exception: what `work` raises.
+        Exception: the error that `work` raises.
     """
     amp = amp_of(context)
-    if amp is not None:  # else it would end the loop at an overflow, and audit
+    if amp is not None:  # an enabled guard would audit, and end the run at an overflow
         amp.guard.enabled = False
     answer: Future[T] = Future()
 
@@ -150,7 +149,7 @@ def in_training(
         try:
             answer.set_result(work(rehearsals))
         except Exception as error:
-            # Determined's loop may save a checkpoint on its way out
+            # Raised later: Determined's loop might save a checkpoint on its way out.
             answer.set_exception(error)
 
     collect = _collector(context, trial.train_batch, batches, finish)
@@ -168,9 +167,7 @@ def _collector(
     batches: int,
     finish: Callable[[Sequence[Rehearsal]], None],
 ) -> Callable[..., dict[str, Any]]:
-    """A `train_batch` that trains nothing, passes so many batches on, and ends the
-    loop.
-    """
+    """A `train_batch` that collects batches, calls `finish`, and ends the loop."""
     rehearsals: list[Rehearsal] = []
 
     def collect(batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
@@ -191,11 +188,11 @@ def _rehearsal_of(
     context: pytorch.PyTorchTrialContext, batch: Any, train: Callable[[Any], object]
 ) -> Rehearsal:
     amp = amp_of(context)
-    if amp is not None:  # which also counts steps and moves the learning rate
+    if amp is not None:  # its rehearsal also leaves counts and schedules alone
         return amp.rehearsal_by(lambda: train(own_copy(batch)), batch)
 
     def train_again(scale: float | None) -> None:
-        # a trial that is only audited may have none
+        # a trial that is only audited may have no scaler
         scaler = scaler_of(context) or torch.amp.GradScaler(enabled=False)
         others = what_steps(context)
         with without_steps(scaler, context.optimizers, others, scale=scale):
@@ -208,7 +205,7 @@ def wrapped_scaler(context: pytorch.PyTorchTrialContext) -> torch.amp.GradScaler
     """The enabled scaler that the trial passed to `wrap_scaler` or got from `use_amp`.
 
     Raises:
-        LossScaleError: if there is none, or nothing to train.
+        LossScaleError: if there is no such scaler, or nothing to train.
     """
     scaler = scaler_of(context)
     if scaler is None or not scaler.is_enabled():
@@ -240,16 +237,16 @@ def settings_with_found_scale(
     context: pytorch.PyTorchTrialContext,
     rehearsal: Rehearsal,
 ) -> AmpSettings:
-    """Find the loss scale of a training, and give it to its scaler.
+    """Find the loss scale of a training, and give it to the scaler.
 
     Args:
         amp: The trial's mixed precision.
         trial: The trial.
         context: Its context.
-        rehearsal: That of the first batch.
+        rehearsal: The rehearsal of the first batch.
 
     Returns:
-        The settings with the scale that was found, or torch's default if there is none.
+        The settings with the scale that was found; without one, with `first_scale`.
 
     Raises:
         ConfigError: if no scale helps, unless `on_overflow` is `warn`.
@@ -271,14 +268,14 @@ def settings_with_found_scale(
 
 
 def _tell(answer: FoundScale, scale: float, seconds: float) -> None:
-    """Log what was found, and with which scale the training starts."""
+    """Log what was found, and the scale that the training starts with."""
     assert answer.init_scale is not None
     found, raised = scale_text(answer.init_scale), ""
     if scale > answer.init_scale:
         raised = f", and the training starts with min_scale, {scale_text(scale)}"
     safe, *others = scale_sentences(answer.finding)
     text = "init_scale: find found %s in %.1f s: %s%s"
-    if answer.finding.answer_log2 is None:  # why float16 is not advised
+    if answer.finding.answer_log2 is None:  # say why float16 is not advised
         why = "; ".join([safe, *others])
         logger.warning(text, found, seconds, why, raised)
     else:
@@ -289,8 +286,8 @@ def _usable_scale(settings: AmpSettings, answer: FoundScale) -> float:
     """The scale to start with.
 
     Raises:
-        LossScaleError: if none helps, and the settings only want a warning.
-        ConfigError: if none helps, or the smallest one that is allowed overflows.
+        LossScaleError: if no scale helps, and `on_overflow` is `warn`.
+        ConfigError: if no scale helps otherwise, or `min_scale` overflows.
     """
     scale = answer.init_scale
     if scale is None:
@@ -318,7 +315,7 @@ def _find(
     """Find the loss scale on some batches of a trial.
 
     Args:
-        rehearsals: Those of the batches, on every rank.
+        rehearsals: The rehearsals of this rank's batches. Every rank must call this.
         name: Name of the experiment.
         trial: The trial.
         context: Its context, with an enabled scaler.

@@ -1,9 +1,9 @@
 """Mixed precision for one `PyTorchTrial`: `AmpCore` in Determined's loop.
 
 The recipe stays visible in every trial: autocast, `scaler.scale`, `step_optimizer` with
-the scaler, `update`. This module takes models and optimizers from the trial's context,
-and connects `AmpCore` to the start, the reports, the checkpoints and the validations of
-Determined's loop.
+the scaler, `update`. This module takes models and optimizers from the trial's context.
+It connects `AmpCore` to the start, reports, checkpoints and validations of Determined's
+loop.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from determined_amp.trial.resumed import CALLBACK, ResumedTraining, scheduled
 
 logger = logging.getLogger(__name__)
 
-# It has the methods of a reducer, but its package must not import Determined.
+# `TrainingMetrics` has a reducer's methods, but its package must not import Determined.
 pytorch.MetricReducer.register(TrainingMetrics)
 
 
@@ -62,17 +62,16 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
     """Autocast, scaler, schedules, counts, metrics, guard and audit of one trial.
 
     Make it in the trial's constructor, before `context.wrap_model`, and return its
-    `callbacks` from `build_callbacks`. Its attributes are those of `AmpCore`.
-
-    It sets torch's switches for TF32, which are global to the process, as `AmpCore`
-    says. A `UserError` ends a program with one line and exit status 2.
+    `callbacks` from `build_callbacks`. For its attributes, and torch's TF32 switches
+    that it sets, see `AmpCore`. A `UserError` ends the program with one line and exit
+    status 2.
 
     Args:
         context: The trial's context.
         settings: By default the `amp` section of the context's hyperparameters.
 
     Attributes:
-        is_unmodified: Whether the trial's code knows nothing of it.
+        is_unmodified: Whether the trial's code does not use this object.
 
     Raises:
         ConfigError: if the settings are wrong, or the context already has a model or a
@@ -108,8 +107,8 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
                 "gradients of a batch over those of the one before (pytorch issue "
                 "96693); allowed: default",
             )
-        # A disabled scaler is saved as {}, and a later resume in amp_fp16 would crash
-        # on that.
+        # Determined would save a disabled scaler as {}, and a later resume in amp_fp16
+        # would crash on that.
         if self.scaler.is_enabled():
             context.wrap_scaler(self.scaler)
         reducer: Any = self.metrics
@@ -127,7 +126,7 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
         exactly.
 
         See `AmpCore.wrap_lr_scheduler`. A `ReduceLROnPlateau` is stepped after each
-        validation with the searcher's metric. For a scheduler by epochs use
+        validation with the searcher's metric. For a scheduler that moves by epochs use
         `context.wrap_lr_scheduler`.
 
         Raises:
@@ -150,7 +149,7 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
 
         Args:
             optimizer: The optimizer that is about to step.
-            max_norm: Largest 2-norm of its gradients; infinity only measures it.
+            max_norm: Largest 2-norm of its gradients; infinity only measures the norm.
 
         Raises:
             ConfigError: if `max_norm` is not above 0.
@@ -161,8 +160,7 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
     def update(
         self, loss: torch.Tensor | float | None = None, samples: int | None = None
     ) -> dict[str, float]:
-        """End a batch: call `scaler.update()` if an optimizer was stepped, and count
-        everything.
+        """End a batch: call `scaler.update()` if an optimizer stepped, and count.
 
         Call it once per batch, or after each of several steps of one optimizer. The
         first call counts the batch and its samples.
@@ -184,7 +182,7 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
             return {}
         self.scaler.finish()
         if not self._started:
-            # without our callbacks the loop does not do that
+            # only our callbacks start this object
             with ending_the_program():
                 raise self._wrong(
                     "update",
@@ -199,8 +197,9 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
     def callbacks(
         self, trial: pytorch.PyTorchTrial
     ) -> dict[str, pytorch.PyTorchCallback]:
-        """The callbacks of `build_callbacks`, for counts in checkpoints, guard and
-        audit.
+        """The callbacks that `build_callbacks` must return.
+
+        They save counts in checkpoints, and run guard and audit.
 
         Args:
             trial: The trial itself. The guard rehearses its newest batch to find a
@@ -227,7 +226,7 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
         self._begin()
         if self._context.distributed.rank == 0:
             logger.info(described(self.device, self._context.distributed.size))
-            # not where the finder or the doctor borrows this loop
+            # not if the finder or the doctor borrows this loop
             if self.guard.enabled:
                 warn_of_slow_operations(self.settings.precision, self.device)
         if self.scaler.is_enabled():
@@ -258,7 +257,7 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
         self.scaler.stop_listening()
         if self._batches is not None:
             self._batches.remove()
-        if isinstance(sys.exc_info()[1], UserError):  # on its way out of the loop
+        if isinstance(sys.exc_info()[1], UserError):  # the error is leaving the loop
             print_uncaught_user_errors()
 
     # Internals.
@@ -306,7 +305,7 @@ def _refuse_scaler(
 
 
 def _settings_of(context: pytorch.PyTorchTrialContext) -> AmpSettings:
-    """Those of the context's experiment; a user's script reads them here."""
+    """The settings of the context's experiment; for a script they are read here."""
     experiment = Experiment.of(context)
     known = None if experiment is None else experiment.amp
     settings = _read_settings(context) if known is None else known

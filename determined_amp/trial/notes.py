@@ -33,15 +33,13 @@ from determined_amp.trial.determined_private import (
 
 logger = logging.getLogger(__name__)
 
-# Characters of a status that the page of a run shows well; its card shows the first
-# twenty.
+# How many characters of a status the page of a run shows well. Its card shows twenty.
 _STATUS_WIDTH = 100
 
-# Characters of a text in the metadata of a run: a master refuses longer ones.
+# How many characters a text in the metadata of a run may have. A master refuses more.
 _LONGEST_TEXT = 5000
 
-# What a reason may begin with before it names its cause: the symptom, or the place of a
-# key.
+# What may stand before the cause in a reason: the symptom, or the place of a key.
 _BEFORE_THE_CAUSE = re.compile(
     r"^(.*?\. Cause: )?(experiment: )?(the |forward |gradient |hyperparameters\.)?",
     re.DOTALL,
@@ -49,8 +47,7 @@ _BEFORE_THE_CAUSE = re.compile(
 
 
 def note_on_master(context: pytorch.PyTorchTrialContext, **values: Any) -> None:
-    """Note values in the metadata of the run, which lists of the WebUI can show as
-    columns.
+    """Note values in the metadata of the run. The WebUI can show them as columns.
 
     It does nothing except on the chief of a cluster. None removes a value.
     """
@@ -72,9 +69,9 @@ def note(train: core.TrainContext, **values: Any) -> None:
 
 
 def in_parts(text: str) -> str | list[str]:
-    """A text as metadata take it: in parts if it is too long for one value.
+    """A text for the metadata: a list of parts if it is too long for one value.
 
-    `"".join` is the text again, of either.
+    `"".join` makes the text again, from a text or a list.
     """
     starts = range(0, len(text), _LONGEST_TEXT)
     parts = [text[at : at + _LONGEST_TEXT] for at in starts]
@@ -82,9 +79,9 @@ def in_parts(text: str) -> str | list[str]:
 
 
 def show_failure(train: core.TrainContext, reason: str) -> None:
-    """Note why a run ended in its metadata, and show the cause as its status.
+    """Note in the metadata why a run ended, and show the cause as its status.
 
-    Call it after the loop, which ends with the status "checkpointing".
+    Call it after the loop, because the loop ends with the status "checkpointing".
     """
     note(train, failure=reason)
     show_status(train, cause_first(reason))
@@ -103,30 +100,27 @@ def cause_first(reason: str) -> str:
 
 @contextmanager
 def failure_noted(info: det.ClusterInfo) -> Iterator[None]:
-    """Note a `UserError` that ends a task before it has a context; other errors
-    pass.
-    """
+    """Note a `UserError` that ends a task before it has a context."""
     try:
         yield
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
-            with suppress(Exception):  # it must not hide the reason, which is printed
+            with suppress(Exception):  # it must not hide the error that is printed
                 show_failure(train_context_of_task(info), str(error))
         raise
 
 
-# With these searchers a NaN makes the master stop the whole search, not only the trial
-# (0.38.1 sends it as a string where it expects a number).
+# With these searchers a NaN makes the master stop the whole search, not only the trial:
+# 0.38.1 sends it as a string where it expects a number.
 _STOPPED_BY_NAN = ("adaptive_asha", "async_halving")
 
 
 class TrialGuard(pytorch.PyTorchCallback):
-    """Asks the guard after every report and validation; `MixedPrecision.callbacks`
-    makes it.
+    """Asks the guard after every report and validation.
 
     Args:
-        context: The trial's context. How a failed trial ends depends on its searcher.
-        guard: The guard of its models and optimizers.
+        context: The trial's context. Its searcher decides how a failed trial ends.
+        guard: The guard of the training.
         settings: The `amp` section.
     """
 
@@ -150,7 +144,7 @@ class TrialGuard(pytorch.PyTorchCallback):
         note_on_master(
             context,
             precision=settings.precision.value,
-            # One that is to be found is noted then, and a resume keeps the note.
+            # A scale that must be found is noted later, and a resume keeps that note.
             **({} if settings.finds_scale else {"init_scale": scale}),
             seed=trial_seed(context),
             failure=None,
@@ -161,7 +155,7 @@ class TrialGuard(pytorch.PyTorchCallback):
     def on_training_workload_end(
         self, avg_metrics: Metrics, batch_metrics: Any
     ) -> None:
-        """Called on every rank with the same numbers, right after their report."""
+        """Called on every rank with the same numbers, right after a report."""
         with self._ending_the_trial():
             self._guard.judge(avg_metrics)
 
@@ -169,9 +163,7 @@ class TrialGuard(pytorch.PyTorchCallback):
         self._guard.repair()
 
     def on_validation_end(self, metrics: Metrics) -> None:
-        """Called before the report, so a metric that is not finite never reaches a
-        search.
-        """
+        """Called before the report, so no search sees a metric that is not finite."""
         value = metrics.get(self._metric)
         if not self._guard.enabled or not is_not_finite(value):
             return
@@ -182,7 +174,7 @@ class TrialGuard(pytorch.PyTorchCallback):
             self._guard.fail(failure, metrics)
 
     def on_trial_shutdown(self) -> None:
-        # else the run ends with an error, which says more
+        # otherwise the run ends with an error, which says more
         if sys.exc_info()[1] is None:
             self._guard.warn_of_no_applied_step()
 
@@ -197,6 +189,6 @@ class TrialGuard(pytorch.PyTorchCallback):
             raise
 
     def _end_search_trial(self, message: str) -> NoReturn:
-        logger.error("%s", message)  # InvalidHP ends the trial without a word
+        logger.error("%s", message)  # InvalidHP ends the trial without a message
         note_on_master(self._context, failure=message)
         raise det.InvalidHP(message)

@@ -1,10 +1,10 @@
 """Lets a resumed run draw the same random numbers as an undisturbed one.
 
 Determined restores the random state of the chief on every rank, and skips the batches
-that were trained before. But it draws the order of `DataLoader(shuffle=True)` from that
-state too, and only with the first batch: a resumed run sees its batches in another
-order, and ranks whose states differ share samples. Here the order is a function of the
-trial's seed, and each rank gets its own state.
+that were trained before. But it also draws the order of `DataLoader(shuffle=True)` from
+that state, at the first batch. So a resumed run sees its batches in another order, and
+ranks whose states differ share samples. Here the order is a function of the trial's
+seed, and each rank gets its own state.
 """
 
 from __future__ import annotations
@@ -32,23 +32,21 @@ from determined_amp.amp.plain_data import StateDict
 
 logger = logging.getLogger(__name__)
 
-# The samplers of torch that draw from the global random state unless they have a
-# generator.
+# torch's samplers that draw from the global random state, unless they have a generator.
 _DRAWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def settle_order(loader: Any, seed: int, *, warns: bool) -> None:
-    """Seed the order of a training loader if it is drawn at random; before its first
-    batch.
+    """Seed the order of a training loader, if it is random, before its first batch.
 
-    The order continues from one epoch to the next, so a resumed run that skips the
-    trained batches repeats it. The trial's own sampler is not changed: a validation may
-    use it, too.
+    The seeded order continues from one epoch to the next, so a resumed run that skips
+    the trained batches repeats it. The trial's own sampler stays as it is, because a
+    validation may use it, too.
 
     Args:
         loader: The loader that Determined iterates over.
         seed: The seed, equal on every rank and after a resume.
-        warns: Whether to log what a resume depends on if the order is the trial's own.
+        warns: Whether to log what a resume depends on if the trial decides the order.
     """
     repeated = _repeated_in(loader)
     sampler: Any = None if repeated is None else _sampler_in(repeated.batch_sampler)
@@ -59,9 +57,9 @@ def settle_order(loader: Any, seed: int, *, warns: bool) -> None:
 
 
 def _repeated_in(loader: Any) -> Any:
-    """What repeats the batches of a loader of Determined; None without one.
+    """The sampler that repeats the batches of a Determined loader, or None.
 
-    A sampler may have no length, and then it has no truth, either.
+    It is compared with None, because `bool()` of a sampler may need a length.
     """
     sampler = getattr(loader, "batch_sampler", None)
     while sampler is not None and not isinstance(sampler, samplers.RepeatBatchSampler):
@@ -78,7 +76,7 @@ def _has_seed(sampler: Any) -> bool:
 
 
 def _tell_conditions(loader: Any, sampler: Any) -> None:
-    """Log what a resume depends on where the order is the trial's own."""
+    """Log what a resume depends on if the trial decides the order."""
     conditions = []
     if sampler is None:
         what = "the trial skips them: its loader is no determined.pytorch.DataLoader"
@@ -97,12 +95,11 @@ def _tell_conditions(loader: Any, sampler: Any) -> None:
 
 
 class _SeededBatches(BatchSampler):
-    """The batches of a sampler of torch, in an order that is a function of a seed.
+    """The batches of a torch sampler, in an order that is a function of a seed.
 
     Args:
         batches: Makes the batches of one epoch.
-        seed: The seed of the order, and of what the loader's workers draw for each
-            batch.
+        seed: The seed of the order, and of the random numbers of the loader's workers.
     """
 
     def __init__(self, batches: BatchSampler, seed: int) -> None:
@@ -119,10 +116,10 @@ class _SeededBatches(BatchSampler):
 
 
 class _SeedingIndices(list[int]):
-    """The samples of a batch, which seed the worker that reads them.
+    """The sample indices of a batch. They seed the worker that iterates over them.
 
-    Otherwise what a worker draws would depend on its earlier batches, and a resumed run
-    has new workers.
+    Otherwise a worker's random numbers would depend on its earlier batches, and a
+    resumed run has new workers.
     """
 
     seed: int
@@ -136,8 +133,7 @@ class _SeedingIndices(list[int]):
 
 
 def random_state(gpu: int) -> StateDict:
-    """The state of this process in plain types, under the names that Determined gives
-    its parts.
+    """The random state of this process in plain types, under Determined's names.
 
     Args:
         gpu: The index of this process's GPU, if the machine has any.
@@ -153,9 +149,7 @@ def random_state(gpu: int) -> StateDict:
 
 
 def plain_numbers(state: Any) -> tuple[str, list[int], int, int, float]:
-    """The state of numpy's generator without its array, which cannot be loaded without
-    code.
-    """
+    """The random state of numpy with its array as a list, which loads without code."""
     name, keys, position, has_gauss, gauss = state
     return name, keys.tolist(), position, has_gauss, gauss
 

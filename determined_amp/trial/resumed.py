@@ -1,6 +1,4 @@
-"""Saves the state of mixed precision in a checkpoint, and restores it in a resumed
-run.
-"""
+"""Saves the state of mixed precision in checkpoints, and restores it on a resume."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from determined_amp.trial.determined_private import (
 
 logger = logging.getLogger(__name__)
 
-# The key of its state in a checkpoint. No trial has a callback of such a name.
+# The key of the state in a checkpoint. No callback of a trial has such a name.
 CALLBACK = "determined_amp.mixed_precision"
 
 # The settings of an optimizer's groups, as plain numbers.
@@ -42,14 +40,13 @@ _MOVED_BY_SCHEDULERS = frozenset(
     )
 )
 
-# Settings that say by which kernels a step is computed, and not what it is. GradScaler
-# knows those of this trial's constructor: with others, an overflow would reach the
-# weights.
+# Settings that choose the kernels of a step, not its result. GradScaler relies on the
+# values from this trial's constructor: with others an overflow would reach the weights.
 _KERNELS = frozenset(("foreach", "fused", "capturable", "differentiable"))
 
 
 class ResumedTraining(pytorch.PyTorchCallback):
-    """What a checkpoint holds beside models and loss scale, which Determined saves.
+    """Saves and restores what Determined does not: counts and schedules.
 
     Args:
         amp: The mixed precision of the trial.
@@ -63,13 +60,11 @@ class ResumedTraining(pytorch.PyTorchCallback):
         self._warm_start = False
 
     def state_dict(self) -> StateDict:
-        """Counts and schedules; Determined saves the loss scale itself."""
+        """Counts, schedules, and the optimizers' settings as constructed."""
         return {**self._amp.windows.state_dict(), "constructed": self._constructed}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Determined calls it after weights, optimizers and scaler have been
-        restored.
-        """
+        """Called by Determined after it has restored weights, optimizers and scaler."""
         if not self._warm_start:
             self._amp.windows.load_state_dict(state_dict)
 
@@ -95,14 +90,14 @@ class ResumedTraining(pytorch.PyTorchCallback):
     def on_checkpoint_load_start(self, checkpoint: StateDict) -> None:
         """Let the checkpoint win in a resumed run, and this trial in a warm start.
 
-        A resumed run keeps its current scale and growth tracker, and the settings of
-        its optimizers. A warm start (weights from another trial) begins with this
-        trial's, which a search relies on. The scaler's factors and interval always come
-        from this trial, and so do rates that follow applied steps.
+        A resumed run takes scale, growth tracker and optimizer settings from the
+        checkpoint. A warm start (weights from another trial) takes them from this
+        trial, and a search relies on that. The scaler's factors and interval always
+        come from this trial. So do rates that follow applied steps.
 
         Raises:
-            ConfigError: in Determined's own `Trainer` off a cluster, which begins again
-                at batch 0.
+            ConfigError: in Determined's own `Trainer` without a cluster, which begins
+                again at batch 0.
         """
         if is_determineds_own_loop() and det.get_cluster_info() is None:
             raise ConfigError(
@@ -121,7 +116,7 @@ class ResumedTraining(pytorch.PyTorchCallback):
         self._settle_scale(checkpoint)
 
     def _settle_scale(self, checkpoint: StateDict) -> None:
-        """Decide with which loss scale the training goes on."""
+        """Decide which loss scale the training continues with."""
         state = checkpoint.pop("scaler_state_dict", None)
         amp, settings = self._amp, self._amp.settings
         if not amp.scaler.is_enabled():
@@ -144,9 +139,7 @@ class ResumedTraining(pytorch.PyTorchCallback):
         checkpoint["scaler_state_dict"] = state
 
     def _settle_optimizers(self, checkpoint: StateDict) -> None:
-        """Take what comes from this trial, and log the changes of the YAML that have
-        no effect.
-        """
+        """Take some settings from this trial; log YAML changes that have no effect."""
         self._remember_constructed()
         before = checkpoint.get("callbacks", {}).get(CALLBACK) or {}
         made_then = before.get("constructed") or ()
@@ -178,15 +171,12 @@ class ResumedTraining(pytorch.PyTorchCallback):
             follows = self._amp.windows[optimizer].is_scheduled
             return _KERNELS | _MOVED_BY_SCHEDULERS if follows else _KERNELS
         settings = frozenset(key for group in optimizer.param_groups for key in group)
-        # Determined restores the schedulers of the context, which go on from where they
-        # were.
+        # Determined restores the context's schedulers, and they continue from there.
         by_context = optimizer in scheduled(self._context)
         return settings - _MOVED_BY_SCHEDULERS if by_context else settings
 
     def _remember_constructed(self) -> None:
-        """Keep the settings of the optimizers as made, before a checkpoint or a step
-        changes them.
-        """
+        """Save the optimizers' settings before a checkpoint or a step changes them."""
         if self._constructed is None:
             self._constructed = [
                 _plain_groups(optimizer) for optimizer in self._amp.optimizers
@@ -196,8 +186,9 @@ class ResumedTraining(pytorch.PyTorchCallback):
 def scheduled(
     context: pytorch.PyTorchTrialContext, *modes: pytorch.LRScheduler.StepMode
 ) -> frozenset[Optimizer]:
-    """The optimizers with a scheduler of `context.wrap_lr_scheduler`, of these modes or
-    any.
+    """The optimizers that have a scheduler of `context.wrap_lr_scheduler`.
+
+    Only schedulers of these modes count; without `modes` all of them.
     """
     moved = (
         scheduler
@@ -221,14 +212,14 @@ def _settle(
     """Put this trial's settings into the state of a saved optimizer.
 
     Args:
-        saved: The state; changed in place.
-        optimizer: This trial's optimizer, as it was made.
-        ours: The settings that come from this trial. Those that the state lacks are
-            added.
-        then: `_plain_groups` of the saved run's optimizer as it was made.
+        saved: The state of the saved optimizer; changed in place.
+        optimizer: This trial's optimizer, as constructed.
+        ours: The settings that come from this trial. Settings that the state lacks do,
+            too.
+        then: `_plain_groups` of the saved run's optimizer, as constructed.
 
     Returns:
-        The settings that a resume keeps, in words, although its YAML has changed them.
+        The settings of the checkpoint that win over a changed YAML, in words.
     """
     kept = []
     groups = zip(_groups_in(saved), optimizer.param_groups, strict=False)
@@ -245,9 +236,7 @@ def _settle(
 
 
 def _groups_in(saved: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
-    """The groups of a saved optimizer; a wrapper has the state of another one
-    inside.
-    """
+    """The groups of a saved optimizer, also of one that is wrapped in another."""
     if "param_groups" in saved:
         groups: Sequence[dict[str, Any]] = saved["param_groups"]
         return groups

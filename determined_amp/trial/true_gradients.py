@@ -1,19 +1,19 @@
-"""Unscales gradients right after the backward of a scaled loss, for code written for
-float32.
+"""Unscales gradients right after each backward, for code written for float32.
 
-Such code reads, clips and changes `.grad` wherever it likes. So a backward ends by
-unscaling the gradients of all parameters, and of every other leaf that the loss
-reaches.
+Such code reads, clips and changes `.grad` wherever it likes. So each backward of a
+scaled loss ends by unscaling the gradients of all parameters, and of every other leaf
+that the loss reaches.
 
-* What earlier backwards left in `.grad` is first scaled again in place, because in the
-  last batch of a window DistributedDataParallel averages the sums over the window.
+* Before a backward, the gradients that earlier ones left in `.grad` are scaled again in
+  place, because in the last batch of a window DistributedDataParallel averages the sums
+  over the window.
 * A backward that overflows leaves gradients of 0, so that nothing that a trial computes
   from them outlives the step.
 * Each optimizer has a window, which ends with its step. An overflow in a window skips
   the step. Any step also ends the windows of optimizers without gradients. `found_inf`
   stays on the device.
 
-Nothing here waits for the device.
+Nothing here waits for the device, except with an optimizer class that is not torch's.
 """
 
 from __future__ import annotations
@@ -43,16 +43,15 @@ from determined_amp.trial.unmodified_autocast import (
     refuse_in_float16,
 )
 
-# Integers as wide as the numbers: times 0 they are 0, which infinity is not.
+# Integers of the same width. An integer times 0 is always 0; infinity times 0 is NaN.
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
-# Backwards after which a graph of a known size is looked through again.
+# How many backwards until a graph of a known size is searched again.
 _PERIOD = 100
 
 
-# What registers hooks of a backward, and keeps the gradient of a tensor that is no
-# leaf. Those of `Module.register_backward_hook` are registered at nodes, in the next
-# forward.
+# The methods that register backward hooks or keep the gradient of a non-leaf tensor.
+# `Module.register_backward_hook` registers its hooks at nodes, in the next forward.
 _OF_BACKWARDS: dict[Any, tuple[str, ...]] = {
     nn.Module: ("register_full_backward_pre_hook", "register_full_backward_hook"),
     torch.Tensor: (
@@ -70,10 +69,10 @@ _OF_LEAVES = (
 
 
 class TrueGradients:
-    """Keeps the gradients of everything that is trained true.
+    """Keeps all gradients true, that is, unscaled, outside of the backward itself.
 
-    Hooks of a backward would see scaled gradients, so they are refused. Those of
-    modules are met in the first backward, whoever has registered them.
+    Backward hooks would see scaled gradients, so they are refused. The first backward
+    also finds hooks of modules that were registered before.
 
     Args:
         amp: The mixed precision of the training, with a loss scale.
@@ -86,17 +85,16 @@ class TrueGradients:
         self._scaler = amp.scaler
         self._scaler.stop_listening()
         self._known: list[torch.Tensor] = []  # parameters
-        self._sizes: list[tuple[int, int]] = []  # id and length of each group of them
+        self._sizes: list[tuple[int, int]] = []  # id and length of each parameter list
         self._norms: dict[Optimizer, torch.Tensor] = {}
-        # The sizes of the graphs that were looked through and have no other leaves.
+        # The sizes of the graphs that were searched and have no other leaves.
         self._plain_sizes: set[int] = set()
-        self._number = 0  # of the newest loss among all nodes
+        self._number = 0  # the sequence number of the newest loss's node
         self._backwards = 0
 
     @contextmanager
     def refusing_hooks(self) -> Iterator[None]:
-        """Refuse hooks of a backward in this block, and those of tensors that there are
-        already.
+        """Refuse backward hooks in this block, and those that parameters already have.
 
         Raises:
             ConfigError: if there is such a hook.
@@ -112,18 +110,17 @@ class TrueGradients:
             yield
 
     def begin_batch(self, *, in_window: bool) -> None:
-        """End the windows that the trial has ended without a step, so that their
-        outcomes count.
+        """Count the outcomes of gradients that the trial dropped without a step.
 
         Args:
-            in_window: Whether the last batch was in the middle of a window of the
-                context.
+            in_window: Whether the context is still accumulating, so that the last batch
+                could not step.
         """
         windows = self._amp.windows.values()
         if in_window or any(window.is_used for window in windows):
             return
         for window in windows:
-            # Else the trial accumulates gradients itself.
+            # Unchanged gradients mean that the trial accumulates by itself.
             if window.found_inf is not None and window.has_other_gradients():
                 self._scaler.note(window, window.found_inf)
                 window.leave_out()
@@ -131,11 +128,13 @@ class TrueGradients:
             self._scaler.update()
 
     def backward(self, loss: torch.Tensor, run: Callable[[torch.Tensor], None]) -> None:
-        """Go backward from a loss, and leave true gradients. No synchronisation.
+        """Run the backward of a loss, and leave true gradients.
+
+        Synchronises only with an optimizer class that is not torch's.
 
         Args:
             loss: The unscaled loss.
-            run: Goes backward from the scaled one.
+            run: Runs the backward of the scaled loss.
         """
         windows = self._amp.windows.values()
         if any(window.is_used for window in windows):
@@ -154,7 +153,7 @@ class TrueGradients:
             largest = torch.stack(torch._foreach_norm(gradients, math.inf))
             found_inf += (~torch.isfinite(largest).all()).to(found_inf.device)
         if self._amp.slots.size > 1:
-            # Without an exchange of gradients in this batch, only this rank knows.
+            # If this batch exchanges no gradients, only this rank knows its overflow.
             distributed.all_reduce(found_inf, distributed.ReduceOp.MAX)
         for device, dtype, gradients in kinds:
             integer = _INTEGERS.get(dtype, torch.int16)
@@ -164,14 +163,14 @@ class TrueGradients:
             window.note_backward(found_inf)
 
     def rehearse(self, loss: torch.Tensor, run: Callable[[torch.Tensor], None]) -> None:
-        """Go backward in a batch that is trained again, to see what overflows.
+        """Run the backward of a rehearsal, which looks for what overflows.
 
-        The gradients of parameters stay scaled, and are not finite if something has
-        overflowed. Those of other leaves, which the batch may go on with, are true.
+        The gradients of parameters stay scaled, and are not finite after an overflow.
+        Those of other leaves are true, because the batch may use them.
 
         Args:
             loss: The unscaled loss.
-            run: Goes backward from the scaled one.
+            run: Runs the backward of the scaled loss.
         """
         others = self._other_leaves_of(loss, self._parameters())
         with self._scaled(others) as inverse:
@@ -182,9 +181,7 @@ class TrueGradients:
 
     @contextmanager
     def _scaled(self, leaves: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Scale the gradients that leaves have; yields 1 over the scale, (),
-        float32.
-        """
+        """Scale the gradients that leaves already have; yield 1/scale, (), float32."""
         scale = self._scaler.loss_scale()
         _multiply(leaves, scale)
         # An overflow is no anomaly: its step is skipped.
@@ -194,7 +191,7 @@ class TrueGradients:
             yield scale.double().reciprocal().float()  # as `GradScaler` does it
 
     def _parameters(self) -> list[torch.Tensor]:
-        """All parameters, collected anew when a group was added, or has grown."""
+        """All parameters, collected again when a group is new or has grown."""
         optimizers = self._amp.optimizers
         groups = [group["params"] for each in optimizers for group in each.param_groups]
         sizes = [(id(group), len(group)) for group in groups]
@@ -208,9 +205,9 @@ class TrueGradients:
     ) -> list[torch.Tensor]:
         """The leaves that a loss reaches, without the parameters.
 
-        To look through a graph costs the host some microseconds a node, so a graph is
-        taken to be like an earlier one of the same size, as long as no input of a
-        model is a leaf itself.
+        Searching a graph costs the host some microseconds per node. So a graph is taken
+        to have no other leaves if an earlier one of the same size had none, and no
+        input of a model is a leaf itself.
         """
         if loss.grad_fn is None:
             return [] if loss in set(parameters) else [loss]
@@ -231,13 +228,13 @@ class TrueGradients:
     def _leaves_of(
         self, loss: torch.Tensor, parameters: Collection[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Look through the graph of a loss for other leaves than the parameters.
+        """Search the graph of a loss for leaves that are not parameters.
 
         Raises:
             ConfigError: if a node or a leaf has a hook of the trial.
         """
         nodes = nodes_behind(loss)
-        # It calls the backward hooks of a module, or of all modules.
+        # This node calls the backward hooks of one module, or of all modules.
         if any(node.name() == "BackwardHookFunctionBackward" for node in nodes):
             raise _refusal()
         ends = [node for node in nodes if not node.next_functions]
@@ -248,10 +245,10 @@ class TrueGradients:
         return others
 
     def _refuse_moved_weights(self) -> None:
-        """Refuse optimizers that move the weights away and put them back in a step.
+        """Refuse optimizers that move weights between backwards, and back in the step.
 
-        Only a class that is not torch's own does that. With such a class a step waits
-        anyway.
+        Only classes that are not torch's own do that. With such a class the step waits
+        for the device anyway, so comparing here may wait, too.
         """
         for optimizer in self._amp.optimizers:
             if type(optimizer).__module__.startswith("torch."):
@@ -274,9 +271,9 @@ class TrueGradients:
         return registering
 
     def _refuse_hook(self, owner: Any, hook: Any = None, *_: Any, **__: Any) -> None:
-        if hook is not None and not is_the_trials(hook):  # a compiler has hooks, too
+        if hook is not None and not is_the_trials(hook):  # such as a compiler's
             return
-        if hook is None and owner.is_leaf:  # it retains its gradient anyway
+        if hook is None and owner.is_leaf:  # a leaf retains its gradient anyway
             return
         outlives_the_batch = isinstance(owner, (nn.Module, nn.Parameter))
         if outlives_the_batch or self._autocast.training:
@@ -284,7 +281,7 @@ class TrueGradients:
 
 
 def _refuse_hooks_of(leaf: torch.Tensor) -> None:
-    """Refuse the hooks of a leaf of a graph, which may be in no model."""
+    """Refuse a leaf with hooks of the trial. The leaf may be in no model."""
     for register in _OF_LEAVES:
         if has_hook_of_trial(partial(register, leaf)):
             raise _refusal()
@@ -301,13 +298,13 @@ _Kind = tuple[torch.device, torch.dtype, list[torch.Tensor]]
 
 
 def by_kind(leaves: Sequence[torch.Tensor]) -> list[_Kind]:
-    """The values of the gradients that there are, as real numbers; none is empty."""
+    """The non-empty gradients of some leaves as real numbers, by device and dtype."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(
         list
     )
     for leaf in leaves:
         if leaf.grad is not None and leaf.grad.is_sparse:
-            # only then its values can be changed in place
+            # `values()` of a coalesced tensor can be changed in place
             leaf.grad = leaf.grad.coalesce()
     gradients = (leaf.grad for leaf in leaves if leaf.grad is not None)
     for gradient in dict.fromkeys(gradients):  # two leaves may share one

@@ -1,6 +1,6 @@
 """Mixed precision for a float32 `PyTorchTrial` whose code knows nothing of it.
 
-The context hands each model that is wrapped, each backward and each step to
+The context passes each wrapped model, each backward and each step to
 `UnmodifiedTraining`, which does what a trial with a `MixedPrecision` does itself.
 """
 
@@ -31,12 +31,11 @@ MakeTrial = Callable[[pytorch.PyTorchTrialContext], pytorch.PyTorchTrial]
 def trial_of(
     experiment: Experiment, context: pytorch.PyTorchTrialContext
 ) -> pytorch.PyTorchTrial:
-    """Make the trial of an experiment, in the precision of its `amp` section if it has
-    one.
+    """Make the trial of an experiment, in the precision of its `amp` section, if any.
 
     Args:
-        experiment: Names the trial.
-        context: Made for this experiment.
+        experiment: The experiment, which names the trial.
+        context: The context of this experiment.
 
     Raises:
         ConfigError: see `make_with_amp`.
@@ -49,11 +48,10 @@ def trial_of(
 def trial_of_run(
     experiment: Experiment, context: pytorch.PyTorchTrialContext
 ) -> pytorch.PyTorchTrial:
-    """Make the trial of a run as `trial_of` does, note its settings in the metadata of
-    the run, and name its precision in the log.
+    """Make the trial of a run, note its settings on the master, and log its precision.
 
-    That is the first line where there is an `amp` section. Otherwise the trial must be
-    made first, which may give a `MixedPrecision` settings of its own.
+    With an `amp` section the precision is the first line of the log. Otherwise it is
+    known only after the trial is made, which may make a `MixedPrecision` itself.
     """
     is_chief = context.distributed.rank == 0
     note_on_master(context, settings=in_parts(json.dumps(experiment.resolved())))
@@ -66,7 +64,7 @@ def trial_of_run(
 
 
 def precision_of(experiment: Experiment, context: pytorch.PyTorchTrialContext) -> str:
-    """The precision in which a trial that has been made trains, in words."""
+    """The precision in words; call it after the trial is made."""
     amp = amp_of(context)
     if experiment.amp is None and amp is not None:
         return (
@@ -85,13 +83,13 @@ def make_with_amp(
     A trial that makes a `MixedPrecision` itself is left alone.
 
     Args:
-        make_trial: Its class, or a function that makes it.
-        context: Its context.
-        settings: The precision, and all else of the `amp` section.
+        make_trial: The class of the trial, or a function that makes it.
+        context: The context of the trial.
+        settings: The `amp` section.
 
     Raises:
-        ConfigError: if the trial cannot be trained that way, saying why and what to
-            write. Some reasons show in the first batch only.
+        ConfigError: if the trial cannot be trained that way. It says why, and what to
+            write. Some reasons show only in the first batch.
     """
     wrap, made = context.wrap_model, list[UnmodifiedTraining]()
 
@@ -112,16 +110,15 @@ def make_with_amp(
 
 
 class TrialAsItIs(pytorch.PyTorchTrial):
-    """For an entrypoint that names a class: `entrypoint: determined_amp:TrialAsItIs`.
+    """Makes the trial of `hyperparameters.trial` in the precision of the `amp` section.
 
-    It makes the trial of `hyperparameters.trial` in the precision of
-    `hyperparameters.amp`.
+    Use it where an entrypoint names a class: `entrypoint: determined_amp:TrialAsItIs`.
 
     Args:
         context: The trial's context.
 
     Raises:
-        ConfigError: if the configuration is wrong; and see `make_with_amp`.
+        ConfigError: if the configuration is wrong, or as in `make_with_amp`.
     """
 
     @ending_the_program()

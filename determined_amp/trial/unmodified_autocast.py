@@ -1,7 +1,7 @@
-"""The forward of a model whose code knows nothing of autocast.
+"""Autocast for a model whose code knows nothing of it.
 
-It runs under autocast, and returns float32. A module with a forward hook gets float32
-and returns float32, so its hooks see what the modules around it see.
+The forward runs under autocast, and returns float32. A module with a forward hook of
+the trial gets and returns float32, so the hook sees float32.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class UnmodifiedAutocast:
     """Runs a model's forward under autocast, and casts its results to float32.
 
     A copy of the model, such as an average of its weights, shares this object. A
-    pickled model loses it, because it leaves the training.
+    pickled model loses it, because that model leaves the training.
 
     Args:
-        amp: Makes the autocast of a training batch and that of a validation batch.
+        amp: Makes the autocast contexts of training and validation batches.
 
     Attributes:
         casts: Whether the precision has an autocast in 16 bits.
         training: Whether `train_batch` is running.
         in_backward: Whether a backward is running.
-        took_leaf: Whether an input of a trained model was a leaf of the graph. Who
-            reads it sets it back.
+        took_leaf: Whether an input of a model was a leaf of the graph since this was
+            last set to False.
     """
 
     def __init__(self, amp: AmpCore) -> None:
@@ -62,7 +62,7 @@ class UnmodifiedAutocast:
         if self._inside:  # a wrapped model calls another one
             return forward(*args, **kwargs)
         is_on = autocast_is_on(self._amp.device.type)
-        if self.in_backward and is_on:  # a checkpoint repeats such a call
+        if self.in_backward and is_on:  # a checkpoint repeats a call under our autocast
             return forward(*args, **kwargs)
         if self.training and is_on:
             raise refusal("it enters autocast itself", NO_AMP)
@@ -74,7 +74,7 @@ class UnmodifiedAutocast:
                 output = forward(*args, **kwargs)
         finally:
             self._inside = False
-            # Within a switched-off autocast of the trial, casts would outlive a step.
+            # In a disabled autocast region of the trial, casts would outlive a step.
             torch.clear_autocast_cache()
         return as_float32(output) if self.casts else output
 
@@ -94,7 +94,7 @@ _register_after = nn.Module.register_forward_hook
 
 
 class ForwardHooks:
-    """Shows float32 to the trial's forward hooks.
+    """Lets the trial's forward hooks see float32.
 
     Args:
         models: The trial's models.
@@ -109,7 +109,7 @@ class ForwardHooks:
 
     @contextmanager
     def shown_in_float32(self) -> Iterator[None]:
-        """Show float32 in this block, also to hooks that come later."""
+        """Show float32 to hooks in this block, also to those registered in it."""
         with self._undo:
             for model in self._models:
                 for module in model.modules():
@@ -163,7 +163,7 @@ def calling_first(
 
 
 def has_hook_of_trial(register: Callable[..., Any]) -> bool:
-    """Whether a function has registered a hook of the trial's own so far."""
+    """Whether the trial has a hook where this function registers hooks."""
     handle = register(do_nothing)
     hooks = handle.hooks_dict_ref()
     handle.remove()
@@ -171,14 +171,12 @@ def has_hook_of_trial(register: Callable[..., Any]) -> bool:
 
 
 def is_the_trials(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is the trial's own, and not one of torch, Determined or this
-    library.
-    """
+    """Whether a hook is the trial's, not one of torch, Determined or this library."""
     function = hook.func if isinstance(hook, partial) else hook
     module = getattr(function, "__module__", None) or type(function).__module__
     name = getattr(function, "__qualname__", "")
     if name.startswith("register_multi_grad_hook.") or module == "torch.nn.functional":
-        # torch's own around the trial's, and what torch does not register itself
+        # torch's wrapper of a trial's hook, or a function that torch never registers
         return True
     return module.partition(".")[0] not in ("torch", "determined", "determined_amp")
 

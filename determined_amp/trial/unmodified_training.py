@@ -1,14 +1,13 @@
-"""What makes a float32 trial train in mixed precision, between the trial and its
-context.
+"""Trains a float32 trial in mixed precision, between the trial and its context.
 
-The forward of each wrapped model, and of its members, runs under autocast,
-`context.backward` scales the loss and leaves true gradients, a step of any optimizer is
-skipped if they overflowed, and each batch ends with one `update`. Everything else is
-`MixedPrecision`, as in a trial that was written for it.
+The forward of each wrapped model, and of its members, runs under autocast.
+`context.backward` scales the loss and leaves true gradients. A step of any optimizer is
+skipped if its gradients overflowed, and each batch ends with one `update`. Everything
+else is `MixedPrecision`, as in a trial that was written for it.
 
-What a model returns is cast to float32, and so is what its forward hooks see: a loss
-that is computed from them is never in 16 bits. What the model keeps in an attribute
-stays in 16 bits, and a loss that is in 16 bits because of it is refused.
+A model's results, and what its forward hooks see, are cast to float32, so a loss that
+is computed from them is never in 16 bits. What the model keeps in an attribute stays in
+16 bits, and a loss that is in 16 bits because of it is refused.
 """
 
 from __future__ import annotations
@@ -65,12 +64,11 @@ logger = logging.getLogger(__name__)
 
 
 def _called(model: nn.Module, *, with_members: bool) -> Iterator[nn.Module]:
-    """The modules whose forwards a trial may call: the model, and its members with
-    parameters.
+    """The modules that a trial may call: the model, and its members with parameters.
 
-    A trial calls a member in its own code, as in `model.decoder(z)`, or by a method of
-    the model, as in `model.encode(x)`. The members of a module without a forward stand
-    for it.
+    A trial may call a member in its own code, as in `model.decoder(z)`, or by a method
+    of the model, as in `model.encode(x)`. A module without a forward is replaced by its
+    members.
     """
     # TorchScript's classes have no `forward`, but their models do.
     has_forward = getattr(type(model), "forward", None) is not nn.Module.forward
@@ -85,7 +83,7 @@ def _called(model: nn.Module, *, with_members: bool) -> Iterator[nn.Module]:
 
 
 class UnmodifiedTraining(pytorch.PyTorchCallback):
-    """Adds mixed precision to what a trial and its context ask of each other.
+    """Adds mixed precision to the calls between a trial and its context.
 
     Args:
         context: The trial's context.
@@ -97,7 +95,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
     ) -> None:
         theirs = scaler_of(context)
         if theirs is not None and not theirs.is_enabled():
-            forget_scaler(context)  # a trial whose own AMP is switched off
+            forget_scaler(context)  # the trial's own AMP is switched off
             theirs = None
         if theirs is not None or has_amp_of_its_own(context):
             raise refusal("it has a GradScaler of its own", NO_AMP)
@@ -118,17 +116,17 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
     def prepare(self, model: nn.Module) -> None:
         """Let a model that is about to be wrapped run under autocast."""
         self._amp.prepare(model)
-        # A compiled model is called as a whole.
+        # A compiled model or a script is called as a whole.
         compiled = is_compiled(model) or self._amp.settings.compile is not Compile.OFF
         whole = compiled or isinstance(model, torch.jit.ScriptModule)
         for part in _called(model, with_members=not whole):
-            # On the instance: names, state_dict keys and types stay.
+            # On the instance, so names, state_dict keys and types stay.
             part.forward = partial(self._autocast, part.forward)
 
     def attach(self, trial: Any) -> None:
-        """From now on, handle the batches of `trial`, and its calls of the context.
+        """Handle the trial's batches and its calls of the context from now on.
 
-        Before that its context works as usual.
+        Until then the context works as usual.
         """
         context: Any = self._context
         context.backward, context.step_optimizer = self.backward, self.step_optimizer
@@ -151,11 +149,11 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         self._autocast.training = True
         given = {"batch": batch, "epoch_idx": epoch_idx, "batch_idx": batch_idx}
         try:
-            # Determined turns metrics into arrays of numpy, which has no bfloat16.
+            # Determined converts metrics to numpy, which has no bfloat16.
             result = as_float32(self._train_batch(**given))
         finally:
             self._autocast.training = False
-            if self._own is not None:  # its step has raised an error
+            if self._own is not None:  # the optimizer's own step has raised an error
                 self._own = RUNNING.window = None
         losses = self._losses
         metrics = self._amp.update(sum(losses[1:], losses[0]) if losses else None)
@@ -171,7 +169,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         retain_graph: bool = False,
         create_graph: bool = False,
     ) -> None:
-        """Go backward from an unscaled loss, and leave true gradients."""
+        """Run the backward of an unscaled loss, and leave true gradients."""
         amp, gradients = self._amp, self._gradients
         if create_graph and amp.scaler.is_enabled():
             raise refuse_in_float16(
@@ -198,7 +196,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
 
         if gradients is None:
             run(amp.scaler.scale(loss))
-        elif amp.is_rehearsing:  # to find what overflows, which must not be set to 0
+        elif amp.is_rehearsing:  # an overflow must show, and not be set to 0
             gradients.rehearse(loss, run)
         else:
             gradients.backward(loss, run)
@@ -230,7 +228,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
     # Calls of torch.
 
     def _own_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Called before each step that no scaler makes, of any optimizer."""
+        """Take over a step of any optimizer that no scaler makes; called before it."""
         if not self._autocast.training:
             return
         window = self._window_of(optimizer)
@@ -248,9 +246,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         torch.clear_autocast_cache()
 
     def _window_of(self, optimizer: Optimizer) -> Window:
-        """That of an optimizer, or of the one of the context with the same
-        parameters.
-        """
+        """The window of an optimizer, or of the context's one with equal parameters."""
         windows = self._amp.windows
         if optimizer not in windows:
             its = set(parameters_of(optimizer))
@@ -281,7 +277,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
             )
 
     def _run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Called in place of the engine that all of torch's backwards use."""
+        """Check a backward, then run it; called in place of torch's autograd engine."""
         is_inside = not self._autocast.training or self._autocast.in_backward
         # a compiler traces this backward
         if is_inside or any(map(is_stand_in, args[0])):
@@ -302,9 +298,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
     def on_trial_startup(
         self, first_batch_idx: int, checkpoint_uuid: str | None
     ) -> None:
-        """Make optimizers fused, now that models and hooks are complete, and before any
-        state.
-        """
+        """Make optimizers fused, after models are complete and before a state loads."""
         for optimizer in self._context.optimizers if self._amp.fused else ():
             if (
                 not fuse(optimizer, self._context.models)
@@ -334,13 +328,13 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
 def fuse(optimizer: Optimizer, models: Iterable[nn.Module] = ()) -> bool:
     """Make an optimizer fused, before its first step; returns whether it is fused now.
 
-    On CUDA a fused optimizer reads loss scale and overflow flag on the device. With any
+    On CUDA a fused optimizer reads loss scale and `found_inf` on the device. With any
     other, `GradScaler.step` waits for the device. An optimizer stays as it is if more
-    than its speed would change: a fused one takes no sparse gradients.
+    than its speed would change: for example, a fused one takes no sparse gradients.
 
     Args:
-        optimizer: Any of torch.
-        models: Those of the trial, whose modules tell which gradients are sparse.
+        optimizer: Any optimizer.
+        models: The trial's models. Their modules tell which gradients are sparse.
     """
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
         return False
@@ -371,9 +365,7 @@ def fuse(optimizer: Optimizer, models: Iterable[nn.Module] = ()) -> bool:
 
 
 def _has_own_step(optimizer: Optimizer) -> bool:
-    """Whether `step` is overridden on the instance, ignoring wrappers, such as those of
-    torch's schedulers.
-    """
+    """Whether the instance overrides `step`, not counting wrappers as of schedulers."""
     step, of_class = (
         inspect.unwrap(optimizer.step),
         inspect.unwrap(type(optimizer).step),

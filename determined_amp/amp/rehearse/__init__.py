@@ -1,1 +1,1 @@
-"""Trains a batch again without a step, to see in it what a training does not show."""
+"""Trains a batch again without a step, to see what training itself does not show."""

@@ -1,6 +1,4 @@
-"""Tells which module made each node of the autograd graph, and looks at the gradients
-it makes.
-"""
+"""Finds the module of each node of the autograd graph, and watches its gradients."""
 
 from __future__ import annotations
 
@@ -19,20 +17,21 @@ OUTSIDE = "(outside the model)"
 WHOLE_MODEL = "(the model)"
 
 Gradients = Sequence["torch.Tensor | None"]
-# Called with the module, the operation, and the gradients that it made and took.
+# Called with a node's module, its operation, and the gradients that it made and took.
 OnNode = Callable[[str, str, Gradients, Gradients], None]
 
 
 class BackwardGraph:
-    """The graph of the backwards in a block: its nodes by module, and what they do.
+    """Watches the backwards in a block node by node, and knows each node's module.
 
-    When a forward begins, the nodes behind its inputs that are not known yet belong to
-    the module around it; when it ends, those behind its outputs belong to the module
-    itself.
+    When a forward begins, the unknown nodes behind its inputs belong to the module
+    around it. When the forward ends, the unknown nodes behind its outputs belong to the
+    module itself.
 
     Args:
-        models: The models whose modules are told apart.
-        on_node: Called after each node of a backward with what it made and took.
+        models: The models whose modules own the nodes.
+        on_node: Called after each node of a backward with the gradients that the node
+            made and took.
 
     Attributes:
         left: The module whose forward ended last.
@@ -56,7 +55,7 @@ class BackwardGraph:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look at all forwards and backwards in this block."""
+        """Watch all forwards and backwards in this block."""
         with self._stack as stack:
             for module, name in self._names.items():
                 if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
@@ -72,16 +71,16 @@ class BackwardGraph:
         self._hooked.clear()
 
     def is_followed(self, outputs: Any, *, accumulates: bool) -> bool:
-        """Whether to look at the nodes of a backward.
+        """Whether to watch the nodes of a backward.
 
         Args:
-            outputs: What it begins with.
-            accumulates: Whether it is no `torch.autograd.grad`.
+            outputs: The tensors that it begins with.
+            accumulates: Whether it fills `.grad`, unlike `torch.autograd.grad`.
         """
         return True
 
-    # Closures, not methods: whoever copies a model copies its hooks, and with them
-    # their object.
+    # Closures, not methods: a copy of a model copies its hooks, and would copy the
+    # object of a method with them.
 
     def _enter(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, named_inputs: Any) -> None:
@@ -98,7 +97,7 @@ class BackwardGraph:
         return hook
 
     def _claim(self, values: Any) -> None:
-        """Note the unknown nodes behind tensors as those of the current module."""
+        """Assign the unknown nodes behind tensors to the current module."""
         for node in nodes_behind(values, self._makers):
             self._makers[node] = self.current
 
@@ -117,7 +116,7 @@ class BackwardGraph:
             self.in_backward = is_inner
 
     def _hook_into(self, outputs: Any) -> None:
-        """Look at every node of a backward that begins with these outputs."""
+        """Hook every node of a backward that begins with these outputs."""
         for node in nodes_behind(outputs):
             if node.next_functions and node not in self._hooked:
                 hook = self._node_hook(self._makers[node], node.name())
@@ -132,9 +131,7 @@ class BackwardGraph:
 
 
 def nodes_behind(values: Any, known: Collection[Any] = ()) -> list[Any]:
-    """The nodes of the autograd graph that nested tensors depend on, without the known
-    ones.
-    """
+    """The autograd nodes that nested tensors depend on, without the known ones."""
     found: dict[Any, None] = {}
     waiting = [tensor.grad_fn for tensor in tensors_of(values)]
     while waiting:
@@ -146,9 +143,7 @@ def nodes_behind(values: Any, known: Collection[Any] = ()) -> list[Any]:
 
 
 def module_names(models: Sequence[nn.Module]) -> dict[nn.Module, str]:
-    """Names of all modules, prefixed with the model's number if there are several
-    models.
-    """
+    """The names of all modules; with several models the model's number comes first."""
     names: dict[nn.Module, str] = {}
     for prefix, model in numbered(models):
         for name, module in model.named_modules():

@@ -44,7 +44,7 @@ _LEAST_SCALE_LOG2 = -24
 def find_cause(
     rehearsal: Rehearsal, slots: Slots, *, scale: float, grown: float = 1.0
 ) -> str | None:
-    """Say in one sentence what is the first thing that is not finite, and what helps.
+    """Name in one sentence the first thing that is not finite, and what helps.
 
     Synchronises. Everything is put back.
 
@@ -56,8 +56,8 @@ def find_cause(
         grown: The factor by which the weights have grown since the start.
 
     Returns:
-        The cause on the first slot in trouble, the same on all slots; None if all is
-        finite.
+        The cause on the first slot in trouble, the same text on all slots; None if
+        everything is finite.
     """
     looks = slots.allgather(_first_look(rehearsal, scale))
     rank = next((rank for rank, look in enumerate(looks) if look.is_in_trouble), None)
@@ -90,28 +90,26 @@ class _Seen:
         return self.backward or of_parameter or WHOLE_MODEL
 
     def is_finite_at(self, place: Place) -> bool:
-        """Whether an operation that overflowed in another run is finite here, or a mere
-        cast.
-        """
+        """Whether a place that overflowed in another run is finite here, or a cast."""
         return place.cast_of is not None or math.isfinite(
             self.largest.get(place.key, math.nan)
         )
 
 
 def _first_look(rehearsal: Rehearsal, scale: float) -> _Seen:
-    """What one slot knows after it has rehearsed its batch as it is trained."""
+    """Rehearse this slot's batch as in training, and return what was seen."""
     nothing = Rehearsed(0.0, (), has_gradients=False, uses_float16=False)
     seen, known, bad_input = _Seen(nothing, (), None, {}), None, None
     try:
         bad_input = fault_of_input(rehearsal.batch)
         known = _bad_parameter(rehearsal.models)
         if known and any(map(has_nan, filter(is_plain, tensors_of(rehearsal.batch)))):
-            # Without a loss scale it has made the parameters NaN.
+            # Without a loss scale, a NaN in the batch makes the parameters NaN.
             known = bad_input
         seen = _see(rehearsal, scale)
     except torch.cuda.OutOfMemoryError:
         known = known or "unknown: there was no memory to look for it"
-    except Exception as error:  # the trial's own; other slots wait for this one
+    except Exception as error:  # from the trial's code; other slots wait for this one
         raised = f"{type(error).__name__}: {one_line(error)}"
         known = known or f"not found: training the batch again raised {raised}"
     return replace(seen, known=known, bad_input=bad_input)
@@ -132,24 +130,23 @@ def _see(
 
 @dataclass
 class _Search:
-    """The rehearsals that lead to the cause on one slot.
+    """Searches for the cause on one slot by rehearsals on all slots.
 
     A forward may wait for the other slots, as SyncBatchNorm does. So all slots make the
-    same runs, and exchange what they see after each of them: all come to the same
-    cause.
+    same runs, exchange what they saw after each one, and come to the same cause.
     """
 
     rehearsal: Rehearsal
     slots: Slots
-    rank: int  # that of the slot in trouble
-    first: _Seen  # what it saw
+    rank: int  # of the slot in trouble
+    first: _Seen  # what that slot saw in its first rehearsal
     scale: float
     grown: float
 
     def cause(self) -> str:
         seen = self.first
-        # First the scale: a mask of -inf, or a large value that is masked later, is not
-        # a fault.
+        # The scale comes before the forward: there a mask of -inf, or a large value
+        # that is masked later, is not a fault.
         lower = self._largest_sound_scale_log2()
         if lower is not None:
             return self._gradient_sentence(seen, lower)
@@ -170,7 +167,7 @@ class _Search:
         islands: Sequence[nn.Module] = (),
         asked: Sequence[Place] = (),
     ) -> list[_Seen | None]:
-        """What all slots see in a run; None of one on which the trial fails."""
+        """What each slot saw in a run; None for a slot where the run failed."""
         here = None
         # The trial's own code can raise anything on an unexpected dtype, and memory can
         # run out.
@@ -183,9 +180,7 @@ class _Search:
         return all(each is not None and each.outcome.is_sound for each in seen)
 
     def _largest_sound_scale_log2(self) -> int | None:
-        """log2 of the largest power of two below the scale at which everything is
-        finite.
-        """
+        """log2 of the largest power of two below the scale that keeps all finite."""
         highest = math.ceil(math.log2(self.scale)) - 1
         if highest < _LEAST_SCALE_LOG2 or not self._is_sound(2.0**_LEAST_SCALE_LOG2):
             return None
@@ -197,7 +192,7 @@ class _Search:
         )
 
     def _islands_from(self, name: str, scale: float) -> Sequence[str]:
-        """Up to three modules, `name` first, with which in float32 nothing overflows.
+        """Up to three modules, `name` first, that avoid the overflow if in float32.
 
         Empty if there are none, or if they hold all parameters of a model.
         """
@@ -219,7 +214,7 @@ class _Search:
             if any(
                 inside.issuperset(model.parameters()) for model in self.rehearsal.models
             ):
-                return []  # which nothing would be left of to autocast
+                return []  # nothing would be left to autocast
             seen = self._run(scale, islands=modules)[self.rank]
             if seen is None or seen.outcome.is_sound:
                 return islands if seen else []
@@ -237,7 +232,7 @@ class _Search:
         overflow = (
             f"forward overflow in {_where(place)}: {size}{name}'s maximum is {limit:g}"
         )
-        # as 0 / 0, of an eps that float16 rounds to 0
+        # for example 0 / 0, where float16 rounds an eps to 0
         if largest is not None and largest < limit:
             overflow = (
                 f"the output of {_where(place)} is not finite in {name}, and at most "
@@ -257,7 +252,7 @@ class _Search:
         )
 
     def _float32_sentence(self, exact: _Seen) -> str:
-        """The cause if the batch is not finite without autocast either."""
+        """The cause if the batch is not finite even without autocast."""
         not_float32 = (
             place for place in exact.forward if place.dtype is not torch.float32
         )
@@ -289,7 +284,7 @@ class _Search:
         )
 
     def _advice(self, module: str, scale: float, exact: _Seen | None = None) -> str:
-        """What has helped at a loss scale, as lines for the YAML."""
+        """The settings that helped at a loss scale, as lines for the YAML."""
         helps = ["precision: amp_bf16"] if self._is_sound(scale, torch.bfloat16) else []
         islands = self._islands_from(module, scale)
         if islands:
@@ -310,7 +305,7 @@ class _Search:
 
 
 def _where(place: Place) -> str:
-    """The place in the forward: a module, or an operation between modules."""
+    """A place of the forward in words: a module, or an operation between modules."""
     if place.between is None:
         return _module(place.module)
     where = (
@@ -334,7 +329,7 @@ def _plain_name(name: str) -> str:
 
 
 def fault_of_input(batch: Any) -> str | None:
-    """Which samples of a batch are not finite; None if all are."""
+    """A sentence that names the samples that are not finite; None if all are finite."""
     for position, tensor in enumerate(tensors_of(batch)):
         if not is_plain(tensor):
             continue
@@ -351,7 +346,7 @@ def fault_of_input(batch: Any) -> str | None:
 
 def _bad_parameter(models: Sequence[nn.Module]) -> str | None:
     for name, parameter in named_parameters(models):
-        # What is not trained may be infinite from the start, as a mask is.
+        # A parameter that is not trained, such as a mask, may be infinite on purpose.
         if parameter.requires_grad and not is_finite(parameter):
             return (
                 f"parameter {name} is already not finite; resume from an earlier "

@@ -1,4 +1,4 @@
-"""Looks at every result of a rehearsal for the first one that is not finite."""
+"""Searches all results of a rehearsal for the first one that is not finite."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from determined_amp.amp.tensors import (
 )
 from determined_amp.amp.torch_private import CAST, TorchDispatchMode
 
-# A mask may be -inf; what is computed from it is judged there.
+# These make masks, which may be -inf. What is computed from a mask is judged later.
 _MASKS = {
     "fill",
     "fill_",
@@ -38,8 +38,7 @@ _UNINITIALISED = {"empty_like", "new_empty", "new_empty_strided"}
 
 _MOST_PLACES = 16
 
-# A module, the name of an operation, and how many of that name the module has called
-# before.
+# A module, an operation, and how often the module has called that operation before.
 Key = tuple[str, str, int]
 
 
@@ -47,10 +46,10 @@ class Place(NamedTuple):
     """An operation of a forward whose inputs are finite and whose result is not.
 
     Args:
-        key: Where it is, the same in every rehearsal.
+        key: Identifies the operation, equal in every rehearsal.
         between: For an operation between modules, the module whose forward ended last.
         cast_of: For a cast, the largest value that was cast.
-        kind: What it was made of: "activation", or "weight" if a parameter was cast.
+        kind: What overflowed: "weight" if a parameter was cast, else "activation".
         dtype: The dtype of its result.
     """
 
@@ -74,9 +73,9 @@ class OverflowWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
     Attributes:
         forward: The first places of the forward.
-        backward: The module of the first node of the backward that makes what is not
-            finite of what is.
-        largest: The largest magnitudes of the recorded operations.
+        backward: The module of the first backward node that makes gradients that are
+            not finite from finite ones.
+        largest: The largest magnitude of each recorded operation.
     """
 
     supports_higher_order_operators = True
@@ -113,8 +112,7 @@ class OverflowWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        # In a backward nodes are looked at; a checkpoint only repeats its forward
-        # there.
+        # A backward is watched by node. A checkpoint only repeats its forward there.
         if not self._graph.in_backward:
             self._look_at_result(func, result, (args, kwargs or {}))
         return result
@@ -145,8 +143,8 @@ class OverflowWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         inputs = [
             tensor for tensor in tensors_of(arguments) if tensor.is_floating_point()
         ]
-        # A softmax over nothing but masks of -inf is NaN, though its inputs are not
-        # finite either.
+        # A new NaN counts even if the inputs are not finite: a softmax over -inf alone
+        # gives NaN.
         makes_nan = any(map(has_nan, results)) and not any(map(has_nan, inputs))
         if inputs and (makes_nan or _are_finite(inputs)):
             cast_of = max(map(largest_of, inputs)) if is_cast else None

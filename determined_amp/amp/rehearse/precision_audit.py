@@ -1,5 +1,4 @@
-"""Checks on one real training batch that a run computes in the precision its YAML asks
-for.
+"""Checks on one training batch that a run computes in the precision of its YAML.
 
 A model that leaves autocast trains in float32 without any sign of it. The audit counts
 the products of the first batch by dtype, forward and backward, and stops the run if the
@@ -39,20 +38,19 @@ _REMEDY = (
     "precision that it computes in."
 )
 
-# The keyword for an operation's result in torch's FLOP formulas; torch 2.3 uses another
-# keyword.
+# The keyword for an operation's result in torch's FLOP formulas; torch 2.3 has another.
 _FORMULA = inspect.signature(flop_registry[torch.ops.aten.mm], follow_wrapped=False)
 _RESULT = "out_val" if "out_val" in _FORMULA.parameters else "out"
 
 
 class ProductCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
-    """Counts products by dtype. It does not synchronise.
+    """Counts products by dtype. No synchronisation.
 
-    Count a rehearsal, which makes no step, never a batch that is trained: while a mode
+    Use it in a rehearsal, never on a batch that is trained: while a dispatch mode
     watches, autocast does not reach the products inside some operations, such as those
     of `nn.Bilinear` and `torch.sparse.mm`.
 
-    The backward is counted too, because autograd's threads inherit the mode.
+    It counts the backward, too, because autograd's threads inherit the mode.
 
     Attributes:
         flops: FLOPs by operation and dtype of its factors; a multiply-add counts as 2.
@@ -124,7 +122,7 @@ class Audit:
     def failure(self) -> str | None:
         """What is wrong, in one sentence; None if the batch was computed as asked."""
         setting = f"hyperparameters.amp.precision is {self.precision.value}"
-        # Without FLOPs, as of embeddings or a recurrent layer, nothing is judged.
+        # Without FLOPs, as with only embeddings or recurrent layers, nothing is judged.
         if not self.total_flops:
             return None
         if self.share <= 0.5:
@@ -143,7 +141,7 @@ class Audit:
         """The counts as text, the largest first.
 
         Args:
-            verdict: The line below them; by default the share in the precision.
+            verdict: The line below the counts; by default the share in the precision.
         """
         width = max(
             len(operation) for operation in ("operation", *(o for o, _ in self.flops))
@@ -162,7 +160,7 @@ class Audit:
         return "\n".join(lines)
 
     def metrics(self) -> dict[str, float]:
-        """Only the share: numbers that are measured once make no curve."""
+        """Only the share, because numbers that are measured once make no curve."""
         return {AuditMetricName.SHARE: self.share}
 
 
@@ -182,7 +180,7 @@ def audit_loss(
     Parameters, gradients, buffers and random state are restored.
 
     Args:
-        amp: The loop's; its models are those given to `prepare`.
+        amp: The loop's `AmpLoop`. Its models are those given to `prepare`.
         loss_fn: Runs the forward of a batch and returns the loss; called under
             autocast.
         batch: A training batch.
@@ -191,7 +189,7 @@ def audit_loss(
         AuditError: if the batch is not computed in the precision of the settings.
         ConfigError: if `amp` knows no model, or `loss_fn` returns no loss.
     """
-    if not amp.models:  # their gradients would stay
+    if not amp.models:  # the gradients of unknown models would stay
         problem = (
             "audit_loss: no model was given; allowed: amp.prepare(model) for each,"
             " before"
@@ -204,15 +202,15 @@ def audit_loss(
 def audit_rehearsal(
     rehearsal: Rehearsal, precision: Precision, device: torch.device
 ) -> Audit:
-    """Audit one rehearsal of a batch.
+    """Rehearse a batch, and audit it.
 
     Args:
         rehearsal: The rehearsal.
         precision: The precision that the YAML asks for.
-        device: The device that computes it.
+        device: The device that computes the batch.
 
     Raises:
-        AuditError: if it is not computed in that precision.
+        AuditError: if the batch is not computed in that precision.
     """
     count = ProductCount()
     rehearsal.run(watch=count)

@@ -18,11 +18,11 @@ def float16_as(dtype: torch.dtype | None) -> Iterator[set[torch.dtype]]:
     """Make the autocast regions in this block compute in another dtype.
 
     Args:
-        dtype: bfloat16, in which float16 regions compute then, or float32, which
-            switches float16 and bfloat16 regions off; None changes nothing.
+        dtype: With bfloat16, float16 regions compute in bfloat16. With float32, float16
+            and bfloat16 regions are switched off. None changes nothing.
 
     Yields:
-        The dtypes of the regions that are entered, as they are in training.
+        The dtypes that the entered regions have in training.
     """
     in_float32 = dtype is torch.float32
     replaced: Sequence[torch.dtype] = ()
@@ -49,7 +49,7 @@ def float16_as(dtype: torch.dtype | None) -> Iterator[set[torch.dtype]]:
             before = {
                 name: value for name, value in vars(other).items() if "prev" in name
             }
-            vars(region).update(before)  # what its exit puts back
+            vars(region).update(before)  # what its exit restores
         return region
 
     with patched(torch.autocast, "__enter__", enter_as):

@@ -24,14 +24,14 @@ from determined_amp.amp.tensors import (
 )
 from determined_amp.amp.torch_private import backwards_through
 
-# Trains the batch at a loss scale, None for the current one: forward, loss and backward
-# as in training, without a step.
+# Runs forward, loss and backward as in training, without a step, at this loss scale;
+# None means the current scale.
 Train = Callable[["float | None"], object]
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What a rehearsal came to."""
+    """The outcome of a rehearsal."""
 
     # the largest magnitude of the scaled losses; infinite if one is not finite
     largest_loss: float
@@ -54,15 +54,16 @@ class Rehearsed:
 class Rehearsal:
     """A batch that can be trained again and again without a step.
 
-    Everything is put back after a run, see `undisturbed`. The batch is rehearsed on
-    this slot alone, unless its forward waits for the others, as SyncBatchNorm does:
-    then all slots must make the same runs.
+    Everything is put back after a run, see `undisturbed`. A run needs only this slot,
+    unless the forward waits for the others, as SyncBatchNorm does. Then all slots must
+    make the same runs.
 
     Args:
         train: Trains the batch.
         models: All models of the training.
-        optimizers: Its optimizers, which may hold parameters of no model.
-        batch: The batch, for those who look for a fault in it.
+        optimizers: The optimizers of the training, which may hold parameters of no
+            model.
+        batch: The batch itself, so that its data can be examined.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Rehearsal:
             dtype: bfloat16 in place of float16, or float32 for no autocast at all; by
                 default as in training.
             islands: Modules to keep in float32.
-            watch: Open while the batch is trained.
+            watch: A context manager to hold open while the batch is trained.
         """
         parameters = parameters_in(self.models)
         device_type = next((parameter.device.type for parameter in parameters), "cpu")
@@ -110,9 +111,7 @@ class Rehearsal:
 
 
 class _Results:
-    """The losses and the gradients of a rehearsal; nothing waits for the device until
-    `read`.
-    """
+    """The losses and gradients of a rehearsal. Only `read` waits for the device."""
 
     def __init__(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
@@ -126,8 +125,9 @@ class _Results:
         self._finite: list[tuple[str, torch.Tensor]] = []
 
     def watching(self) -> AbstractContextManager[None]:
-        """Look at every loss, and at all gradients after every backward: a trial may
-        clip or drop them.
+        """Record every loss, and the gradients right after every backward.
+
+        Later a trial may clip or drop them.
         """
         return backwards_through(self._run_and_look)
 
@@ -141,8 +141,8 @@ class _Results:
         return result
 
     def look_at_gradients(self) -> None:
-        """Look at the gradients that there are: a trial may set them itself."""
-        # a backward reaches the last ones first
+        """Record the gradients, also for a trial that sets them without a backward."""
+        # reversed, because a backward reaches the last parameters first
         for name, parameter in reversed(self._parameters.items()):
             if parameter.grad is not None:
                 is_finite = torch.isfinite(values_of(parameter.grad)).all()

@@ -1,4 +1,4 @@
-"""What a rehearsal leaves out, and what is restored after it."""
+"""Leaves steps out of a rehearsal, and restores all state after it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from determined_amp.amp.tensors import parameters_in
 
 logger = logging.getLogger(__name__)
 
-# What torch keeps of a module: it goes with hooks, which stay.
+# What torch itself keeps in a module, such as its hooks. These attributes stay.
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 _NEVER_COPIED = (Dataset, DataLoader, types.MethodType)
@@ -39,12 +39,12 @@ def without_steps(
     *,
     scale: float | None = None,
 ) -> Iterator[None]:
-    """Let no step, zero_grad or unscale_ have any effect in this block.
+    """Let no step, zero_grad, unscale_ or update have any effect in this block.
 
     Args:
         scaler: The scaler; its scale is restored.
-        optimizers: The optimizers that do nothing.
-        others: Other objects, each with the name of a method that does nothing either.
+        optimizers: The optimizers that must not step.
+        others: Other objects, each with the name of a method that must do nothing.
         scale: The loss scale in this block; by default the current one.
     """
     still: list[tuple[object, str]] = [
@@ -84,7 +84,7 @@ def undisturbed(
                 stack.callback(_put_back, buffer, buffer.clone())
         for module in modules:
             stack.callback(setattr, module, "training", module.training)
-            # A script keeps its own values, and a lazy module learns its sizes.
+            # A script keeps its own values. A lazy module must keep sizes it learns.
             if not isinstance(module, (torch.jit.ScriptModule, LazyModuleMixin)):
                 kept = _attributes(module), _own_buffers(module), dir(module)
                 stack.callback(_put_back_attributes, module, *kept)
@@ -107,13 +107,13 @@ def _keep_random_state(stack: ExitStack, parameters: Sequence[torch.Tensor]) -> 
     }
     stack.enter_context(torch.random.fork_rng(devices=list(devices)))
     stack.callback(random.setstate, random.getstate())
-    numpy: Any = sys.modules.get("numpy")  # a batch that draws from it has imported it
+    numpy: Any = sys.modules.get("numpy")  # imported by whatever draws from it
     if numpy:
         stack.callback(numpy.random.set_state, numpy.random.get_state())
 
 
 def _keep_weights(stack: ExitStack, parameters: Sequence[torch.Tensor]) -> None:
-    """Keep weights and gradients; from now on there are no gradients."""
+    """Restore weights and gradients when the stack closes; remove gradients now."""
     stack.callback(drop_casts)
     for parameter in parameters:
         if not is_lazy(parameter):
@@ -123,7 +123,7 @@ def _keep_weights(stack: ExitStack, parameters: Sequence[torch.Tensor]) -> None:
 
 
 def _put_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
-    # One that is not strided cannot be restored.
+    # A tensor that is not strided cannot be restored.
     if tensor.layout is torch.strided and not torch.equal(tensor, before):
         tensor.data.copy_(before)
 
@@ -134,11 +134,11 @@ def _put_back_attributes(
     buffers: dict[str, torch.Tensor],
     names: Sequence[str],
 ) -> None:
-    """Put back what a module kept; a forward may have put other buffers in place."""
+    """Restore a module's attributes, and buffers that its forward has replaced."""
     for name in _attributes(module).keys() - attributes.keys():
         del vars(module)[name]
     vars(module).update(attributes)
-    # Not those that are new, but those that were None.
+    # Including buffers that were None before, but not buffers that are new.
     for name in {*buffers, *_own_buffers(module)}.intersection(names):
         setattr(module, name, buffers.get(name))
 
@@ -148,22 +148,20 @@ def _own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module keeps by itself, such as a count of its forwards."""
+    """What a module's own code keeps, such as a count of its forwards."""
     return {name: v for name, v in vars(module).items() if name not in _OF_TORCH}
 
 
 @contextmanager
 def attributes_apart(owner: object, shared: Iterable[object]) -> Iterator[None]:
-    """Give an object copies of its attributes in this block, and its own attributes
-    after it.
+    """Give an object copies of its attributes in this block, and restore them after it.
 
-    So a counter or a queue that it keeps does not see a batch that is trained in the
-    block.
+    So its counters and queues do not see a batch that is trained in the block.
 
     Args:
-        owner: Whose attributes are copied, such as a trial.
-        shared: Objects that are not copied, wherever they are met. Neither are data
-            sets, methods, and what cannot be copied.
+        owner: The object, such as a trial.
+        shared: Objects that are never copied, wherever they occur. Data sets, loaders,
+            methods and what cannot be copied are not copied either.
     """
     attributes = vars(owner)
     own = dict(attributes)
@@ -173,7 +171,7 @@ def attributes_apart(owner: object, shared: Iterable[object]) -> Iterator[None]:
         if not isinstance(value, _NEVER_COPIED):
             try:
                 attributes[name] = copy.deepcopy(value, memo)
-            except Exception:  # copying runs code of the attribute's own
+            except Exception:  # copying runs the attribute's own code
                 if isinstance(value, (Iterator, torch.Generator)):
                     moves_on.append(name)
     if moves_on:

@@ -1,4 +1,4 @@
-"""Searches for the largest of the numbers that a rehearsal is tried with."""
+"""Searches for the largest number with which a rehearsal works."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from collections.abc import Callable
 def largest_working(
     fails: Callable[[int], bool], guess: int, least: int, most: int
 ) -> int:
-    """The largest number that does not fail, if everything above one that fails does,
-    too.
+    """The largest number that does not fail. All numbers above a failing one must fail.
 
-    It goes from the guess in steps that double, then halves.
+    It goes from the guess in steps that double, then halves the interval.
 
     Args:
-        fails: Tries a number.
+        fails: Tries a number, and returns whether it fails.
         guess: The number to try first.
         least: The smallest number to try.
-        most: The largest.
+        most: The largest number to try.
 
     Returns:
         `least - 1` if all of them fail.
