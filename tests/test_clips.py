@@ -91,7 +91,7 @@ def test_clip_of_another_model_is_allowed():
 
 def sorts_as_torch_does():
     now = vars(clip_grad)["_group_tensors_by_device_and_dtype"]
-    return now is torch_private.sort_gradients
+    return now is torch_private.group_gradients
 
 
 def test_torch_is_as_it_was_once_a_training_and_a_doctor_are_over():

@@ -17,8 +17,8 @@ from determined_amp.amp.slots import OneSlot
 from determined_amp.finder.gradient_recorder import Source
 from determined_amp.finder.prediction import (
     LossScaleError,
+    any_overflow_at,
     cause_of,
-    overflows,
     predict_float16,
 )
 from tests.loss_scale import histogram, powers_in, prediction_of
@@ -74,7 +74,10 @@ class TestSeveral:
         """The gradient of the weight is the factor times the scale."""
         rehearsals = scaled(*factors)
         assert predict_float16(rehearsals, ONE).first_overflow_log2 == 6
-        assert [overflows(rehearsals, ONE, scale) for scale in (5, 6)] == [False, True]
+        assert [any_overflow_at(rehearsals, ONE, scale) for scale in (5, 6)] == [
+            False,
+            True,
+        ]
 
     def test_slots_are_counted_together(self):
         source = Source("b", "mm", 0, (1,))
@@ -85,8 +88,8 @@ class TestSeveral:
         assert prediction.total.largest == 32
 
     def test_slots_overflow_if_one_of_them_does(self):
-        assert overflows(scaled(1.0), slots(True), 0)
-        assert not overflows(scaled(1.0), slots(False), 0)
+        assert any_overflow_at(scaled(1.0), slots(True), 0)
+        assert not any_overflow_at(scaled(1.0), slots(False), 0)
 
     def test_problem_of_another_slot_is_raised_here_too(self):
         with pytest.raises(LossScaleError, match=r"^no kernel there$"):

@@ -32,7 +32,7 @@ def found(monkeypatch, prediction, overflows):
 
     monkeypatch.setattr(scale_finding, "predict_float16", answers(lambda: prediction))
     monkeypatch.setattr(scale_finding, "cause_of", answers(lambda: "the cause"))
-    monkeypatch.setattr(scale_finding, "overflows", answers(overflows))
+    monkeypatch.setattr(scale_finding, "any_overflow_at", answers(overflows))
     return find_range(REHEARSALS, SLOTS)
 
 

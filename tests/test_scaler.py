@@ -251,7 +251,7 @@ class TestStages:
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, ast.Attribute)
             and isinstance(node.ctx, ast.Store)
-            and node.attr in ("stage", "is_used")
+            and node.attr in ("stage", "gradients_used")
         }
         assert writers == {"window.py"}
 

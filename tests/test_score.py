@@ -62,7 +62,7 @@ class TestTerms:
         prediction = prediction_of({"a": {9: 1}})
         monkeypatch.setattr(Prediction, "flushed_share", lambda *given: made.share)
         monkeypatch.setattr(scoring, "predict_float16", lambda *given: prediction)
-        monkeypatch.setattr(scoring, "overflows", overflows)
+        monkeypatch.setattr(scoring, "any_overflow_at", overflows)
         monkeypatch.setattr(
             scoring, "cause_of", lambda *given: f"the cause at 2^{given[-1]:g}"
         )

@@ -77,9 +77,9 @@ def test_tensors_are_those_of_all_containers_in_order():
 def test_fake_tensor_is_a_stand_in_and_a_real_one_is_none():
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(torch.ones(2))
-    assert tensors.is_stand_in(fake)
+    assert tensors.is_fake_tensor(fake)
     for real in (torch.ones(2), nn.Parameter(torch.ones(2)), "no tensor"):
-        assert not tensors.is_stand_in(real)
+        assert not tensors.is_fake_tensor(real)
 
 
 @pytest.mark.parametrize(

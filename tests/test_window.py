@@ -183,6 +183,7 @@ class Wrapper(torch.optim.Optimizer):
 
     def __init__(self):
         self.stepped: list[Any] = []
+        self.param_groups: list[dict[str, Any]] = []
 
     def step(self, closure=None, *, twice=False):
         """Its own."""
@@ -196,8 +197,8 @@ def test_each_step_of_a_wrapper_without_hooks_is_seen_and_goes_on_as_it_was(
     wrapper, other = Wrapper(), Wrapper()
     seen: list[Any] = []
     amp = AmpLoop(AmpSettings(Precision.FP32, set_backends=False), "cpu")
-    own_step = lambda *call: seen.append((*call, len(wrapper.stepped)))  # noqa: E731
-    monkeypatch.setattr(amp, "own_step", own_step)
+    see = lambda *call: seen.append((*call, len(wrapper.stepped)))  # noqa: E731
+    monkeypatch.setattr(amp, "on_step_without_scaler", see)
     amp.wrap_optimizer(wrapper)
     result: Any = wrapper.step("closure", twice=True)
     assert result == "stepped"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils import clip_grad
 
-from determined_amp.amp.torch_private import sort_gradients, sort_gradients_by
+from determined_amp.amp.torch_private import group_gradients, group_gradients_by
 
 
 class Clip(NamedTuple):
@@ -39,14 +39,14 @@ _listeners: list[tuple[weakref.WeakMethod[Listener], str | None]] = []
 
 
 def listen_to_clips(
-    listener: Listener, *, but_by: str | None = None
+    listener: Listener, *, ignored_module: str | None = None
 ) -> Callable[[], None]:
     """Call a method before each clip, for as long as the method's object is alive.
 
     Args:
         listener: The method. It may raise an error to refuse the clip.
-        but_by: The name of a module whose clips are not reported. Listeners with a
-            `but_by` are called before listeners without one.
+        ignored_module: The name of a module whose clips are not reported. Listeners
+            with an `ignored_module` are called before listeners without one.
 
     Returns:
         A function that removes the listener.
@@ -56,11 +56,11 @@ def listen_to_clips(
         if entry in _listeners:
             _listeners.remove(entry)
         if not _listeners:
-            sort_gradients_by(sort_gradients)
+            group_gradients_by(group_gradients)
 
-    entry = (weakref.WeakMethod(listener, end), but_by)
-    _listeners.insert(len(_listeners) if but_by is None else 0, entry)
-    sort_gradients_by(_tell_and_sort)
+    entry = (weakref.WeakMethod(listener, end), ignored_module)
+    _listeners.insert(len(_listeners) if ignored_module is None else 0, entry)
+    group_gradients_by(_tell_and_sort)
     return end
 
 
@@ -76,8 +76,8 @@ def _tell_and_sort(
     # The module's other functions only measure a norm.
     if any(each.f_code.co_name.startswith("clip_grad") for each in frames):
         clip, by = Clip(tensors[0], frames), frame.f_globals.get("__name__", "")
-        for reference, but_by in list(_listeners):
+        for reference, ignored_module in list(_listeners):
             listener = reference()
-            if listener is not None and by != but_by:
+            if listener is not None and by != ignored_module:
                 listener(clip)
-    return sort_gradients(tensors, *others, **named)
+    return group_gradients(tensors, *others, **named)

@@ -232,7 +232,9 @@ class AmpCore:
         given = None if parameters is None else list(parameters)
         window.clip(given, max_norm, self.scaler.loss_scale)
 
-    def own_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def on_step_without_scaler(
+        self, optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> None:
         """Refuse a step that no scaler makes, if it belongs to this training.
 
         Called before each such step in the process, in every precision. An unmodified
@@ -241,10 +243,10 @@ class AmpCore:
         Raises:
             ConfigError: if the step belongs to this training.
         """
-        if optimizer in self.windows or self._moves(optimizer):
+        if optimizer in self.windows or self._trains_weights_of(optimizer):
             raise error_of(Mistake.STEPS_ITSELF, self.remedies)
 
-    def _moves(self, optimizer: Optimizer) -> bool:
+    def _trains_weights_of(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer moves weights that this training has begun to train."""
         if not (self._started or self.scaler.has_scaled):
             return False
@@ -340,7 +342,7 @@ class AmpCore:
             scale: The loss scale in this block; by default the current one.
         """
         scaler, windows = self.scaler, self.windows.rehearsed()
-        still = [(scaler, "parameters"), *self._others_that_step()]
+        still = [(scaler, "parameters"), *self._other_step_methods()]
         with ExitStack() as stack:
             stack.enter_context(attributes_apart(scaler, [self.windows]))
             for owner in (self, scaler):
@@ -387,7 +389,7 @@ class AmpCore:
         """The rehearsal of the newest batch; None if there is none."""
         raise NotImplementedError
 
-    def _others_that_step(self) -> Sequence[tuple[object, str]]:
+    def _other_step_methods(self) -> Sequence[tuple[object, str]]:
         """What else moves weights or schedules: objects, each with a method name."""
         return ()
 
@@ -460,7 +462,7 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for reference in list(_TRAININGS):
         training = reference()
         if not RUNNING.in_threads and RUNNING.window is None and training is not None:
-            training.own_step(optimizer, args, kwargs)
+            training.on_step_without_scaler(optimizer, args, kwargs)
     if RUNNING.window is not None:
         RUNNING.window.see_step(optimizer)
 

@@ -86,7 +86,7 @@ class Guard:
         # Counts since the share of left-out batches was last judged.
         self._left_out = self._batches = 0
         self._explained = False
-        self._says_nothing_trained = True  # until it has said it
+        self._may_warn_of_no_step = True  # until it has said it
 
     def start(self) -> None:
         """Record the state at the start of the run; synchronises."""
@@ -107,8 +107,8 @@ class Guard:
                 return
             skipped_in_all += counts.attempted - applied_before - skipped_before
         has_run = skipped_in_all or self._metrics.latest is not None
-        if has_run and self._says_nothing_trained:
-            self._says_nothing_trained = False
+        if has_run and self._may_warn_of_no_step:
+            self._may_warn_of_no_step = False
             logger.warning(
                 "this run has trained nothing: %s. The weights are as they were at its "
                 "start",

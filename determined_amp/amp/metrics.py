@@ -189,7 +189,7 @@ class TrainingMetrics:
         of_each = self.windows.all()
         on_device = [
             (total, self._left_out.total(), *self._scaler.loss_scales()),
-            *(each.on_device() for each in of_each),
+            *(each.report_tensors() for each in of_each),
         ]
         (loss, left_out, scale, used), *numbers = read_at_once(on_device)
         counted = zip(of_each, numbers, strict=True)
@@ -216,7 +216,7 @@ class TrainingMetrics:
         return speed
 
     def _report_of(self, window: Window, numbers: Sequence[float]) -> StepReport:
-        """The report of one optimizer, from its window and its `on_device` numbers."""
+        """The report of one optimizer, from the numbers of its `report_tensors`."""
         norm_sum, largest, *counted = numbers
         applied, applied_before, consecutive_skips = map(int, counted)
         attempted = window.counts.attempted

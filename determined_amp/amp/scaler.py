@@ -84,12 +84,14 @@ class LossScaler(torch.amp.GradScaler):
         self.has_stepped = False
         self.parameters = parameters
         self._min_scale = settings.min_scale
-        self._used: torch.Tensor | None = None
+        self._scale_before_update: torch.Tensor | None = None
         self._one = torch.ones((), device=windows.device)
         self.stop_listening: Callable[[], None] = do_nothing
         if self._scales:
             by_us = Window.__module__
-            self.stop_listening = listen_to_clips(self._refuse_clip, but_by=by_us)
+            self.stop_listening = listen_to_clips(
+                self._refuse_clip, ignored_module=by_us
+            )
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise error_of(Mistake.COPIES, self.windows.remedies)
@@ -153,7 +155,7 @@ class LossScaler(torch.amp.GradScaler):
             return
         scale = scale_in(self)
         if scale is not None:
-            self._used = scale.clone()
+            self._scale_before_update = scale.clone()
         super().update(new_scale)
         scale_in(self).clamp_(min=self._min_scale)
 
@@ -177,7 +179,9 @@ class LossScaler(torch.amp.GradScaler):
         """
         windows = self.windows.values()
         awaiting = {each.stage for each in windows if each.stage in AWAITS_UPDATE}
-        if awaiting and not (awaiting == {Stage.LEFT_OUT} and self._has_scaled()):
+        if awaiting and not (
+            awaiting == {Stage.LEFT_OUT} and self._holds_scaled_gradients()
+        ):
             self.update()
         for window in windows:
             if window.stage is Stage.UPDATED:
@@ -192,7 +196,10 @@ class LossScaler(torch.amp.GradScaler):
     def loss_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The current scale, and the scale before the last update; see `loss_scale`."""
         now = self.loss_scale()
-        return now, now if self._used is None else self._used
+        return (
+            now,
+            now if self._scale_before_update is None else self._scale_before_update,
+        )
 
     # Calls for an unmodified trial, whose code knows nothing of a scaler.
 
@@ -236,7 +243,7 @@ class LossScaler(torch.amp.GradScaler):
             ((anew, *args[1:]), kwargs) if args else ((), {**kwargs, "closure": anew})
         )
 
-    def _has_scaled(self) -> bool:
+    def _holds_scaled_gradients(self) -> bool:
         """Whether there are scaled gradients that a new scale must not divide."""
         windows = self.windows.values()
         return any(

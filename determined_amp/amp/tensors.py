@@ -124,7 +124,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return is_strided and tensor.numel() > 0
 
 
-def is_stand_in(value: Any) -> bool:
+def is_fake_tensor(value: Any) -> bool:
     """Whether a value stands for a tensor, as the fake tensors of a compiler do."""
     dispatch = torch.Tensor.__torch_dispatch__
     return getattr(type(value), "__torch_dispatch__", dispatch) is not dispatch

@@ -120,9 +120,9 @@ def give_found_inf(optimizer: Any) -> None:
 
 # torch exports no private name of this module, so mypy must not check it.
 _module: Any = clip_grad
-sort_gradients: Callable[..., Any] = _module._group_tensors_by_device_and_dtype
+group_gradients: Callable[..., Any] = _module._group_tensors_by_device_and_dtype
 
 
-def sort_gradients_by(function: Callable[..., Any]) -> None:
+def group_gradients_by(function: Callable[..., Any]) -> None:
     """Let torch's clip functions group their gradients by this function."""
     _module._group_tensors_by_device_and_dtype = function

@@ -73,8 +73,8 @@ class Window:
         skipped: Whether the newest step was skipped, until it is counted.
         found_inf: Whether a backward overflowed, (), float32, on the device; None if
             only the scaler checks, or nothing was checked yet.
-        is_used: Whether a step has used the gradients since the last backward. Only
-            unmodified trials read this and `found_inf`.
+        gradients_used: Whether a step has used the gradients since the last backward.
+            Only unmodified trials read this and `found_inf`.
         counts: The steps since the start of the training.
         norm_sum: The sum of the gradient norms since the last report.
         has_norm: Whether a norm was ever measured.
@@ -96,7 +96,7 @@ class Window:
         self.stage = Stage.SCALED
         self.skipped: Skipped = False
         self.found_inf: torch.Tensor | None = None
-        self.is_used = False
+        self.gradients_used = False
         self._versions: list[int | None] = []  # of the gradients after a backward
         self.counts = StepCounts(device, can_skip=scaled)
         # Without a scale no step is skipped, so a norm that is not finite belongs to an
@@ -143,8 +143,8 @@ class Window:
 
     def begin_backward(self) -> None:
         """Reset `found_inf` if a step has used the gradients, or they are gone."""
-        if self.is_used or not self.has_gradient():
-            self.found_inf, self.is_used = None, False
+        if self.gradients_used or not self.has_gradient():
+            self.found_inf, self.gradients_used = None, False
 
     def note_backward(self, found_inf: torch.Tensor) -> None:
         """Add the outcome of a backward to `found_inf`, (), float32, on the device."""
@@ -184,7 +184,7 @@ class Window:
             ConfigError: if a step is a mistake in this stage.
         """
         self.move("begin_step")
-        self.skipped, self.is_used = True, True
+        self.skipped, self.gradients_used = True, True
 
     def see_step(self, optimizer: Optimizer) -> None:
         """Record that torch calls `step` of the optimizer, or of one inside it.
@@ -279,7 +279,7 @@ class Window:
         self.applied_before = self.counts.applied
         self.attempted_before = self.counts.attempted
 
-    def on_device(self) -> tuple[torch.Tensor, ...]:
+    def report_tensors(self) -> tuple[torch.Tensor, ...]:
         """The five tensors, each (), that a report reads."""
         counts = self.counts
         return (

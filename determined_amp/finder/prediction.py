@@ -117,7 +117,9 @@ def predict_float16(rehearsals: Sequence[Rehearsal], slots: Slots) -> Prediction
     return prediction
 
 
-def overflows(rehearsals: Sequence[Rehearsal], slots: Slots, scale_log2: float) -> bool:
+def any_overflow_at(
+    rehearsals: Sequence[Rehearsal], slots: Slots, scale_log2: float
+) -> bool:
     """Whether a batch of any slot gives a gradient in float16 that is not finite.
 
     An error that float16 raises is the trial's own: training would raise it, too.

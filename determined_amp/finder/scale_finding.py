@@ -12,8 +12,8 @@ from determined_amp.amp.rehearse.searching import largest_working
 from determined_amp.amp.slots import Slots
 from determined_amp.finder.prediction import (
     Prediction,
+    any_overflow_at,
     cause_of,
-    overflows,
     predict_float16,
 )
 from determined_amp.finder.scale_score import (
@@ -109,7 +109,7 @@ def find_range(rehearsals: Sequence[Rehearsal], slots: Slots) -> ScaleFinding:
     tried: dict[int, bool] = {}
 
     def fails(scale_log2: int) -> bool:
-        tried[scale_log2] = overflows(rehearsals, slots, scale_log2)
+        tried[scale_log2] = any_overflow_at(rehearsals, slots, scale_log2)
         return tried[scale_log2]
 
     guess = min(prediction.first_overflow_log2 - 1, LARGEST_LOG2)

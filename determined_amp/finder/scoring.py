@@ -16,8 +16,8 @@ from determined_amp.amp.settings import scale_text
 from determined_amp.amp.slots import Slots
 from determined_amp.finder.prediction import (
     LossScaleError,
+    any_overflow_at,
     cause_of,
-    overflows,
     predict_float16,
 )
 from determined_amp.finder.scale_score import Score
@@ -64,7 +64,7 @@ def score_batches(
         return max(scale_log2 - skips * bits_per_skip, least_log2)
 
     def fails(minus_skips: int) -> bool:
-        return overflows(rehearsals, slots, after(-minus_skips))
+        return any_overflow_at(rehearsals, slots, after(-minus_skips))
 
     # From the predicted number of skips on; `most_skips + 1` if every scale fails.
     most_skips = math.ceil((scale_log2 - least_log2) / bits_per_skip)

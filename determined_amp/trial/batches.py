@@ -40,7 +40,7 @@ from determined_amp.amp.torch_private import version_of
 from determined_amp.trial.determined_private import (
     aggregation_frequency,
     ends_step,
-    what_steps,
+    step_methods,
 )
 from determined_amp.trial.loss_scale import settings_with_found_scale
 
@@ -75,9 +75,9 @@ class Batches:
         self._amp = amp
         self._trial = trial
         self._context = context
-        self._train_batch = trial.train_batch
-        self._build_loader = trial.build_training_data_loader
-        self._step_optimizer = context.step_optimizer
+        self._original_train_batch = trial.train_batch
+        self._original_build_loader = trial.build_training_data_loader
+        self._original_step = context.step_optimizer
         self._indices: dict[str, int] = {}
         self._is_first = True
         self._changes_batches: bool | None = None  # unknown before the first batch
@@ -103,7 +103,7 @@ class Batches:
         versions = self._keep(batch)
         audit_error = self._rehearse_first() if self._is_first else None
         self._is_first = False
-        result: Any = self._train_batch(batch=batch, **self._indices)
+        result: Any = self._original_train_batch(batch=batch, **self._indices)
         if self._changes_batches is not True:
             self._changes_batches = any(version_of(t) != v for t, v in versions)
         for window in self._amp.windows.values():
@@ -179,14 +179,14 @@ class Batches:
                 model.require_backward_grad_sync = is_last  # of DDP, a bool
 
     def _train_again(self, batch: Any) -> Any:
-        return self._train_batch(batch=own_copy(batch), **self._indices)
+        return self._original_train_batch(batch=own_copy(batch), **self._indices)
 
     def _train_apart(self) -> None:
         """Train the newest batch, and leave no trace in the trial's attributes."""
         amp, context = self._amp, self._context
         modules = [module for model in amp.models for module in model.modules()]
         tensors = parameters_in(amp.models, amp.optimizers)
-        owners = [owner for owner, _ in what_steps(context)]
+        owners = [owner for owner, _ in step_methods(context)]
         shared = [amp, amp.scaler, self, *vars(context).values(), *amp.optimizers]
         with attributes_apart(self._trial, [*shared, *owners, *modules, *tensors]):
             self._train_again(self.newest)
@@ -206,10 +206,10 @@ class Batches:
             self._amp.windows[optimizer].move("clip")
 
         its_clip = clip if clip_grads else None
-        self._step_optimizer(optimizer, its_clip, *others, **named)
+        self._original_step(optimizer, its_clip, *others, **named)
 
     def _build_timed_loader(self) -> Any:
-        loader, name = self._build_loader(), "get_data_loader"
+        loader, name = self._original_build_loader(), "get_data_loader"
         make, waited = getattr(loader, name, None), self._amp.metrics.waited
         if make is not None:  # a loader of Determined
             timed = timed_loader(make, waited)

@@ -166,7 +166,7 @@ def portable_checkpoint(context: pytorch.PyTorchTrialContext) -> PortableCheckpo
     return PortableCheckpoint(saved, rank, optimizers)
 
 
-def what_steps(context: pytorch.PyTorchTrialContext) -> list[tuple[object, str]]:
+def step_methods(context: pytorch.PyTorchTrialContext) -> list[tuple[object, str]]:
     """What moves weights or schedules of a context: objects with a method name each."""
     return [
         (context, "step_optimizer"),

@@ -37,7 +37,7 @@ from determined_amp.trial.determined_private import (
     controlled_by,
     end_loop,
     scaler_of,
-    what_steps,
+    step_methods,
 )
 from determined_amp.trial.notes import note_on_master
 
@@ -194,7 +194,7 @@ def _rehearsal_of(
     def train_again(scale: float | None) -> None:
         # a trial that is only audited may have no scaler
         scaler = scaler_of(context) or torch.amp.GradScaler(enabled=False)
-        others = what_steps(context)
+        others = step_methods(context)
         with without_steps(scaler, context.optimizers, others, scale=scale):
             train(own_copy(batch))
 

@@ -47,7 +47,7 @@ from determined_amp.trial.determined_private import (
     scaler_of,
     searcher,
     sections,
-    what_steps,
+    step_methods,
 )
 from determined_amp.trial.notes import TrialGuard
 from determined_amp.trial.resumed import CALLBACK, ResumedTraining, scheduled
@@ -262,8 +262,8 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
 
     # Internals.
 
-    def _others_that_step(self) -> list[tuple[object, str]]:
-        return what_steps(self._context)
+    def _other_step_methods(self) -> list[tuple[object, str]]:
+        return step_methods(self._context)
 
     def _check_schedules(self) -> None:
         optimizers = self._context.optimizers

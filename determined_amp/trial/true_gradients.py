@@ -117,7 +117,7 @@ class TrueGradients:
                 could not step.
         """
         windows = self._amp.windows.values()
-        if in_window or any(window.is_used for window in windows):
+        if in_window or any(window.gradients_used for window in windows):
             return
         for window in windows:
             # Unchanged gradients mean that the trial accumulates by itself.
@@ -137,7 +137,7 @@ class TrueGradients:
             run: Runs the backward of the scaled loss.
         """
         windows = self._amp.windows.values()
-        if any(window.is_used for window in windows):
+        if any(window.gradients_used for window in windows):
             self._norms.clear()
             for window in windows:
                 window.begin_backward()

@@ -34,7 +34,7 @@ from determined_amp.amp.tensors import (
     SIXTEEN_BITS,
     closure_of,
     dtype_name,
-    is_stand_in,
+    is_fake_tensor,
     parameters_of,
 )
 from determined_amp.amp.torch_private import (
@@ -106,9 +106,12 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         self._losses: list[torch.Tensor] = []
         self._gradients: TrueGradients | None = None
         # The optimizer that steps without the context.
-        self._own: Optimizer | None = None
+        self._stepping_itself: Optimizer | None = None
         self._frequency = aggregation_frequency(context)
-        self._backward, self._step = context.backward, context.step_optimizer
+        self._original_backward, self._original_step = (
+            context.backward,
+            context.step_optimizer,
+        )
         self._patches = ExitStack()
 
     # Calls of the trial's constructor.
@@ -130,7 +133,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         """
         context: Any = self._context
         context.backward, context.step_optimizer = self.backward, self.step_optimizer
-        self._train_batch = trial.train_batch
+        self._original_train_batch = trial.train_batch
         build_callbacks = trial.build_callbacks
 
         def build_all_callbacks() -> dict[str, pytorch.PyTorchCallback]:
@@ -150,11 +153,13 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         given = {"batch": batch, "epoch_idx": epoch_idx, "batch_idx": batch_idx}
         try:
             # Determined converts metrics to numpy, which has no bfloat16.
-            result = as_float32(self._train_batch(**given))
+            result = as_float32(self._original_train_batch(**given))
         finally:
             self._autocast.training = False
-            if self._own is not None:  # the optimizer's own step has raised an error
-                self._own = RUNNING.window = None
+            if (
+                self._stepping_itself is not None
+            ):  # the optimizer's own step has raised an error
+                self._stepping_itself = RUNNING.window = None
         losses = self._losses
         metrics = self._amp.update(sum(losses[1:], losses[0]) if losses else None)
         if not metrics:
@@ -190,7 +195,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         def run(scaled: torch.Tensor) -> None:
             before, self._autocast.in_backward = self._autocast.in_backward, True
             try:
-                self._backward(scaled, gradient, retain_graph, create_graph)
+                self._original_backward(scaled, gradient, retain_graph, create_graph)
             finally:
                 self._autocast.in_backward = before
 
@@ -223,11 +228,11 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         if ends_step(self._context):
             amp.scaler.take_true_gradients(window)
         its_clip = clip if clip_grads else None
-        self._step(optimizer, its_clip, auto_zero_grads, amp.scaler)
+        self._original_step(optimizer, its_clip, auto_zero_grads, amp.scaler)
 
     # Calls of torch.
 
-    def _own_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_own_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Take over a step of any optimizer that no scaler makes; called before it."""
         if not self._autocast.training:
             return
@@ -235,13 +240,13 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         self._refuse_own_step(optimizer, closure_of(args[1:], kwargs))
         self._amp.scaler.take_true_gradients(window)
         window.begin_step()
-        self._own, RUNNING.window = optimizer, window
+        self._stepping_itself, RUNNING.window = optimizer, window
 
     def _after_step(self, optimizer: Optimizer, *call: Any) -> None:
         window = RUNNING.window
-        if window is None or optimizer is not self._own:
+        if window is None or optimizer is not self._stepping_itself:
             return
-        self._own = RUNNING.window = None
+        self._stepping_itself = RUNNING.window = None
         window.move("step")
         torch.clear_autocast_cache()
 
@@ -280,7 +285,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         """Check a backward, then run it; called in place of torch's autograd engine."""
         is_inside = not self._autocast.training or self._autocast.in_backward
         # a compiler traces this backward
-        if is_inside or any(map(is_stand_in, args[0])):
+        if is_inside or any(map(is_fake_tensor, args[0])):
             return run(*args, **kwargs)
         if kwargs.get("accumulate_grad"):
             raise refusal(
@@ -310,7 +315,9 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
                 )
 
     def on_training_start(self) -> None:
-        self._patches.enter_context(patched(self._amp, "own_step", self._own_step))
+        self._patches.enter_context(
+            patched(self._amp, "on_step_without_scaler", self._before_own_step)
+        )
         handle = register_optimizer_step_post_hook(self._after_step)
         self._patches.callback(handle.remove)
         self._patches.enter_context(backwards_through(self._run_backward))
