@@ -1,1 +1,1 @@
-"""Trials that train in mixed precision, on a Determined cluster or without one."""
+"""Example trials in mixed precision, for a Determined cluster or a single machine."""

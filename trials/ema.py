@@ -1,9 +1,7 @@
-"""An exponential moving average of the weights that follows the optimizer steps that
-were applied.
+"""An exponential moving average of the weights, updated after applied steps only.
 
-Whether the scaler skipped a step is known on the device alone. A skipped step must not
-pull the average towards weights that have not changed, nor move the warm-up of the
-decay. So both are decided on the device, without a synchronisation.
+A skipped step must not move the average or the warm-up of its decay. Only the device
+knows whether a step was skipped. So the device decides both, without synchronisation.
 """
 
 from __future__ import annotations
@@ -18,21 +16,21 @@ from determined_amp import MixedPrecision
 
 
 class EMAWeights(pytorch.PyTorchCallback):
-    """The averaged weights of one model: moved, used and checkpointed.
+    """The averaged weights of one model, which it updates, applies and checkpoints.
 
-    The decay warms up: with n applied steps it is 0 for n = 1, then n / (9 + n), and
-    `decay` at most. So the average of a short run is not dominated by the initial
-    weights. diffusers' `EMAModel` does the same.
+    The decay warms up: it is 0 after the first applied step, and min(n / (9 + n),
+    `decay`) after the n-th. So the initial weights do not dominate the average of a
+    short run. diffusers' `EMAModel` does the same.
 
-    Validation computes with the average in place of the weights, which are not touched,
-    so nothing has to be put back when a validation fails half way.
+    Call the object to compute with the average. This does not touch the weights of the
+    model, so nothing needs to be restored when a validation fails.
 
     Args:
         model: The trial's model, as `wrap_model` returned it; its parameters are
             float32.
-        amp: The trial's mixed precision; counts the applied steps.
-        decay: Share of the old average that a step keeps, once warmed up.
-        optimizer: The one that steps the model; by default the first of the trial.
+        amp: The trial's mixed precision, which counts the applied steps.
+        decay: Share of the old average that a step keeps, after the warm-up.
+        optimizer: The optimizer of the model; by default the trial's first one.
     """
 
     def __init__(
@@ -58,14 +56,16 @@ class EMAWeights(pytorch.PyTorchCallback):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Call after `amp.update`; moves if a step was applied. No synchronisation."""
+        """Update the average if a step was applied, without waiting for the device.
+
+        Call it after `amp.update`.
+        """
         if self._attempted == self._counts.attempted:
             return
         newly = self._counts.applied - self._applied  # 1 or 0
         count = self._counts.applied.double()
         decay = (count / (9 + count)).clamp(max=self._decay) * (count > 1)
-        # After a skipped step the weight is 0, and the average stays what it is to the
-        # bit.
+        # After a skipped step the weight is 0, and the average keeps its exact bits.
         weight = ((1 - decay) * newly).float()
         averages = list(self._averages.values())
         towards = torch._foreach_sub(list(self._model.parameters()), averages)
@@ -74,7 +74,7 @@ class EMAWeights(pytorch.PyTorchCallback):
         self._mark_averaged()
 
     def _mark_averaged(self) -> None:
-        """Mark the current step as already averaged."""
+        """Remember that the average includes all steps so far."""
         self._attempted = self._counts.attempted
         self._applied.copy_(self._counts.applied)
 
@@ -83,13 +83,15 @@ class EMAWeights(pytorch.PyTorchCallback):
         return torch.func.functional_call(self._model, self._averages, inputs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages by the names of the model's parameters."""
+        """The averages, by the names of the model's parameters."""
         return dict(self._averages)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises: KeyError: if a parameter of the model has no average in
-        `state_dict`.
+        """Restore the averages.
+
+        Raises:
+            KeyError: if `state_dict` has no average of a parameter of the model.
         """
         for name, average in self._averages.items():
             average.copy_(state_dict[name])

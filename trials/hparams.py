@@ -1,4 +1,4 @@
-"""The hyperparameters that all trials of this repository have."""
+"""The hyperparameters that all example trials share."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from trials.schedule import LRSchedule
 
 @dataclass(frozen=True)
 class Hparams:
-    """The hyperparameters that every trial has; a trial adds its own in a subclass.
+    """The hyperparameters of every trial; a trial adds its own in a subclass.
 
     Args:
         trial: Import path of the trial class, `module:Class`.
-        global_batch_size: Samples of one batch over all slots.
+        global_batch_size: Number of samples in a batch, over all slots.
         learning_rate: Peak of the schedule.
         amp: Precision and loss scale.
-        training: Lengths and periods.
-        aggregation_frequency: Batches per optimizer step; gradients are averaged over
-            them.
+        training: Length of the run; periods of validation, checkpoints and reports.
+        aggregation_frequency: Batches per optimizer step; their gradients are averaged.
         lr_schedule: Shape after the warm-up; it advances on applied steps only.
-        warmup_steps: Optimizer steps.
+        warmup_steps: Length of the linear warm-up, in optimizer steps.
         weight_decay: As the optimizer defines it.
-        max_grad_norm: Clip the unscaled gradient to this 2-norm; None does not clip.
+        max_grad_norm: Largest 2-norm of the unscaled gradient; None does not clip.
     """
 
     trial: str = setting()
@@ -47,23 +46,23 @@ class Hparams:
 
     @classmethod
     def of(cls, context: pytorch.PyTorchTrialContext) -> Self:
-        """The hyperparameters of a trial's context.
+        """The hyperparameters in a trial's context.
 
         Raises:
-            ConfigError: naming every mistake.
+            ConfigError: if they have mistakes; it names each of them.
         """
         return hparams_of(cls, context)
 
     @property
     def max_norm(self) -> float:
-        """The argument of `amp.clip`: infinite if nothing is clipped."""
+        """The norm for `amp.clip`: `max_grad_norm`, or infinity for no clipping."""
         return self.max_grad_norm or math.inf
 
     def steps(self, batches_per_epoch: int) -> int:
-        """Number of optimizer steps of the run, at least one.
+        """The number of optimizer steps in the run, at least 1.
 
         Raises:
-            ConfigError: if a length in epochs ends within an accumulation window.
+            ConfigError: if a length in epochs ends between two optimizer steps.
         """
         problems = [
             f"training.{name}.epochs: is {batches} batches, which is not a multiple of "
@@ -93,8 +92,9 @@ class Hparams:
                 )
 
     def _lengths(self) -> Iterator[tuple[str, Length]]:
-        """The given lengths that a checkpoint may follow, which holds no accumulated
-        gradients.
+        """The lengths after which a checkpoint may be saved.
+
+        A checkpoint has no accumulated gradients, so a step must end there.
         """
         for name in ("max_length", "validation_period", "checkpoint_period"):
             length = getattr(self.training, name)

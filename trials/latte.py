@@ -1,10 +1,8 @@
-"""Latte, a video diffusion transformer with EMA and gradient checkpointing, in four
-precisions.
+"""Latte, a video diffusion transformer, with EMA, in any of the four precisions.
 
-    det-amp train experiment_configs/latte/fp32.yaml      # without a
-    cluster det experiment create experiment_configs/latte/amp.yaml .      # on a
-    cluster python -m trials.sample runs/latte-fp32/TIME                   # a clip, as
-    GIF and as PNG
+    det-amp train experiment_configs/latte/fp32.yaml            # without a cluster
+    det experiment create experiment_configs/latte/amp.yaml .   # on a cluster
+    python -m trials.sample runs/latte-fp32/TIME                # clips, as GIF and PNG
 
 Shapes: B = samples of one batch on one slot, C = channels, F = frames, S = side of a
 frame.
@@ -43,11 +41,11 @@ class LatteHparams(Hparams):
     Args:
         model: Size of the transformer.
         diffusion: Noise and conditioning.
-        gradient_checkpointing: Needs less memory and about a third more matmuls; see
-            `Denoiser`.
-        ema_decay: Share of the averaged weights that an optimizer step keeps.
-        clip_start_step: Optimizer steps before `max_grad_norm` takes effect; skipped
-            ones count.
+        gradient_checkpointing: See `Denoiser`.
+        ema_decay: Share of the old average that an applied step keeps, after the
+            warm-up of `EMAWeights`.
+        clip_start_step: Number of optimizer steps before `max_grad_norm` takes effect;
+            skipped steps count.
     """
 
     model: DenoiserSettings = setting()
@@ -67,11 +65,10 @@ class LatteHparams(Hparams):
 
 
 class LatteTrial(pytorch.PyTorchTrial):
-    """Clips of video, mean squared error of the predicted noise, AdamW (arXiv
-    1711.05101).
+    """Learns to predict the noise in video clips, with AdamW (arXiv 1711.05101).
 
-    Validation uses the averaged weights. It reports `validation_loss`; predicting 0
-    would give 1.
+    The loss is the mean squared error of the predicted noise. Validation uses the
+    averaged weights; a prediction of 0 would have a `validation_loss` of about 1.
 
     Args:
         context: Determined's context of this trial.
@@ -88,7 +85,6 @@ class LatteTrial(pytorch.PyTorchTrial):
         self.means = MeanMetrics(context)
         # it waits for every copy; see to_device
         context.experimental.disable_auto_to_device()
-        # adds noise
         self.diffusion = Diffusion(hparams.diffusion, data.classes, self.amp.device)
         model = Denoiser(
             hparams.model, data, gradient_checkpointing=hparams.gradient_checkpointing
@@ -107,24 +103,25 @@ class LatteTrial(pytorch.PyTorchTrial):
     def train_batch(
         self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
     ) -> dict[str, float]:
-        """Train on one batch: clips (B, C, F, S, S) float32, labels (B,) int64, a
-        seed.
+        """Train on one batch.
+
+        It has clips (B, C, F, S, S) float32, labels (B,) int64, and a seed.
         """
         videos, labels, seed = loading.to_device(batch, self.amp.device)
         noised = self.diffusion.for_training(videos, labels, seed)
         with self.amp.autocast():  # forward and loss, never the backward
-            # autocast dtype
+            # The predicted noise, in the autocast dtype.
             noise = self.model(noised.clips, noised.timesteps, noised.labels)
-            # (), float32: autocast promotes it
+            # (), float32 even in autocast
             loss = functional.mse_loss(noise, noised.noise)
         self.context.backward(self.amp.scaler.scale(loss))  # torch's GradScaler
-        # scaler.step(optimizer), where a window of batches ends
+        # Every `aggregation_frequency` batches: unscale_, clip, scaler.step.
         self.context.step_optimizer(
             self.optimizer,
-            clip_grads=self.amp.clip(self.optimizer, self.max_norm()),  # after unscale_
+            clip_grads=self.amp.clip(self.optimizer, self.max_norm()),
             scaler=self.amp.scaler,
         )
-        # scaler.update(), counts, metrics
+        # Calls scaler.update(), and counts the batch for the metrics.
         metrics = self.amp.update(loss, samples=len(labels))
         self.ema.step()
         return metrics
@@ -139,7 +136,7 @@ class LatteTrial(pytorch.PyTorchTrial):
         noised = self.diffusion.for_validation(
             *loading.to_device(batch, self.amp.device)
         )
-        # float32, unless `amp.eval_precision` says otherwise
+        # In float32, unless `amp.eval_precision` says otherwise.
         with self.amp.eval_autocast():
             noise = self.ema(noised.clips, noised.timesteps, noised.labels)
             error = functional.mse_loss(noise.float(), noised.noise)
@@ -149,7 +146,7 @@ class LatteTrial(pytorch.PyTorchTrial):
 
     @cached_property
     def datasets(self) -> tuple[TrainingClips, ValidationClips]:
-        """The clips for training and for validation; inference needs none."""
+        """The training and the validation clips, loaded on first use."""
         seed = self.context.get_trial_seed()
         train, validation = clips.load(self.data, seed)
         return TrainingClips(train, seed), ValidationClips(validation)
@@ -167,9 +164,8 @@ class LatteTrial(pytorch.PyTorchTrial):
         )
         schedule, warmup = self.hparams.lr_schedule, self.hparams.warmup_steps
         if warmup or schedule is LRSchedule.COSINE:
-            # torch's LambdaLR
             rate = warmup_then(self.optimizer, schedule, warmup, steps)
-            self.amp.wrap_lr_scheduler(rate)  # moves on applied steps only
+            self.amp.wrap_lr_scheduler(rate)  # advances on applied steps only
         return loader
 
     def build_validation_data_loader(self) -> pytorch.DataLoader:

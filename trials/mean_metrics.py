@@ -1,4 +1,4 @@
-"""Validation metrics as exact means over samples, whatever the batches and slots."""
+"""Validation metrics as means over samples, for any batch size and number of slots."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from determined import pytorch
 
 
 class MeanMetrics(pytorch.MetricReducer):
-    """Means over all samples. Determined's own means give every batch the same weight.
+    """Averages each metric over all samples.
+
+    Determined's own averages give every batch the same weight, even a smaller last one.
 
     Args:
-        context: The trial's context, where the reducer registers itself.
+        context: The trial's context; the reducer registers itself there.
     """
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
@@ -27,12 +29,12 @@ class MeanMetrics(pytorch.MetricReducer):
         """Add one batch, without synchronisation.
 
         Args:
-            sums: The sum of each metric over the batch, ().
+            sums: The sum of each metric over the samples of the batch, ().
             samples: Number of samples in the batch.
 
         Returns:
-            An empty dict, for `evaluate_batch` to return: the reducer reports the
-                metrics.
+            An empty dict for `evaluate_batch` to return, because the reducer reports
+            the metrics.
         """
         for name, value in sums.items():
             if name not in self._sums:

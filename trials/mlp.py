@@ -1,8 +1,7 @@
 """A 784-512-10 multilayer perceptron with Adam, in any of the four precisions.
 
-    det-amp train experiment_configs/mlp/amp.yaml       # without a
-    cluster det experiment create experiment_configs/mlp/amp.yaml .              # on a
-    cluster
+    det-amp train experiment_configs/mlp/amp.yaml               # without a cluster
+    det experiment create experiment_configs/mlp/amp.yaml .     # on a cluster
 
 Shapes: B = samples of one batch on one slot, C = classes, S = image side.
 """
@@ -36,8 +35,7 @@ class MLPHparams(Hparams):
 
 
 class MLPTrial(pytorch.PyTorchTrial):
-    """Flattened images, one hidden layer of ReLU, cross-entropy, Adam (arXiv
-    1412.6980).
+    """Trains one hidden ReLU layer on flattened images with Adam (arXiv 1412.6980).
 
     Args:
         context: Determined's context of this trial.
@@ -52,7 +50,7 @@ class MLPTrial(pytorch.PyTorchTrial):
         self.amp = MixedPrecision(context)
         self.data = data = images.DataSettings.of(context)
         self.means = MeanMetrics(context)
-        # it waits for every copy; see to_device
+        # Determined's own copy would wait for the device; see `to_device`.
         context.experimental.disable_auto_to_device()
         model = nn.Sequential(
             nn.Flatten(),  # (B, C, S, S) -> (B, pixels)
@@ -77,22 +75,22 @@ class MLPTrial(pytorch.PyTorchTrial):
         images, labels = loading.to_device(batch, self.amp.device)
         with self.amp.autocast():  # forward and loss, never the backward
             logits = self.model(images)  # (B, C), autocast dtype
-            loss = functional.cross_entropy(logits, labels)  # float32: promoted
+            loss = functional.cross_entropy(logits, labels)  # float32 even in autocast
         self.context.backward(self.amp.scaler.scale(loss))  # torch's GradScaler
-        # scaler.step(optimizer), where a window of batches ends
+        # Every `aggregation_frequency` batches: unscale_, clip, scaler.step.
         self.context.step_optimizer(
             self.optimizer,
-            clip_grads=self.amp.clip(self.optimizer, self.hparams.max_norm),  # unscaled
+            clip_grads=self.amp.clip(self.optimizer, self.hparams.max_norm),
             scaler=self.amp.scaler,
         )
-        # scaler.update(), counts, metrics
+        # Calls scaler.update(), and counts the batch for the metrics.
         return self.amp.update(loss, samples=len(labels))
 
     def evaluate_batch(
         self, batch: pytorch.TorchData, batch_idx: int
     ) -> dict[str, float]:
         images, labels = loading.to_device(batch, self.amp.device)
-        # float32, unless `amp.eval_precision` says otherwise
+        # In float32, unless `amp.eval_precision` says otherwise.
         with self.amp.eval_autocast():
             logits = self.model(images).float()  # (B, C)
             loss = functional.cross_entropy(logits, labels, reduction="sum")
@@ -103,7 +101,7 @@ class MLPTrial(pytorch.PyTorchTrial):
 
     @cached_property
     def datasets(self) -> tuple[loading.Labelled, loading.Labelled]:
-        """The images for training and for validation; inference needs none."""
+        """The training and the validation images, loaded on first use."""
         return images.load(self.data, self.context.get_trial_seed(), self.amp.device)
 
     def build_training_data_loader(self) -> pytorch.DataLoader:
@@ -119,9 +117,8 @@ class MLPTrial(pytorch.PyTorchTrial):
         )
         schedule, warmup = self.hparams.lr_schedule, self.hparams.warmup_steps
         if warmup or schedule is LRSchedule.COSINE:
-            # torch's LambdaLR
             rate = warmup_then(self.optimizer, schedule, warmup, steps)
-            self.amp.wrap_lr_scheduler(rate)  # moves on applied steps only
+            self.amp.wrap_lr_scheduler(rate)  # advances on applied steps only
         return loader
 
     def build_validation_data_loader(self) -> pytorch.DataLoader:
@@ -134,5 +131,5 @@ class MLPTrial(pytorch.PyTorchTrial):
         )
 
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
-        # scaler and counts in checkpoints, guard, audit
+        # They save the scaler and the counts, and run the guard and the audit.
         return self.amp.callbacks(self)

@@ -1,11 +1,11 @@
 """ResNet-50 with momentum SGD, in any of the four precisions.
 
-    det-amp train experiment_configs/resnet50/bf16.yaml      # without
-    a cluster det experiment create experiment_configs/resnet50/amp.yaml .
-    # on a cluster
+    det-amp train experiment_configs/resnet50/bf16.yaml             # without a cluster
+    det experiment create experiment_configs/resnet50/amp.yaml .    # on a cluster
 
-The model is torchvision's (He et al. 2016, arXiv 1512.03385; stride in the 3 x 3
-convolution), in channels_last, the layout that tensor cores use for convolutions.
+The model is torchvision's (He et al. 2016, arXiv 1512.03385), which puts the stride
+into the 3 x 3 convolution. It uses channels_last, the layout that tensor cores use
+for convolutions.
 
 Shapes: B = samples of one batch on one slot, C = classes, S = image side.
 """
@@ -33,7 +33,7 @@ class ResNet50Hparams(Hparams):
 
     Args:
         momentum: Momentum of SGD, without Nesterov's variant.
-        label_smoothing: For the training loss only; validation reports the plain
+        label_smoothing: Used in the training loss only; validation reports the plain
             cross-entropy.
     """
 
@@ -42,7 +42,7 @@ class ResNet50Hparams(Hparams):
 
 
 class ResNet50Trial(pytorch.PyTorchTrial):
-    """Images of three channels, cross-entropy, SGD with momentum.
+    """Trains ResNet-50 on images of three channels, with SGD and momentum.
 
     Args:
         context: Determined's context of this trial.
@@ -57,10 +57,10 @@ class ResNet50Trial(pytorch.PyTorchTrial):
         self.amp = MixedPrecision(context)
         self.data = data = images.DataSettings.of(context)
         self.means = MeanMetrics(context)
-        # it waits for every copy; see to_device
+        # Determined's own copy would wait for the device; see `to_device`.
         context.experimental.disable_auto_to_device()
-        # Residual branches begin as identities (Goyal et al. 2017, arXiv 1706.02677,
-        # section 5.1).
+        # Each residual block starts as the identity (Goyal et al. 2017, arXiv
+        # 1706.02677, section 5.1).
         model = resnet50(num_classes=data.classes, zero_init_residual=True)
         model = model.to(memory_format=torch.channels_last)
         self.model = context.wrap_model(self.amp.prepare(model))
@@ -81,25 +81,24 @@ class ResNet50Trial(pytorch.PyTorchTrial):
         images, labels = loading.to_device(batch, self.amp.device)
         with self.amp.autocast():  # forward and loss, never the backward
             logits = self.model(images)  # (B, C), autocast dtype
-            loss = functional.cross_entropy(  # (), float32: autocast promotes it
+            loss = functional.cross_entropy(  # (), float32 even in autocast
                 logits, labels, label_smoothing=self.hparams.label_smoothing
             )
         self.context.backward(self.amp.scaler.scale(loss))  # torch's GradScaler
-        # scaler.step(optimizer), where a window of batches ends
+        # Every `aggregation_frequency` batches: unscale_, clip, scaler.step.
         self.context.step_optimizer(
             self.optimizer,
-            # after unscale_
             clip_grads=self.amp.clip(self.optimizer, self.hparams.max_norm),
             scaler=self.amp.scaler,
         )
-        # scaler.update(), counts, metrics
+        # Calls scaler.update(), and counts the batch for the metrics.
         return self.amp.update(loss, samples=len(labels))
 
     def evaluate_batch(
         self, batch: pytorch.TorchData, batch_idx: int
     ) -> dict[str, float]:
         images, labels = loading.to_device(batch, self.amp.device)
-        # float32, unless `amp.eval_precision` says otherwise
+        # In float32, unless `amp.eval_precision` says otherwise.
         with self.amp.eval_autocast():
             logits = self.model(images).float()  # (B, C)
             loss = functional.cross_entropy(logits, labels, reduction="sum")
@@ -110,7 +109,7 @@ class ResNet50Trial(pytorch.PyTorchTrial):
 
     @cached_property
     def datasets(self) -> tuple[loading.Labelled, loading.Labelled]:
-        """The images for training and for validation; inference needs none."""
+        """The training and the validation images, loaded on first use."""
         return images.load(self.data, self.context.get_trial_seed(), self.amp.device)
 
     def build_training_data_loader(self) -> pytorch.DataLoader:
@@ -126,9 +125,8 @@ class ResNet50Trial(pytorch.PyTorchTrial):
         )
         schedule, warmup = self.hparams.lr_schedule, self.hparams.warmup_steps
         if warmup or schedule is LRSchedule.COSINE:
-            # torch's LambdaLR
             rate = warmup_then(self.optimizer, schedule, warmup, steps)
-            self.amp.wrap_lr_scheduler(rate)  # moves on applied steps only
+            self.amp.wrap_lr_scheduler(rate)  # advances on applied steps only
         return loader
 
     def build_validation_data_loader(self) -> pytorch.DataLoader:
@@ -141,5 +139,5 @@ class ResNet50Trial(pytorch.PyTorchTrial):
         )
 
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
-        # scaler and counts in checkpoints, guard, audit
+        # They save the scaler and the counts, and run the guard and the audit.
         return self.amp.callbacks(self)

@@ -1,11 +1,9 @@
 """Sample clips from a trained Latte, with its averaged weights.
 
-    python -m trials.sample RUN_FOLDER_OR_CHECKPOINT [--class 3] [--steps 50] [--out
-    clip.gif]
+    python -m trials.sample RUN_FOLDER_OR_CHECKPOINT [--class 3] [--steps 50]
 
-It writes an animated GIF with the clips side by side, and a PNG strip: a row per clip,
-a column per frame. With `--out clips.npy` it writes the numbers, the only format for
-latents.
+It writes an animated GIF with the clips side by side, and a PNG with a row per clip and
+a column per frame. `--out clips.npy` writes the numbers instead; latents need it.
 """
 
 from __future__ import annotations
@@ -38,18 +36,20 @@ from trials.latte import LatteHparams
 from trials.models.denoiser import Denoiser
 from trials.models.diffusion import Conditioning, DiffusionSettings
 
-# The smallest side of a frame in a picture, in pixels.
+# Smaller frames are enlarged to about this side, in pixels.
 SHOWN_SIDE = 96
 BORDER = 4
 
 
 class SampleError(UserError):
-    """The model cannot sample what the options ask for."""
+    """The model cannot sample with these options."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Sample and write clips; returns the exit status: 0, or 2 for an error of the
-    user.
+    """Sample and write clips.
+
+    Returns:
+        The exit status: 0, or 2 for an error of the user.
     """
     options = _options(arguments)
     try:
@@ -69,18 +69,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def load(source: Path) -> tuple[experiment.Experiment, Denoiser]:
-    """The experiment and the model, with averaged weights, of a run folder or of a
-    checkpoint.
+    """Load an experiment, and its model with averaged weights.
 
-    No code in the checkpoint runs: it is read as plain values and tensors.
+    This runs no code from the checkpoint: it reads only plain values and tensors.
 
     Args:
-        source: A run folder, whose newest checkpoint with finite weights is used, or a
-            checkpoint, for instance one by `det checkpoint download`.
+        source: A checkpoint, for instance from `det checkpoint download`, or a run
+            folder, whose newest checkpoint with finite weights is used.
 
     Raises:
         CheckpointError: if there is no checkpoint, it is damaged, its weights are not
-            finite, or it is not from a Latte.
+            finite, or it is not of a Latte.
         ConfigError: if this version cannot read its configuration.
     """
     folder = _checkpoint_of(source)
@@ -140,16 +139,17 @@ def sample(
     guidance: float = 2.0,
     seed: int = 0,
 ) -> torch.Tensor:
-    """Sample clips by DDIM (Song et al. 2020, arXiv 2010.02502); equal seeds give equal
-    clips.
+    """Sample clips by DDIM (Song et al. 2020, arXiv 2010.02502).
+
+    On one device, equal seeds give equal clips.
 
     Args:
         denoiser: The model.
         config: Its experiment, with the noise schedule and the shape of a clip.
         labels: Classes, (B,), int64; the null label for a clip of any class.
         steps: Number of denoising steps.
-        guidance: 1 samples from the learnt class; larger values give more typical
-            clips.
+        guidance: Strength of classifier-free guidance. 1 turns it off; larger values
+            give clips that are more typical of their class.
         seed: Seed of the initial noise.
 
     Returns:
@@ -160,10 +160,10 @@ def sample(
     """
     _check_choices(config.hparams.diffusion, steps, guidance)
     if config.hparams.diffusion.conditioning is Conditioning.NONE:
-        guidance = 1.0  # both predictions are the same
+        guidance = 1.0  # predictions with and without a class are the same
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     denoiser = denoiser.to(device)
-    # pixels lie in [-1, 1]
+    # Pixels are in [-1, 1]; latents have no such bounds.
     in_pixels = config.data.dataset is ClipDataset.MOVING_DIGITS
     scheduler = DDIMScheduler(
         **config.hparams.diffusion.scheduler_config(), clip_sample=in_pixels
@@ -202,14 +202,14 @@ def _check_choices(diffusion: DiffusionSettings, steps: int, guidance: float) ->
 
 
 def write(clips: torch.Tensor, out: Path) -> list[Path]:
-    """Write clips in [-1, 1] as an animation and a strip, or any clips as an array.
+    """Write clips in [-1, 1] as GIF and PNG, or any clips as an array.
 
     Args:
         clips: (B, C, F, S, S), float32.
         out: A name that `check_out` allows; `.gif` also writes a `.png`.
 
     Returns:
-        The files.
+        The files that were written.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".npy":
@@ -229,8 +229,8 @@ def check_out(out: Path, channels: int) -> None:
     """Check the name of the output file.
 
     Raises:
-        SampleError: if it has another ending, or a picture cannot show that many
-            channels.
+        SampleError: if it ends in neither `.gif` nor `.npy`, or a picture cannot show
+            this number of channels.
     """
     if out.suffix not in (".gif", ".npy"):
         raise SampleError(f"--out: got {out}; allowed: a name in .gif or in .npy")
@@ -242,16 +242,14 @@ def check_out(out: Path, channels: int) -> None:
 
 
 def _pictures(clips: torch.Tensor) -> torch.Tensor:
-    """Clips in [-1, 1] as bytes, enlarged without smoothing, (B, C, F, H, W)."""
+    """Clips in [-1, 1] as uint8, enlarged without smoothing, (B, C, F, H, W)."""
     enlarge = max(1, round(SHOWN_SIDE / clips.shape[-1]))
     pixels = clips.clamp(-1.0, 1.0).add(1.0).mul(127.5).round().to(torch.uint8)
     return pixels.repeat_interleave(enlarge, dim=-1).repeat_interleave(enlarge, dim=-2)
 
 
 def _grid(pictures: torch.Tensor, columns: int) -> Image.Image:
-    """One picture of all `pictures`, (N, C, H, W), row by row, with grey between
-    them.
-    """
+    """Put `pictures`, (N, C, H, W), into one, row by row, with grey between them."""
     grid = make_grid(pictures, nrow=columns, padding=BORDER, pad_value=96)
     picture: Image.Image = to_pil_image(grid)
     return picture
@@ -260,9 +258,7 @@ def _grid(pictures: torch.Tensor, columns: int) -> Image.Image:
 def _labels(
     config: experiment.Experiment, wanted: Sequence[int] | None, clips: int
 ) -> torch.Tensor:
-    """The class of each clip: `clips` clips of each wanted class, by default of every
-    class.
-    """
+    """The class of each clip, (B,): `clips` of each wanted class, by default of all."""
     classes = config.data.classes
     if config.hparams.diffusion.conditioning is Conditioning.NONE:
         if wanted:

@@ -1,4 +1,4 @@
-"""The learning-rate schedules of the trials: a warm-up, then constant or cosine."""
+"""Learning-rate schedules: a warm-up, then a constant rate or a cosine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 
 
 class LRSchedule(enum.Enum):
-    """The learning rate after the warm-up."""
+    """How the learning rate changes after the warm-up."""
 
     CONSTANT = "constant"
     COSINE = "cosine"
@@ -22,16 +22,15 @@ def warmup_then(
     warmup_steps: int,
     total_steps: int,
 ) -> lr_scheduler.LambdaLR:
-    """A linear warm-up to the optimizer's rate at step `warmup_steps`, then the
-    schedule.
+    """Make a scheduler: a linear warm-up to the optimizer's rate, then `schedule`.
 
-    The cosine (Loshchilov and Hutter 2017, arXiv 1608.03983, one cycle) falls from
-    there to 0 after the last step. Later steps keep the rate of the last step.
+    The cosine (Loshchilov and Hutter 2017, arXiv 1608.03983, one cycle) would reach 0
+    just after the last step. Later steps keep the rate of the last step.
 
     Args:
-        optimizer: Each of its groups warms up to its own rate.
+        optimizer: Each of its parameter groups warms up to its own rate.
         schedule: Shape after the warm-up.
-        warmup_steps: Optimizer steps of linear warm-up.
+        warmup_steps: Length of the warm-up, in optimizer steps.
         total_steps: Optimizer steps of the whole run, warm-up included; at least 1.
     """
 

@@ -1,1 +1,1 @@
-"""The data of the example trials, in an order that a resumed run continues exactly."""
+"""Data for the example trials; a resumed run continues their order exactly."""

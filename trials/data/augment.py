@@ -1,6 +1,4 @@
-"""Augmentation as a pure function of random numbers, and the source of these
-numbers.
-"""
+"""Augmentation as a function of random numbers, and the source of these numbers."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ def crop_and_flip(
     Args:
         images: (B, C, H, W).
         draws: (B, 3), uniform in [0, 1): vertical shift, horizontal shift, flip.
-        padding: Pixels of zeros on every side, before the crop.
+        padding: Zeros to add on every side before the crop, in pixels.
 
     Returns:
-        (B, C, H, W), of the dtype of `images`.
+        (B, C, H, W), with the dtype of `images`.
     """
     side = images.shape[-1]
     padded = torch.nn.functional.pad(images, (padding,) * 4)
@@ -35,7 +33,7 @@ def crop_and_flip(
     flip = torch.from_numpy(draws[:, 2] < 0.5)[:, None]
     columns = torch.where(flip, columns.flip(1), columns)
     batch = torch.arange(len(images))[:, None, None]
-    # Indexing on both sides of the channel dimension moves it to the end: (B, H, W, C).
+    # The channels, between indexed dimensions, move to the end: (B, H, W, C).
     return (
         padded[batch, :, rows[:, :, None], columns[:, None, :]]
         .permute(0, 3, 1, 2)
@@ -46,10 +44,10 @@ def crop_and_flip(
 def uniform_numbers(
     seed: int, samples: Sequence[Sample], draws: int
 ) -> NDArray[np.float64]:
-    """`draws` numbers in [0, 1) per sample, a function of (seed, epoch, image) only.
+    """Draw numbers in [0, 1) that depend on (seed, epoch, image) only.
 
     The finaliser of splitmix64 (Steele et al. 2014, doi 10.1145/2660193.2660195)
-    computes them from a counter.
+    computes them from a counter. Each sample gets `draws` of them.
 
     Returns:
         (B, draws), float64.
@@ -58,8 +56,8 @@ def uniform_numbers(
         [(sample.epoch, sample.image) for sample in samples], dtype=np.uint64
     )
     with np.errstate(over="ignore"):
-        # Mixed one after the other: with a sum, (seed, image + 1) would equal (seed +
-        # 1, image).
+        # Mix one key after the other. Their sum would be the same for
+        # (seed, image + 1) and (seed + 1, image).
         counter = _mix(np.full((1, 1), seed, dtype=np.uint64))
         for key in keys.T[:, :, None]:
             counter = _mix(counter + key)

@@ -1,8 +1,7 @@
-"""Datasets of video clips: moving digits made in the loader, latents from a folder, or
-noise.
+"""Datasets of video clips: moving digits, latents from a folder, or noise.
 
-A clip is (C, F, S, S) float32: channels, frames, and the side of a square. The default
-is a moving scanned digit, which needs no file and no network and is a function of
+A clip is (C, F, S, S) float32: channels, frames, and the side of a square frame. The
+default, moving digits, needs no file and no network. Each of its clips depends on
 (seed, epoch, scan) only.
 """
 
@@ -30,17 +29,17 @@ from trials.data.loading import (
     check_same_classes,
 )
 
-# All trials have the same validation clips.
+# Fixed, so that all trials have the same validation clips.
 VALIDATION_SEED = 20240105
 
 
 class ClipDataset(enum.Enum):
     """The source of the clips.
 
-    `moving_digits`: scikit-learn's 1797 scanned digits; each drifts and bounces in the
-    frame. `video_latents`: `directory/train/CLASS/*` and `directory/val/CLASS/*`, `.pt`
-    or `.npy` files. `synthetic`: noise, for throughput only: nothing can be learnt from
-    it.
+    `moving_digits`: scikit-learn's 1797 scanned digits, which move through the frame
+    and bounce off its border. `video_latents`: the `.pt` and `.npy` files in
+    `directory/train/CLASS/` and `directory/val/CLASS/`. `synthetic`: noise, to measure
+    throughput; a model can learn nothing from it.
     """
 
     MOVING_DIGITS = "moving_digits"
@@ -56,11 +55,11 @@ class ClipSettings(DatasetSettings):
         dataset: The dataset.
         image_size: Side of a frame, in pixels or in latent cells.
         channels: 1 for digits, 4 for the latents of Stable Diffusion's autoencoder.
-        frames: Frames of a clip.
-        classes: Number of classes; checked against the dataset.
+        frames: Number of frames in a clip.
+        classes: Number of classes; must be that of the dataset.
         directory: The folder of `video_latents`.
         workers: Loader processes per slot; 0 loads in the training process.
-        samples: Number of training clips of `synthetic`; it has a tenth as many for
+        samples: Number of training clips of `synthetic`; a tenth as many are for
             validation.
     """
 
@@ -75,7 +74,7 @@ class ClipSettings(DatasetSettings):
 
     @property
     def clip_shape(self) -> tuple[int, int, int, int]:
-        """(C, F, S, S)."""
+        """The shape of a clip, (C, F, S, S)."""
         return self.channels, self.frames, self.image_size, self.image_size
 
     def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
@@ -95,11 +94,11 @@ class ClipSettings(DatasetSettings):
 
 
 def load(settings: ClipSettings, seed: int) -> tuple[Labelled, Labelled]:
-    """The training and the validation clips.
+    """Load the training and the validation clips.
 
     Raises:
-        DataError: if a directory is missing, a file has another shape, or the number of
-            classes differs from `settings`.
+        DataError: if a directory is missing, a file has another shape, or training,
+            validation and `settings` disagree about the classes.
     """
     train: Labelled
     validation: Labelled
@@ -120,12 +119,11 @@ def load(settings: ClipSettings, seed: int) -> tuple[Labelled, Labelled]:
 
 
 class MovingDigits:
-    """One scanned digit per clip, two thirds as large as the frame, which moves in a
-    straight line.
+    """Clips of one scanned digit each, two thirds as large as the frame.
 
-    Position, direction and speed are functions of (seed, epoch, scan). Per frame a
-    digit crosses between an eighth and a quarter of its free space. It bounces at the
-    border.
+    A digit moves in a straight line and bounces off the border. Its start, direction
+    and speed depend on (seed, epoch, scan) only. Per frame it moves by an eighth to a
+    quarter of the free space.
 
     Args:
         scans: (N, H, W), float32 in [0, 1].
@@ -172,7 +170,7 @@ class MovingDigits:
         return clips[:, None].mul_(2.0).sub_(1.0), self._labels[index]
 
     def _path(self, samples: Sequence[Sample]) -> torch.Tensor:
-        """Upper left corner of the digit in every frame, (2, B, F), in pixels."""
+        """The top and left edge of the digit in every frame, (2, B, F), in pixels."""
         room = self._side - self._scans.shape[-1]
         draws = torch.from_numpy(uniform_numbers(self._seed, samples, draws=4)).T[
             ..., None
@@ -185,16 +183,14 @@ class MovingDigits:
         return bounced.float()
 
     def _placement(self, offsets: torch.Tensor) -> torch.Tensor:
-        """Linear interpolation weights that put a row of the scan at an offset, (B, F,
-        S, H).
-        """
+        """Interpolation weights (B, F, S, H) that shift a scan by `offsets` (B, F)."""
         frame = torch.arange(self._side)[:, None]
         scan = torch.arange(self._scans.shape[-1])
         return (1.0 - (frame - offsets[..., None, None] - scan).abs()).clamp_(min=0.0)
 
 
 class SyntheticClips:
-    """Noise, a function of the index only.
+    """Clips of noise; each depends on the seed and its index only.
 
     Args:
         count: Number of clips.
@@ -206,7 +202,7 @@ class SyntheticClips:
         self.classes = settings.classes
         self._count = count
         generator = torch.Generator().manual_seed(seed)
-        # A few clips are enough: throughput does not depend on their values.
+        # Eight clips are enough, because throughput does not depend on their values.
         self._clips = torch.randn(
             (min(count, 8), *settings.clip_shape), generator=generator
         )

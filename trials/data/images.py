@@ -1,4 +1,4 @@
-"""Datasets of images. The default one is real and needs no network."""
+"""Datasets of images. The default has real images and needs no network."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from trials.data.loading import (
 class DatasetName(enum.Enum):
     """The source of the images.
 
-    `digits`: 1797 scanned handwritten digits, which are part of scikit-learn. `mnist`,
-    `cifar10`: torchvision downloads them into `directory`, once per node.
-    `image_folder`: `directory/train/CLASS/*` and `directory/val/CLASS/*`. `synthetic`:
-    noise, for throughput only: nothing can be learnt from it. `device_synthetic`: one
-    batch of noise, made on the device and trained on again and again: the throughput
-    that no loader can exceed.
+    `digits`: the 1797 scanned handwritten digits of scikit-learn. `mnist`, `cifar10`:
+    torchvision downloads them into `directory`, once per node. `image_folder`: the
+    files in `directory/train/CLASS/` and `directory/val/CLASS/`. `synthetic`: noise, to
+    measure throughput; a model can learn nothing from it. `device_synthetic`: one batch
+    of noise, made on the device and used again and again. Its throughput is the limit
+    for every loader.
     """
 
     DIGITS = "digits"
@@ -59,13 +59,13 @@ class DataSettings(DatasetSettings):
     Args:
         dataset: The dataset.
         image_size: Side of the square images that the model gets, in pixels.
-        channels: 1 for grey, 3 for colour; grey images are repeated, colour images
-            averaged.
-        classes: Number of classes; checked against the dataset.
+        channels: 1 for grey, 3 for colour. Images with another number of channels are
+            repeated to 3, or averaged to 1.
+        classes: Number of classes; must be that of the dataset.
         directory: The folder of `mnist`, `cifar10` or `image_folder`.
         workers: Loader processes per slot; 0 loads in the training process.
-        samples: Number of training images of `synthetic` and `device_synthetic`; they
-            have a tenth as many for validation.
+        samples: Number of training images of `synthetic` and `device_synthetic`; a
+            tenth as many are for validation.
     """
 
     dataset: DatasetName = setting(DatasetName.DIGITS)
@@ -90,16 +90,18 @@ class DataSettings(DatasetSettings):
 def load(
     settings: DataSettings, seed: int, device: torch.device | None = None
 ) -> tuple[Labelled, Labelled]:
-    """The training and the validation images; training photos are augmented.
+    """Load the training and the validation images.
+
+    Training images of `cifar10` and `image_folder` are augmented.
 
     Args:
         settings: The `data` section.
         seed: Seed of augmentation and noise.
-        device: Where the images of `device_synthetic` are; by default the CPU.
+        device: Where to make the images of `device_synthetic`; by default the CPU.
 
     Raises:
-        DataError: if a directory is missing, or the number of classes differs from
-            `settings`.
+        DataError: if a directory is missing, or training, validation and `settings`
+            disagree about the classes.
     """
     train: Labelled
     validation: Labelled
@@ -131,7 +133,7 @@ class TensorImages:
         labels: (N,), int64, in [0, classes).
         classes: Number of classes.
         settings: Size and channels of the batches.
-        augment_seed: Seed of random crops and flips; None does not augment.
+        augment_seed: Seed of random crops and flips; None turns them off.
     """
 
     def __init__(
@@ -168,13 +170,13 @@ class FolderImages:
     """Photos in `root/CLASS/`, decoded batch by batch.
 
     Args:
-        root: The folder of class folders.
+        root: The folder that has a folder for each class.
         settings: Size and channels of the batches.
         augment_seed: Seed of random crops and flips (Szegedy et al. 2015, arXiv
-            1409.4842); None resizes and crops the centre.
+            1409.4842); None resizes the photo and crops its centre.
 
     Raises:
-        DataError: if there is no such folder, or a class in it has no file.
+        DataError: if `root` is not a folder, or a class in it has no photo.
     """
 
     def __init__(
@@ -210,13 +212,12 @@ class FolderImages:
     def _decode(self, sample: Sample) -> tuple[torch.Tensor, int]:
         try:
             image, label = self._folder[sample.image]
-        except Exception as error:  # a decoder raises whatever it meets
+        except Exception as error:  # decoders raise errors of many types
             path, _ = self._folder.samples[sample.image]
             raise DataError(f"{path}: cannot be decoded: {error}") from error
         if self._augment_seed is None:
             return self._transform(image), label
-        # torchvision draws from the global generator, so it gets the seed of this
-        # sample.
+        # torchvision draws from the global generator, so seed it for this sample.
         draw = uniform_numbers(self._augment_seed, [sample], draws=1)[0, 0]
         with torch.random.fork_rng(devices=[]):
             # torch.manual_seed would seed the generators of the GPUs, too.
@@ -225,13 +226,13 @@ class FolderImages:
 
 
 class DeviceNoise:
-    """One batch of noise on a device: nothing is loaded or copied. For throughput only.
+    """One batch of noise on a device, to measure throughput without a loader.
 
     Args:
         count: Number of images that `len` reports.
         settings: Size, channels and classes.
         seed: Seed of the noise.
-        device: Where the images are.
+        device: Where the batch is made and stays.
     """
 
     on_device = True
@@ -279,15 +280,13 @@ def _as_channels(images: torch.Tensor, channels: int) -> torch.Tensor:
 def digit_scans() -> tuple[
     tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
 ]:
-    """scikit-learn's scanned digits: scans (N, 8, 8) float32 in [0, 1], labels (N,)
-    int64.
+    """scikit-learn's scanned digits. The split is fixed: it does not depend on a seed.
 
     Returns:
-        1437 for training and 360 for validation. The split is fixed, so all seeds are
-            validated on
-        the same 360. Every call returns the same tensors; do not change them.
+        Scans (N, 8, 8) float32 in [0, 1] and labels (N,) int64: 1437 for training,
+        360 for validation. Every call returns the same tensors; do not change them.
     """
-    # scikit-learn takes two seconds to import, and only the digits need it.
+    # Importing scikit-learn takes two seconds, and only the digits need it.
     from sklearn.datasets import load_digits  # noqa: PLC0415
     from sklearn.model_selection import train_test_split  # noqa: PLC0415
 
@@ -303,9 +302,7 @@ def digit_scans() -> tuple[
 def _in_memory(
     settings: DataSettings, seed: int, *, train: bool
 ) -> tuple[torch.Tensor, Any]:
-    """The images of a dataset that fits in memory, (N, C, H, W) uint8, and their
-    labels.
-    """
+    """Images (N, C, H, W) uint8 and labels (N,) of a dataset that fits in memory."""
     if settings.dataset is DatasetName.DIGITS:
         scans, labels = digit_scans()[0 if train else 1]
         return (scans * 255.0).round().to(torch.uint8)[:, None], labels
@@ -327,9 +324,7 @@ def _in_memory(
 
 @contextmanager
 def _node_lock(name: str) -> Iterator[None]:
-    """Let one process of this node download at a time; the others then find the
-    files.
-    """
+    """Let one process per node download; the others wait, and then find the files."""
     with open(
         Path(tempfile.gettempdir()) / f"{name}-download-{os.getuid()}.lock", "w"
     ) as file:

@@ -1,4 +1,4 @@
-"""Precomputed video latents: memory-mapped `.npy` and `.pt` files in class folders."""
+"""Precomputed video latents, in `.npy` and `.pt` files that are mapped into memory."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class LatentFolder:
     """The clips in `root/CLASS/*.npy` and `root/CLASS/*.pt`.
 
     A file holds one clip (C, F, S, S) or several (N, C, F, S, S), in any floating
-    dtype, already scaled to a variance of about 1 by the autoencoder's
-    `scaling_factor`. The constructor reads all headers; a batch reads only its own
-    clips. A batch opens their files again: a mapping that stays open holds a file
-    descriptor, and there may be more files than a process may open.
+    dtype. Their variance must be about 1: multiply by the autoencoder's
+    `scaling_factor` before you save them. The constructor reads all headers; a batch
+    reads only its own clips. It opens their files again, because an open mapping holds
+    a file descriptor, and a process may open only so many.
 
     Args:
-        root: The folder of class folders.
+        root: The folder that has a folder for each class.
         clip_shape: (C, F, S, S), the shape of every clip.
 
     Attributes:
-        class_names: The class folders, sorted; a label is an index of this list.
+        class_names: The names of the class folders, sorted; a label is an index here.
         classes: Number of classes.
 
     Raises:
-        DataError: if there is no such folder, or if files lack clips of this shape; it
-            names them.
+        DataError: if `root` is not a folder, a class in it has no file, or files have
+            no clips of this shape; it names up to ten files.
     """
 
     def __init__(self, root: Path, clip_shape: tuple[int, int, int, int]) -> None:
@@ -73,16 +73,15 @@ class LatentFolder:
 
 
 def mapped(path: str) -> torch.Tensor:
-    """The memory-mapped array of a `.npy` file or tensor of a `.pt` file; runs no code
-    in it.
+    """Map the tensor in a `.npy` or `.pt` file into memory, without running its code.
 
     Raises:
-        DataError: if it holds anything else or cannot be read.
+        DataError: if the file holds anything else or cannot be read.
     """
     try:
         if path.endswith(".npy"):
-            # torch warns of read-only arrays; a copy-on-write mapping never changes the
-            # file.
+            # "c" is copy-on-write: it never changes the file, and torch does not warn
+            # of it as it does of read-only arrays.
             content = torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
         else:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -106,7 +105,7 @@ def mapped(path: str) -> torch.Tensor:
 
 
 def _clips_in(path: str, clip_shape: tuple[int, int, int, int]) -> int:
-    """The number of clips in a file; raises DataError for another shape or dtype."""
+    """Count the clips in a file; raise DataError for another shape or dtype."""
     latents = mapped(path)
     if latents.dim() not in (4, 5) or latents.shape[-4:] != clip_shape:
         raise DataError(

@@ -1,11 +1,12 @@
 """Loaders whose order and augmentation a resumed run continues exactly.
 
-Determined resumes a trial in a new process, which skips batches of the sampler. So
-order and augmentation must not depend on the random numbers drawn before. Here both are
-functions of (seed, epoch, image) only, for every number of ranks and loader workers.
-(Determined alone draws the order of `pytorch.DataLoader(shuffle=True)` from the global
-generator. That order changes after a resume, and ranks whose generators differ train on
-overlapping shards.)
+Determined resumes a trial in a new process, which skips the batches that were trained.
+So order and augmentation must not depend on earlier random numbers. Here both depend on
+(seed, epoch, image) only, for every number of ranks and loader workers.
+
+With `pytorch.DataLoader(shuffle=True)` the order comes from the global generator. Then
+it changes after a resume, and ranks with different generators train on shards that
+overlap.
 """
 
 from __future__ import annotations
@@ -26,11 +27,10 @@ from typing_extensions import Self
 from determined_amp import UserError
 from determined_amp.experiment.experiment import data_of
 
-# The most loader processes of a slot. Hundreds of thousands would take the machine
-# down.
+# The most loader processes per slot: a mistyped number must not stop the machine.
 MOST_WORKERS = 256
 
-# By their names in the YAML, the datasets that read a directory, and those of any size.
+# Datasets that read a directory, and those whose size is a setting; names in the YAML.
 _IN_A_DIRECTORY = ("mnist", "cifar10", "image_folder", "video_latents")
 _NOISE = ("synthetic", "device_synthetic")
 
@@ -38,14 +38,14 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Sample(NamedTuple):
-    """A sample of a dataset: the pass over the data, and the index of the image."""
+    """Which sample to load: the epoch, and the index of the image or clip."""
 
     epoch: int
     image: int
 
 
 class Samples(Protocol):
-    """A dataset that returns whole batches; a batch is a tuple."""
+    """A dataset that loads a whole batch at once, as a tuple."""
 
     def __len__(self) -> int: ...
 
@@ -53,9 +53,9 @@ class Samples(Protocol):
 
 
 class Labelled(Samples, Protocol):
-    """`Samples` whose batches are (images or clips, labels in [0, classes)).
+    """A dataset whose batches are (images or clips, labels in [0, classes)).
 
-    If it has a true attribute `on_device`, the batches are on the device already.
+    If its attribute `on_device` is true, the batches are on the device already.
     """
 
     classes: int
@@ -67,7 +67,7 @@ FolderT = TypeVar("FolderT", bound=datasets.DatasetFolder)
 
 
 class DatasetSettings:
-    """The common part of the `data` sections of images and of clips."""
+    """What the `data` sections of images and of clips have in common."""
 
     dataset: enum.Enum
     classes: int
@@ -79,14 +79,12 @@ class DatasetSettings:
         """The `data` section of a trial's experiment.
 
         Raises:
-            ConfigError: naming every mistake.
+            ConfigError: if it has mistakes; it names each of them.
         """
         return data_of(cls, context)
 
     def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
-        """A key and a sentence for each key that is missing or that the dataset does
-        not use.
-        """
+        """Yield (key, what is wrong) for keys that are missing or have no effect."""
         name = self.dataset.value
         if name in _IN_A_DIRECTORY and self.directory is None:
             yield "directory", f"missing; dataset {name} needs a directory"
@@ -109,8 +107,7 @@ class DataError(UserError):
 
 
 class EpochSampler(Sampler[Sample]):
-    """Yields every sample once per pass, in an order that is a function of (seed,
-    epoch).
+    """Yields every sample once per epoch, in an order that depends on (seed, epoch).
 
     Args:
         size: Number of samples.
@@ -137,11 +134,12 @@ class EpochSampler(Sampler[Sample]):
 def training_loader(
     images: Samples, batch_size: int, seed: int, workers: int
 ) -> pytorch.DataLoader:
-    """Shuffled batches of exactly `batch_size`; Determined repeats, shards and skips
-    them.
+    """Make a loader of shuffled batches, each of exactly `batch_size` samples.
+
+    Determined repeats and shards them, and after a resume skips those already trained.
 
     Raises:
-        DataError: if there is less than one whole batch: Determined would repeat the
+        DataError: if there is less than one batch, because Determined would repeat an
             empty epoch forever.
     """
     if len(images) < batch_size:
@@ -157,11 +155,11 @@ def training_loader(
 def validation_loader(
     images: Samples, batch_size: int, workers: int, slots: int
 ) -> pytorch.DataLoader:
-    """Every sample once, in order; the last batch may be smaller.
+    """Make a loader of every sample once, in order; the last batch may be smaller.
 
     Raises:
-        DataError: if there are fewer batches than slots; Determined needs one for every
-            slot.
+        DataError: if there are fewer batches than slots; Determined needs at least one
+            per slot.
     """
     if math.ceil(len(images) / batch_size) < slots:
         raise DataError(
@@ -183,7 +181,7 @@ def _loader(
     drop_last: bool,
 ) -> pytorch.DataLoader:
     return pytorch.DataLoader(
-        cast("Dataset[Any]", images),  # an index is enough for torch
+        cast("Dataset[Any]", images),  # torch needs no subclass of Dataset
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
@@ -192,27 +190,24 @@ def _loader(
         pin_memory=torch.cuda.is_available()
         and not getattr(images, "on_device", False),
         collate_fn=_identity,
-        # Without this, a loader draws the seed of its workers from the global
-        # generator.
+        # Otherwise the loader draws a seed for its workers from the global generator.
         generator=torch.Generator().manual_seed(0),
     )
 
 
 def batches_per_epoch(loader: pytorch.DataLoader, slots: int) -> int:
-    """Batches that the chief trains per epoch: Determined gives whole batches to the
-    slots.
-    """
+    """The batches that the chief trains per epoch: slots take whole batches in turn."""
     return math.ceil(len(loader) / slots)
 
 
 def to_device(batch: Any, device: torch.device) -> tuple[Any, ...]:
-    """Copy the tensors of a batch without waiting: from pinned memory the copy is
-    asynchronous.
+    """Copy the tensors of a batch to the device; leave other values as they are.
 
-    Determined's own copy waits for the device; `disable_auto_to_device` turns that off.
-    8-bit pixels are copied as they are, a quarter of the bytes of float32, and become
-    float32 in [-1, 1] on the device. Images with three channels become channels_last,
-    the layout that tensor cores use for convolutions.
+    From pinned memory the copy is asynchronous. Determined's own copy would wait for
+    the device; `disable_auto_to_device` turns it off. Pixels are copied as uint8, a
+    quarter of the bytes of float32, and become float32 in [-1, 1] on the device.
+    Images with three channels become channels_last, the layout that tensor cores use
+    for convolutions.
     """
     return tuple(
         _copied(v, device) if isinstance(v, torch.Tensor) else v for v in batch
@@ -230,12 +225,12 @@ def class_folders(root: Path, dataset: str, make: Callable[[str], FolderT]) -> F
     """Make torchvision's dataset of the files in `root/CLASS/`.
 
     Args:
-        root: The folder of class folders.
-        dataset: Name of our dataset, for the message.
-        make: Makes torchvision's dataset.
+        root: The folder that has a folder for each class.
+        dataset: The name in the YAML, for the error message.
+        make: Makes the dataset from the path of `root`.
 
     Raises:
-        DataError: if there is no such folder, or a class in it has no file.
+        DataError: if `root` is not a folder, or a class in it has no file.
     """
     if not root.is_dir():
         raise DataError(
@@ -250,8 +245,7 @@ def class_folders(root: Path, dataset: str, make: Callable[[str], FolderT]) -> F
 def check_same_classes(
     root: Path, train: Sequence[str], validation: Sequence[str]
 ) -> None:
-    """Check that training and validation have the same classes, so labels mean the
-    same.
+    """Check that a label means the same class in training and in validation.
 
     Raises:
         DataError: if `root/train` and `root/val` have different class folders.

@@ -1,10 +1,9 @@
-"""Latte, the video diffusion transformer (Ma et al. 2024, arXiv 2401.03048), from
-diffusers.
+"""The video diffusion transformer Latte (Ma et al. 2024, arXiv 2401.03048).
 
-Blocks that attend within a frame alternate with blocks that attend along time. The
-transformer is `diffusers.LatteTransformer3DModel`. This module gives it the paper's
-initial weights and, instead of a text encoder, a few learned tokens per class to attend
-to.
+Spatial blocks, which attend within a frame, alternate with temporal blocks, which
+attend along time. The transformer is `diffusers.LatteTransformer3DModel`. This module
+sets the paper's initial weights, and replaces the text encoder by learned tokens: the
+spatial blocks attend to a few tokens per class.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from determined_amp.amp.fields import setting
 from trials.data.clips import ClipSettings
 
 try:
-    # diffusers imports this lazily: a version that does not fit this torch fails here.
+    # diffusers imports lazily, so a version that does not fit this torch fails here.
     from diffusers import LatteTransformer3DModel
 except (ImportError, AttributeError, RuntimeError) as error:
     raise ImportError(
@@ -37,15 +36,15 @@ class DenoiserSettings:
     """The `model` section of the hyperparameters; names as in diffusers.
 
     Args:
-        num_layers: Pairs of a spatial and a temporal block; the paper counts the
+        num_layers: Pairs of a spatial and a temporal block; the paper counts single
             blocks.
-        num_attention_heads: Heads of every attention.
-        attention_head_dim: Features of a head; the width is heads times this.
-        patch_size: Side of the square that becomes one token.
-        class_tokens: Learned tokens per class that the spatial blocks attend to. With
-            one, the softmax of that attention is always 1, and its queries and keys
-            learn nothing.
-        dropout: In attention and feed-forward.
+        num_attention_heads: Number of heads in every attention.
+        attention_head_dim: Features of a head; the width is this times the heads.
+        patch_size: Side of the square that becomes one token, in pixels or latent
+            cells.
+        class_tokens: Learned tokens per class that the spatial blocks attend to. With a
+            single token the softmax is always 1, so queries and keys learn nothing.
+        dropout: Dropout probability in attention and feed-forward.
     """
 
     num_layers: int = setting(at_least=1)
@@ -75,12 +74,12 @@ class Denoiser(nn.Module):
     Args:
         settings: Size of the transformer.
         clips: Shape of the clips and number of classes.
-        gradient_checkpointing: Keep only the inputs of the blocks, and compute the rest
-            again in the backward. This needs less memory and about a third more
-            matmuls.
+        gradient_checkpointing: Whether to keep only the inputs of the blocks, and
+            recompute the rest in the backward. This saves memory, but needs about a
+            third more matmuls.
 
     Raises:
-        ConfigError: if the frames cannot be cut into patches.
+        ConfigError: if `patch_size` does not divide the side of a frame.
     """
 
     def __init__(
@@ -125,8 +124,8 @@ class Denoiser(nn.Module):
         )
         initialize(self.transformer)
         if gradient_checkpointing:
-            # Non-reentrant: only this recomputes blocks under the autocast state of
-            # their forward.
+            # Non-reentrant checkpoints recompute a block under the autocast state of
+            # its forward.
             self.transformer.enable_gradient_checkpointing(
                 partial(checkpoint, use_reentrant=False)
             )
@@ -134,7 +133,7 @@ class Denoiser(nn.Module):
     def forward(
         self, clips: torch.Tensor, timesteps: torch.Tensor, labels: torch.Tensor
     ) -> torch.Tensor:
-        """The predicted noise.
+        """Predict the noise.
 
         Args:
             clips: Noisy clips, (B, C, F, S, S), float32.
@@ -142,7 +141,7 @@ class Denoiser(nn.Module):
             labels: (B,), int64; `null_label` for a clip of unknown class.
 
         Returns:
-            (B, C, F, S, S), in the autocast dtype, else float32.
+            (B, C, F, S, S), in the autocast dtype, or float32 without autocast.
         """
         # (B, tokens, width)
         tokens = self.class_tokens(labels).unflatten(1, self._tokens)
@@ -153,11 +152,10 @@ class Denoiser(nn.Module):
 
 
 def initialize(transformer: LatteTransformer3DModel) -> None:
-    """Set Latte's initial weights, the same as in DiT (Peebles and Xie 2023, arXiv
-    2212.09748).
+    """Set the initial weights of DiT (Peebles and Xie 2023, arXiv 2212.09748).
 
-    Every block starts as the identity (adaLN-Zero), and the predicted noise as 0.
-    diffusers expects trained weights, and initialises the model with torch's defaults.
+    Latte starts with the same: every block is the identity (adaLN-Zero), and the
+    predicted noise is 0. diffusers, made for trained weights, keeps torch's defaults.
     """
     for module in transformer.modules():
         if isinstance(module, nn.Linear):
@@ -173,7 +171,7 @@ def initialize(transformer: LatteTransformer3DModel) -> None:
     blocks = [*transformer.transformer_blocks, *transformer.temporal_transformer_blocks]
     for block in blocks:
         nn.init.zeros_(block.scale_shift_table)
-        # the attention to class tokens has no gate that starts at 0
+        # The attention to class tokens has no gate, so its output starts at 0.
         if block.attn2 is not None:
             nn.init.zeros_(block.attn2.to_out[0].weight)
     nn.init.zeros_(transformer.adaln_single.linear.weight)

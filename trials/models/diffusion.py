@@ -1,12 +1,11 @@
-"""The forward process of a denoising diffusion model (Ho et al. 2020, arXiv
-2006.11239).
+"""The noise process of a diffusion model (Ho et al. 2020, arXiv 2006.11239).
 
-Noise, timesteps and withheld labels of a training batch are drawn on the device, from a
-seed in the batch. The seed is a function of (seed, epoch, first clip). So the numbers
-are the same after a resume, differ between ranks, and are the same when the guard
-repeats a batch to find a fault. The random numbers of a validation clip are drawn on
-the host, and depend on its index only. So all runs, of any precision, seed and device,
-are validated on the same numbers.
+A training batch draws its noise, timesteps and withheld labels on the device, from its
+own seed, which depends on the trial's seed, the epoch and the first clip only. So the
+numbers differ between ranks, but are the same after a resume, and when the guard trains
+a batch again to find a fault. A validation clip draws its numbers on the host, and they
+depend on its index only. So runs of any precision, seed and device are validated on the
+same numbers.
 """
 
 from __future__ import annotations
@@ -46,17 +45,17 @@ class Conditioning(enum.Enum):
 
 @dataclass(frozen=True)
 class DiffusionSettings:
-    """The `diffusion` section of the hyperparameters; the model predicts the noise
-    (epsilon).
+    """The `diffusion` section of the hyperparameters. The model predicts the noise.
 
     Args:
         num_train_timesteps: Number of noise levels.
-        beta_schedule: Schedule of their variances.
-        beta_start: Variance added at the first timestep; the cosine schedule has none.
-        beta_end: Variance added at the last timestep; the cosine schedule has none.
+        beta_schedule: How the variance that a timestep adds grows.
+        beta_start: Variance of the first timestep; not for the cosine schedule.
+        beta_end: Variance of the last timestep; not for the cosine schedule.
         conditioning: Whether the model learns the classes.
-        class_dropout: Share of the training clips whose class is withheld, for sampling
-            with classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598).
+        class_dropout: Share of the training clips whose class is withheld. Sampling
+            with classifier-free guidance needs it (Ho and Salimans 2022, arXiv
+            2207.12598).
     """
 
     num_train_timesteps: int = setting(1000, at_least=1)
@@ -90,7 +89,7 @@ class DiffusionSettings:
             )
 
     def scheduler_config(self) -> dict[str, Any]:
-        """The arguments of diffusers' schedulers."""
+        """The arguments for diffusers' schedulers."""
         return {
             "num_train_timesteps": self.num_train_timesteps,
             "beta_schedule": self.beta_schedule.value,
@@ -106,8 +105,8 @@ class Noised(NamedTuple):
     Args:
         clips: The noisy clips, (B, C, F, S, S), float32.
         timesteps: Their noise levels, (B,), int64.
-        labels: Their classes, (B,), int64; the null label (the number of classes) hides
-            a class.
+        labels: Their classes, (B,), int64. The null label, which is the number of
+            classes, stands for a withheld class.
         noise: The target, (B, C, F, S, S), float32.
     """
 
@@ -118,7 +117,7 @@ class Noised(NamedTuple):
 
 
 class Diffusion:
-    """Adds noise, always in float32; never waits for the device.
+    """Adds noise to clips, always in float32 and without waiting for the device.
 
     Args:
         settings: The `diffusion` section.
@@ -134,15 +133,14 @@ class Diffusion:
         self._unconditional = settings.conditioning is Conditioning.NONE
         self._dropout = 1.0 if self._unconditional else settings.class_dropout
         self._scheduler = DDPMScheduler(**settings.scheduler_config())
-        # Otherwise the scheduler copies this table to the device in the first batch,
-        # and waits.
+        # Otherwise the first batch waits while the scheduler copies this table.
         self._scheduler.alphas_cumprod = self._scheduler.alphas_cumprod.to(device)
         self._generator = torch.Generator(device)
 
     def for_training(
         self, clips: torch.Tensor, labels: torch.Tensor, seed: int
     ) -> Noised:
-        """Draw noise, timesteps and the labels to withhold from `seed`.
+        """Add noise to a training batch, and withhold some labels, both from `seed`.
 
         Args:
             clips: (B, C, F, S, S), float32.
@@ -164,13 +162,13 @@ class Diffusion:
         noise: torch.Tensor,
         level: torch.Tensor,
     ) -> Noised:
-        """Add the noise of a batch from `ValidationClips`.
+        """Add noise to a batch of `ValidationClips`.
 
         Args:
             clips: (B, C, F, S, S), float32.
             labels: (B,), int64.
             noise: (B, C, F, S, S), float32.
-            level: (B,), float32 in [0, 1); it becomes the timestep.
+            level: Noise levels, (B,), float32 in [0, 1), which become timesteps.
         """
         timesteps = (level * self._timesteps).long()
         if self._unconditional:
@@ -195,7 +193,7 @@ ValidationBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class TrainingClips:
-    """Clips with a seed per batch.
+    """Training clips; each batch has a seed for its noise.
 
     Args:
         clips: The clips.
@@ -215,14 +213,13 @@ class TrainingClips:
 
 
 class ValidationClips:
-    """Clips with fixed noise and with noise levels that cover [0, 1) evenly.
+    """Validation clips, with fixed noise and noise levels that cover [0, 1) evenly.
 
     Args:
         clips: The clips.
     """
 
-    # The fractional parts of multiples of the golden ratio are spread evenly for any
-    # count.
+    # Multiples of the golden ratio have fractional parts that cover [0, 1) evenly.
     _GOLDEN = (5**0.5 - 1) / 2
 
     def __init__(self, clips: Labelled) -> None:
