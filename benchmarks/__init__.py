@@ -1,1 +1,1 @@
-"""Measurements of speed, memory and loss scale, each by one command."""
+"""Benchmarks of speed, memory and loss scale; each is one command."""

@@ -1,10 +1,10 @@
-"""Measures what `amp.compile` gains in Determined's loop, on this machine.
+"""Measures how much faster `amp.compile` is in Determined's loop, on this machine.
 
     python -m benchmarks.compiling [--rounds 8]
 
-Each trial is trained with `compile: false` and with `compile: default`, in one process
-and by turns, so that other load on the machine affects both alike. The first turns, in
-which code is compiled, are left out.
+One process trains each trial with `compile: false` and `compile: default` by turns, so
+that other load on the machine affects both alike. The first turns do not count, because
+they compile.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WIDE = (
     "hyperparameters.global_batch_size=512",
 )
 _BATCH_OF_16 = ("hyperparameters.global_batch_size=16",)
-# By name: the experiment, and the settings changed in it.
+# Each name's YAML, and the overrides of its settings.
 TRIALS: dict[str, tuple[str, tuple[str, ...]]] = {
     "wide MLP, fp32": ("mlp/fp32.yaml", _WIDE),
     "wide MLP, amp_bf16": ("mlp/bf16.yaml", _WIDE),
@@ -52,15 +52,16 @@ TRIALS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def loop(config: str, overrides: Sequence[str], setting: str, turns: Turns) -> None:
-    """Train an experiment with this `amp.compile`, until its turns are over."""
+    """Train an experiment with this `amp.compile` until its turns are over."""
     changes = [*ENDLESS, *overrides, f"hyperparameters.amp.compile={setting}"]
     path = str(ROOT / "experiment_configs" / config)
     train_in_turns(parse(with_overrides(read_yaml(path), changes), path), turns)
 
 
 def measure(config: str, overrides: Sequence[str], rounds: int) -> dict[str, Any]:
-    """Seconds per batch of both settings in every round but the first, and their
-    ratios.
+    """Measure seconds per batch of both settings, and their ratios, in each round.
+
+    The first round is left out.
     """
     loops: dict[str, Callable[[Turns], object]] = {
         setting: partial(loop, config, overrides, setting) for setting in SETTINGS
@@ -76,7 +77,7 @@ def measure(config: str, overrides: Sequence[str], rounds: int) -> dict[str, Any
 
 
 def table(result: dict[str, Any]) -> str:
-    """The rows in Markdown."""
+    """The table of a result, in Markdown."""
     rows = []
     for name, found in result["trials"].items():
         off, on = (

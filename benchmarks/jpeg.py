@@ -2,9 +2,9 @@
 
     python -m benchmarks.jpeg
 
-It compares Pillow, which `image_folder` uses, with torchvision's decoder; both are
-libjpeg-turbo. It writes `jpeg_cpu.json` into `--folder`. Times are processor times of
-one thread, and the decoders take turns.
+It compares Pillow, which `image_folder` uses, with torchvision's decoder; both use
+libjpeg-turbo. The decoders take turns, and times are processor times of one thread. The
+result goes to `jpeg_cpu.json` in `--folder`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SIDE = 224
 
 
 def measure(photos: list[bytes], folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds per photo of each way, in each round."""
+    """Measure milliseconds per photo of each way, in each round."""
     settings = DataSettings(DatasetName.IMAGE_FOLDER, SIDE, 3, 2, directory=str(folder))
     images, _ = load(settings, seed=0)
     samples = [Sample(0, index) for index in range(len(images))]

@@ -1,10 +1,9 @@
-"""Trains Latte in FP32 and BF16 with several seeds, and compares the losses with
-baselines.
+"""Compares Latte's losses in FP32 and BF16 with each other and with simple baselines.
 
     python -m benchmarks.latte_learning [--batches 500] [--seeds 3] [--runs FOLDER]
 
-It does not repeat runs that are already in FOLDER. It prints a table and writes the
-numbers to `latte_learning.json` in `--folder`.
+It trains with several seeds, but does not repeat runs that are in FOLDER already. It
+prints a table, and writes the numbers to `latte_learning.json` in `--folder`.
 """
 
 from __future__ import annotations
@@ -27,21 +26,20 @@ from trials.data.loading import Sample
 from trials.latte import LatteHparams
 
 CONFIGS = ROOT / "experiment_configs" / "latte"
-# The baselines are fitted on this many passes over the training set, with new motion in
-# each.
+# The baselines are fitted on this many epochs of the training set; each has new motion.
 PASSES = 6
 
 
 def baselines(config: experiment.Experiment) -> dict[str, float]:
-    """The validation losses, over all timesteps, of noise predictors without a network.
+    """Compute the losses of noise predictors without a network, over all timesteps.
 
-    Let x_t = sqrt(a) x + sqrt(1 - a) e. In a direction in which the clips have variance
-    v, the best linear prediction of e leaves a v / (a v + 1 - a) of its variance
-    (Wiener). The directions are single pixels, or the principal components of whole
+    Let x_t = sqrt(a) x + sqrt(1 - a) e. Along a direction in which the clips have
+    variance v, the best linear prediction of e leaves a v / (a v + 1 - a) of its
+    variance (Wiener). The directions are single pixels, or the principal components of
     clips, which give the best linear predictor.
 
     Returns:
-        The losses `zero`, `linear_per_pixel` and `linear`.
+        The losses `zero` (predicts 0), `linear_per_pixel` and `linear`.
     """
     train, _ = clips.load(config.data, seed=0)
     everything = [
@@ -65,7 +63,7 @@ def baselines(config: experiment.Experiment) -> dict[str, float]:
 
 
 def trained(config: str, seed: int, batches: int, runs: Path) -> float:
-    """The final validation loss of a run, with EMA weights; trains it if necessary."""
+    """The final validation loss of a run, with EMA weights; train it if necessary."""
     folder = runs / f"{config}-{batches}-{seed}"
     if (loss := _final_loss(folder, batches)) is None:
         changes = {

@@ -2,18 +2,18 @@
 
     python -m benchmarks.latte_memory
 
-It measures with and without checkpointing. After each row it writes
-`latte_memory_cpu.json` into `--folder`, on a GPU `latte_memory_cuda.json`. At the end
-it writes a table and a picture beside it.
+It measures with and without checkpointing. After each row it writes the results and a
+table to `latte_memory_cpu` (`.json` and `.md`) in `--folder`, or on a GPU to
+`latte_memory_cuda`. At the end it draws a picture beside them.
 
-The bytes are counted on fake tensors, which have shapes but no values, so the paper's
-sizes need no memory. A real step of the small model keeps the same number of bytes, in
-BF16 within 0.02 %. On a CPU the times are those of the small model. Peak memory and
-largest batch need a GPU.
+It counts bytes on fake tensors, which have shapes but no values, so the paper's sizes
+need no memory. A real step of the small model keeps the same number of bytes, in BF16
+within 0.02 %. On a CPU, it times the small model. Peak memory and largest batch need a
+GPU.
 
-Weights, clips and targets of a timed step are random. Latte's own initial weights would
-not do: its gates begin at 0, so all but one product of the first backward have a factor
-of zeros, which hardware multiplies faster.
+A timed step has random weights, clips and targets. Latte's own initial weights would
+distort the time: the gates start at 0, so almost every product of the first backward
+has a factor of zeros, and hardware multiplies zeros faster.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from trials.models.denoiser import Denoiser
 CONFIGS = ROOT / "experiment_configs" / "latte"
 
 PRECISIONS = (Precision.FP32, Precision.AMP_FP16, Precision.AMP_BF16)
-# By model, the batch sizes (per slot) to count; bytes are linear in the batch size.
+# The batch sizes (per slot) to count, by model; bytes are linear in the batch size.
 COUNTED = {"latte_s": (1, 5), "latte_xl": (1, 5)}
 TIMED = {"cpu": ("fp32", (4, 16)), "cuda": ("latte_xl", (1, 2, 5))}
 STEPS = 3
@@ -54,17 +54,17 @@ class Row:
     """One measurement.
 
     Args:
-        model: Name of its configuration.
-        precision: Its precision.
-        checkpointing: Whether the backward computes its blocks again.
+        model: Name of the YAML, without its ending.
+        precision: A value of `Precision`.
+        checkpointing: Whether the backward recomputes the blocks.
         batch: Number of clips.
         saved_bytes: Bytes kept between forward and backward, without parameters.
         step_seconds: Time of forward, backward and AdamW, the minimum of a few steps.
             On a CPU it is processor time of one thread, which other processes disturb
             least.
         peak_bytes: Largest allocation during a step, on a GPU.
-        predicted_batch: Largest batch that should fit on this GPU, from the peaks of
-            two batches.
+        predicted_batch: Largest batch that should fit on this GPU, by the peaks of two
+            batch sizes.
     """
 
     model: str
@@ -81,10 +81,10 @@ class Step:
     """One training step of one variant of a model.
 
     Args:
-        config: The model's experiment.
-        precision: Its precision.
+        config: The experiment of the model.
+        precision: The precision of forward and backward.
         checkpointing: Whether to use gradient checkpointing.
-        device: The device.
+        device: Where the model is.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Step:
         self._optimizer = torch.optim.AdamW(self.model.parameters(), fused=fused)
 
     def loss(self, batch: int) -> torch.Tensor:
-        """Run forward and loss of a batch, as `trials.latte` does."""
+        """Compute the loss of a random batch, as `trials.latte` does."""
         clips = torch.randn((batch, *self._data.clip_shape), device=self._device)
         timesteps = torch.randint(1000, (batch,), device=self._device)
         labels = torch.zeros_like(timesteps)
@@ -118,9 +118,7 @@ class Step:
             return functional.mse_loss(noise, torch.randn_like(clips))
 
     def saved_bytes(self, batch: int) -> int:
-        """Bytes of the storages that autograd keeps after the forward, without
-        parameters.
-        """
+        """The bytes that autograd keeps after the forward, without parameters."""
         parameters = {p.untyped_storage()._cdata for p in self.model.parameters()}
         held: dict[
             int, torch.UntypedStorage
@@ -139,14 +137,14 @@ class Step:
         return total
 
     def run(self, batch: int) -> None:
-        self._optimizer.zero_grad()  # gradients of a step that ran out of memory
+        self._optimizer.zero_grad()  # a step that ran out of memory leaves gradients
         self.loss(batch).backward()  # type: ignore[no-untyped-call]  # torch has no types here
         self._optimizer.step()
         self._optimizer.zero_grad()
 
 
 def counted(name: str, batches: Sequence[int]) -> Iterator[Row]:
-    """Count the bytes that every variant of a model keeps, on fake tensors."""
+    """Count the bytes that each variant of a model keeps, on fake tensors."""
     for precision, checkpointing in variants():
         with FakeTensorMode(allow_non_fake_inputs=True):
             step = Step(load(name), precision, checkpointing, torch.device("cpu"))
@@ -161,7 +159,7 @@ def timed(
     device: torch.device,
     precisions: Sequence[Precision] = PRECISIONS,
 ) -> Iterator[Row]:
-    """Measure bytes, step time and, on a GPU, memory of every variant of a model.
+    """Measure bytes, step time and, on a GPU, memory of each variant of a model.
 
     A batch that does not fit in memory has no row.
     """
@@ -192,11 +190,10 @@ def timed(
 
 
 def predicted(peaks: dict[int, int], memory: int) -> int:
-    """The largest batch whose peak is at most `memory`: every clip adds the same to the
-    peak.
+    """The largest batch whose peak fits in `memory`, if each clip adds the same bytes.
 
     Args:
-        peaks: Bytes by batch, of two batches or more.
+        peaks: Peak bytes by batch size, of two batch sizes or more.
         memory: Bytes that torch may use.
     """
     (small, low), (large, high) = min(peaks.items()), max(peaks.items())
@@ -205,12 +202,12 @@ def predicted(peaks: dict[int, int], memory: int) -> int:
 
 
 def _memory(device: torch.device) -> int:
-    """Bytes that are free, and those that torch holds already."""
+    """The sum of the free bytes and those that torch holds already."""
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
 
 def measure(step: Step, batch: int, device: torch.device) -> tuple[float, int | None]:
-    """The minimum time of a few steps, and on a GPU the peak of allocated bytes."""
+    """Measure the minimum seconds of a few steps and, on a GPU, the peak bytes."""
     step.run(batch)  # the first step allocates
     if device.type != "cuda":
         times = []
@@ -243,7 +240,7 @@ def load(name: str) -> Experiment:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows in Markdown; columns without a number are left out."""
+    """The rows in Markdown, without columns that are empty."""
     columns: dict[str, Callable[[Row], str]] = {
         "model": lambda row: row.model,
         "precision": lambda row: f"`{row.precision}`",
@@ -265,7 +262,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], device: str, path: Path) -> None:
-    """Draw the bytes kept by the largest model, and step times, over the batch size."""
+    """Draw the bytes that Latte-XL/2 keeps, and step times, by batch size."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     colours = dict(zip(PRECISIONS, ("tab:gray", "tab:orange", "tab:blue"), strict=True))
@@ -314,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stem = options.folder / f"latte_memory_{DEVICE.type}"
     rows: list[Row] = []
     sizes = [len(COUNTED[model]) for model in COUNTED] + [len(batches)]
-    # First the rows that need the device: it may be available for a short time only.
+    # Rows that need the device come first: it may be available only for a short time.
     sources = [
         timed(name, batches, DEVICE),
         *(counted(model, COUNTED[model]) for model in COUNTED),

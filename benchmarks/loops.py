@@ -1,4 +1,4 @@
-"""The loops that `benchmarks.peers` compares: the same model on the same batches."""
+"""The loops that `benchmarks.peers` compares, with one model and the same batches."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ BASE = str(ROOT / "experiment_configs/mlp/fp32.yaml")
 
 
 class Case:
-    """The training that all loops of one comparison repeat: a 64-64-10 MLP in batches
-    of 8.
+    """The training that all loops repeat: a 64-64-10 MLP, in batches of 8.
 
     Args:
         precision: `amp.precision`.
@@ -98,9 +97,7 @@ class Case:
 
 
 class NoReports(core.DummyTrainContext):
-    """Drops reports: Determined's own formats a debug line with every metric of every
-    batch.
-    """
+    """Drops reports; Determined's own class formats every metric of every batch."""
 
     def _report_trial_metrics(self, *arguments: Any, **named: Any) -> None:
         return
@@ -108,13 +105,13 @@ class NoReports(core.DummyTrainContext):
 
 @contextmanager
 def context_of(experiment: Experiment) -> Iterator[pytorch.PyTorchTrialContext]:
-    """Determined's context, with seeds set; it drops reports and leaves no files."""
+    """A Determined context, with seeds set, that drops reports and leaves no files."""
     with throwaway_core_context(reports=NoReports) as core_context:
         yield trial_context(core_context, experiment)
 
 
 def batches_of(case: Case, turns: Turns) -> Iterator[loading.Batch]:
-    """The batches of a case, on the device, until the turns are over."""
+    """Yield the batches of a case, on the device, until the turns are over."""
     for batch in case.loader().get_data_loader(repeat=True):
         turns.batch_begins()
         if turns.over:
@@ -123,9 +120,7 @@ def batches_of(case: Case, turns: Turns) -> Iterator[loading.Batch]:
 
 
 def bare(case: Case, turns: Turns) -> nn.Module:
-    """PyTorch's own recipe
-    (https://docs.pytorch.org/docs/stable/notes/amp_examples.html).
-    """
+    """PyTorch's recipe: https://docs.pytorch.org/docs/stable/notes/amp_examples.html."""
     torch.manual_seed(case.experiment.seed)
     model = case.model().to(case.device)
     optimizer, scaler = case.optimizer(model), case.scaler()
@@ -167,9 +162,7 @@ def amp_loop(case: Case, turns: Turns) -> nn.Module:
 
 
 class StockTrial(pytorch.PyTorchTrial):
-    """Native AMP as in Determined's own examples, which report the loss of every
-    batch.
-    """
+    """AMP as in Determined's own examples, which report the loss of every batch."""
 
     def __init__(self, context: pytorch.PyTorchTrialContext, case: Case) -> None:
         self.context = context
@@ -187,7 +180,7 @@ class StockTrial(pytorch.PyTorchTrial):
     def train_batch(
         self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
     ) -> dict[str, torch.Tensor]:
-        # The batch is on the device already; this converts its pixels.
+        # The batch is on the device already; this only converts its pixels.
         images, labels = loading.to_device(batch, self.case.device)
         with self.case.autocast():
             loss = functional.cross_entropy(self.model(images), labels)
@@ -215,7 +208,7 @@ class StockTrial(pytorch.PyTorchTrial):
 
 
 class SilentTrial(StockTrial):
-    """The same trial without metrics, to measure Determined's loop itself."""
+    """`StockTrial` without metrics, to measure Determined's loop alone."""
 
     def train_batch(
         self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
@@ -254,7 +247,7 @@ def ours(case: Case, turns: Turns) -> nn.Module:
     return trial.model
 
 
-# Overrides of an experiment that is trained until its turns are over.
+# Overrides with which an experiment trains until its turns are over.
 ENDLESS = tuple(
     f"hyperparameters.training.{name}={{batches: 1000000}}"
     for name in ("max_length", "validation_period", "checkpoint_period")
@@ -262,9 +255,7 @@ ENDLESS = tuple(
 
 
 def train_in_turns(experiment: Experiment, turns: Turns) -> pytorch.PyTorchTrial:
-    """Train the trial of an experiment in Determined's loop, in turns; return the
-    trial.
-    """
+    """Train the trial of an experiment in Determined's loop, by turns; return it."""
     with context_of(experiment) as context:
         trial = trial_of(experiment, context)
         take_turns(trial, turns)
@@ -273,7 +264,7 @@ def train_in_turns(experiment: Experiment, turns: Turns) -> pytorch.PyTorchTrial
 
 
 def take_turns(trial: pytorch.PyTorchTrial, turns: Turns) -> None:
-    """Make a trial train in turns, and end when the turns are over."""
+    """Make a trial train by turns, and end when they are over."""
     train_batch = trial.train_batch
 
     def in_turn(*arguments: Any, **named: Any) -> Any:

@@ -1,12 +1,11 @@
 """When does the initial loss scale matter? Eight tasks, seven ways, ten paired seeds.
 
-    python -m benchmarks.loss_scale               # within an hour on two CPU cores;
-    resumes python -m benchmarks.loss_scale --publish     # then replaces table and
-    picture of the docs
+    python -m benchmarks.loss_scale             # up to an hour on two cores; resumes
+    python -m benchmarks.loss_scale --publish   # also replaces results in the docs
 
-Every training is 200 steps on a CPU, in float16 autocast but for the reference. Its row
-is written as soon as it is measured. A row that the present code has made is not
-measured again. Nothing but `--publish` changes a file of the repository.
+Each training runs 200 steps on a CPU, in float16 autocast if its way has a loss scale.
+Its row is written at once, and not measured again until the code changes. Only
+`--publish` changes files of the repository.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ PICTURE = ROOT / "docs" / "pictures" / "loss_scale.png"
 # Student's t for a two-sided 95 % interval of the mean of ten differences.
 _T_95 = 2.262
 
-# The colour of what is just worse than another seed.
+# The colour of a metric that is just worse than that of another seed.
 _FAINT = "#fae3d3"
 
 _HEADS = (
@@ -70,7 +69,7 @@ _HEADS = (
     *("less float32's, 95 %", "samples to choose", "edge, bits off"),
 )
 
-# The share of the steps that a scale must lose to count as a loss.
+# A scale must lose this share of the steps to count as a loss.
 _LOST = 0.05
 
 
@@ -81,8 +80,8 @@ class Cell:
     Args:
         task: The task.
         way: The way.
-        rows: By seed.
-        reference: Those of float32, by seed.
+        rows: The trainings, by seed.
+        reference: The trainings in float32, by seed.
     """
 
     task: Task
@@ -92,24 +91,25 @@ class Cell:
 
     @property
     def skipped(self) -> float:
-        """Steps skipped, mean over the seeds."""
+        """Skipped steps, mean over the seeds."""
         return mean(row.skipped for row in self.rows)
 
     @property
     def metric(self) -> float:
-        """Mean over the seeds; infinite if one of them is not finite."""
+        """The metric, mean over the seeds; infinite if it is not finite for one."""
         return mean(_metric(row) for row in self.rows)
 
     @property
     def noise(self) -> float:
-        """Standard deviation of the metric over the seeds."""
+        """The standard deviation of the metric over the seeds."""
         values = [_metric(row) for row in self.rows]
         return stdev(values) if all(map(math.isfinite, values)) else math.inf
 
     @property
     def difference(self) -> tuple[float, float]:
-        """Mean of the metric less float32's, paired by seed, and half of its 95 %
-        interval.
+        """The mean difference to float32's metric, and half of its 95 % interval.
+
+        The differences are paired by seed.
         """
         pairs = zip(self.rows, self.reference, strict=True)
         differences = [_metric(row) - _metric(reference) for row, reference in pairs]
@@ -127,7 +127,7 @@ class Cell:
 
     @property
     def worse_by(self) -> float:
-        """The difference in standard deviations of float32 over the seeds."""
+        """The difference, in standard deviations of float32's metric over seeds."""
         return self.difference[0] / stdev(_metric(row) for row in self.reference)
 
 
@@ -139,7 +139,7 @@ def _metric(row: Row) -> float:
 
 
 def cells_of(rows: Sequence[Row]) -> Cells:
-    """By task and way, all of them."""
+    """The cell of each task and way."""
     by_key = {(row.task, row.way, row.seed): row for row in rows}
 
     def of(task: Task, way: str) -> list[Row]:
@@ -153,7 +153,7 @@ def cells_of(rows: Sequence[Row]) -> Cells:
 
 
 def goals(cells: Cells) -> list[tuple[str, list[str], int]]:
-    """Each goal, the tasks that meet it, and how many of them it takes."""
+    """Each goal, the tasks that meet it, and how many tasks must meet it."""
     names = [task.name for task in TASKS]
 
     def of(name: str, way: str) -> Cell:
@@ -188,16 +188,14 @@ def goals(cells: Cells) -> list[tuple[str, list[str], int]]:
 
 
 def edge_error(row: Row) -> float:
-    """Bits from the true overflow edge to the predicted one; 0 if both say that there
-    is none.
-    """
+    """Bits between the true and the predicted overflow edge; 0 if neither exists."""
     if row.predicted_log2 is None or row.edge_log2 is None:
         return 0.0 if row.predicted_log2 == row.edge_log2 else math.inf
     return abs(row.predicted_log2 - row.edge_log2)
 
 
 def said(cells: Cells) -> Iterator[str]:
-    """Where it matters, and whether the goals are met, in lines of Markdown."""
+    """Lines of Markdown: where the initial scale matters, and which goals are met."""
     compared = [cell for (_, way), cell in cells.items() if way != FLOAT32]
     matters = [cell for cell in compared if cell.worse_by > 1]
     slight = [cell for cell in compared if cell.worse_by <= 1 and cell.is_worse]
@@ -246,7 +244,7 @@ def _listed(names: Sequence[str], needed: int) -> str:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The answer, the goals, and a row for every way on every task."""
+    """The answer, the goals, and a row for each way on each task."""
     cells, where = (
         cells_of([Row(**row) for row in result["rows"]]),
         result["environment"],
@@ -297,12 +295,12 @@ def _row(cell: Cell) -> list[str]:
 
 
 def draw(cells: Cells) -> Figure:
-    """Draw a table of steps skipped; what ends worse than float32 is red."""
+    """Draw a table of skipped steps; a cell that ends worse than float32 is red."""
     ways = [way for way in WAYS if way.name != FLOAT32]
     worse = [
         [min(max(cells[t.name, w.name].worse_by, 0), 4) for w in ways] for t in TASKS
     ]
-    # of 4; white up to 1
+    # Shares of 4; up to 1 is white.
     at = [
         (0.0, PAPER),
         (0.249, PAPER),
@@ -331,7 +329,7 @@ def draw(cells: Cells) -> Figure:
 
 
 def read(file: Path) -> list[Row]:
-    """The rows that the present code has made; the newest of each training."""
+    """Read the rows that the present code made, the newest of each training."""
     lines = file.read_text().splitlines() if file.exists() else []
     rows = [Row(**json.loads(line)) for line in lines]
     known = {

@@ -1,13 +1,12 @@
-"""Where training skips its first step, predicted and measured, for models from their
-libraries.
+"""Predicts and measures the loss scale at which models of libraries skip a step.
 
     python -m pip install transformers
     python -m benchmarks.loss_scale_models
 
-The models are small, with the operations of the large ones. Prediction:
-`find_loss_scale` on a batch. Measurement: one step of a real training on that batch
-with a `GradScaler` at 2^k, for every k that halves the interval in which the first
-skipped step lies. Both at the parameters at the start and after some steps.
+The models are small, but have the operations of the large ones. The finder predicts the
+scale from a batch. A bisection measures it: each of its trainings makes one step on the
+batch, with a `GradScaler` that starts at 2^k. Both look at the initial parameters, and
+at those after some steps.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from determined_amp.amp.slots import OneSlot
 from determined_amp.finder.model import rehearsal_of
 from determined_amp.finder.scale_finding import find_range
 
-# Steps of a training before the first look, and from there to the second.
+# Steps before the first look, and from the first look to the second.
 STEPS = (0, 20)
 
-# Beyond any scale that works.
+# No scale works here.
 _FAILS_LOG2 = 64
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -74,9 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def hugging_face_models() -> list[Case]:
-    """GPT-2, Llama and a UNet at their initial parameters."""
-    # The first takes seconds to import, the second is not among this repository's
-    # packages.
+    """GPT-2, Llama and a UNet, with initial parameters."""
+    # diffusers takes seconds to import, and transformers may be missing.
     from diffusers import UNet2DModel  # noqa: PLC0415
     from transformers import (  # noqa: PLC0415
         GPT2Config,
@@ -119,7 +117,7 @@ def hugging_face_models() -> list[Case]:
 
 
 def other_models() -> list[Case]:
-    """ViT and PINN at their initial parameters."""
+    """A ViT and a PINN, with initial parameters."""
     torch.manual_seed(0)
     vit = VisionTransformer(32, 8, 4, 4, 128, 256, num_classes=10)
     nn.init.normal_(vit.heads.get_submodule("head").get_parameter("weight"), std=0.02)
@@ -134,27 +132,27 @@ def other_models() -> list[Case]:
 
 
 def language(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Next tokens; tokens (B, L), int64."""
+    """The loss, (), of the prediction of next tokens; tokens (B, L), int64."""
     loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
     return loss
 
 
 def classification(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Cross-entropy; images (B, 3, 32, 32), labels (B,)."""
+    """The cross-entropy, (), of images (B, 3, 32, 32) and labels (B,)."""
     images, labels = batch
     loss: torch.Tensor = functional.cross_entropy(model(images), labels)
     return loss
 
 
 def denoising(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Error of the predicted noise; images and noise (B, 3, 16, 16), times (B,)."""
+    """The error of predicted noise, (); images, noise (B, 3, 16, 16), times (B,)."""
     images, times, noise = batch
     loss: torch.Tensor = functional.mse_loss(model(images, times).sample.float(), noise)
     return loss
 
 
 def heat(model: nn.Module, points: torch.Tensor) -> torch.Tensor:
-    """Residual of the heat equation u_t = u_xx at points (B, 2) of x and t."""
+    """The residual of u_t = u_xx and of its initial values, (), at (x, t), (B, 2)."""
     points = points.clone().requires_grad_()
     u = model(points).float()
     (slope,) = torch.autograd.grad(u.sum(), points, create_graph=True)
@@ -167,9 +165,7 @@ def heat(model: nn.Module, points: torch.Tensor) -> torch.Tensor:
 
 
 def prediction(case: Case) -> tuple[int, int]:
-    """log2 of the first power of two that is predicted to overflow, and of the lowest
-    safe one.
-    """
+    """Predict log2 of the first power of two that overflows, and of the lowest safe."""
     device = torch.device("cpu")
     rehearsal = rehearsal_of(
         case.model, lambda batch: case.loss(case.model, batch), case.batch, device
@@ -179,7 +175,7 @@ def prediction(case: Case) -> tuple[int, int]:
 
 
 def first_skip(case: Case) -> int:
-    """log2 of the smallest power of two at which a training skips its first step."""
+    """Measure log2 of the smallest power of two at which the first step is skipped."""
     works, fails = -8, _FAILS_LOG2
     while fails - works > 1:
         middle = (works + fails) // 2
@@ -189,7 +185,7 @@ def first_skip(case: Case) -> int:
 
 
 def train(case: Case, steps: int, init_scale: float) -> int:
-    """Train in float16 on the batch again and again; the number of skipped steps."""
+    """Train in float16 on one batch again and again; return the number of skips."""
     torch.manual_seed(1)
     case.model.train()
     optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-3)

@@ -1,8 +1,7 @@
-"""The ways to a loss scale that `benchmarks.loss_scale` compares, and the row of one
-training.
+"""The ways to a loss scale that `benchmarks.loss_scale` compares, and their rows.
 
-Each way chooses the first scale, or how the scale moves, or both. All of them train
-with the same recipe: float16 autocast, torch's `GradScaler`, and no step where a
+Each way chooses the first scale, or how the scale moves, or both. With a scale, all
+train by the same recipe: float16 autocast, torch's `GradScaler`, and no step if a
 gradient is not finite.
 """
 
@@ -37,42 +36,41 @@ from determined_amp.finder.scoring import NoScaleError, score_batches
 STEPS = 200
 SEEDS = tuple(range(1, 11))
 
-# How often the share of the gradient is measured that was flushed to 0.
+# Steps between two measurements of the share of the gradient that is flushed to 0.
 _PROBE_EVERY = 20
 
-# How often the size of the gradients is looked at in float32. The first 20 steps are
-# all looked at.
+# Steps between two measurements of the growth of gradients, in float32. The first 20
+# steps are all measured.
 _LOOK_EVERY = 4
 
 # The scales of hp_search/loss_scale_random.yaml.
 _SEARCHED_LOG2 = (0.0, 24.0)
 
-# How many batches the finder looks at, as its command does by default.
+# Batches of the finder, the default of its command.
 _BATCHES = 4
 
-# Between these scales the true edge is sought.
+# The true edge is sought between these scales.
 _EDGE_LOG2 = (-64, 127)
 
 _CPU = torch.device("cpu")
 
-# Gets the scale and the largest magnitude of an unscaled gradient; returns the next
-# scale.
+# Maps the scale and the largest magnitude of an unscaled gradient to the next scale.
 Rule = Callable[[float, float], float]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a way decided before the first step.
+    """What a way decides before the first step.
 
     Args:
-        init_log2: log2 of the first loss scale; None to train without one.
-        dtype: What autocast computes in; None for float32.
-        rule: Moves the scale; None leaves it to torch.
-        samples: Samples passed forward to choose.
+        init_log2: log2 of the first loss scale; None trains without one.
+        dtype: The dtype of autocast; None turns it off.
+        rule: Moves the scale; None leaves this to torch.
+        samples: Samples that the choice passed through the model.
         fp32_modules: Names of modules to keep in float32.
-        verdict: What the way said, if it says anything.
+        verdict: A value of `Verdict`, or an empty text.
         predicted_log2: log2 of the first power of two that is predicted to overflow;
-            None if nothing is predicted, or no scale is said to help.
+            None without a prediction, or if no scale helps.
     """
 
     init_log2: float | None
@@ -91,7 +89,7 @@ class Way:
     Args:
         name: Name in the tables.
         what: What it does, in words.
-        choose: Called before each training.
+        choose: Makes the choice for a task and a seed, before the training.
     """
 
     name: str
@@ -107,26 +105,25 @@ class Row:
         task: Name of the task.
         way: Name of the way.
         seed: Seed of parameters and batches.
-        trained_in: `float16`, `bfloat16` or `float32`; plus the modules that were kept
+        trained_in: `float16`, `bfloat16` or `float32`, and the modules that were kept
             in float32.
         init_log2: log2 of the first loss scale; None without one.
-        skipped: Optimizer steps skipped.
-        first_applied: Steps until the first applied one, which is counted; None if
-            there is none.
-        flushed: Share of the norm of float32's gradient that is 0 instead, in the
-            tensor that loses most; mean over every 20th step, None if all of these were
-            skipped.
+        skipped: Number of skipped optimizer steps.
+        first_applied: Number of the first applied step, from 1; None if there is none.
+        flushed: Share of the norm of float32's gradient that is flushed to 0, in the
+            tensor that loses most; mean over every 20th step. None if all of these
+            steps were skipped.
         metric: What the task is judged by; None if it is not finite.
-        chosen_with: Samples passed forward to choose.
-        verdict: What the way said.
-        predicted_log2: See `Choice`.
+        chosen_with: `Choice.samples`.
+        verdict: `Choice.verdict`.
+        predicted_log2: `Choice.predicted_log2`.
         edge_log2: log2 of the smallest power of two at which float16 overflows on the
-            finder's batches; None if it does so at every scale. Only measured for the
+            finder's batches; None if every scale overflows. Measured only for the
             finder.
         growth_bits: Bits by which the largest 16-bit gradient of the training exceeds
-            that of its first batches. Only measured in float32.
-        seconds: Duration, with the choice.
-        code: Which code made the row.
+            that of its first batches. Measured only in float32.
+        seconds: Duration of choice and training.
+        code: Digest of the code that made the row.
     """
 
     task: str
@@ -148,7 +145,7 @@ class Row:
 
 
 def measure(task: Task, way: Way, seed: int) -> Row:
-    """Choose, and train."""
+    """Let a way choose, and train the task with its choice."""
     begun = time.perf_counter()
     choice = way.choose(task, seed)
     training = task.start(seed)
@@ -189,7 +186,7 @@ class _Outcome:
 
 
 def _train(training: Training, choice: Choice, growth: _Growth | None) -> _Outcome:
-    """200 steps; the recipe of PyTorch's manual."""
+    """Train 200 steps by the recipe of PyTorch's manual."""
     outcome, optimizer = _Outcome(), training.optimizer
     scaler = torch.amp.GradScaler(
         "cpu",
@@ -228,9 +225,7 @@ def _largest(training: Training) -> float:
 
 
 def _flushed(training: Training, batch: Any) -> float:
-    """The largest share of any tensor's float32 norm whose values are 0 in its
-    `.grad`.
-    """
+    """The share of float32's norm that is 0 in `.grad`, for the worst tensor."""
     parameters = [p for p in training.model.parameters() if p.grad is not None]
     exact = torch.autograd.grad(training.loss(batch), parameters)
     shares = [0.0]
@@ -243,11 +238,10 @@ def _flushed(training: Training, batch: Any) -> float:
 
 
 class _Growth:
-    """How much larger the 16-bit gradients of a training become than those of its first
-    batches.
+    """How far the 16-bit gradients of a training outgrow those of its first batches.
 
     Args:
-        fresh: The same training at its start, whose first batches are used up.
+        fresh: The same training at its start; this uses up its first batches.
     """
 
     def __init__(self, fresh: Training) -> None:
@@ -262,9 +256,7 @@ class _Growth:
 
 
 def _room(training: Training, batch: Any) -> float:
-    """log2 of the largest scale at which nothing overflows, as predicted in
-    bfloat16.
-    """
+    """Predict log2 of the largest scale at which nothing overflows, from bfloat16."""
     try:
         rehearsal = rehearsal_of(training.model, training.loss, batch, _CPU)
         return predict_float16([rehearsal], OneSlot()).headroom_log2
@@ -273,8 +265,10 @@ def _room(training: Training, batch: Any) -> float:
 
 
 def true_edge(task: Task, seed: int) -> int | None:
-    """log2 of the smallest power of two at which a float16 backward of a first batch
-    overflows.
+    """Measure log2 of the smallest power of two that overflows on the first batches.
+
+    Returns:
+        None if every scale overflows.
     """
     training = task.start(seed)
     batches = list(itertools.islice(training.batches, _BATCHES))
@@ -310,9 +304,7 @@ def _fixed(
 
 
 def _hysteresis() -> Rule:
-    """Megatron's and DeepSpeed's: of the first two overflows, one leaves the scale as
-    it is.
-    """
+    """Megatron's and DeepSpeed's: the first overflow does not lower the scale."""
     left = 2
 
     def rule(scale: float, largest: float) -> float:
@@ -324,7 +316,7 @@ def _hysteresis() -> Rule:
 
 
 def _log_max() -> Rule:
-    """OpenSeq2Seq's: 2^16 over the largest gradient, by mean + 3.09 sd of its log2."""
+    """OpenSeq2Seq's: log2 is 16 less mean + 3.09 sd of the largest gradients' log2."""
     fast, slow, squares, steps = 0.0, 0.0, 0.0, 0
 
     def rule(scale: float, largest: float) -> float:
@@ -346,7 +338,7 @@ def _static() -> Rule:
 
 
 class _Counted:
-    """A loss that counts the samples passed forward."""
+    """The loss of a training; counts the samples that pass through the model."""
 
     def __init__(self, training: Training) -> None:
         self._training, self.samples = training, 0
@@ -357,7 +349,7 @@ class _Counted:
 
 
 def _found(task: Task, seed: int) -> Choice:
-    """The finder's verdict on the first batches, followed as a user would."""
+    """Follow the finder's verdict on the first batches, as a user would."""
     training = task.start(seed)
     loss, batches = (
         _Counted(training),
@@ -378,9 +370,7 @@ def _found(task: Task, seed: int) -> Choice:
 
 
 def _searched(task: Task, seed: int) -> Choice:
-    """Scales at random, each scored on a batch, until that has cost as much as the
-    finder.
-    """
+    """Score random scales on one batch, for as many samples as the finder needs."""
     training, chance = task.start(seed), random.Random(seed)  # noqa: S311
     loss, budget = _Counted(training), _found(task, seed).samples
     rehearsal = rehearsal_of(training.model, loss, next(training.batches), _CPU)
@@ -426,15 +416,13 @@ WAYS = (
 def wanted(
     tasks: Sequence[Task] = TASKS, ways: Sequence[Way] = WAYS
 ) -> Iterator[tuple[Task, Way, int]]:
-    """All trainings; the first seeds of all tasks come first."""
+    """All trainings, in the order of their seeds."""
     return ((task, way, seed) for seed in SEEDS for task in tasks for way in ways)
 
 
 @functools.cache
 def code_of(way: str) -> str:
-    """A digest of the code that makes a way's rows; comments, docstrings, layout do not
-    count.
-    """
+    """A digest of the code that makes a way's rows, without comments and docstrings."""
     here = Path(loss_scale_tasks.__file__).parent
     files = [here / "loss_scale_tasks.py", here / "loss_scale_rows.py"]
     if way in (SEARCH, FINDER):

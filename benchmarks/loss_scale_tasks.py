@@ -1,9 +1,8 @@
-"""Eight small trainings for `benchmarks.loss_scale`, with gradients of very different
-size.
+"""Eight small tasks for `benchmarks.loss_scale`, with gradients of very different size.
 
-They are written as plain PyTorch. Seven learn from scikit-learn's handwritten digits or
-from the text of this repository's licence. The eighth acts in a small world of its own.
-B = samples of a batch.
+They are plain PyTorch. Seven learn from scikit-learn's handwritten digits or from the
+text of this repository's licence; the eighth acts in a small simulation. B = samples of
+a batch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 TEXT = Path(__file__).parents[1] / "LICENSE"
 
-# Steps before the checkpoint of the task that resumes.
+# The task `resume` starts from a checkpoint after this many steps.
 RESUMED_AT = 100
 
 _TRAINING_SAMPLES = 1500
@@ -37,11 +36,11 @@ class Training:
 
     Args:
         model: Float32 parameters, on the CPU.
-        optimizer: Holds all of them.
-        batches: An endless iterator. A policy makes each batch when it is asked for.
-        samples: Samples of a batch.
-        loss: The loss of a batch, ().
-        metric: What the training is judged by, in float32; smaller is better.
+        optimizer: Has all parameters of the model.
+        batches: An endless iterator; a policy makes each batch only when it is needed.
+        samples: Number of samples in a batch.
+        loss: Maps a batch to its loss, ().
+        metric: Measures in float32 what the training is judged by; smaller is better.
     """
 
     model: nn.Module
@@ -54,13 +53,13 @@ class Training:
 
 @dataclass(frozen=True)
 class Task:
-    """A training that can begin again from a seed.
+    """A training that can start anew from any seed.
 
     Args:
         name: Name in the tables.
         what: Model, loss and optimizer, in words.
         metric: What is measured at the end, in words.
-        start: Makes the training of a seed; the same seed makes the same training.
+        start: Makes the training of a seed; equal seeds make equal trainings.
     """
 
     name: str
@@ -70,7 +69,7 @@ class Task:
 
 
 def classifier(seed: int) -> Training:
-    """A convolutional classifier with a mean loss."""
+    """Classify digits by convolutions; mean loss."""
     torch.manual_seed(seed)
     model = nn.Sequential(
         *(
@@ -87,9 +86,7 @@ def classifier(seed: int) -> Training:
 
 
 def segmentation(seed: int) -> Training:
-    """Ink or paper, for each pixel of a noisy image; the loss is a sum over pixels and
-    samples.
-    """
+    """Tell ink from paper in noisy digits; loss summed over pixels and samples."""
     torch.manual_seed(seed)
     model = nn.Sequential(
         *(
@@ -119,8 +116,9 @@ def segmentation(seed: int) -> Training:
 
 
 def tiny_regression(seed: int) -> Training:
-    """Regression in units so large that the loss is near 1e-8; Adam's epsilon is small
-    enough.
+    """Predict tiny targets, so that the loss is near 1e-8.
+
+    Adam's epsilon is small enough for such gradients.
     """
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
@@ -135,7 +133,7 @@ def tiny_regression(seed: int) -> Training:
 
 
 def deep_plain(seed: int) -> Training:
-    """Twenty layers without normalisation."""
+    """Classify digits by 22 layers without normalisation; mean loss."""
     torch.manual_seed(seed)
     hidden = [layer for _ in range(20) for layer in (nn.Linear(32, 32), nn.ReLU())]
     model = nn.Sequential(
@@ -149,14 +147,12 @@ def deep_plain(seed: int) -> Training:
 
 
 def language_model(seed: int) -> Training:
-    """A transformer that predicts the next character; mean loss over tokens."""
+    """Predict the next character by a transformer; mean loss over tokens."""
     return _language(seed, "mean")
 
 
 def resumed(seed: int) -> Training:
-    """The same with a loss summed over tokens, from a checkpoint that has no loss
-    scale.
-    """
+    """Resume the language model with a summed loss, but without its loss scale."""
     model, optimizer = _checkpoint(seed)
     training = _language(seed, "sum")
     training.model.load_state_dict(model)
@@ -167,8 +163,9 @@ def resumed(seed: int) -> Training:
 
 
 def overflowing_forward(seed: int) -> Training:
-    """Gated feed-forward layers with the large gains of a trained T5: activations
-    exceed 65504.
+    """Classify digits by gated layers with the gains of a trained T5.
+
+    Their activations exceed 65504, the largest float16.
     """
     torch.manual_seed(seed)
     model = nn.Sequential(
@@ -184,7 +181,7 @@ def overflowing_forward(seed: int) -> Training:
 
 
 def policy_gradient(seed: int) -> Training:
-    """REINFORCE: a point with inertia learns to stay near the origin; summed loss."""
+    """Learn by REINFORCE to keep a point with inertia near the origin; summed loss."""
     torch.manual_seed(seed)
     model = nn.Sequential(
         nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 5)
@@ -361,9 +358,7 @@ def _language(seed: int, reduction: str) -> Training:
 
 @functools.cache
 def _checkpoint(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Model and optimizer after the first steps of `_language`, in float16 with torch's
-    scaler.
-    """
+    """Model and optimizer after the first steps of `_language`, trained in float16."""
     training = _language(seed, "sum")
     scaler = torch.amp.GradScaler("cpu")
     for _ in range(RESUMED_AT):
@@ -379,8 +374,10 @@ def _checkpoint(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
 def _episodes(
     model: nn.Module, episodes: int, chance: torch.Generator, length: int = 24
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Act in float32: states (length, episodes, 4), actions and rewards (length,
-    episodes).
+    """Act in float32.
+
+    Returns:
+        States (length, episodes, 4), actions and rewards, both (length, episodes).
     """
     pushes = torch.tensor(
         [[0.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]]
@@ -408,7 +405,7 @@ def _on_digits(
     loss: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor],
     samples: int = 32,
 ) -> Training:
-    """A training on digits, (B, 1, 8, 8) float32 in [0, 1], with labels (B,) int64."""
+    """Make a training on digits (B, 1, 8, 8) float32 in [0, 1], labels (B,) int64."""
     images, labels = _digits()
     order = torch.Generator().manual_seed(seed)
 
@@ -446,9 +443,7 @@ def _digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 @functools.cache
 def _text() -> tuple[torch.Tensor, int]:
-    """The characters of the text as numbers, (N,) int64, and how many different ones
-    there are.
-    """
+    """The characters of the text as numbers, (N,) int64; the size of the alphabet."""
     text = TEXT.read_text()
     known = {character: number for number, character in enumerate(sorted(set(text)))}
     return torch.tensor([known[character] for character in text]), len(known)

@@ -1,6 +1,4 @@
-"""What every benchmark needs: its options, the machine, and the files that it
-writes.
-"""
+"""What all benchmarks need: options, facts about the machine, and output files."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ import torch
 from determined_amp.cli.options import at_least
 
 ROOT = Path(__file__).parents[1]
-# The published results, which pages quote and tests compare with them.
+# The published results. Pages quote them, and tests compare the quotes.
 RESULTS = ROOT / "benchmarks" / "results"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -28,13 +26,12 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def parser_of(
     name: str, description: str, *, rounds: int = 0
 ) -> argparse.ArgumentParser:
-    """A parser with the option `--folder`. By default no file of the repository
-    changes.
+    """Make a parser with `--folder`, whose default changes no file of the repository.
 
     Args:
         name: Name of the benchmark.
         description: What it does, for `--help`.
-        rounds: Default of the option `--rounds`; 0 for a benchmark that has none.
+        rounds: Default of the option `--rounds`; with 0 there is no such option.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}", description=description
@@ -53,7 +50,7 @@ def parser_of(
 
 
 def cpu_name() -> str:
-    """The model of this processor."""
+    """The model name of this processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -67,7 +64,7 @@ def cpu_name() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """The device, its load, and the versions."""
+    """Describe the device, the load of the machine, and the versions."""
     return {
         "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else cpu_name(),
         "cores": os.cpu_count(),
@@ -81,7 +78,7 @@ def machine() -> dict[str, Any]:
 
 
 def write(stem: Path, result: Mapping[str, Any], text: str | None = None) -> None:
-    """Write the numbers of a benchmark as JSON, and beside them a text about them."""
+    """Write a result as `stem.json`, and a text about it as `stem.md`."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     if text is not None:
@@ -89,13 +86,13 @@ def write(stem: Path, result: Mapping[str, Any], text: str | None = None) -> Non
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Format a table in Markdown."""
     lines = [f"| {' | '.join(line)} |" for line in (heads, *rows)]
     return "\n".join([lines[0], f"|{'---|' * len(heads)}", *lines[1:]]) + "\n"
 
 
 def spread(values: Sequence[float], form: str, unit: str = "") -> str:
-    """The median and the range of some values."""
+    """Format the median and the range of some values."""
     middle, low, high = (
         format(value, form)
         for value in (statistics.median(values), min(values), max(values))

@@ -1,8 +1,7 @@
-"""What people would pick instead of our loops, on the batches of a case; see
-`benchmarks.peers`.
+"""Other libraries' loops, on the batches of a case; see `benchmarks.peers`.
 
-On a CPU none of them computes in float16 when asked to: Lightning takes bfloat16
-instead, Accelerate and Hugging Face's Trainer take float32.
+On a CPU, none of them computes in float16, even if asked to: Lightning uses bfloat16,
+and Accelerate and Hugging Face's Trainer use float32.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from trials.data import loading
 
 
 class Net(nn.Module):
-    """The model of a case with its loss, for loops that call a model with a batch.
+    """The model of a case and its loss as one module, for loops that need one.
 
     Args:
         case: The training.
@@ -36,12 +35,12 @@ class Net(nn.Module):
         self.layers = case.model()
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The loss, (), of images (B, 1, S, S) and labels (B,) int64."""
+        """Compute the loss, (), of images (B, 1, S, S) and labels (B,) int64."""
         return functional.cross_entropy(self.layers(images), labels)
 
 
 def accelerated(case: Case, turns: Turns) -> None:
-    """Hugging Face Accelerate."""
+    """Train with Hugging Face Accelerate."""
     torch.manual_seed(case.experiment.seed)
     helper = accelerate.Accelerator(
         mixed_precision=_name_of(case, "no", "fp16", "bf16"), cpu=DEVICE.type == "cpu"
@@ -57,7 +56,7 @@ def accelerated(case: Case, turns: Turns) -> None:
 
 
 def fabric(case: Case, turns: Turns) -> None:
-    """Lightning Fabric."""
+    """Train with Lightning Fabric."""
     torch.manual_seed(case.experiment.seed)
     helper = lightning.Fabric(
         accelerator=DEVICE.type,
@@ -95,7 +94,7 @@ class Module(lightning.LightningModule):  # type: ignore[misc]  # it has no type
 
 
 def lightning_trainer(case: Case, turns: Turns) -> None:
-    """Lightning's Trainer, without logger, checkpoints and progress bar."""
+    """Train with Lightning's Trainer, without logger, checkpoints and progress bar."""
     torch.manual_seed(case.experiment.seed)
     module = Module(case)
     trainer = lightning.Trainer(
@@ -117,7 +116,7 @@ class Batches(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
 
     Args:
         case: The training.
-        turns: Its turns.
+        turns: The turns of the loop.
     """
 
     def __init__(self, case: Case, turns: Turns) -> None:
@@ -144,9 +143,7 @@ class InTurns(transformers.Trainer):  # type: ignore[misc]  # it has no types he
 
 
 def hugging_face(case: Case, turns: Turns) -> None:
-    """Hugging Face's Trainer, without checkpoints, with a log line every 100
-    batches.
-    """
+    """Train with Hugging Face's Trainer, with a log line every 100 batches."""
     net = Net(case)
     with tempfile.TemporaryDirectory() as folder:
         options = transformers.TrainingArguments(

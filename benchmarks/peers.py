@@ -1,12 +1,12 @@
-"""Measures what a batch costs in our loops, beside what people would pick instead.
+"""Measures the CPU time of a batch in our loops and in those of other libraries.
 
     pip install '.[all]' --group peers
     python -m benchmarks.peers [--rounds 12] [--calls]
 
-All loops train the same model on the same batches, with the same clip and rate, in one
-process and in turn, so that other load on the machine affects all of them alike. A
-round is 100 batches of each, with one report. The step is tiny on purpose: it shows
-what the host does around the kernels.
+All loops train the same model on the same batches, with the same clip and rate. They
+run by turns in one process, so that other load on the machine affects all of them
+alike. A round is 100 batches of each loop, with one report. The step is tiny on
+purpose: most of its time is work of the host around the kernels.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ TABLE_BEGINS = "| loop | "
 
 
 def measure(precision: str, rounds: int) -> dict[str, list[float]]:
-    """CPU time per batch, in microseconds, of every loop and round; the first round is
-    left out.
-    """
+    """Measure CPU microseconds per batch of each loop, in each round but the first."""
     measured: dict[str, Callable[[loops.Case, Turns], object]] = dict(LOOPS)
     if DEVICE.type == "cuda" or precision != Precision.AMP_FP16.value:
         from benchmarks.peer_loops import PEERS  # noqa: PLC0415  # optional packages
@@ -82,8 +80,9 @@ def _rounds(turns: Turns) -> list[float]:
 
 
 def summary(found: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
-    """The median of the CPU time of each loop, and of its ratio to the bare loop of its
-    round.
+    """The median CPU time of each loop, and quartiles of its ratio to the bare loop.
+
+    A ratio compares the times of one round.
     """
     bare = found[REFERENCE]
     rows = {}
@@ -103,11 +102,10 @@ def summary(found: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]
 
 
 class CallsOfABatch(Turns):
-    """Turns that nobody waits for: they count the Python calls of our files in 100
-    batches.
+    """Counts the Python calls in our files during 100 batches of a single loop.
 
     Attributes:
-        calls: The calls of each function, by file and name.
+        calls: The number of calls of each function, by file and name.
     """
 
     def __init__(self) -> None:
@@ -115,7 +113,7 @@ class CallsOfABatch(Turns):
         self.calls: Counter[str] = Counter()
 
     def batch_begins(self) -> None:
-        """Count after one round, with a report in it, and end after a second one."""
+        """Start to count after one round, and end the loop after a second one."""
         if self._batch == BATCHES_PER_ROUND:
             sys.setprofile(self._count)
         if self._batch == 2 * BATCHES_PER_ROUND:
@@ -130,7 +128,7 @@ class CallsOfABatch(Turns):
 
 
 def calls_of(precision: str, name: str) -> Counter[str]:
-    """The Python calls of our files in 100 batches of a loop, with one report."""
+    """Count the Python calls in our files in 100 batches of a loop, with one report."""
     case = loops.Case(precision, LRSchedule.CONSTANT.value, 2 * BATCHES_PER_ROUND + 1)
     turns = CallsOfABatch()
     with controlled_by(SafeController):
@@ -161,7 +159,7 @@ def _cell(row: Mapping[str, float] | None) -> str:
 
 
 def line(result: Mapping[str, Any]) -> str:
-    """The table of one line that the README quotes, in bfloat16."""
+    """The README's table: one line of ratios to the bare loop, in bfloat16."""
     rows = next(iter(result["precisions"].values()))
     ratios = [f"{row['ratio']:.2f}" for row in rows.values()]
     marks = "|---" * (len(rows) + 1) + "|"
@@ -197,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def print_calls() -> None:
-    """Print the calls of our functions in 100 batches of our loops."""
+    """Print how often our loops call each of our functions in 100 batches."""
     for precision in PRECISIONS:
         for name in (AMP_LOOP, TEN_LINES):
             calls = calls_of(precision, name)

@@ -1,6 +1,4 @@
-"""Makes stand-ins for ImageNet's photos: noise at all scales, in files of the same
-size.
-"""
+"""Makes stand-ins for ImageNet's photos: noise at all scales, in files as large."""
 
 from __future__ import annotations
 
@@ -12,13 +10,12 @@ from PIL import Image
 
 # The mean of ImageNet's training set is about 500 x 375 pixels and 110 kB.
 WIDTH, HEIGHT, QUALITY = 500, 375, 95
-# Distance between random values, in pixels, and their standard deviation: larger where
-# coarser.
+# Distance between random values, in pixels, and their standard deviation.
 OCTAVES = ((125, 60.0), (32, 35.0), (8, 20.0), (2, 8.0), (1, 6.0))
 
 
 def photo(seed: int) -> bytes:
-    """A JPEG file in colour."""
+    """Make a JPEG file in colour."""
     generator = np.random.default_rng(seed)
     pixels = np.full((HEIGHT, WIDTH, 3), 128.0, dtype=np.float32)
     for step, deviation in OCTAVES:
@@ -41,9 +38,9 @@ def write_photos(folder: Path, photos: list[bytes], copies: int) -> None:
     """Write photos for the dataset `image_folder`: two classes, some for validation.
 
     Args:
-        folder: Gets `train/CLASS/*.jpg` and `val/CLASS/*.jpg`.
-        photos: The files.
-        copies: How often each is written for training.
+        folder: Where to write `train/CLASS/*.jpg` and `val/CLASS/*.jpg`.
+        photos: The contents of the files.
+        copies: Number of training copies of each photo.
     """
     for index, content in enumerate(photos):
         kind = f"class_{index % 2}"

@@ -1,10 +1,9 @@
-"""Draws pictures of the README and the pages, and writes their tables, from the
-results.
+"""Draws the pictures of the README and the pages, and writes their tables.
 
     python -m benchmarks.readme
 
-If there is a `gpu.json` of `python -m benchmarks.gpu`, its table replaces the sentence
-that no GPU has been measured.
+It reads benchmarks/results. If there is a `gpu.json` from `python -m benchmarks.gpu`,
+its table replaces the sentence that no GPU has been measured.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ from determined_amp.runs.run import Spread
 README = ROOT / "README.md"
 EVIDENCE_PAGE = ROOT / "docs" / "evidence.md"
 PICTURE = ROOT / "docs" / "pictures" / "answers.png"
-# The report on precisions, by the name of the model.
+# The report on precisions for each model.
 PRECISIONS = {
     "MLP": RESULTS / "precision_mlp_cpu.json",
     "wide MLP": RESULTS / "precision_wide_mlp_cpu.json",
     "ResNet-50": RESULTS / "precision_resnet50_cpu.json",
 }
-# The picture of each of these reports on its page.
+# The picture of each of these reports.
 CHANGES = {
     "MLP": "precision_mlp.png",
     "wide MLP": "compare_answer.png",
@@ -71,11 +70,11 @@ _HEADS = (
     "| model | precision | validation accuracy, mean and sd | samples/s, median "
     "(range) | speed | skipped steps |"
 )
-# Not tf32, which is fp32 on a CPU; docs/precision.md uses it to show the drift of the
-# machine.
+# Without tf32, which is fp32 on a CPU; docs/precision.md uses it to show how much the
+# speed of the machine varies.
 _SHOWN = ("fp32", "amp_bf16", "amp_fp16")
 _WAYS = (DEFAULT, FINDER)
-_MOST_SKIPS = 12  # a longer bar is cut off, and has its number
+_MOST_SKIPS = 12  # a longer bar is cut off, and shows its number
 _COLOURS = {"amp_bf16": BLUE, "amp_fp16": VERMILION}
 
 
@@ -105,7 +104,7 @@ def draw(
 
 def _draw_speed(ax: Axes, compared: Mapping[str, Mapping[str, Any]]) -> None:
     ax.set_title("Is it faster?")
-    # the results have logarithms of ratios
+    # The results are logarithms of ratios.
     ratios = [
         [math.exp(c["speed"][end]) for end in ("low", "mean", "high")]
         for c in compared.values()
@@ -188,7 +187,7 @@ def _rows(model: str, found: Mapping[str, Any]) -> Iterator[str]:
         if name in _SHOWN:
             accuracy = row["validation_accuracy"].replace(" ± ", ", ")
             speeds = spread_text(Spread(**row["samples/s"]))
-            # null without a loss scale, which alone skips steps
+            # Without a loss scale this is null, and no step can be skipped.
             skipped = (row["skipped"] or {"high": 0})["high"]
             yield (
                 f"| {model} | `{name}` | {accuracy} | {speeds} | {row['speed']} | "
@@ -197,16 +196,16 @@ def _rows(model: str, found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def with_table(readme: str, rows: str) -> str:
-    """The text of the README with a new table."""
+    """The text of the README, with a new table of precisions."""
     before, _, rest = readme.partition(_HEADS)
     _, _, after = rest.partition("\n\n")
     return f"{before}{rows}\n{after}"
 
 
 def with_costs(page: str, result: Mapping[str, Any]) -> str:
-    """The text of a page with what a batch costs.
+    """The text of a page, with new costs of a batch.
 
-    The README has one line of the table in docs/evidence.md.
+    docs/evidence.md has the whole table, the README one line.
     """
     for begins, of in ((LINE_BEGINS, line_of_costs), (TABLE_BEGINS, table_of_costs)):
         there = rf"{re.escape(begins)}[^\n]*\n(\|[^\n]*\n)+"
@@ -215,7 +214,7 @@ def with_costs(page: str, result: Mapping[str, Any]) -> str:
 
 
 def with_gpu(readme: str, result: Mapping[str, Any]) -> str:
-    """The text of the README with the table of a GPU.
+    """The text of the README, with a new table of a GPU.
 
     Args:
         readme: The text so far, with an older table or with the sentence `NO_GPU`.
@@ -235,7 +234,7 @@ def changes(found: Mapping[str, Any]) -> list[Panel]:
     """The panels of a report on precisions, from its JSON."""
     pairs = []
     for pair in found["pairs"]:
-        of_speed = {**pair["speed"], "is_ratio": True}  # not in older results
+        of_speed = {**pair["speed"], "is_ratio": True}  # older results lack is_ratio
         speed, metric = Change(**of_speed), Change(**pair["metric"])
         names = Precision(pair["precision"]), Precision(pair["against"])
         pairs.append(Pair(*names, speed, None, metric, pair["lost_runs"]))

@@ -1,16 +1,17 @@
-"""Six small trials with different gradients for the finder, written as a user would
-write them.
+"""Six small trials with different gradients for the finder, as users would write them.
 
-They do not import this package: they use Determined's `PyTorchTrial`, PyTorch's
-`GradScaler` and `autocast`, and hyperparameters of their own. All learn from
-scikit-learn's handwritten digits, 8 x 8 pixels. B = samples of a batch.
+They use Determined's `PyTorchTrial`, PyTorch's `GradScaler` and `autocast`, and their
+own hyperparameters, but nothing of determined_amp. All learn from scikit-learn's
+handwritten digits, 8 x 8 pixels. B = samples of a batch.
 
-| trial | what is special | |---|---| | `BatchNormCNN` | running statistics | |
-`PreNormTransformer` | LayerNorm and attention; parameters whose gradients are never
-16-bit | | `SummedLoss` | the loss is a sum: gradients overflow at PyTorch's default of
-2^16 | | `TinyLoss` | targets near 1e-4: gradients are flushed to 0 at 2^16 | |
-`DeepPlain` | forty layers without normalisation: no scale fits them all | |
-`Float16Loss` | the loss is computed in float16, so 2^16 itself is infinite |
+| trial | what is special |
+|---|---|
+| `BatchNormCNN` | running statistics |
+| `PreNormTransformer` | LayerNorm and attention; some gradients are never 16-bit |
+| `SummedLoss` | the loss is a sum: gradients overflow at PyTorch's default, 2^16 |
+| `TinyLoss` | targets of 1e-4 and less: gradients are flushed to 0 at 2^16 |
+| `DeepPlain` | forty layers without normalisation: no scale fits them all |
+| `Float16Loss` | the loss is computed in float16, so 2^16 itself is infinite |
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ read_digits = cache(load_digits)
 
 
 class SmallTrial(pytorch.PyTorchTrial):
-    """Native AMP in Determined, in a few lines.
+    """PyTorch's own AMP in a trial, in a few lines.
 
     Hyperparameters: `global_batch_size`, `learning_rate`, and optionally `init_scale`.
 
@@ -63,8 +64,9 @@ class SmallTrial(pytorch.PyTorchTrial):
         return torch.optim.AdamW(self.model.parameters(), lr=learning_rate)
 
     def loss(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The loss of a batch: images (B, 1, 8, 8) float32 in [0, 1], labels (B,)
-        int64.
+        """Compute the loss, (), of a batch.
+
+        It has images (B, 1, 8, 8) float32 in [0, 1], and labels (B,) int64.
         """
         return functional.cross_entropy(self.model(images), labels)
 
@@ -129,7 +131,7 @@ class BatchNormCNN(SmallTrial):
 
 
 class PreNormTransformer(SmallTrial):
-    """A transformer over the rows of an image, as eight tokens."""
+    """A transformer whose eight tokens are the rows of an image."""
 
     def make_model(self) -> nn.Module:
         layer = nn.TransformerEncoderLayer(
@@ -168,8 +170,9 @@ class SummedLoss(SmallTrial):
 
 
 class TinyLoss(SmallTrial):
-    """Regression in units so large that the loss is near 1e-8; Adam's epsilon is small
-    enough.
+    """Regression with tiny targets, so that the loss is near 1e-8.
+
+    Adam's epsilon is small enough for such gradients.
     """
 
     def make_model(self) -> nn.Module:
@@ -186,7 +189,7 @@ class TinyLoss(SmallTrial):
 
 
 class DeepPlain(SmallTrial):
-    """Each layer shrinks the gradient, so gradients have a wider range than float16."""
+    """Each layer shrinks the gradient, so the gradients exceed float16's range."""
 
     def make_model(self) -> nn.Module:
         hidden = [layer for _ in range(40) for layer in (nn.Linear(32, 32), nn.Tanh())]
@@ -196,9 +199,7 @@ class DeepPlain(SmallTrial):
 
 
 class Float16Loss(SmallTrial):
-    """The mean absolute error of float16 tensors is float16, so the scale becomes
-    float16, too.
-    """
+    """The mean absolute error in float16; the scale must become float16, too."""
 
     def make_model(self) -> nn.Module:
         return nn.Sequential(
@@ -223,7 +224,7 @@ LEARNING_RATES: dict[type[SmallTrial], float] = {
 def config(
     trial: type[SmallTrial], seed: int = 0, **hyperparameters: float
 ) -> dict[str, Any]:
-    """An experiment configuration for one of these trials."""
+    """Make an experiment configuration for one of these trials."""
     return {
         "name": trial.__name__,
         "entrypoint": f"{trial.__module__}:{trial.__name__}",

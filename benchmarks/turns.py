@@ -1,9 +1,7 @@
-"""Runs several training loops in one process in turn, so that noise affects all of them
-alike.
+"""Runs several training loops in one process by turns, so that noise affects all alike.
 
-On a busy machine the speed of a core changes from second to second. Loops that run one
-after the other are measured at different speeds. These loops alternate every few
-batches.
+On a busy machine, the speed of a core changes from second to second, so loops that run
+one after the other run at different speeds. These loops alternate every few batches.
 """
 
 from __future__ import annotations
@@ -16,18 +14,17 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 BATCHES_PER_TURN = 20
-BATCHES_PER_ROUND = 100  # one report of the default period
+BATCHES_PER_ROUND = 100  # the default period of reports, so a round has one report
 
 
 class Turns:
     """The turns of one loop, which runs in a thread of its own.
 
     Args:
-        batches: Length of a turn.
+        batches: Length of a turn, in batches.
 
     Attributes:
-        times: Wall and CPU seconds of each turn; a turn ends when the GPU has done its
-            work.
+        times: Wall and CPU seconds of each turn; wall time includes work of the GPU.
         over: Whether the loop must end; the loop checks it after `batch_begins`.
     """
 
@@ -41,14 +38,12 @@ class Turns:
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
 
     def batch_begins(self) -> None:
-        """Called by the loop at every batch: ends a turn, and waits for the next
-        one.
-        """
+        """Call it before each batch: it ends a turn, and waits for the next one."""
         if self._batch % self._batches == 0:
             if self._batch:
-                # before `synchronize`, which may be a busy wait
+                # Before `synchronize`, which may wait busily.
                 cpu = time.thread_time()
-                # else this work would run in the next loop's turn
+                # Otherwise this work would run in the turn of the next loop.
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
                 wall = time.perf_counter()
@@ -72,7 +67,7 @@ class Turns:
             thread.join()
 
     def take(self) -> None:
-        """Run one turn of the loop; raises the loop's error."""
+        """Run one turn of the loop; raise an error of the loop here."""
         self._go.release()
         self._wait()
 
@@ -85,7 +80,7 @@ class Turns:
         try:
             loop(self)
         except BaseException as error:
-            # raised again by the thread that waits for the turn
+            # The thread that waits for the turn raises it again.
             self._error = error
         finally:
             self._done.release()
@@ -96,9 +91,7 @@ def by_turns(
     rounds: int,
     batches: int = BATCHES_PER_TURN,
 ) -> dict[str, Turns]:
-    """Give each loop `rounds` turns of `batches` each; every round reverses the
-    order.
-    """
+    """Give each loop `rounds` turns of `batches`; each round reverses the order."""
     turns = {name: Turns(batches) for name in loops}
     with ExitStack() as running:
         for name, loop in loops.items():

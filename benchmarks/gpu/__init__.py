@@ -1,3 +1,1 @@
-"""Measures what one GPU reaches in each precision, in less than nine minutes; see
-`run`.
-"""
+"""Measures one GPU in each precision, in less than nine minutes; see `run`."""

@@ -1,4 +1,4 @@
-"""The time box of a part, and the function that times a step for all parts."""
+"""The time limit of a part, and the function with which all parts time a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from determined_amp.amp.settings import Precision
 
-# Measure for at least this long: clocks and caches need a while to settle.
+# Time calls for about this long, because clocks and caches need a while to settle.
 SECONDS = 0.6
 
 
@@ -22,8 +22,8 @@ class Box:
 
     Args:
         device: The device to measure.
-        tiny: Whether this is a rehearsal, at sizes that take a second or less.
-        ends: When the part must have ended, on the clock of `time.monotonic`.
+        tiny: Whether this is a rehearsal, with sizes that take a second or less.
+        ends: When the part must end, by `time.monotonic`.
     """
 
     device: torch.device
@@ -32,10 +32,10 @@ class Box:
 
     @property
     def amp(self) -> tuple[Precision, ...]:
-        """The AMP precisions to measure; the first is used where one is enough."""
+        """The AMP precisions to measure; a part that needs only one takes the first."""
         if self.device.type == "cuda":
             return Precision.AMP_FP16, Precision.AMP_BF16
-        # float16 convolutions take a hundred times as long on a CPU
+        # On a CPU, float16 convolutions take a hundred times as long.
         return (Precision.AMP_BF16,)
 
     def left(self) -> float:
@@ -47,12 +47,11 @@ def stretch(step: Callable[[], object], box: Box) -> tuple[float, int | None]:
     """Time calls of `step`, for about `SECONDS`.
 
     Args:
-        step: The function to time; it is called at least once before, to warm up.
-        box: Has the device; a rehearsal times one call.
+        step: The function to time; one more call before warms it up.
+        box: The device; a rehearsal times a single call.
 
     Returns:
-        Mean seconds of a call, and the peak of the bytes that tensors occupied; None on
-            a CPU.
+        The mean seconds per call, and the peak bytes of tensors (None on a CPU).
     """
     alone = _timed(step, 1, box.device)
     calls = 1 if box.tiny else max(3, math.ceil(SECONDS / max(alone, 1e-6)))
@@ -68,7 +67,7 @@ def stretch(step: Callable[[], object], box: Box) -> tuple[float, int | None]:
 
 
 def _timed(step: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Seconds of this many calls, by CUDA events or, on a CPU, by the clock."""
+    """The seconds of all calls, by CUDA events or, on a CPU, by the clock."""
     if device.type != "cuda":
         start = time.perf_counter()
         for _ in range(calls):
@@ -88,6 +87,6 @@ def _event() -> Any:
 
 
 def problem_of(error: Exception) -> str:
-    """An error in one line, for a note."""
+    """Shorten an error to one line, for a note."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]

@@ -1,4 +1,4 @@
-"""Measures the limits of the device: matmuls, copies in its memory, copies to it."""
+"""Measures limits of the device: matmuls, copies in its memory, copies to it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from benchmarks.gpu.box import Box, stretch
 
 ROUNDS = 5
-# A batch of 256 images of 224 px, as the loader sends it.
+# Bytes that the loader sends for 256 images of 224 x 224 pixels.
 BATCH_BYTES = 256 * 3 * 224 * 224
 
 
 def measure(box: Box) -> Iterator[dict[str, Any]]:
-    """Rows of `what`, `unit`, `round` and `value`."""
+    """Yield rows of `what`, `unit`, `round` and `value`."""
     size, megabytes = (128, 1) if box.tiny else (8192, 1024)
     pinned = box.device.type == "cuda"
     left, right = (
@@ -37,8 +37,7 @@ def measure(box: Box) -> Iterator[dict[str, Any]]:
 
     if target.numel() < BATCH_BYTES:
         batch = batch[: target.numel()]
-    # What is measured, the step, the unit, and how many of it a step does; 0 to report
-    # its time.
+    # Each name, step and unit, and the amount of a step in it; 0 reports milliseconds.
     measured: list[tuple[str, Callable[[], object], str, float]] = [
         (
             "bf16 matmul",

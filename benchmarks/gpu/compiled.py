@@ -1,6 +1,4 @@
-"""Measures ResNet-50 with and without `torch.compile`, in a bare loop and by
-`amp.compile`.
-"""
+"""Measures `torch.compile` with ResNet-50, in a bare loop and through `amp.compile`."""
 
 from __future__ import annotations
 
@@ -16,19 +14,20 @@ from benchmarks.loops import train_in_turns
 from determined_amp.amp.settings import Precision
 
 ROUNDS = 3
-# A rehearsal only traces: compiling needs a C++ compiler and a minute.
+# A rehearsal only traces, because compiling needs a C++ compiler and a minute.
 MODES: dict[str, dict[str, str]] = {
     "default": {"mode": "default"},
     "reduce-overhead": {"mode": "reduce-overhead"},
 }
 TINY_MODES: dict[str, dict[str, str]] = {"default": {"backend": "eager"}}
-# Seconds that a mode needs to compile; with less left it is skipped.
+# The seconds in which a mode compiles; a mode is left out if fewer are left.
 SECONDS = 60
 
 
 def measure(box: Box) -> Iterator[dict[str, Any]]:
-    """Rows of `mode`, `precision`, `batch`, `round` and `images_per_second`; `off` is
-    eager.
+    """Yield rows of `mode`, `precision`, `batch`, `round` and `images_per_second`.
+
+    The mode `off` does not compile.
     """
     precision = box.amp[0]
     batch = batch_on(box, loops.batch_size(box))
@@ -44,7 +43,7 @@ def measure(box: Box) -> Iterator[dict[str, Any]]:
         try:
             step()
         except Exception as error:
-            # a compiler has many ways to fail; the next mode may work
+            # A compiler raises errors of many types, and the next mode may work.
             yield {"mode": mode, "note": problem_of(error)}
             continue
         yield {"mode": mode, "compile_seconds": time.monotonic() - started}
@@ -76,7 +75,7 @@ def _rounds(
 
 
 def through_the_library(box: Box, precision: Precision) -> Iterator[dict[str, Any]]:
-    """Rows of Determined's loop with the setting `amp.compile` off and on, in turn."""
+    """Yield rows of Determined's loop, with `amp.compile` off and on by turns."""
     data = loops.noise_of(box)
     compared = {
         f"amp.compile: {value}": partial(

@@ -1,8 +1,8 @@
-"""Tells from the rows of `benchmarks.gpu` if its goals are met: yes, no, or cannot be
-told.
+"""Judges from the rows of `benchmarks.gpu` whether its goals are met.
 
-Ratios are taken within a round, in which both sides ran shortly after one another. The
-answer is yes or no only if all rounds agree.
+A ratio compares two values of one round, which were measured shortly after each other.
+An answer is yes or no only if all rounds agree; otherwise it cannot be told. Only the
+ratio of Determined's loop to the bare loop is judged by its median.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 Rows = Sequence[Mapping[str, Any]]
 
-# The highest published images/s of ResNet-50 in AMP on one H200; TF32 reaches 2259.
-# NVIDIA's script measured it, NCHW, batch 2560:
+# The highest published images/s of ResNet-50 with AMP on one H200; with TF32, 2259.
+# Measured with NVIDIA's script, in NCHW, at batch 2560:
 # github.com/lambdal/deeplearning-benchmark, results of 1xH200.
 RECORD, RECORD_DEVICE = 3079.0, "H200"
 RECORD_OVER_TF32 = 1.36
@@ -24,8 +24,11 @@ BATCH = 256
 
 
 def goals(rows: Rows, device: str) -> list[dict[str, Any]]:
-    """Every goal with `goal`, `answer`, and `measured`, `low` and `high` where there is
-    a value.
+    """Judge every goal.
+
+    Returns:
+        For each its `goal` and `answer`, and `measured`, `low` and `high`, or `why`
+        nothing was measured.
     """
     record = f"more than {RECORD:,.0f} images/s with AMP on one {RECORD_DEVICE}"
     same_device = RECORD_DEVICE in device
@@ -59,8 +62,7 @@ def goals(rows: Rows, device: str) -> list[dict[str, Any]]:
             _loop(rows, precision, name) for name in ("bare", "determined_amp")
         )
         ratios = [our / alone for our, alone in zip(ours, bare, strict=False)]
-        # The median, because other work of the device affects single turns of the two
-        # loops.
+        # The median, because other work on the device slows single turns of a loop.
         found.append(
             _goal(
                 f"at least 97 % of the bare loop, {precision}",
@@ -111,7 +113,7 @@ def _goal(
 def by_round(
     rows: Rows, precision: str, key: str, batch: int = BATCH
 ) -> dict[int, float]:
-    """One value of the bare loop, by round."""
+    """A value of the bare loop in each round."""
     return {
         row["round"]: float(row[key])
         for row in rows
@@ -123,7 +125,7 @@ def by_round(
 
 
 def _speeds(rows: Rows, precision: str) -> list[float]:
-    """Images per second at the batch size at which this precision is fastest."""
+    """Images per second in each round, at the fastest batch size of this precision."""
     batches = {
         row["batch"] for row in rows if row["part"] == "resnet" and "batch" in row
     }
@@ -146,9 +148,7 @@ def _loop(rows: Rows, precision: str, loop: str) -> list[float]:
 def _best_ratio(
     rows: Rows, baseline: str, key: str, better: Callable[..., list[float]]
 ) -> list[float]:
-    """The ratios to `baseline`, in each round, of the better of the two AMP
-    precisions.
-    """
+    """The ratio of the better AMP precision to `baseline`, in each round."""
     base = by_round(rows, baseline, key)
     each = [
         [

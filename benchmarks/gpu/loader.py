@@ -1,6 +1,4 @@
-"""Measures the loader with images of 224 px: bytes from memory, and photos that it
-decodes.
-"""
+"""Measures the loader at 224 px, with images in memory and with photos to decode."""
 
 from __future__ import annotations
 
@@ -22,14 +20,14 @@ from benchmarks.photos import photo, write_photos
 from determined_amp.experiment.experiment import Experiment
 from trials.data import images, loading
 
-# Distinct photos, and copies of each. The time goes into decoding, not into the disk.
+# Distinct photos, and copies of each: decoding takes the time, not the disk.
 PHOTOS, COPIES = 128, 16
-# Time for the loader alone.
+# How long to measure the loader alone.
 SECONDS = 5.0
 
 
 def measure(box: Box) -> Iterator[dict[str, Any]]:
-    """Rows of `source`, `what`, `workers`, `round` and `images_per_second`."""
+    """Yield rows of `source`, `what`, `workers`, `round` and `images_per_second`."""
     cores = len(os.sched_getaffinity(0))
     workers = 1 if box.tiny else min(14, max(1, cores - 2))
     photos = [photo(seed) for seed in range(8 if box.tiny else PHOTOS)]
@@ -68,7 +66,7 @@ def _alone(experiment: Experiment, box: Box) -> float:
     samples, _ = images.load(experiment.data, experiment.seed)
     loader = loading.training_loader(samples, size, experiment.seed, workers)
     batches = iter(loader.get_data_loader(repeat=True))
-    for _ in range(1 if box.tiny else 2 * workers):  # batches that were ready already
+    for _ in range(1 if box.tiny else 2 * workers):  # prefetched batches
         next(batches)
     count, start = 0, time.perf_counter()
     while time.perf_counter() - start < (0.1 if box.tiny else SECONDS):
@@ -78,7 +76,7 @@ def _alone(experiment: Experiment, box: Box) -> float:
 
 
 def _nvjpeg(photos: list[bytes], box: Box) -> dict[str, Any]:
-    """Images per second of decoding on the GPU, which no dataset here does."""
+    """Images per second decoded on the GPU; no dataset here does this."""
     files = [
         torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in photos
     ]

@@ -1,7 +1,7 @@
-"""Measures ResNet-50 in Determined's loop with determined_amp, and in the bare loop, in
-turn.
+"""Measures ResNet-50 in Determined's loop with determined_amp and in the bare loop.
 
-It also counts how often the host waits for the device in training batches.
+The loops run by turns. It also counts how often a batch makes the host wait for the
+device.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ YAMLS = {
     Precision.AMP_BF16: "imagenet_bf16.yaml",
 }
 ROUNDS = 6
-# By this batch the audit is over, and cuDNN has chosen its algorithms.
+# After this batch, the audit is over and cuDNN has chosen its algorithms.
 WARM = 20
 COUNTED = 40
 
 
 def measure(box: Box) -> Iterator[dict[str, Any]]:
-    """Rows of `loop`, `precision`, `batch`, `round` and `images_per_second`, then
-    counts.
+    """Yield rows of `loop`, `precision`, `batch`, `round` and `images_per_second`.
+
+    On a GPU, the first row has the count of synchronisations.
     """
     if box.device.type == "cuda":
         yield count_synchronisations(box, box.amp[0])
@@ -60,7 +61,7 @@ def measure(box: Box) -> Iterator[dict[str, Any]]:
 def in_turns(
     box: Box, precision: Precision, loops: dict[str, Any], rounds: int = ROUNDS
 ) -> Iterator[dict[str, Any]]:
-    """Rows of all rounds but the first, which is a warm-up."""
+    """Run loops by turns, and yield rows; the first round is a warm-up without rows."""
     size, batches = batch_size(box), 2 if box.tiny else BATCHES_PER_TURN
     with controlled_by(SafeController):
         found = by_turns(loops, 1 + (2 if box.tiny else rounds), batches)
@@ -76,7 +77,7 @@ def batch_size(box: Box) -> int:
 
 
 def noise_of(box: Box) -> dict[str, Any]:
-    """The `data` section for noise that is made once, on the device."""
+    """The `data` section for one batch of noise on the device."""
     return {
         "dataset": "device_synthetic",
         "workers": 0,
@@ -87,9 +88,7 @@ def noise_of(box: Box) -> dict[str, Any]:
 def experiment_of(
     box: Box, precision: Precision, data: dict[str, Any], changes: Sequence[str] = ()
 ) -> Experiment:
-    """The experiment of imagenet_*.yaml on other data, endless, with a report per
-    turn.
-    """
+    """imagenet_*.yaml as an endless experiment on `data`, with a report per turn."""
     path = str(CONFIGS / YAMLS[precision])
     raw = dict(read_yaml(path))
     side, classes = (32, 10) if box.tiny else (224, 1000)
@@ -104,7 +103,7 @@ def experiment_of(
 
 
 def bare(box: Box, precision: Precision, turns: Turns) -> None:
-    """The bare loop."""
+    """Train in the bare loop until the turns are over."""
     loop, batch = Bare(box), batch_on(box, batch_size(box))
     while True:
         turns.batch_begins()
@@ -114,11 +113,11 @@ def bare(box: Box, precision: Precision, turns: Turns) -> None:
 
 
 class Counting(SafeController):
-    """Determined's loop, which counts synchronisations from batch `WARM` on.
+    """Determined's loop, which records synchronisations from batch `WARM` on.
 
     Args:
-        caught: Gets a warning for each synchronisation.
-        fitted: The arguments that `Trainer.fit` gives to the controller.
+        caught: List that gets a warning for each synchronisation.
+        fitted: The arguments that `Trainer.fit` passes to the controller.
     """
 
     def __init__(self, caught: list[warnings.WarningMessage], **fitted: Any) -> None:
@@ -154,9 +153,7 @@ def waits() -> Iterator[list[warnings.WarningMessage]]:
 
 
 def count_synchronisations(box: Box, precision: Precision) -> dict[str, Any]:
-    """Count synchronisations in `COUNTED` training batches, and those of a planted
-    `item()`.
-    """
+    """Count synchronisations in `COUNTED` batches, and in one `item()` as a control."""
     experiment = experiment_of(box, precision, noise_of(box))
     caught: list[warnings.WarningMessage] = []
     with context_of(experiment) as context, controlled_by(partial(Counting, caught)):

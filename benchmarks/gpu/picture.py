@@ -1,6 +1,4 @@
-"""Draws the picture of `benchmarks.gpu`: speed and memory of ResNet-50 over the batch
-size.
-"""
+"""Draws the picture of `benchmarks.gpu`: ResNet-50's speed and memory by batch size."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ COLOURS = {"fp32": MUTED, "tf32": GREEN, "amp_fp16": VERMILION, "amp_bf16": BLUE
 
 
 def picture(result: Mapping[str, Any]) -> Figure:
-    """Draw the medians, with the range of all rounds."""
+    """Draw the medians, and the range over all rounds."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10.0, 3.6), layout="constrained")
         speed, memory = figure.subplots(1, 2)

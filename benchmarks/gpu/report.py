@@ -1,4 +1,4 @@
-"""Writes the tables and draws the picture of the results of `benchmarks.gpu`."""
+"""Writes the report of `benchmarks.gpu`, and its picture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PRECISIONS = ("fp32", "tf32", "amp_fp16", "amp_bf16")
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The README's table: the four precisions at the batch of the YAML."""
+    """The README's table: the four precisions at the batch size of the YAML."""
     rows = [_row(result["rows"], precision) for precision in PRECISIONS]
     return "\n".join([HEADS, "|---|---|---|---|---|---|", *filter(None, rows)]) + "\n"
 
@@ -48,9 +48,7 @@ def _row(rows: Sequence[Mapping[str, Any]], precision: str) -> str | None:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Everything: the machine, the goals, the table, all other medians, and the
-    notes.
-    """
+    """The whole report: machine, goals, table, all other medians, and notes."""
     known = {
         name: value for name, value in result["machine"].items() if value is not None
     }
@@ -67,7 +65,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-# The keys of measured values; the other keys of a row say what was measured.
+# Keys of measured values; the other keys of a row say what was measured.
 _VALUES = {
     "value",
     "images_per_second",
@@ -97,11 +95,11 @@ def _others(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Draw speed and memory over the batch size, if that is possible here."""
+    """Draw speed and memory by batch size; if that fails, print why."""
     try:
         # A machine with a GPU may lack matplotlib.
         from benchmarks.gpu.picture import picture  # noqa: PLC0415
 
         picture(result).savefig(path, dpi=110)
-    except Exception as error:  # a missing picture must not end the command
+    except Exception as error:  # the command must go on without a picture
         print(f"no picture: {error}")

@@ -1,6 +1,4 @@
-"""Measures ResNet-50 in a bare loop, images on the device: four precisions and batch
-sizes.
-"""
+"""Measures ResNet-50 in a bare loop, in all precisions, with images on the device."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from determined_amp.amp.precision import prepare_backend
 from determined_amp.amp.settings import Precision
 from trials.data.loading import Batch
 
-# The batch size in the YAML comes first: the time may not suffice for the others.
+# The batch size of the YAML comes first, because time may run out.
 BATCHES = (256, 128, 512, 64)
 TINY_BATCHES = (2,)
 ROUNDS = 5
@@ -26,11 +24,10 @@ CLASSES = 1000
 
 
 class Bare:
-    """PyTorch's own recipe of AMP, with the settings of `trials.resnet50` and
-    imagenet_*.yaml.
+    """PyTorch's AMP recipe, with the settings of `trials.resnet50` and imagenet_*.yaml.
 
     Args:
-        box: Has the device; a rehearsal has a small network.
+        box: The device; a rehearsal uses a small network.
     """
 
     def __init__(self, box: Box) -> None:
@@ -50,8 +47,8 @@ class Bare:
             weight_decay=1e-4,
             fused=fused,
         )
-        # A skipped first step leaves fused SGD's momentum undefined. This init_scale
-        # skips none.
+        # If fused SGD skips its first step, its momentum is undefined. At this
+        # init_scale no step is skipped.
         self._scalers = {
             precision: torch.amp.GradScaler(
                 box.device.type,
@@ -62,8 +59,9 @@ class Bare:
         }
 
     def step(self, batch: Batch, precision: Precision) -> None:
-        """Train on one batch: images (B, 3, S, S) float32 channels_last, labels (B,)
-        int64.
+        """Train on one batch.
+
+        It has images (B, 3, S, S) float32 channels_last, and labels (B,) int64.
         """
         images, labels = batch
         dtype, scaler = precision.autocast_dtype, self._scalers[precision]
@@ -77,8 +75,10 @@ class Bare:
 
 
 def batch_on(box: Box, size: int) -> Batch:
-    """Noise on the device: images (B, 3, S, S) float32 channels_last, labels (B,)
-    int64.
+    """Make a batch of noise on the device.
+
+    Returns:
+        Images (B, 3, S, S) float32 channels_last in [-1, 1), and labels (B,) int64.
     """
     side = 32 if box.tiny else 224
     images = torch.rand(size, 3, side, side, device=box.device).mul_(2.0).sub_(1.0)
@@ -87,7 +87,10 @@ def batch_on(box: Box, size: int) -> Batch:
 
 
 def measure(box: Box) -> Iterator[dict[str, Any]]:
-    """Rows of `precision`, `batch`, `round`, `images_per_second` and `peak_bytes`."""
+    """Yield rows of `precision`, `batch`, `round`, `images_per_second`, `peak_bytes`.
+
+    A batch that does not fit in memory gets a note.
+    """
     bare = Bare(box)
     precisions = (Precision.FP32, Precision.TF32, *box.amp)
     sizes = TINY_BATCHES if box.tiny else BATCHES
@@ -100,7 +103,7 @@ def measure(box: Box) -> Iterator[dict[str, Any]]:
             step = partial(bare.step, batch, precision)
             where = {"precision": precision.value, "batch": size, "round": number}
             try:
-                # In the first step of the first round, cuDNN times its algorithms.
+                # cuDNN times its algorithms in the first round.
                 for _ in range(1 if number or box.tiny else 3):
                     step()
                 seconds, peak = stretch(step, box)

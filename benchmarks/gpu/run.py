@@ -1,15 +1,13 @@
-"""Measures what one GPU reaches, part by part, each in a process and a time box of its
-own.
+"""Measures one GPU in parts; each has its own process and its own time limit.
 
-    python -m benchmarks.gpu --folder OUT               # less than nine minutes python
-    -m benchmarks.gpu --folder OUT --tiny        # a rehearsal; with --device cpu, too
-    python -m benchmarks.gpu --folder OUT --parts       # no part: sums up the existing
-    rows
+    python -m benchmarks.gpu --folder OUT          # less than nine minutes
+    python -m benchmarks.gpu --folder OUT --tiny   # a rehearsal; so is --device cpu
+    python -m benchmarks.gpu --folder OUT --parts  # measures nothing, only sums up
 
-Each row is written to `OUT/rows.jsonl` as soon as it is measured. A part that fails or
-runs out of time leaves a note there, and the next part begins. At the end the rows are
-summed up in `gpu.json`, `gpu.md` and, if matplotlib is installed, `gpu.png`. Copy
-`gpu.json` to `benchmarks/results`, and `benchmarks.readme` writes it into the README.
+Each row goes to `OUT/rows.jsonl` as soon as it is measured. A part that fails or runs
+out of time leaves a note there, and the next part begins. At the end, `gpu.json`,
+`gpu.md` and, with matplotlib, `gpu.png` sum up the rows. Copy `gpu.json` to
+`benchmarks/results`; then `benchmarks.readme` writes its table into the README.
 """
 
 from __future__ import annotations
@@ -34,8 +32,7 @@ from benchmarks.gpu.goals import goals, words
 from benchmarks.gpu.report import draw, markdown
 from determined_amp.experiment.machine import installed_version
 
-# By module of this package: its seconds. A part may also use what earlier parts left
-# over.
+# The seconds of each part, by module. Later parts may use what earlier ones leave over.
 WHERE = "benchmarks.gpu.{}:measure"
 PARTS = {
     "ceilings": 20,
@@ -45,9 +42,9 @@ PARTS = {
     "latte": 75,
     "compiled": 85,
 }
-# Seconds to finish the row that is being measured when the time is over.
+# Seconds after the time limit in which a part may finish its row.
 GRACE = 10
-# A part begins only with this many seconds left; less is not worth a process.
+# A part does not begin with fewer seconds than this.
 LEAST = 5
 PACKAGES = ("torch", "torchvision", "determined", "diffusers", "numpy", "triton")
 
@@ -63,15 +60,15 @@ def measure(
     grace: float = GRACE,
     where: str = WHERE,
 ) -> list[dict[str, Any]]:
-    """Run the parts one after the other; `folder/rows.jsonl` gets what they find.
+    """Run the parts one after the other, and write their rows to `folder/rows.jsonl`.
 
     Args:
         folder: Where the results go.
         parts: Seconds of each part, by the name of its module.
         device: `cuda` or `cpu`.
         tiny: Whether this is a rehearsal.
-        grace: Seconds that a part may exceed its time before it is cut off.
-        where: Path of a part's function, with `{}` for the name of the part.
+        grace: Seconds by which a part may exceed its time before it is killed.
+        where: Import path of a part's function, with `{}` for the name of the part.
 
     Returns:
         All rows.
@@ -79,7 +76,7 @@ def measure(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "rows.jsonl"
     path.write_text("")
-    imported = _processes.Process()  # does nothing, once everything is imported
+    imported = _processes.Process()  # ends once the fork server has imported everything
     imported.start()
     imported.join()
     ends = time.monotonic()
@@ -103,10 +100,12 @@ def measure(
 
 
 def _run(process: BaseProcess, box: Box, grace: float) -> str:
-    """Run a process and cut it off when the time of its box is over; a note on it, if
-    any.
+    """Run a process, and kill it if it exceeds its time by `grace`.
 
     It is no daemon, because daemons may not start loader processes.
+
+    Returns:
+        A note on how it failed, or an empty text.
     """
     began = time.monotonic()
     process.start()
@@ -119,15 +118,15 @@ def _run(process: BaseProcess, box: Box, grace: float) -> str:
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    """The rows that were written so far."""
+    """Read the rows that are written so far."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def write(folder: Path) -> dict[str, Any]:
-    """Write JSON, Markdown and picture of the rows in a folder; returns the result."""
+    """Write JSON, Markdown and picture of the rows in a folder; return the result."""
     rows = rows_of(folder / "rows.jsonl")
     on: dict[str, Any] = next((row["machine"] for row in rows if "machine" in row), {})
-    # A rehearsal is too small to tell anything about the goals.
+    # A rehearsal is too small to judge the goals.
     told = [] if on.get("rehearsal") else rows
     result = {"machine": on, "goals": goals(told, on.get("device", "")), "rows": rows}
     (folder / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -142,11 +141,9 @@ def _append(path: Path, part: str, row: Mapping[str, Any]) -> None:
 
 
 def _part(part: str, where: str, path: Path, box: Box) -> None:
-    """Run a part in a process of its own, so that a device fault ends with the
-    process.
-    """
-    # Loader processes are forks, as in a run. Otherwise each would import everything,
-    # and get a copy of the dataset.
+    """Run a part. It has its own process, so that a device fault ends with it."""
+    # Fork loader processes, as a run does. Otherwise each would import everything, and
+    # copy the dataset.
     multiprocessing.set_start_method("fork", force=True)
     try:
         if box.device.type == "cpu":
@@ -154,18 +151,18 @@ def _part(part: str, where: str, path: Path, box: Box) -> None:
         _append(
             path, part, {"machine": {**machine(box.device.type), "rehearsal": box.tiny}}
         )
-        # Imported here, because a package that only this part needs may be missing.
+        # Imports the part here, because a package that only it needs may be missing.
         for row in pkgutil.resolve_name(where.format(part))(box):
             _append(path, part, row)
             if box.left() <= 0:
                 _append(path, part, {"note": "the time was over before the end"})
                 return
-    except Exception as error:  # whatever it is, the other parts go on
+    except Exception as error:  # after any error, the other parts go on
         _append(path, part, {"note": problem_of(error)})
 
 
 def machine(device: str) -> dict[str, Any]:
-    """The device and the versions of the measurement."""
+    """Describe the device, and the versions of what is measured."""
     cuda = device == "cuda"
     return {
         "device": torch.cuda.get_device_name() if cuda else "cpu",
@@ -173,7 +170,7 @@ def machine(device: str) -> dict[str, Any]:
         if cuda
         else None,
         "driver": _driver() if cuda else None,
-        "cuda": torch.version.cuda,  # of torch
+        "cuda": torch.version.cuda,  # torch's own
         "cudnn": torch.backends.cudnn.version() if cuda else None,  # type: ignore[no-untyped-call]
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
@@ -206,8 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--parts", nargs="*", choices=PARTS, default=list(PARTS), help="by default all"
     )
     options = parser.parse_args(arguments)
-    # Imported once, in the process that forks the others and does not use the device.
-    # Only imports that are certain to work: a fault here would end all parts.
+    # The process that forks the parts imports these once, and never uses the device. An
+    # error here would end all parts, so import only what is certain to work.
     multiprocessing.set_forkserver_preload(["torch._dynamo", "torchvision"])
     parts = {name: PARTS[name] for name in options.parts}
     tiny = options.tiny or options.device == "cpu"
