@@ -1,13 +1,13 @@
 # Determined sources this file in every container of a task, at each start and restart, under
-# `set -e` and `set -x`. The subshell keeps options and variables inside, `|| true` suspends `set -e`
-# in it and keeps failures inside. The training starts anyway, and names what it lacks.
+# `set -e` and `set -x`. The subshell keeps options and variables out of Determined's shell. `|| true`
+# suspends `set -e`, so after a failure the training starts anyway, and names what it lacks.
 (
     { set +ux; } 2> /dev/null
 
-    # The first line has the packages for pip to add, the others those that pip must not change.
-    # Nothing is imported; a spec without an origin is only a folder of that name. The image may lack
-    # three packages of the library. The example trials need the digits of scikit-learn. Only Latte
-    # needs diffusers, which from 0.36 on needs the torch.accelerator of torch 2.6 and later.
+    # Python prints the packages that pip must add, then one line for each that pip must not change.
+    # It imports none of them. A spec without an origin is only a folder of that name. The library
+    # needs the first three, the example trials scikit-learn, and `compare` the next three. Only Latte
+    # needs diffusers, and diffusers 0.36 needs torch.accelerator, which torch has since 2.6.
     {
         read -ra missing
         mapfile -t installed

@@ -1,6 +1,6 @@
 """Mixed precision in a plain PyTorch loop: `python plain.py`.
 
-Stopped at any time, it goes on from state.pt to the same bits.
+You can stop it at any time. Started again, it continues from state.pt to the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def batch_of(step: int, device: torch.device) -> Batch:
-    """The same batch whenever a run comes to this step: 64 points of four classes."""
+    """Make the batch of a step, the same in every run: 64 points of four classes."""
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed(step))
     return x.to(device), x[:, :4].argmax(1).to(device)
 

@@ -26,7 +26,7 @@ def net() -> nn.Module:
 
 
 def batch_of(step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same batch whenever a run comes to this step: 64 points of four classes."""
+    """Make the batch of a step, the same in every run: 64 points of four classes."""
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed(step))
     return x.to(device), x[:, :4].argmax(1).to(device)
 

@@ -1,4 +1,4 @@
-"""Which of ten corners of a cube is a noisy point near? A small trial."""
+"""A small trial: which of ten corners of a cube is nearest to a noisy point?"""
 
 from typing import Any
 
@@ -9,19 +9,19 @@ from torch.utils.data import TensorDataset
 
 
 def points(count: int) -> TensorDataset:
-    """Points (count, 32) float32 and the corners they are near, (count,) int64."""
+    """Noisy points, (count, 32) float32, and their corners, (count,) int64."""
     corners = torch.randn(10, 32, generator=torch.Generator().manual_seed(0)).sign()
     nearest = torch.arange(count) % 10
     return TensorDataset(corners[nearest] + torch.randn(count, 32), nearest)
 
 
 def net() -> nn.Module:
-    """Takes (B, 32), returns logits (B, 10)."""
+    """Map points (B, 32) to logits (B, 10)."""
     return nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
 class MyTrial(pytorch.PyTorchTrial):
-    """A trial as Determined's documentation writes one."""
+    """A trial like those in Determined's documentation."""
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         self.context = context
