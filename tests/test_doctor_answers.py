@@ -250,7 +250,7 @@ def test_unscale_below_a_clip_is_ordered_to_its_place_where_it_is_near():
     far = 30 * "    # far\n" + unscale + step
     (fault,) = findings_of(script.replace(step, far), "far.py").faults
     assert not fault.orders
-    assert "comes behind the clip" in fault.write
+    assert "after the last backward of a step" in fault.write
     (fault,) = findings_of_mistake("clip_before_unscale").faults
     assert fault.write.startswith("scaler.unscale_(optimizer)\n")
 

@@ -2481,4 +2481,114 @@ for inputs, targets in loader():
     scaler.update()
 """,
     ),
+    "hook_of_a_state_clamps_scaled_gradients": Mistake(
+        "fault",
+        "depends_on_scale",
+        """\
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside, self.hidden = nn.Embedding(20, 24), nn.Linear(48, 24)
+        self.outside = nn.Linear(24, 20)
+
+    def forward(self, words):
+        state, outputs = torch.zeros(len(words), 24), []
+        for word in words.unbind(1):
+            state = self.hidden(torch.cat([self.inside(word), state], 1)).tanh()
+            state.register_hook(lambda gradient: gradient.clamp(-1, 1))
+            outputs.append(self.outside(state))
+        return torch.stack(outputs, 1)
+
+
+model = Recurrent()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+scaler = GradScaler("cuda")
+for _ in range(60):
+    words = torch.randint(0, 20, (8, 8))
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(words).reshape(-1, 20), words.reshape(-1))
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "scaler_steps_lbfgs_with_a_closure": Mistake(
+        "fault",
+        "closure",
+        """\
+model = net()
+optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
+scaler = GradScaler("cuda")
+
+
+def closure():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(x), y)
+    scaler.scale(loss).backward()  # HERE
+    return loss
+
+
+for _ in range(10):
+    closure()
+    scaler.step(optimizer, closure)
+    scaler.update()
+""",
+    ),
+    "sam_whose_skipped_step_leaves_its_move": Mistake(
+        "fault",
+        "no_steps|not_finite",
+        """\
+class SAM(torch.optim.SGD):
+    def ascend(self):
+        weights = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in weights]).norm()
+        for p in weights:
+            self.state[p]["move"] = p.grad * (0.05 / (norm + 1e-12))
+            p.data.add_(self.state[p]["move"])
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(self.state[p]["move"])
+        super().step(closure)
+
+
+model = net()
+optimizer = SAM(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    for moves in (optimizer.ascend, lambda: scaler.step(optimizer)):
+        optimizer.zero_grad()
+        with autocast("cuda", dtype=torch.float16):
+            loss = F.cross_entropy(model(inputs), targets)
+        scaler.scale(loss).backward()
+        moves()
+    scaler.update()
+""",
+        ("left out",),
+    ),
+    "stops_early_by_a_scaled_validation": Mistake(
+        "suspicion",
+        "scaled_loss_read",
+        """\
+model, best = net(), math.inf
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+scaler = GradScaler("cuda")
+for _ in range(2):
+    for inputs, targets in loader():
+        optimizer.zero_grad()
+        with autocast("cuda", dtype=torch.float16):
+            loss = F.cross_entropy(model(inputs), targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    with torch.no_grad(), autocast("cuda", dtype=torch.float16):
+        loss = scaler.scale(F.cross_entropy(model(x), y)).item()  # HERE
+    if loss > best:
+        break
+    best = loss
+""",
+    ),
 }

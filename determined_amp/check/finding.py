@@ -13,7 +13,8 @@
     needs_amp   whether it is looked for in a training with AMP alone
     has_cause   whether the cause of losses that are not finite is told with it
     write, look the lines to write, or what to look at where these do not hold;
-                `in_a_loop_write` and `in_a_loop_look` where the loop is the user's
+                `in_a_loop_write` and `in_a_loop_look` where the loop is the user's,
+                `finite_look` where all losses are finite
     explains    what is not told beside it, with all that those explain
 """
 

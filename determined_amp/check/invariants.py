@@ -35,6 +35,10 @@ _CHANGED, _MAYBE_CHANGED = 0.05, 0.01
 # scale, or over a few steps where they are nearly proportional to it.
 _FACTOR, _STEPS, _EXPONENT = 2.0, 8, 0.7
 
+# Where the gradients of some weights are smaller at high scales, less is enough: what
+# float16 loses, it loses at low ones.
+_SHRINKS = 0.45
+
 # Scales so far apart, with so many norms at each, tell whether norms follow the scale.
 _LEAST_RATIO, _LEAST_NORMS = 15.0, 3
 # So many neighbours of a norm, on each side, are of nearly the same weights.
@@ -104,8 +108,13 @@ def leaves_out_batches(record: Record) -> Found:
     without = record.of("left_out")
     for window in record.windows:
         lost = window.backwards if window.left_out else window.backwards[: window.lost]
-        is_forced = window.forced
-        without += [each for each in lost if not (each.finite or is_forced)]
+        # SAM zeroes between two backwards of one batch.
+        stepped = {each.batch for each in window.used if window.steps} - {-1}
+        without += [
+            each
+            for each in lost
+            if not (each.finite or window.forced or each.batch in stepped)
+        ]
     batches = record.batches or len(record.of("backward"))
     total = max(batches, len(without))
     is_often = len(without) >= max(_MANY, _SHARE * total)
@@ -285,7 +294,7 @@ def _dependences(
     whole = [step for step in made if len(step.norms) == most]
     for weight in range(most):
         seen = _dependence((step.scale, step.norms[weight]) for step in whole)
-        if seen and seen.exponent <= -_EXPONENT and seen.norms >= _STEPS:
+        if seen and seen.exponent <= -_SHRINKS and seen.norms >= _STEPS:
             yield "gradients of some weights", seen
 
 

@@ -169,7 +169,9 @@ def _with_cause(finding: CheckFinding, record: Record) -> CheckFinding:
         count = f"{len(bad)} of {len(of)}"
         effect = f"{effect}; {count} backwards began at a loss that is not finite"
     if cause is None:
-        return replace(finding, effect=effect)
+        finite_look = ROWS[finding.key].get("finite_look", [])
+        look = finding.write if bad else "\n".join(finite_look) or finding.write
+        return replace(finding, effect=effect, write=look)
     effect = f"{effect}; first: {cause.text}"
     where = tuple(dict.fromkeys(filter(None, (cause.where, *finding.where))))
     told = replace(finding, where=where, effect=effect)
@@ -192,6 +194,8 @@ def _notes(record: Record) -> Iterator[str]:
     if off and not record.is_amp:
         yield f"the GradScaler of {off[0]} is switched off, so no AMP was examined"
     forced = {window.place for window in record.complete if window.forced}
+    if record.scales and not (forced or record.forces_none or record.error):
+        yield "no overflow was made, so what this training does on one is not known"
     if forced:
         steps = ", ".join(map(str, sorted(forced)))
         yield f"the doctor made an overflow in these steps of an optimizer: {steps}"

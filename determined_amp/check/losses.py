@@ -44,13 +44,17 @@ def mark(tensors: Any, **known: Any) -> None:
     """
     for tensor in tensors_of(tensors):
         node: Any = tensor.grad_fn
-        if node is not None:
+        if node is None:  # of a validation
+            setattr(tensor, _KNOWN, known)
+        else:
             node.metadata[_KNOWN] = known
 
 
 def was_scaled(tensor: torch.Tensor) -> bool:
     """Whether a scaler has made it."""
-    return tensor.grad_fn is not None and "scale" in _known_of(tensor.grad_fn)
+    node = tensor.grad_fn
+    known = getattr(tensor, _KNOWN, {}) if node is None else _known_of(node)
+    return "scale" in known
 
 
 def loss_of(outputs: Any, scales: Sequence[float]) -> Loss:

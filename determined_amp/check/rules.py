@@ -81,7 +81,9 @@ def steps_with_scaled_gradients(record: Record) -> Found:
     scaled = [step for step in steps if not step.disturbed and step.factor > SCALED]
     # A scaler cannot step in a backward.
     in_backward = any(step.in_backward for step in scaled)
-    yield Seen(scaled, holds=_are_as_computed(steps) and not in_backward)
+    calm = [step for step in steps if not step.disturbed]
+    holds = _are_as_computed(steps) and not in_backward
+    yield Seen(scaled, of=calm, holds=holds)
 
 
 def steps_with_an_overflow(record: Record) -> Found:
@@ -101,6 +103,12 @@ def _are_as_computed(steps: list[Event]) -> bool:
     """
     calm = [step for step in steps if not step.disturbed and math.isfinite(step.norm)]
     return not any(math.isnan(step.factor) for step in calm)
+
+
+def scales_losses_in_a_step(record: Record) -> Found:
+    """A closure: the scaler divides before the step, which makes new gradients."""
+    inside = record.of("backward", in_step=True)
+    yield Seen([backward for backward in inside if backward.loss.scale])
 
 
 def steps_twice(record: Record) -> Found:
@@ -136,17 +144,20 @@ def _clips_scaled(record: Record, clips: list[Event]) -> Found:
     if wrong:
         last = wrong[-1]
         true_limit, true_norm = last.limit / last.factor, last.norm / last.factor
-        holds = not _unscales_later(record, last)
+        holds = not _is_elsewhere(record, last)
         yield Seen(wrong, holds=holds, true_limit=true_limit, true_norm=true_norm)
 
 
-def _unscales_later(record: Record, clip: Event) -> bool:
-    """Whether a line far behind a clip unscales, before the one that steps.
+def _is_elsewhere(record: Record, clip: Event) -> bool:
+    """Whether the lines to write would not hold in place of a clip: a line far behind
+    it unscales before the one that steps, or another backward comes.
 
-    One that is near is in the order, which moves it.
+    A line that is near is in the order, which moves it.
     """
     kinds = ("unscale", "step", "backward")
     later = [each for each in record.events[clip.number :] if each.kind in kinds][:2]
+    if later and later[0].kind == "backward":
+        return True
     # `step` unscales, too, from its own line.
     places = {each.where for each in later}
     if [each.kind for each in later] != ["unscale", "step"] or len(places) < 2:
