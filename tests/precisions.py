@@ -13,7 +13,7 @@ from typing import Any
 from determined_amp.experiment.dotted import flat, put
 from determined_amp.experiment.machine import Machine
 from determined_amp.report.comparison import Comparison, compare_runs
-from determined_amp.runs.run import Part, Report, Reports, Run, RunState, judged
+from determined_amp.runs.run import Part, Run, RunState
 from determined_amp.search.search_folder import Search
 
 GPU, CPU = "NVIDIA H100", "cpu"
@@ -155,13 +155,10 @@ def run(precision: str, seed: int = 1, name: str | None = None, **options: Any) 
     """A run as it is read from a folder, see `record_of`."""
     record, lines = record_of(precision, seed, **options)
     (part,) = record["parts"]
-    reports = Reports()
-    for line in lines:
-        reports.add(line["group"], Report.read(line["batches"], line))
     state, reason = RunState(record["state"]), record["reason"]
-    state, reason = judged(state, reason, part["settings"], reports)
     parts = (Part(**{**part, "machine": Machine(**part["machine"])}),)
-    return Run(name or f"{precision}-{seed}", state, reason, parts, reports)
+    made = Run(name or f"{precision}-{seed}", state, reason, parts)
+    return made.reported(lines, part["settings"])
 
 
 def seeds(precision: str, values: Sequence[float], **others: Any) -> list[Run]:

@@ -13,7 +13,7 @@ from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.found_scale import FinderRun, FoundScale
 from determined_amp.finder.scale_finding import ScaleFinding, Verdict
 from determined_amp.runs.folder import STUDY_FILE, trial_folder
-from determined_amp.runs.run import SEED, Part, Report, Reports, Run, RunState
+from determined_amp.runs.run import SEED, Part, Report, Run, RunState
 from determined_amp.search.search_folder import Search, write_config
 from tests.precisions import CPU, made_on, write_record
 from tests.training import ROOT, SMALL
@@ -86,10 +86,8 @@ def observed(
             name=f"trial {i}",
             state=RunState.COMPLETED,
             parts=(Part(settings={SEED: seed}),),
-            reports=Reports(
-                trained=[Report(100, training)] if training else [],
-                validations=[Report(100, metrics)],
-            ),
+            trained=[Report(100, training)] if training else [],
+            validations=[Report(100, metrics)],
             number=i,
             hparams={
                 "amp.init_scale": 2.0**scale,

@@ -127,7 +127,7 @@ class TestAnswer:
         assert result["use"] in trained
         assert {run.seed for run in runs} == {0, 1}
         assert all(run.state is RunState.COMPLETED for run in runs)
-        assert {run.reports.audit_share for run in runs} == {1.0}
+        assert {run.audit_share for run in runs} == {1.0}
         assert (images / "precision.md").is_file()
         answer = f"\n\n{result['answer']}\n\nhyperparameters:\n  amp:\n    precision: "
         _, _, after = (images / "printed").read_text().partition(answer)
@@ -137,7 +137,7 @@ class TestAnswer:
 
     def test_runs_are_equal_but_for_their_precision(self, images):
         runs = read_search(images).runs
-        lengths = {run.trained_batches for run in runs}
+        lengths = {run.training.batches for run in runs}
         assert lengths == {24}
         half = len(runs) // 2  # seed by seed
         assert [run.seed for run in runs] in (

@@ -15,7 +15,7 @@ from determined_amp.report.answer import answer_of
 from determined_amp.report.change import Judgement, change_of
 from determined_amp.report.comparison import compare_runs
 from determined_amp.report.precision_report import precision_sentences, precision_table
-from determined_amp.runs.run import SEED, Report, Reports
+from determined_amp.runs.run import SEED, Report
 from determined_amp.search.search_folder import Search
 from tests.precisions import CPU, GPU, LOST, comparison_of, run, seeds
 
@@ -485,7 +485,7 @@ def test_runs_may_differ_in_names_and_scaler_settings_and_be_trained_again(runs)
 
 def reporting(one, **metrics):
     """The run with these metrics in its last validation."""
-    return dataclasses.replace(one, reports=Reports(validations=[Report(100, metrics)]))
+    return dataclasses.replace(one, validations=[Report(100, metrics)])
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from determined_amp import __main__ as door
 from determined_amp.local.checkpoint_storage import Resume
 from determined_amp.local.logs import logging_to
 from determined_amp.runs.folder import complete_checkpoints, read_run
+from determined_amp.runs.run import curve_of
 from tests import training
 from tests.harness import same_bits
 from trials.mlp import MLPTrial
@@ -104,7 +105,10 @@ def test_record_names_versions_device_and_settings(folder):
     assert part.date is not None
     assert part.settings["hyperparameters.amp.precision"] == "amp_bf16"
     assert training.end(folder) == ("completed", "", 12)
-    assert [batches for batches, _ in run.curve("validation_loss")] == [6, 12]
+    assert [batches for batches, _ in curve_of(run.validations, "validation_loss")] == [
+        6,
+        12,
+    ]
     assert "1 x cpu; torch " in (folder / "log.txt").read_text()
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
 

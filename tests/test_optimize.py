@@ -18,7 +18,7 @@ from determined_amp import __main__ as door
 from determined_amp.amp.errors import UserError
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.runs.folder import STUDY_FILE
-from determined_amp.runs.run import RunState
+from determined_amp.runs.run import RunState, curve_of
 from determined_amp.search import optimize
 from determined_amp.search.search_display import line_of_a_trial
 from determined_amp.search.search_folder import read_search
@@ -63,7 +63,7 @@ def test_grid_that_a_signal_stopped_goes_on_and_finds_the_best(
     assert [run.scale_log2 for run in study.ranked()] == [14, 4, 24]
     highest, best, _ = study.runs
     assert highest.metrics["steps_lost"] == 24 - 18
-    assert best.curve("loss_scale_score") == [(2, 0.0)]
+    assert curve_of(best.validations, "loss_scale_score") == [(2, 0.0)]
     assert (
         "at 2^4 to 2^14: use 2^9; no lower scale was tried\n" in capsys.readouterr().out
     )
@@ -101,10 +101,12 @@ def test_full_disk_stops_the_search_and_a_resume_goes_on(tmp_path, refusal):
     assert len(runs) == 4
     assert {run.state for run in runs} == {RunState.COMPLETED, RunState.PRUNED}
     for run in runs:
-        assert run.batches == (8 if run.state is RunState.COMPLETED else 2)
+        assert run.validated.batches == (8 if run.state is RunState.COMPLETED else 2)
     resumed = runs[0]
     assert [part.first_batch for part in resumed.parts] == [0, 4]
-    assert [batches for batches, _ in resumed.curve("validation_loss")] == [2, 4, 6, 8]
+    assert [
+        batches for batches, _ in curve_of(resumed.validations, "validation_loss")
+    ] == [2, 4, 6, 8]
     # The same trial, undisturbed and without a search.
     alone, config = tmp_path / "alone", Path(resumed.name) / "config.yaml"
     assert door.run(["train", str(config), "--run-folder", str(alone)]) == 0

@@ -11,18 +11,16 @@ from determined_amp.runs.folder import (
     RunError,
     RunFolder,
     read_run,
-    read_trials,
     trial_folder,
 )
 from determined_amp.runs.run import (
     Part,
-    Progress,
     Report,
-    Reports,
     Run,
     RunState,
     Spread,
 )
+from determined_amp.search.search_folder import read_search
 from tests import training
 from tests.precisions import GPU, made_on, run, write_run
 
@@ -74,13 +72,13 @@ def test_steps_of_several_optimizers_are_added_up():
         "watch_applied_steps_1": 90,
         "skipped_steps_1": 10,
     }
-    made = Run("a", RunState.COMPLETED, reports=Reports(trained=[Report(100, own)]))
+    made = Run("a", RunState.COMPLETED, trained=[Report(100, own)])
     assert (made.last("watch_applied_steps"), made.last("skipped_steps")) == (188, 10)
 
 
 class TestReports:
     def test_speed_is_the_median_without_the_first_report_of_a_process(self):
-        reports = Reports()
+        reports = []
         for batches, (speed, share) in enumerate(
             [
                 (1.0, 1.0),
@@ -95,9 +93,10 @@ class TestReports:
             known = {
                 name: value for name, value in metrics.items() if value is not None
             }
-            reports.add("training", Report(batches, known))
-        assert reports.speed == Spread(200.0, 0.5, 300.0)
-        assert reports.audit_share == 0.5
+            reports.append(Report(batches, known))
+        made = Run("a", RunState.COMPLETED, trained=reports)
+        assert made.speed == Spread(200.0, 0.5, 300.0)
+        assert made.audit_share == 0.5
 
     def test_numbers_are_floats_and_other_texts_are_left_out(self):
         given = {
@@ -143,7 +142,7 @@ def test_trials_of_a_search_are_run_folders(tmp_path):
         line = {"group": "validation", "loss_scale_score": 0.5, "batches": 4}
         folder.append_metrics(line)
         folder.end(end, "too slow")
-    first, second = read_trials(tmp_path, [])
+    first, second = read_search(tmp_path, {"searcher": {}}).runs
     assert (first.number, first.state, first.scale_log2) == (0, RunState.COMPLETED, 0.0)
     assert (second.number, second.state) == (1, RunState.PRUNED)
     assert second.reason == "4 batches: too slow"
@@ -214,9 +213,13 @@ def test_length_in_epochs_is_counted_in_epochs(tmp_path):
 
 
 def test_number_of_a_million_batches_has_all_of_its_digits():
-    progress = Progress(1_234_567, 1_000_000, 4_000_000, "batches")
-    assert str(progress) == "1234567 of 4000000 batches"
-    assert str(Progress(2.5, 2.0, math.inf, "epochs")) == "2.5 epochs"
+    report = {"group": "training", "batches": 1_234_567, "epochs": 2.5}
+    length = "hyperparameters.training.max_length"
+    run = Run("a", RunState.KILLED)
+    batches = run.reported([report], {f"{length}.batches": 4_000_000})
+    assert batches.reason == "1234567 of 4000000 batches: its process is gone"
+    epochs = run.reported([report], {f"{length}.epochs": 4})
+    assert epochs.reason == "2.5 of 4 epochs: its process is gone"
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}"])
@@ -238,7 +241,7 @@ def test_line_cut_off_by_a_kill_ends_the_reports(tmp_path):
     lines = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(lines[:-20])
     cut = read_run(folder)
-    assert (cut.state, cut.trained_batches) == (RunState.KILLED, 100)
+    assert (cut.state, cut.training.batches) == (RunState.KILLED, 100)
 
 
 def test_run_whose_process_is_gone_was_killed(tmp_path):

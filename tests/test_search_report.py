@@ -18,7 +18,7 @@ from determined_amp.finder.scale_finding import Verdict
 from determined_amp.finder.scale_score import choice_of
 from determined_amp.report import ReportError, page
 from determined_amp.report.search_report import panels_of, write_search_report
-from determined_amp.runs.run import Report, Reports, Run, RunState
+from determined_amp.runs.run import Report, Run, RunState
 from determined_amp.search.search_display import closing_lines
 from determined_amp.search.search_folder import Search, read_search
 from tests import training
@@ -177,11 +177,13 @@ def searched(*trials, smaller_is_better):
     """A search that trained: scale_log2, state and validation losses of each trial."""
     runs = []
     for number, (scale, state, losses) in enumerate(trials):
-        reports = Reports()
-        for batches, loss in enumerate(losses, 1):
-            reports.add("validation", Report(batches, {"validation_loss": loss}))
+        reports = [
+            Report(batches, {"validation_loss": loss})
+            for batches, loss in enumerate(losses, 1)
+        ]
         hparams = {"amp.init_scale": 2.0**scale}
-        runs.append(Run("a", state, reports=reports, number=number, hparams=hparams))
+        run = Run("a", state, validations=reports, number=number, hparams=hparams)
+        runs.append(run)
     searcher = {"metric": "validation_loss", "smaller_is_better": smaller_is_better}
     return Search(
         "here", tuple(runs), {**SEARCH, "searcher": {**SEARCH["searcher"], **searcher}}

@@ -12,7 +12,7 @@ from optuna.trial import TrialState
 
 from determined_amp.amp.errors import UserError
 from determined_amp.runs.folder import STUDY_FILE, RunFolder, trial_folder
-from determined_amp.runs.run import Report, Reports, Run, RunState
+from determined_amp.runs.run import Report, Run, RunState
 from determined_amp.search import optimize
 from determined_amp.search.optimize import SearchLoop
 from determined_amp.search.search_display import closing_lines
@@ -67,7 +67,7 @@ def test_trials_that_ran_wait_again_and_come_first(tmp_path):
 def test_value_of_a_trial_is_its_best_validation(best, *, smaller):
     values = enumerate((0.5, 0.25, 0.75, math.nan))
     told = [Report(n, {"f1": value}) for n, value in values]
-    run = Run("a", RunState.COMPLETED, reports=Reports(validations=told))
+    run = Run("a", RunState.COMPLETED, validations=told)
     ranks = {"metric": "f1", "smaller_is_better": smaller}
     search = Search("", (run,), {"searcher": ranks})
     assert search.value(run) == best

@@ -45,7 +45,7 @@ def _leave(core_context: core.Context, end: ComparisonEnd) -> None:
         comparison = end.report.comparison
         answer = end.report.answer
         noted = {"answer": answer.text, "precision": answer.precision.value}
-        batches = max(run.batches for run in comparison.runs)
+        batches = max(run.validated.batches for run in comparison.runs)
         pair = comparison.against_baseline(answer.precision)
         if pair is not None and pair.speed is not None:
             noted["verdict"] = pair.metric.judgement.value

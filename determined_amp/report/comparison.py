@@ -76,7 +76,7 @@ class Comparison:
     def setting(self) -> str:
         """Device, versions, length, date and seeds of all runs, in one line."""
         device = f"{self.machine.device}, torch {self.machine.torch}"
-        batches = max(run.trained_batches for run in self.runs)
+        batches = max(run.training.batches for run in self.runs)
         date = max(run.date or "date unknown" for run in self.runs)
         seeds = dict.fromkeys(str(run.seed) for run in self.completed)
         return (

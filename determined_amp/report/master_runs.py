@@ -29,11 +29,8 @@ from determined_amp.runs.run import (
     LENGTH,
     SEED,
     Part,
-    Report,
-    Reports,
     Run,
     RunState,
-    judged,
 )
 from determined_amp.search.search_folder import Search
 
@@ -88,7 +85,7 @@ def _run(
     One that failed before it noted any has its hyperparameters, and what the trials of
     the experiment share.
     """
-    reports = _reports(trial)
+    lines = list(_reports(trial))
     if "settings" in noted:
         settings = flat(_settings(noted))
     else:
@@ -96,17 +93,19 @@ def _run(
         settings = {**shared, **of_trial}
     settings[SEED] = noted.get("seed")
     lengths = [settings.get(f"{LENGTH}.{unit}") for unit in LENGTH_UNITS]
-    has_length = any(lengths) and reports.training.batches > 0
+    trains = any(line["group"] == "training" and line["batches"] for line in lines)
+    has_length = any(lengths) and trains
     state, reason = _end(trial, noted.get("failure", ""), has_length=has_length)
     machine = Machine(**noted.get("machine", {}))
-    return Run(
+    run = Run(
         f"{origin}, trial {trial.id}",
-        *judged(state, reason, settings if has_length else {}, reports),
+        state,
+        reason,
         (Part(settings=settings, machine=machine, date=noted.get("date")),),
-        reports,
         number=trial.id,
         hparams=hparams,
     )
+    return run.reported(lines, settings if has_length else {})
 
 
 def _end(trial: Trial, failure: str, *, has_length: bool) -> tuple[RunState, str]:
@@ -139,14 +138,12 @@ def _settings(noted: Values) -> Config:
     return settings
 
 
-def _reports(trial: Trial) -> Reports:
+def _reports(trial: Trial) -> Iterator[Values]:
     """The reports of a trial, in the order of its batches."""
-    reports = Reports()
     for group in ("training", "validation"):
         sent = trial.iter_metrics(group)
         for report in sorted(sent, key=lambda report: report.steps_completed):
-            reports.add(group, Report.read(report.steps_completed, report.metrics))
-    return reports
+            yield {**report.metrics, "group": group, "batches": report.steps_completed}
 
 
 def fetch_comparison(number: int, folder: Path) -> Written:

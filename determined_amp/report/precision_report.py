@@ -165,13 +165,13 @@ def _failed(comparison: Comparison) -> Sentences:
 
 def _audited(comparison: Comparison) -> Sentences:
     runs = comparison.completed
-    unaudited = [run.short_name for run in runs if run.reports.audit_share is None]
+    unaudited = [run.short_name for run in runs if run.audit_share is None]
     if unaudited:
         yield (
             "not audited, so whether the precision was on is unknown:"
             f" {', '.join(unaudited)}"
         )
-    elif all(run.reports.audit_share == 1.0 for run in runs):
+    elif all(run.audit_share == 1.0 for run in runs):
         yield (
             "audit: every finished run computed all products in the precision that it"
             " asks for"

@@ -55,13 +55,13 @@ class PrecisionRuns:
     @property
     def data_wait_share(self) -> float | None:
         """Share of the time that the loop waited for data: the median over the runs."""
-        waits = self.spread(lambda run: run.reports.data_wait_share)
+        waits = self.spread(lambda run: run.data_wait_share)
         return waits.median if waits else None
 
     @property
     def audit_share(self) -> float | None:
         """Smallest audited share; None if no run was audited."""
-        shares = self.spread(lambda run: run.reports.audit_share)
+        shares = self.spread(lambda run: run.audit_share)
         return shares.low if shares else None
 
     def last(self, name: str) -> Spread | None:

@@ -47,7 +47,7 @@ def _answer(run: Run) -> str:
     precision = run.settings.get(PRECISION, "the trial's own precision")
     if run.reason:
         return f"{precision}: {run.state.value}: {run.reason}"
-    end = f"{precision}: {run.state.value}, {run.trained_batches} batches"
+    end = f"{precision}: {run.state.value}, {run.training.batches} batches"
     metric = metric_of([run])
     value = run.metrics.get(metric)
     return end if value is None else f"{end}: {metric} {value:.4g}"
@@ -60,11 +60,11 @@ def run_sentences(run: Run) -> Sentences:
         skipped = run.skipped_steps or 0.0
         scale = run.last(MetricName.LOSS_SCALE_LOG2)
         last = "" if scale is None else f"; the last loss scale was 2^{scale:g}"
-        is_one = MetricName.APPLIED_STEPS in run.reports.training.metrics
+        is_one = MetricName.APPLIED_STEPS in run.training.metrics
         of_all = "" if is_one else " of all optimizers"
         steps = f"{applied:.0f} optimizer steps{of_all} applied"
         yield f"{steps}, {skipped:.0f} skipped{last}"
-    share = run.reports.audit_share
+    share = run.audit_share
     if share is not None:
         yield f"audit: {share:.1%} of the FLOPs of the first batch in this precision"
     if run.speed is not None:
@@ -88,11 +88,9 @@ def curves_of(run: Run) -> list[Panel]:
     """The training loss, the validation metric and the loss scale, where there are."""
     metric = metric_of([run])
     curves = {
-        "training loss": curve_of(run.reports.trained, MetricName.LOSS),
-        metric: run.curve(metric),
-        "log₂ of the loss scale": curve_of(
-            run.reports.trained, MetricName.LOSS_SCALE_LOG2
-        ),
+        "training loss": curve_of(run.trained, MetricName.LOSS),
+        metric: curve_of(run.validations, metric),
+        "log₂ of the loss scale": curve_of(run.trained, MetricName.LOSS_SCALE_LOG2),
     }
     return [Panel(title, "batches", dots) for title, dots in curves.items() if dots]
 
@@ -100,9 +98,9 @@ def curves_of(run: Run) -> list[Panel]:
 def _validations(run: Run) -> Table:
     """A row per validation; that of the last report if there was none."""
     rows = []
-    for report in run.reports.validations:
+    for report in run.validations:
         row: Row = [("batches", report.batches)]
         row += [(name, report.metrics.get(name)) for name in run.metrics]
         rows.append(row)
     trained = [("training loss", run.last(MetricName.LOSS))]
-    return rows or [[("batches", run.trained_batches), *trained]]
+    return rows or [[("batches", run.training.batches), *trained]]

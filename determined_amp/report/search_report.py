@@ -88,7 +88,7 @@ def _trials(search: Search) -> Table:
         row: Row = [("trial", run.number)]
         for name in search.searched:
             row.append((name, shown_setting(name, run.hparams.get(name))))
-        row += [("state", run.state.value), ("batches", run.batches)]
+        row += [("state", run.state.value), ("batches", run.validated.batches)]
         row.append((search.metric, search.value(run)))
         names = [name for name in reported if name != search.metric]
         row += [(name, run.metrics.get(name)) for name in names]

@@ -41,7 +41,7 @@ from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.files import near_path, write_whole
 from determined_amp.experiment.machine import Machine
 from determined_amp.experiment.yaml_text import dump_yaml
-from determined_amp.runs.run import Part, Report, Reports, Run, RunState, judged
+from determined_amp.runs.run import Part, Run, RunState
 
 # The files by which the folder of a run, and that of a search, are known, and what goes
 # on with it.
@@ -306,32 +306,15 @@ def read_run(folder: Path) -> Run:
     Raises:
         RunError: if the folder is not a run folder, or its reports are damaged.
     """
-    run, reports = read_record(folder), Reports()
-    for line in read_metrics(folder / "metrics.jsonl"):
-        reports.add(line["group"], Report.read(line["batches"], line))
-    state = run.state
-    if state is RunState.RUNNING and not is_locked(folder):
-        state = RunState.KILLED
-    state, reason = judged(state, run.reason, run.settings, reports)
-    return dataclasses.replace(run, state=state, reason=reason, reports=reports)
+    run = read_record(folder)
+    if run.state is RunState.RUNNING and not is_locked(folder):
+        run = dataclasses.replace(run, state=RunState.KILLED)
+    return run.reported(read_metrics(folder / "metrics.jsonl"), run.settings)
 
 
 def trial_folder(search: Path, number: int) -> Path:
     """The run folder of a trial of the search in a folder."""
     return search / "trials" / f"{number:04d}"
-
-
-def read_trials(search: Path, left_out: list[str]) -> Iterator[Run]:
-    """The trials of the search in a folder, in the order of their numbers.
-
-    `left_out` gets a sentence for each trial whose record is damaged.
-    """
-    for folder in sorted((search / "trials").glob("[0-9]*")):
-        if (folder / RUN_FILE).exists():
-            try:
-                yield read_run(folder)
-            except RunError as error:
-                left_out.append(f"left out: {error}")
 
 
 def read_metrics(path: Path) -> Iterator[Values]:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import enum
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from determined_amp.amp.errors import one_line
 from determined_amp.amp.metric_names import AuditMetricName, MetricName
-from determined_amp.amp.plain_data import Config, Metrics
+from determined_amp.amp.plain_data import Config, Metrics, Values
 from determined_amp.amp.settings import Precision, scale_text
 from determined_amp.experiment.machine import Machine
 
@@ -126,65 +126,6 @@ _NONE = Report(0, {})
 
 
 @dataclass(frozen=True)
-class Reports:
-    """The reports of one run, in their order."""
-
-    trained: list[Report] = field(default_factory=list)
-    validations: list[Report] = field(default_factory=list)
-
-    def add(self, group: str, report: Report) -> None:
-        """Add the next report of a group; other groups are ignored."""
-        if group == "validation":
-            self.validations.append(report)
-        elif group == "training":
-            self.trained.append(report)
-
-    @property
-    def audit_share(self) -> float | None:
-        """Share of the first batch's FLOPs in the configured precision, the minimum
-        over processes; None if it was not audited.
-        """
-        audits = (r.metrics.get(AuditMetricName.SHARE) for r in self.trained)
-        return min((share for share in audits if share is not None), default=None)
-
-    @property
-    def _steady(self) -> Iterator[Mapping[str, float]]:
-        """The metrics of the training reports whose speed counts.
-
-        The first report of a process does not: it includes the audit, allocations, and
-        the timing of algorithms.
-        """
-        for report in self.trained[1:]:
-            speed = report.metrics.get(MetricName.SAMPLES_PER_SECOND, 0.0)
-            if AuditMetricName.SHARE not in report.metrics and 0.0 < speed < math.inf:
-                yield report.metrics
-
-    @property
-    def training(self) -> Report:
-        """The last training report; one of 0 batches without any."""
-        return self.trained[-1] if self.trained else _NONE
-
-    @property
-    def validated(self) -> Report:
-        """The last validation report; one of 0 batches without any."""
-        return self.validations[-1] if self.validations else _NONE
-
-    @property
-    def speed(self) -> Spread | None:
-        """Samples per second in steady reports; None without one."""
-        return Spread.of([m[MetricName.SAMPLES_PER_SECOND] for m in self._steady])
-
-    @property
-    def data_wait_share(self) -> float | None:
-        """Share of the time that the loop waited for data: the median over steady
-        reports.
-        """
-        name = MetricName.DATA_WAIT_SHARE
-        waits = [metrics[name] for metrics in self._steady if name in metrics]
-        return median(waits) if waits else None
-
-
-@dataclass(frozen=True)
 class Run:
     """A training run, or a trial of a search that was scored and not trained."""
 
@@ -192,7 +133,8 @@ class Run:
     state: RunState  # how far it has come
     reason: str = ""  # why it failed or was stopped; empty if it completed
     parts: tuple[Part, ...] = ()  # what was trained, in order; empty if unknown
-    reports: Reports = field(default_factory=Reports)
+    trained: Sequence[Report] = ()  # the training reports, in their order
+    validations: Sequence[Report] = ()  # the validation reports, in their order
     number: int = 0  # its number in the search; on a cluster the id of the trial
     # The hyperparameters from its search, by dotted name.
     hparams: Config = field(default_factory=dict)
@@ -249,40 +191,66 @@ class Run:
         return self.precision is Precision.TF32 and not self.machine.has_tf32
 
     @property
+    def training(self) -> Report:
+        """The last training report; one of 0 batches without any."""
+        return self.trained[-1] if self.trained else _NONE
+
+    @property
+    def validated(self) -> Report:
+        """The last validation report; one of 0 batches without any."""
+        return self.validations[-1] if self.validations else _NONE
+
+    @property
     def metrics(self) -> Mapping[str, float]:
         """The last validation metrics."""
-        return self.reports.validated.metrics
-
-    @property
-    def batches(self) -> int:
-        """Number of batches trained, or scored, before the last validation."""
-        return self.reports.validated.batches
-
-    @property
-    def trained_batches(self) -> int:
-        """Number of batches before the last training report."""
-        return self.reports.training.batches
-
-    def curve(self, metric: str) -> list[tuple[int, float]]:
-        """Batches and value of the validations that have the metric."""
-        return curve_of(self.reports.validations, metric)
+        return self.validated.metrics
 
     def last(self, name: str) -> float | None:
         """A number of the last training report, summed over the optimizers.
 
         None if it is not finite, or not there.
         """
-        metrics = self.reports.training.metrics
+        metrics = self.training.metrics
         numbers = [metrics[n] for n in metrics if re.fullmatch(rf"{name}(_\d+)?", n)]
         total = sum(numbers)
         return total if numbers and math.isfinite(total) else None
+
+    @property
+    def audit_share(self) -> float | None:
+        """Share of the first batch's FLOPs in the configured precision, the minimum
+        over processes; None if it was not audited.
+        """
+        audits = (r.metrics.get(AuditMetricName.SHARE) for r in self.trained)
+        return min((share for share in audits if share is not None), default=None)
+
+    @property
+    def _steady(self) -> Iterator[Mapping[str, float]]:
+        """The metrics of the training reports whose speed counts.
+
+        The first report of a process does not: it includes the audit, allocations, and
+        the timing of algorithms.
+        """
+        for report in self.trained[1:]:
+            speed = report.metrics.get(MetricName.SAMPLES_PER_SECOND, 0.0)
+            if AuditMetricName.SHARE not in report.metrics and 0.0 < speed < math.inf:
+                yield report.metrics
 
     @property
     def speed(self) -> Spread | None:
         """Samples per second in steady reports; None without one, or if it shared the
         device.
         """
-        return None if self.shares_device else self.reports.speed
+        speeds = [metrics[MetricName.SAMPLES_PER_SECOND] for metrics in self._steady]
+        return None if self.shares_device else Spread.of(speeds)
+
+    @property
+    def data_wait_share(self) -> float | None:
+        """Share of the time that the loop waited for data: the median over steady
+        reports.
+        """
+        name = MetricName.DATA_WAIT_SHARE
+        waits = Spread.of([m[name] for m in self._steady if name in m])
+        return waits.median if waits else None
 
     @property
     def scale_log2(self) -> float:
@@ -313,6 +281,64 @@ class Run:
         """Whether its first steps overflow; None if that was not measured."""
         overflow = self.metrics.get("overflow")
         return None if overflow is None else bool(overflow)
+
+    def reported(self, lines: Iterable[Values], settings: Config) -> Run:
+        """This run with some reports, and with its state and reason judged by them.
+
+        A run that has validated after its last batch has completed, even if it was
+        killed before it recorded that. One whose last validation is not finite has
+        failed.
+
+        Args:
+            lines: The reports, each with its `group` and `batches`.
+            settings: Those that have the length of the run, if any has.
+        """
+        groups: dict[str, list[Report]] = {"training": [], "validation": []}
+        for line in lines:
+            if line["group"] in groups:
+                report = Report.read(line["batches"], line)
+                groups[line["group"]].append(report)
+        made = replace(
+            self, trained=groups["training"], validations=groups["validation"]
+        )
+        state, reason = made._judged(settings)
+        return replace(made, state=state, reason=reason)
+
+    def _judged(self, settings: Config) -> tuple[RunState, str]:
+        state = self.state
+        unit = "batches" if settings.get(f"{LENGTH}.epochs") is None else "epochs"
+        length = settings.get(f"{LENGTH}.{unit}", math.inf)  # infinite if unknown
+        trained, validated = (
+            report.batches if unit == "batches" else report.metrics.get(unit, 0)
+            for report in (self.training, self.validated)
+        )
+        trained = max(trained, validated)
+        of = "" if length == math.inf else f" of {length:.10g}"
+        progress = f"{trained:.10g}{of} {unit}"
+        if state.is_failure:
+            ended = f"; it ended after {progress}" if trained < length else ""
+            return state, one_line(self.reason or "its log has the reason") + ended
+        whole = state is RunState.COMPLETED or validated >= length
+        if whole and self.validations:
+            lost = _not_finite(self.validated, str(settings.get(METRIC)))
+            return (RunState.FAILED, lost) if lost else (RunState.COMPLETED, "")
+        if state is RunState.RUNNING:
+            return state, f"{progress}: it is running"
+        if state is RunState.KILLED:
+            return state, f"{progress}: its process is gone"
+        early = state if state is RunState.PRUNED else RunState.STOPPED
+        return early, one_line(f"{progress}: {self.reason or 'it was stopped'}")
+
+
+def _not_finite(last: Report, metric: str) -> str:
+    """Which metric of the last validation is not finite, in words; empty if none.
+
+    The searcher's metric decides where it was reported, any metric elsewhere.
+    """
+    for name in [metric] if metric in last.metrics else last.metrics:
+        if not math.isfinite(last.metrics[name]):
+            return f"{name} is {last.metrics[name]} at the end"
+    return ""
 
 
 def metric_of(runs: Sequence[Run]) -> str:
@@ -354,64 +380,3 @@ _OPTIMIZERS_STAY = (
 
 # Settings that a resume may change: they do not change what a batch trains.
 _MAY_CHANGE = ("name", f"{TRAINING}.", "searcher.", "checkpoint_policy", "profiling.")
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run has come, in the unit of its length."""
-
-    trained: float
-    validated: float
-    length: float  # infinite if it is not known
-    unit: str  # batches or epochs
-
-    @staticmethod
-    def of(settings: Config, reports: Reports) -> Progress:
-        """The progress of a run with these settings, which may be empty."""
-        unit = "batches" if settings.get(f"{LENGTH}.epochs") is None else "epochs"
-        length = settings.get(f"{LENGTH}.{unit}", math.inf)
-        trained, validated = (
-            report.batches if unit == "batches" else report.metrics.get(unit, 0)
-            for report in (reports.training, reports.validated)
-        )
-        return Progress(max(trained, validated), validated, length, unit)
-
-    def __str__(self) -> str:
-        of = "" if self.length == math.inf else f" of {self.length:.10g}"
-        return f"{self.trained:.10g}{of} {self.unit}"
-
-
-def judged(
-    state: RunState, reason: str, settings: Config, reports: Reports
-) -> tuple[RunState, str]:
-    """How a run ended, and why, judged by its record and its reports.
-
-    A run that has validated after its last batch has completed, even if it was killed
-    before it recorded that. One whose last validation is not finite has failed.
-    """
-    progress = Progress.of(settings, reports)
-    whole = state is RunState.COMPLETED or progress.validated >= progress.length
-    if state.is_failure:
-        after = progress.trained < progress.length
-        ended = f"; it ended after {progress}" if after else ""
-        return state, one_line(reason or "its log has the reason") + ended
-    if whole and reports.validations:
-        lost = _not_finite(reports.validated, str(settings.get(METRIC)))
-        return (RunState.FAILED, lost) if lost else (RunState.COMPLETED, "")
-    if state is RunState.RUNNING:
-        return state, f"{progress}: it is running"
-    if state is RunState.KILLED:
-        return state, f"{progress}: its process is gone"
-    early = state if state is RunState.PRUNED else RunState.STOPPED
-    return early, one_line(f"{progress}: {reason or 'it was stopped'}")
-
-
-def _not_finite(last: Report, metric: str) -> str:
-    """Which metric of the last validation is not finite, in words; empty if none.
-
-    The searcher's metric decides where it was reported, any metric elsewhere.
-    """
-    for name in [metric] if metric in last.metrics else last.metrics:
-        if not math.isfinite(last.metrics[name]):
-            return f"{name} is {last.metrics[name]} at the end"
-    return ""

@@ -24,7 +24,7 @@ def line_of_a_trial(search: Search, run: Run) -> str:
     value = search.value(run)
     end = f"{search.metric} {_short(value)}"
     if run.state is RunState.PRUNED:
-        end += f", stopped after {run.batches} batches"
+        end += f", stopped after {run.validated.batches} batches"
     elif value is None:
         end = f"{run.state.value}: {run.reason}"
     return f"trial {run.number:>3}  {values}  {end}"

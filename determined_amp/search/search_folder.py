@@ -26,8 +26,8 @@ from determined_amp.finder.scale_score import (
     advice_of,
     bits_from_default,
 )
-from determined_amp.runs.folder import read_trials
-from determined_amp.runs.run import COMPARED, SCALE, Run, RunState
+from determined_amp.runs.folder import RUN_FILE, RunError, read_run
+from determined_amp.runs.run import COMPARED, SCALE, Run, RunState, curve_of
 from determined_amp.search.task import Task, Verb
 
 SEARCH_FILE = "search.yaml"
@@ -93,7 +93,8 @@ class Search:
         """
         if run.state not in (RunState.COMPLETED, RunState.PRUNED):
             return None
-        values = [value for _, value in run.curve(self.metric) if math.isfinite(value)]
+        curve = curve_of(run.validations, self.metric)
+        values = [value for _, value in curve if math.isfinite(value)]
         return min(values, key=lambda value: self._sign * value, default=None)
 
     def ranked(self) -> list[Run]:
@@ -171,11 +172,15 @@ def read_search(folder: Path, config: Config | None = None) -> Search:
     """
     config = config or read_config(folder)
     shared = workers_of(config) > 1
-    damaged: list[str] = []
-    trials = read_trials(folder, damaged)
-    runs = tuple(dataclasses.replace(run, shares_device=shared) for run in trials)
+    runs, damaged = list[Run](), list[str]()
+    for record in sorted(folder.glob(f"trials/[0-9]*/{RUN_FILE}")):
+        try:
+            run = read_run(record.parent)
+            runs.append(dataclasses.replace(run, shares_device=shared))
+        except RunError as error:
+            damaged.append(f"left out: {error}")
     file = folder / _REMARKS
     remarks = json.loads(file.read_bytes()) if file.exists() else {}
     remarks.pop("time_limit", None)  # of an older checkout
-    search = Search(str(folder), runs, config, **remarks)
+    search = Search(str(folder), tuple(runs), config, **remarks)
     return dataclasses.replace(search, notes=[*damaged, *search.notes])
