@@ -45,6 +45,7 @@ from determined_amp.trial.determined_private import (
     train_context,
 )
 from determined_amp.trial.fitting import fit
+from determined_amp.trial.loss_scale import score
 from determined_amp.trial.notes import note, note_on_master, show_failure, show_status
 from determined_amp.trial.unmodified import trial_of_run
 
@@ -71,7 +72,7 @@ def score_task(trial: str | None, batches: int) -> None:
     check_score(experiment)
     with _opened(info, experiment) as opened:
         report = train_context(opened.context)
-        metrics = opened.score(batches)
+        metrics = score(opened.trial, opened.context, batches)
         leave_answer(
             report, f"{metrics['steps_lost']:.3g} steps lost", batches, metrics
         )

@@ -24,7 +24,12 @@ from determined_amp.amp.settings import Precision
 from determined_amp.compare import comparison_task, pilots, plan, runs
 from determined_amp.compare.comparable import LEAST_BATCHES
 from determined_amp.compare.comparison_task import compare_on_cluster
-from determined_amp.compare.pilots import FINDER_BATCHES, Pilot, PilotResults
+from determined_amp.compare.pilots import (
+    FINDER_BATCHES,
+    Pilot,
+    PilotError,
+    PilotResults,
+)
 from determined_amp.compare.plan import ComparisonPlan
 from determined_amp.compare.runs import ComparisonEnd, search_over
 from determined_amp.experiment.experiment import experiment_in, parse
@@ -32,7 +37,8 @@ from determined_amp.experiment.overrides import in_precision
 from determined_amp.experiment.training import Length
 from determined_amp.finder.scale_finding import Verdict
 from determined_amp.report import ReportError
-from determined_amp.report.precision_report import write_precision_report
+from determined_amp.report.answer import answer_of
+from determined_amp.report.comparison import compare_runs
 from determined_amp.runs.folder import RunFolder, read_record
 from determined_amp.runs.run import Run, RunState
 from determined_amp.search.optimize import BY_A_SIGNAL
@@ -42,7 +48,7 @@ from determined_amp.search.search_folder import (
     read_search,
     write_remarks,
 )
-from determined_amp.search.task import Task, Verb
+from determined_amp.search.task import Task
 from tests import searching, shapes
 from tests.cluster_task import start_task
 from tests.precisions import run
@@ -182,7 +188,8 @@ def test_comparison_that_was_cut_short_says_what_is_missing_and_how_to_go_on(
     done = f"{len(ended)} of 6 runs were finished {cut_short}; for the others: det-amp"
     said = rf"{done} search --resume {tmp_path}, then det-amp report {tmp_path}"
     if error is None:
-        assert said in runs._report(tmp_path, plan, cut_short).written.text
+        runs._report(tmp_path, plan, cut_short)
+        assert said in (tmp_path / "precision.md").read_text()
     else:
         with pytest.raises(error, match=said):
             runs._report(tmp_path, plan, cut_short)
@@ -260,14 +267,14 @@ def test_task_leaves_its_answer_on_the_master(on_cluster, tmp_path, monkeypatch)
     write_remarks(tmp_path, [], [], "det-amp compare YAML")
     amp = (run("amp_bf16", seed, speed=2000.0) for seed in (1, 2))
     source = Search("", (run("fp32"), run("fp32", 2), *amp))
-    report = write_precision_report([source], tmp_path)
-    compared = Mock(return_value=ComparisonEnd(tmp_path, report))
+    comparison = compare_runs([source])
+    compared = Mock(return_value=ComparisonEnd(tmp_path, comparison))
     monkeypatch.setattr(comparison_task, "compare", compared)
     compare_on_cluster(OPTIONS)
     assert on_cluster.reports["validation"] == [(100, {"speed": 2.0})]
     noted = {"precision": "amp_bf16", "verdict": "cannot tell yet", "speed": 2.0}
     assert on_cluster.metadata.items() >= noted.items()
-    assert on_cluster.metadata["answer"] == report.answer.text
+    assert on_cluster.metadata["answer"] == answer_of(comparison).text
     assert on_cluster.status == "use amp_bf16: 2.0x"
 
 
@@ -399,7 +406,7 @@ def test_pilots_are_of_every_precision_that_the_device_has(
 
 
 def test_no_loss_scale_is_sought_in_a_precision_that_is_left_out(tmp_path, monkeypatch):
-    failed = {Precision.AMP_FP16: [Pilot(0.0, failure="it overflows")]}
+    failed = {Precision.AMP_FP16: [PilotError("it overflows")]}
     results = stage_pilots(tmp_path, monkeypatch, trained=failed)
     assert results.left_out == {Precision.AMP_FP16: "it overflows"}
     assert results.scale is None
@@ -411,7 +418,10 @@ def stage_pilots(tmp_path, monkeypatch, *, trained=MappingProxyType({}), has_tf3
 
     def train(made, *more):
         mine = left.get(made.amp.precision)
-        return mine.pop(0) if mine else Pilot(1.0)
+        pilot = mine.pop(0) if mine else Pilot(1.0)
+        if isinstance(pilot, PilotError):
+            raise pilot
+        return pilot
 
     def find(job, goes_on):
         (job.folder.path / "loss_scale.json").write_text(found_scale().json_text())
@@ -461,7 +471,7 @@ class TestPilot:
             images = experiment_in(experiment("Images"), "x")
             made = pilots.train_pilot(images, tmp_path, "pilot 2 of 4")
             (job,) = Staged.jobs
-            assert (job.task, job.folder.path) == (Task(Verb.TRAIN), tmp_path)
+            assert (job.task, job.folder.path) == (Task("train"), tmp_path)
             assert job.experiment is images
             assert not (tmp_path / "checkpoints").exists()
             assert Staged.made[0].connection.closed
@@ -512,18 +522,16 @@ class TestPilot:
         ],
     )
     def test_pilot_without_an_end_or_a_speed_has_failed(self, message, failure, train):
-        assert train(message).failure == failure
+        with pytest.raises(PilotError, match=failure):
+            train(message)
 
 
 @pytest.mark.parametrize(
-    ("end", "seconds", "left_out"),
-    [
-        (Ended(), 0.1, {}),
-        (Ended(RunState.FAILED, "why"), 20.0, {Precision.AMP_FP16: "why"}),
-    ],
+    ("end", "seconds", "why"),
+    [(Ended(), 0.1, ""), (Ended(RunState.FAILED, "its cause"), 20.0, "its cause")],
 )
 def test_finder_has_an_answer_or_float16_is_left_out(
-    tmp_path, monkeypatch, end, seconds, left_out
+    tmp_path, monkeypatch, end, seconds, why
 ):
     """It takes fewer batches where they are slow."""
     searching.stage(monkeypatch, pilots)
@@ -532,9 +540,8 @@ def test_finder_has_an_answer_or_float16_is_left_out(
     (place / "loss_scale.json").write_text(found_scale().json_text())
     results = PilotResults({Precision.AMP_FP16: Pilot(seconds)})
     in_fp32 = experiment_in(in_precision(experiment("Images"), "fp32"), "x")
-    pilots._find(in_fp32, results, tmp_path / "pilots")
-    assert Staged.jobs[0].task == Task(Verb.FIND, 1 if left_out else FINDER_BATCHES)
-    assert results.left_out == left_out
-    assert results.scale == (
-        None if left_out else json.loads(found_scale().json_text())
-    )
+    fails = pytest.raises(PilotError, match=why) if why else contextlib.nullcontext()
+    with fails:
+        pilots._find(in_fp32, results, tmp_path / "pilots")
+    assert Staged.jobs[0].task == Task("find", 1 if why else FINDER_BATCHES)
+    assert results.scale == (None if why else json.loads(found_scale().json_text()))

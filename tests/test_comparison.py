@@ -15,6 +15,7 @@ from determined_amp.report.answer import answer_of
 from determined_amp.report.change import Judgement, change_of
 from determined_amp.report.comparison import compare_runs
 from determined_amp.report.precision_report import precision_sentences, precision_table
+from determined_amp.report.precision_runs import speed_of
 from determined_amp.runs.run import SEED, Report
 from determined_amp.search.search_folder import Search
 from tests.precisions import CPU, GPU, LOST, comparison_of, run, seeds
@@ -256,8 +257,9 @@ def test_numbers_of_several_runs_are_their_medians():
         for seed, (speed, wait) in enumerate(numbers, 1)
     ]
     _, same = comparison_of(*BASE, *amp).precisions
-    assert same.speed is not None
-    assert same.speed.median == 2200.0
+    speed = same.spread(speed_of)
+    assert speed is not None
+    assert speed.median == 2200.0
     assert same.data_wait_share == pytest.approx(0.1)
 
 

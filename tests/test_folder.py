@@ -35,6 +35,7 @@ from determined_amp.runs.folder import (
     RunFolder,
     complete_checkpoints,
     fresh_folder,
+    lock,
 )
 from determined_amp.trial.checkpoint import CheckpointError
 from tests import training
@@ -297,9 +298,9 @@ class TestErrorOfAFile:
 def test_second_process_is_told_which_one_writes(tmp_path):
     with training.locked_by_another_process(tmp_path) as number:
         refused = pytest.raises(UserError, match=f"process {number} is running this")
-        with refused, RunFolder(tmp_path).locked():
+        with refused, lock(RunFolder(tmp_path).shown, "this run"):
             pass
-    with RunFolder(tmp_path).locked():  # it ends with the process
+    with lock(RunFolder(tmp_path).shown, "this run"):  # it ends with the process
         pass
 
 

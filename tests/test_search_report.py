@@ -154,7 +154,7 @@ def test_search_report_and_finder_recommend_the_same_scale(low, top, scale, tmp_
     found = dataclasses.replace(known.finding, choice_log2=choice, verdict=verdict)
     predicted = dataclasses.replace(known, finding=found)
     said = [str(predicted), report_on(search, tmp_path)]
-    said.append("\n".join(closing_lines(search, tmp_path, stopped=False)))
+    said.append("\n".join(closing_lines(search, stopped=False)))
     for text in said:
         scales = re.findall(r"^ +init_scale: (.*)$", text, re.MULTILINE)
         assert scales == ([] if scale is None else [str(2.0**scale)])
@@ -219,7 +219,7 @@ def test_failed_trial_does_not_count_whatever_it_reported(end, tmp_path):
     assert "(they do not count, although the platform may name one as best)" in said
     local = dataclasses.replace(search, origin=str(tmp_path))
     assert "(they do not count)" in report_on(local, tmp_path)
-    closing = "\n".join(closing_lines(search, tmp_path, stopped=False))
+    closing = "\n".join(closing_lines(search, stopped=False))
     assert "1 of 2 trials failed; trial 0: " in closing
 
 

@@ -50,7 +50,7 @@ def test_runs_of_a_folder_and_of_a_master_have_the_same_numbers(search):
     assert [run.scale_log2 for run in runs] == [16.0, 20.0, 10.0]
     assert [run.overflow for run in runs] == [False, True, None]
     assert [run.skipped_steps for run in runs] == [None] * 3
-    assert [run.batches for run in runs] == [4] * 3
+    assert [run.validated.batches for run in runs] == [4] * 3
     assert {run.state for run in runs} == {RunState.COMPLETED}
     assert "note" not in runs[0].metrics
     assert {one.metrics.get("loss_scale_score") for one in search.ranked()[:2]} == {

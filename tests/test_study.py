@@ -43,7 +43,7 @@ def test_end_of_a_search_names_its_best_values_and_how_to_go_on(tmp_path, *, sto
     resume = f"go on: det-amp search --resume {folder}"
     for workers, line in ((1, resume), (3, f"{resume} --workers 3")):
         write_config(folder, SEARCH, workers)
-        lines = list(closing_lines(read_search(folder), folder, stopped=stopped))
+        lines = list(closing_lines(read_search(folder), stopped=stopped))
         assert any("default is fine: 2^16 is among them" in line for line in lines)
         assert (line in lines) is stopped
 

@@ -12,7 +12,7 @@ import torch
 from determined_amp.runs.folder import RunFolder
 from determined_amp.runs.run import RunState
 from determined_amp.search import trial_process
-from determined_amp.search.task import Task, Verb
+from determined_amp.search.task import Task
 from determined_amp.search.trial_process import Job, TrialProcess
 
 
@@ -41,7 +41,7 @@ def test_process_of_a_trial_has_its_share_of_the_threads_and_a_gpu_of_its_own(
     )
     monkeypatch.setattr(trial_process, "_run", tell_share)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    job = Job(Task(Verb.TRAIN), Mock(), RunFolder(tmp_path / "run"))
+    job = Job(Task("train"), Mock(), RunFolder(tmp_path / "run"))
     process = TrialProcess(job, slot=1, workers=2)
     process.answer(lambda report: True)
     assert process.end().reason == "3 threads, GPU 5"

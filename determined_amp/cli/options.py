@@ -92,7 +92,17 @@ def add_trial_options(
     parser.add_argument(
         "config", nargs=None if needs_config else "?", help="experiment YAML"
     )
-    add_override_option(parser)
+    parser.add_argument(
+        "--config",
+        dest="overrides",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help=(
+            "set one value of the YAML, as `det experiment create --config` does;"
+            " repeatable"
+        ),
+    )
     if precision:
         parser.add_argument(
             "--precision",
@@ -137,21 +147,6 @@ def experiment_of(options: Namespace) -> Experiment:
 
     config = configuration_of(options)
     return experiment_in(config, options.config, trial=options.trial)
-
-
-def add_override_option(parser: Parser) -> None:
-    """Add the repeatable option `--config KEY=VALUE`, stored as `overrides`."""
-    parser.add_argument(
-        "--config",
-        dest="overrides",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help=(
-            "set one value of the YAML, as `det experiment create --config` does;"
-            " repeatable"
-        ),
-    )
 
 
 def add_batches_option(parser: Parser) -> None:

@@ -76,6 +76,7 @@ def _report(options: Namespace) -> int:
 
 def _write(sources: list[str], options: Namespace, *, compares: bool) -> Written:
     # Numpy and the SDK take a second, matplotlib another.
+    from determined_amp.report.comparison import compare_runs  # noqa: PLC0415
     from determined_amp.report.master_runs import fetch_comparison  # noqa: PLC0415
     from determined_amp.report.precision_report import write_precision_report  # noqa: PLC0415
     from determined_amp.report.run_report import write_run_report  # noqa: PLC0415
@@ -85,17 +86,17 @@ def _write(sources: list[str], options: Namespace, *, compares: bool) -> Written
         is_experiment,
         read_source,
     )
-    from determined_amp.search.task import Verb  # noqa: PLC0415
+    from determined_amp.search.task import Task  # noqa: PLC0415
 
     first = sources[0]
     folder = options.output or folder_beside(first)
     searches = [read_source(source) for source in sources]
     search = searches[0]
-    if search.verb is Verb.COMPARE and is_experiment(first):
+    if is_experiment(first) and Task.of(search.config, []).verb == "compare":
         return fetch_comparison(int(first), folder)
     if compares or search.compares:
-        metric, margin = options.metric, options.margin
-        return write_precision_report(searches, folder, metric, margin).written
+        comparison = compare_runs(searches, options.metric, options.margin)
+        return write_precision_report(comparison, folder)
     if options.metric or options.margin:
         raise UserError(
             f"--metric and --margin are for a comparison; {first} has another report; "

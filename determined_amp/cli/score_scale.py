@@ -41,9 +41,10 @@ def _score(options: Namespace) -> int:
     experiment = experiment_of(options)
     check_score(experiment)
     from determined_amp.local.open_trial import open_trial  # noqa: PLC0415  # torch: seconds
+    from determined_amp.trial.loss_scale import score  # noqa: PLC0415
 
     with open_trial(experiment) as opened:
-        metrics = opened.score(options.batches)
+        metrics = score(opened.trial, opened.context, options.batches)
     for name, value in metrics.items():
         print(f"{name:24} {value:.6g}")
     return 0

@@ -72,19 +72,19 @@ def _train_here(options: Namespace, experiment: Experiment) -> int:
     # These import torch, which takes seconds.
     from determined_amp.local.checkpoint_storage import Resume  # noqa: PLC0415
     from determined_amp.local.trainer import train  # noqa: PLC0415
-    from determined_amp.runs.folder import RunFolder, fresh_folder  # noqa: PLC0415
+    from determined_amp.runs.folder import RunFolder, fresh_folder, lock  # noqa: PLC0415
 
     experiment = experiment.with_trial()
-    resume = Resume.latest(Path(options.resume)) if options.resume else None
+    resume = Resume.latest(Path(options.resume)) if options.resume else Resume()
     given = options.resume or options.run_folder
 
     def choose_folder() -> RunFolder:
         folder = RunFolder(
             Path(given) if given else fresh_folder(Path("runs"), experiment.name)
         )
-        held.enter_context(folder.locked())
+        held.enter_context(lock(folder.shown, "this run"))
         kept = folder.not_to_lose
-        if resume is None and kept:
+        if kept and not options.resume:
             text = (
                 f"{given} holds {kept[0]}; allowed: a new folder, or --resume to go on"
                 " with a run"

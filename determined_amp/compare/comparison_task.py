@@ -14,6 +14,7 @@ from determined_amp.compare.comparable import LEAST_BATCHES, check_comparable
 from determined_amp.compare.runs import ONLY_FP32, ComparisonEnd, compare
 from determined_amp.experiment.experiment import experiment_in
 from determined_amp.experiment.overrides import in_precision
+from determined_amp.report.answer import answer_of
 
 
 def compare_on_cluster(options: Namespace) -> None:
@@ -41,9 +42,9 @@ def _leave(core_context: core.Context, end: ComparisonEnd) -> None:
     speed = 1.0
     # There is no report if only fp32 could be trained.
     noted: Values = {"answer": ONLY_FP32, "precision": Precision.FP32.value}
-    if end.report is not None:
-        comparison = end.report.comparison
-        answer = end.report.answer
+    comparison = end.comparison
+    if comparison is not None:
+        answer = answer_of(comparison)
         noted = {"answer": answer.text, "precision": answer.precision.value}
         batches = max(run.validated.batches for run in comparison.runs)
         pair = comparison.against_baseline(answer.precision)

@@ -31,7 +31,7 @@ from determined_amp.local.processes import GoesOn
 from determined_amp.runs.folder import RunFolder, read_record, read_run
 from determined_amp.runs.run import Run, RunState
 from determined_amp.search.search_display import minutes
-from determined_amp.search.task import Task, Verb
+from determined_amp.search.task import Task
 from determined_amp.search.trial_process import Job, TrialProcess
 
 # In batches.
@@ -51,6 +51,10 @@ _LONG = 30.0
 _FLOAT16_HOPELESS = (Verdict.FORWARD_OVERFLOW.value, Verdict.BF16.value)
 
 
+class PilotError(UserError):
+    """A precision cannot be compared; the message says why."""
+
+
 @dataclass(frozen=True)
 class Pilot:
     """A short run in one precision."""
@@ -61,7 +65,6 @@ class Pilot:
     overhead: float = 0.0
     epoch_batches: int | None = None  # batches of an epoch; None if it is not known
     is_cut_short: bool = False  # whether it was timed long enough before its end
-    failure: str = ""  # why it tells nothing
 
 
 @dataclass
@@ -86,19 +89,19 @@ class PilotResults:
         self.left_out[precision] = why
 
     def add(self, precision: Precision, pilot: Pilot) -> None:
-        """Keep a pilot, or leave its precision out."""
-        if pilot.failure:
-            self.leave_out(precision, pilot.failure)
-        elif pilot.seconds_per_batch > self.slowest:
+        """Keep a pilot.
+
+        Raises:
+            PilotError: if it is too slow.
+        """
+        if pilot.seconds_per_batch > self.slowest:
             factor = TOO_SLOW * pilot.seconds_per_batch / self.slowest
-            self.leave_out(
-                precision,
+            raise PilotError(
                 f"for time: a batch takes {factor:.0f} times as long as in fp32 "
                 f"(`det-amp train YAML --precision {precision.value}` trains in it all "
-                "the same)",
+                "the same)"
             )
-        else:
-            self.pilots[precision] = pilot
+        self.pilots[precision] = pilot
 
     @property
     def slowest(self) -> float:
@@ -177,106 +180,101 @@ def run_pilots(
             print(f"{what}: left out, because it is fp32 on this device", flush=True)
             continue
         made = pilot_of(experiment, precision, LEAST_BATCHES)
-        pilot = train_pilot(made, folder / precision.value, what)
-        if pilot.seconds_per_batch > results.slowest:
-            # the machine may have been busy
-            place = folder / f"{precision.value}-again"
-            again = train_pilot(made, place, f"{what}, once more")
-            if not again.failure:
+        try:
+            pilot = train_pilot(made, folder / precision.value, what)
+            if pilot.seconds_per_batch > results.slowest:
+                # the machine may have been busy
+                place = folder / f"{precision.value}-again"
+                again = train_pilot(made, place, f"{what}, once more")
                 pilot = min(pilot, again, key=lambda one: one.seconds_per_batch)
-        results.add(precision, pilot)
-        if precision is Precision.AMP_FP16 and precision in results.pilots:
-            _find(experiment, results, folder)
-
-
-class PilotWatch:
-    """Times the batches of a pilot, shows them, and ends it after long enough.
-
-    Args:
-        what: The name of the pilot.
-    """
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._reports: list[tuple[float, int]] = []  # when, and after which batch
-        self.epoch_batches: int | None = None  # batches of an epoch, once it is known
-        self.status = Console().status(
-            f"{what}: 0 of {LEAST_BATCHES} batches, the first is audited"
-        )
-
-    @property
-    def batches(self) -> int:
-        """The number of batches before the last report."""
-        return self._reports[-1][1]
-
-    def goes_on(self, report: Values) -> bool:
-        """Note a report; whether the pilot goes on after it."""
-        self.epoch_batches = report.get("epoch_batches", self.epoch_batches)
-        if report["group"] != "training":
-            return True
-        self._reports.append((time.monotonic(), report["batches"]))
-        left = _LONG - (self._reports[-1][0] - self._reports[0][0])
-        done = f"{self.batches} of {LEAST_BATCHES} batches"
-        more = f"at most {minutes(max(left, 0.0))} more"
-        self.status.update(f"{self._what}: {done}, {more}")
-        return left > 0.0
-
-    def seconds_per_batch(self) -> float:
-        """The median between reports; 0 if they tell none."""
-        times = []
-        for (began, first), (ended, last) in pairwise(self._reports):
-            times.append((ended - began) / (last - first))
-        return median(times) if times else 0.0
+            results.add(precision, pilot)
+            if precision is Precision.AMP_FP16:
+                _find(experiment, results, folder)
+        except PilotError as error:
+            results.leave_out(precision, str(error))
 
 
 def train_pilot(experiment: Experiment, folder: Path, what: str) -> Pilot:
-    """Train a pilot.
+    """Train a pilot, and show how far it is.
 
     Args:
         experiment: Its experiment.
         folder: The run folder to make.
         what: Its name, to be shown.
+
+    Raises:
+        PilotError: if it tells nothing.
     """
     # A log has no status line.
     print(f"{what}: up to {LEAST_BATCHES} batches", flush=True)
-    watch, began = PilotWatch(what), time.monotonic()
-    with watch.status:
-        job = Job(Task(Verb.TRAIN), experiment, RunFolder(folder))
-        ended = _run(job, watch.goes_on)
+    began = time.monotonic()
+    epoch_batches = None
+    reports: list[tuple[float, int]] = []  # when, and after which batch
+    status = Console().status(
+        f"{what}: 0 of {LEAST_BATCHES} batches, the first is audited"
+    )
+
+    def goes_on(report: Values) -> bool:
+        """Note a report; whether the batches were not yet timed for long enough."""
+        nonlocal epoch_batches
+        epoch_batches = report.get("epoch_batches", epoch_batches)
+        if report["group"] != "training":
+            return True
+        reports.append((time.monotonic(), report["batches"]))
+        left = _LONG - (reports[-1][0] - reports[0][0])
+        done = f"{report['batches']} of {LEAST_BATCHES} batches"
+        status.update(f"{what}: {done}, at most {minutes(max(left, 0.0))} more")
+        return left > 0.0
+
+    with status:
+        ended = _run(Job(Task("train"), experiment, RunFolder(folder)), goes_on)
     wall = time.monotonic() - began
     # A pilot is never continued.
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     if ended.state not in (RunState.COMPLETED, RunState.PRUNED):
-        return Pilot(0.0, failure=ended.reason)
-    seconds = watch.seconds_per_batch()
-    # The speed that a run reports does not include the time of its reports.
+        raise PilotError(ended.reason)
+    seconds = _seconds_per_batch(experiment, folder, reports)
+    overhead = max(wall - reports[-1][1] * seconds, 0.0)
+    return Pilot(seconds, overhead, epoch_batches, ended.state is RunState.PRUNED)
+
+
+def _seconds_per_batch(
+    experiment: Experiment, folder: Path, reports: Sequence[tuple[float, int]]
+) -> float:
+    """By the speed that the run reports, without the time of its reports; else by the
+    time between these.
+    """
     if speed := read_run(folder).speed:
-        seconds = (experiment.global_batch_size or 0) / speed.median
-    if not seconds:
-        return Pilot(0.0, failure="its reports tell no speed")
-    overhead = max(wall - watch.batches * seconds, 0.0)
-    is_cut_short = ended.state is RunState.PRUNED
-    return Pilot(seconds, overhead, watch.epoch_batches, is_cut_short)
+        return (experiment.global_batch_size or 0) / speed.median
+    times = []
+    for (began, first), (ended, last) in pairwise(reports):
+        times.append((ended - began) / (last - first))
+    if not times:
+        raise PilotError("its reports tell no speed")
+    return median(times)
 
 
 def _find(experiment: Experiment, results: PilotResults, folder: Path) -> None:
-    """Find the loss scale, or the reason why float16 has none."""
+    """Find the loss scale.
+
+    Raises:
+        PilotError: if float16 has none.
+    """
     seconds = results.pilots[Precision.AMP_FP16].seconds_per_batch
     batches = int(min(max(_LONG / (_PASSES * seconds), 1), FINDER_BATCHES))
     print(f"measuring the loss scale of {batches} batches", flush=True)
     made = pilot_of(experiment, Precision.AMP_FP16, batches)
     place = folder / "loss-scale"
-    job = Job(Task(Verb.FIND, batches=batches), made, RunFolder(place))
+    job = Job(Task("find", batches), made, RunFolder(place))
     ended = _run(job, lambda report: True)
     if ended.state is not RunState.COMPLETED:
-        results.leave_out(Precision.AMP_FP16, ended.reason)
-        return
+        raise PilotError(ended.reason)
     text = (place / FILE_NAME).read_text()
     (folder.parent / FILE_NAME).write_text(text)
     results.scale = answer = json.loads(text)
     if answer["verdict"] in _FLOAT16_HOPELESS:
         cause = answer["cause"] or "float16 loses gradients at every loss scale"
-        results.leave_out(Precision.AMP_FP16, cause)
+        raise PilotError(cause)
 
 
 def _run(job: Job, goes_on: GoesOn) -> Run:

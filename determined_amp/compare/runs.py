@@ -25,10 +25,8 @@ from determined_amp.experiment.experiment import TRIAL_SEED, Experiment
 from determined_amp.experiment.failures import is_task
 from determined_amp.experiment.files import write_whole
 from determined_amp.report import ReportError
-from determined_amp.report.precision_report import (
-    PrecisionReport,
-    write_precision_report,
-)
+from determined_amp.report.comparison import Comparison, compare_runs
+from determined_amp.report.precision_report import write_precision_report
 from determined_amp.runs.folder import fresh_folder
 from determined_amp.runs.run import HAVE_ENDED
 from determined_amp.search.optimize import BY_A_SIGNAL, run_comparison
@@ -50,7 +48,7 @@ class ComparisonEnd:
     """How a comparison ended."""
 
     folder: Path
-    report: PrecisionReport | None = None  # None if only fp32 could be trained
+    comparison: Comparison | None = None  # None if only fp32 could be trained
     is_interrupted: bool = False  # whether a signal stopped it
 
 
@@ -89,8 +87,8 @@ def compare(experiment: Experiment, options: Namespace) -> ComparisonEnd:
     config = search_over(experiment, list(results.pilots), plan)
     search = SearchPlan(write_config(folder, config, workers=1))
     cut_short = run_comparison(folder, search, plan.time_limit)
-    report = _report(folder, search, cut_short)
-    return ComparisonEnd(folder, report, cut_short == BY_A_SIGNAL)
+    comparison = _report(folder, search, cut_short)
+    return ComparisonEnd(folder, comparison, cut_short == BY_A_SIGNAL)
 
 
 def search_over(
@@ -130,7 +128,7 @@ def _only_fp32(folder: Path, results: PilotResults) -> ComparisonEnd:
     return ComparisonEnd(folder)
 
 
-def _report(folder: Path, search: SearchPlan, cut_short: str) -> PrecisionReport:
+def _report(folder: Path, search: SearchPlan, cut_short: str) -> Comparison:
     """Write the report on those runs that have ended, and print its answer.
 
     `cut_short` is what `run_comparison` returned.
@@ -144,13 +142,14 @@ def _report(folder: Path, search: SearchPlan, cut_short: str) -> PrecisionReport
         left_out = (*left_out, f"{done}; for the others: {_to_go_on(folder)}")
     try:
         source = replace(made, runs=ended, left_out=left_out)
-        report = write_precision_report([source], folder)
+        comparison = compare_runs([source])
+        written = write_precision_report(comparison, folder)
     except ReportError as error:
         if cut_short == BY_A_SIGNAL:
             raise KeyboardInterrupt(str(error)) from error
         raise
-    print(f"\n{report.written.text}\n\nthe page with all numbers: {_page(folder)}")
-    return report
+    print(f"\n{written.text}\n\nthe page with all numbers: {_page(folder)}")
+    return comparison
 
 
 def _page(folder: Path) -> str:

@@ -43,13 +43,13 @@ from determined_amp.experiment.dotted import flat, put, value_at
 from determined_amp.experiment.entrypoint import command_in, is_class
 from determined_amp.experiment.misplaced import misplaced, of_the_trial
 from determined_amp.experiment.training import (
+    DETERMINEDS_KEYS,
     Length,
     TrainingSettings,
     for_test,
     has_our_form,
     in_our_form,
     in_their_words,
-    key_of,
     missing_length,
     mistakes_of_our_form,
 )
@@ -229,7 +229,9 @@ class Experiment(CommonHyperparameters):
         """The key of the YAML that holds a setting of the training, such as
         `max_length`.
         """
-        return key_of(name, ours=has_our_form(self.given["hyperparameters"]))
+        key = f"hyperparameters.training.{name}"
+        ours = has_our_form(self.given["hyperparameters"])
+        return key if ours else DETERMINEDS_KEYS[key]
 
     @cached_property
     def config(self) -> Config:
@@ -531,17 +533,12 @@ def constants(hyperparameters: Config) -> Config:
     """Hyperparameters as a trial on a cluster gets them: `{type: const, val: x}`
     becomes x.
     """
-    return {key: _constant(value) for key, value in hyperparameters.items()}
-
-
-def _constant(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return copy.deepcopy(value)
-    return (
-        copy.deepcopy(value.get("val"))
-        if value.get("type") == "const"
-        else constants(value)
-    )
+    made = copy.deepcopy(dict(hyperparameters))
+    for key, value in made.items():
+        if isinstance(value, Mapping):
+            is_const = value.get("type") == "const"
+            made[key] = value.get("val") if is_const else constants(value)
+    return made
 
 
 def ranges(values: Config) -> Iterator[str]:

@@ -40,20 +40,10 @@ WITHOUT_EFFECT: tuple[tuple[str, object, str], ...] = (
     ("scheduling_unit", 100, f"{_TRAINING}.reporting_period.batches"),
     ("optimizations.aggregation_frequency", 1, "hyperparameters.aggregation_frequency"),
     ("records_per_epoch", 0, "batches or epochs in hyperparameters.training"),
-    ("optimizations.gradient_compression", False, "nothing: it is for Horovod only"),
-    (
-        "optimizations.average_training_metrics",
-        True,
-        "nothing: metrics are exact over ranks",
-    ),
-    ("optimizations.auto_tune_tensor_fusion", False, "nothing: it is for Horovod only"),
-    ("optimizations.tensor_fusion_threshold", 64, "nothing: it is for Horovod only"),
-    ("optimizations.tensor_fusion_cycle_time", 1, "nothing: it is for Horovod only"),
-    ("optimizations.grad_updates_size_file", None, "nothing: it is for Horovod only"),
 )
 
 # By our key: the one of Determined's form.
-_DETERMINEDS_KEYS = {ours: theirs for theirs, _, ours in WITHOUT_EFFECT}
+DETERMINEDS_KEYS = {ours: theirs for theirs, _, ours in WITHOUT_EFFECT}
 
 # The lengths of `det experiment create --test`, which writes them in Determined's form
 # only.
@@ -129,14 +119,6 @@ def has_our_form(hyperparameters: object) -> bool:
     return isinstance(hyperparameters.get("training"), Mapping)
 
 
-def key_of(name: str, *, ours: bool) -> str:
-    """The key that holds a length of `TrainingSettings`, in our form or in
-    Determined's.
-    """
-    key = f"{_TRAINING}.{name}"
-    return key if ours else _DETERMINEDS_KEYS[key]
-
-
 def missing_length(key: str) -> Problem:
     """The problem of a configuration without the length of a run, which this key
     gives.
@@ -207,7 +189,7 @@ def in_their_words(problem: Problem) -> Problem:
     """A problem with the keys of Determined's form, where the settings were translated
     from it.
     """
-    for ours, theirs in _DETERMINEDS_KEYS.items():
+    for ours, theirs in DETERMINEDS_KEYS.items():
         if problem.key.startswith(ours):
             text = problem.removeprefix(f"{problem.key}: ")
             return Problem(problem.key.replace(ours, theirs), text)

@@ -6,8 +6,8 @@ To import a trial is to import torch, which takes seconds. A typo is named befor
 from __future__ import annotations
 
 import ast
-import functools
 import os
+import re
 import sys
 from collections.abc import Iterable
 from importlib import util
@@ -16,8 +16,8 @@ from pathlib import Path
 
 from determined_amp.amp.errors import near_name
 
-# With one of these names a module can get attributes that its text does not show.
-_DYNAMIC = {"globals", "locals", "vars", "exec", "sys", "__getattr__", "*"}
+# With one of these a module can get attributes that its text does not show.
+_DYNAMIC = re.compile(r"\b(globals|locals|vars|exec|sys|__getattr__)\b|import \*")
 
 
 def typo_in(import_path: str) -> str:
@@ -61,21 +61,11 @@ def _names_in(spec: ModuleSpec) -> set[str] | None:
     if spec.origin is None:  # a folder without an __init__.py
         return names
     try:
-        names |= _names_in_text(Path(spec.origin).read_bytes())
+        text = Path(spec.origin).read_text(encoding="utf-8")
+        ast.parse(text)
     except (OSError, SyntaxError, ValueError):  # built in, no text, or no Python
         return None
-    return None if names & _DYNAMIC else names
-
-
-@functools.cache  # a search asks for the same module a thousand times
-def _names_in_text(text: bytes) -> frozenset[str]:
-    names = set()
-    for node in ast.walk(ast.parse(text)):
-        for field in ("id", "name", "asname"):
-            value = getattr(node, field, None)
-            if isinstance(value, str):
-                names.add(value.partition(".")[0])
-    return frozenset(names)
+    return None if _DYNAMIC.search(text) else names | {*re.findall(r"\w+", text)}
 
 
 def _files_in(folders: Iterable[str]) -> set[str]:

@@ -205,10 +205,11 @@ def check_state(checkpoint: Path, metadata: Values) -> None:
 
 @dataclass(frozen=True)
 class Resume:
-    """The checkpoint that a run continues from."""
+    """Where a run begins, or continues from."""
 
-    checkpoint: str  # name of the checkpoint in the run folder
-    batches: int  # number of batches trained before it
+    # Name of the checkpoint in the run folder; None for a new run.
+    checkpoint: str | None = None
+    batches: int = 0  # number of batches trained before it
 
     @staticmethod
     def latest(folder: Path) -> Resume:

@@ -36,7 +36,7 @@ from determined_amp.trial.determined_private import (
     amp_of,
     average_by_default,
 )
-from determined_amp.trial.loss_scale import find_in_trial, in_training, score
+from determined_amp.trial.loss_scale import find_in_trial, in_training
 from determined_amp.trial.unmodified import trial_of
 
 
@@ -112,18 +112,12 @@ class OpenTrial:
     experiment: Experiment
     latest_checkpoint: str | None = None  # the argument for `Trainer.fit`
 
-    def score(self, batches: int) -> dict[str, float]:
-        """Score the loss scale on so many batches; the trial cannot be used
-        afterwards.
-        """
-        return score(self.trial, self.context, batches)
-
-    def find(self, batches: int, *, name: str | None = None) -> FoundScale:
+    def find(self, batches: int) -> FoundScale:
         """Find the loss scale on so many batches; the trial cannot be used
         afterwards.
         """
         return find_in_trial(
-            name or self.experiment.name,
+            self.experiment.name,
             self.trial,
             self.context,
             batches,

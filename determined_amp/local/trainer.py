@@ -66,7 +66,7 @@ class LocalRun:
 
     Args:
         experiment: What it trains.
-        resume: The checkpoint that it continues from; None for a new run.
+        resume: Where it begins.
         folder: Its folder.
         stop: What stops it.
         console: Shows it.
@@ -79,7 +79,7 @@ class LocalRun:
     def __init__(
         self,
         experiment: Experiment,
-        resume: Resume | None,
+        resume: Resume,
         folder: RunFolder,
         stop: StopOnSignal,
         console: Terminal,
@@ -87,8 +87,8 @@ class LocalRun:
         slots: int,
     ) -> None:
         self._experiment, self._folder, self._stop = experiment, folder, stop
-        self._resumed = resume is not None
-        self._batches = resume.batches if resume else 0
+        self._resumed = resume.checkpoint is not None
+        self._batches = resume.batches
         self._total: int | None = None  # until the training starts
         self.display = Display(experiment, console, folder, stop)
         # Before the trial can leave the directory, whose commit is recorded.
@@ -230,7 +230,7 @@ class LocalController(SafeController):
 def train(
     experiment: Experiment,
     choose_folder: Callable[[], RunFolder],
-    resume: Resume | None,
+    resume: Resume,
     goes_on: GoesOn | None = None,
 ) -> bool:
     """Train to the end, or until a signal or a search stops the run.
@@ -238,7 +238,7 @@ def train(
     Args:
         experiment: The experiment.
         choose_folder: Returns the run folder; only the chief calls it.
-        resume: The checkpoint to continue from; None for a new run.
+        resume: Where it begins.
         goes_on: What a search decides; the terminal does not show its runs.
 
     Returns:
@@ -270,7 +270,7 @@ def train(
 
 def _fit(
     experiment: Experiment,
-    resume: Resume | None,
+    resume: Resume,
     folder: RunFolder,
     run: LocalRun | None,
     *,
@@ -280,7 +280,6 @@ def _fit(
     """Train in this process; the chief alone has a `run`, which writes into the
     folder.
     """
-    first_batch, start = (resume.batches, resume.checkpoint) if resume else (0, None)
     reports = run.reports if run else None
     core_context = core.Context(
         checkpoint=LocalCheckpoints(processes, folder.checkpoints, reports),
@@ -290,7 +289,7 @@ def _fit(
     )
     loop = partial(LocalController, experiment, run, Path.cwd())
     with core_context, run or nullcontext(), faults_of_the_trial(), controlled_by(loop):
-        context = trial_context(core_context, experiment, first_batch)
+        context = trial_context(core_context, experiment, resume.batches)
         trial = trial_of_run(experiment, context)
         if run is not None:
             run.display.show_precision(precision_of(experiment, context))
@@ -298,7 +297,12 @@ def _fit(
         # here.
         policy = CheckpointPolicy.ALL.value
         try:
-            fit(trial, context, latest_checkpoint=start, checkpoint_policy=policy)
+            fit(
+                trial,
+                context,
+                latest_checkpoint=resume.checkpoint,
+                checkpoint_policy=policy,
+            )
         except CheckpointError as error:
             # a hyperparameter that has changed may be the cause
             before = read_record(folder.path).settings

@@ -53,9 +53,6 @@ class Comparison:
     metric: str  # the compared metric
     margin: float  # difference of the metric that does not matter
     baseline: Precision  # the precision that the others are compared with
-    # The settings that all compared runs have in common, by dotted name.
-    settings: Config
-    machine: Machine  # the machine of all completed runs
     # The runs per precision, in the order of `Precision`.
     precisions: Sequence[PrecisionRuns]
     pairs: Sequence[Pair]  # those with the baseline first
@@ -66,6 +63,16 @@ class Comparison:
     @property
     def completed(self) -> list[Run]:
         return [run for same in self.precisions for run in same.runs]
+
+    @property
+    def settings(self) -> Config:
+        """Those of a completed run; most are the same in all."""
+        return self.completed[0].settings
+
+    @property
+    def machine(self) -> Machine:
+        """The machine of the completed runs."""
+        return self.completed[0].machine
 
     @property
     def runs(self) -> list[Run]:
@@ -112,12 +119,11 @@ def compare_runs(
     countable, left_out = _countable(sources)
     metric = metric or metric_of(_finished(countable))
     runs = [_judged_by(run, metric) for run in countable]
-    baseline = _baseline(runs, left_out)
-    _check_comparable(runs, metric)
-    first = _finished(runs)[0]
     precisions = by_precision(runs, metric)
-    margin = margin or _margin(precisions, baseline)
-    more_is_better = not _smaller_is_better(first, metric)
+    baseline = _baseline(precisions, left_out)
+    _check_comparable(runs, metric)
+    margin = margin or _margin(baseline)
+    more_is_better = not _smaller_is_better(baseline.runs[0], metric)
     pairs = [
         pair_of(candidate, base, margin, more_is_better=more_is_better)
         for candidate, base in _to_compare(precisions, baseline)
@@ -126,9 +132,7 @@ def compare_runs(
     return Comparison(
         metric=metric,
         margin=margin,
-        baseline=baseline,
-        settings=_fixed(first),
-        machine=first.machine,
+        baseline=baseline.precision,
         precisions=precisions,
         pairs=pairs,
         left_out=left_out,
@@ -145,7 +149,7 @@ def _fixed(run: Run) -> Config:
 
 
 def _to_compare(
-    precisions: Sequence[PrecisionRuns], baseline: Precision
+    precisions: Sequence[PrecisionRuns], baseline: PrecisionRuns
 ) -> list[tuple[PrecisionRuns, PrecisionRuns]]:
     """Every precision with the baseline, and AMP also with `tf32` on devices with TF32.
 
@@ -154,7 +158,7 @@ def _to_compare(
     real = []
     for same in precisions:
         is_real = bool(same.runs) and not same.runs[0].is_only_fp32
-        if is_real or same.precision is baseline:
+        if is_real or same is baseline:
             real.append(same)
     pairs = itertools.combinations(real, 2)
     return [(other, base) for base, other in pairs if not base.precision.autocasts]
@@ -205,8 +209,7 @@ def _smaller_is_better(run: Run, metric: str) -> bool:
     return not is_accuracy
 
 
-def _margin(precisions: Sequence[PrecisionRuns], baseline: Precision) -> float:
-    base = next(same for same in precisions if same.precision is baseline)
+def _margin(base: PrecisionRuns) -> float:
     if "accuracy" in base.metric:
         in_percent = max(base.values) > 1.0
         return 100 * _ACCURACY_MARGIN if in_percent else _ACCURACY_MARGIN
@@ -249,17 +252,18 @@ def _check_comparable(runs: Runs, metric: str) -> None:
         )
 
 
-def _baseline(runs: Runs, left_out: Sequence[str]) -> Precision:
-    """The precision to compare with: fp32 if an fp32 run has finished, else tf32.
+def _baseline(
+    precisions: Sequence[PrecisionRuns], left_out: Sequence[str]
+) -> PrecisionRuns:
+    """The runs to compare with: those in fp32 if one has finished, else in tf32.
 
     Raises:
         ReportError: if neither has a finished run.
     """
-    finished = {run.precision for run in _finished(runs)}
-    for precision in (Precision.FP32, Precision.TF32):
-        if precision in finished:
-            return precision
-    ends = dict.fromkeys(run.reason for run in runs if run.state.is_failure)
+    finished = [same for same in precisions if same.runs]
+    if finished and not finished[0].precision.autocasts:
+        return finished[0]
+    ends = dict.fromkeys(run.reason for same in precisions for run in same.failed)
     missing = "there is no baseline" if finished else "no finished run can be compared"
     raise ReportError(
         f"{'; '.join([missing, *ends, *left_out])}; allowed: a finished run in fp32 or "

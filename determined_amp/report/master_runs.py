@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from determined import errors as det_errors
 from determined.common.api import bindings
 
-from determined_amp.amp.errors import one_line
+from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.experiment import with_power_of_two
@@ -24,7 +24,7 @@ from determined_amp.experiment.machine import Machine
 from determined_amp.experiment.training import LENGTH_UNITS
 from determined_amp.report import ReportError
 from determined_amp.report.page import Written, write_files
-from determined_amp.runs.master import NO_ANSWER, log_in
+from determined_amp.runs.master import log_in
 from determined_amp.runs.run import (
     LENGTH,
     SEED,
@@ -203,7 +203,9 @@ def _on_master(number: int) -> Iterator[tuple[Session, Experiment, str]]:
         experiment = Experiment(number, session)
         experiment.reload()
         yield session, experiment, f"experiment {number} on {session.master}"
-    except NO_ANSWER as error:
+    except UserError:
+        raise
+    except Exception as error:  # the SDK raises whatever an odd answer leads to
         raise ReportError(
             f"{session.master} gave no experiment {number}: {type(error).__name__}: "
             f"{one_line(error)}; allowed: an experiment on a master of Determined 0.38"

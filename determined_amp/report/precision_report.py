@@ -5,8 +5,8 @@ JSON.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 from determined_amp.amp.metric_names import MetricName
@@ -21,7 +21,7 @@ from determined_amp.report.answer import (
     what_to_type,
 )
 from determined_amp.report.change import Change
-from determined_amp.report.comparison import Comparison, compare_runs, differences
+from determined_amp.report.comparison import Comparison, differences
 from determined_amp.report.page import (
     Page,
     Panel,
@@ -29,9 +29,8 @@ from determined_amp.report.page import (
     Written,
     draw_panels,
 )
-from determined_amp.report.precision_runs import Pair, PrecisionRuns, counted
+from determined_amp.report.precision_runs import Pair, PrecisionRuns, counted, speed_of
 from determined_amp.runs.run import AMP, TRIAL, Run
-from determined_amp.search.search_folder import Search
 
 # AMP does not speed up a loop that spends a larger share of its time waiting for data.
 WAITS_FOR_DATA = 0.2
@@ -43,28 +42,12 @@ _CAPTION = (
 )
 
 
-@dataclass(frozen=True)
-class PrecisionReport:
-    """A report that was written, and what it says."""
-
-    written: Written
-    comparison: Comparison
-    answer: Answer
-
-
-def write_precision_report(
-    sources: Sequence[Search],
-    folder: Path,
-    metric: str | None = None,
-    margin: float | None = None,
-) -> PrecisionReport:
-    """Write the report on some runs into a folder; for `metric` and `margin` see
-    `compare_runs`.
+def write_precision_report(comparison: Comparison, folder: Path) -> Written:
+    """Write the report on some compared runs into a folder.
 
     Raises:
-        ReportError: if the runs cannot be compared, or the report cannot be written.
+        ReportError: if it cannot be written.
     """
-    comparison = compare_runs(sources, metric, margin)
     answer = answer_of(comparison)
     names = ("metric", "margin", "pairs", "left_out")
     record = {name: getattr(comparison, name) for name in names}
@@ -78,8 +61,7 @@ def write_precision_report(
         origin=_method(comparison),
         record={"use": answer.precision, **record},
     )
-    written = page.write(folder, "precision")
-    return PrecisionReport(written, comparison, answer)
+    return page.write(folder, "precision")
 
 
 def _scaler(run: Run) -> Values:
@@ -250,10 +232,10 @@ def _cells(same: PrecisionRuns, comparison: Comparison) -> Iterator[tuple[str, A
     yield "precision", same.name
     failed = f", {len(same.failed)} failed" if same.failed else ""
     yield "runs", f"{len(same.runs)}{failed}"
-    mean = "" if same.mean is None else f"{same.mean:.4g}"
-    std = "" if same.std is None else f" ± {same.std:.2g}"
-    yield comparison.metric, f"{mean}{std}"
-    yield "samples/s", same.speed
+    middle = f"{mean(same.values):.4g}" if same.runs else ""
+    std = f" ± {stdev(same.values):.2g}" if len(same.runs) > 1 else ""
+    yield comparison.metric, f"{middle}{std}"
+    yield "samples/s", same.spread(speed_of)
     yield "speed", _speed(same, comparison)
     memory = "allocated" if comparison.machine.on_gpu else "resident, not judged"
     yield f"peak MiB, {memory}", same.last(MetricName.PEAK_MEMORY_MIB)

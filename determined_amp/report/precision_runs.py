@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from statistics import mean, stdev
 
 from determined_amp.amp.metric_names import MetricName
 from determined_amp.amp.settings import Precision
@@ -36,21 +35,6 @@ class PrecisionRuns:
     def values(self) -> list[float]:
         """The compared metric at the end of each completed run."""
         return [run.metrics[self.metric] for run in self.runs]
-
-    @property
-    def mean(self) -> float | None:
-        """Mean of the compared metric; None without a completed run."""
-        return mean(self.values) if self.runs else None
-
-    @property
-    def std(self) -> float | None:
-        """Standard deviation of the compared metric; None with fewer than two runs."""
-        return stdev(self.values) if len(self.runs) > 1 else None
-
-    @property
-    def speed(self) -> Spread | None:
-        """Samples per second: the spread of the runs' medians."""
-        return self.spread(speed_of)
 
     @property
     def data_wait_share(self) -> float | None:

@@ -199,16 +199,6 @@ class RunFolder:
         write_whole(self.record, json.dumps(record, indent=2) + "\n")
         return run
 
-    @contextmanager
-    def locked(self, *, wait: bool = False) -> Iterator[None]:
-        """Keep other processes from writing here inside this block, see `lock`.
-
-        Raises:
-            UserError: if another process writes here.
-        """
-        with lock(self.shown, "this run", wait=wait):
-            yield
-
     def append_metrics(self, line: Values) -> None:
         """Add one report of numbers and texts."""
         with self.metrics.open("a") as file:
@@ -285,14 +275,7 @@ def read_record(folder: Path) -> Run:
         )
         values = {**record, "state": RunState(record["state"]), "parts": tuple(parts)}
         return Run(str(folder), **values)
-    except (
-        OSError,
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        RecursionError,
-    ) as error:
+    except Exception as error:  # of any text in its place
         raise RunError(
             f"{folder}: is not a run folder that this version reads: {RUN_FILE}: "
             f"{type(error).__name__} {one_line(error)}; allowed: what `det-amp "

@@ -50,7 +50,8 @@ def new_search(plan: SearchPlan, workers: int) -> Path:
         plan: The search.
         workers: Number of trials that run at the same time.
     """
-    plan.check_trial()
+    for experiment, _ in plan.trials:
+        experiment.with_trial()
     folder = fresh_folder(Path("runs"), str(plan.search.get("name", "search")))
     with storing(folder):
         plan.search = write_config(folder, plan.search, workers)
@@ -81,7 +82,7 @@ def run_search(folder: Path, plan: SearchPlan, workers: int | None = None) -> in
         )
     stopped = _optimize(folder, plan, workers).stopping
     ended = read_search(folder, plan.search)
-    for line in closing_lines(ended, folder, stopped=stopped):
+    for line in closing_lines(ended, stopped=stopped):
         print(line)
     if stopped:
         return 130

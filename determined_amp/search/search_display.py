@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from determined_amp.amp.plain_data import Values
@@ -30,19 +29,18 @@ def line_of_a_trial(search: Search, run: Run) -> str:
     return f"trial {run.number:>3}  {values}  {end}"
 
 
-def closing_lines(search: Search, folder: Path, *, stopped: bool) -> Iterator[str]:
+def closing_lines(search: Search, *, stopped: bool) -> Iterator[str]:
     """How a search ended, and the best values as YAML.
 
     Args:
         search: The search.
-        folder: Its folder.
         stopped: Whether a signal stopped it.
     """
     ranked, lost = search.ranked(), search.lost()
     state = "completed" if ranked else "failed"
     yield f"{search.name}: {'stopped' if stopped else state}"
     if search.compares:
-        yield f"compare: det-amp report {folder}"
+        yield f"compare: det-amp report {search.origin}"
     elif ranked and search.searched:
         yield from filter(None, best_of(search, ranked))
     if lost:
@@ -50,8 +48,8 @@ def closing_lines(search: Search, folder: Path, *, stopped: bool) -> Iterator[st
     if stopped:
         at_a_time = workers_of(search.config)
         workers = f" --workers {at_a_time}" if at_a_time > 1 else ""
-        yield f"go on: det-amp search --resume {folder}{workers}"
-    yield f"study: sqlite:///{folder / STUDY_FILE}"
+        yield f"go on: det-amp search --resume {search.origin}{workers}"
+    yield f"study: sqlite:///{search.origin}/{STUDY_FILE}"
 
 
 def best_of(search: Search, ranked: Sequence[Run]) -> tuple[str, str]:

@@ -28,7 +28,6 @@ from determined_amp.finder.scale_score import (
 )
 from determined_amp.runs.folder import RUN_FILE, RunError, read_run
 from determined_amp.runs.run import COMPARED, SCALE, Run, RunState, curve_of
-from determined_amp.search.task import Task, Verb
 
 SEARCH_FILE = "search.yaml"
 _REMARKS = "compare.json"
@@ -73,12 +72,6 @@ class Search:
     def is_single(self) -> bool:
         """Whether it is a single run, and no search."""
         return value_at(self.config, "searcher.name") in (None, "single")
-
-    @property
-    def verb(self) -> Verb | None:
-        """The command of this library that each trial runs; None for another."""
-        task = Task.of(self.config)
-        return None if task is None else task.verb
 
     def lost(self) -> list[Run]:
         """The trials that ended without a result, by an error or their

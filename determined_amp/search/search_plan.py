@@ -28,7 +28,7 @@ from determined_amp.experiment.score_check import check_score
 from determined_amp.experiment.training import LENGTH_UNITS
 from determined_amp.runs.run import COMPARED
 from determined_amp.search.space import MOST_TRIALS, Space, read_space
-from determined_amp.search.task import Task, Verb
+from determined_amp.search.task import Task
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)  # it would log every study and trial
 
@@ -92,9 +92,6 @@ _METHODS: dict[str, type[GridSearcher]] = {
     "adaptive_asha": AshaSearcher,
 }
 
-# Searchers of older versions: 0.38.1 reads their names, and refuses to run them.
-_REMOVED = ("adaptive", "adaptive_simple", "sync_halving", "custom")
-
 
 class SearchPlan:
     """A search, read from its YAML and checked as far as that is possible without
@@ -116,40 +113,38 @@ class SearchPlan:
     def __init__(self, search: Config, source: str = "search") -> None:
         problems = Problems()
         settings = read_searcher(search.get("searcher"), problems)
-        task = _task_here(search, problems)
-        in_space = Problems()
-        self.space = read_space(search.get("hyperparameters"), in_space)
+        self.task = Task.of(search, problems)
+        if self.task.verb not in ("train", "score"):
+            text = (
+                f"got {search.get('entrypoint')!r}; allowed in a search: python3 -m "
+                "determined_amp train, the same with score, or module:Class of a "
+                "PyTorchTrial"
+            )
+            problems.append(Problem("entrypoint", text))
+        self.space = read_space(search.get("hyperparameters"), problems)
         if settings is not None and settings.name == "grid":
-            in_space.extend(_mistakes_of_a_grid(self.space))
-        self.search, self._source = search, source
-        self.trials: list[tuple[Experiment, Config]] = []
-        seed = value_at(search, "reproducibility.experiment_seed")
-        self._seed = seed if isinstance(seed, int) else 0
-        self.points: list[Values] = []
-        if not in_space:
-            self.points = self._points(settings)
-            for point in self.points:
-                problems.extend(self._plan_trial(point, task, settings))
-        problems.extend(in_space)
+            problems.extend(_mistakes_of_a_grid(self.space))
         problems.raise_from(source)
         assert settings is not None
-        assert task is not None
-        self.task: Task = task
-        self.settings: GridSearcher = settings
+        self.search, self._source, self.settings = search, source, settings
+        seed = value_at(search, "reproducibility.experiment_seed")
+        self._seed = seed if isinstance(seed, int) else 0
+        self.points = self._points()
+        self.trials: list[tuple[Experiment, Config]] = []
+        for point in self.points:
+            problems.extend(self._plan_trial(point))
+        problems.raise_from(source)
 
-    def _points(self, settings: GridSearcher | None) -> list[Values]:
-        """The points; one if the searcher is wrong, to find other mistakes."""
-        if settings is not None and not isinstance(settings, RandomSearcher):
+    def _points(self) -> list[Values]:
+        if not isinstance(self.settings, RandomSearcher):
             grid = self.space.grid()
             return _by_turns(grid) if self.compares else grid
         sampler = optuna.samplers.RandomSampler(seed=self._seed)
         draws = optuna.create_study(sampler=sampler)
-        trials = range(1 if settings is None else settings.max_trials)
+        trials = range(self.settings.max_trials)
         return [draws.ask(self.distributions).params for _ in trials]
 
-    def _plan_trial(
-        self, point: Values, task: Task | None, settings: GridSearcher | None
-    ) -> list[Problem]:
+    def _plan_trial(self, point: Values) -> Sequence[Problem]:
         """Add the trial at a point; what is wrong with it.
 
         Without a `trial_seed`, every trained trial gets its own seed, drawn from
@@ -159,27 +154,19 @@ class SearchPlan:
         sampled = with_power_of_two(self.space.nested(point), self.search)
         try:
             made = experiment_in(self.search, self._source, hyperparameters=sampled)
-            if task is not None and task.verb is Verb.SCORE:
+            if self.task.verb == "score":
                 check_score(made)
-            elif isinstance(settings, AshaSearcher):
-                Problems(unequal_lengths(made, settings)).raise_from(self._source)
+            elif isinstance(self.settings, AshaSearcher):
+                wrong = unequal_lengths(made, self.settings)
+                Problems(wrong).raise_from(self._source)
         except ConfigError as error:
-            return list(error.problems)
-        if task is not None and task.verb is Verb.TRAIN and made.trial_seed is None:
+            return error.problems
+        if self.task.verb == "train" and made.trial_seed is None:
             made = replace(made, seed=self.drawn_seed(len(self.trials)))
         axes = self.space.axes
         hparams = {axis.name: reduce(getitem, axis.path, sampled) for axis in axes}
         self.trials.append((made, hparams))
-        return []
-
-    def check_trial(self) -> None:
-        """Check what only the class of the trial knows.
-
-        Raises:
-            ConfigError: naming every mistake of the first trial that has one.
-        """
-        for experiment, _ in self.trials:
-            experiment.with_trial()
+        return ()
 
     @property
     def compares(self) -> bool:
@@ -212,23 +199,11 @@ def read_searcher(raw: object, problems: list[Problem]) -> GridSearcher | None:
     section = raw if isinstance(raw, Mapping) else {}
     name = str(section.get("name"))
     if name not in _METHODS:
-        removed = ", which Determined has removed" if name in _REMOVED else ""
         near = near_name(name, _METHODS, f"; allowed: {', '.join(_METHODS)}")
-        problems.append(Problem("searcher.name", f"got {name}{removed}{near}"))
+        problems.append(Problem("searcher.name", f"got {name}{near}"))
         return None
     # The length of a trial in Determined's own form is no key of the search.
     own = {key: value for key, value in section.items() if key != "max_length"}
-    length = section.get("max_length")
-    if name == "adaptive_asha" and length and not {"time_metric", "max_time"} & {*own}:
-        theirs = length if isinstance(length, Mapping) else {"batches": length}
-        unit, count = next(iter(theirs.items()))
-        own |= {"time_metric": unit, "max_time": count}
-        text = (
-            f"got {length}, the old form of the longest time of a trial, which a "
-            "master refuses alone; allowed beside it: searcher.time_metric: "
-            f"{unit} and searcher.max_time: {count}"
-        )
-        problems.append(Problem("searcher.max_length", text))
     return read(_METHODS[name], own, "searcher", problems)
 
 
@@ -265,25 +240,6 @@ def unequal_lengths(
             f"{{{unit}: {first}}} or less"
         )
         yield Problem(experiment.key_of("validation_period"), text)
-
-
-def _task_here(search: Config, problems: list[Problem]) -> Task | None:
-    """The task of the trials of a search; None after appending a mistake to
-    `problems`.
-    """
-    try:
-        task = Task.of(search)
-    except ConfigError as error:
-        problems.extend(error.problems)
-        return None
-    if task is not None and task.verb in (Verb.TRAIN, Verb.SCORE):
-        return task
-    text = (
-        f"got {search.get('entrypoint')!r}; allowed in a search: python3 -m "
-        "determined_amp train, the same with score, or module:Class of a PyTorchTrial"
-    )
-    problems.append(Problem("entrypoint", text))
-    return None
 
 
 def _by_turns(points: Sequence[Values]) -> list[Values]:

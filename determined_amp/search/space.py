@@ -10,12 +10,13 @@ integer.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 from optuna import distributions
 
@@ -27,6 +28,9 @@ from determined_amp.experiment.dotted import leaves, put
 # The platform's own limit (`MaxAllowedTrials`). The whole grid is made before its first
 # trial.
 MOST_TRIALS = 2000
+
+# Makes Optuna's distribution of a range, given its ends.
+MakeDistribution = Callable[..., distributions.BaseDistribution]
 
 # The value of a range, or a choice as JSON.
 Scalar = float | str
@@ -117,6 +121,8 @@ class _Choices:
 
 @dataclass(frozen=True, kw_only=True)
 class _Double:
+    distribution: ClassVar[MakeDistribution] = distributions.FloatDistribution
+
     type: str = setting()
     minval: float = setting()
     maxval: float = setting()
@@ -145,25 +151,25 @@ class _Double:
         """The value at a number between `minval` and `maxval`."""
         return number
 
-    def distribution(self, low: Any, high: Any) -> distributions.BaseDistribution:
-        return distributions.FloatDistribution(low, high)
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Int(_Double):
+    distribution: ClassVar[MakeDistribution] = distributions.IntDistribution
+
     minval: int = setting()
     maxval: int = setting()
 
     def value(self, number: float) -> float:
         return round(number)
 
-    def distribution(self, low: Any, high: Any) -> distributions.BaseDistribution:
-        return distributions.IntDistribution(low, high)
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Log(_Double):
     """Its ends are exponents."""
+
+    distribution: ClassVar[MakeDistribution] = functools.partial(
+        distributions.FloatDistribution, log=True
+    )
 
     base: float = setting(above=1)
 
@@ -177,9 +183,6 @@ class _Log(_Double):
 
     def value(self, number: float) -> float:
         return math.pow(self.base, number)
-
-    def distribution(self, low: Any, high: Any) -> distributions.BaseDistribution:
-        return distributions.FloatDistribution(low, high, log=True)
 
 
 _KINDS: dict[str, type[_Choices | _Double]] = {

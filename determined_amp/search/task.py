@@ -4,10 +4,9 @@ options.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
-from determined_amp.amp.errors import ConfigError, Problem
+from determined_amp.amp.errors import Problem
 from determined_amp.amp.plain_data import Config
 from determined_amp.experiment.entrypoint import (
     BATCHES,
@@ -17,44 +16,30 @@ from determined_amp.experiment.entrypoint import (
 )
 
 
-class Verb(enum.Enum):
-    """A command of this library that can be the entrypoint of an experiment."""
-
-    TRAIN = "train"
-    SCORE = "score"
-    FIND = "find"
-    COMPARE = "compare"
-    CHECK = "check"
-
-
 @dataclass(frozen=True)
 class Task:
     """The entrypoint of an experiment."""
 
-    # The command. Determined's own entrypoint of a trial class trains, too.
-    verb: Verb
+    # The command of this library, such as `train`; empty for another program.
+    # Determined's own entrypoint of a trial class trains, too.
+    verb: str
     batches: int = BATCHES  # the option `--batches` of `score` and `find`
 
     @staticmethod
-    def of(config: Config) -> Task | None:
-        """The task of an experiment; None if its entrypoint runs another program.
+    def of(config: Config, problems: list[Problem]) -> Task:
+        """The task of an experiment.
 
-        Raises:
-            ConfigError: if `--batches` is not a number that can be used.
+        A wrong `--batches` is appended to `problems`.
         """
         entrypoint = config.get("entrypoint")
         if is_class(entrypoint):
-            return Task(Verb.TRAIN)
-        command, options = command_in(entrypoint)
-        verb = next((verb for verb in Verb if verb.value == command), None)
-        if verb is None:
-            return None
-        counts = verb in (Verb.SCORE, Verb.FIND) and options.batches is not None
-        return Task(verb, _batches(options.batches) if counts else BATCHES)
-
-
-def _batches(text: str) -> int:
-    if not (text.isdecimal() and 1 <= int(text) <= MOST_BATCHES):
-        problem = f"got {text!r}; allowed: an integer from 1 to {MOST_BATCHES}"
-        raise ConfigError("entrypoint", [Problem("--batches", problem)])
-    return int(text)
+            return Task("train")
+        verb, options = command_in(entrypoint)
+        text = options.batches
+        if verb not in ("score", "find") or text is None:
+            return Task(verb)
+        if not (text.isdecimal() and 1 <= int(text) <= MOST_BATCHES):
+            allowed = f"an integer from 1 to {MOST_BATCHES}"
+            problems.append(Problem("--batches", f"got {text!r}; allowed: {allowed}"))
+            return Task(verb)
+        return Task(verb, int(text))

@@ -30,10 +30,16 @@ from determined_amp.local.logs import logging_to
 from determined_amp.local.open_trial import open_trial, outcome
 from determined_amp.local.processes import GoesOn
 from determined_amp.local.trainer import train
-from determined_amp.runs.folder import RunFolder, complete_checkpoints, read_record
+from determined_amp.runs.folder import (
+    RunFolder,
+    complete_checkpoints,
+    lock,
+    read_record,
+)
 from determined_amp.runs.run import Run, RunState
-from determined_amp.search.task import Task, Verb
+from determined_amp.search.task import Task
 from determined_amp.trial.determined_private import leave_the_cluster
+from determined_amp.trial.loss_scale import score
 
 _processes = multiprocessing.get_context("forkserver")
 
@@ -105,7 +111,8 @@ def _serve(
     multiprocessing.set_start_method("fork", force=True)
     _share_machine(slot, workers)
     os.chdir(directory)  # multiprocessing goes to the folder where it was imported
-    with job.folder.locked(wait=True):  # a process of a killed search may hold it
+    # a process of a killed search may hold it
+    with lock(job.folder.shown, "this run", wait=True):
         try:
             with translating_disk_errors(job.folder.path):
                 _run(job, connection)
@@ -127,9 +134,9 @@ def _share_machine(slot: int, workers: int) -> None:
 def _run(job: Job, connection: Connection) -> None:
     """Train, score or find, and write what was measured into the folder."""
     experiment, folder = job.experiment.with_trial(), job.folder
-    if job.task.verb is Verb.TRAIN:
+    if job.task.verb == "train":
         saved = complete_checkpoints(folder.checkpoints)
-        resume = Resume.latest(folder.path) if saved else None
+        resume = Resume.latest(folder.path) if saved else Resume()
         stopped = train(experiment, lambda: folder, resume, _asking(connection))
         # it may have asked to stop itself, which is its end in a search
         if not stopped:
@@ -139,11 +146,11 @@ def _run(job: Job, connection: Connection) -> None:
     folder.describe(experiment, Machine.of_this_process())
     logged = logging_to(folder.log, Console(quiet=True))
     with logged, open_trial(experiment) as opened:
-        if job.task.verb is Verb.FIND:
+        if job.task.verb == "find":
             answer = opened.find(job.task.batches)
             (folder.path / FILE_NAME).write_text(answer.json_text())
         else:
-            metrics = opened.score(job.task.batches)
+            metrics = score(opened.trial, opened.context, job.task.batches)
             line = {"group": "validation", **metrics, "batches": job.task.batches}
             folder.append_metrics(line)
     folder.end(RunState.COMPLETED)
