@@ -18,7 +18,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,12 +53,12 @@ from determined_amp.trial.unmodified import trial_of_run
 logger = logging.getLogger(__name__)
 
 
-def train_task(trial: str | None, words: Sequence[str]) -> None:
-    """Train the trial of this task; `words` are those of its command line."""
+def train_task(options: Namespace) -> None:
+    """Train the trial of this task."""
     info = task_info()
-    experiment = _experiment(info, trial)
+    experiment = _experiment(info, options.trial)
     _ = experiment.max_length  # raises if there is none
-    start_ranks(info, *words)
+    start_ranks(info, *options.words)
     if TRIAL_SEED in info.trial.hparams:
         info.trial.trial_seed = experiment.seed
     with _context(experiment) as context:
@@ -65,10 +66,10 @@ def train_task(trial: str | None, words: Sequence[str]) -> None:
         fit(trained, context)
 
 
-def score_task(trial: str | None, batches: int) -> None:
-    """Score the loss scale of the trial of this task on its first `batches` batches."""
-    info = task_info()
-    experiment = _experiment(info, trial)
+def score_task(options: Namespace) -> None:
+    """Score the loss scale of the trial of this task."""
+    info, batches = task_info(), options.batches
+    experiment = _experiment(info, options.trial)
     check_score(experiment)
     with _opened(info, experiment) as opened:
         report = train_context(opened.context)
@@ -78,13 +79,11 @@ def score_task(trial: str | None, batches: int) -> None:
         )
 
 
-def find_task(trial: str | None, batches: int, words: Sequence[str]) -> None:
-    """Find the loss scale of the trial of this task; `words` are those of its command
-    line.
-    """
-    info = task_info()
-    experiment = _experiment(info, trial)
-    start_ranks(info, *words)
+def find_task(options: Namespace) -> None:
+    """Find the loss scale of the trial of this task."""
+    info, batches = task_info(), options.batches
+    experiment = _experiment(info, options.trial)
+    start_ranks(info, *options.words)
     with _opened(info, experiment) as opened:
         answer = opened.find(batches)
         if opened.context.distributed.rank == 0:

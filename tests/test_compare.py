@@ -36,7 +36,6 @@ from determined_amp.experiment.experiment import experiment_in, parse
 from determined_amp.experiment.overrides import in_precision
 from determined_amp.experiment.training import Length
 from determined_amp.finder.scale_finding import Verdict
-from determined_amp.report import ReportError
 from determined_amp.report.answer import answer_of
 from determined_amp.report.comparison import compare_runs
 from determined_amp.runs.folder import RunFolder, read_record
@@ -174,7 +173,7 @@ class TestAnswer:
     ("ended", "cut_short", "error"),
     [
         ((run("fp32"), run("amp_bf16")), "within 3 min", None),
-        ((), "within 3 min", ReportError),
+        ((), "within 3 min", UserError),
         ((), BY_A_SIGNAL, KeyboardInterrupt),
     ],
 )

@@ -9,8 +9,8 @@ import math
 
 import pytest
 
+from determined_amp.amp.errors import UserError
 from determined_amp.amp.settings import SCALER_KEYS
-from determined_amp.report import ReportError
 from determined_amp.report.answer import answer_of
 from determined_amp.report.change import Judgement, change_of
 from determined_amp.report.comparison import compare_runs
@@ -455,7 +455,7 @@ LOST_RUNS = [run(p, last_batch=50, end=LOST) for p in ("fp32", "amp_fp16")]
     ],
 )
 def test_runs_that_cannot_be_compared_are_an_error_that_says_why(runs, words):
-    with pytest.raises(ReportError) as refused:
+    with pytest.raises(UserError) as refused:
         comparison_of(*runs)
     assert words in str(refused.value)
 
@@ -513,7 +513,7 @@ def test_metric_that_no_comparison_can_use_is_refused(metric, words):
     runs = [reporting(one, f1=0.5, validation_loss=0.1) for one in (FP32, FP16)]
     # The searcher's, without an accuracy.
     assert comparison_of(*runs).metric == "validation_loss"
-    with pytest.raises(ReportError) as refused:
+    with pytest.raises(UserError) as refused:
         comparison_of(*runs, metric=metric)
     assert str(refused.value).startswith(words)
 

@@ -273,7 +273,7 @@ class TestFilesTogether:
     def test_files_on_a_full_disk_leave_nothing(self, tmp_path):
         named = pytest.raises(OSError, match=r"too large.*\.a\.partial")
         with training.no_file_larger_than(1000), named:
-            write_together({tmp_path / "a": [b"x" * 10_000]})
+            write_together({tmp_path / "a": b"x" * 10_000})
         assert not list(tmp_path.iterdir())
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from determined_amp.experiment.experiment import parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
+from determined_amp.local.checkpoint_storage import Resume
 from determined_amp.local.local_reports import LocalReports
 from determined_amp.local.trainer import train
 from determined_amp.runs.folder import RunFolder, complete_checkpoints
@@ -32,7 +33,7 @@ def test_search_is_asked_after_every_report_and_can_stop_the_run(
         asked.append((line["group"], line["batches"]))
         return asked[-1] != ("validation", stops_at)
 
-    train(EXPERIMENT, lambda: RunFolder(tmp_path), None, goes_on)
+    train(EXPERIMENT, lambda: RunFolder(tmp_path), Resume(), goes_on)
     lines = [(line["group"], line["batches"]) for line in training.metrics(tmp_path)]
     assert asked == [("start", 0), *lines]
     assert training.end(tmp_path)[0] == end
@@ -57,7 +58,7 @@ def test_best_validation_has_the_best_finite_value_of_the_metric(tmp_path):
 def test_trial_whose_search_was_killed_stops_with_a_checkpoint(tmp_path):
     ours, theirs = multiprocessing.Pipe()
     ours.close()
-    train(EXPERIMENT, lambda: RunFolder(tmp_path), None, _asking(theirs))
+    train(EXPERIMENT, lambda: RunFolder(tmp_path), Resume(), _asking(theirs))
     state, reason, batches = training.end(tmp_path)
     assert (state, reason) == ("stopped", "stopped by SIGTERM")
     assert 0 < batches < 12

@@ -9,7 +9,6 @@ import pytest
 from determined_amp import __main__ as door
 from determined_amp.amp.errors import UserError
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.report import ReportError
 from determined_amp.report.master_runs import fetch_comparison, read_experiment
 from tests.report_master import TRIAL, Master, report, serving
 from tests.reporting import SEARCH, scored
@@ -41,7 +40,7 @@ def test_report_on_an_experiment_notes_that_trials_ran_side_by_side(master):
     (side_by_side,) = search.notes
     assert "which trials ran side by side" in side_by_side
     assert [run.skipped_steps for run in search.runs] == [2.0, None]
-    with pytest.raises(ReportError, match=r"gave no experiment 8: .*: experiment not"):
+    with pytest.raises(UserError, match=r"gave no experiment 8: .*: experiment not"):
         read_experiment(8)
 
 
@@ -64,7 +63,7 @@ def checkpoint(storage, name, text):
 def test_storage_out_of_reach_is_a_sentence(master, tmp_path):
     master.checkpoints = [checkpoint(tmp_path, "precision.md", "{}")]
     (tmp_path / "uuid").rename(tmp_path / "elsewhere")
-    with pytest.raises(ReportError, match=r"cannot be downloaded .*download uuid"):
+    with pytest.raises(UserError, match=r"cannot be downloaded .*download uuid"):
         fetch_comparison(7, tmp_path)
 
 
@@ -89,10 +88,10 @@ def test_report_of_a_comparison_is_fetched_and_shown(tmp_path, capsys):
 
 def test_comparison_without_an_answer_is_a_sentence(compared, tmp_path):
     compared.checkpoints.clear()
-    with pytest.raises(ReportError, match=r"precision.md: it has not com"):
+    with pytest.raises(UserError, match=r"precision.md: it has not com"):
         fetch_comparison(7, tmp_path)
     compared.metadata = {11: {"failure": "the trial cannot be trained in fp32"}}
-    with pytest.raises(ReportError, match=r"precision.md: the trial cannot be trai"):
+    with pytest.raises(UserError, match=r"precision.md: the trial cannot be trai"):
         fetch_comparison(7, tmp_path)
 
 
@@ -168,5 +167,5 @@ def test_report_on_an_experiment_is_that_of_its_searcher(
 @pytest.mark.usefixtures("master")
 def test_report_of_several_sources_or_of_that_name_is_a_comparison(words):
     said = r"hyperparameters\.amp\.precision: missing; allowed: a trial with"
-    with pytest.raises(ReportError, match=said):
+    with pytest.raises(UserError, match=said):
         door.run(["report", *words])

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from determined_amp import __main__ as door
+from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.experiment import parse, read_yaml
 from determined_amp.experiment.machine import Machine
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.report import ReportError
 from determined_amp.report.comparison import compare_runs
 from determined_amp.report.master_runs import read_experiment
 from determined_amp.runs.folder import read_run
@@ -171,7 +171,7 @@ def test_seeds_are_those_that_the_trials_noted(master):
     assert [run.seed for run in compared.runs] == [5, 6, 5, 6]
     for number in (11, 12, 13, 14):
         del master.metadata[number]["seed"]
-    with pytest.raises(ReportError, match="have no seed in common"):
+    with pytest.raises(UserError, match="have no seed in common"):
         compare_runs([read_experiment(7)])
 
 

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
+from determined_amp.amp.errors import UserError
 from determined_amp.experiment.machine import Machine
 from determined_amp.runs.folder import (
-    RunError,
     RunFolder,
     read_run,
     trial_folder,
@@ -231,7 +231,7 @@ def test_folder_that_is_no_run_is_a_sentence(tmp_path, content):
     else:
         (folder / "run.json").write_text(content)
     with pytest.raises(
-        RunError, match=r"is not a run folder .*allowed: what .*det-amp train"
+        UserError, match=r"is not a run folder .*allowed: what .*det-amp train"
     ):
         read_run(folder)
 
@@ -267,6 +267,6 @@ def test_damaged_line_of_a_report_is_a_sentence_with_its_number(tmp_path, damage
     first, *others = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join([first, damaged, b"\n", *others]))
     with pytest.raises(
-        RunError, match=r"metrics\.jsonl: line 2 is no report; allowed: "
+        UserError, match=r"metrics\.jsonl: line 2 is no report; allowed: "
     ):
         read_run(file.parent)

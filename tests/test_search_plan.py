@@ -100,25 +100,6 @@ def test_mistake_in_the_searcher_names_its_key(changes, key):
     assert f"searcher.{key}" in {problem.key for problem in problems}
 
 
-@pytest.mark.parametrize(
-    ("override", "wrong"),
-    [
-        ("max_length={batches: 8}", set()),
-        ("max_length={batches: 9}", {"max_length"}),
-        ("validation_period={batches: 3}", {"validation_period"}),
-        ("max_length={epochs: 8}", {"max_length"}),
-    ],
-)
-def test_length_that_does_not_fit_the_searcher_is_named(override, wrong):
-    changes = (*searching.SHORT_ASHA, f"hyperparameters.training.{override}")
-    named = set()
-    try:
-        SearchPlan(searching.load("loss_scale_asha.yaml", *changes))
-    except ConfigError as error:
-        named = {problem.key for problem in error.problems}
-    assert named == {f"hyperparameters.training.{name}" for name in wrong}
-
-
 def test_missing_length_is_named_once_with_its_key():
     rate = {"type": "double", "minval": 0.1, "maxval": 0.2}
     hparams = {"trial": "tests.strangers:Stranger", "lr": rate}

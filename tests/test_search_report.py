@@ -12,11 +12,12 @@ import pytest
 from matplotlib.figure import Figure
 
 from determined_amp import __main__ as door
+from determined_amp.amp.errors import UserError
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.scale_finding import Verdict
 from determined_amp.finder.scale_score import choice_of
-from determined_amp.report import ReportError, page
+from determined_amp.report import page
 from determined_amp.report.search_report import panels_of, write_search_report
 from determined_amp.runs.run import Report, Run, RunState
 from determined_amp.search.search_display import closing_lines
@@ -105,7 +106,7 @@ def test_page_shows_tags_and_bars_as_text(tmp_path):
         "sentences": [],
         "origin": "",
     }
-    page.Page(**parts).write(tmp_path, "x")
+    page.write_page(tmp_path, "x", **parts)
     text = (tmp_path / "x.md").read_text()
     assert text.startswith("# &lt;script>a&lt;/script>, 1 < 2\n")
     assert "| x \\| y z |" in text
@@ -226,7 +227,7 @@ def test_failed_trial_does_not_count_whatever_it_reported(end, tmp_path):
 def test_search_without_a_result_says_so(tmp_path):
     lost = searched((16.0, RunState.FAILED, []), smaller_is_better=True)
     assert report_on(lost, tmp_path).startswith("no trial reported validation_loss yet")
-    with pytest.raises(ReportError, match="here: has no trials yet; draw it when"):
+    with pytest.raises(UserError, match="here: has no trials yet; draw it when"):
         report_on(dataclasses.replace(lost, runs=()), tmp_path)
 
 

@@ -6,15 +6,14 @@ import math
 
 import pytest
 
+from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.dotted import flat, leaves, put
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.scale_score import bits_from_default
-from determined_amp.report import ReportError
 from determined_amp.report.master_runs import read_experiment
 from determined_amp.report.search_report import write_search_report
 from determined_amp.report.sources import read_source
-from determined_amp.runs.folder import RunError
 from determined_amp.runs.run import RunState
 from determined_amp.search.search_folder import read_search
 from tests.report_master import TRIAL, Master, report, serving
@@ -48,7 +47,7 @@ def test_runs_of_a_folder_and_of_a_master_have_the_same_numbers(search):
     assert search.name == "small"
     assert search.searched == ["amp.init_scale"]
     assert [run.scale_log2 for run in runs] == [16.0, 20.0, 10.0]
-    assert [run.overflow for run in runs] == [False, True, None]
+    assert [run.metrics.get("overflow") for run in runs] == [0.0, 1.0, None]
     assert [run.skipped_steps for run in runs] == [None] * 3
     assert [run.validated.batches for run in runs] == [4] * 3
     assert {run.state for run in runs} == {RunState.COMPLETED}
@@ -108,11 +107,11 @@ def test_trial_with_a_damaged_record_is_left_out_and_named(tmp_path, record):
 
 
 def test_source_that_cannot_be_read_is_a_sentence(tmp_path):
-    with pytest.raises(RunError, match="there is no such folder that can be read"):
+    with pytest.raises(UserError, match="there is no such folder that can be read"):
         read_source("9" * 5000)
     folder = write_study(tmp_path, [(2.0**4, scored(4))])
     reports = folder / "trials" / "0000" / "metrics.jsonl"
     reports.unlink()
     reports.mkdir()
-    with pytest.raises(ReportError, match=r"metrics\.jsonl: cannot be read: Is a dir"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be read: Is a dir"):
         read_source(str(folder))

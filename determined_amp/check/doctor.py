@@ -20,6 +20,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -37,7 +38,6 @@ from determined_amp.check.record import Record, where_raised
 from determined_amp.check.recorder import OVERFLOWS, Recorder
 from determined_amp.check.scratch import changing_all_in
 from determined_amp.experiment.experiment import parse
-from determined_amp.experiment.files import temporary_folder
 from determined_amp.local.open_trial import trial_context
 from determined_amp.trial.checkpoint import CheckpointError
 from determined_amp.trial.controller import WatchedController
@@ -110,8 +110,8 @@ def examine(
         UserError: if the configuration is wrong, or the trial cannot be made or run
             here.
     """
-    with temporary_folder() as folder:
-        probe = Probe(config, source, trial, folder)
+    with TemporaryDirectory() as folder:
+        probe = Probe(config, source, trial, Path(folder))
         record, resumed = _runs(probe, run or run_afresh, notify)
     findings = judge_record(record, resumed)
     if findings.trained and not (findings.amp or record.scalers):

@@ -53,7 +53,7 @@ def _find(options: Namespace) -> int:
     if is_task():
         from determined_amp.cluster import find_task  # noqa: PLC0415
 
-        find_task(options.trial, options.batches, options.words)
+        find_task(options)
         return 0
     target = options.json
     # Before the work, and so that no YAML is replaced.

@@ -34,7 +34,7 @@ def _score(options: Namespace) -> int:
     if is_task():
         from determined_amp.cluster import score_task  # noqa: PLC0415  # torch
 
-        score_task(options.trial, options.batches)
+        score_task(options)
         return 0
     from determined_amp.experiment.score_check import check_score  # noqa: PLC0415
 

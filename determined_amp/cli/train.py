@@ -51,7 +51,7 @@ def _train(options: Namespace) -> int:
     if is_task():
         from determined_amp.cluster import train_task  # noqa: PLC0415  # torch
 
-        train_task(options.trial, options.words)
+        train_task(options)
         return 0
     if not (options.config or options.resume):
         options.parser.error("give an experiment YAML, or --resume RUN_FOLDER")

@@ -284,6 +284,7 @@ def _run(job: Job, goes_on: GoesOn) -> Run:
     try:
         process.answer(goes_on)
     except BaseException:
-        process.end(kill=True)
+        process.process.kill()
+        process.end()
         raise
     return process.end()

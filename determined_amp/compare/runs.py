@@ -10,6 +10,7 @@ from pathlib import Path
 
 import determined as det
 
+from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Config
 from determined_amp.amp.settings import Precision
 from determined_amp.compare.pilots import (
@@ -24,7 +25,6 @@ from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment
 from determined_amp.experiment.failures import is_task
 from determined_amp.experiment.files import write_whole
-from determined_amp.report import ReportError
 from determined_amp.report.comparison import Comparison, compare_runs
 from determined_amp.report.precision_report import write_precision_report
 from determined_amp.runs.folder import fresh_folder
@@ -144,7 +144,7 @@ def _report(folder: Path, search: SearchPlan, cut_short: str) -> Comparison:
         source = replace(made, runs=ended, left_out=left_out)
         comparison = compare_runs([source])
         written = write_precision_report(comparison, folder)
-    except ReportError as error:
+    except UserError as error:
         if cut_short == BY_A_SIGNAL:
             raise KeyboardInterrupt(str(error)) from error
         raise

@@ -351,8 +351,7 @@ def hparams_of(cls: type[T], context: pytorch.PyTorchTrialContext) -> T:
     Raises:
         ConfigError: naming every mistake.
     """
-    made_for = Experiment.of(context)
-    known = None if made_for is None else made_for.hparams
+    known: Any = getattr(Experiment.of(context), "hparams", None)
     if type(known) is cls:
         return known
     return read_section(cls, context.get_hparams(), "hyperparameters")
@@ -364,8 +363,7 @@ def data_of(cls: type[T], context: pytorch.PyTorchTrialContext) -> T:
     Raises:
         ConfigError: naming every mistake.
     """
-    made_for = Experiment.of(context)
-    known = None if made_for is None else made_for.data
+    known: Any = getattr(Experiment.of(context), "data", None)
     if type(known) is cls:
         return known
     return read_section(cls, context.get_experiment_config().get("data") or {}, "data")

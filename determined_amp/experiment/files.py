@@ -3,46 +3,39 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from determined_amp.amp.errors import UserError, nearest
+from determined_amp.amp.errors import nearest
 
 
-def write_whole(path: Path, text: str | Iterable[str]) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Replace a file in one step: a killed process leaves the old content or the new
     one.
     """
-    lines = [text] if isinstance(text, str) else text
-    write_together({path: (line.encode() for line in lines)})
+    write_together({path: text.encode()})
 
 
-def write_together(contents: Mapping[Path, Iterable[bytes]]) -> None:
+def write_together(contents: Mapping[Path, bytes]) -> None:
     """Replace files, or none if one of them cannot be written. A link is replaced, not
     followed.
     """
     partials = {path: path.with_name(f".{path.name}.partial") for path in contents}
     try:
         for path, content in contents.items():
-            # a device or a pipe; a folder is refused
-            if path.exists() and not path.is_file():
-                partials[path] = path
-            _write(partials[path], content)
+            # a folder is refused before any file is replaced
+            _write(path if path.is_dir() else partials[path], content)
         for path, partial in partials.items():
-            if partial != path:
-                os.replace(partial, path)
+            os.replace(partial, path)
     finally:
-        for path, partial in partials.items():
-            if partial != path:
-                partial.unlink(missing_ok=True)
+        for partial in partials.values():
+            partial.unlink(missing_ok=True)
 
 
-def _write(path: Path, content: Iterable[bytes]) -> None:
+def _write(path: Path, content: bytes) -> None:
     try:
-        with path.open("wb") as file:
-            file.writelines(content)
+        path.write_bytes(content)
     except OSError as error:
         # an error on an open file names no file
         error.filename = error.filename or str(path)
@@ -65,24 +58,6 @@ def near_path(path: Path) -> str:
     alike = [each for each in beside if each.suffix == path.suffix and each != path]
     near = nearest(path.name, [each.name for each in alike])
     return f"; did you mean {path.with_name(near)}?" if near else ""
-
-
-@contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """A folder that is deleted after this block.
-
-    Raises:
-        UserError: if there is no place for one.
-    """
-    try:
-        folder = tempfile.TemporaryDirectory()
-    except OSError as error:
-        raise UserError(
-            f"no temporary folder can be made: {error}; allowed: TMPDIR with the path "
-            "of a folder that can be written"
-        ) from error
-    with folder as path:
-        yield Path(path)
 
 
 @contextmanager

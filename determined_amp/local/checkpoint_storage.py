@@ -207,8 +207,7 @@ def check_state(checkpoint: Path, metadata: Values) -> None:
 class Resume:
     """Where a run begins, or continues from."""
 
-    # Name of the checkpoint in the run folder; None for a new run.
-    checkpoint: str | None = None
+    checkpoint: str = ""  # its name in the run folder; empty for a new run
     batches: int = 0  # number of batches trained before it
 
     @staticmethod

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import determined as det
 import numpy as np
@@ -27,7 +28,7 @@ from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment.experiment import Experiment, indivisible_batch
 from determined_amp.experiment.failures import faults_of_the_trial
-from determined_amp.experiment.files import directory_kept, temporary_folder
+from determined_amp.experiment.files import directory_kept
 from determined_amp.finder.found_scale import FoundScale
 from determined_amp.local.checkpoint_storage import DiskError, LocalCheckpoints, Resume
 from determined_amp.runs.run import RunState
@@ -194,11 +195,12 @@ def throwaway_core_context(
         reports: Class that takes the reports.
     """
     processes = core.DummyDistributedContext()
-    with temporary_folder() as folder:
+    with TemporaryDirectory() as folder:
+        place = checkpoints or Path(folder)
         core_context = core.Context(
-            checkpoint=LocalCheckpoints(processes, checkpoints or folder, None),
+            checkpoint=LocalCheckpoints(processes, place, None),
             distributed=processes,
-            train=reports(folder),
+            train=reports(Path(folder)),
         )
         with core_context:
             yield core_context

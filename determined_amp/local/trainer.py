@@ -87,7 +87,7 @@ class LocalRun:
         slots: int,
     ) -> None:
         self._experiment, self._folder, self._stop = experiment, folder, stop
-        self._resumed = resume.checkpoint is not None
+        self._resumed = resume.checkpoint != ""
         self._batches = resume.batches
         self._total: int | None = None  # until the training starts
         self.display = Display(experiment, console, folder, stop)
@@ -300,7 +300,7 @@ def _fit(
             fit(
                 trial,
                 context,
-                latest_checkpoint=resume.checkpoint,
+                latest_checkpoint=resume.checkpoint or None,
                 checkpoint_policy=policy,
             )
         except CheckpointError as error:

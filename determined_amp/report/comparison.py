@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
+from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.amp.settings import SCALER_KEYS, Precision
 from determined_amp.experiment.machine import Machine
-from determined_amp.report import ReportError, Runs, Sentences
+from determined_amp.report import Runs, Sentences
 from determined_amp.report.precision_runs import (
     Pair,
     PrecisionRuns,
@@ -114,7 +115,7 @@ def compare_runs(
             mean.
 
     Raises:
-        ReportError: if the runs cannot be compared, or do not report the metric.
+        UserError: if the runs cannot be compared, or do not report the metric.
     """
     countable, left_out = _countable(sources)
     metric = metric or metric_of(_finished(countable))
@@ -176,7 +177,7 @@ def _countable(sources: Sequence[Search]) -> tuple[list[Run], list[str]]:
             left_out.append(f"{run.name}: {run.state.value}: {run.reason}")
             continue
         if PRECISION not in run.settings:
-            raise ReportError(
+            raise UserError(
                 f"{run.name}: {PRECISION}: missing; allowed: a trial with "
                 "hyperparameters.amp, which names its precision"
             )
@@ -201,7 +202,7 @@ def _smaller_is_better(run: Run, metric: str) -> bool:
         return bool(run.settings[SMALLER_IS_BETTER])
     is_accuracy = "accuracy" in metric
     if not is_accuracy and "loss" not in metric:
-        raise ReportError(
+        raise UserError(
             f"--metric: whether a larger or a smaller {metric} is better is unknown; "
             "allowed: the searcher.metric of the runs, or one whose name has accuracy "
             "or loss in it"
@@ -230,7 +231,7 @@ def _check_comparable(runs: Runs, metric: str) -> None:
     """Check that finished and failed runs can be compared.
 
     Raises:
-        ReportError: if the runs differ in settings, devices or versions that must be
+        UserError: if the runs differ in settings, devices or versions that must be
             the same (the message names them all), if two finished runs have the same
             precision and seed, or if one lacks the metric.
     """
@@ -240,13 +241,13 @@ def _check_comparable(runs: Runs, metric: str) -> None:
     problems = [*differences(runs, _fixed), *by_machine, *_duplicates(finished)]
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
-        raise ReportError(
+        raise UserError(
             f"these runs cannot be compared: {counted(len(problems), 'problem')}\n"
             f"{listed}\nallowed: runs that differ in precision, scaler settings, seed "
             "and name only"
         )
     if any(metric not in run.metrics for run in finished):
-        raise ReportError(
+        raise UserError(
             f"--metric: {metric} is not in the last validation of every finished run; "
             f"allowed: {', '.join(sorted(finished[0].metrics))}"
         )
@@ -258,14 +259,14 @@ def _baseline(
     """The runs to compare with: those in fp32 if one has finished, else in tf32.
 
     Raises:
-        ReportError: if neither has a finished run.
+        UserError: if neither has a finished run.
     """
     finished = [same for same in precisions if same.runs]
     if finished and not finished[0].precision.autocasts:
         return finished[0]
     ends = dict.fromkeys(run.reason for same in precisions for run in same.failed)
     missing = "there is no baseline" if finished else "no finished run can be compared"
-    raise ReportError(
+    raise UserError(
         f"{'; '.join([missing, *ends, *left_out])}; allowed: a finished run in fp32 or "
         "tf32: give more sources, or train it with `det-amp compare "
         "CONFIG`"

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from determined import errors as det_errors
@@ -19,10 +20,8 @@ from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.experiment import with_power_of_two
-from determined_amp.experiment.files import temporary_folder
 from determined_amp.experiment.machine import Machine
 from determined_amp.experiment.training import LENGTH_UNITS
-from determined_amp.report import ReportError
 from determined_amp.report.page import Written, write_files
 from determined_amp.runs.master import log_in
 from determined_amp.runs.run import (
@@ -61,7 +60,7 @@ def read_experiment(number: int) -> Search:
 
     Raises:
         UserError: if there is no such master, or the login fails.
-        ReportError: if there is no such experiment.
+        UserError: if there is no such experiment.
     """
     with _on_master(number) as (session, experiment, origin):
         config: Config = {"hyperparameters": {}, **(experiment.config or {})}
@@ -151,11 +150,11 @@ def fetch_comparison(number: int, folder: Path) -> Written:
 
     Raises:
         UserError: if there is no such master, or the login fails.
-        ReportError: if there is no such experiment, or it has no report.
+        UserError: if there is no such experiment, or it has no report.
     """
     with (
         _on_master(number) as (session, experiment, origin),
-        temporary_folder() as downloaded,
+        TemporaryDirectory() as downloaded,
     ):
         checkpoints = experiment.list_checkpoints()
         saved = [c for c in checkpoints if _TEXT in (c.resources or {})]
@@ -164,15 +163,15 @@ def fetch_comparison(number: int, folder: Path) -> Written:
             for trial in experiment.list_trials():
                 noted = _noted(session, trial.id)
                 why = noted.get("failure") or noted.get("answer") or why
-            raise ReportError(f"{origin}: has no checkpoint with {_TEXT}: {why}")
+            raise UserError(f"{origin}: has no checkpoint with {_TEXT}: {why}")
         try:
-            saved[0].download(str(downloaded))
+            saved[0].download(downloaded)
         except det_errors.MultipleDownloadsFailed as error:
-            raise ReportError(
+            raise UserError(
                 f"{origin}: its checkpoint cannot be downloaded from here. Where its "
                 f"storage can be reached: det checkpoint download {saved[0].uuid}"
             ) from error
-        paths = downloaded.glob("precision.*")
+        paths = Path(downloaded).glob("precision.*")
         files = {folder / path.name: path.read_bytes() for path in paths}
     write_files(folder, files)
     return Written(files[folder / _TEXT].decode(), list(files))
@@ -185,12 +184,12 @@ def _on_master(number: int) -> Iterator[tuple[Session, Experiment, str]]:
 
     Raises:
         UserError: if there is no such master, or the login fails.
-        ReportError: if a request inside the block fails, as when there is no such
+        UserError: if a request inside the block fails, as when there is no such
             experiment.
     """
     address = os.environ.get(MASTER)
     if not address:
-        raise ReportError(
+        raise UserError(
             f"experiment {number} is on a cluster, and {MASTER} is not set; set it to "
             "the address of the master, or give the folder of a local search"
         )
@@ -206,7 +205,7 @@ def _on_master(number: int) -> Iterator[tuple[Session, Experiment, str]]:
     except UserError:
         raise
     except Exception as error:  # the SDK raises whatever an odd answer leads to
-        raise ReportError(
+        raise UserError(
             f"{session.master} gave no experiment {number}: {type(error).__name__}: "
             f"{one_line(error)}; allowed: an experiment on a master of Determined 0.38"
         ) from error

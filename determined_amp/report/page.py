@@ -19,10 +19,10 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from determined_amp.amp.errors import UserError
 from determined_amp.amp.fields import plain
 from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.files import write_together
-from determined_amp.report import ReportError
 from determined_amp.runs.run import Spread
 
 # A head and a cell for each column; all rows of a table have the same heads.
@@ -99,40 +99,50 @@ class Written:
     files: Sequence[Path]  # the PNG, Markdown and JSON files
 
 
-@dataclasses.dataclass(frozen=True)
-class Page:
-    """A report that is to be written."""
+def write_page(
+    folder: Path,
+    name: str,
+    *,
+    answer: str,
+    yaml: str,
+    sentences: Sequence[str],
+    figure: Figure,
+    caption: str,
+    table: Table,
+    origin: str,
+    record: Values,
+) -> Written:
+    """Write the files of a report into a folder, see `write_files`.
 
-    answer: str  # the first line
-    yaml: str  # lines to paste; may be empty
-    sentences: Sequence[str]  # all that is said besides the answer
-    figure: Figure  # the picture
-    caption: str  # the text below it
-    table: Table  # the numbers
-    origin: str  # what they were measured on, and how
-    # Values for the JSON besides the sentences and the table; null stands for what is
-    # not finite.
-    record: Values
-
-    def write(self, folder: Path, name: str) -> Written:
-        """Write the files of this name into a folder, see `write_files`."""
-        items = "\n".join(f"* {sentence}" for sentence in self.sentences)
-        paste = f"```yaml\n{self.yaml}\n```" if self.yaml else ""
-        image = f"![{self.caption}]({name}.png)"
-        numbers = _markdown(self.table)
-        head = f"# {self.answer}"
-        page = _paragraphs(head, paste, items, image, numbers, self.origin)
-        # a tag in somebody's name stays text
-        page = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", page)
-        rows = [dict(row) for row in self.table]
-        told = {"answer": self.answer, "sentences": self.sentences, "table": rows}
-        files = {
-            folder / f"{name}.png": as_png(self.figure),
-            folder / f"{name}.md": f"{page}\n".encode(),
-            folder / f"{name}.json": _json({**told, **self.record}).encode(),
-        }
-        write_files(folder, files)
-        return Written(_paragraphs(self.answer, self.yaml, items), list(files))
+    Args:
+        folder: The folder.
+        name: The name of the files.
+        answer: The first line.
+        yaml: Lines to paste; may be empty.
+        sentences: All that is said besides the answer.
+        figure: The picture.
+        caption: The text below it.
+        table: The numbers.
+        origin: What they were measured on, and how.
+        record: Values for the JSON besides the sentences and the table; null stands for
+            what is not finite.
+    """
+    items = "\n".join(f"* {sentence}" for sentence in sentences)
+    paste = f"```yaml\n{yaml}\n```" if yaml else ""
+    image = f"![{caption}]({name}.png)"
+    numbers = _markdown(table)
+    page = _paragraphs(f"# {answer}", paste, items, image, numbers, origin)
+    # a tag in somebody's name stays text
+    page = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", page)
+    rows = [dict(row) for row in table]
+    told = {"answer": answer, "sentences": sentences, "table": rows}
+    files = {
+        folder / f"{name}.png": as_png(figure),
+        folder / f"{name}.md": f"{page}\n".encode(),
+        folder / f"{name}.json": _json({**told, **record}).encode(),
+    }
+    write_files(folder, files)
+    return Written(_paragraphs(answer, yaml, items), list(files))
 
 
 def _paragraphs(*parts: str) -> str:
@@ -150,7 +160,7 @@ def write_files(folder: Path, files: Mapping[Path, bytes]) -> None:
     """Write the files of a report into a folder, all of them or none.
 
     Raises:
-        ReportError: if one cannot be written, or would replace JSON that is no report.
+        UserError: if one cannot be written, or would replace JSON that is no report.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -160,13 +170,13 @@ def write_files(folder: Path, files: Mapping[Path, bytes]) -> None:
                 and path.is_file()
                 and f'"{_DRAWN}"' not in path.read_text()
             ):
-                raise ReportError(
+                raise UserError(
                     f"{path}: is there, and no report; allowed: --output with another "
                     "folder"
                 )
-        write_together({path: [content] for path, content in files.items()})
+        write_together(files)
     except (OSError, ValueError) as error:
-        raise ReportError(
+        raise UserError(
             f"{folder}: the report cannot be written: {error}; allowed: --output with "
             "a folder that can"
         ) from error

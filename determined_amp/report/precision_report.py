@@ -23,11 +23,11 @@ from determined_amp.report.answer import (
 from determined_amp.report.change import Change
 from determined_amp.report.comparison import Comparison, differences
 from determined_amp.report.page import (
-    Page,
     Panel,
     Table,
     Written,
     draw_panels,
+    write_page,
 )
 from determined_amp.report.precision_runs import Pair, PrecisionRuns, counted, speed_of
 from determined_amp.runs.run import AMP, TRIAL, Run
@@ -46,12 +46,14 @@ def write_precision_report(comparison: Comparison, folder: Path) -> Written:
     """Write the report on some compared runs into a folder.
 
     Raises:
-        ReportError: if it cannot be written.
+        UserError: if it cannot be written.
     """
     answer = answer_of(comparison)
     names = ("metric", "margin", "pairs", "left_out")
     record = {name: getattr(comparison, name) for name in names}
-    page = Page(
+    return write_page(
+        folder,
+        "precision",
         answer=answer.text,
         yaml=yaml_of(comparison, answer),
         sentences=list(precision_sentences(comparison)),
@@ -61,7 +63,6 @@ def write_precision_report(comparison: Comparison, folder: Path) -> Written:
         origin=_method(comparison),
         record={"use": answer.precision, **record},
     )
-    return page.write(folder, "precision")
 
 
 def _scaler(run: Run) -> Values:

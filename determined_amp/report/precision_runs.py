@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from determined_amp.amp.errors import UserError
 from determined_amp.amp.metric_names import MetricName
 from determined_amp.amp.settings import Precision
-from determined_amp.report import ReportError, Runs
+from determined_amp.report import Runs
 from determined_amp.report.change import RATIO_MARGIN, Change, Judgement, change_of
 from determined_amp.runs.run import Run, Spread
 
@@ -106,12 +107,12 @@ def pair_of(
     """Compare a precision with another one; the margin is that of the metric.
 
     Raises:
-        ReportError: if they have no seed in common.
+        UserError: if they have no seed in common.
     """
     others = {run.seed: run for run in base.runs if run.seed is not None}
     twins = [(run, others[run.seed]) for run in candidate.runs if run.seed in others]
     if not twins:
-        raise ReportError(
+        raise UserError(
             f"{candidate.name} and {base.name} have no seed in common; allowed: runs "
             "with equal seeds, as `hyperparameters.trial_seed` gives the trials of a "
             "search"

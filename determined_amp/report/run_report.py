@@ -7,13 +7,13 @@ from pathlib import Path
 from determined_amp.amp.metric_names import MetricName
 from determined_amp.report import Sentences
 from determined_amp.report.page import (
-    Page,
     Panel,
     Row,
     Table,
     Written,
     draw_panels,
     spread_text,
+    write_page,
 )
 from determined_amp.runs.folder import complete_checkpoints
 from determined_amp.runs.run import PRECISION, Run, RunState, curve_of, metric_of
@@ -25,11 +25,13 @@ def write_run_report(run: Run, folder: Path) -> Written:
     """Write the report on a run into a folder.
 
     Raises:
-        ReportError: if it cannot be written.
+        UserError: if it cannot be written.
     """
     panels = curves_of(run)
     curves = {panel.title: panel.dots for panel in panels}
-    page = Page(
+    return write_page(
+        folder,
+        "report",
         answer=_answer(run),
         yaml="",
         sentences=list(run_sentences(run)),
@@ -39,7 +41,6 @@ def write_run_report(run: Run, folder: Path) -> Written:
         origin=f"{run.name}; on {run.machine.device}, torch {run.machine.torch}.",
         record={"settings": run.settings, "curves": curves},
     )
-    return page.write(folder, "report")
 
 
 def _answer(run: Run) -> str:

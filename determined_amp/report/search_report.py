@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from determined_amp.amp.errors import UserError
 from determined_amp.amp.metric_names import MetricName
 from determined_amp.experiment.dotted import flat
-from determined_amp.report import ReportError, Sentences
+from determined_amp.report import Sentences
 from determined_amp.report.page import (
-    Page,
     Panel,
     Row,
     Table,
     Written,
     draw_panels,
+    write_page,
 )
 from determined_amp.runs.run import shown_setting
 from determined_amp.search.search_display import best_of, failed_trials
@@ -30,16 +31,18 @@ def write_search_report(search: Search, folder: Path) -> Written:
     """Write the report on a search into a folder.
 
     Raises:
-        ReportError: if it cannot be written, or no trial has begun.
+        UserError: if it cannot be written, or no trial has begun.
     """
     if not search.runs:
         found = "; ".join([f"{search.origin}: has no trials yet", *search.notes])
-        raise ReportError(f"{found}; draw it when the first has ended")
+        raise UserError(f"{found}; draw it when the first has ended")
     ranked = search.ranked()
     answer, yaml = f"no trial reported {search.metric} yet", ""
     if ranked:
         answer, yaml = best_of(search, ranked)
-    page = Page(
+    return write_page(
+        folder,
+        "report",
         answer=answer,
         yaml=yaml,
         sentences=list(_sentences(search)),
@@ -49,7 +52,6 @@ def write_search_report(search: Search, folder: Path) -> Written:
         origin=_origin(search),
         record={"metric": search.metric},
     )
-    return page.write(folder, "report")
 
 
 def _sentences(search: Search) -> Sentences:

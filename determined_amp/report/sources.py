@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from determined_amp.report import ReportError
+from determined_amp.amp.errors import UserError
 from determined_amp.report.master_runs import read_experiment
 from determined_amp.runs.folder import RUN_FILE, STUDY_FILE, check_folder, read_run
 from determined_amp.search.search_folder import Search, read_search
@@ -42,7 +42,7 @@ def read_source(source: str) -> Search:
             return read_search(path)
         return Search(source, (read_run(path),))
     except OSError as error:
-        raise ReportError(
+        raise UserError(
             f"{error.filename or source}: cannot be read: {error.strerror or error}; "
             "allowed: a folder of your own"
         ) from error

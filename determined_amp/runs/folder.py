@@ -32,6 +32,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +104,6 @@ def is_locked(folder: Path) -> bool:
         except BlockingIOError:
             return True
     return False
-
-
-class RunError(UserError):
-    """A folder is not that of a run or of a search, or a run cannot be read."""
 
 
 class RunFolder:
@@ -207,9 +204,11 @@ class RunFolder:
     def forget_metrics_after(self, batches: int) -> None:
         """Drop the reports of later batches, which a resumed run trains again."""
         kept = [
-            line for line in read_metrics(self.metrics) if line["batches"] <= batches
+            json.dumps(line) + "\n"
+            for line in read_metrics(self.metrics)
+            if line["batches"] <= batches
         ]
-        write_whole(self.metrics, (json.dumps(line) + "\n" for line in kept))
+        write_whole(self.metrics, "".join(kept))
 
 
 def check_folder(folder: Path, files: Sequence[str], command: str, what: str) -> None:
@@ -222,36 +221,31 @@ def check_folder(folder: Path, files: Sequence[str], command: str, what: str) ->
         what: What is allowed.
 
     Raises:
-        RunError: if it has none of them. The message names the folders below it that
+        UserError: if it has none of them. The message names the folders below it that
             have one, or another one that may be meant.
     """
     if any(os.path.exists(folder / file) for file in files):
         return
     for file, instead in _RESUMES.items():
         if os.path.exists(folder / file):
-            raise RunError(f"{folder}: has {file}; type {instead} {folder}")
+            raise UserError(f"{folder}: has {file}; type {instead} {folder}")
     if not os.path.isdir(folder):
         near = near_path(folder)
-        raise RunError(
+        raise UserError(
             f"{folder}: there is no such folder that can be read{near}; allowed: {what}"
         )
     missing = f"{folder}: has no {' or '.join(files)}"
-    found = [path for file in files for path in _files_below(folder, file)]
+    below = chain(folder.glob("*/*"), folder.glob("*/*/*"))
+    found = [path for path in below if path.name in files]
     if not found:
-        raise RunError(f"{missing}; allowed: {what}")
+        raise UserError(f"{missing}; allowed: {what}")
     found.sort(key=os.path.getmtime, reverse=True)
-    below = [*dict.fromkeys(str(path.parent) for path in found)]
-    newest = ", ".join(below[:_MOST_NAMED])
-    raise RunError(
-        f"{missing}; below it, the newest of {len(below)}: {newest}; type {command} "
-        f"{below[0]}"
+    folders = [*dict.fromkeys(str(path.parent) for path in found)]
+    newest = ", ".join(folders[:_MOST_NAMED])
+    raise UserError(
+        f"{missing}; below it, the newest of {len(folders)}: {newest}; type {command} "
+        f"{folders[0]}"
     )
-
-
-def _files_below(folder: Path, name: str) -> Iterator[Path]:
-    """The files of a name one folder further down, and two."""
-    yield from folder.glob(f"*/{name}")
-    yield from folder.glob(f"*/*/{name}")
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -265,7 +259,7 @@ def read_record(folder: Path) -> Run:
     """The run in a folder as it is recorded there, without its reports.
 
     Raises:
-        RunError: if there is no record, or it is damaged.
+        UserError: if there is no record, or it is damaged.
     """
     file = folder / RUN_FILE
     try:
@@ -276,7 +270,7 @@ def read_record(folder: Path) -> Run:
         values = {**record, "state": RunState(record["state"]), "parts": tuple(parts)}
         return Run(str(folder), **values)
     except Exception as error:  # of any text in its place
-        raise RunError(
+        raise UserError(
             f"{folder}: is not a run folder that this version reads: {RUN_FILE}: "
             f"{type(error).__name__} {one_line(error)}; allowed: what `det-amp "
             "train` leaves in runs/NAME/TIME"
@@ -287,7 +281,7 @@ def read_run(folder: Path) -> Run:
     """The run in a folder, with its reports, and with its state judged by them.
 
     Raises:
-        RunError: if the folder is not a run folder, or its reports are damaged.
+        UserError: if the folder is not a run folder, or its reports are damaged.
     """
     run = read_record(folder)
     if run.state is RunState.RUNNING and not is_locked(folder):
@@ -306,7 +300,7 @@ def read_metrics(path: Path) -> Iterator[Values]:
     A last line that a kill cut off is left out.
 
     Raises:
-        RunError: if another line is no report.
+        UserError: if another line is no report.
     """
     if not path.exists():
         return
@@ -319,7 +313,7 @@ def read_metrics(path: Path) -> Iterator[Values]:
                 line["group"] = str(line["group"])
                 line["batches"] = int(line["batches"])
             except (LookupError, TypeError, ValueError) as error:
-                raise RunError(
+                raise UserError(
                     f"{path}: line {number} is no report; allowed: the file without "
                     "this line"
                 ) from error

@@ -276,12 +276,6 @@ class Run:
             trained = 0.0
         return self.metrics.get(MetricName.SKIPPED_STEPS, trained)
 
-    @property
-    def overflow(self) -> bool | None:
-        """Whether its first steps overflow; None if that was not measured."""
-        overflow = self.metrics.get("overflow")
-        return None if overflow is None else bool(overflow)
-
     def reported(self, lines: Iterable[Values], settings: Config) -> Run:
         """This run with some reports, and with its state and reason judged by them.
 

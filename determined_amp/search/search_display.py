@@ -55,7 +55,7 @@ def closing_lines(search: Search, *, stopped: bool) -> Iterator[str]:
 def best_of(search: Search, ranked: Sequence[Run]) -> tuple[str, str]:
     """What the trials of a search say, best first, and lines to paste, or none."""
     advice = search.scale_advice
-    if all(run.overflow for run in ranked):
+    if all(run.metrics.get("overflow") for run in ranked):
         return "every scale of this search overflows: search smaller ones", ""
     if advice is not None:
         scale = advice.scale_log2

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Config
 from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.experiment import ranges, read_yaml
@@ -26,7 +27,7 @@ from determined_amp.finder.scale_score import (
     advice_of,
     bits_from_default,
 )
-from determined_amp.runs.folder import RUN_FILE, RunError, read_run
+from determined_amp.runs.folder import RUN_FILE, read_run
 from determined_amp.runs.run import COMPARED, SCALE, Run, RunState, curve_of
 
 SEARCH_FILE = "search.yaml"
@@ -94,14 +95,12 @@ class Search:
         """The trials with a result: best first, of equals those with a scale nearest to
         2^16.
         """
-        ranks = []
-        for run in self.runs:
-            value = self.value(run)
-            if value is not None:
-                distance = bits_from_default(run.scale_log2)
-                ranks.append((self._sign * value, distance, run))
-        ranks.sort(key=lambda rank: rank[:2])
-        return [run for _, _, run in ranks]
+        values = [(run, self.value(run)) for run in self.runs]
+        ranks = [
+            (self._sign * value, run) for run, value in values if value is not None
+        ]
+        ranks.sort(key=lambda rank: (rank[0], bits_from_default(rank[1].scale_log2)))
+        return [run for _, run in ranks]
 
     @property
     def scale_advice(self) -> ScaleAdvice | None:
@@ -170,7 +169,7 @@ def read_search(folder: Path, config: Config | None = None) -> Search:
         try:
             run = read_run(record.parent)
             runs.append(dataclasses.replace(run, shares_device=shared))
-        except RunError as error:
+        except UserError as error:
             damaged.append(f"left out: {error}")
     file = folder / _REMARKS
     remarks = json.loads(file.read_bytes()) if file.exists() else {}

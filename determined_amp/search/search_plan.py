@@ -156,9 +156,8 @@ class SearchPlan:
             made = experiment_in(self.search, self._source, hyperparameters=sampled)
             if self.task.verb == "score":
                 check_score(made)
-            elif isinstance(self.settings, AshaSearcher):
-                wrong = unequal_lengths(made, self.settings)
-                Problems(wrong).raise_from(self._source)
+            else:
+                _ = made.max_length  # raises if there is none
         except ConfigError as error:
             return error.problems
         if self.task.verb == "train" and made.trial_seed is None:
@@ -219,27 +218,6 @@ def _mistakes_of_a_grid(space: Space) -> Iterator[Problem]:
             "by a smaller count of each range, or searcher.name: random"
         )
         yield Problem("hyperparameters", text)
-
-
-def unequal_lengths(
-    experiment: Experiment, searcher: AshaSearcher
-) -> Iterator[Problem]:
-    """Problems of a trial that `adaptive_asha` cannot compare with others; the platform
-    only warns.
-
-    Its length must be `max_time`, and its first validation not after the first rung.
-    """
-    unit, first = searcher.time_metric, searcher.first_rung()
-    if getattr(experiment.max_length, unit) != searcher.max_time:
-        text = f"is not searcher.max_time; allowed: {{{unit}: {searcher.max_time}}}"
-        yield Problem(experiment.key_of("max_length"), text)
-    period = getattr(experiment.training.validation_period, unit, None)
-    if period is None or period > first:
-        text = (
-            f"adaptive_asha first compares trials after {first} {unit}; allowed: "
-            f"{{{unit}: {first}}} or less"
-        )
-        yield Problem(experiment.key_of("validation_period"), text)
 
 
 def _by_turns(points: Sequence[Values]) -> list[Values]:

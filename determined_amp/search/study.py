@@ -54,12 +54,8 @@ def open_study(folder: Path, plan: SearchPlan) -> tuple[optuna.Study, int]:
 def next_trial(study: optuna.Study, plan: SearchPlan) -> optuna.Trial:
     """The first trial that waits again, or else the trial of the next point."""
     if not study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-        point = plan.points[len(study.get_trials(deepcopy=False))]
-        waiting = optuna.create_trial(
-            state=TrialState.WAITING, params=point, distributions=plan.distributions
-        )
-        study.add_trial(waiting)
-    return study.ask()
+        study.enqueue_trial(plan.points[len(study.get_trials(deepcopy=False))])
+    return study.ask(plan.distributions)
 
 
 @contextmanager

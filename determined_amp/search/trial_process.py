@@ -81,13 +81,11 @@ class TrialProcess:
             while True:
                 self.connection.send(goes_on(self.connection.recv()))
 
-    def end(self, *, kill: bool = False) -> Run:
+    def end(self) -> Run:
         """End the process; the record of the trial, which is `RUNNING` if the process
         died.
         """
         self.connection.close()
-        if kill:
-            self.process.kill()
         self.process.join()
         run = read_record(self._folder.path)
         if run.state is not RunState.RUNNING:
