@@ -158,7 +158,7 @@ def run(precision: str, seed: int = 1, name: str | None = None, **options: Any) 
     state, reason = RunState(record["state"]), record["reason"]
     parts = (Part(**{**part, "machine": Machine(**part["machine"])}),)
     made = Run(name or f"{precision}-{seed}", state, reason, parts)
-    return made.reported(lines, part["settings"])
+    return made.reported(lines)
 
 
 def seeds(precision: str, values: Sequence[float], **others: Any) -> list[Run]:

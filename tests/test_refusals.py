@@ -218,9 +218,6 @@ SAID_AT_ONCE: dict[str, list[str]] = {
             "entrypoint=python3 -m determined_amp find": "allowed in a search: python3",
         }.items()
     },
-    f"search {GRID.with_name('loss_scale_asha.yaml')} --config searcher.max_time=7": [
-        "max_length: is not searcher.max_time"
-    ],
     f"search {GRID.with_name('compare_precisions.yaml')} "
     "--config 'hyperparameters.trial_seed.vals=[1, -1]'": ["trial_seed: got -1; allow"],
 }

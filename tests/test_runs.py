@@ -215,11 +215,13 @@ def test_length_in_epochs_is_counted_in_epochs(tmp_path):
 def test_number_of_a_million_batches_has_all_of_its_digits():
     report = {"group": "training", "batches": 1_234_567, "epochs": 2.5}
     length = "hyperparameters.training.max_length"
-    run = Run("a", RunState.KILLED)
-    batches = run.reported([report], {f"{length}.batches": 4_000_000})
-    assert batches.reason == "1234567 of 4000000 batches: its process is gone"
-    epochs = run.reported([report], {f"{length}.epochs": 4})
-    assert epochs.reason == "2.5 of 4 epochs: its process is gone"
+    for unit, most, said in (
+        ("batches", 4_000_000, "1234567 of 4000000 batches"),
+        ("epochs", 4, "2.5 of 4 epochs"),
+    ):
+        part = Part(settings={f"{length}.{unit}": most})
+        killed = Run("a", RunState.KILLED, parts=(part,))
+        assert killed.reported([report]).reason == f"{said}: its process is gone"
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}"])

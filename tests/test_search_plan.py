@@ -5,7 +5,6 @@ compares.
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
@@ -90,14 +89,14 @@ def test_precisions_of_a_comparison_take_turns_seed_by_seed():
         ({"max_trails": 3}, "max_trails"),
         ({"max_time": None}, "max_time"),
         ({"time_metric": "records"}, "time_metric"),
-        ({"bracket_rungs": [2]}, "bracket_rungs"),
         ({"name": "grid"}, "max_time"),  # it has no such key
     ],
 )
 def test_mistake_in_the_searcher_names_its_key(changes, key):
-    problems: list[Any] = []
-    read_searcher({**ASHA, **changes}, problems)
-    assert f"searcher.{key}" in {problem.key for problem in problems}
+    search = searching.load("loss_scale_asha.yaml")
+    with pytest.raises(ConfigError) as caught:
+        SearchPlan({**search, "searcher": {**ASHA, **changes}})
+    assert f"searcher.{key}" in {problem.key for problem in caught.value.problems}
 
 
 def test_missing_length_is_named_once_with_its_key():

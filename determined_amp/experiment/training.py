@@ -110,12 +110,10 @@ class TrainingSettings:
     cudnn_benchmark: bool | None = setting(None)
 
 
-def has_our_form(hyperparameters: object) -> bool:
+def has_our_form(hyperparameters: Config) -> bool:
     """Whether these hyperparameters have a section `training` with lengths and
     periods.
     """
-    if not isinstance(hyperparameters, Mapping):
-        return False
     return isinstance(hyperparameters.get("training"), Mapping)
 
 

@@ -93,7 +93,7 @@ def _fault(pair: Pair, metric: str) -> str:
     if pair.metric.judgement is Judgement.WORSE:
         return f"has a worse {metric}"
     speed = pair.speed
-    if speed is None or not speed.most_gain < RATIO_MARGIN:
+    if speed is None or not speed.high < RATIO_MARGIN:
         return ""
     is_slower = speed.judgement is Judgement.WORSE
     reason = (

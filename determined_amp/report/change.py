@@ -51,11 +51,6 @@ class Change:
         """The mean, positive if it is for the better."""
         return self.mean if self.more_is_better else -self.mean
 
-    @property
-    def most_gain(self) -> float:
-        """The end of the interval that is best; NaN without an interval."""
-        return self.high if self.more_is_better else -self.low
-
     def shown(self, number: float) -> float:
         """A number of this change as a reader sees it."""
         return math.exp(number) if self.is_ratio else number

@@ -156,11 +156,8 @@ def _to_compare(
 
     Where the device has TF32, many programs without AMP run in it.
     """
-    real = []
-    for same in precisions:
-        is_real = bool(same.runs) and not same.runs[0].is_only_fp32
-        if is_real or same is baseline:
-            real.append(same)
+    finished = [same for same in precisions if same.runs]
+    real = [s for s in finished if s is baseline or not s.runs[0].is_only_fp32]
     pairs = itertools.combinations(real, 2)
     return [(other, base) for base, other in pairs if not base.precision.autocasts]
 

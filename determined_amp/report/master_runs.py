@@ -92,7 +92,7 @@ def _run(
         settings = {**shared, **of_trial}
     settings[SEED] = noted.get("seed")
     lengths = [settings.get(f"{LENGTH}.{unit}") for unit in LENGTH_UNITS]
-    trains = any(line["group"] == "training" and line["batches"] for line in lines)
+    trains = any(line["group"] == "training" for line in lines)
     has_length = any(lengths) and trains
     state, reason = _end(trial, noted.get("failure", ""), has_length=has_length)
     machine = Machine(**noted.get("machine", {}))
@@ -104,7 +104,7 @@ def _run(
         number=trial.id,
         hparams=hparams,
     )
-    return run.reported(lines, settings if has_length else {})
+    return run.reported(lines)
 
 
 def _end(trial: Trial, failure: str, *, has_length: bool) -> tuple[RunState, str]:

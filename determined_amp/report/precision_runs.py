@@ -122,7 +122,13 @@ def pair_of(
     speed = _ratio(twins, speed_of, more_is_better=True)
     memory = None
     if candidate.runs[0].machine.on_gpu:
-        memory = _ratio(twins, _allocated, more_is_better=False)
+        # The last report has the largest peak: after the reset that follows the first
+        # batches, peaks only grow.
+        memory = _ratio(
+            twins,
+            lambda run: run.last(MetricName.PEAK_MEMORY_MIB),
+            more_is_better=False,
+        )
     metric = change_of(differences, margin, more_is_better=more_is_better)
     if metric.low == metric.high:  # few validation samples can agree by chance
         metric = replace(metric, low=math.nan, high=math.nan)
@@ -151,10 +157,3 @@ def _ratio(
 def speed_of(run: Run) -> float | None:
     """The median of its samples per second; None if it tells none."""
     return run.speed.median if run.speed else None
-
-
-def _allocated(run: Run) -> float | None:
-    # The last report has the largest peak: after the reset that follows the first
-    # batches, peaks only grow.
-    peak = run.last(MetricName.PEAK_MEMORY_MIB)
-    return peak if peak and peak > 0 else None

@@ -61,10 +61,7 @@ def run_sentences(run: Run) -> Sentences:
         skipped = run.skipped_steps or 0.0
         scale = run.last(MetricName.LOSS_SCALE_LOG2)
         last = "" if scale is None else f"; the last loss scale was 2^{scale:g}"
-        is_one = MetricName.APPLIED_STEPS in run.training.metrics
-        of_all = "" if is_one else " of all optimizers"
-        steps = f"{applied:.0f} optimizer steps{of_all} applied"
-        yield f"{steps}, {skipped:.0f} skipped{last}"
+        yield f"{applied:.0f} optimizer steps applied, {skipped:.0f} skipped{last}"
     share = run.audit_share
     if share is not None:
         yield f"audit: {share:.1%} of the FLOPs of the first batch in this precision"

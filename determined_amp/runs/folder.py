@@ -128,13 +128,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.log = path / "log.txt"
         self.record = path / RUN_FILE
-        try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"cannot make the folder {error.filename}: {error.strerror}; allowed: "
-                "a new one, or that of a run"
-            ) from error
+        _make(self.checkpoints)
 
     @property
     def not_to_lose(self) -> list[str]:
@@ -286,7 +280,7 @@ def read_run(folder: Path) -> Run:
     run = read_record(folder)
     if run.state is RunState.RUNNING and not is_locked(folder):
         run = dataclasses.replace(run, state=RunState.KILLED)
-    return run.reported(read_metrics(folder / "metrics.jsonl"), run.settings)
+    return run.reported(read_metrics(folder / "metrics.jsonl"))
 
 
 def trial_folder(search: Path, number: int) -> Path:
@@ -332,8 +326,15 @@ def fresh_folder(root: Path, name: str) -> Path:
     name = re.sub(r"[^\w.+=@ -]+", "-", name).strip(". ")[:100] or "unnamed"
     # With microseconds: several runs may begin in one second.
     path = root / name / datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
-    try:
-        path.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"cannot make the folder {path}: {error.strerror}") from error
+    _make(path)
     return path
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot make the folder {error.filename}: {error.strerror}; allowed: a "
+            "new one, or that of a run"
+        ) from error

@@ -220,8 +220,9 @@ class Run:
         """Share of the first batch's FLOPs in the configured precision, the minimum
         over processes; None if it was not audited.
         """
-        audits = (r.metrics.get(AuditMetricName.SHARE) for r in self.trained)
-        return min((share for share in audits if share is not None), default=None)
+        name = AuditMetricName.SHARE
+        shares = [r.metrics[name] for r in self.trained if name in r.metrics]
+        return min(shares, default=None)
 
     @property
     def _steady(self) -> Iterator[Mapping[str, float]]:
@@ -276,7 +277,7 @@ class Run:
             trained = 0.0
         return self.metrics.get(MetricName.SKIPPED_STEPS, trained)
 
-    def reported(self, lines: Iterable[Values], settings: Config) -> Run:
+    def reported(self, lines: Iterable[Values]) -> Run:
         """This run with some reports, and with its state and reason judged by them.
 
         A run that has validated after its last batch has completed, even if it was
@@ -285,7 +286,6 @@ class Run:
 
         Args:
             lines: The reports, each with its `group` and `batches`.
-            settings: Those that have the length of the run, if any has.
         """
         groups: dict[str, list[Report]] = {"training": [], "validation": []}
         for line in lines:
@@ -295,11 +295,11 @@ class Run:
         made = replace(
             self, trained=groups["training"], validations=groups["validation"]
         )
-        state, reason = made._judged(settings)
+        state, reason = made._judged()
         return replace(made, state=state, reason=reason)
 
-    def _judged(self, settings: Config) -> tuple[RunState, str]:
-        state = self.state
+    def _judged(self) -> tuple[RunState, str]:
+        state, settings = self.state, self.settings
         unit = "batches" if settings.get(f"{LENGTH}.epochs") is None else "epochs"
         length = settings.get(f"{LENGTH}.{unit}", math.inf)  # infinite if unknown
         trained, validated = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from determined_amp.search.search_folder import (
     workers_of,
     write_config,
 )
-from determined_amp.search.search_plan import AshaSearcher, SearchPlan
+from determined_amp.search.search_plan import SearchPlan
 from determined_amp.search.study import next_trial, open_study, storing
 from determined_amp.search.trial_process import Job, TrialProcess
 
@@ -128,42 +129,31 @@ def _optimize(
     return loop
 
 
+@dataclass
 class SearchLoop:
     """Runs the trials of a study, each in a process of its own.
 
     The first SIGINT or SIGTERM stops every trial at its next report, with a checkpoint;
     a second one ends them at once.
-
-    Args:
-        plan: The search.
-        folder: Its folder.
-        study: Its study.
-        workers: Number of trials that run at the same time.
-
-    Attributes:
-        time_is_up: Whether the time limit stopped it.
     """
 
-    def __init__(
-        self,
-        plan: SearchPlan,
-        folder: Path,
-        study: optuna.Study,
-        workers: int,
-    ) -> None:
-        self._plan, self._folder, self._study = plan, folder, study
-        self._search = Search(str(folder), (), plan.search)
-        self._workers = workers
-        self._slots = list(range(workers))  # those that are free
+    plan: SearchPlan
+    folder: Path
+    study: optuna.Study
+    workers: int  # number of trials that run at the same time
+    signals: int = 0  # how many have asked to stop
+    time_is_up: bool = False  # whether the time limit stopped it
+
+    def __post_init__(self) -> None:
+        self.search = Search(str(self.folder), (), self.plan.search)
+        self.slots = list(range(self.workers))  # those that are free
         # By the connection to their process.
-        self._running: dict[Any, tuple[optuna.Trial, TrialProcess]] = {}
-        self._signals = 0
-        self.time_is_up = False
+        self.running: dict[Any, tuple[optuna.Trial, TrialProcess]] = {}
 
     @property
     def stopping(self) -> bool:
         """Whether a signal, the time limit or a fault asked to stop."""
-        return self._signals > 0
+        return self.signals > 0
 
     def run(self, waiting: int, seconds: float) -> None:
         """Run the trials that wait.
@@ -177,11 +167,11 @@ class SearchLoop:
         """
         ends = [time.monotonic() + seconds + grace for grace in (0.0, GRACE)]
         fault: Exception | None = None
-        while self._running or (waiting and not self.stopping):
+        while self.running or (waiting and not self.stopping):
             try:
-                while waiting and self._slots and not self.stopping:
+                while waiting and self.slots and not self.stopping:
                     waiting -= 1
-                    self._start(next_trial(self._study, self._plan))
+                    self._start(next_trial(self.study, self.plan))
                 self._listen(ends)
             except Exception as error:  # of a file, not of a trial
                 fault = fault or error
@@ -192,9 +182,9 @@ class SearchLoop:
 
     def stop(self) -> None:
         """Stop the trials at their next report; the second time, end them."""
-        self._signals += 1
-        for _, running in list(self._running.values()):
-            if self._signals == 1:
+        self.signals += 1
+        for _, running in list(self.running.values()):
+            if self.signals == 1:
                 # a trial that trains stops at its next report
                 running.process.terminate()
             else:
@@ -202,10 +192,10 @@ class SearchLoop:
 
     def _listen(self, ends: list[float]) -> None:
         """Answer the trials that have reported, and stop all when the time is up."""
-        if not self._running:  # nothing would end the wait
+        if not self.running:  # nothing would end the wait
             return
         left = min([*ends, math.inf]) - time.monotonic()
-        for connection in wait([*self._running], min(max(left, 0.0), _LONGEST_WAIT)):
+        for connection in wait([*self.running], min(max(left, 0.0), _LONGEST_WAIT)):
             self._answer(connection)
         while ends and time.monotonic() >= ends[0]:
             del ends[0]
@@ -214,23 +204,23 @@ class SearchLoop:
 
     def _start(self, trial: optuna.Trial) -> None:
         """Start a trial, or tell its result if a killed search could not."""
-        folder = RunFolder(trial_folder(self._folder, trial.number))
+        folder = RunFolder(trial_folder(self.folder, trial.number))
         if folder.record.exists():
             before = read_run(folder.path)
             if before.state in (RunState.COMPLETED, RunState.PRUNED):
                 self._tell(trial, before)
                 return
-        experiment, hparams = self._plan.trials[trial.number]
+        experiment, hparams = self.plan.trials[trial.number]
         folder.describe_trial(trial.number, hparams)
-        job = Job(self._plan.task, experiment, folder)
-        running = TrialProcess(job, self._slots.pop(), self._workers)
-        self._running[running.connection] = trial, running
+        job = Job(self.plan.task, experiment, folder)
+        running = TrialProcess(job, self.slots.pop(), self.workers)
+        self.running[running.connection] = trial, running
         if self.stopping:  # a signal came while it started
             running.process.terminate()
 
     def _answer(self, connection: Any) -> None:
         """Answer a report of a trial; or tell the study its end."""
-        trial, _ = self._running[connection]
+        trial, _ = self.running[connection]
         try:
             connection.send(self._goes_on(trial, connection.recv()))
         except (EOFError, ConnectionError):
@@ -241,24 +231,22 @@ class SearchLoop:
 
     def _end(self, connection: Any) -> Run:
         """End the process of a trial; its record."""
-        _, running = self._running.pop(connection)
-        self._slots.append(running.slot)
+        _, running = self.running.pop(connection)
+        self.slots.append(running.slot)
         return running.end()
 
     def _goes_on(self, trial: optuna.Trial, report: Values) -> bool:
         """Give a validation to Optuna; whether the trial continues after this
         report.
         """
-        settings = self._plan.settings
-        value = report.get(self._search.metric)
-        if report["group"] != "validation" or not isinstance(value, (int, float)):
+        settings = self.plan.settings
+        value = report.get(self.search.metric)
+        is_number = isinstance(value, (int, float)) and math.isfinite(value)
+        if report["group"] != "validation" or not is_number:
             return True
-        if not math.isfinite(value):
-            return True
-        asha = settings if isinstance(settings, AshaSearcher) else None
-        length = int(report[asha.time_metric if asha else "batches"])
+        length = int(report[settings.time_metric])
         trial.report(value, length)
-        return asha is None or length >= asha.max_time or not trial.should_prune()
+        return length >= settings.max_time or not trial.should_prune()
 
     def _judge(self, trial: optuna.Trial, ended: Run) -> None:
         """Tell the study how a trial ended; one that was interrupted stays open.
@@ -271,23 +259,23 @@ class SearchLoop:
         if ended.state is RunState.STOPPED:
             raise UserError(
                 f"{ended.reason}; the search stopped, and its open trials continue "
-                f"with: det-amp search --resume {self._folder}"
+                f"with: det-amp search --resume {self.folder}"
             )
-        folder = RunFolder(trial_folder(self._folder, trial.number))
+        folder = RunFolder(trial_folder(self.folder, trial.number))
         run = read_run(folder.path)
         if ended.state is RunState.RUNNING:
             folder.end(RunState.FAILED, ended.reason)
-        elif run.state is RunState.COMPLETED and self._search.value(run) is None:
-            folder.end(RunState.FAILED, f"{self._search.metric} was not reported")
+        elif run.state is RunState.COMPLETED and self.search.value(run) is None:
+            folder.end(RunState.FAILED, f"{self.search.metric} was not reported")
         self._tell(trial, read_run(folder.path))
 
     def _tell(self, trial: optuna.Trial, run: Run) -> None:
         """Print the end of a trial, and tell it to the study."""
-        print(line_of_a_trial(self._search, run))
-        value = self._search.value(run)
+        print(line_of_a_trial(self.search, run))
+        value = self.search.value(run)
         if run.state is RunState.PRUNED:
-            self._study.tell(trial, state=TrialState.PRUNED)
+            self.study.tell(trial, state=TrialState.PRUNED)
         elif value is None:
-            self._study.tell(trial, state=TrialState.FAIL)
+            self.study.tell(trial, state=TrialState.FAIL)
         else:
-            self._study.tell(trial, value)
+            self.study.tell(trial, value)

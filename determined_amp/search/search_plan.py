@@ -4,6 +4,7 @@ trials.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -35,16 +36,21 @@ optuna.logging.set_verbosity(optuna.logging.ERROR)  # it would log every study a
 
 @dataclass(frozen=True, kw_only=True)
 class GridSearcher(Searcher):
-    """The `searcher` section of a grid or a single trial; the names are
-    Determined's.
+    """The `searcher` section of a grid or a single trial; the names are Determined's.
+
+    What is used on a cluster only is not read: elsewhere `--workers` sets the number of
+    trials at a time, and all trials are compared with each other.
     """
 
-    READ_IN_PART = False
+    # Of those that stop no trial early.
+    time_metric, max_time = "batches", math.inf
 
     name: str = setting()
     metric: str = setting()
-    # Used on a cluster only; elsewhere `--workers` sets it.
-    max_concurrent_trials: int = setting(16, at_least=0)
+
+    def pruner(self) -> optuna.pruners.BasePruner:
+        """What stops trials early."""
+        return optuna.pruners.NopPruner()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +66,12 @@ class AshaSearcher(RandomSearcher):
 
     time_metric: str = setting()  # unit of `max_time`: `batches` or `epochs`
     max_time: int = setting(at_least=1)  # length of a trial that is not stopped early
-    # Used on a cluster only; elsewhere all trials are compared with each other.
-    mode: str = setting("standard")
     divisor: int = setting(4, at_least=2)  # one in this many trials continues at a rung
     # largest number of rungs, the end of a trial included
     max_rungs: int = setting(5, at_least=1)
+
+    def pruner(self) -> optuna.pruners.BasePruner:
+        return optuna.pruners.SuccessiveHalvingPruner(self.first_rung(), self.divisor)
 
     def first_rung(self) -> int:
         """The length, in `time_metric`, at which trials are first compared.
@@ -113,6 +120,9 @@ class SearchPlan:
     def __init__(self, search: Config, source: str = "search") -> None:
         problems = Problems()
         settings = read_searcher(search.get("searcher"), problems)
+        # With a wrong one, the first trial shows the other mistakes.
+        one = RandomSearcher(name="random", metric="", max_trials=1)
+        self.search, self._source, self.settings = search, source, settings or one
         self.task = Task.of(search, problems)
         if self.task.verb not in ("train", "score"):
             text = (
@@ -121,12 +131,13 @@ class SearchPlan:
                 "PyTorchTrial"
             )
             problems.append(Problem("entrypoint", text))
-        self.space = read_space(search.get("hyperparameters"), problems)
-        if settings is not None and settings.name == "grid":
-            problems.extend(_mistakes_of_a_grid(self.space))
-        problems.raise_from(source)
-        assert settings is not None
-        self.search, self._source, self.settings = search, source, settings
+        in_space = Problems()
+        self.space = read_space(search.get("hyperparameters"), in_space)
+        if self.settings.name == "grid":
+            in_space.extend(_mistakes_of_a_grid(self.space))
+        if in_space:
+            problems.extend(in_space)
+            problems.raise_from(source)
         seed = value_at(search, "reproducibility.experiment_seed")
         self._seed = seed if isinstance(seed, int) else 0
         self.points = self._points()
@@ -177,15 +188,6 @@ class SearchPlan:
         """Optuna's distribution of each searched hyperparameter, by dotted name."""
         return {axis.name: axis.distribution for axis in self.space.axes}
 
-    def pruner(self) -> optuna.pruners.BasePruner:
-        """The early stopping of the search."""
-        settings = self.settings
-        if isinstance(settings, AshaSearcher):
-            return optuna.pruners.SuccessiveHalvingPruner(
-                settings.first_rung(), settings.divisor
-            )
-        return optuna.pruners.NopPruner()
-
     def drawn_seed(self, number: int) -> int:
         """A 32-bit seed that depends only on the search's seed and the trial's
         number.
@@ -201,9 +203,7 @@ def read_searcher(raw: object, problems: list[Problem]) -> GridSearcher | None:
         near = near_name(name, _METHODS, f"; allowed: {', '.join(_METHODS)}")
         problems.append(Problem("searcher.name", f"got {name}{near}"))
         return None
-    # The length of a trial in Determined's own form is no key of the search.
-    own = {key: value for key, value in section.items() if key != "max_length"}
-    return read(_METHODS[name], own, "searcher", problems)
+    return read(_METHODS[name], section, "searcher", problems)
 
 
 def _mistakes_of_a_grid(space: Space) -> Iterator[Problem]:

@@ -35,7 +35,7 @@ def open_study(folder: Path, plan: SearchPlan) -> tuple[optuna.Study, int]:
     )
     study = optuna.create_study(
         storage=storage,
-        pruner=plan.pruner(),
+        pruner=plan.settings.pruner(),
         study_name=str(plan.search.get("name", "search")),
         direction="minimize" if plan.settings.smaller_is_better else "maximize",
         load_if_exists=True,
