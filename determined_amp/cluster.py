@@ -32,7 +32,6 @@ from determined_amp.check.doctor import examine
 from determined_amp.experiment.experiment import (
     TRIAL_SEED,
     Experiment,
-    constants,
     parse,
 )
 from determined_amp.experiment.failures import faults_of_the_trial
@@ -56,7 +55,7 @@ logger = logging.getLogger(__name__)
 def train_task(options: Namespace) -> None:
     """Train the trial of this task."""
     info = task_info()
-    experiment = _experiment(info, options.trial)
+    experiment = _experiment(options)
     _ = experiment.max_length  # raises if there is none
     start_ranks(info, *options.words)
     if TRIAL_SEED in info.trial.hparams:
@@ -69,7 +68,7 @@ def train_task(options: Namespace) -> None:
 def score_task(options: Namespace) -> None:
     """Score the loss scale of the trial of this task."""
     info, batches = task_info(), options.batches
-    experiment = _experiment(info, options.trial)
+    experiment = _experiment(options)
     check_score(experiment)
     with _opened(info, experiment) as opened:
         report = train_context(opened.context)
@@ -82,7 +81,7 @@ def score_task(options: Namespace) -> None:
 def find_task(options: Namespace) -> None:
     """Find the loss scale of the trial of this task."""
     info, batches = task_info(), options.batches
-    experiment = _experiment(info, options.trial)
+    experiment = _experiment(options)
     start_ranks(info, *options.words)
     with _opened(info, experiment) as opened:
         answer = opened.find(batches)
@@ -122,7 +121,7 @@ def task_without_trial() -> Iterator[tuple[Values, core.Context]]:
         )
     config = {
         **task_configuration(info),
-        "hyperparameters": constants(info.trial.hparams),
+        "hyperparameters": info.trial.hparams,
     }
     # It warns that it writes by torch, as it does in every task without TensorFlow.
     logging.getLogger("determined.tensorboard").setLevel(logging.ERROR)
@@ -166,13 +165,16 @@ def task_info() -> det.ClusterInfo:
     return info
 
 
-def _experiment(info: det.ClusterInfo, trial: str | None) -> Experiment:
+def _experiment(options: Namespace) -> Experiment:
     """The experiment of a trial on a cluster, with the hyperparameters that were
     sampled for it.
     """
-    hparams = info.trial.hparams
+    info = task_info()
     return parse(
-        task_configuration(info), "experiment", trial=trial, hyperparameters=hparams
+        task_configuration(info),
+        "experiment",
+        trial=options.trial,
+        hyperparameters=info.trial.hparams,
     )
 
 

@@ -327,11 +327,11 @@ def test_part_whose_batches_are_trained_again_is_forgotten(tmp_path):
         ("größe 1.5", "größe 1.5"),
     ],
 )
-def test_name_of_a_run_is_one_folder_inside_the_root(tmp_path, name, folder):
-    made = fresh_folder(tmp_path, name)
-    assert made.parent.parent == tmp_path
-    assert made.parent.name == folder
-    assert fresh_folder(tmp_path, name) != made  # in the same second
+def test_name_of_a_run_is_one_folder_inside_runs(tmp_path, monkeypatch, name, folder):
+    monkeypatch.chdir(tmp_path)
+    made = fresh_folder(name)
+    assert made.parent == Path("runs") / folder
+    assert fresh_folder(name) != made  # in the same second
 
 
 def test_parameters_and_buffers_that_are_not_finite_are_named():

@@ -42,9 +42,10 @@ def test_search_is_asked_after_every_report_and_can_stop_the_run(
     assert capsys.readouterr().out == ""
 
 
-def test_best_validation_has_the_best_finite_value_of_the_metric(tmp_path):
+def test_best_validation_has_the_best_finite_value_of_the_metric(tmp_path, monkeypatch):
     told = Mock()
-    reports = LocalReports(RunFolder(tmp_path), EXPERIMENT, told, 0)
+    reports = LocalReports(RunFolder(tmp_path), EXPERIMENT, 0)
+    monkeypatch.setattr(reports, "report", told)
     for batches, value in enumerate([np.float64(0.5), math.nan, "text", 0.25, 0.75], 1):
         metrics = {"validation_loss": value, "other": -batches, "batches": 99}
         reports._report_trial_metrics("validation", batches, metrics)

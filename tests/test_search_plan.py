@@ -89,7 +89,6 @@ def test_precisions_of_a_comparison_take_turns_seed_by_seed():
         ({"max_trails": 3}, "max_trails"),
         ({"max_time": None}, "max_time"),
         ({"time_metric": "records"}, "time_metric"),
-        ({"name": "grid"}, "max_time"),  # it has no such key
     ],
 )
 def test_mistake_in_the_searcher_names_its_key(changes, key):

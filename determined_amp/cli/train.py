@@ -74,14 +74,11 @@ def _train_here(options: Namespace, experiment: Experiment) -> int:
     from determined_amp.local.trainer import train  # noqa: PLC0415
     from determined_amp.runs.folder import RunFolder, fresh_folder, lock  # noqa: PLC0415
 
-    experiment = experiment.with_trial()
     resume = Resume.latest(Path(options.resume)) if options.resume else Resume()
     given = options.resume or options.run_folder
 
     def choose_folder() -> RunFolder:
-        folder = RunFolder(
-            Path(given) if given else fresh_folder(Path("runs"), experiment.name)
-        )
+        folder = RunFolder(Path(given) if given else fresh_folder(experiment.name))
         held.enter_context(lock(folder.shown, "this run"))
         kept = folder.not_to_lose
         if kept and not options.resume:

@@ -68,7 +68,7 @@ def compare(experiment: Experiment, options: Namespace) -> ComparisonEnd:
     window = experiment.aggregation_frequency
     shortest = ComparisonPlan(window, window, options.seeds)
     SearchPlan(search_over(experiment, options.precisions, shortest), experiment.source)
-    folder = fresh_folder(Path("runs"), f"compare-{experiment.name}")
+    folder = fresh_folder(f"compare-{experiment.name}")
     results = PilotResults()
     try:
         run_pilots(experiment, options.precisions, results, folder / "pilots")

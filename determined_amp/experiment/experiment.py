@@ -501,8 +501,7 @@ def _values(config: Config, chosen: Config | None, problems: list[Problem]) -> C
         text = f"got {values!r}; allowed: a mapping of keys to values"
         problems.append(Problem("hyperparameters", text))
         return {}
-    values = constants(for_test(config, values))
-    return values if chosen is None else with_power_of_two(values, config)
+    return with_power_of_two(constants(for_test(config, values)), config)
 
 
 def _with_trial(config: Config, values: Config, trial: str) -> Config:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 from determined_amp.amp.errors import nearest
@@ -58,15 +57,3 @@ def near_path(path: Path) -> str:
     alike = [each for each in beside if each.suffix == path.suffix and each != path]
     near = nearest(path.name, [each.name for each in alike])
     return f"; did you mean {path.with_name(near)}?" if near else ""
-
-
-@contextmanager
-def directory_kept() -> Iterator[None]:
-    """Return to the working directory after this block, because a trial may leave
-    it.
-    """
-    here = os.getcwd()
-    try:
-        yield
-    finally:
-        os.chdir(here)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from determined_amp.amp.plain_data import Metrics, Values
@@ -13,8 +12,8 @@ from determined_amp.trial.determined_private import LocalTrainContext
 
 
 class LocalReports(LocalTrainContext):
-    """Determined's train context, which hands on each report and knows the best
-    validation.
+    """Determined's train context, which hands each report to `report`, which a subclass
+    gives, and knows the best validation.
 
     Only the chief reports; the other ranks get a plain `core.DummyTrainContext`.
 
@@ -22,8 +21,6 @@ class LocalReports(LocalTrainContext):
         folder: The run folder; Determined writes its event files there.
         experiment: Has the metric that ranks checkpoints, and whether smaller is
             better.
-        on_report: Receives the line of each report: its metrics, their `group`, and
-            `batches`.
         first_batch: Number of batches that earlier processes trained. Later reports in
             the folder are ignored, because their batches are trained again.
     """
@@ -32,16 +29,20 @@ class LocalReports(LocalTrainContext):
         self,
         folder: RunFolder,
         experiment: Experiment,
-        on_report: Callable[[Values], None],
         first_batch: int,
     ) -> None:
         super().__init__(tensorboard_path=folder.tensorboard)
-        self._on_report = on_report
         self._searcher = experiment.platform.searcher
         self._best: tuple[float, int] | None = None  # value, batches
         for line in read_metrics(folder.metrics):
             if line["group"] == "validation" and line["batches"] <= first_batch:
                 self._note_validation(line["batches"], line)
+
+    def report(self, line: Values) -> None:
+        """Called with the line of each report: its metrics, their `group`, and
+        `batches`.
+        """
+        raise NotImplementedError
 
     def is_best(self, batches: int) -> bool:
         """Whether the validation after `batches` batches is the best so far."""
@@ -52,7 +53,7 @@ class LocalReports(LocalTrainContext):
 
     def take_report(self, group: str, batches: int, metrics: Metrics) -> None:
         numbers = {name: _number(value) for name, value in metrics.items()}
-        self._on_report({**numbers, "group": group, "batches": batches})
+        self.report({**numbers, "group": group, "batches": batches})
         if group == "validation":
             self._note_validation(batches, numbers)
 

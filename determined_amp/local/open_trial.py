@@ -5,6 +5,7 @@ computed in.
 from __future__ import annotations
 
 import copy
+import os
 import random
 import traceback
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,6 @@ from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment.experiment import Experiment, indivisible_batch
 from determined_amp.experiment.failures import faults_of_the_trial
-from determined_amp.experiment.files import directory_kept
 from determined_amp.finder.found_scale import FoundScale
 from determined_amp.local.checkpoint_storage import DiskError, LocalCheckpoints, Resume
 from determined_amp.runs.run import RunState
@@ -48,16 +48,20 @@ class InvalidTrialError(UserError):
 
 
 @contextmanager
-def translating_invalid_trials() -> Iterator[None]:
-    """Raise an `InvalidTrialError` for the `SystemExit` that Determined makes of an
+def around_a_trial() -> Iterator[None]:
+    """Return to the working directory after this block, because a trial may leave it,
+    and raise an `InvalidTrialError` for the `SystemExit` that Determined makes of an
     InvalidHP.
     """
+    here = os.getcwd()
     try:
         yield
     except SystemExit as left:
         if not isinstance(left.__context__, det.InvalidHP):
             raise
         raise InvalidTrialError(str(left.__context__)) from left
+    finally:
+        os.chdir(here)
 
 
 def outcome(error: BaseException) -> tuple[RunState, str]:
@@ -142,16 +146,14 @@ def open_trial(
         CheckpointError: if there is no checkpoint.
     """
     experiment = experiment.with_trial()
-    folder = None if checkpoint is None else _checkpoint_folder(checkpoint)
-    parent, name = (None, None) if folder is None else (folder.parent, folder.name)
-    with (
-        directory_kept(),
-        translating_invalid_trials(),
-        throwaway_core_context(parent) as core_context,
-    ):
+    folder = checkpoint and _checkpoint_folder(checkpoint)
+    name = folder.name if folder else None
+    stored = throwaway_core_context(folder.parent if folder else None)
+    with around_a_trial(), stored as core_context:
         context = trial_context(core_context, experiment)
         with faults_of_the_trial():
-            yield OpenTrial(trial_of(experiment, context), context, experiment, name)
+            trial = trial_of(experiment, context)
+            yield OpenTrial(trial, context, experiment, name)
 
 
 def audit_here(experiment: Experiment) -> tuple[Audit, Precision | None]:

@@ -27,7 +27,6 @@ from determined_amp.amp.tensors import is_finite, numbered
 from determined_amp.amp.users_code import is_installed
 from determined_amp.experiment.experiment import CheckpointPolicy, Experiment
 from determined_amp.experiment.failures import faults_of_the_trial
-from determined_amp.experiment.files import directory_kept
 from determined_amp.experiment.machine import Machine
 from determined_amp.local.checkpoint_storage import (
     LocalCheckpoints,
@@ -38,8 +37,8 @@ from determined_amp.local.display import Display
 from determined_amp.local.local_reports import LocalReports
 from determined_amp.local.logs import Terminal, logging_to
 from determined_amp.local.open_trial import (
+    around_a_trial,
     outcome,
-    translating_invalid_trials,
     trial_context,
 )
 from determined_amp.local.processes import GoesOn, StopOnSignal, process_group
@@ -57,7 +56,7 @@ from determined_amp.trial.unmodified import precision_of, trial_of_run
 logger = logging.getLogger(__name__)
 
 
-class LocalRun:
+class LocalRun(LocalReports):
     """A run as its folder records it and the terminal shows it, in the process of its
     chief.
 
@@ -71,9 +70,6 @@ class LocalRun:
         stop: What stops it.
         console: Shows it.
         slots: The number of its processes.
-
-    Attributes:
-        reports: Where the loop reports.
     """
 
     def __init__(
@@ -96,7 +92,7 @@ class LocalRun:
         if not self._resumed:
             folder.forget_metrics_after(0)
             folder.describe(experiment, self._machine)
-        self.reports = LocalReports(folder, experiment, self.report, self._batches)
+        super().__init__(folder, experiment, resume.batches)
 
     def begin_training(
         self, first_batch: int, total_batches: int, epoch_batches: int
@@ -132,15 +128,12 @@ class LocalRun:
     def __exit__(
         self, kind: object, error: BaseException | None, trace: object
     ) -> None:
-        # A resume that fails before it trains does not change how the run ended.
-        if not self._resumed or self._total is not None:
-            try:
+        try:
+            # A resume that fails before it trains does not change how the run ended.
+            if not self._resumed or self._total is not None:
                 self._folder.end(*self._ended(error))
-            except OSError as lost:  # a full disk may have ended the run itself
-                logger.warning(
-                    "%s: how the run ended is not recorded: %s", self._folder.path, lost
-                )
-        self.display.end(error, stopped=self._stop.obeyed)
+        finally:
+            self.display.end(error, stopped=self._stop.obeyed)
 
     def _ended(self, error: BaseException | None) -> tuple[RunState, str]:
         left = isinstance(error, SystemExit) and self._stop.requested
@@ -247,10 +240,9 @@ def train(
     Raises:
         UserError: if it cannot train. A `DiskError` is no fault of the trial.
     """
-    _ = experiment.max_length  # raises if there is none, before a folder is made
+    _ = experiment.with_trial().max_length  # raises, before a folder is made
     with (
-        directory_kept(),
-        translating_invalid_trials(),
+        around_a_trial(),
         process_group() as processes,
         StopOnSignal(processes, goes_on).listening() as stop,
     ):
@@ -280,12 +272,11 @@ def _fit(
     """Train in this process; the chief alone has a `run`, which writes into the
     folder.
     """
-    reports = run.reports if run else None
     core_context = core.Context(
-        checkpoint=LocalCheckpoints(processes, folder.checkpoints, reports),
+        checkpoint=LocalCheckpoints(processes, folder.checkpoints, run),
         distributed=processes,
         preempt=stop,
-        train=reports or core.DummyTrainContext(folder.tensorboard),
+        train=run or core.DummyTrainContext(folder.tensorboard),
     )
     loop = partial(LocalController, experiment, run, Path.cwd())
     with core_context, run or nullcontext(), faults_of_the_trial(), controlled_by(loop):

@@ -66,18 +66,10 @@ def lock(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
         wait: Whether to wait for another process to finish.
 
     Raises:
-        UserError: if it cannot be written.
         UserError: if another process holds the lock; the message has its id.
     """
     path = folder / ".lock"
-    try:
-        file = path.open("ab+", buffering=0)
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written: {error.strerror}; allowed: a folder of your "
-            "own"
-        ) from error
-    with file:
+    with path.open("ab+", buffering=0) as file:
         try:
             # Only this process holds the lock, not the loader processes that it forks.
             fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -314,8 +306,8 @@ def read_metrics(path: Path) -> Iterator[Values]:
             yield line
 
 
-def fresh_folder(root: Path, name: str) -> Path:
-    """Create and return a new folder `root/name/TIME`.
+def fresh_folder(name: str) -> Path:
+    """Create and return a new folder `runs/name/TIME`.
 
     Characters of `name` that do not belong in a file name, such as slashes, become a
     hyphen.
@@ -325,7 +317,7 @@ def fresh_folder(root: Path, name: str) -> Path:
     """
     name = re.sub(r"[^\w.+=@ -]+", "-", name).strip(". ")[:100] or "unnamed"
     # With microseconds: several runs may begin in one second.
-    path = root / name / datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+    path = Path("runs") / name / datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
     _make(path)
     return path
 

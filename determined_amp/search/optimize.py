@@ -53,7 +53,7 @@ def new_search(plan: SearchPlan, workers: int) -> Path:
     """
     for experiment, _ in plan.trials:
         experiment.with_trial()
-    folder = fresh_folder(Path("runs"), str(plan.search.get("name", "search")))
+    folder = fresh_folder(str(plan.search.get("name", "search")))
     with storing(folder):
         plan.search = write_config(folder, plan.search, workers)
     return folder
@@ -241,8 +241,9 @@ class SearchLoop:
         """
         settings = self.plan.settings
         value = report.get(self.search.metric)
-        is_number = isinstance(value, (int, float)) and math.isfinite(value)
-        if report["group"] != "validation" or not is_number:
+        if report["group"] != "validation" or not isinstance(value, (int, float)):
+            return True
+        if not math.isfinite(value):
             return True
         length = int(report[settings.time_metric])
         trial.report(value, length)

@@ -148,8 +148,7 @@ def read_config(folder: Path) -> Config:
 
 def workers_of(config: Config) -> int:
     """Number of trials that ran at the same time."""
-    workers = config["searcher"].get("max_concurrent_trials")
-    return workers if isinstance(workers, int) else 1
+    return int(config["searcher"].get("max_concurrent_trials", 1))
 
 
 def read_search(folder: Path, config: Config | None = None) -> Search:

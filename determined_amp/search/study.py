@@ -46,8 +46,7 @@ def open_study(folder: Path, plan: SearchPlan) -> tuple[optuna.Study, int]:
             study_id, trial.number
         )
         storage.set_trial_state_values(trial_id, TrialState.WAITING)
-    trials = study.get_trials(deepcopy=False)
-    ended = [trial for trial in trials if trial.state.is_finished()]
+    ended = [t for t in study.get_trials(deepcopy=False) if t.state.is_finished()]
     return study, len(plan.points) - len(ended)
 
 

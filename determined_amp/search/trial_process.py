@@ -131,7 +131,7 @@ def _share_machine(slot: int, workers: int) -> None:
 
 def _run(job: Job, connection: Connection) -> None:
     """Train, score or find, and write what was measured into the folder."""
-    experiment, folder = job.experiment.with_trial(), job.folder
+    experiment, folder = job.experiment, job.folder
     if job.task.verb == "train":
         saved = complete_checkpoints(folder.checkpoints)
         resume = Resume.latest(folder.path) if saved else Resume()
