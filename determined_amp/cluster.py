@@ -54,12 +54,12 @@ logger = logging.getLogger(__name__)
 
 def train_task(options: Namespace) -> None:
     """Train the trial of this task."""
-    info = task_info()
     experiment = _experiment(options)
     _ = experiment.max_length  # raises if there is none
-    start_ranks(info, *options.words)
-    if TRIAL_SEED in info.trial.hparams:
-        info.trial.trial_seed = experiment.seed
+    start_ranks(*options.words)
+    of_this_task = task_info().trial
+    if TRIAL_SEED in of_this_task.hparams:
+        of_this_task.trial_seed = experiment.seed
     with _context(experiment) as context:
         trained = trial_of_run(experiment, context)
         fit(trained, context)
@@ -67,10 +67,9 @@ def train_task(options: Namespace) -> None:
 
 def score_task(options: Namespace) -> None:
     """Score the loss scale of the trial of this task."""
-    info, batches = task_info(), options.batches
-    experiment = _experiment(options)
+    experiment, batches = _experiment(options), options.batches
     check_score(experiment)
-    with _opened(info, experiment) as opened:
+    with _opened(experiment) as opened:
         report = train_context(opened.context)
         metrics = score(opened.trial, opened.context, batches)
         leave_answer(
@@ -80,26 +79,25 @@ def score_task(options: Namespace) -> None:
 
 def find_task(options: Namespace) -> None:
     """Find the loss scale of the trial of this task."""
-    info, batches = task_info(), options.batches
-    experiment = _experiment(options)
-    start_ranks(info, *options.words)
-    with _opened(info, experiment) as opened:
+    experiment, batches = _experiment(options), options.batches
+    start_ranks(*options.words)
+    with _opened(experiment) as opened:
         answer = opened.find(batches)
         if opened.context.distributed.rank == 0:
             _leave_finding(opened.context, answer, batches)
             print(answer)  # last, because the log also contains the reports
 
 
-def check_task(trial: str | None, *, as_json: bool) -> None:
+def check_task(options: Namespace) -> None:
     """Examine the trial of this task; the findings end the log, and their number is a
     metric.
     """
     with task_without_trial() as (config, core_context):
-        findings = examine(config, "experiment", trial, print)
+        findings = examine(config, "experiment", options.trial, print)
         faults = len(findings.faults)
         status = f"{faults} fault{'s' * (faults != 1)}"
         leave_answer(core_context.train, status, 1, {"faults": faults}, faults=faults)
-    print(findings.to_json() if as_json else findings)
+    print(findings.to_json() if options.json else findings)
 
 
 @contextmanager
@@ -143,7 +141,7 @@ def _has_several_slots(info: det.ClusterInfo) -> bool:
     return len(info.slot_ids) > 1 or len(info.container_addrs) > 1
 
 
-def start_ranks(info: det.ClusterInfo, *command: str) -> None:
+def start_ranks(*command: str) -> None:
     """In a task of several slots, replace this process by Determined's launcher of a
     command.
 
@@ -151,7 +149,7 @@ def start_ranks(info: det.ClusterInfo, *command: str) -> None:
     without the launcher's traceback. In a process that the launcher has started, it
     returns.
     """
-    if not _has_several_slots(info) or "RANK" in os.environ:
+    if not _has_several_slots(task_info()) or "RANK" in os.environ:
         return
     rank = [sys.executable, "-m", "determined_amp", *command]
     launcher = [sys.executable, "-m", "determined.launch.torch_distributed"]
@@ -208,9 +206,9 @@ def _context(experiment: Experiment) -> Iterator[pytorch.PyTorchTrialContext]:
 
 
 @contextmanager
-def _opened(info: det.ClusterInfo, experiment: Experiment) -> Iterator[OpenTrial]:
+def _opened(experiment: Experiment) -> Iterator[OpenTrial]:
     """The trial, made with the experiment's seed instead of the trial's seed."""
-    info.trial.trial_seed = experiment.seed
+    task_info().trial.trial_seed = experiment.seed
     with _context(experiment) as context:
         noted: Values = {"seed": experiment.seed, "failure": None}
         if experiment.amp is not None:

@@ -6,16 +6,13 @@ import json
 import signal
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 from determined import core
-from rich.console import Console
 from torch import distributed
 
 from determined_amp.amp.errors import UserError
-from determined_amp.local.display import Display
 from determined_amp.local.processes import StopOnSignal, process_group
 from tests import strangers, training, two_ranks
 
@@ -194,11 +191,11 @@ class TestStop:
 
     def test_stop_is_acknowledged_once_where_there_is_a_terminal(self, capfd):
         """The next report may be minutes away."""
-        with StopOnSignal(core.DummyDistributedContext()).listening() as stop:
+        alone = core.DummyDistributedContext()
+        with StopOnSignal(alone, lambda line: True).listening():
             signal.raise_signal(signal.SIGTERM)
         assert not capfd.readouterr().err
-        with StopOnSignal(core.DummyDistributedContext()).listening() as stop:
-            Display(Mock(), Console(), Mock(), stop)
+        with StopOnSignal(alone).listening():
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
         assert capfd.readouterr().err.count("stopping at the next report") == 1

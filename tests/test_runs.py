@@ -142,7 +142,8 @@ def test_trials_of_a_search_are_run_folders(tmp_path):
         line = {"group": "validation", "loss_scale_score": 0.5, "batches": 4}
         folder.append_metrics(line)
         folder.end(end, "too slow")
-    first, second = read_search(tmp_path, {"searcher": {}}).runs
+    (tmp_path / "search.yaml").write_text("searcher: {}\n")
+    first, second = read_search(tmp_path).runs
     assert (first.number, first.state, first.scale_log2) == (0, RunState.COMPLETED, 0.0)
     assert (second.number, second.state) == (1, RunState.PRUNED)
     assert second.reason == "4 batches: too slow"

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.errors import ConfigError, Problem
 from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.dotted import flat, put
 from determined_amp.experiment.entrypoint import command_in
@@ -217,3 +217,14 @@ def test_option_names_the_trial_of_any_entrypoint(entrypoint, runs):
     assert config["entrypoint"] == f"python3 -m determined_amp {runs}"
     assert command_in(config["entrypoint"])[1].trial == "a:B"
     assert with_trial(config, None) is config
+
+
+def test_batches_of_a_score_that_are_no_number_are_a_mistake():
+    problems: list[Problem] = []
+    for batches in ("0", "x"):
+        entrypoint = f"python3 -m determined_amp score --batches {batches}"
+        Task.of({"entrypoint": entrypoint}, problems)
+    assert problems == [
+        f"--batches: got {batches!r}; allowed: an integer from 1 to 1000"
+        for batches in ("0", "x")
+    ]

@@ -43,5 +43,5 @@ def test_process_of_a_trial_has_its_share_of_the_threads_and_a_gpu_of_its_own(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     job = Job(Task("train"), Mock(), RunFolder(tmp_path / "run"))
     process = TrialProcess(job, slot=1, workers=2)
-    process.answer(lambda report: True)
-    assert process.end().reason == "3 threads, GPU 5"
+    ended = process.run(lambda report: True)
+    assert ended.reason == "3 threads, GPU 5"

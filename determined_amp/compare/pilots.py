@@ -245,9 +245,10 @@ def _seconds_per_batch(
     """
     if speed := read_run(folder).speed:
         return (experiment.global_batch_size or 0) / speed.median
-    times = []
-    for (began, first), (ended, last) in pairwise(reports):
-        times.append((ended - began) / (last - first))
+    times = [
+        (ended - began) / (last - first)
+        for (began, first), (ended, last) in pairwise(reports)
+    ]
     if not times:
         raise PilotError("its reports tell no speed")
     return median(times)
@@ -279,11 +280,4 @@ def _find(experiment: Experiment, results: PilotResults, folder: Path) -> None:
 def _run(job: Job, goes_on: GoesOn) -> Run:
     """Run a job in a process of its own, as long as it goes on."""
     job.folder.describe_trial(0, {})
-    process = TrialProcess(job)
-    try:
-        process.answer(goes_on)
-    except BaseException:
-        process.process.kill()
-        process.end()
-        raise
-    return process.end()
+    return TrialProcess(job).run(goes_on)

@@ -101,12 +101,8 @@ def search_over(
     names = [precision.value for precision in precisions[::-1]]
     seeds = [experiment.seed + i for i in range(plan.seeds)]
     own = config["hyperparameters"]
-    precision = {"type": "categorical", "vals": names}
-    config["hyperparameters"] = {
-        **own,
-        "amp": {**own["amp"], "precision": precision},
-        TRIAL_SEED: {"type": "categorical", "vals": seeds},
-    }
+    own["amp"]["precision"] = {"type": "categorical", "vals": names}
+    own[TRIAL_SEED] = {"type": "categorical", "vals": seeds}
     if "trial" in own:
         config["entrypoint"] = "python3 -m determined_amp train"
     ranks = experiment.platform.searcher
@@ -133,7 +129,7 @@ def _report(folder: Path, search: SearchPlan, cut_short: str) -> Comparison:
 
     `cut_short` is what `run_comparison` returned.
     """
-    made = read_search(folder, search.search)
+    made = read_search(folder)
     ended = tuple(run for run in made.runs if run.state in HAVE_ENDED)
     planned = len(search.points)
     left_out = made.left_out

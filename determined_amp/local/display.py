@@ -9,7 +9,6 @@ from determined_amp.amp.metric_names import AuditMetricName, MetricName
 from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.training import LENGTH_UNITS
-from determined_amp.local.processes import StopOnSignal
 from determined_amp.runs.folder import RunFolder, complete_checkpoints
 
 # The metrics of a report line, in this order, with their formats.
@@ -40,21 +39,14 @@ class Display:
         experiment: Experiment,
         console: Console,
         folder: RunFolder,
-        stop: StopOnSignal,
     ) -> None:
         self._title = experiment.name
-        self._precision = experiment.precision
         self._length = experiment.key_of("max_length")
         self._console = console
         self._progress = Progress(
             console=console, transient=True, disable=console.quiet
         )
         self._folder = folder
-        if not console.quiet:
-            stop.answer = (
-                "stopping at the next report, with a checkpoint; Ctrl-C once more stops"
-                " at once"
-            )
 
     def show_precision(self, precision: str) -> None:
         """Show it, at the end, too."""

@@ -29,6 +29,11 @@ _OF_TORCHRUN = (
     "GROUP_WORLD_SIZE",
 )
 
+# Said at the first signal.
+_ANSWER = (
+    "stopping at the next report, with a checkpoint; Ctrl-C once more stops at once"
+)
+
 # Given the line of a report, or of the group `start`: whether the run goes on after it.
 GoesOn = Callable[[Values], bool]
 
@@ -124,7 +129,6 @@ class StopOnSignal(core.DummyPreemptContext):
         obeyed: Whether the loop has been told to stop.
         state: How the run ends then, for its record.
         reason: Why it stopped, for its record.
-        answer: Text to print at the first signal; None prints nothing.
     """
 
     def __init__(
@@ -137,7 +141,6 @@ class StopOnSignal(core.DummyPreemptContext):
         self.obeyed = False
         self.state = RunState.STOPPED
         self.reason = "asked to stop"
-        self.answer: str | None = None
 
     @contextmanager
     def listening(self) -> Iterator[StopOnSignal]:
@@ -160,8 +163,9 @@ class StopOnSignal(core.DummyPreemptContext):
         self.reason = f"stopped by {signal.Signals(number).name}"
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if not self.requested and self.answer is not None:
+        is_shown = self._goes_on is None and self._processes.rank == 0
+        if is_shown and not self.requested:
             # Not by print: the signal may have interrupted another print.
             with suppress(OSError):
-                os.write(2, f"\n{self.answer}\n".encode())
+                os.write(2, f"\n{_ANSWER}\n".encode())
         self.requested = True

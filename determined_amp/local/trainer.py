@@ -86,7 +86,7 @@ class LocalRun(LocalReports):
         self._resumed = resume.checkpoint != ""
         self._batches = resume.batches
         self._total: int | None = None  # until the training starts
-        self.display = Display(experiment, console, folder, stop)
+        self.display = Display(experiment, console, folder)
         # Before the trial can leave the directory, whose commit is recorded.
         self._machine = Machine.of_this_process(slots)
         if not self._resumed:

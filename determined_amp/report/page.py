@@ -187,8 +187,7 @@ def _markdown(table: Table) -> str:
     heads = [head for head, _ in table[0]]
     rule = ["---", *["---:"] * (len(heads) - 1)]
     lines = [_line(heads), _line(rule)]
-    for row in table:
-        lines.append(_line([cell for _, cell in row]))
+    lines += [_line([cell for _, cell in row]) for row in table]
     return "\n".join(lines)
 
 

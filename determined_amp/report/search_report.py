@@ -36,10 +36,9 @@ def write_search_report(search: Search, folder: Path) -> Written:
     if not search.runs:
         found = "; ".join([f"{search.origin}: has no trials yet", *search.notes])
         raise UserError(f"{found}; draw it when the first has ended")
-    ranked = search.ranked()
     answer, yaml = f"no trial reported {search.metric} yet", ""
-    if ranked:
-        answer, yaml = best_of(search, ranked)
+    if search.ranked():
+        answer, yaml = best_of(search)
     return write_page(
         folder,
         "report",
@@ -55,10 +54,10 @@ def write_search_report(search: Search, folder: Path) -> Written:
 
 
 def _sentences(search: Search) -> Sentences:
-    if lost := search.lost():
+    if search.lost():
         is_local = Path(search.origin).is_dir()
         platform = "" if is_local else ", although the platform may name one as best"
-        yield f"{failed_trials(search, lost)} (they do not count{platform})"
+        yield f"{failed_trials(search)} (they do not count{platform})"
     yield from search.notes
 
 

@@ -77,11 +77,8 @@ class Part:
         """What makes it a training of its own: settings and facts of its machine, by
         name.
         """
-        facts = self.machine.facts
-        for name, value in self.settings.items():
-            if not name.startswith(_MAY_CHANGE):
-                facts[name] = value
-        return facts
+        kept = [name for name in self.settings if not name.startswith(_MAY_CHANGE)]
+        return {**self.machine.facts, **{name: self.settings[name] for name in kept}}
 
 
 # How JSON of other programs has them.
@@ -100,11 +97,12 @@ class Report:
         """The report with the numbers among some metrics; NaN and infinities may be
         text.
         """
-        numbers = {}
-        for name, value in metrics.items():
-            is_number = isinstance(value, (int, float)) or value in _NOT_FINITE
-            if is_number and name != "batches":
-                numbers[name] = float(value)
+        numbers = {
+            name: float(value)
+            for name, value in metrics.items()
+            if isinstance(value, (int, float)) or value in _NOT_FINITE
+        }
+        numbers.pop("batches", None)
         return Report(batches, numbers)
 
 

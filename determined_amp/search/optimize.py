@@ -82,7 +82,7 @@ def run_search(folder: Path, plan: SearchPlan, workers: int | None = None) -> in
             "fewer: their accuracies can be compared, their speeds cannot"
         )
     stopped = _optimize(folder, plan, workers).stopping
-    ended = read_search(folder, plan.search)
+    ended = read_search(folder)
     for line in closing_lines(ended, stopped=stopped):
         print(line)
     if stopped:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from determined_amp.amp.plain_data import Values
@@ -36,15 +36,15 @@ def closing_lines(search: Search, *, stopped: bool) -> Iterator[str]:
         search: The search.
         stopped: Whether a signal stopped it.
     """
-    ranked, lost = search.ranked(), search.lost()
+    ranked = search.ranked()
     state = "completed" if ranked else "failed"
     yield f"{search.name}: {'stopped' if stopped else state}"
     if search.compares:
         yield f"compare: det-amp report {search.origin}"
     elif ranked and search.searched:
-        yield from filter(None, best_of(search, ranked))
-    if lost:
-        yield failed_trials(search, lost)
+        yield from filter(None, best_of(search))
+    if search.lost():
+        yield failed_trials(search)
     if stopped:
         at_a_time = workers_of(search.config)
         workers = f" --workers {at_a_time}" if at_a_time > 1 else ""
@@ -52,9 +52,9 @@ def closing_lines(search: Search, *, stopped: bool) -> Iterator[str]:
     yield f"study: sqlite:///{search.origin}/{STUDY_FILE}"
 
 
-def best_of(search: Search, ranked: Sequence[Run]) -> tuple[str, str]:
-    """What the trials of a search say, best first, and lines to paste, or none."""
-    advice = search.scale_advice
+def best_of(search: Search) -> tuple[str, str]:
+    """What the trials with a result say, and lines to paste, or none."""
+    ranked, advice = search.ranked(), search.scale_advice
     if all(run.metrics.get("overflow") for run in ranked):
         return "every scale of this search overflows: search smaller ones", ""
     if advice is not None:
@@ -72,8 +72,9 @@ def best_of(search: Search, ranked: Sequence[Run]) -> tuple[str, str]:
     return f"best: trial {first.number}, with {search.metric} {value}", paste
 
 
-def failed_trials(search: Search, failed: Sequence[Run]) -> str:
+def failed_trials(search: Search) -> str:
     """How many trials failed, and why the first one did."""
+    failed = search.lost()
     first = failed[0]
     return (
         f"{len(failed)} of {len(search.runs)} trials failed; trial {first.number}: "

@@ -151,17 +151,13 @@ def workers_of(config: Config) -> int:
     return int(config["searcher"].get("max_concurrent_trials", 1))
 
 
-def read_search(folder: Path, config: Config | None = None) -> Search:
+def read_search(folder: Path) -> Search:
     """The search in a folder, as far as it has come.
-
-    Args:
-        folder: Its folder.
-        config: Its configuration; by default it is read from the folder.
 
     Raises:
         ConfigError: if its configuration cannot be read.
     """
-    config = config or read_config(folder)
+    config = read_config(folder)
     shared = workers_of(config) > 1
     runs, damaged = list[Run](), list[str]()
     for record in sorted(folder.glob(f"trials/[0-9]*/{RUN_FILE}")):

@@ -75,11 +75,17 @@ class TrialProcess:
         self.process.start()
         theirs.close()
 
-    def answer(self, goes_on: GoesOn) -> None:
-        """Answer the reports of the trial until its process ends."""
-        with suppress(EOFError, ConnectionError):
-            while True:
-                self.connection.send(goes_on(self.connection.recv()))
+    def run(self, goes_on: GoesOn) -> Run:
+        """Answer the reports of the trial until its process ends; its record."""
+        try:
+            with suppress(EOFError, ConnectionError):
+                while True:
+                    self.connection.send(goes_on(self.connection.recv()))
+        except BaseException:
+            self.process.kill()
+            self.end()
+            raise
+        return self.end()
 
     def end(self) -> Run:
         """End the process; the record of the trial, which is `RUNNING` if the process
