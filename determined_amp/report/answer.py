@@ -38,8 +38,11 @@ class Answer:
 
 def answer_of(comparison: Comparison) -> Answer:
     """Apply `RULE`."""
-    lost = [same.name for same in comparison.precisions if not same.runs]
-    faults = [f"{name} has no finished run" for name in lost]
+    faults = [
+        f"{same.name} has no finished run"
+        for same in comparison.precisions
+        if not same.runs
+    ]
     pairs = comparison.with_baseline
     if not (faults or pairs):
         why = _nothing_to_compare(comparison)

@@ -55,6 +55,11 @@ class RunState(str, enum.Enum):
         return self in (RunState.FAILED, RunState.INVALID)
 
 
+_WITHOUT_AN_END = {
+    RunState.RUNNING: "it is running",
+    RunState.KILLED: "its process is gone",
+}
+
 # The states of a run that counts in a comparison.
 HAVE_ENDED = (RunState.COMPLETED, RunState.FAILED, RunState.INVALID)
 
@@ -314,12 +319,9 @@ class Run:
         if whole and self.validations:
             lost = _not_finite(self.validated, str(settings.get(METRIC)))
             return (RunState.FAILED, lost) if lost else (RunState.COMPLETED, "")
-        if state is RunState.RUNNING:
-            return state, f"{progress}: it is running"
-        if state is RunState.KILLED:
-            return state, f"{progress}: its process is gone"
-        early = state if state is RunState.PRUNED else RunState.STOPPED
-        return early, one_line(f"{progress}: {self.reason or 'it was stopped'}")
+        why = _WITHOUT_AN_END.get(state) or self.reason or "it was stopped"
+        early = RunState.STOPPED if state is RunState.COMPLETED else state
+        return early, one_line(f"{progress}: {why}")
 
 
 def _not_finite(last: Report, metric: str) -> str:
