@@ -366,6 +366,15 @@ def test_plan_beyond_the_minutes_says_so_and_what_to_type(seconds, *, shorter):
     assert "--seeds" not in "\n".join(plan.plan_lines(results, fewest))
 
 
+@pytest.mark.parametrize("is_cut_short", [True, False])
+def test_plan_says_that_validations_are_not_in_its_estimate(*, is_cut_short):
+    pilot = Pilot(0.01, is_cut_short=is_cut_short)
+    results = PilotResults({Precision.FP32: pilot})
+    made = ComparisonPlan(40, 5, 3, 1.0, allowed=180.0)
+    said = "\n".join(plan.plan_lines(results, made))
+    assert ("validation is not in this estimate" in said) is is_cut_short
+
+
 def test_runs_of_a_comparison_differ_in_precision_and_seed_alone():
     config = {**IMAGES, "reproducibility": {"experiment_seed": 5}}
     config |= {"optimizations": {"aggregation_frequency": 3}}
@@ -494,7 +503,8 @@ class TestPilot:
 
     def test_pilot_that_was_timed_for_long_is_cut_short(self, train):
         """After 8 intervals, which take 36 s."""
-        train(*reports(*range(2, 22, 2)), Ended(RunState.PRUNED))
+        made = train(*reports(*range(2, 22, 2)), Ended(RunState.PRUNED))
+        assert made.is_cut_short
         assert Staged.made[0].connection.answers == [*[True] * 8, False, False]
 
     def test_pilot_shows_its_batches_and_the_rest_of_its_time(self, train, monkeypatch):

@@ -67,6 +67,17 @@ MISPLACED = [
             ("Amp={init_scale: 1024}", "Amp", "{amp: "),
             (f"optimizer.amp={SECTION}", "optimizer.amp", "{amp: "),
             ("fp32_modules=[head]", "fp32_modules", "{amp: {fp32_modules: "),
+            ("max_length={batches: 8}", "max_length", "{training: {max_length: "),
+            (
+                "reporting_period=2 batches",
+                "reporting_period",
+                "{training: {reporting_period: ",
+            ),
+            (
+                "Training={max_length: {epochs: 1}}",
+                "Training.max_length",
+                "{training: ",
+            ),
         ]
     ),
 ]

@@ -64,6 +64,7 @@ class Pilot:
     # validation and checkpoint if the pilot came so far.
     overhead: float = 0.0
     epoch_batches: int | None = None  # batches of an epoch; None if it is not known
+    is_cut_short: bool = False  # whether it was timed long enough before its end
 
 
 @dataclass
@@ -234,7 +235,7 @@ def train_pilot(experiment: Experiment, folder: Path, what: str) -> Pilot:
         raise PilotError(ended.reason)
     seconds = _seconds_per_batch(experiment, folder, reports)
     overhead = max(wall - reports[-1][1] * seconds, 0.0)
-    return Pilot(seconds, overhead, epoch_batches)
+    return Pilot(seconds, overhead, epoch_batches, ended.state is RunState.PRUNED)
 
 
 def _seconds_per_batch(

@@ -76,6 +76,8 @@ def plan_lines(results: PilotResults, plan: ComparisonPlan) -> Iterator[str]:
         f"{plan.batches} batches each: about {minutes(plan.seconds)}, at most "
         f"{minutes(plan.announced)}"
     )
+    if any(pilot.is_cut_short for pilot in results.pilots.values()):
+        yield "  validation is not in this estimate: no pilot came so far"
     if plan.seconds > plan.allowed:
         yield (
             f"  that is more than the {minutes(plan.allowed)} of --minutes; shorter: "

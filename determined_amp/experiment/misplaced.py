@@ -20,6 +20,7 @@ from determined_amp.amp.fields import shown
 from determined_amp.amp.plain_data import Config
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.experiment.dotted import leaves, value_at
+from determined_amp.experiment.training import UNITS, Length, TrainingSettings
 
 # The keys of the top level and of its sections, in `schemas/expconf/v0/` of Determined
 # 0.38.1; sections that neither train nor measure are left to the master.
@@ -72,6 +73,12 @@ _SEARCHERS = {
 }
 
 _AMP_KEYS = frozenset(field.name for field in dataclasses.fields(AmpSettings))
+_LENGTHS = frozenset(
+    field.name
+    for field in dataclasses.fields(TrainingSettings)
+    if field.name.endswith(("_length", "_period"))
+)
+
 # Keys that no other software has.
 _KEYS_OF_OURS_ALONE = frozenset(
     ("eval_precision", "fp32_modules", "max_consecutive_skips", "max_skip_ratio")
@@ -137,7 +144,7 @@ def _unknown(
         if value is None or key in allowed:
             continue
         place = f"{section}.{key}" if section else key
-        if key.lower() == "amp" or key in _AMP_KEYS:
+        if key.lower() == "amp" or key in _AMP_KEYS | _LENGTHS:
             yield _belongs(place, value, key)
         else:
             listed = otherwise or f"; allowed: {', '.join(allowed)}"
@@ -162,14 +169,19 @@ def _of_the_searcher(section: Any) -> Iterator[Problem]:
 def _of_ours(path: Sequence[str], value: object) -> Iterator[Problem]:
     """The problem of a hyperparameter that is a setting of ours in a wrong place."""
     place, text = ".".join(["hyperparameters", *path]), str(value)
+    section, key = ["", *path][-2:]
     word = _OURS_ALONE.search(text.lower())
     of_a_section = [*_of_a_section(["hyperparameters", *path], value)]
     if of_a_section:
         yield from of_a_section
     elif word is not None:
         yield _belongs(place, value, "precision", f"amp_{word[1]}")
-    elif path[-1] in _KEYS_OF_OURS_ALONE:
-        yield _belongs(place, value, path[-1])
+    elif key in _KEYS_OF_OURS_ALONE:
+        yield _belongs(place, value, key)
+    elif path[0] != "training" and section in _LENGTHS and key in UNITS:
+        yield _belongs(place.removesuffix(f".{key}"), {key: value}, section)
+    elif path[0] != "training" and key in _LENGTHS and Length.section_of(text):
+        yield _belongs(place, value, key, text)
 
 
 def _of_a_section(path: Sequence[str], value: object) -> Iterator[Problem]:
@@ -180,8 +192,9 @@ def _of_a_section(path: Sequence[str], value: object) -> Iterator[Problem]:
 
 
 def _belongs(place: str, value: object, key: str, shown_there: str = "...") -> Problem:
-    """The problem of a value that belongs to a key of `amp`."""
+    """The problem of a value that belongs to a key of `amp` or `training`."""
+    section = "training" if key in _LENGTHS else "amp"
     named = "precision" if key.lower() == "amp" else key
-    line = f"{{amp: {{{named}: {shown_there}}}}}"
+    line = f"{{{section}: {{{named}: {shown_there}}}}}"
     given = f"got {shown(value)}, which nothing reads here"
     return Problem(place, f"{given}; write hyperparameters: {line}")

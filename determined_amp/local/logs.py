@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -25,6 +25,19 @@ class Terminal(Console):
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
 
+class _LogFile(logging.FileHandler):
+    """A log that ends where it cannot be written, as on a full disk, and the program
+    goes on.
+    """
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
+        self.setLevel(logging.CRITICAL + 1)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 @contextmanager
 def logging_to(path: Path | None, console: Console) -> Iterator[None]:
     """Inside this block log to `path`, if given, and print warnings to `console`.
@@ -37,7 +50,7 @@ def logging_to(path: Path | None, console: Console) -> Iterator[None]:
     )
     handlers = [shown]
     if path is not None:
-        written = logging.FileHandler(path, encoding="utf-8")
+        written = _LogFile(path, encoding="utf-8")
         written.setFormatter(
             logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
         )
