@@ -21,6 +21,7 @@ from determined_amp.check.advice import fitted_to_script
 from determined_amp.check.causes import Attempts
 from determined_amp.check.finding import ROWS, CheckFinding, CheckFindings, Level, Where
 from determined_amp.check.record import Record
+from determined_amp.check.stand_in import ONLY_ON_A_GPU
 from tests.right_scripts import PRELUDE, RIGHT
 from tests.wrong_scripts import WRONG
 
@@ -128,6 +129,36 @@ with torch.no_grad(), autocast("cuda", dtype=torch.float16):
     findings = findings_of(script, "validates.py")
     assert str(findings).startswith("nothing was trained, nothing was examined")
     assert not findings.are_right
+
+
+@pytest.mark.parametrize(
+    ("asks", "is_noted"),
+    [
+        ("", False),
+        ("torch.nn.Linear(2, 2, device='cpu')", False),
+        ("torch.cuda.is_available()", True),
+        ("GradScaler('cuda')", True),
+        ("autocast('cuda')", True),
+        ("torch.device('cuda:0')", True),
+        ("torch.nn.Linear(2, 2).to('cuda')", True),
+        ("torch.nn.Linear(2, 2).cuda()", True),
+        ("torch.ones(2, device='cuda')", True),
+    ],
+)
+def test_script_is_told_that_there_is_no_gpu_only_if_it_asks_for_one(asks, is_noted):
+    script = f"""\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+{asks}
+for inputs, targets in loader():
+    F.cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    findings = findings_of(script, "asks.py")
+    assert findings.trained
+    is_here = torch.cuda.is_available()
+    assert (ONLY_ON_A_GPU in findings.notes) is (is_noted and not is_here)
 
 
 @pytest.mark.parametrize(

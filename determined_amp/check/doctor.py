@@ -191,6 +191,7 @@ def run_here(probe: Probe) -> Record:
     """
     recorder = Recorder(probe.overflows, moves_scale=not probe.resumes)
     recorder.record.determined = True
+    recorder.record.lacks_cuda = not torch.cuda.is_available()  # `context.device` asks
     try:
         with (
             recorder.watching(),

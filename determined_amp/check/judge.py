@@ -199,7 +199,7 @@ def _notes(record: Record) -> Iterator[str]:
     if forced:
         steps = ", ".join(map(str, sorted(forced)))
         yield f"the doctor made an overflow in these steps of an optimizer: {steps}"
-    if not record.has_cuda:
+    if record.lacks_cuda:
         yield ONLY_ON_A_GPU
 
 

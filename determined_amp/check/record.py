@@ -180,7 +180,7 @@ class Record:
     """What a training did."""
 
     determined: bool = False  # it ran in Determined's loop
-    has_cuda: bool = False
+    lacks_cuda: bool = False  # it asks for CUDA on a machine without a GPU
     events: list[Event] = field(default_factory=list)
     # in the order of their first backward
     windows: list[StepWindow] = field(default_factory=list)

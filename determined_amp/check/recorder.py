@@ -95,7 +95,7 @@ class Recorder:
     def __init__(
         self, overflows: Collection[int] = OVERFLOWS, *, moves_scale: bool = False
     ) -> None:
-        self.record = Record(has_cuda=torch.cuda.is_available())
+        self.record = Record()
         self.schedules: dict[Any, Schedule] = {}
         self.before_backward: Callable[[], None] = lambda: None
         self._scalers: dict[torch.amp.GradScaler, Scaler] = {}
@@ -191,6 +191,7 @@ class Recorder:
 
     def _look_at_the_end(self) -> None:
         """Note which weights and buffers are not finite."""
+        self.record.lacks_cuda |= self._stand_in.is_asked
         reached = [each for each in self._gradients if each.window.place]
         given = (weight for each in reached for weight in each.weights)
         weights = {weight for weight in given if weight.requires_grad}
@@ -528,7 +529,7 @@ class Recorder:
         is_enabled = autocast_is_on(region.device)
         if is_enabled:
             self._forwards.enter_autocast()
-        made_before = region.device == "cuda" and not self.record.has_cuda
+        made_before = region.device == "cuda" and not torch.cuda.is_available()
         if is_enabled or made_before or is_users(caller().f_code.co_filename):
             self.record.note(
                 "autocast" if is_enabled else "autocast_off",

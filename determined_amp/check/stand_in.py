@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class StandIn(TorchFunctionMode):
         hear: Called with the name of a function, what it got, and what it made.
 
     Attributes:
+        is_asked: Whether the training asks for CUDA on a machine without a GPU.
         applies: Whether an autocast of CUDA was made without a GPU, and none of the
             CPU.
     """
@@ -55,6 +56,7 @@ class StandIn(TorchFunctionMode):
 
     def __init__(self, hear: Callable[[str, Any, Any], None]) -> None:
         super().__init__()
+        self.is_asked = False
         self.applies: bool | None = None
         self._hear = hear
         self._is_needed = not torch.cuda.is_available()
@@ -86,12 +88,13 @@ class StandIn(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if self._is_needed:
             if name in ("cuda", "pin_memory"):
+                self.is_asked |= name == "cuda"
                 return args[0]
-            here = [_on_cpu(each) for each in args]
+            here = [self.on_cpu(each) for each in args]
             if name == "device" and is_users(caller().f_code.co_filename):
                 self._names.add("cpu" if here == [*args] else "cuda")
             args = here
-            kwargs = {key: _on_cpu(value) for key, value in kwargs.items()}
+            kwargs = {key: self.on_cpu(value) for key, value in kwargs.items()}
         if self.applies and name in self._differs and autocast_is_on("cpu"):
             if name == "binary_cross_entropy":
                 raise RuntimeError(f"{name} and BCELoss are unsafe to autocast")
@@ -100,6 +103,17 @@ class StandIn(TorchFunctionMode):
             result = func(*args, **kwargs)
         self._hear(name, (args, kwargs), result)
         return result
+
+    def on_cpu(self, device: Any) -> Any:
+        """What the training names, where that is CUDA the CPU."""
+        here = _on_cpu(device)
+        self.is_asked |= here is not device
+        return here
+
+    def is_available(self) -> bool:
+        """In place of `torch.cuda.is_available`."""
+        self.is_asked |= is_users(caller().f_code.co_filename)
+        return False
 
     def _run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Torch leaves modes out of a backward, where a checkpoint computes its forward
@@ -116,7 +130,7 @@ class StandIn(TorchFunctionMode):
             region: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any
         ) -> None:
             is_users_own = is_users(caller().f_code.co_filename)
-            is_cuda = _on_cpu(device_type) != device_type
+            is_cuda = self.on_cpu(device_type) != device_type
             # The type of its only device is "cpu" here.
             is_type = device_type == "cpu" and self._names == {"cuda"}
             is_cuda |= is_type and is_users_own and dtype is not torch.bfloat16
@@ -160,6 +174,10 @@ def _on_cpu(device: Any) -> Any:
     return "cpu" if str(device).split(":")[0] == "cuda" else device
 
 
+def _asked_of_cpu(own: Callable[[str], Any], device: str = "cuda") -> Any:
+    return own(_on_cpu(device))
+
+
 def _replacements(here: StandIn) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """What is replaced, and by what."""
     make = torch.amp.GradScaler.__init__
@@ -168,21 +186,18 @@ def _replacements(here: StandIn) -> Iterator[tuple[Any, str, Callable[..., Any]]
     def make_scaler(
         scaler: Any, device: Any = "cuda", *args: Any, **kwargs: Any
     ) -> None:
-        make(scaler, _on_cpu(device), *args, **kwargs)
+        make(scaler, here.on_cpu(device), *args, **kwargs)
 
     yield torch.amp.GradScaler, "__init__", make_scaler
+    yield torch.cuda, "is_available", here.is_available
     # torch 2.3 has one question for each device
     if not hasattr(torch, "get_autocast_dtype"):
         yield torch, "is_autocast_enabled", torch.is_autocast_cpu_enabled
         yield torch, "get_autocast_gpu_dtype", torch.get_autocast_cpu_dtype
         return
-    is_on, dtype, cast = (
-        torch.is_autocast_enabled,
-        torch.get_autocast_dtype,
-        getattr(*CASTS_OF_AUTOCAST),
-    )
-    yield torch, "is_autocast_enabled", lambda device="cuda": is_on(_on_cpu(device))
-    yield torch, "get_autocast_dtype", lambda device: dtype(_on_cpu(device))
+    for name in ("is_autocast_enabled", "get_autocast_dtype"):
+        yield torch, name, partial(_asked_of_cpu, getattr(torch, name))
+    cast = getattr(*CASTS_OF_AUTOCAST)
     yield (
         *CASTS_OF_AUTOCAST,
         lambda value, device, to: cast(value, _on_cpu(device), to),
