@@ -12,7 +12,6 @@ import subprocess
 import time
 import uuid
 import warnings
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from determined.cli import cli as det
 from determined.common.api import bindings, errors
 from determined.experimental import client
 
-from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.runs.master import log_in
 from tests.training import ROOT, digest
 
@@ -41,49 +39,49 @@ class Run:
         number: Its id.
     """
 
-    def __init__(self, cluster: Cluster, number: int) -> None:
+    def __init__(self, cluster, number):
         self.cluster = cluster
         self.id = number
         self.experiment = cluster.client.get_experiment(number)
 
-    def state(self) -> client.ExperimentState:
+    def state(self):
         self.experiment.reload()
         state = self.experiment.state
         assert state is not None
         return state
 
-    def wait(self, limit: float = 1800) -> client.ExperimentState:
+    def wait(self, limit=1800):
         """Its last state; the limit does not count while it waits for slots."""
         self._wait_for_slots()
         wait_until(lambda: self.state() in ENDED, f"experiment {self.id} to end", limit)
         return self.state()
 
-    def wait_for_report(self, after: int = 0) -> None:
+    def wait_for_report(self, after=0):
         """Wait until it has reported more batches; the log explains why one ended
         before that.
         """
         what = f"experiment {self.id} to train {after} batches and more"
         self._wait_until(lambda: self.batches() > after, what)
 
-    def wait_for_log(self, text: str) -> None:
+    def wait_for_log(self, text):
         """Wait until its log has this; the end of the log explains why one ended
         without it.
         """
         what = f"{text!r} in the log of experiment {self.id}"
         self._wait_until(lambda: text in self.log(), what)
 
-    def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
+    def _wait_until(self, condition, what):
         self._wait_for_slots()
         wait_until(lambda: condition() or self.state() in ENDED, what, 900)
         assert condition(), f"{self.state()}: {self.log()[-3000:]}"
 
-    def _wait_for_slots(self) -> None:
+    def _wait_for_slots(self):
         waits = client.ExperimentState.QUEUED
         wait_until(
             lambda: self.state() is not waits, f"slots for experiment {self.id}", 3600
         )
 
-    def completed(self) -> Run:
+    def completed(self):
         """Wait for it; the end of its log explains anything but success."""
         state = self.wait()
         assert state is client.ExperimentState.COMPLETED, (
@@ -92,21 +90,21 @@ class Run:
         return self
 
     @property
-    def trials(self) -> list[client.Trial]:
+    def trials(self):
         return list(self.experiment.list_trials())
 
     @property
-    def trial(self) -> client.Trial:
+    def trial(self):
         (trial,) = self.trials
         return trial
 
-    def restarts(self) -> int:
+    def restarts(self):
         """How often the cluster started the trial again by itself."""
         return bindings.get_GetTrial(
             self.cluster.session, trialId=self.trial.id
         ).trial.restarts
 
-    def metadata(self, trial: client.Trial | None = None) -> Values:
+    def metadata(self, trial=None):
         """What is noted of AMP in the metadata of a trial, by default of its only
         one.
         """
@@ -114,7 +112,7 @@ class Run:
         noted = bindings.get_GetRunMetadata(self.cluster.session, runId=number).metadata
         return dict((noted or {})["amp"])
 
-    def status(self, trial: client.Trial | None = None) -> str | None:
+    def status(self, trial=None):
         """The "Last Runner State" in the overview of a trial, by default of its only
         one.
         """
@@ -123,40 +121,40 @@ class Run:
             self.cluster.session, trialId=number
         ).trial.runnerState
 
-    def log(self) -> str:
+    def log(self):
         return "".join(line for trial in self.trials for line in trial.iter_logs())
 
-    def metrics(self, group: str) -> list[Metrics]:
+    def metrics(self, group):
         """The reports of its only trial, in order."""
         return metrics(self.trial, group)
 
-    def batches(self) -> int:
+    def batches(self):
         """How far its only trial has reported."""
         return max(
             (m["batches"] for t in self.trials for m in metrics(t, "training")),
             default=0,
         )
 
-    def newest_checkpoint_batches(self) -> int:
+    def newest_checkpoint_batches(self):
         """Batches trained before its newest checkpoint, 0 without one."""
         saved = [c for trial in self.trials for c in trial.list_checkpoints()]
         return max(
             (int((c.metadata or {})["steps_completed"]) for c in saved), default=0
         )
 
-    def newest_checkpoint(self) -> client.Checkpoint:
+    def newest_checkpoint(self):
         """Of its only trial."""
         by_batches = client.CheckpointSortBy.BATCH_NUMBER
         return self.trial.list_checkpoints(by_batches, client.OrderBy.DESCENDING)[0]
 
-    def digest(self, folder: Path) -> str:
+    def digest(self, folder):
         """One hash of its newest checkpoint: weights, optimizer, scaler, counts, random
         state.
         """
         path = self.newest_checkpoint().download(str(folder / str(self.id)))
         return digest(torch.load(Path(path) / "state_dict.pth", weights_only=True))
 
-    def det(self, action: str) -> None:
+    def det(self, action):
         """`det experiment ACTION ID`."""
         self.cluster.det("experiment", action, str(self.id))
 
@@ -168,7 +166,7 @@ class Cluster:
         UserError: if there is no login.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address):
         self.address = address
         self.session = log_in(address)
         self.client = client.Determined(address)  # with the token of that login
@@ -176,12 +174,12 @@ class Cluster:
         self.runs: list[Run] = []
 
     @property
-    def slots(self) -> int:
+    def slots(self):
         """Slots of all agents that take work."""
         agents = bindings.get_GetAgents(self.session).agents
         return sum(len(agent.slots or {}) for agent in agents if agent.enabled)
 
-    def det(self, *arguments: str) -> str:
+    def det(self, *arguments):
         """What the command line says, as a user types it in the root of the repository.
 
         Called in this process: an import of the command line takes longer than what it
@@ -204,7 +202,7 @@ class Cluster:
             os.chdir(before)
         return said.getvalue()
 
-    def create(self, config: str | Path, *overrides: str, context: Path = ROOT) -> Run:
+    def create(self, config, *overrides, context=ROOT):
         """`det experiment create CONFIG CONTEXT --config KEY=VALUE ...`.
 
         In one thread: those of trials that share the cores of a small cluster wait for
@@ -223,7 +221,7 @@ class Cluster:
         self.runs.append(Run(self, int(found[1])))
         return self.runs[-1]
 
-    def clean_up(self) -> None:
+    def clean_up(self):
         """End and delete what was made; where the user may not delete, archive."""
         for run in self.runs:
             if run.state() not in ENDED:
@@ -236,7 +234,7 @@ class Cluster:
                 run.experiment.archive()
 
 
-def metrics(trial: client.Trial, group: str) -> list[Metrics]:
+def metrics(trial, group):
     """The reports of a trial, in order."""
     reports = sorted(
         trial.iter_metrics(group), key=lambda report: report.steps_completed
@@ -244,7 +242,7 @@ def metrics(trial: client.Trial, group: str) -> list[Metrics]:
     return [{"batches": report.steps_completed, **report.metrics} for report in reports]
 
 
-def last_line(trial: client.Trial) -> str:
+def last_line(trial):
     """The last line that a trial wrote into its log; the platform's own name no
     container.
     """
@@ -253,7 +251,7 @@ def last_line(trial: client.Trial) -> str:
     return found[-1]
 
 
-def wait_until(condition: Callable[[], bool], what: str, limit: float = 300) -> None:
+def wait_until(condition, what, limit=300):
     """Look once a second.
 
     Raises:
@@ -266,7 +264,7 @@ def wait_until(condition: Callable[[], bool], what: str, limit: float = 300) -> 
         time.sleep(1)
 
 
-def docker(*arguments: str) -> str | None:
+def docker(*arguments):
     """What this machine's Docker says; None if there is none or it may not be used."""
     command = shutil.which("docker")
     if command is None:
@@ -277,7 +275,7 @@ def docker(*arguments: str) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def container_of(trial: client.Trial) -> str | None:
+def container_of(trial):
     """The container in which this machine's Docker runs a trial; None if it does
     not.
     """

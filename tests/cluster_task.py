@@ -4,19 +4,15 @@ master.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import determined as det
-import pytest
 import torch
 from determined import core, pytorch
 from determined.common import storage
 
-from determined_amp.amp.plain_data import Config, Metrics, Values
+from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.local.open_trial import throwaway_core_context
 from determined_amp.trial import controller, notes
 
@@ -31,7 +27,7 @@ class TaskMaster(core.TrainContext):
         stops: Its answers whether the search has stopped the trial; then it has not.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._folder = folder
         self._trial_id = 1
         self.reports: dict[str, list[tuple[int, Metrics]]] = {}
@@ -40,59 +36,59 @@ class TaskMaster(core.TrainContext):
         self.stops: list[bool] = []
 
     @property
-    def metadata(self) -> Values:
+    def metadata(self):
         return dict(self._metadata.get("amp", {}))
 
     @property
-    def training(self) -> list[Metrics]:
+    def training(self):
         return [metrics for _, metrics in self.reports["training"]]
 
     def _report_trial_metrics(
         self,
-        group: str,
-        steps_completed: int,
-        metrics: Metrics,
-        batch_metrics: list[Metrics] | None = None,
-    ) -> None:
+        group,
+        steps_completed,
+        metrics,
+        batch_metrics=None,
+    ):
         self.reports.setdefault(group, []).append((steps_completed, dict(metrics)))
 
-    def get_metadata(self) -> Values:
+    def get_metadata(self):
         return self._metadata
 
-    def set_metadata(self, metadata: Values) -> Values:
+    def set_metadata(self, metadata):
         self._metadata = metadata
         return metadata
 
-    def set_status(self, status: str) -> None:
+    def set_status(self, status):
         self.status = status
 
-    def get_tensorboard_path(self) -> Path:
+    def get_tensorboard_path(self):
         return self._folder / "tensorboard"
 
-    def get_experiment_best_validation(self) -> float | None:
+    def get_experiment_best_validation(self):
         return None
 
-    def _get_last_validation(self) -> int | None:
+    def _get_last_validation(self):
         return None
 
-    def report_progress(self, progress: float, is_source: bool = True) -> None:
+    def report_progress(self, progress, is_source=True):
         """Nothing asks for it."""
 
-    def report_early_exit(self, reason: Any) -> None:
+    def report_early_exit(self, reason):
         """Nothing asks for it."""
 
-    def upload_tensorboard_files(self, *args: Any, **kwargs: Any) -> None:
+    def upload_tensorboard_files(self, *args, **kwargs):
         """They stay in their folder."""
 
 
 def start_task(
-    monkeypatch: pytest.MonkeyPatch,
-    folder: Path,
-    config: Config,
-    hparams: Config,
+    monkeypatch,
+    folder,
+    config,
+    hparams,
     *,
-    seed: int = 1,
-) -> TaskMaster:
+    seed=1,
+):
     """Let this process be the task of a trial.
 
     Args:
@@ -110,7 +106,7 @@ def start_task(
         hparams=hparams,
         trial_seed=seed,
     )
-    info: Any = SimpleNamespace(
+    info = SimpleNamespace(
         task_type="TRIAL",
         latest_checkpoint=None,
         trial=trial,
@@ -120,7 +116,7 @@ def start_task(
     master = TaskMaster(folder)
 
     @contextmanager
-    def connected(distributed: object = None) -> Iterator[core.Context]:
+    def connected(distributed=None):
         if len(info.slot_ids) > 1 and distributed is None:  # as `core.init` does
             raise ValueError(
                 "you must provide a valid DistributedContext for a multi-slot task"
@@ -134,9 +130,7 @@ def start_task(
             yield core_context
 
     @contextmanager
-    def init(
-        *, exp_conf: Config | None = None, **options: Any
-    ) -> Iterator[pytorch.PyTorchTrialContext]:
+    def init(*, exp_conf=None, **options):
         torch.manual_seed(trial.trial_seed)
         with connected() as core_context:
             yield pytorch.PyTorchTrialContext(

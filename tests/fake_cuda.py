@@ -9,7 +9,6 @@ call and counts those that would wait.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -18,14 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from determined_amp.amp.plain_data import Config, Values
 
 aten = torch.ops.aten
 
@@ -43,10 +39,8 @@ LACKING = (
 
 needs_fake_cuda = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
 
-Answer = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
-
-def _call(func: Any, args: tuple[Any, ...], kwargs: Values) -> Any:
+def _call(func, args, kwargs):
     return func(*args, **kwargs)
 
 
@@ -66,7 +60,7 @@ class Syncs(TorchDispatchMode):
         calls: Phase -> operator -> how often, whether it waits or not.
     """
 
-    def __init__(self, device_type: str, answer: Answer = _call) -> None:
+    def __init__(self, device_type, answer=_call):
         super().__init__()
         self._answer = answer
         self.waits: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -75,7 +69,7 @@ class Syncs(TorchDispatchMode):
         self._phase: str | None = None
 
     @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
+    def during(self, phase):
         """Count under this name."""
         outer, self._phase = self._phase, phase
         try:
@@ -83,13 +77,11 @@ class Syncs(TorchDispatchMode):
         finally:
             self._phase = outer
 
-    def add(self, kind: str) -> None:
+    def add(self, kind):
         if self._phase is not None:
             self.waits[self._phase][kind] += 1
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         names = (argument.name for argument in func._schema.arguments)
         kind = self._kind(func, {**dict(zip(names, args, strict=False)), **kwargs})
@@ -99,7 +91,7 @@ class Syncs(TorchDispatchMode):
             self.calls[self._phase][func.overloadpacket.__name__] += 1
         return self._answer(func, args, kwargs)
 
-    def _kind(self, func: Any, given: Config) -> str | None:
+    def _kind(self, func, given):
         if func is aten._to_copy.default:
             target = given.get("device") or given["self"].device
             return self._kind_of_copy(given["self"], target, given)
@@ -109,22 +101,20 @@ class Syncs(TorchDispatchMode):
             return "read"
         return None
 
-    def _kind_of_copy(
-        self, source: torch.Tensor, target: torch.device, given: Config
-    ) -> str | None:
+    def _kind_of_copy(self, source, target, given):
         if self._holds(source) == (target.type == self._device_type):
             return None
         if self._holds(source):
             return "read"
         return None if given.get("non_blocking") and _is_pinned(source) else "copy"
 
-    def _holds(self, value: object) -> bool:
+    def _holds(self, value):
         return (
             isinstance(value, torch.Tensor) and value.device.type == self._device_type
         )
 
 
-def _asks_for_values(func: Any, given: Config) -> bool:
+def _asks_for_values(func, given):
     """Whether the result or its shape depends on values: torch tags these operators
     itself.
     """
@@ -140,7 +130,7 @@ def _asks_for_values(func: Any, given: Config) -> bool:
 
 
 @contextmanager
-def fake_cuda() -> Iterator[Syncs]:
+def fake_cuda():
     """Let torch believe in one CUDA device, of fake tensors; its syncs are counted."""
     syncs = Syncs("cuda", _answer)
     with pytest.MonkeyPatch.context() as patch:
@@ -172,7 +162,7 @@ def fake_cuda() -> Iterator[Syncs]:
 
 
 # What torch asks of a device that is there. Ampere has all four precisions.
-_CUDA: dict[str, Callable[..., Any]] = {
+_CUDA = {
     "_lazy_init": lambda: None,
     "is_available": lambda: True,
     "device_count": lambda: 1,
@@ -188,14 +178,14 @@ _CUDA: dict[str, Callable[..., Any]] = {
 }
 # Loaders pin memory for it, and optimizers ask whether its stream is being captured in
 # a graph.
-_ACCELERATOR: dict[str, Callable[..., Any]] = {
+_ACCELERATOR = {
     "is_available": lambda: True,
     "current_accelerator": lambda check_available=False: torch.device("cuda"),
     "current_stream": lambda device=None: SimpleNamespace(is_capturing=lambda: False),
 }
 
 
-def _answer(func: Any, args: tuple[Any, ...], kwargs: Values) -> Any:
+def _answer(func, args, kwargs):
     """Call the operator, unless `FakeTensorMode` has no answer of its own."""
     name = func.overloadpacket.__name__
     if name.startswith("_fused_") and name.endswith("_"):
@@ -203,56 +193,56 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: Values) -> Any:
     return _ANSWERS.get(func, func)(*args, **kwargs)
 
 
-def _pin_memory(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
+def _pin_memory(tensor, device=None):
     pinned = tensor.clone()
     setattr(pinned, _PINNED, True)
     return pinned
 
 
-def _is_pinned(tensor: torch.Tensor, device: object = None) -> bool:
+def _is_pinned(tensor, device=None):
     return hasattr(tensor, _PINNED)
 
 
 _PINNED = "in_pinned_memory"
-_ANSWERS: dict[Any, Callable[..., Any]] = {
+_ANSWERS = {
     aten._local_scalar_dense.default: lambda tensor: 1.0,  # finite, true and not zero
     aten._pin_memory.default: _pin_memory,
     aten.is_pinned.default: _is_pinned,
 }
 
 
-def _tolist(tensor: torch.Tensor) -> list[float]:
+def _tolist(tensor):
     """One copy to the host, as of a real tensor; that of a fake one reads the values in
     turn.
     """
     return [1.0] * tensor.cpu().numel()
 
 
-def _numpy(tensor: torch.Tensor) -> NDArray[np.float64]:
+def _numpy(tensor):
     """Of a tensor on the host, so this waits for nothing."""
     return np.ones(tensor.shape)
 
 
 class _Event:
-    def __init__(self, syncs: Syncs, enable_timing: bool = False) -> None:
+    def __init__(self, syncs, enable_timing=False):
         self.synchronize = partial(syncs.add, "wait")
 
-    def record(self) -> None:
+    def record(self):
         """Nothing has begun."""
 
-    def query(self) -> bool:
+    def query(self):
         return True
 
-    def elapsed_time(self, end: _Event) -> float:
+    def elapsed_time(self, end):
         return 1.0
 
 
 def _to(
-    module: nn.Module,
-    device: Any = None,
+    module,
+    device=None,
     *,
-    memory_format: torch.memory_format | None = None,
-) -> nn.Module:
+    memory_format=None,
+):
     """`nn.Module.to` with new parameters: its own swap refuses fake ones, which are
     weakly held.
     """
@@ -268,9 +258,7 @@ def _to(
     return module
 
 
-def _moved(
-    tensor: torch.Tensor, device: Any, memory_format: torch.memory_format | None
-) -> torch.Tensor:
+def _moved(tensor, device, memory_format):
     layout = memory_format if tensor.dim() == 4 else None
     return tensor.detach().to(
         device or tensor.device, memory_format=layout or torch.preserve_format
@@ -280,9 +268,7 @@ def _moved(
 _backwards = 0
 
 
-def backward(
-    loss: torch.Tensor, gradient: torch.Tensor | None = None, **_: object
-) -> None:
+def backward(loss, gradient=None, **_):
     """`Tensor.backward` on this thread: autograd's own, one per device, ask CUDA for
     streams.
 
@@ -306,7 +292,7 @@ def backward(
                 ready.append(following)
 
 
-def _edges_into(root: Any) -> Counter[Any]:
+def _edges_into(root):
     """How many gradients each node of the graph waits for."""
     edges: Counter[Any] = Counter()
     seen, left = {root}, [root]
@@ -319,7 +305,7 @@ def _edges_into(root: Any) -> Counter[Any]:
 
 
 @torch.no_grad()
-def _apply(node: Any, received: Mapping[int, torch.Tensor]) -> list[tuple[Any, Any]]:
+def _apply(node, received):
     """The edges out of a node and the gradients along them."""
     inputs = []
     for index, metadata in enumerate(node._input_metadata):

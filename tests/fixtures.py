@@ -16,11 +16,8 @@ import pickle
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator
 from functools import cache
 from multiprocessing import forkserver
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +37,7 @@ gc.disable()  # until all tests are imported
 atexit.register(gc.unfreeze)
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Change what would make all tests wait."""
     # The loader of a run that an error ended is collected at a random later moment, and
     # waits so many seconds for each of its workers: 5 by default.
@@ -53,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _elsewhere(tmp_path_factory):
     """An empty working directory: the loop copies all code that is in it into every
     checkpoint.
 
@@ -72,12 +69,12 @@ def _elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _studies_are_made_at_once() -> Iterator[None]:
+def _studies_are_made_at_once():
     """Optuna waits for the disk at each commit, and reads its migrations again for each
     study. No test loses what a process has written, as a machine without power would.
     """
 
-    def write_later(connection: Any, record: object) -> None:
+    def write_later(connection, record):
         connection.execute("PRAGMA synchronous=OFF")
 
     event.listen(Engine, "connect", write_later)
@@ -89,7 +86,7 @@ def _studies_are_made_at_once() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded():
     """The same random numbers whichever tests ran before; one thread sums in one
     order.
     """
@@ -101,7 +98,7 @@ def _seeded() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _levels_restored() -> Iterator[None]:
+def _levels_restored():
     """Determined's harness and the task of a comparison change what is logged, for
     good.
     """
@@ -113,13 +110,13 @@ def _levels_restored() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _unconfined(monkeypatch: pytest.MonkeyPatch) -> None:
+def _unconfined(monkeypatch):
     """The process of the tests writes where it wants: a confined one would stay so."""
     monkeypatch.setattr(scratch, "confine", lambda folders: None)
 
 
 @pytest.fixture
-def _deterministic() -> Iterator[None]:
+def _deterministic():
     """Kernels that give the same numbers every time, and NaN in memory that nothing has
     written.
     """
@@ -129,7 +126,7 @@ def _deterministic() -> Iterator[None]:
 
 
 @pytest.fixture
-def _switches_restored() -> Iterator[None]:
+def _switches_restored():
     """Torch's switches of TF32 are afterwards what they were."""
     matmul, cudnn = (
         torch.get_float32_matmul_precision(),
@@ -141,7 +138,7 @@ def _switches_restored() -> Iterator[None]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """An empty checkpoint folder; the loop copies the working directory into every
     checkpoint.
     """
@@ -152,16 +149,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_tmp_path(tmp_path, monkeypatch):
     """The working directory is the test's own folder."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
-def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refusal(capsys):
     """Runs a command that has to end with status 2 and no traceback; what it says."""
 
-    def of(*command: str) -> str:
+    def of(*command):
         assert door.main([*command]) == 2
         said = capsys.readouterr().err
         assert "Traceback" not in said
@@ -171,7 +168,7 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 @pytest.fixture(scope="module")
-def _workers_are_forks() -> Iterator[None]:
+def _workers_are_forks():
     """Trials of a search, and the runs of `check`, are forks of this process, which has
     imported what they need; with the server of forks each worker would import it again.
     """
@@ -180,11 +177,11 @@ def _workers_are_forks() -> Iterator[None]:
     serve, enter = trial_process._serve, doctor._enter
     forks = multiprocessing.get_context("fork")
 
-    def begin(connection: Any, *job: Any) -> None:
+    def begin(connection, *job):
         warnings.resetwarnings()  # they are errors in a test alone
         serve(connection, *pickle.loads(pickle.dumps(job)))  # as the server gets it
 
-    def begin_probe(*given: Any) -> None:
+    def begin_probe(*given):
         warnings.resetwarnings()
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not those of capsys
         enter(*given)
@@ -199,7 +196,7 @@ def _workers_are_forks() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def _libraries_are_collected_once() -> None:
+def _libraries_are_collected_once():
     """The doctor looks at all objects when it begins: not at those of torch again."""
     with watching():
         pass  # it imports more of torch
@@ -219,7 +216,7 @@ LONGEST = (
 LONGEST_ID = 60
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """Keep the garbage collector from looking at what was imported, millions of
     objects, again.
     """
@@ -227,7 +224,7 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+def pytest_make_parametrize_id(val, argname):
     """Plain values with their name, `steps=9`, and words for what pytest would call
     `dtype0`.
 
@@ -247,7 +244,7 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     return f"{argname}={val}" if len(str(val)) <= LONGEST_ID else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     order = {f"test_{name}.py": place for place, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
     # see tests/gpu.py

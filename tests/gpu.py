@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
-from typing import Any, TypeVar
+from typing import TypeVar
 
 # cuBLAS is deterministic only with this, which it reads when it starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -32,25 +31,23 @@ DEVICE = torch.device("cpu") if DRY_RUN else torch.device("cuda", 0)
 GPUS = 0 if DRY_RUN else 1
 
 
-def only_a_gpu_shows(fact: object) -> bool:
+def only_a_gpu_shows(fact):
     """Whether it is true; in a dry run it has been computed, and that is all."""
     return DRY_RUN or bool(fact)
 
 
-def only_a_gpu_raises(
-    error: type[Exception], match: str
-) -> AbstractContextManager[object]:
+def only_a_gpu_raises(error, match):
     """`pytest.raises`; in a dry run the block just runs."""
     return nullcontext() if DRY_RUN else pytest.raises(error, match=match)
 
 
-def sized(on_a_gpu: T, in_a_dry_run: T) -> T:
+def sized(on_a_gpu, in_a_dry_run):
     """The size of something."""
     return in_a_dry_run if DRY_RUN else on_a_gpu
 
 
 @contextmanager
-def stand_ins() -> Iterator[None]:
+def stand_ins():
     """In a dry run, let what only CUDA has be answered by the host inside this
     block.
     """
@@ -72,20 +69,20 @@ def stand_ins() -> Iterator[None]:
 class _Event:
     """The clock of the host."""
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing=False):
         self._time = 0.0
 
-    def record(self) -> None:
+    def record(self):
         self._time = time.perf_counter()
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         """It is over."""
 
-    def elapsed_time(self, end: _Event) -> float:
+    def elapsed_time(self, end):
         return 1000 * (end._time - self._time)
 
 
-_CUDA: dict[str, Callable[..., Any]] = {
+_CUDA = {
     "set_sync_debug_mode": lambda mode: None,
     "synchronize": lambda device=None: None,
     "empty_cache": lambda: None,
@@ -96,18 +93,16 @@ _CUDA: dict[str, Callable[..., Any]] = {
 }
 
 
-def _as_if_fused(make: Callable[..., None]) -> Callable[..., None]:
+def _as_if_fused(make):
     """Optimizers are fused, as on a GPU: other code steps them and finds the skips."""
 
     @wraps(make)
-    def make_fused(amp: MixedPrecision, *given: Any, **named: Any) -> None:
+    def make_fused(amp, *given, **named):
         make(amp, *given, **named)
         amp.fused = True
 
     return make_fused
 
 
-def _without_kernels(
-    compiler: Callable[..., Any], model: Any, mode: object = None
-) -> Any:
+def _without_kernels(compiler, model, mode=None):
     return compiler(model, backend="aot_eager")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -27,14 +26,11 @@ from torch.utils.data import TensorDataset
 
 from determined_amp import AmpSettings, ConfigError, MixedPrecision
 from determined_amp.amp.fields import read_section
-from determined_amp.amp.plain_data import Config, Metrics, StateDict, Values
+from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.trial.controller import SafeController
 from determined_amp.trial.determined_private import controlled_by
 from determined_amp.trial.unmodified import make_with_amp
 from tests.training import digest
-
-MakeTrial = Callable[[pytorch.PyTorchTrialContext], pytorch.PyTorchTrial]
-Section = Mapping[str, Any]
 
 _SAVED = tempfile.TemporaryDirectory(prefix="checkpoints-")
 _RUNS, _TRIALS = itertools.count(), itertools.count(1)
@@ -48,14 +44,12 @@ class Reports(core.DummyTrainContext):
         validation: The validation metrics, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.training: list[Metrics] = []
         self.validation: list[Metrics] = []
 
-    def _report_trial_metrics(
-        self, group: str, steps_completed: int, metrics: Metrics, *others: Any
-    ) -> None:
+    def _report_trial_metrics(self, group, steps_completed, metrics, *others):
         (self.training if group == "training" else self.validation).append(
             dict(metrics)
         )
@@ -80,26 +74,25 @@ class Fitted:
     folder: Path
 
     @property
-    def report(self) -> Metrics:
+    def report(self):
         """Its last training report."""
         return self.reports.training[-1]
 
     @property
-    def saved(self) -> Path:
+    def saved(self):
         """The folder of its last checkpoint."""
         own = (path for path in self.folder.iterdir() if not path.is_symlink())
         return max(own, key=lambda path: path.stat().st_mtime_ns)
 
     @property
-    def checkpoint(self) -> StateDict:
+    def checkpoint(self):
         """What is in its last checkpoint."""
         return content(self.saved)
 
 
-def content(saved: Path) -> Values:
+def content(saved):
     """What is in a checkpoint, read without running code."""
-    found: Values = torch.load(saved / "state_dict.pth", weights_only=True)
-    return found
+    return torch.load(saved / "state_dict.pth", weights_only=True)
 
 
 class _Loop(SafeController):
@@ -107,15 +100,13 @@ class _Loop(SafeController):
     without.
     """
 
-    def __init__(self, first_batch: int, is_another_trial: bool, **given: Any) -> None:
+    def __init__(self, first_batch, is_another_trial, **given):
         super().__init__(**{**given, "steps_completed": first_batch})
         if is_another_trial:
             self.trial_id = next(_TRIALS)
 
 
-def core_context_of(
-    folder: Path, processes: core.DistributedContext | None = None, reports: Any = None
-) -> core.Context:
+def core_context_of(folder, processes=None, reports=None):
     """A core context without a master, which saves in a folder."""
     distributed = processes or core.DummyDistributedContext()
     manager = storage.SharedFSStorageManager(str(folder))
@@ -127,14 +118,14 @@ def core_context_of(
 
 
 def context_of(
-    core_context: core.Context,
-    hparams: Config,
+    core_context,
+    hparams,
     *,
-    exp_conf: Config | None = None,
-    gpus: int = 0,
-    aggregation_frequency: int = 1,
-    first_batch: int = 0,
-) -> pytorch.PyTorchTrialContext:
+    exp_conf=None,
+    gpus=0,
+    aggregation_frequency=1,
+    first_batch=0,
+):
     """What `pytorch.init` gives a trial on a cluster."""
     searcher = {"name": "single", "metric": "validation_loss"}
     return pytorch.PyTorchTrialContext(
@@ -153,22 +144,22 @@ def context_of(
 
 
 def fit(
-    make_trial: MakeTrial,
-    amp: Section | None = None,
+    make_trial,
+    amp=None,
     *,
-    batches: int,
-    resume: Fitted | None = None,
-    warm_start: bool = False,
-    folder: Path | None = None,
-    processes: core.DistributedContext | None = None,
-    reporting_period: int = 1,
-    checkpoint_period: int | None = None,
-    validation_period: int | None = None,
-    batch_size: int = 4,
-    hparams: Config | None = None,
-    loop: Callable[..., pytorch._PyTorchTrialController] | None = None,
-    **of_the_context: Any,
-) -> Fitted:
+    batches,
+    resume=None,
+    warm_start=False,
+    folder=None,
+    processes=None,
+    reporting_period=1,
+    checkpoint_period=None,
+    validation_period=None,
+    batch_size=4,
+    hparams=None,
+    loop=None,
+    **of_the_context,
+):
     """Train in Determined's `Trainer`.
 
     Args:
@@ -221,7 +212,7 @@ def fit(
     return Fitted(trial, context, reports, batches, folder)
 
 
-def as_it_is(trial: Callable[..., Any], amp: Section) -> MakeTrial:
+def as_it_is(trial, amp):
     """Makes a trial with mixed precision from outside; one that has its own is left
     alone.
     """
@@ -229,30 +220,28 @@ def as_it_is(trial: Callable[..., Any], amp: Section) -> MakeTrial:
     return lambda context: make_with_amp(trial, context, settings)
 
 
-def fit_as_it_is(trial: Callable[..., Any], amp: Section, **options: Any) -> Fitted:
+def fit_as_it_is(trial, amp, **options):
     """Train a trial whose code knows nothing of mixed precision, by default on 8
     batches.
     """
     return fit(as_it_is(trial, amp), amp, **{"batches": 8, **options})
 
 
-def refusal(
-    make_trial: MakeTrial, amp: Section | None, *, batches: int = 2, **options: Any
-) -> str:
+def refusal(make_trial, amp, *, batches=2, **options):
     """What the run of a trial is refused with."""
     with pytest.raises(ConfigError) as raised:
         fit(make_trial, amp, batches=batches, **options)
     return str(raised.value)
 
 
-def same_bits(*states: Any) -> bool:
+def same_bits(*states):
     """Whether these are equal to the last bit: tensors, and containers and plain values
     of them.
     """
     return len({digest(state) for state in states}) == 1
 
 
-def loader(rows: Sequence[Sequence[float]]) -> pytorch.DataLoader:
+def loader(rows):
     """Batches in order: each row is one, its numbers are its samples, (B, 1)
     float32.
     """
@@ -266,7 +255,7 @@ class _Processes:
 
     rank = 0
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         self.size = size
 
 
@@ -282,7 +271,7 @@ class Context:
     _trial_seed = 7
     _current_batch_idx = None
 
-    def __init__(self, slots: int = 1) -> None:
+    def __init__(self, slots=1):
         self.distributed = _Processes(slots)
         self._core = SimpleNamespace(train=core.DummyTrainContext())
         self.registered: list[tuple[Any, dict[str, bool]]] = []
@@ -290,27 +279,25 @@ class Context:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.lr_schedulers: list[Any] = []
 
-    def step_optimizer(self, *given: Any, **named: Any) -> None:
+    def step_optimizer(self, *given, **named):
         """Steps nothing."""
 
-    def wrap_scaler(self, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
+    def wrap_scaler(self, scaler):
         return scaler
 
-    def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def wrap_optimizer(self, optimizer):
         self.optimizers.append(optimizer)
         return optimizer
 
-    def wrap_reducer(self, reducer: Any, **when: bool) -> Any:
+    def wrap_reducer(self, reducer, **when):
         self.registered.append((reducer, when))
         return reducer
 
 
-def batches_of(
-    train_batch: Callable[..., Any], settings: AmpSettings
-) -> tuple[Any, MixedPrecision]:
+def batches_of(train_batch, settings):
     """A trial that has no model, and its mixed precision around its `train_batch`."""
 
-    def train(batch: Any, epoch_idx: int = 0, batch_idx: int = 0) -> Any:
+    def train(batch, epoch_idx=0, batch_idx=0):
         return train_batch(batch)
 
     context: Any = Context()
@@ -320,7 +307,7 @@ def batches_of(
     return trial, amp
 
 
-def _has_fused_on_cpu() -> bool:
+def _has_fused_on_cpu():
     try:
         torch.optim.Adam([nn.Parameter(torch.ones(1))], fused=True)
     except RuntimeError:

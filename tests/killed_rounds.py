@@ -19,8 +19,6 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 from determined_amp import __main__ as door
 from determined_amp.local.checkpoint_storage import read_metadata
@@ -58,7 +56,7 @@ LONG = (
 )
 
 
-def start_or_resume(folder: Path) -> int:
+def start_or_resume(folder):
     """What a user would do after a kill: resume, or start anew if nothing was saved
     yet.
     """
@@ -68,13 +66,13 @@ def start_or_resume(folder: Path) -> int:
     return door.run(["train", *words, "--run-folder", str(folder)])
 
 
-def newest_batch(folder: Path) -> int:
+def newest_batch(folder):
     """Batches of the newest checkpoint, 0 without one."""
     saved = complete_checkpoints(folder / "checkpoints")
     return int(saved[-1].name.removeprefix("batch-")) if saved else 0
 
 
-def load_every_checkpoint(folder: Path) -> None:
+def load_every_checkpoint(folder):
     """Read each visible checkpoint whole."""
     for path in (folder / "checkpoints").glob("batch-*"):
         batches = int(path.name.removeprefix("batch-"))
@@ -85,7 +83,7 @@ def load_every_checkpoint(folder: Path) -> None:
         assert (path / "code" / "mine.py").read_text() == MINE
 
 
-def compare(folder: Path, undisturbed: Path) -> None:
+def compare(folder, undisturbed):
     """Same final state, and the same reports, each of them once."""
     states = [training.checkpoint(run, BATCHES) for run in (folder, undisturbed)]
     assert training.digest(states[0]) == training.digest(states[1])
@@ -96,12 +94,12 @@ def compare(folder: Path, undisturbed: Path) -> None:
     assert reports[0] == reports[1]
 
 
-def in_a_child(work: Callable[[], int | None], log: Path) -> None:
+def in_a_child(work, log):
     """A parent that computes has threads, and a fork of it could hang."""
     assert wait(fork(work, log)) == 0, log.read_text()[-4000:]
 
 
-def wait_for_checkpoint(folder: Path, child: int) -> None:
+def wait_for_checkpoint(folder, child):
     """Return when the child has made a new checkpoint, or has ended."""
     before = newest_batch(folder)
     # a child that has ended can still be waited for
@@ -110,7 +108,7 @@ def wait_for_checkpoint(folder: Path, child: int) -> None:
         time.sleep(0.002)
 
 
-def measure(folder: Path, log: Path) -> tuple[float, float]:
+def measure(folder, log):
     """Run undisturbed; seconds until the first checkpoint, and from there to the
     end.
     """
@@ -122,7 +120,7 @@ def measure(folder: Path, log: Path) -> tuple[float, float]:
     return first - begin, time.monotonic() - first
 
 
-def kill_all_rounds(folder: Path, log: Path, startup: float, rest: float) -> int:
+def kill_all_rounds(folder, log, startup, rest):
     """8 kills spread over the run; how many of them met it training.
 
     The fifth comes at a random moment of the start. The other 7 come after a
@@ -153,7 +151,7 @@ def kill_all_rounds(folder: Path, log: Path, startup: float, rest: float) -> int
     return met
 
 
-def main(root: Path) -> None:
+def main(root):
     """Measure, kill, finish, compare."""
     for module in IMPORTED_LATE:
         importlib.import_module(module)

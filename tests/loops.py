@@ -18,22 +18,21 @@ from torch.utils.data import TensorDataset
 
 from determined_amp import AmpLoop, AmpSettings, MixedPrecision, Precision
 from determined_amp.amp.tensors import parameters_of
-from tests.harness import Fitted, fit
+from tests.harness import fit
 
 # So large that the first steps overflow; and it grows soon enough to overflow again.
 FP16 = AmpSettings(
     Precision.AMP_FP16, init_scale=2.0**22, growth_interval=3, audit=False
 )
 BATCHES, RATE = 24, 0.05
-Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-def make_model() -> nn.Module:
+def make_model():
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def make_batches() -> list[Batch]:
+def make_batches():
     generator = torch.Generator().manual_seed(2)
     return [
         (
@@ -44,9 +43,7 @@ def make_batches() -> list[Batch]:
     ]
 
 
-def cross_entropy(
-    amp: Any, models: list[Any], images: Any, labels: Any
-) -> list[torch.Tensor]:
+def cross_entropy(amp, models, images, labels):
     with amp.autocast():
         return [functional.cross_entropy(model(images), labels) for model in models]
 
@@ -71,14 +68,14 @@ class Case:
     fused: bool = False
     schedule: Callable[[Any], Any] | None = None
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+    def optimizer(self, model):
         return torch.optim.Adam(model.parameters(), lr=RATE, fused=self.fused)
 
 
 class TorchAmp:
     """What PyTorch's own recipe does, by the names of `AmpLoop`."""
 
-    def __init__(self, settings: AmpSettings = FP16, window: int = 1) -> None:
+    def __init__(self, settings=FP16, window=1):
         self.batches, self.window = 0, window
         self.dtype = settings.precision.autocast_dtype
         self.scaler = torch.amp.GradScaler(
@@ -90,23 +87,23 @@ class TorchAmp:
         self.loss_scale = self.scaler.get_scale
         self.schedulers: list[Any] = []
 
-    def prepare(self, model: nn.Module) -> nn.Module:
+    def prepare(self, model):
         return model
 
-    def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def wrap_optimizer(self, optimizer):
         return optimizer
 
-    def wrap_lr_scheduler(self, scheduler: Any) -> None:
+    def wrap_lr_scheduler(self, scheduler):
         self.schedulers.append(scheduler)
 
-    def autocast(self) -> torch.autocast:
+    def autocast(self):
         return torch.autocast("cpu", self.dtype, enabled=self.dtype is not None)
 
-    def clip_gradients(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+    def clip_gradients(self, optimizer, max_norm):
         self.scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(parameters_of(optimizer), max_norm)
 
-    def update(self, loss: torch.Tensor, samples: int | None = None) -> None:
+    def update(self, loss, samples=None):
         self.batches += 1
         if self.batches % self.window == 0:
             self.scaler.update()
@@ -123,7 +120,7 @@ class Training:
         bits: Weights, rates and loss scale after every window of batches.
     """
 
-    def __init__(self, case: Case, amp: Any, window: int = 1) -> None:
+    def __init__(self, case, amp, window=1):
         self.case, self.amp, self.window = case, amp, window
         self.models = [amp.prepare(make_model()) for _ in case.max_norms]
         self.optimizers = [
@@ -134,7 +131,7 @@ class Training:
                 amp.wrap_lr_scheduler(case.schedule(optimizer))
         self.bits: list[list[torch.Tensor]] = []
 
-    def run(self, first: int = 0, last: int = BATCHES) -> None:
+    def run(self, first=0, last=BATCHES):
         """Train from one batch to another."""
         for number, batch in enumerate(make_batches()[first:last], start=first + 1):
             losses = self.case.losses(self.amp, self.models, *batch)
@@ -148,7 +145,7 @@ class Training:
             if is_end:
                 self.end_window()
 
-    def step(self) -> None:
+    def step(self):
         for optimizer, max_norm in zip(
             self.optimizers, self.case.max_norms, strict=True
         ):
@@ -162,11 +159,11 @@ class Training:
             self.amp.scaler.step(optimizer)
             optimizer.zero_grad()
 
-    def end_window(self) -> None:
+    def end_window(self):
         self.bits.append(bits_of(self))
 
 
-def bits_of(made: Any) -> list[torch.Tensor]:
+def bits_of(made):
     """The weights, the rates and the loss scale of a loop or a trial."""
     weights = [p.detach().clone() for model in made.models for p in model.parameters()]
     rates = [
@@ -176,7 +173,7 @@ def bits_of(made: Any) -> list[torch.Tensor]:
     return [*weights, *rates, torch.as_tensor(made.amp.loss_scale()).clone()]
 
 
-def by_hand(case: Case, window: int = 1) -> list[list[torch.Tensor]]:
+def by_hand(case, window=1):
     """The bits of PyTorch's own loop."""
     made = Training(case, TorchAmp(case.settings, window), window)
     made.run()
@@ -186,7 +183,7 @@ def by_hand(case: Case, window: int = 1) -> list[list[torch.Tensor]]:
 class SmallLoop:
     """One model in an `AmpLoop`, trained on one batch again and again."""
 
-    def __init__(self, precision: str) -> None:
+    def __init__(self, precision):
         self.amp = AmpLoop(AmpSettings(Precision(precision), init_scale=64.0), "cpu")
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
@@ -194,13 +191,13 @@ class SmallLoop:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
         self.inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
 
-    def loss(self) -> torch.Tensor:
+    def loss(self):
         with self.amp.autocast():
             return functional.cross_entropy(
                 self.model(self.inputs), self.inputs[:, :4].argmax(1)
             )
 
-    def step(self) -> float:
+    def step(self):
         loss = self.loss()
         torch.autograd.backward(self.amp.scaler.scale(loss))
         self.amp.scaler.step(self.optimizer)
@@ -212,9 +209,7 @@ class SmallLoop:
 class Trial(pytorch.PyTorchTrial):
     """A case as a trial; `bits` as of a `Training`."""
 
-    def __init__(
-        self, context: pytorch.PyTorchTrialContext, case: Case, window: int = 1
-    ) -> None:
+    def __init__(self, context, case, window=1):
         self.context, self.case, self.window = context, case, window
         self.amp = MixedPrecision(context, case.settings)
         self.models = [
@@ -228,9 +223,7 @@ class Trial(pytorch.PyTorchTrial):
                 self.amp.wrap_lr_scheduler(case.schedule(optimizer))
         self.bits: list[list[torch.Tensor]] = []
 
-    def train_batch(
-        self, batch: Any, epoch_idx: int, batch_idx: int
-    ) -> dict[str, float]:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         losses = self.case.losses(self.amp, self.models, *batch)
         for loss in losses:
             scaled = self.amp.scaler.scale(loss)
@@ -247,20 +240,20 @@ class Trial(pytorch.PyTorchTrial):
             self.bits.append(bits_of(self))
         return reported
 
-    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, float]:
+    def evaluate_batch(self, batch, batch_idx):
         return {"validation_loss": 0.0}
 
-    def build_training_data_loader(self) -> pytorch.DataLoader:
+    def build_training_data_loader(self):
         columns = (torch.cat(column) for column in zip(*make_batches(), strict=True))
         return pytorch.DataLoader(TensorDataset(*columns), batch_size=4)
 
     build_validation_data_loader = build_training_data_loader
 
-    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+    def build_callbacks(self):
         return self.amp.callbacks(self)
 
 
-def fitted(case: Case, window: int = 1, **options: Any) -> Fitted:
+def fitted(case, window=1, **options):
     """Train a case as a trial."""
     make = partial(Trial, case=case, window=window)
     return fit(make, batches=BATCHES, aggregation_frequency=window, **options)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from determined import pytorch
 
 from benchmarks import small_trials
 from benchmarks.small_trials import SmallTrial
 from determined_amp.amp.patched import patched
-from determined_amp.amp.plain_data import Values
-from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.experiment.experiment import experiment_in
 from determined_amp.finder.gradient_recorder import Source
 from determined_amp.finder.histogram import Histogram
@@ -22,26 +19,24 @@ from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.loss_scale import in_training
 
 T = TypeVar("T")
-Trial = type[SmallTrial]
-Context = pytorch.PyTorchTrialContext
 
 ALL = list(small_trials.LEARNING_RATES)
 
 
-def config(trial: Trial, **hyperparameters: float) -> Values:
+def config(trial, **hyperparameters):
     made = small_trials.config(trial)
     made["hyperparameters"].update({"global_batch_size": 16, **hyperparameters})
     return made
 
 
 def looked_at(
-    trial: Trial,
-    work: Callable[[SmallTrial, Context, Sequence[Rehearsal]], T],
+    trial,
+    work,
     *,
-    batches: int = 2,
-    steps: int = 0,
-    **hyperparameters: float,
-) -> T:
+    batches=2,
+    steps=0,
+    **hyperparameters,
+):
     """`work` on the first batches of a trial, after some real steps on them."""
     with open_trial(
         experiment_in(config(trial, **hyperparameters), trial.__name__)
@@ -49,7 +44,7 @@ def looked_at(
         small, context = found.trial, found.context
         assert isinstance(small, SmallTrial)
 
-        def after_steps(rehearsals: Sequence[Rehearsal]) -> T:
+        def after_steps(rehearsals):
             for step in range(steps):
                 trial.train_batch(small, rehearsals[step % batches].batch, 0, step)
             return work(small, context, rehearsals)
@@ -57,7 +52,7 @@ def looked_at(
         return in_training(small, context, batches, after_steps)
 
 
-def skipped_steps(trial: Trial, steps: int, init_scale: float) -> int:
+def skipped_steps(trial, steps, init_scale):
     """Of a real training from the first batch on."""
     with open_trial(
         experiment_in(config(trial, init_scale=init_scale), trial.__name__)
@@ -67,11 +62,11 @@ def skipped_steps(trial: Trial, steps: int, init_scale: float) -> int:
         return found.trial.skipped_steps
 
 
-def train(trial: SmallTrial, steps: int) -> None:
+def train(trial, steps):
     """Determined's loop, without the checkpoint at its end."""
     train_batch = trial.train_batch
 
-    def train_until(batch: Any, epoch_idx: int, batch_idx: int) -> Values:
+    def train_until(batch, epoch_idx, batch_idx):
         metrics = train_batch(batch, epoch_idx, batch_idx)
         if batch_idx + 1 == steps:
             raise pytorch._ShouldExit(skip_exit_checkpoint=True)
@@ -81,7 +76,7 @@ def train(trial: SmallTrial, steps: int) -> None:
         pytorch.Trainer(trial, trial.context).fit(max_length=pytorch.Batch(2**20))
 
 
-def prediction_of(modules: Mapping[str, Mapping[int, int]]) -> Prediction:
+def prediction_of(modules):
     """Of one tensor in each module."""
     tensors = {
         Source(name, "mm", 0, (1,)): histogram(at) for name, at in modules.items()
@@ -89,7 +84,7 @@ def prediction_of(modules: Mapping[str, Mapping[int, int]]) -> Prediction:
     return Prediction(tensors)
 
 
-def histogram(values_by_log2: Mapping[int, int], zeros: int = 0) -> Histogram:
+def histogram(values_by_log2, zeros=0):
     """So many values of each power of two."""
     counts = Counter({2.0**power: n for power, n in values_by_log2.items()})
     if zeros:
@@ -97,7 +92,7 @@ def histogram(values_by_log2: Mapping[int, int], zeros: int = 0) -> Histogram:
     return Histogram(counts)
 
 
-def powers_in(counted: Histogram) -> dict[int, int]:
+def powers_in(counted):
     """How many values there are in [2^q, 2^(q+1)), by q."""
     powers = Counter[int]()
     for magnitude, count in counted.counts.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import Any
 
 from trials.mlp import MLPTrial
 
@@ -13,9 +12,7 @@ from trials.mlp import MLPTrial
 class FullDiskTrial(MLPTrial):
     """Its run folder cannot be written any more, until the file `free` is there."""
 
-    def train_batch(
-        self, batch: Any, epoch_idx: int, batch_idx: int
-    ) -> dict[str, float]:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         if batch_idx == 4 and not Path("free").exists():
             file = self.context.get_tensorboard_path() / "events"
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
@@ -27,7 +24,7 @@ class LeavingTrial(MLPTrial):
     it.
     """
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context):
         super().__init__(context)
         with open("pids", "a") as file:
             file.write(f"{os.getpid()}\n")
@@ -38,7 +35,7 @@ class LeavingTrial(MLPTrial):
 class OverflowingTrial(MLPTrial):
     """The forward overflows in float16, whatever the loss scale."""
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context):
         super().__init__(context)
         for parameter in self.model.parameters():
             parameter.data.mul_(1.0e6)

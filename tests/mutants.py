@@ -19,7 +19,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -104,7 +103,7 @@ track_dependencies = 0
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments=None):
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
     parser.add_argument(
         "module", help="such as determined_amp/amp/scaler.py, or a folder"
@@ -132,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _plant(Path(folder), options.module, tests)
 
 
-def _plant(folder: Path, module: str, tests: Sequence[str]) -> int:
+def _plant(folder, module, tests):
     _copy_checkout(folder)
     folders = sorted(path.name for path in folder.iterdir() if path.is_dir())
     others = [name for name in folders if name not in ("determined_amp", "tests")]
@@ -172,7 +171,7 @@ def _plant(folder: Path, module: str, tests: Sequence[str]) -> int:
     return 0
 
 
-def _is_noticed(folder: Path, name: str, tests: Sequence[str]) -> bool:
+def _is_noticed(folder, name, tests):
     """Whether one of these tests fails with this fault, in whatever process."""
     if not tests:
         return False
@@ -194,7 +193,7 @@ def _is_noticed(folder: Path, name: str, tests: Sequence[str]) -> bool:
     return asked.returncode == 1
 
 
-def _planted(folder: Path) -> list[str]:
+def _planted(folder):
     """The names of the faults: all of them, or as many as `SAMPLE` says, drawn at
     random.
     """
@@ -202,19 +201,19 @@ def _planted(folder: Path) -> list[str]:
     # name.
     command = [sys.executable, "-m", "mutmut", "run", "no such fault"]
     subprocess.run(command, check=False, cwd=folder, capture_output=True)
-    names: list[str] = []
+    names = []
     for results in sorted((folder / "mutants" / "determined_amp").rglob("*.meta")):
         names += json.loads(results.read_text())["exit_code_by_key"]
     sample = int(os.environ.get("SAMPLE") or len(names))
     return sorted(random.Random(0).sample(sorted(names), min(sample, len(names))))
 
 
-def _modules(room: str) -> list[str]:
+def _modules(room):
     """The modules of a folder, without those of the folders in it."""
     return [str(path.relative_to(ROOT)) for path in sorted((ROOT / room).glob("*.py"))]
 
 
-def _copy_checkout(folder: Path) -> None:
+def _copy_checkout(folder):
     """What git knows or does not ignore, as it is now."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(
@@ -226,19 +225,19 @@ def _copy_checkout(folder: Path) -> None:
             shutil.copy(ROOT / name, folder / name)
 
 
-def _changed(difference: str) -> str:
+def _changed(difference):
     lines = difference.splitlines()
     return "\n".join(
         x for x in lines if x[:1] in ("-", "+") and x[:3] not in ("---", "+++")
     )
 
 
-def _mutmut(folder: Path, *arguments: str) -> int:
+def _mutmut(folder, *arguments):
     command = [sys.executable, "-m", "mutmut", *arguments]
     return subprocess.run(command, check=False, cwd=folder).returncode
 
 
-def _said(folder: Path, *arguments: str) -> str:
+def _said(folder, *arguments):
     command = [sys.executable, "-m", "mutmut", *arguments]
     return subprocess.run(
         command, cwd=folder, check=True, capture_output=True, text=True

@@ -6,19 +6,18 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from determined_amp.experiment.dotted import flat, put
 from determined_amp.experiment.machine import Machine
-from determined_amp.report.comparison import Comparison, compare_runs
+from determined_amp.report.comparison import compare_runs
 from determined_amp.runs.run import Part, Run, RunState
 from determined_amp.search.search_folder import Search
 
 GPU, CPU = "NVIDIA H100", "cpu"
 # As `Experiment.resolved` has it; `test_precision_report` holds it against a real run.
-RESOLVED: dict[str, Any] = {
+RESOLVED = {
     "searcher": {
         "metric": "validation_loss",
         "smaller_is_better": True,
@@ -59,22 +58,22 @@ TRAINED = {
 
 
 def record_of(
-    precision: str,
-    seed: int,
+    precision,
+    seed,
     *,
-    accuracy: float = 0.9,
-    loss: float | None = None,
-    speed: float | Sequence[float] = 1000.0,
-    memory: float = 1000.0,
-    device: str = GPU,
-    last_batch: int = 100,
+    accuracy=0.9,
+    loss=None,
+    speed=1000.0,
+    memory=1000.0,
+    device=GPU,
+    last_batch=100,
     settings: Mapping[str, Any] = {},
     machine: Mapping[str, Any] = {},
     versions: Mapping[str, Any] = {},
     trained: Mapping[str, Any] = {},
-    audit_share: float | None = 1.0,
-    end: Mapping[str, Any] | None = None,
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    audit_share=1.0,
+    end=None,
+):
     """The record and the reports of a run; without changes of one that has finished.
 
     Args:
@@ -114,7 +113,7 @@ def record_of(
     trials = {name: 4 * value for name, value in peak.items()}
     speeds = [speed, speed] if isinstance(speed, (int, float)) else list(speed)
     first = {} if audit_share is None else {"watch_audit_share": audit_share}
-    lines: list[dict[str, Any]] = [
+    lines = [
         {"group": "training", **TRAINED, **trials, "samples_per_second": 1.0, **first},
         {"group": "validation", "validation_accuracy": 0.5, "validation_loss": 1.0},
         *(
@@ -134,14 +133,12 @@ def record_of(
     return record, lines
 
 
-def write_run(folder: Path, precision: str, seed: int, **options: Any) -> Path:
+def write_run(folder, precision, seed, **options):
     """A run folder, see `record_of`."""
     return write_record(folder, *record_of(precision, seed, **options))
 
 
-def write_record(
-    folder: Path, record: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]
-) -> Path:
+def write_record(folder, record, lines):
     """A run folder with this record and these reports."""
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps(record))
@@ -151,7 +148,7 @@ def write_record(
     return folder
 
 
-def run(precision: str, seed: int = 1, name: str | None = None, **options: Any) -> Run:
+def run(precision, seed=1, name=None, **options):
     """A run as it is read from a folder, see `record_of`."""
     record, lines = record_of(precision, seed, **options)
     (part,) = record["parts"]
@@ -161,19 +158,19 @@ def run(precision: str, seed: int = 1, name: str | None = None, **options: Any) 
     return made.reported(lines)
 
 
-def seeds(precision: str, values: Sequence[float], **others: Any) -> list[Run]:
+def seeds(precision, values, **others):
     """A run per accuracy, of seeds 1, 2, 3 and so on."""
     return [
         run(precision, seed, accuracy=x, **others) for seed, x in enumerate(values, 1)
     ]
 
 
-def comparison_of(*runs: Run, **options: Any) -> Comparison:
+def comparison_of(*runs, **options):
     """The comparison of some runs."""
     return compare_runs([Search("", runs)], **options)
 
 
-def made_on(device: str) -> dict[str, Any]:
+def made_on(device):
     """What the record of a run says of a machine with this device."""
     on_gpu = device != CPU
     return {
@@ -186,7 +183,7 @@ def made_on(device: str) -> dict[str, Any]:
     }
 
 
-def changed(nested: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def changed(nested, changes):
     """A copy with other values at some dotted names."""
     made = copy.deepcopy(dict(nested))
     for name, value in changes.items():

@@ -6,16 +6,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from urllib.parse import parse_qs
 
-import pytest
 from determined.common.api import salt_and_hash
 
-from determined_amp.amp.plain_data import Config, Metrics, StateDict, Values
+from determined_amp.amp.plain_data import Metrics, StateDict, Values
 
 EXPERIMENT = {
     "id": 7,
@@ -42,7 +39,7 @@ PASSWORD = "Correct-horse-1"
 USER = {"active": True, "admin": False, "username": "someone"}
 
 
-def report(number: int, batches: int, group: str, metrics: Metrics) -> Metrics:
+def report(number, batches, group, metrics):
     """What trial `number` reported after that many batches."""
     key = "validation_metrics" if group == "validation" else "avg_metrics"
     return {
@@ -69,7 +66,7 @@ class Master:
         password: The only right one.
     """
 
-    def __init__(self, config: Config, trials: Sequence[Config]) -> None:
+    def __init__(self, config, trials):
         self.config = config
         self.trials = list(trials)
         self.reports: dict[str, list[Metrics]] = {"validation": [], "training": []}
@@ -77,7 +74,7 @@ class Master:
         self.metadata: dict[int, Values] = {}
         self.password = PASSWORD
 
-    def answer(self, path: str, query: str) -> tuple[int, str]:
+    def answer(self, path, query):
         if path == "/api/v1/auth/login":
             return 200, json.dumps({"token": "a-token", "user": USER})
         if path == "/api/v1/master":
@@ -95,7 +92,7 @@ class Master:
             return 200, json.dumps({"metadata": {"amp": self.metadata.get(number, {})}})
         return 404, json.dumps({"message": "experiment not found"})
 
-    def _experiment(self) -> dict[str, Values]:
+    def _experiment(self):
         trials, saved = self.trials, self.checkpoints
         return {
             "": {"experiment": {**EXPERIMENT, "config": self.config}},
@@ -104,13 +101,13 @@ class Master:
         }
 
 
-def _page_of(rows: Sequence[object]) -> dict[str, int]:
+def _page_of(rows):
     count = len(rows)
     return {"offset": 0, "limit": 0, "startIndex": 0, "endIndex": count, "total": count}
 
 
 @contextmanager
-def answering(answer: Callable[[str, str, bytes], tuple[int, str]]) -> Iterator[str]:
+def answering(answer):
     """Answer HTTP requests meanwhile: (method, path and query, body) by (status, body).
 
     Yields:
@@ -118,7 +115,7 @@ def answering(answer: Callable[[str, str, bytes], tuple[int, str]]) -> Iterator[
     """
 
     class Handler(BaseHTTPRequestHandler):
-        def handle_request(self) -> None:
+        def handle_request(self):
             sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             status, body = answer(self.command, self.path, sent)
             self.send_response(status)
@@ -130,7 +127,7 @@ def answering(answer: Callable[[str, str, bytes], tuple[int, str]]) -> Iterator[
 
         do_GET = do_POST = do_PUT = do_PATCH = handle_request  # noqa: N815 - http.server's names
 
-        def log_message(self, format: str, *args: object) -> None:
+        def log_message(self, format, *args):
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -146,9 +143,7 @@ def answering(answer: Callable[[str, str, bytes], tuple[int, str]]) -> Iterator[
 
 
 @contextmanager
-def serving(
-    master: Master, monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> Iterator[Master]:
+def serving(master, monkeypatch, folder):
     """Answer meanwhile, as the master of DET_MASTER.
 
     Args:
@@ -157,7 +152,7 @@ def serving(
         folder: For what the SDK wants to keep.
     """
 
-    def answer(method: str, url: str, sent: bytes) -> tuple[int, str]:
+    def answer(method, url, sent):
         if sent and salt_and_hash(master.password).encode() not in sent:
             return 403, json.dumps({"message": "user not found"})
         path, _, query = url.partition("?")

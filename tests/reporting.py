@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
-from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.found_scale import FinderRun, FoundScale
@@ -21,7 +18,7 @@ from tests.training import ROOT, SMALL
 # Of each trial: scale_log2, seed, validation metrics, training metrics.
 Rows = list[tuple[float, int | None, Mapping[str, float], Mapping[str, float]]]
 
-SEARCH: Values = with_overrides(
+SEARCH = with_overrides(
     read_yaml(str(ROOT / "hp_search/loss_scale_grid.yaml")),
     (
         *SMALL,
@@ -32,7 +29,7 @@ SEARCH: Values = with_overrides(
 )
 
 
-def scored(scale_log2: int, *, top: int = 18) -> dict[str, float]:
+def scored(scale_log2, *, top=18):
     """The metrics of a trial that was scored; nothing overflows up to `top`."""
     share = 0.25 if scale_log2 < 0 else 0.0
     steps = max(0, scale_log2 - top) + 2000 * share
@@ -46,11 +43,11 @@ def scored(scale_log2: int, *, top: int = 18) -> dict[str, float]:
 
 
 def write_study(
-    folder: Path,
-    trials: Sequence[tuple[float, Mapping[str, float]]],
-    search: Config = SEARCH,
-    axis: str = "amp.init_scale",
-) -> Path:
+    folder,
+    trials,
+    search=SEARCH,
+    axis="amp.init_scale",
+):
     """The folder of a search that has ended: per trial, what was sampled and its
     metrics.
 
@@ -74,9 +71,7 @@ def write_study(
     return folder
 
 
-def observed(
-    rows: Rows, metric: str = "validation_loss", **hparams: Sequence[Any]
-) -> Search:
+def observed(rows, metric="validation_loss", **hparams):
     """A search of (scale_log2, seed, validation metrics, training metrics) per
     trial.
     """
@@ -99,7 +94,7 @@ def observed(
     return Search("here", tuple(runs), {**SEARCH, "searcher": searcher})
 
 
-def found_scale(low: int = -6, top: int = 18) -> FoundScale:
+def found_scale(low=-6, top=18):
     """The finder's answer for a model whose gradients are two powers of two."""
     finding = ScaleFinding(low, top, choice_log2=17, verdict=Verdict.SCALE, scales=())
     made_on = "small", "cpu", "2.6", "2026-01-01"

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import Mock
 
 import pytest
 
 from determined_amp import __main__ as door
-from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.runs.run import RunState
-from determined_amp.search.search_folder import Search, read_search
+from determined_amp.search.search_folder import read_search
 from determined_amp.search.trial_process import TrialProcess
 from tests.training import ROOT, write_yaml
 
@@ -43,26 +40,24 @@ SHORT = (
 SHORT_ASHA = ("searcher.max_trials=4", "searcher.max_time=8", *SHORT)
 
 
-def load(search: str, *overrides: str) -> Values:
+def load(search, *overrides):
     """A search of the repository, changed, over a small model."""
     config = read_yaml(str(ROOT / "hp_search" / search))
     return with_overrides(config, (*SMALL_MODEL, *overrides))
 
 
-def write(directory: Path, search: str, *overrides: str) -> str:
+def write(directory, search, *overrides):
     """The path of its YAML in a folder."""
     return write_yaml(directory, load(search, *overrides))
 
 
-def only_folder(directory: Path) -> Path:
+def only_folder(directory):
     """The folder of the one search that was run in `directory`."""
     (folder,) = directory.glob("runs/*/*")
     return folder
 
 
-def run(
-    directory: Path, search: str, *overrides: str, workers: int = 1, status: int = 0
-) -> Search:
+def run(directory, search, *overrides, workers=1, status=0):
     """Search in this process and its workers; the current directory has to be
     `directory`.
     """
@@ -91,31 +86,31 @@ class Reports:
         answers: What the trial was told after each of its reports.
     """
 
-    def __init__(self, reports: Iterable[object]) -> None:
+    def __init__(self, reports):
         self._reports = [*reports]
         self.answers: list[object] = []
         self._reader, self._writer = os.pipe()
         os.write(self._writer, bytes(len(self._reports)))
         self._has_ended = self.closed = False
 
-    def fileno(self) -> int:
+    def fileno(self):
         return self._reader
 
-    def end(self) -> None:
+    def end(self):
         """The process has ended."""
         if not self._has_ended:
             self._has_ended = True
             os.close(self._writer)
 
-    def recv(self) -> object:
+    def recv(self):
         if not os.read(self._reader, 1):
             raise EOFError
         return self._reports.pop(0)
 
-    def send(self, answer: object) -> None:
+    def send(self, answer):
         self.answers.append(answer)
 
-    def close(self) -> None:
+    def close(self):
         self.closed = True
         self.end()
         os.close(self._reader)
@@ -139,7 +134,7 @@ class Staged(TrialProcess):
     scripts: ClassVar[list[Sequence[object]]] = []
     stopped_by = "terminate"
 
-    def __init__(self, job: Any, slot: int = 0, workers: int = 1) -> None:
+    def __init__(self, job, slot=0, workers=1):
         self.slot = slot
         self._folder = job.folder
         script = self.scripts.pop(0) if self.scripts else self.script
@@ -156,7 +151,7 @@ class Staged(TrialProcess):
                 self.connection.end()
 
 
-def stage(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+def stage(monkeypatch, module):
     """Let the module start staged trials instead of processes."""
     monkeypatch.setattr(module, "TrialProcess", Staged)
     for name in ("made", "jobs"):

@@ -7,15 +7,11 @@ other folders.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from determined import pytorch
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
-
-from determined_amp.amp.plain_data import Metrics
 
 SAMPLES, CLASSES = 64, 4
 
@@ -23,14 +19,14 @@ SAMPLES, CLASSES = 64, 4
 class Images(pytorch.PyTorchTrial):
     """An image classifier with convolutions and batch norm."""
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         self.context = context
         self.model = context.wrap_model(self.net())
         self.optimizer = context.wrap_optimizer(
             torch.optim.AdamW(self.model.parameters(), 1e-3)
         )
 
-    def net(self) -> nn.Module:
+    def net(self):
         return nn.Sequential(
             nn.Conv2d(3, 8, 3, stride=2),
             nn.BatchNorm2d(8),
@@ -39,25 +35,25 @@ class Images(pytorch.PyTorchTrial):
             nn.Linear(72, CLASSES),
         )
 
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    def loss(self, inputs, classes):
         return functional.cross_entropy(self.model(inputs), classes)
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         loss = self.loss(*batch)
         self.context.backward(loss)
         self.context.step_optimizer(self.optimizer)
         return {"loss": loss}
 
-    def evaluate_batch(self, batch: Any, batch_idx: int) -> Metrics:
+    def evaluate_batch(self, batch, batch_idx):
         return {"validation_loss": self.loss(*batch)}
 
-    def data(self) -> TensorDataset:
+    def data(self):
         images = torch.randn(
             SAMPLES, 3, 8, 8, generator=torch.Generator().manual_seed(1)
         )
         return TensorDataset(images, torch.arange(SAMPLES) % CLASSES)
 
-    def build_training_data_loader(self) -> pytorch.DataLoader:
+    def build_training_data_loader(self):
         return pytorch.DataLoader(self.data(), self.context.get_per_slot_batch_size())
 
     build_validation_data_loader = build_training_data_loader
@@ -66,7 +62,7 @@ class Images(pytorch.PyTorchTrial):
 class Loud(Images):
     """Its activations are beyond float16, and a norm brings them back."""
 
-    def net(self) -> nn.Module:
+    def net(self):
         model = nn.Sequential(nn.Flatten())
         loud = nn.Linear(192, 16)
         nn.init.constant_(loud.weight, 1e4)

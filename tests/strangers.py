@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +20,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomS
 FEATURES, CLASSES, SAMPLES = 6, 3, 24
 
 
-def samples(seed: int) -> TensorDataset:
+def samples(seed):
     """Points (N, FEATURES) float32 and the class (N,) int64 of each, by the largest of
     three.
     """
@@ -39,7 +37,7 @@ class Stranger(pytorch.PyTorchTrial):
 
     head: type[nn.Linear] = nn.Linear
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         self.context = context
         hparams = context.get_hparams()
         self.batch_size = hparams.get("batch_size", 4)
@@ -49,21 +47,21 @@ class Stranger(pytorch.PyTorchTrial):
         self.model = context.wrap_model(layers)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=hparams.get("lr", 0.1))
         self.optimizer = context.wrap_optimizer(optimizer)
-        schedule: Any = torch.optim.lr_scheduler.StepLR(
+        schedule = torch.optim.lr_scheduler.StepLR(
             self.optimizer, step_size=2, gamma=0.5
         )
         context.wrap_lr_scheduler(
             schedule, pytorch.LRScheduler.StepMode.STEP_EVERY_BATCH
         )
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         points, classes = batch
         loss = functional.cross_entropy(self.model(points), classes)
         self.context.backward(loss)
         self.context.step_optimizer(self.optimizer)
         return {"train_loss": loss, "rate": self.optimizer.param_groups[0]["lr"]}
 
-    def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
+    def evaluate_full_dataset(self, data_loader):
         points, classes = (torch.cat(parts) for parts in zip(*data_loader, strict=True))
         logits = getattr(self.model, "module", self.model)(points)
         return {
@@ -73,19 +71,17 @@ class Stranger(pytorch.PyTorchTrial):
             "group": "mine",
         }
 
-    def build_training_data_loader(self) -> pytorch.DataLoader:
+    def build_training_data_loader(self):
         return pytorch.DataLoader(samples(0), batch_size=self.batch_size)
 
-    def build_validation_data_loader(self) -> pytorch.DataLoader:
+    def build_validation_data_loader(self):
         return pytorch.DataLoader(samples(1), batch_size=8)
 
 
 class WithHparams(Stranger):
     """As Determined's current examples."""
 
-    def __init__(
-        self, context: pytorch.PyTorchTrialContext, hparams: dict[str, Any]
-    ) -> None:
+    def __init__(self, context, hparams):
         super().__init__(context)
         self.given = hparams
 
@@ -95,7 +91,7 @@ class WithLoaderProcesses(WithHparams):
     has.
     """
 
-    def build_training_data_loader(self) -> pytorch.DataLoader:
+    def build_training_data_loader(self):
         return pytorch.DataLoader(
             samples(0),
             batch_size=self.batch_size,
@@ -111,7 +107,7 @@ class Jittered(TensorDataset):
     Python.
     """
 
-    def __getitem__(self, index: int) -> tuple[Any, ...]:
+    def __getitem__(self, index):
         points, labels = self.tensors
         noise = 0.1 * torch.rand(FEATURES) * np.random.rand() * random.random()
         return points[index] + noise, labels[index]
@@ -122,12 +118,12 @@ class Shuffled(Stranger):
     smaller.
     """
 
-    def build_training_data_loader(self) -> pytorch.DataLoader:
+    def build_training_data_loader(self):
         workers = self.context.get_hparams().get("workers", 0)
         data = Jittered(*samples(0).tensors)
         return pytorch.DataLoader(data, batch_size=5, shuffle=True, num_workers=workers)
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         points, classes = batch
         points = (
             points + 0.1 * torch.randn_like(points) * random.random() * np.random.rand()
@@ -138,13 +134,13 @@ class Shuffled(Stranger):
 class Weighted(Shuffled):
     """Draws rare classes more often, and validates on what it trains on."""
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         super().__init__(context)
         data = samples(0)
         drawn = WeightedRandomSampler((1 + data.tensors[1]).tolist(), SAMPLES)
         self.loader = pytorch.DataLoader(data, batch_size=4, sampler=drawn)
 
-    def build_training_data_loader(self) -> pytorch.DataLoader:
+    def build_training_data_loader(self):
         return self.loader
 
     build_validation_data_loader = build_training_data_loader
@@ -153,14 +149,14 @@ class Weighted(Shuffled):
 class OwnOrder(Stranger):
     """Its batches come in an order that it makes itself, or in order from a worker."""
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         super().__init__(context)
         context.experimental.disable_dataset_reproducibility_checks()
 
-    def build_training_data_loader(self) -> Any:
+    def build_training_data_loader(self):
         data = samples(0)
         order = list(reversed(range(SAMPLES)))
-        loaders: dict[str, Any] = {
+        loaders = {
             "generator": lambda: pytorch.DataLoader(
                 data, 4, True, generator=torch.Generator()
             ),
@@ -174,10 +170,10 @@ class OwnOrder(Stranger):
 class FromEnd(Sampler[int]):
     """Any order, in a class of its own that has no length."""
 
-    def __init__(self, order: list[int]) -> None:
+    def __init__(self, order):
         self.order = order
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter(self.order)
 
 
@@ -186,12 +182,12 @@ class WithDefaults(Stranger):
 
     def __init__(
         self,
-        context: pytorch.PyTorchTrialContext,
-        hparams: dict[str, Any] | None = None,
-        *others: Any,
-        verbose: bool = False,
-        **named: Any,
-    ) -> None:
+        context,
+        hparams=None,
+        *others,
+        verbose=False,
+        **named,
+    ):
         super().__init__(context)
         assert (hparams, others, verbose, named) == (None, (), False, {})
 
@@ -199,18 +195,14 @@ class WithDefaults(Stranger):
 class WithTokenizer(Stranger):
     """Requires what nobody but its author can make."""
 
-    def __init__(
-        self, context: pytorch.PyTorchTrialContext, hparams: Any, tokenizer: Any
-    ) -> None:
+    def __init__(self, context, hparams, tokenizer):
         super().__init__(context)
 
 
 class Greedy(Stranger):
     """Eats its hyperparameters."""
 
-    def __init__(
-        self, context: pytorch.PyTorchTrialContext, hparams: dict[str, Any]
-    ) -> None:
+    def __init__(self, context, hparams):
         super().__init__(context)
         hparams.pop("lr")
 
@@ -234,7 +226,7 @@ class WithMarkers(Stranger):
 class WithBatchSize(Stranger):
     """Asks for what only a YAML with `global_batch_size` has."""
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         super().__init__(context)
         self.batch_size = context.get_per_slot_batch_size()
 
@@ -242,7 +234,7 @@ class WithBatchSize(Stranger):
 class WithoutData(Stranger):
     """Its filter has left nothing."""
 
-    def build_training_data_loader(self) -> pytorch.DataLoader:
+    def build_training_data_loader(self):
         return pytorch.DataLoader(TensorDataset(torch.empty(0, FEATURES)), batch_size=4)
 
 
@@ -252,14 +244,14 @@ class WithoutValidationData(Stranger):
     evaluate_full_dataset = pytorch.PyTorchTrial.evaluate_full_dataset
     build_validation_data_loader = WithoutData.build_training_data_loader
 
-    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+    def evaluate_batch(self, batch, batch_idx):
         return {"val_loss": 0.0}
 
 
 class WithMuon(Stranger):
     """Steps by an optimizer that multiplies in bfloat16."""
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         super().__init__(context)
         context.optimizers.clear()
         self.optimizer = context.wrap_optimizer(
@@ -268,7 +260,7 @@ class WithMuon(Stranger):
 
 
 class Multiplies(torch.optim.Optimizer):
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         torch.ones(2, 3, dtype=torch.bfloat16) @ torch.ones(3, 5, dtype=torch.bfloat16)
 
 
@@ -278,29 +270,29 @@ class WithMask(Stranger):
     """
 
     class head(nn.Linear):  # noqa: N801
-        def forward(self, points: torch.Tensor) -> torch.Tensor:
+        def forward(self, points):
             return super().forward(points).masked_fill(points[:, :CLASSES] > 9, -1e9)
 
 
 class WithoutParameters(Stranger):
     """Forgot to thaw its model."""
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         super().__init__(context)
         self.model.requires_grad_(False)
 
 
-def make(context: pytorch.PyTorchTrialContext, hparams: dict[str, Any]) -> Stranger:
+def make(context, hparams):
     """A trial from a function, as one writes it for a constructor that wants more."""
     assert "lr" in hparams
     return Stranger(context)
 
 
-def make_nothing(context: pytorch.PyTorchTrialContext) -> None:
+def make_nothing(context):
     """Forgets the return."""
 
 
-def make_without() -> None:
+def make_without():
     """Takes no context."""
 
 

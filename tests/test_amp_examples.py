@@ -9,7 +9,6 @@ batch, to the bit.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ def with_penalty(amp, models, images, labels):
     # `scaler.get_scale()` of a trial would wait for the device
     inverse = 1.0 / amp.loss_scale()
     with amp.autocast():
-        penalty: Any = sum((gradient * inverse).pow(2).sum() for gradient in scaled)
+        penalty = sum((gradient * inverse).pow(2).sum() for gradient in scaled)
         return [loss + penalty.sqrt()]
 
 
@@ -39,12 +38,8 @@ def of_two_models(amp, models, images, labels):
 
 # torch 2.3 has them for CUDA alone.
 HAS_CUSTOM = hasattr(torch.amp, "custom_fwd")
-custom_fwd: Any = getattr(
-    torch.amp, "custom_fwd", lambda **given: lambda function: function
-)
-custom_bwd: Any = getattr(
-    torch.amp, "custom_bwd", lambda **given: lambda function: function
-)
+custom_fwd = getattr(torch.amp, "custom_fwd", lambda **given: lambda function: function)
+custom_bwd = getattr(torch.amp, "custom_bwd", lambda **given: lambda function: function)
 
 
 class Float32Product(torch.autograd.Function):
@@ -67,7 +62,7 @@ class Float32Product(torch.autograd.Function):
 
 def of_own_function(amp, models, images, labels):
     with amp.autocast():
-        product: torch.Tensor = Float32Product.apply(models[0](images), torch.eye(3))
+        product = Float32Product.apply(models[0](images), torch.eye(3))
         return [functional.cross_entropy(product, labels)]
 
 

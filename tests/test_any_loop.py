@@ -11,7 +11,6 @@ import importlib.util
 import math
 import re
 import traceback
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -104,7 +103,7 @@ class Loop(Training):
         return {"parts": parts, "amp": self.amp.state_dict()}
 
     def load(self, state):
-        parts: list[Any] = [*self.models, *self.optimizers]
+        parts = [*self.models, *self.optimizers]
         for each, saved in zip(parts, state["parts"], strict=True):
             each.load_state_dict(saved)
         self.amp.load_state_dict(state["amp"])
@@ -206,7 +205,7 @@ class TestState:
 
 def test_process_group_joined_later_exchanges_through_the_gpu_of_the_loop(monkeypatch):
     """The current GPU is the first one in every process that has not set another."""
-    used: list[torch.device] = []
+    used = []
 
     @contextmanager
     def device(gpu):
@@ -356,9 +355,6 @@ def infinite():
     return inputs * math.inf, labels
 
 
-LeavesOut = Callable[[OneModel], None]
-
-
 def leaves_out_before_the_backward(made):
     with made.amp.autocast():
         loss = made.loss_fn(infinite())
@@ -390,7 +386,7 @@ def leaves_out_with_gradients_of_0(made):
     made.end(loss)
 
 
-LEFT_OUT: list[LeavesOut] = [
+LEFT_OUT = [
     leaves_out_before_the_backward,
     leaves_out_after_the_backward,
     leaves_out_after_the_norm,
@@ -561,7 +557,7 @@ def test_plain_script_that_was_killed_goes_on_to_the_same_bits(folder, monkeypat
 def core_of(folder, *, preempts=False):
     reports = Reports()
     made = core_context_of(folder, reports=reports)
-    made.preempt.should_preempt = lambda *_, **named: preempts  # type: ignore[method-assign]
+    made.preempt.should_preempt = lambda *_, **named: preempts
     return made, reports
 
 
@@ -613,7 +609,7 @@ def notes_of(amp):
     """All that windows and scaler know between a backward and the end of its step."""
     scaler, windows = amp.scaler, amp.windows.values()
     states = [str(state) for state in states_of_steps(scaler).values()]
-    notes: list[Any] = [scaler.has_scaled, scaler.has_stepped, scaler.state_dict()]
+    notes = [scaler.has_scaled, scaler.has_stepped, scaler.state_dict()]
     for window in windows:
         kept = {**vars(window), "counts": window.counts.state_dict()}
         kept["norm_sum"] = float(window.norm_sum.total())
@@ -621,7 +617,7 @@ def notes_of(amp):
     return [*notes, *states]
 
 
-FORGOTTEN: list[Callable[[AmpLoop, Any], object]] = [
+FORGOTTEN = [
     lambda amp, optimizer: amp.windows[optimizer].move("unscale"),
     lambda amp, optimizer: amp.windows[optimizer].add_norm(torch.ones(())),
     lambda amp, optimizer: amp.windows[optimizer].note_backward(torch.ones(())),
@@ -775,7 +771,7 @@ def test_scale_stays_while_gradients_accumulate_after_a_step_that_was_left_out()
 
     def backward(inputs):
         with amp.autocast():
-            loss: torch.Tensor = model(inputs).square().mean()
+            loss = model(inputs).square().mean()
         amp.scaler.scale(loss).backward()
         return loss
 

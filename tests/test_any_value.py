@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from determined_amp.amp.errors import ConfigError
-from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment import dotted as dotted_names
 from determined_amp.experiment import experiment
 from determined_amp.experiment.dotted import flat
@@ -32,9 +31,9 @@ BOUNDED = settings(
 )
 
 _YAML = training.ROOT / "experiment_configs" / "mlp" / "amp.yaml"
-SOUND: Config = yaml.safe_load(_YAML.read_text())
+SOUND = yaml.safe_load(_YAML.read_text())
 _GRID = training.ROOT / "hp_search" / "loss_scale_grid.yaml"
-SEARCH: Config = yaml.safe_load(_GRID.read_text())
+SEARCH = yaml.safe_load(_GRID.read_text())
 
 
 def dotted(config, path=""):
@@ -48,7 +47,7 @@ def dotted(config, path=""):
 
 def put(path, value, sound=SOUND):
     """The sound configuration with one value replaced."""
-    config: Values = copy.deepcopy(dict(sound))
+    config = copy.deepcopy(dict(sound))
     dotted_names.put(config, path.split("."), value)
     return config
 

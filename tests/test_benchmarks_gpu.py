@@ -12,7 +12,6 @@ from benchmarks.gpu import run
 from benchmarks.gpu.goals import goals
 from benchmarks.gpu.picture import picture
 from benchmarks.gpu.report import markdown, table
-from determined_amp.amp.plain_data import Values
 from tests import gpu
 
 
@@ -51,7 +50,7 @@ def of_a_gpu(**changes):
         **changes,
     }
     peak = {"fp32": 20e9, "tf32": 20e9, "amp_fp16": 11e9, "amp_bf16": 11e9}
-    rows: list[Values] = []
+    rows = []
     for number, drift in enumerate((1.0, 1.03)):
         for precision, value in speed.items():
             if precision in peak:

@@ -22,7 +22,7 @@ def several_steps(loop):
 
 def a_step_with_a_closure(loop):
     optimizer = torch.optim.LBFGS(loop.model.parameters(), lr=0.5)
-    losses: list[float] = []
+    losses = []
 
     def closure():
         optimizer.zero_grad()

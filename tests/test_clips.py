@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,8 +13,6 @@ from determined_amp import ConfigError, check
 from determined_amp.amp import torch_private
 from determined_amp.check.recorder import Recorder
 from tests.loops import SmallLoop
-
-Change = Callable[[nn.Module], object]
 
 
 def nothing(model):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -46,7 +45,7 @@ def _fast_compiler(monkeypatch):
     """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    without_mode: Callable[..., Any] = lambda forward, mode: INDUCTOR(  # noqa: E731
+    without_mode = lambda forward, mode: INDUCTOR(  # noqa: E731
         forward, backend="aot_eager"
     )
     monkeypatch.setattr(torch, "compile", without_mode)
@@ -70,13 +69,11 @@ class Block(nn.Module):
 
     def forward(self, x):
         if self.checkpointed:
-            y: torch.Tensor = checkpoint(self.layers, x, use_reentrant=False)
-            return y
+            return checkpoint(self.layers, x, use_reentrant=False)
         return self.layers(x)
 
     def layers(self, x):
-        y: torch.Tensor = self.last(self.middle(self.first(x).relu()).relu())
-        return y
+        return self.last(self.middle(self.first(x).relu()).relu())
 
 
 def gradients(model, dtype=torch.bfloat16):

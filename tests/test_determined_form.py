@@ -322,7 +322,7 @@ class InBFloat16(strangers.Stranger):
 
 def fitted(config, monkeypatch, **options):
     """What `fit` gives Determined's `Trainer`."""
-    given: Values = {}
+    given = {}
     monkeypatch.setattr(
         pytorch.Trainer, "fit", lambda trainer, **named: given.update(named)
     )

@@ -22,7 +22,7 @@ ONE = OneSlot()
 
 def find_cause(models, batch, train, *, optimizers=(), slots=ONE, scale=1.0, grown=1.0):
     """The cause in a rehearsal of these parts."""
-    made: Any = train  # the diagnosis always names a scale
+    made = train  # the diagnosis always names a scale
     rehearsal = Rehearsal(made, models, optimizers, batch)
     return diagnosis.find_cause(rehearsal, slots, scale=scale, grown=grown)
 
@@ -40,8 +40,7 @@ class Net(nn.Module):
         nn.init.constant_(self.head.weight, head)
 
     def forward(self, x):
-        head: torch.Tensor = self.head(self.between(self.body(x)))
-        return head
+        return self.head(self.between(self.body(x)))
 
 
 def with_frozen_mask(model):
@@ -63,8 +62,7 @@ class Masked(nn.Module):
         scores = self.first(x).masked_fill(torch.eye(4, dtype=torch.bool), -math.inf)
         scores = scores + torch.full((4, 4), -math.inf).triu(2)
         unused = torch.log(torch.zeros_like(x)).clamp(min=0.0)
-        last: torch.Tensor = self.last(torch.softmax(scores, -1) + unused)
-        return last
+        return self.last(torch.softmax(scores, -1) + unused)
 
 
 class TakesLogarithm(nn.Module):
@@ -82,8 +80,7 @@ class Checkpointed(Net):
         self.middle = TakesLogarithm()
 
     def again(self, x):
-        hidden: torch.Tensor = checkpoint(self.middle, x, use_reentrant=False)
-        return hidden
+        return checkpoint(self.middle, x, use_reentrant=False)
 
 
 def in_float16(loss_of):
@@ -123,7 +120,7 @@ LARGE = "|activation| 1.05e+06, float16's maximum is 65504; "
 GROWN = (
     "1e+05 times as large as at the start: lower learning_rate, or clip the gradients; "
 )
-CAUSES: dict[str, tuple[nn.Module, torch.Tensor, dict[str, float], str | None]] = {
+CAUSES = {
     "none": (Net(1, 1), ONES, {}, None),
     "infinities as masks are none": (Masked(1.0), torch.ones(4, 4), {}, None),
     "weight beside such masks": (
@@ -324,7 +321,7 @@ class TestDiagnosis:
         model = Net(1, 1)
 
         def loss_of():
-            output: torch.Tensor = model(torch.ones(4, 1))
+            output = model(torch.ones(4, 1))
             with torch.no_grad():
                 assert not (output * 2.0**20).isfinite().all()
             return output.float().mean()
@@ -340,10 +337,7 @@ class TestDiagnosis:
 
         def loss_of():
             hidden = model.body(torch.ones(1, 1))
-            loss: torch.Tensor = (
-                model.head(hidden / (hidden.abs() + 1e-9)).float().sum()
-            )
-            return loss
+            return model.head(hidden / (hidden.abs() + 1e-9)).float().sum()
 
         assert str(find_cause([model], (), in_float16(loss_of))).startswith(
             "the output of div outside the model, after module body is not finite in "
@@ -409,7 +403,7 @@ class TestAdvice:
 
     def test_advice_says_that_nothing_helps(self):
         def loss_of():
-            output: torch.Tensor = model(torch.ones(1, 1))
+            output = model(torch.ones(1, 1))
             if output.dtype is torch.bfloat16:
                 raise TypeError("numpy has none")
             return output.float().mean()

@@ -11,7 +11,6 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -201,7 +200,7 @@ def test_loop_of_the_readme_trains():
     (shown,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     model = nn.Linear(4, 2)
     start = model.weight.detach().clone()
-    names: dict[str, Any] = {"device": "cpu", "model": model}
+    names = {"device": "cpu", "model": model}
     names["batches"] = [(torch.randn(8, 4), torch.zeros(8, dtype=torch.int64))] * 3
     names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
     exec(shown, {**names, "loss_fn": nn.CrossEntropyLoss()})

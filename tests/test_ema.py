@@ -83,7 +83,7 @@ def step(amp, optimizer):
 
 class TestAverage:
     def test_skipped_step_moves_neither_the_average_nor_its_warm_up(self):
-        trial: Any = weigh(
+        trial = weigh(
             [[1.0], [2.0], [INF], [0.5], [INF], [INF], [1.0]], trial=Averaged
         ).trial
         assert trial.averages[2] == trial.averages[1]

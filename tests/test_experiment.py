@@ -22,7 +22,6 @@ from determined._execution import _make_test_experiment_config
 from determined_amp.amp import fields, settings
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.fields import fill
-from determined_amp.amp.plain_data import Values
 from determined_amp.cli.options import configuration_of
 from determined_amp.experiment import experiment
 from determined_amp.experiment.dotted import put
@@ -45,7 +44,7 @@ def changed(values):
     """The YAML with each value set at its dotted key, `hp` short for
     hyperparameters.
     """
-    config: Values = yaml.safe_load(_YAML.read_text())
+    config = yaml.safe_load(_YAML.read_text())
     for path, value in values.items():
         put(config, path.replace("hp", "hyperparameters", 1).split("."), value)
     return config
@@ -328,7 +327,7 @@ def test_hyperparameters_of_the_searcher_replace_those_of_the_yaml():
     floats = (result.hparams.learning_rate, result.hparams.amp.growth_factor)
     assert floats == (1.0, 2.0)
     assert {type(value) for value in floats} == {float}
-    none: Values = {"amp": {"init_scale": 0}}  # which is refused, and not rounded
+    none = {"amp": {"init_scale": 0}}  # which is refused, and not rounded
     of_scales = changed(
         {"hp.amp.init_scale": {"type": "int", "minval": 0, "maxval": 8}}
     )

@@ -46,10 +46,10 @@ def test_hparams_of_a_trial_that_are_no_settings_class_are_left_alone():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("WithTokenizer", ", which takes (context: "),
+        ("WithTokenizer", ", which takes (context, hparams, tokenizer); "),
         (
             "make_without",
-            "which takes () -> 'None'; allowed: (context) or (context, hparams)",
+            "which takes (); allowed: (context) or (context, hparams)",
         ),
         ("OnDeepSpeed", "is a DeepSpeedTrial, and DeepSpeed is out of scope"),
         ("SAMPLES", "is not a PyTorchTrial"),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -29,7 +26,7 @@ BEYOND, MISSING, MIXED = (
 )
 # Code that runs in float32, and what it fails of in 16 bits: one for each wording of
 # torch.
-IN_FLOAT32_ALONE: dict[str, tuple[str, Callable[[], Any]]] = {
+IN_FLOAT32_ALONE = {
     "full_like": (BEYOND, lambda: torch.full_like(layer(points), -1e30)),
     "logdet": (MISSING, lambda: torch.logdet(layer(points[:4]))),
     "index_put": (

@@ -17,8 +17,6 @@ from determined_amp.finder import find_loss_scale
 from determined_amp.finder.model import _moved
 from determined_amp.finder.prediction import LossScaleError
 
-Batch = dict[str, torch.Tensor]
-
 
 class Classifier(nn.Module):
     """Called and answering as the models of Hugging Face are."""
@@ -76,7 +74,7 @@ def test_tensors_in_any_container_are_moved_to_the_device():
 
 def loss_of(net):
     def loss(batch):
-        answer: dict[str, torch.Tensor] = net(**batch)
+        answer = net(**batch)
         return answer["loss"]
 
     return loss
@@ -94,7 +92,7 @@ class TestAnswer:
     def test_model_in_evaluation_mode_is_measured_in_training_mode_and_put_back(self):
         net = model().eval()
         net.layers[4].train()
-        seen: list[bool] = []
+        seen = []
 
         def loss(batch):
             seen.append(net.layers[1].training)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -19,7 +18,6 @@ from benchmarks.small_trials import (
     SummedLoss,
 )
 from determined_amp import __main__ as door
-from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.finder.scale_finding import (
     Verdict,
     find_range,
@@ -27,8 +25,6 @@ from determined_amp.finder.scale_finding import (
 from determined_amp.finder.scale_score import choice_of
 from tests.loss_scale import ALL, looked_at, skipped_steps
 from tests.training import arguments, run_small
-
-Batches = Sequence[Rehearsal]
 
 
 def measured_first_overflow(batches):

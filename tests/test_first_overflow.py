@@ -7,8 +7,6 @@ operations compute a factor of their derivative in 16 bits, which no loss scale 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
@@ -24,11 +22,6 @@ SAMPLES, WIDTH = 24, 32
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Using backward.. with create_graph:UserWarning"
 )
-
-# One training batch without its step: the model, the scaler, and what to multiply the
-# loss by.
-Train = Callable[[nn.Module, torch.amp.GradScaler, float], None]
-Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
 def autocast():
@@ -63,7 +56,7 @@ def in_place(x):
     return y.add_(x.abs())
 
 
-OPERATIONS: dict[str, Operation] = {
+OPERATIONS = {
     "SIREN": lambda x: torch.sin(30 * x),
     "RMSNorm by hand": rms_norm,
     "scaled_dot_product_attention": lambda x: functional.scaled_dot_product_attention(
@@ -97,10 +90,7 @@ class Around(nn.Module):
 def outputs(model, x=None):
     """Of inputs, by default random ones, in float16; handed on in float32."""
     with autocast():
-        found: torch.Tensor = model(
-            torch.rand(SAMPLES, WIDTH) if x is None else x
-        ).float()
-    return found
+        return model(torch.rand(SAMPLES, WIDTH) if x is None else x).float()
 
 
 def regression(model, scaler, factor):
@@ -154,7 +144,7 @@ def half_loss(model, scaler, factor):
     scaler.scale(loss).backward()
 
 
-LOOPS: dict[str, Train] = {
+LOOPS = {
     "double backward": physics,
     "penalty on scaled gradients": penalty,
     "two losses": two_losses,

@@ -87,7 +87,7 @@ NO_WINDOW = (
     "more than 0.1% of its norm, flushed to 0"
 )
 # What is said; "..." stands for the sentences before.
-SENTENCES: dict[str, tuple[FoundScale, list[str]]] = {
+SENTENCES = {
     "another scale than the default": (
         FOUND,
         [

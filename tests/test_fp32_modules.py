@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import operator
 import pickle
-from collections.abc import Callable
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ from determined_amp.amp.fp32_modules import IslandError, keep_in_float32
 from determined_amp.amp.plain_data import Values
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-Reached = list[torch.dtype]
 
 
 class Products(TorchDispatchMode):
@@ -124,7 +122,7 @@ def nested_in_others(x, mask):
 
 IN_ITEMS, IN_ATTRIBUTES = itemgetter("x", "mask"), attrgetter("x", "mask")
 # How a container is made of a tensor and a mask, and how they are taken out of it.
-CONTAINERS: list[tuple[Callable[..., Any], Callable[[Any], Any]]] = [
+CONTAINERS = [
     (dict, IN_ITEMS),
     (collections.OrderedDict, IN_ITEMS),
     (Attributes, IN_ITEMS),

@@ -152,7 +152,7 @@ def test_overflow_skips_exactly_one_step_of_fused_adam():
     good 8. Six steps are applied, so Adam's own count is 6, and the rate is that of the
     seventh step.
     """
-    trial: PoisonedTrial = train(
+    trial = train(
         waiting,
         "mlp/amp.yaml",
         "hyperparameters.trial=tests.test_gpu:PoisonedTrial",

@@ -54,14 +54,10 @@ def counted(applied, skipped, consecutive_skips=0, name="", *, began=(0, 0)):
     return StepReport(name, applied, skipped, consecutive_skips, 0, 0, began=began)
 
 
-# Steps, or steps, loss and loss scale.
-Judged = StepReport | tuple[StepReport, float, float]
-
-
 # Reports that a guard judges one after the other, and what it says of the last one;
 # None passes.
 IN_A_ROW, FLOOR = "4 optimizer steps in a row were skipped, more than", "at its floor 2"
-TROUBLE: dict[str, tuple[list[Judged], str | None]] = {
+TROUBLE = {
     "sound": ([SOUND], None),
     "four in a row": ([counted(10, 0), counted(100, 0, 4)], IN_A_ROW),
     "of one of two optimizers": (

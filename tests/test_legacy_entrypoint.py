@@ -5,7 +5,6 @@ a master.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
@@ -25,9 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Support for legacy entrypoint:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Configuring `max_length` from:FutureWarning"),
 ]
-
-
-Legacy = Callable[..., TaskMaster]
 
 
 @pytest.fixture

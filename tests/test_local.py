@@ -154,7 +154,7 @@ class TestRecordOfTheEnd:
             with pytest.raises(OSError, match="no data"):
                 training.resume(tmp_path)
         assert training.end(tmp_path) == stopped  # it has trained nothing
-        seen: list[str] = []
+        seen = []
         with training.before_batch(
             6, lambda trial: seen.append(training.end(tmp_path)[0])
         ):

@@ -27,7 +27,7 @@ def test_search_is_asked_after_every_report_and_can_stop_the_run(
     stops_at, end, tmp_path, capsys
 ):
     """A run that the search stops keeps a checkpoint."""
-    asked: list[tuple[str, int]] = []
+    asked = []
 
     def goes_on(line):
         asked.append((line["group"], line["batches"]))

@@ -8,7 +8,6 @@ import dataclasses
 import logging
 import random
 import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ import torch
 from torch import nn
 
 from determined_amp import AmpLoop, AmpSettings, ConfigError, Precision
-from determined_amp.amp.plain_data import Values
 from determined_amp.amp.rehearse import restored
 from determined_amp.amp.settings import FindScale
 from determined_amp.finder.prediction import LossScaleError
@@ -83,7 +81,7 @@ def test_min_scale_that_overflows_is_refused():
 def test_run_that_finds_its_scale_equals_one_with_that_init_scale_to_the_bit(
     trial, caplog, monkeypatch
 ):
-    noted: list[Values] = []
+    noted = []
     monkeypatch.setattr(
         loss_scale, "note_on_master", lambda context, **values: noted.append(values)
     )
@@ -168,7 +166,7 @@ def test_finder_without_an_answer_starts_with_the_default_scale_and_says_so(
     def refuse(*given, **named):
         raise LossScaleError("all 16-bit gradients are exactly 0")
 
-    noted: dict[str, Any] = {}
+    noted = {}
     monkeypatch.setattr(loss_scale, "find_range", refuse)
     monkeypatch.setattr(
         loss_scale, "note_on_master", lambda context, **values: noted.update(values)

@@ -11,7 +11,6 @@ import copy
 import math
 import pickle
 import weakref
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +31,6 @@ from determined_amp import (
     Precision,
 )
 from determined_amp.amp.errors import UserError
-from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import Compile
 from determined_amp.check.recorder import Recorder
 from determined_amp.trial.determined_private import amp_of
@@ -70,7 +68,7 @@ def uses_amp_of_determined(context):
 
 class UsesAmpOfDeterminedLater(Weights):
     def build_training_data_loader(self):
-        context: Any = self.context
+        context = self.context
         context._scaler = torch.amp.GradScaler("cpu")
         return super().build_training_data_loader()
 
@@ -95,7 +93,7 @@ class ForgetsTheScaler(Weights):
 class ForgetsToScale(Weights):
     def backward(self, batch, which=0):
         with self.amp.autocast():
-            loss: torch.Tensor = self.model(batch[0]).float().mean()
+            loss = self.model(batch[0]).float().mean()
         self.context.backward(loss)
         return loss
 
@@ -155,7 +153,7 @@ def has_both_schedules(context):
 def has_schedules_of_both_kinds(context):
     trial = Weights(context)
     trial.amp.wrap_lr_scheduler(lr_scheduler.StepLR(trial.optimizer, 1))
-    scheduler: Any = lr_scheduler.StepLR(trial.optimizer, 1)
+    scheduler = lr_scheduler.StepLR(trial.optimizer, 1)
     context.wrap_lr_scheduler(scheduler, pytorch.LRScheduler.StepMode.STEP_EVERY_EPOCH)
     return trial
 
@@ -174,7 +172,7 @@ class SumsTheGradients(Weights):
         )
 
 
-MISTAKES: dict[Any, str] = {
+MISTAKES = {
     made_after_wrap_model: "MixedPrecision: make it before context.wrap_model",
     made_twice: "MixedPrecision: this context has one already",
     ForgetsTheCallbacks: (
@@ -220,7 +218,7 @@ def test_determineds_own_amp_beside_it_is_refused():
 
 def test_gradients_of_a_window_are_summed_where_the_trial_asks_for_that():
     """The batches 1 and 3 have the mean gradient 2, so w = 1 - 2 / 4, and the sum 4."""
-    two: Values = {"batches": 2, "aggregation_frequency": 2}
+    two = {"batches": 2, "aggregation_frequency": 2}
     assert fit(Weights, FP16_SECTION, **two).trial.weights() == [0.5]
     assert fit(SumsTheGradients, FP16_SECTION, **two).trial.weights() == [0.0]
 
@@ -320,7 +318,7 @@ ITS_OWN_AMP = (
 ITS_OWN_BACKWARD = (
     "calls loss.backward() itself; write instead: self.context.backward(loss)"
 )
-REFUSED: dict[Any, tuple[tuple[str, ...], str]] = {
+REFUSED = {
     CallsBackwardItself: (EVERY_PRECISION, ITS_OWN_BACKWARD),
     CallsBackwardBesideTheRightOne: (FP16_ONLY, ITS_OWN_BACKWARD),
     EntersAutocast: (FP16_ONLY, ITS_OWN_AMP),
@@ -378,7 +376,7 @@ class FrozenHalf(habits.Habit):
     """Its first layer is in 16 bits, and is not trained."""
 
     def net(self):
-        model: Any = super().net()
+        model = super().net()
         model[0].bfloat16().requires_grad_(False)
         return model
 
@@ -548,7 +546,7 @@ def pickles_the_loop(loop):
     pickle.dumps(loop.amp)
 
 
-MISTAKES_IN_A_LOOP: dict[Callable[[OwnLoop], None], str] = {
+MISTAKES_IN_A_LOOP = {
     steps_the_optimizer: r"the loop: it steps .* amp\.scaler\.step\(optim",
     steps_an_unknown_optimizer: r"the loop: it steps .* amp\.scaler\.step\(optim",
     steps_another_model_itself: r"the loop: it steps .* amp\.scaler\.step\(optim",

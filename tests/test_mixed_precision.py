@@ -116,7 +116,7 @@ class TrainsAgainWithoutSteps(Weights):
 
     def __init__(self, context):
         super().__init__(context)
-        scheduler: Any = lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.5)
+        scheduler = lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.5)
         by_hand = pytorch.LRScheduler.StepMode.MANUAL_STEP
         self.scheduler: Any = context.wrap_lr_scheduler(scheduler, by_hand)
 

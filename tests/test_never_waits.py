@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -251,7 +250,7 @@ def copy_from_pageable(batch, device):
 METRICS = "determined_amp.amp.core.TrainingMetrics"
 
 # Where it is planted, what is, and what each batch then costs.
-PLANTED: dict[str, tuple[str, object, Counter[str]]] = {
+PLANTED = {
     "loss.item()": (METRICS, ReadsTheLoss, Counter(read=1)),
     "fused=False": ("torch.optim.Adam", UnfusedAdam, Counter(read=1)),
     "pin_memory=False": (
@@ -282,7 +281,7 @@ def test_planted_wait_is_counted_in_each_batch(name, monkeypatch):
     }
 
 
-WAITING: dict[str, tuple[str, Callable[[torch.Tensor], object]]] = {
+WAITING = {
     "bool": ("read", lambda tensor: bool(tensor.isfinite().all())),
     "cpu": ("read", lambda tensor: tensor.to("cpu", non_blocking=True)),
     "mask": ("read", lambda tensor: tensor[tensor > 0]),

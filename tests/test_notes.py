@@ -98,7 +98,7 @@ class TestFailureBeforeAContext:
 
 class TestMetadata:
     def test_metadata_of_a_run_on_a_cluster_has_precision_scale_and_failure(self):
-        watched: Any = guard(searcher="random")
+        watched = guard(searcher="random")
         master = Master(
             {"mine": 1, "amp": {"failure": "of an earlier process", "note": "mine"}}
         )
@@ -132,7 +132,7 @@ class TestMetadata:
     def test_resume_keeps_the_noted_scale_that_an_earlier_process_has_found(
         self, init_scale
     ):
-        watched: Any = guard(AmpSettings(Precision.AMP_FP16, init_scale=init_scale))
+        watched = guard(AmpSettings(Precision.AMP_FP16, init_scale=init_scale))
         master = Master({"amp": {"init_scale": 8.0}})
         watched._context._core = SimpleNamespace(train=master)
         watched.on_training_start()
@@ -141,7 +141,7 @@ class TestMetadata:
         assert master.metadata["amp"]["init_scale"] == kept
 
     def test_only_the_chief_writes_metadata(self):
-        watched: Any = guard()
+        watched = guard()
         master = Master(None)
         watched._context._core = SimpleNamespace(train=master)
         watched._context.distributed.rank = 1
@@ -153,7 +153,7 @@ class TestMetadata:
             def get_metadata(self):
                 raise errors.NotFoundException("no such address")
 
-        watched: Any = guard(AmpSettings(Precision.FP32))
+        watched = guard(AmpSettings(Precision.FP32))
         watched._context._core = SimpleNamespace(train=Refusing(None))
         watched.on_training_start()
         assert (

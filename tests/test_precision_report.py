@@ -9,7 +9,6 @@ import pytest
 
 from determined_amp import __main__ as door
 from determined_amp.amp.errors import UserError
-from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.experiment import parse, read_yaml
 from determined_amp.experiment.machine import Machine
@@ -93,7 +92,7 @@ CONFIG = with_overrides(
     read_yaml(str(ROOT / "experiment_configs/mlp/fp32.yaml")),
     ("hyperparameters.training.max_length.batches=100", "searcher.name=grid"),
 )
-NOTED: Values = {"date": "2026-01-01T00:00:00+00:00", "machine": made_on("NVIDIA H100")}
+NOTED = {"date": "2026-01-01T00:00:00+00:00", "machine": made_on("NVIDIA H100")}
 
 
 def trial(number, precision, **others):

@@ -11,7 +11,6 @@ import inspect
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import determined as det
 import pytest
@@ -62,7 +61,7 @@ def names_in(path):
     `self`.
     """
     for node in nodes_of(path):
-        names: list[object] = []
+        names = []
         if isinstance(node, ast.Attribute):
             names = [node.attr]
         elif isinstance(node, ast.ImportFrom):
@@ -134,7 +133,7 @@ def test_private_names_that_are_used_are_still_those_of_determined():
 
 
 def test_private_methods_that_the_library_replaces_are_called_by_determined():
-    controller: Any = pytorch._PyTorchTrialController
+    controller = pytorch._PyTorchTrialController
     contexts = (core.DummyTrainContext, core.DummyCheckpointContext)
     calls = "".join(
         map(inspect.getsource, (controller, *contexts, core.CheckpointContext))

@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -23,8 +21,6 @@ from tests import strangers, training
 from tests.precisions import write_run
 from tests.reporting import scored, write_study
 from tests.training import ROOT
-
-Refusal = Callable[..., str]
 
 MLP = ROOT / "experiment_configs" / "mlp" / "amp.yaml"
 BF16 = MLP.with_name("bf16.yaml")
@@ -60,7 +56,7 @@ ABOVE = [f"above/{name}/1" for name in "cafedbg"]
 NEWEST = ", ".join(ABOVE[:5])
 
 # What each command says.
-SAID_AT_ONCE: dict[str, list[str]] = {
+SAID_AT_ONCE = {
     **{
         f"{name} no/such.yaml": ["no/such.yaml: cannot be read"]
         for name in (*TRAINING, "search", "check")
@@ -283,14 +279,13 @@ for line in json.load(sys.stdin):
     ended[line] = status, printed.getvalue(), early
 json.dump(ended, open("ended.json", "w"))
 """
-Ended = dict[str, tuple[int, str, str | None]]
 
 
 def write_files(folder):
     """What the commands name."""
     single = {**PLAIN["searcher"], "metric": "val_loss"}
     strange = {"entrypoint": "tests.strangers:Stranger", "searcher": single}
-    made: dict[str, Values] = {
+    made = {
         "plain.yaml": PLAIN,
         "misplaced.yaml": {**PLAIN, "amp": {"precision": "amp_fp16"}},
         "tutorial.yaml": {**PLAIN, "entrypoint": "python3 train.py"},
@@ -324,7 +319,7 @@ def ended(tmp_path_factory):
     before = {*folder.rglob("*")}
     lines = json.dumps([*SAID_AT_ONCE, REPORT, EXPLAIN, SOUND])
     training.outcome("-c", PROGRAM, input=lines, cwd=folder, timeout=120, check=True)
-    results: Any = json.loads((folder / "ended.json").read_text())
+    results = json.loads((folder / "ended.json").read_text())
     made = {path.relative_to(folder).parts[0] for path in {*folder.rglob("*")} - before}
     assert made == {"ended.json", "fp32"}  # the report
     return {line: tuple(result) for line, result in results.items()}

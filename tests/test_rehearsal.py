@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import determined as det
@@ -23,7 +22,6 @@ from benchmarks.small_trials import (
     SummedLoss,
 )
 from determined_amp import AmpSettings, MixedPrecision, Precision
-from determined_amp.amp.plain_data import Values
 from determined_amp.amp.rehearse.regions import float16_as
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.rehearse.searching import largest_working
@@ -38,8 +36,6 @@ from tests import harness
 from tests.harness import context_of
 from tests.loss_scale import config, looked_at, train
 from tests.training import ROOT, SMALL, digest
-
-Batches = Sequence[Rehearsal]
 
 
 def state(trial):
@@ -179,7 +175,7 @@ class TestOutcome:
 @pytest.mark.parametrize("guess", [-40, -3, 0, 5, 40])
 @pytest.mark.parametrize("answer", [-31, -30, -7, 0, 1, 29, 30])
 def test_largest_working_number_is_found_from_any_guess(guess, answer):
-    tried: list[int] = []
+    tried = []
 
     def fails(number):
         tried.append(number)
@@ -191,7 +187,7 @@ def test_largest_working_number_is_found_from_any_guess(guess, answer):
 
 
 def test_batches_are_those_of_the_training_in_order():
-    seen: list[torch.Tensor] = []
+    seen = []
 
     class Seeing(SummedLoss):
         def train_batch(self, batch, epoch_idx, batch_idx):
@@ -263,7 +259,7 @@ class TestInTraining:
     def test_loop_saves_and_reports_nothing_and_starts_where_it_is_told(
         self, monkeypatch
     ):
-        given: Values = {}
+        given = {}
         monkeypatch.setattr(
             pytorch.Trainer, "fit", lambda trainer, **named: given.update(named)
         )

@@ -6,7 +6,6 @@ rates and whatever it is written as; and what cannot be restored is said.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from torch.optim import lr_scheduler
 
 from determined_amp.trial.resumed import _settle
 from tests import habits
-from tests.harness import Fitted, fit, fit_as_it_is, needs_fused, same_bits
+from tests.harness import fit, fit_as_it_is, needs_fused, same_bits
 from tests.trials import Converted, Modes, Plain, run_of
 
 pytestmark = [
@@ -93,7 +92,7 @@ class WarmsConverted(Converted, Warms):
 
 def run_as_it_is(trial, precision, loop=None):
     """Trains a trial, an unmodified one with AMP from outside."""
-    amp: Any = {"precision": precision, "init_scale": 1024.0}
+    amp = {"precision": precision, "init_scale": 1024.0}
 
     def run(batches, resume=None):
         return fit_as_it_is(trial, amp, batches=batches, resume=resume, loop=loop)
@@ -102,7 +101,7 @@ def run_as_it_is(trial, precision, loop=None):
 
 
 DETERMINEDS = pytorch._PyTorchTrialController
-FORMS: dict[str, Callable[..., Fitted]] = {
+FORMS = {
     "rates of the library": run_of(one_cycle, None, adamw),
     **{f"rates by {mode.name}": run_of(one_cycle, mode) for mode in Modes},
     "rates by validations": run_of(impatient, validation_period=2),

@@ -7,9 +7,7 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -56,7 +54,7 @@ class Stepped:
     """A weight of 1, moved at rate 1 by a scaler whose first scale is 4."""
 
     def __init__(self, optimizer_class=torch.optim.SGD, **settings):
-        given: dict[str, Any] = {"init_scale": 4.0, **settings}
+        given = {"init_scale": 4.0, **settings}
         self.scaler = scaler_of(AmpSettings(Precision.AMP_FP16, **given))
         self.optimizer = self.another(optimizer_class)
 
@@ -80,9 +78,7 @@ class Stepped:
         return {o: w.skipped for o, w in windows if w.stage in HAS_STEPPED}
 
     def backward(self, gradient, optimizer=None):
-        weight: nn.Parameter = (optimizer or self.optimizer).param_groups[0]["params"][
-            0
-        ]
+        weight = (optimizer or self.optimizer).param_groups[0]["params"][0]
         weight.grad = self.scaler.scale(torch.full((1,), gradient))
         return weight
 
@@ -203,7 +199,7 @@ def reach(made, stage):
 
 
 # What a training calls, with what it asks of the window in turn.
-CALLS: dict[Callable[[Stepped], object], tuple[str, ...]] = {
+CALLS = {
     lambda made: made.scaler.unscale_(made.optimizer): ("unscale",),
     lambda made: made.window.move("clip"): ("clip",),
     lambda made: made.scaler.step(made.optimizer): ("begin_step", "step"),
@@ -224,7 +220,7 @@ class TestStages:
             made.scaler = scaler_of(AmpSettings(precision))
         reach(made, stage)
         assert made.window.stage is stage
-        after: Any = stage
+        after = stage
         for each in CALLS[call]:
             after = TRANSITIONS[after][each]
             if isinstance(after, Mistake):
@@ -317,8 +313,8 @@ def test_arguments_beside_a_closure_reach_the_step(*, by_name):
 
     made = Stepped(Takes)
     made.scaler = scaler_of(AmpSettings(Precision.AMP_BF16))
-    given: Any = {"closure": lambda: 2.0} if by_name else {}
-    args: Any = () if by_name else (lambda: 2.0,)
+    given = {"closure": lambda: 2.0} if by_name else {}
+    args = () if by_name else (lambda: 2.0,)
     assert made.scaler.step(made.optimizer, *args, extra=5, **given) == 7
 
 

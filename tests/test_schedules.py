@@ -7,19 +7,16 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from determined import pytorch
 from torch import nn
-from torch.optim import SGD, Adam, Optimizer, lr_scheduler
+from torch.optim import SGD, Adam, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from determined_amp.amp.errors import ConfigError
-from determined_amp.amp.plain_data import Values
 from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
 from tests.trials import run_of
 
@@ -27,17 +24,12 @@ CPU = torch.device("cpu")
 RATES = (0.3, 0.05)  # of the parameter groups
 STEPS = 300  # more than a scheduler runs ahead at once
 
-MakeOptimizer = Callable[..., Optimizer]
-MakeScheduler = Callable[[Optimizer], LRScheduler]
-# What a step uses: for every group, the values that schedulers move.
-Used = list[dict[str, Any]]
-
 
 def make_optimizer(kind=SGD, groups=2, says_fused=False):
     """Not every torch has a fused one for a CPU; the plain one takes a rate on the
     device too.
     """
-    settings: Values = {"momentum": 0.9} if kind is SGD else {}
+    settings = {"momentum": 0.9} if kind is SGD else {}
     optimizer = kind(
         [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in RATES[:groups]],
         lr=99.0,
@@ -81,7 +73,7 @@ class OfLastRate(LRScheduler):
 
 
 def own_functions(optimizer):
-    functions: list[Callable[[int], float]] = [
+    functions = [
         lambda step: 0.9**step,
         lambda step: 1 / (1 + step),
     ]
@@ -102,7 +94,7 @@ multiplicative = partial(
 cosine = partial(lr_scheduler.CosineAnnealingLR, T_max=50, eta_min=0.01)
 restarts = partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=5, T_mult=2)
 triangles = partial(lr_scheduler.CyclicLR, base_lr=0.01, max_lr=0.1, step_size_up=7)
-SCHEDULERS: dict[str, tuple[MakeOptimizer, MakeScheduler]] = {
+SCHEDULERS = {
     "lambda": (SGD, own_functions),
     "multiplicative": (SGD, multiplicative),
     "one_cycle": (SGD, one_cycle),
@@ -247,7 +239,7 @@ def table(*factors):
 
 
 # A scheduler that raises, and the steps that it knows.
-ENDS: dict[str, tuple[MakeScheduler, int]] = {
+ENDS = {
     "a table": (table(1.0, 0.5, 0.25), 3),
     # A negative number to this power is complex.
     "a root": (

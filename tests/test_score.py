@@ -5,7 +5,6 @@ finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import determined as det
@@ -14,7 +13,6 @@ from determined import pytorch
 
 from benchmarks.small_trials import SmallTrial, SummedLoss, TinyLoss
 from determined_amp.amp.patched import patched
-from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.experiment.experiment import experiment_in, read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder import scoring
@@ -31,8 +29,6 @@ from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.loss_scale import score
 from tests.loss_scale import config, looked_at, prediction_of
 from tests.training import ROOT, SMALL
-
-Batches = Sequence[Rehearsal]
 
 
 class Float16:

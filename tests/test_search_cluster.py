@@ -5,7 +5,6 @@ sampled.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +18,7 @@ from determined_amp.check.finding import CheckFinding, CheckFindings, Level
 from determined_amp.search.space import read_space
 from determined_amp.trial import determined_private
 from tests import searching
-from tests.cluster_task import TaskMaster, start_task
-
-Task = Callable[..., TaskMaster]
+from tests.cluster_task import start_task
 
 
 @pytest.fixture
@@ -40,7 +37,7 @@ def task(tmp_path, monkeypatch, masters):
         sampled = config["hyperparameters"]
         if config["searcher"]["name"] != "single":
             space = read_space(sampled, [])
-            axes: list[Any] = [*space.axes]
+            axes = [*space.axes]
             lowest = {
                 a.name: (*a.grid, getattr(a.distribution, "low", 0)) for a in axes
             }

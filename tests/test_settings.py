@@ -157,7 +157,7 @@ def test_all_mistakes_are_reported_and_contradictions_wait_for_a_sound_section()
     """`count: 13` contradicts itself, which is not asked while `flag` and others are
     wrong.
     """
-    raw: Values = {"count": 13, "flag": 0, "inner": {"depth": "x"}, "colours": "red"}
+    raw = {"count": 13, "flag": 0, "inner": {"depth": "x"}, "colours": "red"}
     assert [problem.key for problem in problems_of(raw)] == [
         "s.colours",
         "s.flag",

@@ -71,7 +71,7 @@ class TestGrid:
         ]
 
 
-NESTED: dict[str, Any] = {
+NESTED = {
     "amp": {
         "init_scale": {"type": "double", "minval": 0, "maxval": 1},
         "precision": "x",

@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -166,7 +165,7 @@ COMPARE = "python3 -m determined_amp compare"
 
 
 # What an image lacks, a folder that is in it, what is started, and what pip then adds.
-ADDED: dict[str, tuple[Sequence[str], str, dict[str, str], Sequence[str]]] = {
+ADDED = {
     "complete": ((), "", {}, ()),
     "all packages": ([*NEEDED], "", {}, [*NEEDED.values()]),
     "folder of its name": (["tensorboard"], "workdir/tensorboard", {}, ["tensorboard"]),

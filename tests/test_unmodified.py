@@ -97,7 +97,7 @@ def test_unmodified_trial_trains_as_the_converted_one_bit_for_bit(
 class TestForward:
     @pytest.mark.parametrize("eval_precision", ["fp32", "same"])
     def test_validation_is_in_the_precision_of_the_settings(self, eval_precision):
-        seen: list[tuple[bool, torch.dtype]] = []
+        seen = []
 
         class Watching(Plain):
             def net(self):
@@ -110,7 +110,7 @@ class TestForward:
                 forward = model.forward
 
                 def look(x):
-                    found: torch.Tensor = forward(x)
+                    found = forward(x)
                     seen.append((model.training, found.dtype))
                     return found
 
@@ -125,7 +125,7 @@ class TestForward:
 
     def test_wrapped_model_in_another_stays_in_16_bits_under_a_checkpoint_too(self):
         """Only what the outer one returns is cast to float32."""
-        dtypes: set[torch.dtype] = set()
+        dtypes = set()
 
         class Outer(nn.Module):
             def __init__(self, inner, reentrant):
@@ -143,7 +143,7 @@ class TestForward:
                 return self.head(x)
 
         class Nested(Plain):
-            reentrant: bool | None = None
+            reentrant = None
 
             def net(self):
                 return nn.Linear(FEATURES, CLASSES)
@@ -233,7 +233,7 @@ IN_16_BITS = [
 ]
 
 
-SCALE: dict[str, dict[str, float]] = {
+SCALE = {
     "amp_bf16": {},
     "amp_fp16": {"init_scale": 1024.0},
 }
@@ -272,7 +272,7 @@ def way(habit, amp, without=(), **options):
     """Train a habit, in plain Determined if `amp` is None; batches in `without` change
     nothing.
     """
-    starts: list[torch.Tensor] = []
+    starts = []
     still = []
 
     class Watched(habit):  # type: ignore[valid-type,misc]

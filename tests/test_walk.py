@@ -7,7 +7,6 @@ import sys
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -42,7 +41,7 @@ class Unmodified(TenLines):
     def train_batch(self, batch, epoch_idx, batch_idx):
         loss = self.model(batch[0]).mean()
         self.context.backward(loss)
-        clip: Any = partial(clip_grad_norm_, max_norm=1.0)
+        clip = partial(clip_grad_norm_, max_norm=1.0)
         self.context.step_optimizer(self.optimizer, clip_grads=clip)
         return {"loss": loss}
 

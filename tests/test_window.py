@@ -195,12 +195,12 @@ def test_each_step_of_a_wrapper_without_hooks_is_seen_and_goes_on_as_it_was(
     monkeypatch,
 ):
     wrapper, other = Wrapper(), Wrapper()
-    seen: list[Any] = []
+    seen = []
     amp = AmpLoop(AmpSettings(Precision.FP32, set_backends=False), "cpu")
     see = lambda *call: seen.append((*call, len(wrapper.stepped)))  # noqa: E731
     monkeypatch.setattr(amp, "on_step_without_scaler", see)
     amp.wrap_optimizer(wrapper)
-    result: Any = wrapper.step("closure", twice=True)
+    result = wrapper.step("closure", twice=True)
     assert result == "stepped"
     assert wrapper.stepped == [("closure", True)]
     assert seen == [(wrapper, (wrapper, "closure"), {"twice": True}, 0)]

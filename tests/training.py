@@ -13,11 +13,9 @@ import subprocess
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +25,7 @@ from torchvision.models.resnet import Bottleneck, ResNet
 from determined_amp import __main__ as door
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.patched import patched
-from determined_amp.amp.plain_data import Config, Metrics, StateDict, Values
+from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.experiment import parse
 from determined_amp.runs.folder import read_record
 from trials.mlp import MLPTrial
@@ -56,7 +54,7 @@ STRANGE: Values = {
 }
 
 
-def problems_of(config: Config, **options: Any) -> list[str]:
+def problems_of(config, **options):
     """The problems of a configuration, none if it is an experiment."""
     try:
         parse(config, "test", **options)
@@ -65,7 +63,7 @@ def problems_of(config: Config, **options: Any) -> list[str]:
     return []
 
 
-def arguments(config: str, *overrides: str) -> list[str]:
+def arguments(config, *overrides):
     """What `det-amp train` is given to train the small MLP."""
     changes = [
         word for override in (*SMALL, *overrides) for word in ("--config", override)
@@ -73,25 +71,25 @@ def arguments(config: str, *overrides: str) -> list[str]:
     return [str(ROOT / "experiment_configs" / config), *changes]
 
 
-def write_yaml(folder: Path, config: Config) -> str:
+def write_yaml(folder, config):
     """The path of an experiment's YAML in a folder."""
     path = folder / "experiment.yaml"
     path.write_text(yaml.safe_dump(config))
     return str(path)
 
 
-def run(folder: Path, *words: str) -> Path:
+def run(folder, *words):
     """Train in this process; the run folder."""
     assert door.run(["train", *words, "--run-folder", str(folder)]) == 0
     return folder
 
 
-def run_small(config: str, folder: Path, *overrides: str) -> Path:
+def run_small(config, folder, *overrides):
     """Train the small MLP in this process; the run folder."""
     return run(folder, *arguments(config, *overrides))
 
 
-def resume(folder: Path, *options: str) -> Path:
+def resume(folder, *options):
     """Go on training in this process; the run folder."""
     assert door.run(["train", "--resume", str(folder), *options]) == 0
     return folder
@@ -103,7 +101,7 @@ class _Thin(Bottleneck):  # type: ignore[misc]  # torchvision is not typed
     expansion = 1
 
 
-def thin_resnet(*blocks: int) -> Callable[..., ResNet]:
+def thin_resnet(*blocks):
     """What makes a ResNet with so many blocks in each stage, and far fewer channels
     than usual.
 
@@ -117,31 +115,26 @@ class KilledError(Exception):
 
 
 @contextmanager
-def before_batch(
-    number: int, do: Callable[[Any], object], trial: Any = MLPTrial
-) -> Iterator[None]:
+def before_batch(number, do, trial=MLPTrial):
     """Meanwhile a trial of that class does this with itself when it comes to that
     batch, from 0.
     """
     original = trial.train_batch
 
-    def train_batch(
-        self: Any, batch: Any, epoch_idx: int, batch_idx: int
-    ) -> dict[str, float]:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         if batch_idx == number:
             do(self)
-        reported: dict[str, float] = original(self, batch, epoch_idx, batch_idx)
-        return reported
+        return original(self, batch, epoch_idx, batch_idx)
 
     with patched(trial, "train_batch", train_batch):
         yield
 
 
 @contextmanager
-def killed_in_batch(number: int, trial: Any = MLPTrial) -> Iterator[None]:
+def killed_in_batch(number, trial=MLPTrial):
     """Meanwhile a run is lost when it comes to that batch, from 0; and one must be."""
 
-    def kill(trial: Any) -> None:
+    def kill(trial):
         raise KilledError("the machine burns")
 
     with before_batch(number, kill, trial), pytest.raises(KilledError):
@@ -149,7 +142,7 @@ def killed_in_batch(number: int, trial: Any = MLPTrial) -> Iterator[None]:
 
 
 @contextmanager
-def no_file_larger_than(size: int) -> Iterator[None]:
+def no_file_larger_than(size):
     """Meanwhile the kernel refuses to write what would make a file larger, as on a full
     disk.
 
@@ -164,7 +157,7 @@ def no_file_larger_than(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def fork(work: Callable[[], int | None], log: Path) -> int:
+def fork(work, log):
     """Start `work` in a fork of this process, which has imported torch; its process id.
 
     The child writes to `log`, and ends with the status that `work` returns, or 1 after
@@ -193,14 +186,12 @@ def fork(work: Callable[[], int | None], log: Path) -> int:
         os._exit(status)
 
 
-def wait(child: int) -> int:
+def wait(child):
     """The exit status of a child, or minus the signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def outcome(
-    *command: str, check: bool = False, cwd: Path = ROOT, **options: Any
-) -> subprocess.CompletedProcess[str]:
+def outcome(*command, check=False, cwd=ROOT, **options):
     """What a Python program of the repository printed, and its status."""
     command = (sys.executable, *command)
     return subprocess.run(
@@ -209,7 +200,7 @@ def outcome(
 
 
 @contextmanager
-def locked_by_another_process(folder: Path) -> Iterator[int]:
+def locked_by_another_process(folder):
     """Another process holds the lock of a folder inside this block; its number."""
     # As `determined_amp.runs.folder.lock` does, without its seconds of imports.
     hold = (
@@ -231,21 +222,20 @@ def locked_by_another_process(folder: Path) -> Iterator[int]:
             holder.kill()
 
 
-def checkpoint(folder: Path, batches: int) -> StateDict:
+def checkpoint(folder, batches):
     """The content of one checkpoint."""
     path = folder / "checkpoints" / f"batch-{batches:08d}" / "state_dict.pth"
-    content: Values = torch.load(path, map_location="cpu", weights_only=True)
-    return content
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def metrics(folder: Path) -> list[Metrics]:
+def metrics(folder):
     """The reports of a run."""
     return [
         json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]
 
 
-def end(folder: Path) -> tuple[str, str, int]:
+def end(folder):
     """How a run ended, why, and after how many batches its last report came."""
     run, reports = read_record(folder), metrics(folder)
     return (
@@ -255,7 +245,7 @@ def end(folder: Path) -> tuple[str, str, int]:
     )
 
 
-def same_numbers(folder: Path) -> list[Values]:
+def same_numbers(folder):
     """The reports of a run without what differs from run to run: speed, time and
     memory.
     """
@@ -266,13 +256,13 @@ def same_numbers(folder: Path) -> list[Values]:
     ]
 
 
-def digest(state: Any) -> str:
+def digest(state):
     """One hash of everything in a checkpoint: weights, optimizer, scaler, counts,
     random state.
     """
     found = hashlib.sha256()
 
-    def visit(value: Any) -> None:
+    def visit(value):
         if isinstance(value, torch.Tensor):
             found.update(f"{value.dtype}{tuple(value.shape)}".encode())
             dense = value.to_dense() if value.is_sparse else value

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from determined import core, pytorch
+from determined import pytorch
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from determined_amp import AmpSettings, MixedPrecision, Precision
-from determined_amp.amp.plain_data import Metrics
-from tests.harness import Context, Fitted, fit, loader
+from tests.harness import Context, fit, loader
 
 Rows = Sequence[Sequence[float]]
 
@@ -46,9 +45,7 @@ class Weights(pytorch.PyTorchTrial):
     rows: Rows = ((1.0, 1.0), (3.0, 3.0))
     count = 1
 
-    def __init__(
-        self, context: pytorch.PyTorchTrialContext, settings: AmpSettings | None = None
-    ) -> None:
+    def __init__(self, context, settings=None):
         self.context = context
         self.amp = MixedPrecision(context, settings)
         self.models, self.optimizers = [], []
@@ -60,62 +57,59 @@ class Weights(pytorch.PyTorchTrial):
             self.optimizers.append(self.wrapped(optimizer))
         self.model, self.optimizer = self.models[0], self.optimizers[0]
 
-    def optimizer_of(self, parameters: Any) -> torch.optim.Optimizer:
+    def optimizer_of(self, parameters):
         return torch.optim.SGD(parameters, lr=0.25, momentum=0.5)
 
-    def wrapped(self, optimizer: torch.optim.Optimizer) -> Any:
+    def wrapped(self, optimizer):
         return self.context.wrap_optimizer(optimizer)
 
-    def x_of(self, batch: Any, which: int) -> torch.Tensor:
-        x: torch.Tensor = batch[0]
-        return x
+    def x_of(self, batch, which):
+        return batch[0]
 
-    def backward(self, batch: Any, which: int = 0) -> torch.Tensor:
+    def backward(self, batch, which=0):
         with self.amp.autocast():
-            loss: torch.Tensor = (
-                self.models[which](self.x_of(batch, which)).float().mean()
-            )
+            loss = self.models[which](self.x_of(batch, which)).float().mean()
         self.context.backward(self.amp.scaler.scale(loss))
         return loss
 
-    def step(self, which: int = 0) -> None:
+    def step(self, which=0):
         clip = self.amp.clip(self.optimizers[which])
         self.context.step_optimizer(
             self.optimizers[which], clip_grads=clip, scaler=self.amp.scaler
         )
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         for which in range(self.count):
             loss = self.backward(batch, which)
             self.step(which)
         return self.amp.update(loss, samples=len(batch[0]))
 
-    def weights(self) -> list[float]:
+    def weights(self):
         return [float(next(model.parameters()).detach()) for model in self.models]
 
-    def evaluate_batch(self, batch: Any, batch_idx: int) -> Metrics:
+    def evaluate_batch(self, batch, batch_idx):
         return {"validation_loss": 0.0}
 
-    def build_training_data_loader(self) -> Any:
+    def build_training_data_loader(self):
         return loader(self.rows)
 
-    def build_validation_data_loader(self) -> Any:
+    def build_validation_data_loader(self):
         return loader([[0.0]] * self.context.distributed.size)
 
-    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+    def build_callbacks(self):
         return self.amp.callbacks(self)
 
 
 class LeavesAutocast(Weights):
     """Computes in float32, whatever its precision is."""
 
-    def backward(self, batch: Any, which: int = 0) -> torch.Tensor:
-        loss: torch.Tensor = self.models[which](self.x_of(batch, which)).mean()
+    def backward(self, batch, which=0):
+        loss = self.models[which](self.x_of(batch, which)).mean()
         self.context.backward(self.amp.scaler.scale(loss))
         return loss
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
+def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
 
 
@@ -136,12 +130,12 @@ class Scheduled(Weights):
 
     def __init__(
         self,
-        context: pytorch.PyTorchTrialContext,
-        make_scheduler: Callable[[Any], Any] | None,
-        mode: Modes | None,
-        make_optimizer: Callable[[Any], torch.optim.Optimizer],
-    ) -> None:
-        self.optimizer_of = make_optimizer  # type: ignore[method-assign,assignment]
+        context,
+        make_scheduler,
+        mode,
+        make_optimizer,
+    ):
+        self.optimizer_of = make_optimizer  # type: ignore[method-assign]
         self.mode = mode
         super().__init__(context)
         self.seen: list[tuple[Any, ...]] = []
@@ -153,7 +147,7 @@ class Scheduled(Weights):
         else:
             context.wrap_lr_scheduler(self.scheduler, mode)
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         (group,) = self.optimizer.param_groups
         others = (group.get(key) for key in ("momentum", "betas"))
         self.seen.append((float(group["lr"]), *others))
@@ -162,7 +156,7 @@ class Scheduled(Weights):
             self.scheduler.step()
         return reported
 
-    def build_training_data_loader(self) -> Any:
+    def build_training_data_loader(self):
         # Some schedules are by epochs: three of four batches, the second of each
         # overflows.
         return loader(
@@ -171,15 +165,15 @@ class Scheduled(Weights):
 
 
 def run_of(
-    make_scheduler: Callable[[Any], Any] | None,
-    mode: Modes | None = None,
-    make_optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
-    **options: Any,
-) -> Callable[..., Fitted]:
+    make_scheduler,
+    mode=None,
+    make_optimizer=sgd,
+    **options,
+):
     """Trains a `Scheduled` on so many batches, from a run on if one is given."""
 
-    def run(batches: int, resume: Fitted | None = None) -> Fitted:
-        def make(context: pytorch.PyTorchTrialContext) -> Scheduled:
+    def run(batches, resume=None):
+        def make(context):
             return Scheduled(context, make_scheduler, mode, make_optimizer)
 
         amp = {"precision": "amp_fp16", "init_scale": 64.0}
@@ -208,22 +202,22 @@ class OneWeight(Weights):
         trace: w after every batch.
     """
 
-    def __init__(self, context: pytorch.PyTorchTrialContext, recipe: Recipe) -> None:
+    def __init__(self, context, recipe):
         self.hparams, self.rows = recipe, recipe.rows
         super().__init__(context, recipe.amp)
         self.scales: list[float] = []
         self.trace: list[float] = []
 
-    def optimizer_of(self, parameters: Any) -> torch.optim.Optimizer:
+    def optimizer_of(self, parameters):
         return torch.optim.SGD(parameters, lr=self.hparams.rate)
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         reported = self.train_on(batch)
         self.scales.append(float(self.amp.loss_scale()))
         self.trace += self.weights()
         return reported
 
-    def train_on(self, batch: Any) -> Any:
+    def train_on(self, batch):
         (x,) = batch  # (B, 1)
         with self.amp.autocast():
             loss = self.model(x).float().mean()
@@ -239,15 +233,15 @@ class OneWeight(Weights):
 
 
 def weigh(
-    rows: Rows,
-    amp: AmpSettings = AMP,
-    trial: type[OneWeight] = OneWeight,
+    rows,
+    amp=AMP,
+    trial=OneWeight,
     *,
-    rate: float = 0.5,
-    max_norm: float = math.inf,
-    processes: core.DistributedContext | None = None,
-    **options: Any,
-) -> Fitted:
+    rate=0.5,
+    max_norm=math.inf,
+    processes=None,
+    **options,
+):
     """Train the one weight on these rows, of which ranks take turns, with one report at
     the end.
     """
@@ -276,19 +270,18 @@ class TwoWeights(Weights):
     count = 2
     fused = False
 
-    def __init__(self, context: pytorch.PyTorchTrialContext, rows: Rows) -> None:
+    def __init__(self, context, rows):
         self.rows = rows
         super().__init__(context)
         self.diagnosed = 0
 
-    def optimizer_of(self, parameters: Any) -> torch.optim.Optimizer:
+    def optimizer_of(self, parameters):
         return torch.optim.SGD(parameters, lr=0.5, fused=self.fused)
 
-    def x_of(self, batch: Any, which: int) -> torch.Tensor:
-        x: torch.Tensor = batch[which]
-        return x
+    def x_of(self, batch, which):
+        return batch[which]
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         self.diagnosed += self.amp.is_rehearsing
         losses = []
         for which in range(2):
@@ -297,21 +290,19 @@ class TwoWeights(Weights):
                 self.step(which)
         return self.amp.update(losses[0])
 
-    def steps_generator(self, batch_idx: int) -> bool:
+    def steps_generator(self, batch_idx):
         return True
 
-    def build_training_data_loader(self) -> Any:
+    def build_training_data_loader(self):
         columns = torch.tensor(self.rows).T.reshape(2, -1, 1)
         return pytorch.DataLoader(TensorDataset(*columns), batch_size=1)
 
-    def build_validation_data_loader(self) -> Any:
+    def build_validation_data_loader(self):
         zeros = torch.zeros(self.context.distributed.size, 1)
         return pytorch.DataLoader(TensorDataset(zeros, zeros), batch_size=1)
 
 
-def weigh_two(
-    rows: Rows, amp: Any, trial: type[TwoWeights] = TwoWeights, **options: Any
-) -> Fitted:
+def weigh_two(rows, amp, trial=TwoWeights, **options):
     """Train the pair on these rows."""
     options = {"batches": len(rows), **options}
     return fit(lambda context: trial(context, rows), amp, batch_size=1, **options)
@@ -329,12 +320,12 @@ class ByHand:
 
     def __init__(
         self,
-        make_optimizer: Callable[[Any], Any],
-        amp: AmpSettings = AMP,
+        make_optimizer,
+        amp=AMP,
         *,
-        weight: torch.Tensor | None = None,
-        make_scheduler: Callable[[Any], Any] | None = None,
-    ) -> None:
+        weight=None,
+        make_scheduler=None,
+    ):
         context: Any = Context()
         self.weight = nn.Parameter(torch.ones(1) if weight is None else weight)
         context.device = self.weight.device
@@ -344,7 +335,7 @@ class ByHand:
             self.amp.wrap_lr_scheduler(make_scheduler(self.optimizer))
         self.amp.on_training_start()
 
-    def step(self, gradient: float | torch.Tensor, *, unscales: bool = False) -> float:
+    def step(self, gradient, *, unscales=False):
         """The first value after the step."""
         given = torch.full((1,), gradient) if isinstance(gradient, float) else gradient
         self.weight.grad = self.amp.scaler.scale(given)
@@ -358,7 +349,7 @@ class ByHand:
 FEATURES, CLASSES, BATCHES = 6, 3, 8
 
 
-def points() -> TensorDataset:
+def points():
     """(N, FEATURES) float32 and the class (N,) int64 of each, for 8 batches of 4."""
     made = torch.randn(
         BATCHES * 4, FEATURES, generator=torch.Generator().manual_seed(3)
@@ -371,7 +362,7 @@ class Plain(pytorch.PyTorchTrial):
     rate.
     """
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         self.context = context
         self.model = context.wrap_model(self.prepared(self.net()))
         adamw = torch.optim.AdamW(self.model.parameters(), lr=0.01)
@@ -381,7 +372,7 @@ class Plain(pytorch.PyTorchTrial):
             halving, pytorch.LRScheduler.StepMode.STEP_EVERY_OPTIMIZER_STEP
         )
 
-    def net(self) -> nn.Module:
+    def net(self):
         return nn.Sequential(
             nn.Linear(FEATURES, 16),
             nn.BatchNorm1d(16),
@@ -389,26 +380,26 @@ class Plain(pytorch.PyTorchTrial):
             nn.Linear(16, CLASSES),
         )
 
-    def prepared(self, model: nn.Module) -> nn.Module:
+    def prepared(self, model):
         return model
 
-    def loss(self, batch: Any) -> torch.Tensor:
+    def loss(self, batch):
         inputs, classes = batch
         return functional.cross_entropy(self.model(inputs), classes)
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         loss = self.loss(batch)
         self.context.backward(loss)
         self.context.step_optimizer(self.optimizer, clip_grads=self.clip)
         return {"loss": loss}
 
-    def clip(self, parameters: Any) -> None:
+    def clip(self, parameters):
         nn.utils.clip_grad_norm_(parameters, 0.5)
 
-    def evaluate_batch(self, batch: Any, batch_idx: int) -> Metrics:
+    def evaluate_batch(self, batch, batch_idx):
         return {"validation_loss": self.loss(batch)}
 
-    def build_training_data_loader(self) -> pytorch.DataLoader:
+    def build_training_data_loader(self):
         return pytorch.DataLoader(
             points(), batch_size=self.context.get_per_slot_batch_size()
         )
@@ -419,14 +410,14 @@ class Plain(pytorch.PyTorchTrial):
 class Converted(Plain):
     """The same by docs/your_trial.md."""
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         self.amp = MixedPrecision(context)
         super().__init__(context)
 
-    def prepared(self, model: nn.Module) -> nn.Module:
+    def prepared(self, model):
         return self.amp.prepare(model)
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         with self.amp.autocast():
             loss = self.loss(batch)
         self.context.backward(self.amp.scaler.scale(loss))
@@ -436,5 +427,5 @@ class Converted(Plain):
         )
         return {"loss": loss, **self.amp.update(loss)}
 
-    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+    def build_callbacks(self):
         return self.amp.callbacks(self)

@@ -16,8 +16,6 @@ import sys
 from contextlib import closing
 from functools import partial
 from logging.handlers import BufferingHandler
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,13 +30,13 @@ from determined_amp import AmpLoop, AmpSettings, GuardError, Precision
 from determined_amp import __main__ as door
 from determined_amp.amp import guard
 from determined_amp.amp.patched import patched
-from determined_amp.amp.plain_data import Metrics, Values
+from determined_amp.amp.plain_data import Values
 from determined_amp.amp.rehearse.restored import undisturbed
 from determined_amp.local.processes import process_group
 from determined_amp.trial.batches import Batches
 from determined_amp.trial.determined_private import amp_of
 from tests import habits, strangers, training
-from tests.harness import Fitted, fit, fit_as_it_is
+from tests.harness import fit, fit_as_it_is
 from tests.trials import (
     CLASSES,
     FEATURES,
@@ -47,7 +45,6 @@ from tests.trials import (
     Converted,
     OneWeight,
     Plain,
-    Recipe,
     weigh,
     weigh_two,
 )
@@ -77,14 +74,14 @@ WINDOWS = [ONE, ONE, ONE, [3.0, 3.0], INF, ONE, ONE, ONE]
 class CountsExchanges(OneWeight):
     """Counts how often this rank takes part in averaging the gradient."""
 
-    def __init__(self, context: Any, recipe: Recipe) -> None:
+    def __init__(self, context, recipe):
         super().__init__(context, recipe)
         self.exchanges = 0
-        model: Any = self.model
+        model = self.model
         # torch reads the hook's annotations and takes none of a lambda.
         model.register_comm_hook(None, lambda _, bucket: self.exchange(bucket))
 
-    def exchange(self, bucket: Any) -> Any:
+    def exchange(self, bucket):
         self.exchanges += 1
         return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None is the default group
 
@@ -94,7 +91,7 @@ class TrainsAgain(CountsExchanges):
 
     of_replays = 0
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         reported = super().train_batch(batch, epoch_idx, batch_idx)
         before = self.exchanges
         with self.amp.without_steps(), undisturbed(self.model):
@@ -103,7 +100,7 @@ class TrainsAgain(CountsExchanges):
         return reported
 
 
-def say(seen: Values) -> None:
+def say(seen):
     """In one write: both ranks share the pipe, and `print` writes the end of a line by
     itself.
     """
@@ -111,7 +108,7 @@ def say(seen: Values) -> None:
     sys.stdout.flush()
 
 
-def two_weights() -> Values:
+def two_weights():
     """Two optimizers, one of which overflows on one rank."""
     heard = BufferingHandler(100)
     heard.setLevel(logging.WARNING)
@@ -138,10 +135,10 @@ def two_weights() -> Values:
     }
 
 
-def unmodified() -> Values:
+def unmodified():
     """A float32 trial as it is, and the same converted: hashes of what they trained."""
     trained = {}
-    loud: Values = {
+    loud = {
         "precision": "amp_fp16",
         "init_scale": 2.0**24,
         "growth_interval": 2,
@@ -157,7 +154,7 @@ def unmodified() -> Values:
             trained[trial.__name__] = training.digest([weights, optimizers])
     with process_group() as processes:
         amp = {"precision": "amp_fp16", "init_scale": 1024.0, "audit": False}
-        options: Values = {"aggregation_frequency": 2, "processes": processes}
+        options = {"aggregation_frequency": 2, "processes": processes}
         made = fit_as_it_is(habits.LoudAtFirst, amp, batches=4, **options)
         trained["loud"] = training.digest(made.trial.model.state_dict())
         mixed = amp_of(made.context)
@@ -177,16 +174,16 @@ class LoudOnOneRank(Plain):
     gradients.
     """
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         inputs, classes = batch
         louder = inputs * 2.0 ** (8 * self.context.distributed.rank)
         return super().train_batch((louder, classes), epoch_idx, batch_idx)
 
-    def net(self) -> Any:
+    def net(self):
         return torch.nn.Linear(FEATURES, CLASSES)
 
 
-def found() -> Values:
+def found():
     """A loss scale that is found at the start, where one rank sees larger gradients."""
     with process_group() as processes:
         amp = {"precision": "amp_fp16", "init_scale": "find"}
@@ -201,7 +198,7 @@ def found() -> Values:
     }
 
 
-def own_loop(*, torch_alone: bool = False) -> Values:
+def own_loop(*, torch_alone=False):
     """The rows of the trial in a loop of one's own, and then two overflows on rank
     0.
     """
@@ -216,11 +213,11 @@ def own_loop(*, torch_alone: bool = False) -> Values:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         seen: Values = {"own loop": processes.rank, "weights": [], "scales": []}
 
-        def loss_fn(batch: Any) -> torch.Tensor:
+        def loss_fn(batch):
             loss: torch.Tensor = model(batch).float().mean()
             return loss
 
-        def train(row: list[float]) -> torch.Tensor:
+        def train(row):
             batch = torch.tensor(row)[:, None]
             with amp.autocast():
                 loss = loss_fn(batch)
@@ -249,31 +246,31 @@ def own_loop(*, torch_alone: bool = False) -> Values:
 class Noted(strangers.Shuffled):
     """Notes the samples of its batches."""
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context):
         super().__init__(context)
         np.random.seed(0)  # a cluster does
         random.seed(0)
         self.seen: list[int] = []
 
-    def build_training_data_loader(self) -> Any:
+    def build_training_data_loader(self):
         points = strangers.samples(0).tensors
         numbers = torch.arange(len(points[0]))
         return pytorch.DataLoader(
             TensorDataset(*points, numbers), batch_size=5, shuffle=True
         )
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         *points, numbers = batch
         self.seen += numbers.tolist()
         return super().train_batch(points, epoch_idx, batch_idx)
 
 
-def shuffled() -> Values:
+def shuffled():
     """An undisturbed run, and one in two parts."""
 
-    def run(batches: int, resume: Fitted | None = None) -> Fitted:
+    def run(batches, resume=None):
         with process_group() as processes:
-            every: Any = {"batches": batches, "validation_period": 2, "resume": resume}
+            every = {"batches": batches, "validation_period": 2, "resume": resume}
             return fit(Noted, processes=processes, **every)
 
     whole, first = run(10), run(4)
@@ -288,7 +285,7 @@ def shuffled() -> Values:
     }
 
 
-def main(rank: int, folder: Path) -> None:
+def main(rank, folder):
     of_torchrun = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -314,9 +311,9 @@ def main(rank: int, folder: Path) -> None:
         }
         say(seen)
 
-    def windows(trial: type[CountsExchanges]) -> Any:
+    def windows(trial):
         with process_group() as processes:
-            options: Any = {"aggregation_frequency": 2, "processes": processes}
+            options = {"aggregation_frequency": 2, "processes": processes}
             return weigh(WINDOWS, trial=trial, **options).trial
 
     once, replayed = windows(CountsExchanges), windows(TrainsAgain)
@@ -338,7 +335,7 @@ def main(rank: int, folder: Path) -> None:
     training.run_small("mlp/fp32.yaml", folder / "two")
     torch._dynamo.utils.counters.clear()  # of what the forked process had compiled
     # captures graphs, as Inductor does
-    compiler: Any = partial(torch.compile, backend="aot_eager")
+    compiler = partial(torch.compile, backend="aot_eager")
     with patched(torch, "compile", lambda forward, mode: compiler(forward)):
         compiled = "hyperparameters.amp.compile=default"
         training.run_small("mlp/fp32.yaml", folder / "compiled", compiled)
@@ -349,9 +346,9 @@ def main(rank: int, folder: Path) -> None:
     distributed.destroy_process_group()
 
 
-def start(folder: Path) -> None:
+def start(folder):
     """Start both ranks, and wait for their end."""
     for module in IMPORTED_LATE:
         importlib.import_module(module)
-    ranks: Any = start_processes  # torch has no types here
+    ranks = start_processes  # torch has no types here
     ranks(main, (folder,), nprocs=2, start_method="fork")

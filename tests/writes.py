@@ -9,19 +9,13 @@ import os
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-Seen = tuple[
-    Callable[[], Any], object
-]  # how a script looks at it afterwards, and what it sees
 
-
-def make_files(folder: Path) -> None:
+def make_files(folder):
     """The files of a user."""
     (folder / "old" / "deep").mkdir(parents=True)
     for name in ("best.pt", "last.pt", "previous.pt", "log.txt", "old/a", "old/deep/b"):
@@ -30,115 +24,115 @@ def make_files(folder: Path) -> None:
     (folder / "link.txt").symlink_to("log.txt")
 
 
-def files_of(folder: Path) -> dict[str, object]:
+def files_of(folder):
     """All that is to be known of a folder's files."""
-    known: dict[str, object] = {}
+    known = {}
     for path in folder.rglob("*"):
         entry = path.lstat()
-        content: object = os.readlink(path) if path.is_symlink() else None
+        content = os.readlink(path) if path.is_symlink() else None
         if path.is_file() and not path.is_symlink():
             content = path.read_bytes(), entry.st_mtime_ns
         known[str(path.relative_to(folder))] = entry.st_mode, entry.st_ino, content
     return known
 
 
-def text(name: str) -> str:
+def text(name):
     return Path(name).read_text()
 
 
-def names(folder: str = ".") -> list[str]:
+def names(folder="."):
     return sorted(os.listdir(folder))
 
 
-def write(name: str, mode: str, content: str = "!") -> None:
+def write(name, mode, content="!"):
     with open(name, mode) as file:
         file.write(content)
 
 
-def write_by_os(name: str, flags: int) -> None:
+def write_by_os(name, flags):
     file = os.open(name, flags)
     os.write(file, b"!")
     os.close(file)
 
 
-def save_as_best() -> None:
+def save_as_best():
     if os.path.exists("best.pt"):
         os.remove("best.pt")
     torch.save({"epoch": 1}, "best.pt")
 
 
-def replace_at_once() -> None:
+def replace_at_once():
     with tempfile.NamedTemporaryFile("w", dir=".", delete=False) as file:
         json.dump([1], file)
     os.replace(file.name, "last.pt")
 
 
-def write_array() -> None:
+def write_array():
     np.save("array.npy", np.ones(2))
     os.rename("array.npy", "last.pt")
 
 
-def copy_a_temporary_file() -> None:
+def copy_a_temporary_file():
     with tempfile.NamedTemporaryFile("w", dir="old") as file:
         file.write("!")
         file.flush()
         shutil.copy(file.name, "old/a")
 
 
-def change_mapped_array() -> None:
+def change_mapped_array():
     np.memmap("last.pt", dtype="u1", mode="r+")[:3] = ord("!")
 
 
-def log() -> None:
+def log():
     handler = logging.FileHandler("log.txt")
     handler.emit(logging.makeLogRecord({"msg": "!"}))
     handler.close()
 
 
-def unpack() -> None:
+def unpack():
     with tarfile.open("packed.tar", "w") as packed:
         packed.add("log.txt")
     with tarfile.open("packed.tar") as packed:
         packed.extractall("unpacked")
 
 
-def compress() -> None:
+def compress():
     with bz2.open("last.pt", "wt") as file:
         file.write("!")
 
 
-def uncompressed(name: str) -> str:
+def uncompressed(name):
     with bz2.open(name, "rt") as file:
         return str(file.read())
 
 
-def rename_and_append() -> None:
+def rename_and_append():
     os.rename("last.pt", "new.pt")
     write("new.pt", "a")
 
 
-def remove_and_make_again() -> None:
+def remove_and_make_again():
     shutil.rmtree("old")
     os.makedirs("old/new")
 
 
-def link_and_append() -> None:
+def link_and_append():
     os.link("log.txt", "same.txt")
     write("same.txt", "a")
 
 
-def link_elsewhere() -> None:
+def link_elsewhere():
     os.unlink("latest")
     os.symlink("old/deep", "latest")
 
 
-def write_in_another_folder() -> None:
+def write_in_another_folder():
     os.chdir("old")
     write("a", "a")
     os.chdir("..")
 
 
-def is_the_working_directory(folder: str) -> bool:
+def is_the_working_directory(folder):
     before = os.getcwd()
     os.chdir(folder)
     here = os.getcwd()
@@ -146,20 +140,20 @@ def is_the_working_directory(folder: str) -> bool:
     return here == os.path.join(before, folder) and os.getcwd() == before
 
 
-def make_folders_that_are_there() -> None:
+def make_folders_that_are_there():
     os.makedirs("old", exist_ok=True)
     os.makedirs("old/deep", exist_ok=True)
     write("old/deep/b", "a")
 
 
-def rename_nested_folders() -> None:
+def rename_nested_folders():
     os.rename("old", "older")
     os.rename("older/deep", "older/deeper")
     write("older/deeper/b", "a")
 
 
 # By name: what a script does, and what it sees afterwards.
-WRITES: dict[str, tuple[Callable[[], object], Callable[[], object], object]] = {
+WRITES = {
     "open": (lambda: write("log.txt", "w"), lambda: text("log.txt"), "!"),
     "append": (
         lambda: write("log.txt", "a"),
