@@ -1,6 +1,6 @@
 """One training, written as a loop and as a trial: what both have in common is a `Case`.
 
-A `SmallLoop` is for tests of a loop alone.
+A `OneModel` is for tests of a loop alone.
 """
 
 from __future__ import annotations
@@ -180,30 +180,43 @@ def by_hand(case, window=1):
     return made.bits
 
 
-class SmallLoop:
-    """One model in an `AmpLoop`, trained on one batch again and again."""
+class OneModel:
+    """One model in a loop, whose weights and scale are noted after every batch."""
 
-    def __init__(self, precision):
-        self.amp = AmpLoop(AmpSettings(Precision(precision), init_scale=64.0), "cpu")
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
-        self.model = self.amp.prepare(net)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
-        self.inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
+    def __init__(self, amp):
+        self.amp = amp
+        self.model = amp.prepare(make_model())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
+        self.bits: list[list[torch.Tensor]] = []
 
-    def loss(self):
+    def loss_fn(self, batch):
+        return functional.cross_entropy(self.model(batch[0]), batch[1])
+
+    def loss(self, batch):
         with self.amp.autocast():
-            return functional.cross_entropy(
-                self.model(self.inputs), self.inputs[:, :4].argmax(1)
-            )
+            return self.loss_fn(batch)
 
-    def step(self):
-        loss = self.loss()
-        torch.autograd.backward(self.amp.scaler.scale(loss))
+    def backward(self, batch):
+        loss = self.loss(batch)
+        self.amp.scaler.scale(loss).backward()
+        return loss
+
+    def train(self, batch):
+        loss = self.backward(batch)
         self.amp.scaler.step(self.optimizer)
         self.optimizer.zero_grad()
-        self.amp.update(loss)
+        self.end(loss)
         return loss.item()
+
+    def end(self, loss):
+        self.amp.update(loss)
+        weights = [parameter.detach().clone() for parameter in self.model.parameters()]
+        self.bits.append([*weights, torch.tensor(self.amp.scaler.get_scale())])
+
+
+def one_model(precision="amp_fp16", **settings):
+    """In an `AmpLoop`."""
+    return OneModel(AmpLoop(AmpSettings(Precision(precision), **settings), "cpu"))
 
 
 class Trial(pytorch.PyTorchTrial):

@@ -14,7 +14,6 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -41,12 +40,14 @@ from tests.loops import (
     FP16,
     RATE,
     Case,
+    OneModel,
     TorchAmp,
     Training,
     by_hand,
     fitted,
     make_batches,
     make_model,
+    one_model,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -316,49 +317,13 @@ def in_float32(loss_fn, batch):
 # Loops as they are written elsewhere; each against torch's own scaler and autocast.
 
 
-class OneModel:
-    """One model in a loop, whose scale and weights are noted after every batch."""
-
-    def __init__(self, amp):
-        self.amp: Any = amp
-        self.model = make_model()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
-        self.bits: list[list[torch.Tensor]] = []
-
-    def loss_fn(self, batch):
-        return functional.cross_entropy(self.model(batch[0]), batch[1])
-
-    def backward(self, batch):
-        with self.amp.autocast():
-            loss = self.loss_fn(batch)
-        self.amp.scaler.scale(loss).backward()
-        return loss
-
-    def train(self, batch):
-        loss = self.backward(batch)
-        self.amp.scaler.step(self.optimizer)
-        self.optimizer.zero_grad()
-        self.end(loss)
-
-    def end(self, loss):
-        self.amp.update(loss)
-        weights = [parameter.detach().clone() for parameter in self.model.parameters()]
-        self.bits.append([*weights, torch.tensor(self.amp.scaler.get_scale())])
-
-
-def one_model(**settings):
-    return OneModel(AmpLoop(AmpSettings(Precision.AMP_FP16, **settings), "cpu"))
-
-
 def infinite():
     inputs, labels = make_batches()[0]
     return inputs * math.inf, labels
 
 
 def leaves_out_before_the_backward(made):
-    with made.amp.autocast():
-        loss = made.loss_fn(infinite())
-    made.end(loss)
+    made.end(made.loss(infinite()))
 
 
 def leaves_out_after_the_backward(made):
@@ -446,7 +411,6 @@ class TestGuard:
 
     def test_state_with_weights_that_are_not_finite_is_not_good(self):
         made = one_model(init_scale=2.0**10, max_consecutive_skips=1)
-        made.amp.prepare(made.model)
         for _ in range(2):
             made.train(infinite())
         with torch.no_grad():
@@ -590,8 +554,7 @@ def test_norm_of_a_step_that_is_left_out_is_not_reported(*, updates):
     made = one_model(init_scale=4.0)
     norms = []
     for factor in (1.0, 100.0, 1.0):
-        with made.amp.autocast():
-            loss = made.loss_fn(make_batches()[0])
+        loss = made.loss(make_batches()[0])
         made.amp.scaler.scale(loss * factor).backward()
         made.amp.clip_gradients(made.optimizer)
         weights = made.model.parameters()
@@ -749,38 +712,20 @@ class StepsInThreads(torch.optim.Optimizer):
             list(pool.map(lambda optimizer: optimizer.step(), self.inner))
 
 
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.AMP_FP16])
+@pytest.mark.parametrize("precision", ["fp32", "amp_fp16"])
 def test_step_that_an_optimizer_hands_to_threads_is_no_mistake(precision):
-    amp = AmpLoop(AmpSettings(precision, init_scale=1024.0), "cpu")
-    model = amp.prepare(nn.Linear(2, 1))
-    optimizer = StepsInThreads(model.parameters())
-    for _ in range(3):
-        with amp.autocast():
-            loss = model(torch.ones(4, 2)).square().mean()
-        amp.scaler.scale(loss).backward()
-        amp.scaler.step(optimizer)
-        optimizer.zero_grad()
-        amp.update(loss)
-    assert amp.applied_steps == 3
+    made = one_model(precision, init_scale=1024.0)
+    made.optimizer = StepsInThreads(made.model.parameters())
+    for batch in make_batches()[:3]:
+        made.train(batch)
+    assert made.amp.applied_steps == 3
 
 
 def test_scale_stays_while_gradients_accumulate_after_a_step_that_was_left_out():
-    amp = AmpLoop(AmpSettings(Precision.AMP_FP16, init_scale=1024.0), "cpu")
-    model = amp.prepare(nn.Linear(2, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def backward(inputs):
-        with amp.autocast():
-            loss = model(inputs).square().mean()
-        amp.scaler.scale(loss).backward()
-        return loss
-
-    backward(torch.full((4, 2), math.inf))
-    amp.clip_gradients(optimizer)
-    optimizer.zero_grad()
-    amp.update(backward(torch.ones(4, 2)))
-    assert float(amp.loss_scale()) == 1024.0
-    backward(torch.ones(4, 2))
-    amp.scaler.step(optimizer)
-    amp.update()
-    assert float(amp.loss_scale()) == 512.0
+    made = one_model(init_scale=1024.0)
+    made.backward(infinite())
+    made.amp.clip_gradients(made.optimizer)
+    made.optimizer.zero_grad()
+    made.end(made.backward(make_batches()[0]))
+    made.train(make_batches()[0])
+    assert [float(bits[-1]) for bits in made.bits] == [1024.0, 512.0]

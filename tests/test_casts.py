@@ -9,15 +9,16 @@ import torch
 
 from determined_amp.amp.rehearse.restored import undisturbed
 from tests.harness import fit, same_bits
-from tests.loops import SmallLoop
+from tests.loops import make_batches, one_model
 from tests.trials import Converted
 
 SIXTEEN_BITS = pytest.mark.parametrize("precision", ["amp_fp16", "amp_bf16"])
 STEPS = 6
+BATCH = make_batches()[0]
 
 
 def several_steps(loop):
-    return [loop.step() for _ in range(STEPS)]
+    return [loop.train(BATCH) for _ in range(STEPS)]
 
 
 def a_step_with_a_closure(loop):
@@ -26,7 +27,7 @@ def a_step_with_a_closure(loop):
 
     def closure():
         optimizer.zero_grad()
-        loss = loop.loss()
+        loss = loop.loss(BATCH)
         torch.autograd.backward(loss)
         losses.append(loss.item())
         return loss
@@ -37,17 +38,17 @@ def a_step_with_a_closure(loop):
 
 
 def a_loaded_state(loop):
-    before = loop.loss().item()
+    before = loop.loss(BATCH).item()
     loop.model.load_state_dict({k: 2 * v for k, v in loop.model.state_dict().items()})
-    return [before, loop.loss().item()]
+    return [before, loop.loss(BATCH).item()]
 
 
 def a_rehearsal_that_moves_weights(loop):
     with undisturbed(loop.model, optimizers=[loop.optimizer]):
         for parameter in loop.model.parameters():
             parameter.data.mul_(2.0)
-        loop.loss()
-    return [loop.loss().item()]
+        loop.loss(BATCH)
+    return [loop.loss(BATCH).item()]
 
 
 @pytest.mark.parametrize(
@@ -63,13 +64,13 @@ def a_rehearsal_that_moves_weights(loop):
 def test_region_around_changing_weights_computes_with_the_new_ones(
     train, precision, monkeypatch
 ):
-    with_regions_of_their_own = train(SmallLoop(precision))
-    loop = SmallLoop(precision)
+    with_regions_of_their_own = train(one_model(precision))
+    loop = one_model(precision)
     with loop.amp.autocast():
         assert train(loop) == with_regions_of_their_own
     # The control: casts that are kept are those of old weights.
     monkeypatch.setattr(torch, "clear_autocast_cache", lambda: None)
-    loop = SmallLoop(precision)
+    loop = one_model(precision)
     with loop.amp.autocast():
         assert train(loop) != with_regions_of_their_own
 

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
 from determined_amp import ConfigError, check
 from determined_amp.amp import torch_private
 from determined_amp.check.recorder import Recorder
-from tests.loops import SmallLoop
+from tests.loops import make_batches, one_model
 
 
 def nothing(model):
@@ -40,9 +40,9 @@ CLIPS = [by_norm, by_value, of_the_last_layer, of_one_tensor]
 
 def train(change, precision, window, *, unscales=False, steps=6):
     """Steps of a small net, whose gradients are changed before each of them."""
-    loop = SmallLoop(precision)
+    loop = one_model(precision)
     for batch in range(steps * window):
-        loss = loop.loss() / window
+        loss = loop.loss(make_batches()[0]) / window
         torch.autograd.backward(loop.amp.scaler.scale(loss))
         if batch % window == window - 1:
             if unscales:
@@ -94,8 +94,8 @@ def sorts_as_torch_does():
 def test_torch_is_as_it_was_once_a_training_and_a_doctor_are_over():
     gc.collect()  # trials of other tests
     assert sorts_as_torch_does()
-    loop = SmallLoop("amp_fp16")
-    torch.autograd.backward(loop.amp.scaler.scale(loop.loss()))
+    loop = one_model()
+    torch.autograd.backward(loop.amp.scaler.scale(loop.loss(make_batches()[0])))
     assert not sorts_as_torch_does()
     with check.watching():
         del loop

@@ -51,14 +51,6 @@ def compared(*runs, **options):
     return pair
 
 
-def test_interval_of_a_change_is_students():
-    """By hand: mean 2, deviation 1, t of 2 degrees of freedom 4.3026527."""
-    change = change_of([1.0, 2.0, 3.0], 0.003, more_is_better=True)
-    assert (change.mean, change.pairs) == (2.0, 3)
-    half = 4.3026527 / math.sqrt(3)
-    assert (change.low, change.high) == pytest.approx((2.0 - half, 2.0 + half))
-
-
 @pytest.mark.parametrize(
     ("differences", "verdict"),
     [
@@ -165,15 +157,6 @@ def test_report_on_equal_runs_mentions_no_fault():
     ):
         assert words not in said
     assert said.count("audit: ") == 1
-
-
-def test_runs_without_a_partner_of_equal_seed_are_not_compared():
-    amp = (
-        run("amp_fp16", seed, speed=speed) for seed, speed in ((2, 2000.0), (7, 9000.0))
-    )
-    pair = compared(*BASE, *amp)
-    assert pair.metric.pairs == 1
-    assert pair.times_as_fast == pytest.approx(2.0)
 
 
 def test_margin_of_the_user_decides_the_verdict():

@@ -6,7 +6,6 @@ import dataclasses
 import json
 
 import pytest
-import yaml
 
 from determined_amp.amp.settings import yaml_lines
 from determined_amp.finder.found_scale import (
@@ -178,17 +177,6 @@ class TestChanges:
         assert {"init_scale", "growth_interval", "min_scale"} <= changes.keys()
         assert set(changes.values()) == {None}
 
-    def test_changes_are_read_back_from_their_yaml(self):
-        changes = {
-            "init_scale": 2.0**40,
-            "fp32_modules": ["^a[.]b$"],
-            "precision": "amp_bf16",
-        }
-        assert yaml.safe_load(yaml_lines(changes)) == {
-            "hyperparameters": {"amp": changes}
-        }
-        assert yaml_lines({"init_scale": None}).endswith("\n    # without init_scale")
-
     @pytest.mark.parametrize(
         ("given", "line"),
         [
@@ -217,7 +205,3 @@ class TestJson:
         for name in ("low_log2", "top_log2", "choice_log2", "cause"):
             assert written[name] == getattr(finding, name)
         assert written["scales"] == [dataclasses.asdict(each) for each in SCALES]
-
-    def test_answer_has_the_init_scale_for_a_scaler(self):
-        assert FOUND.init_scale == 8192.0
-        assert HOPELESS.init_scale is None

@@ -4,22 +4,16 @@ alone.
 
 from __future__ import annotations
 
-import random
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from determined import pytorch
-from torch.optim import lr_scheduler
 
 from determined_amp import AmpSettings, ConfigError, MixedPrecision, Precision
 from determined_amp.amp.metrics import WARMUP_BATCHES
 from determined_amp.amp.patched import patched
-from determined_amp.amp.rehearse.restored import undisturbed
 from determined_amp.experiment.failures import ending_the_program
-from tests import training
 from tests.harness import Context, batches_of, fit
 from tests.trials import FP16_SECTION as FP16
 from tests.trials import Weights
@@ -107,61 +101,6 @@ def test_speed_and_wait_for_data_are_reported():
     report = report_of(LongTrial, {"precision": "fp32"})
     assert report["samples_per_second"] > 0
     assert 0 < report["watch_data_wait_share"] < 1
-
-
-class TrainsAgainWithoutSteps(Weights):
-    """Trains each batch once more without steps, by every call that could move
-    something.
-    """
-
-    def __init__(self, context):
-        super().__init__(context)
-        scheduler = lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.5)
-        by_hand = pytorch.LRScheduler.StepMode.MANUAL_STEP
-        self.scheduler: Any = context.wrap_lr_scheduler(scheduler, by_hand)
-
-    def state(self):
-        parts = (self.model, self.optimizer, self.scheduler, self.amp, self.amp.scaler)
-        outcomes = [(window.stage, window.skipped) for window in self.amp.windows.all()]
-        drawn = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
-        return training.digest([[part.state_dict() for part in parts], outcomes, drawn])
-
-    def train_batch(self, batch, epoch_idx, batch_idx):
-        reported = super().train_batch(batch, epoch_idx, batch_idx)
-        before = self.state()
-        with undisturbed(self.model), self.amp.without_steps():
-            self.backward(batch)
-            self.step()
-            self.amp.clip(self.optimizer)(self.model.parameters())
-            self.amp.scaler.step(self.optimizer)
-            self.amp.scaler.update()
-            assert self.amp.update(torch.ones(()), samples=1) == {}
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.scheduler.step()
-            drawn = torch.rand(()).item() + random.random() + np.random.rand()
-            next(self.model.parameters()).data.fill_(drawn)
-        assert self.state() == before
-        return reported
-
-
-def test_nothing_moves_without_steps_and_everything_works_again_afterwards():
-    """Weights and report are those of a trial that trains each batch once."""
-    made, plain = (
-        fit(trial, FP16, batches=2, reporting_period=2)
-        for trial in (TrainsAgainWithoutSteps, Weights)
-    )
-    trial, names = made.trial, ("loss", "loss_scale_log2", "skipped_steps")
-    for name in (*names, "watch_grad_norm", "watch_applied_steps"):
-        assert made.report[name] == plain.report[name]
-    assert trial.weights() == plain.trial.weights() == [-0.125]
-    trial.model.weight.grad = torch.ones(1, 1)
-    trial.optimizer.step()
-    trial.scheduler.step()
-    assert trial.weights() != [-0.125]
-    assert trial.optimizer.param_groups[0]["lr"] == 0.125
-    trial.optimizer.zero_grad()
-    assert trial.model.weight.grad is None
 
 
 def test_patched_class_attribute_comes_back_as_it_was():

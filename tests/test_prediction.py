@@ -86,10 +86,6 @@ class TestSeveral:
         assert powers_in(prediction.tensors[source]) == {5: 1}
         assert prediction.total.largest == 32
 
-    def test_slots_overflow_if_one_of_them_does(self):
-        assert any_overflow_at(scaled(1.0), slots(True), 0)
-        assert not any_overflow_at(scaled(1.0), slots(False), 0)
-
     def test_problem_of_another_slot_is_raised_here_too(self):
         with pytest.raises(LossScaleError, match=r"^no kernel there$"):
             predict_float16(scaled(1.0), slots(("no kernel there", {})))
@@ -114,10 +110,6 @@ class TestPrediction:
             1,
             1,
         ]
-
-    def test_prediction_knows_its_room_to_a_fraction_of_a_bit(self):
-        prediction = prediction_of({"a": {0: 1}, "b": {-30: 1}})
-        assert prediction.headroom_log2 == math.log2(65520)
 
 
 def in_float16_alone(output):

@@ -4,20 +4,12 @@ more, to the bit.
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from determined import pytorch
-from torch.utils.data import TensorDataset
 
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.runs.folder import complete_checkpoints, read_record
+from determined_amp.runs.folder import read_record
 from tests import killed_rounds, strangers, training
 from tests.harness import same_bits
 
@@ -66,64 +58,6 @@ def test_resumed_run_is_the_undisturbed_one_to_the_bit(stop, undisturbed, tmp_pa
     assert same_bits(*(training.checkpoint(run, 12) for run in (tmp_path, whole)))
     if stop is crash:
         assert training.same_numbers(tmp_path) == training.same_numbers(whole)
-
-
-class Breaking(TensorDataset):
-    def __getitem__(self, index):
-        if index == 36:
-            Breaks.act()
-        points, classes = self.tensors
-        return points[index], classes[index]
-
-
-class Breaks(strangers.Stranger):
-    """Reads in a process of its own, and something happens there at the tenth batch."""
-
-    act: Callable[[], None] = staticmethod(lambda: None)
-
-    def build_training_data_loader(self):
-        points = torch.arange(48.0 * strangers.FEATURES).reshape(48, -1).sin()
-        data = Breaking(points, points[:, : strangers.CLASSES].argmax(1))
-        return pytorch.DataLoader(data, batch_size=4, num_workers=1)
-
-
-def lose_the_drive(run):
-    raise OSError("the drive is gone")
-
-
-def die(run):
-    """As a process that the kernel kills when memory is short."""
-    while not (run / "checkpoints" / "batch-00000008").exists():
-        time.sleep(0.01)
-    time.sleep(0.5)  # until the loop waits for the batch
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    """The folder of a run whose data did not break, beside its YAML."""
-    folder = tmp_path_factory.mktemp("unbroken")
-    entrypoint = "entrypoint=tests.test_resume:Breaks"
-    config = with_overrides(training.STRANGE, [entrypoint])
-    return training.run(folder / "run", training.write_yaml(folder, config))
-
-
-@pytest.mark.parametrize(
-    ("act", "said"),
-    [(lose_the_drive, "the drive is gone"), (die, r"DataLoader worker .*(Kill|exit)")],
-)
-def test_run_whose_data_broke_is_resumed_to_the_bit(
-    act, said, unbroken, tmp_path, monkeypatch
-):
-    path = str(unbroken.parent / "experiment.yaml")
-    with monkeypatch.context() as planted:
-        planted.setattr(Breaks, "act", staticmethod(partial(act, tmp_path)))
-        with pytest.raises((OSError, RuntimeError), match=said):
-            training.run(tmp_path, path)
-    newest = complete_checkpoints(tmp_path / "checkpoints")[-1]
-    assert newest.name == "batch-00000008"
-    training.resume(tmp_path)
-    assert same_bits(*(training.checkpoint(run, 12) for run in (tmp_path, unbroken)))
 
 
 def test_kills_at_random_moments_lose_nothing(tmp_path):

@@ -176,13 +176,6 @@ class TestStep:
         made.scaler.finish()
         assert made.scaler.get_scale() == (2 if overflows else 4)
 
-    def test_gradients_after_others_that_were_dropped_are_unscaled_anew(self):
-        made = Stepped()
-        weight = made.backward(1.0)
-        made.scaler.unscale_(made.optimizer)
-        weight.grad = None
-        assert made.step(0.25) == 0.75
-
 
 def reach(made, stage):
     """Bring the optimizer there by what a training calls."""
@@ -250,14 +243,6 @@ class TestStages:
             and node.attr in ("stage", "gradients_used")
         }
         assert writers == {"window.py"}
-
-    def test_every_optimizer_has_a_stage_of_its_own(self):
-        made = Stepped()
-        other = made.another()
-        made.step(1.0)
-        assert made.step(1.0, other) == 0.0
-        with pytest.raises(ConfigError, match="steps an optimizer again"):
-            made.step(1.0)
 
     def test_update_and_finish_end_every_stage(self):
         made = Stepped()

@@ -9,25 +9,21 @@ from typing import Any
 
 import determined as det
 import pytest
-from determined import pytorch
 
 from benchmarks.small_trials import SmallTrial, SummedLoss, TinyLoss
-from determined_amp.amp.patched import patched
 from determined_amp.experiment.experiment import experiment_in, read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder import scoring
 from determined_amp.finder.prediction import Prediction
-from determined_amp.finder.scale_finding import find_range
 from determined_amp.finder.scale_score import (
     FLUSHED_LIMIT,
     Score,
     advice_of,
-    bits_from_default,
 )
 from determined_amp.finder.scoring import NoScaleError, score_batches
 from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.loss_scale import score
-from tests.loss_scale import config, looked_at, prediction_of
+from tests.loss_scale import config, prediction_of
 from tests.training import ROOT, SMALL
 
 
@@ -135,52 +131,6 @@ class TestTerms:
         float16.top = top
         assert self.of(8.5, min_scale=1.0).steps_lost == steps
         assert min(float16.measured) >= 0
-
-
-def skipped_in_training(trial, init_scale):
-    """Steps that a real training on one batch skips until the first is applied."""
-    with open_trial(
-        experiment_in(config(trial, init_scale=init_scale), trial.__name__)
-    ) as found:
-        small = found.trial
-        assert isinstance(small, SmallTrial)
-        train_batch, first = small.train_batch, list[Any]()
-
-        def until_applied(batch, epoch_idx, batch_idx):
-            first.append(batch)
-            metrics = train_batch(first[0], epoch_idx, batch_idx)
-            if small.skipped_steps <= batch_idx:
-                raise pytorch._ShouldExit(skip_exit_checkpoint=True)
-            return metrics
-
-        with patched(small, "train_batch", until_applied):
-            pytorch.Trainer(small, small.context).fit(max_length=pytorch.Batch(200))
-        return small.skipped_steps
-
-
-@pytest.mark.parametrize("trial", [SummedLoss, TinyLoss])
-class TestSmallTrials:
-    @pytest.mark.parametrize("above", [0, 1, 4.25, 20])
-    def test_steps_lost_above_the_range_are_those_that_a_training_skips(
-        self, trial, above
-    ):
-        def work(small, context, batches):
-            scale = find_range(batches, context.distributed).top_log2 + above
-            return scale, score_batches(batches, context.distributed, scale)
-
-        scale, found = looked_at(trial, work, batches=1)
-        skipped = skipped_in_training(trial, 2.0**scale)
-        assert found.steps_lost == skipped
-        assert found.loss_scale_score == math.log2(1 + skipped)
-        assert abs(skipped - above) < 1  # the control
-        assert found.overflow == (skipped > 0)
-
-
-@pytest.mark.parametrize(
-    ("scale", "bits"), [(16.0, 0.0), (14.5, 1.5), (20.0, 4.0), (math.nan, math.inf)]
-)
-def test_equal_scores_are_ordered_by_their_distance_from_the_default(scale, bits):
-    assert bits_from_default(scale) == bits
 
 
 def test_score_uses_backoff_factor_and_growth_interval_of_the_trials_scaler():

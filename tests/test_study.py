@@ -217,17 +217,6 @@ class TestTrials:
         assert [job.folder.path.name for job in Staged.jobs] == ["0000", "0002"]
         assert self.states(tmp_path) == [TrialState.COMPLETE] * 3
 
-    def test_problem_of_the_machine_stops_the_search_and_leaves_its_trials_open(
-        self, tmp_path
-    ):
-        with pytest.raises(
-            UserError, match="disk full; the search stopped, and its open trials"
-        ):
-            self.run(tmp_path, [Ended(RunState.STOPPED, "disk full")], (), workers=2)
-        assert TrialState.FAIL not in self.states(tmp_path)
-        self.run(tmp_path, *[COMPLETED] * 3)
-        assert self.states(tmp_path) == [TrialState.COMPLETE] * 3
-
     @pytest.mark.parametrize("ending", ["terminate", "kill"])
     def test_time_limit_stops_what_runs_and_then_kills_it(
         self, ending, tmp_path, monkeypatch
