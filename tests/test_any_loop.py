@@ -49,9 +49,11 @@ from tests.loops import (
     make_model,
     one_model,
 )
+from tests.training import computed
 
 ROOT = Path(__file__).parents[1]
 WINDOW = 2
+ADDED = ("batches", "epochs")  # by Determined, to each report
 
 
 def one_cycle(optimizer):
@@ -74,15 +76,6 @@ every_case = pytest.mark.parametrize(
         for name, case in CASES.items()
     ],
 )
-
-
-def computed(reports):
-    """Reports without what was measured, and what Determined adds."""
-    others = ("samples_per_second", "watch_data_wait_share", "watch_peak_memory_mib")
-    left_out = {*others, "batches", "epochs"}
-    return [
-        {key: report[key] for key in report.keys() - left_out} for report in reports
-    ]
 
 
 class Loop(Training):
@@ -129,7 +122,7 @@ def test_every_step_has_the_bits_of_torchs_own_loop_in_a_loop_and_in_a_trial(nam
     assert len(alone.bits) == BATCHES // WINDOW
     assert same_bits(alone.bits, trial.trial.bits)
     assert case.fused or same_bits(alone.bits, by_hand(case, WINDOW))
-    assert alone.reports == computed(trial.reports.training)
+    assert alone.reports == computed(trial.reports.training, *ADDED)
     skipped = [v for k, v in alone.reports[-1].items() if k.startswith("skipped_steps")]
     if case.settings.scales_the_loss:
         assert all(0 < each < BATCHES // WINDOW for each in skipped), (

@@ -301,18 +301,6 @@ def test_warning_names_what_moves_on_with_the_batch_that_the_audit_trains(caplog
     )
 
 
-def test_audit_is_logged_once_and_reported_once(caplog):
-    caplog.set_level("INFO")
-    reports = fit(Converted, {"precision": "fp32"}, batches=4).reports.training
-    assert [report.get("watch_audit_share") for report in reports] == [
-        1.0,
-        None,
-        None,
-        None,
-    ]
-    assert caplog.text.count("audit of the first batch:\n") == 1
-
-
 class TestCommand:
     def test_audit_prints_the_table_and_leaves_nothing_behind(
         self, tmp_path, monkeypatch, capsys

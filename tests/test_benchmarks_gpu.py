@@ -5,10 +5,14 @@ goals.
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
+import torch
 
-from benchmarks.gpu import run
+from benchmarks import latte_memory
+from benchmarks.gpu import latte, run
+from benchmarks.gpu.box import Box
 from benchmarks.gpu.goals import goals
 from benchmarks.gpu.picture import picture
 from benchmarks.gpu.report import markdown, table
@@ -17,9 +21,7 @@ from tests import gpu
 
 @pytest.mark.gpu  # and in the dry run of those tests: it takes half a minute of a CPU
 def test_rehearsal_measures_every_part(tmp_path, capsys):
-    """All but Latte, in `test_latte_memory`. No goal is judged by the numbers of a
-    rehearsal.
-    """
+    """All but Latte, below. No goal is judged by the numbers of a rehearsal."""
     parts = set(run.PARTS) - {"latte"}
     where = ["--folder", str(tmp_path), "--device", gpu.DEVICE.type, "--tiny"]
     assert run.main([*where, "--parts", *sorted(parts)]) == 0
@@ -38,6 +40,23 @@ def test_rehearsal_measures_every_part(tmp_path, capsys):
     assert (tmp_path / "gpu.md").read_text() == markdown(result)
     assert (tmp_path / "gpu.png").exists()
     assert capsys.readouterr().out.count("cannot be told: ") == len(result["goals"])
+
+
+@pytest.mark.gpu
+def test_gpu_benchmark_measures_latte_in_the_rows_of_its_memory():
+    box = Box(torch.device("cpu"), tiny=True, ends=math.inf)
+    rows = [latte_memory.Row(**row) for row in latte.measure(box)]
+    assert {row.precision for row in rows} == {"fp32", "amp_bf16"}
+    assert all(row.step_seconds for row in rows)
+
+
+def test_largest_batch_is_predicted_from_two_peaks():
+    """Seven bytes of weights, three for every clip."""
+    peaks = {2: 13, 5: 22}
+    limits = {22: 5, 24: 5, 25: 6, 307: 100}
+    assert {
+        memory: latte_memory.predicted(peaks, memory) for memory in limits
+    } == limits
 
 
 def of_a_gpu(**changes):

@@ -146,21 +146,6 @@ def test_mistake_in_an_entrypoint_is_noted_on_the_master_and_not_retried(
     assert master.status
 
 
-def test_task_without_a_length_is_noted_on_the_master_and_not_retried(
-    tmp_path, monkeypatch, capsys
-):
-    config = {"name": "own", "searcher": {"name": "single", "metric": "val_loss"}}
-    hparams = {"lr": 0.1, "trial": "tests.strangers:Stranger"}
-    config |= {"entrypoint": "train", "hyperparameters": hparams}
-    master = start_task(monkeypatch, tmp_path, config, hparams)
-    assert door.main(["train"]) == 2
-    reason = "own: searcher.max_length: missing; allowed: {batches: N}"
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"no retry can help: {reason}")
-    assert master.metadata["failure"].startswith(reason)
-    assert not master.reports
-
-
 def test_image_without_a_package_is_one_line_that_is_not_retried(
     tmp_path, monkeypatch, capsys
 ):

@@ -19,8 +19,6 @@ from tests.trials import TwoWeights, weigh_two
 INF = math.inf
 AMP = {"precision": "amp_fp16", "init_scale": 4.0, "growth_interval": 1000}
 GOOD = (1.0, 1.0)
-# The discriminator overflows in the second batch.
-ONE_BAD = [GOOD, (INF, 1.0), GOOD]
 fused_or_not = pytest.mark.parametrize(
     "fused", [False, pytest.param(True, marks=needs_fused)]
 )
@@ -63,16 +61,6 @@ def test_update_after_each_of_several_steps_counts_the_batch_once(precision):
     (report,) = made.reports.training
     assert report["loss"] == (1.0 + 0.5 + 0.0 + 1.0 - 0.5 - 1.0 - 1.5 + 0.5) / 8
     assert counts(report) == (6, 2)
-
-
-def test_optimizer_that_overflows_skips_its_own_step_alone():
-    made = weigh_two(ONE_BAD, AMP)
-    assert made.trial.weights() == [1.0 - 2 * 0.5, 1.0 - 3 * 0.5]
-    assert counts(made.report) == (2, 3)
-    assert counts(made.report, "skipped_steps") == (1, 0)
-    # 4, halved once for both: there is one scale
-    assert made.report["loss_scale_log2"] == 1
-    assert "watch_applied_steps" not in made.report
 
 
 @fused_or_not

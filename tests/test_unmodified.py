@@ -39,6 +39,7 @@ from tests.harness import (
     fit_as_it_is,
     same_bits,
 )
+from tests.training import computed
 from tests.trials import CLASSES, FEATURES, Converted, Plain
 
 # A scheduler that Determined moves is moved by a skipped first step, too.
@@ -59,22 +60,6 @@ def same_state(*runs):
     return same_bits(*states)
 
 
-def numbers(made):
-    """The training reports without what a clock or the machine decides, and without the
-    loss.
-    """
-    others = (
-        "loss",
-        "samples_per_second",
-        "watch_data_wait_share",
-        "watch_peak_memory_mib",
-    )
-    return [
-        {name: value for name, value in report.items() if name not in others}
-        for report in made.reports.training
-    ]
-
-
 @every_precision
 @pytest.mark.parametrize("aggregation_frequency", [1, 2], ids=["1 batch", "2 batches"])
 def test_unmodified_trial_trains_as_the_converted_one_bit_for_bit(
@@ -89,7 +74,8 @@ def test_unmodified_trial_trains_as_the_converted_one_bit_for_bit(
     assert ours.reports.validation == theirs.reports.validation
     names = {name.partition(".")[0] for name in ours.checkpoint["callbacks"]}
     assert names == {"determined_amp"}  # they hide no callback of the trial's own
-    for report, expected in zip(numbers(ours), numbers(theirs), strict=True):
+    reports = (computed(made.reports.training, "loss") for made in (ours, theirs))
+    for report, expected in zip(*reports, strict=True):
         assert report == pytest.approx(expected, nan_ok=True)
     assert bool(ours.report.get("skipped_steps")) == (precision == "amp_fp16")
 

@@ -245,15 +245,23 @@ def end(folder):
     )
 
 
-def same_numbers(folder):
-    """The reports of a run without what differs from run to run: speed, time and
-    memory.
+MEASURED = {"samples_per_second", "watch_data_wait_share", "watch_peak_memory_mib"}
+
+
+def computed(reports, *others):
+    """Reports without what differs from run to run, speed, time and memory, and without
+    these.
     """
-    measured = {"samples_per_second", "watch_data_wait_share", "watch_peak_memory_mib"}
+    left_out = MEASURED.union(others)
     return [
-        {name: value for name, value in line.items() if name not in measured}
-        for line in metrics(folder)
+        {name: value for name, value in report.items() if name not in left_out}
+        for report in reports
     ]
+
+
+def same_numbers(folder, *others):
+    """The reports of a run, so far."""
+    return computed(metrics(folder), *others)
 
 
 def digest(state):
