@@ -46,7 +46,6 @@ def write_study(
     folder,
     trials,
     search=SEARCH,
-    axis="amp.init_scale",
 ):
     """The folder of a search that has ended: per trial, what was sampled and its
     metrics.
@@ -63,7 +62,7 @@ def write_study(
             "state": "completed",
             "reason": "",
             "number": number,
-            "hparams": {axis: sampled},
+            "hparams": {"amp.init_scale": sampled},
             "parts": [{**part, "command": []}],
         }
         report = {"group": "validation", **metrics, "batches": 4}

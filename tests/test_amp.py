@@ -17,7 +17,7 @@ from determined_amp import ConfigError, MixedPrecision
 from determined_amp.amp.patched import patched
 from determined_amp.amp.settings import AmpSettings, EvalPrecision, Precision
 from tests.harness import Context, needs_fused
-from tests.trials import AMP, BF16, FP32, INF, ONE, ByHand, OneWeight, weigh
+from tests.trials import AMP, BF16, FP32, INF, ONE, OneWeight, weigh
 
 without_a_scale = pytest.mark.parametrize(
     "amp", [FP32, BF16], ids=lambda amp: amp.precision.value
@@ -150,8 +150,18 @@ class TestCheckpointOfAnotherPrecision:
 
 def weights_after(gradients, **options):
     """The weights after each of these gradients, by SGD with momentum."""
-    made = ByHand(partial(torch.optim.SGD, lr=0.5, momentum=0.5, **options))
-    return [made.step(gradient) for gradient in gradients]
+    context: Any = Context()
+    amp, weight = MixedPrecision(context, AMP), nn.Parameter(torch.ones(1))
+    sgd = torch.optim.SGD([weight], lr=0.5, momentum=0.5, **options)
+    optimizer = context.wrap_optimizer(sgd)
+    amp.on_training_start()
+    weights = []
+    for gradient in gradients:
+        weight.grad = amp.scaler.scale(torch.full((1,), gradient))
+        amp.scaler.step(optimizer)
+        amp.update()
+        weights.append(weight.item())
+    return weights
 
 
 @needs_fused

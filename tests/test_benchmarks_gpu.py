@@ -97,9 +97,9 @@ def of_a_gpu(**changes):
     return [*rows, {"part": "loops", **counted}]
 
 
-def answers(rows, device="NVIDIA H200"):
+def answers(rows):
     short = {"yes": "y", "no": "n", "cannot be told": "?"}
-    return "".join(short[goal["answer"]] for goal in goals(rows, device))
+    return "".join(short[goal["answer"]] for goal in goals(rows, "NVIDIA H200"))
 
 
 @pytest.mark.parametrize(

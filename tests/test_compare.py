@@ -76,7 +76,7 @@ def experiment(trial):
 IMAGES = {**experiment("Images"), "entrypoint": "tests.shapes:Images"}
 
 
-def compare(trial, tmp, *options, status=0):
+def compare(trial, tmp, *options):
     """Run the command in a folder that has the trial and a YAML; the folder of the
     comparison.
     """
@@ -86,7 +86,7 @@ def compare(trial, tmp, *options, status=0):
         patch.setattr(pilots, "TOO_SLOW", math.inf)
         patch.chdir(tmp)
         patch.syspath_prepend(str(tmp))
-        assert door.main(["compare", path, *options]) == status
+        assert door.main(["compare", path, *options]) == 0
     (made,) = (tmp / "runs" / "compare-shape").iterdir()
     return made
 

@@ -45,14 +45,14 @@ def model(gain=1.0):
     return Classifier(gain)
 
 
-def batches(count=2):
+def batches():
     generator = torch.Generator().manual_seed(1)
     return [
         {
             "inputs": torch.randn(8, 16, generator=generator),
             "labels": torch.randint(0, 4, (8,), generator=generator),
         }
-        for _ in range(count)
+        for _ in range(2)
     ]
 
 

@@ -47,12 +47,12 @@ def by_module(recorder):
     return modules
 
 
-def recorded(model, dtype=BF16):
+def recorded(model):
     recorder = GradientRecorder([model])
     torch.manual_seed(1)
     inputs = torch.randn(5, 8)
     with recorder.watching():
-        with torch.autocast("cpu", dtype):
+        with torch.autocast("cpu", BF16):
             loss = functional.cross_entropy(model(inputs), torch.arange(5) % 4)
         loss.backward()
     return by_module(recorder)

@@ -27,11 +27,10 @@ from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.harness import Context
 
 
-def training_metrics(slots=1, optimizers=1, precision=Precision.AMP_FP16):
+def training_metrics(slots=1, precision=Precision.AMP_FP16):
     """The metrics of a trial."""
     context: Any = Context(slots)
-    for _ in range(optimizers):
-        context.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
+    context.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
     return MixedPrecision(context, AmpSettings(precision)).metrics
 
 

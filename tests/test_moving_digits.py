@@ -13,8 +13,8 @@ SETTINGS = ClipSettings()
 FIRST = [Sample(0, index) for index in range(8)]
 
 
-def clips_of(*samples, seed=0, settings=SETTINGS):
-    return load(settings, seed)[0].__getitems__(samples)[0]
+def clips_of(*samples, seed=0):
+    return load(SETTINGS, seed)[0].__getitems__(samples)[0]
 
 
 def test_clip_depends_on_seed_epoch_and_scan_alone():

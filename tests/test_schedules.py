@@ -154,11 +154,11 @@ def plain(optimizer, scheduler, steps):
     return used
 
 
-def followed(schedule, steps=STEPS - 1):
+def followed(schedule):
     """Attempted and applied steps so far, and what the next one uses."""
     on_device = torch.tensor(0)
     schedule.move(0, on_device)
-    for attempt in range(steps):
+    for attempt in range(STEPS - 1):
         yield attempt, int(on_device), used_by(schedule.optimizer)
         on_device.add_(not is_skipped(attempt))
         schedule.move(attempt + 1, on_device)

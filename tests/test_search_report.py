@@ -35,6 +35,12 @@ from tests.reporting import (
 TRIALS = [(2.0**scale, scored(scale)) for scale in (8, 16, 17, 18, 19, 24)]
 
 
+@pytest.fixture(autouse=True)
+def _without_pictures(monkeypatch):
+    """Drawing takes longer than all else; test_figures looks at pictures."""
+    monkeypatch.setattr(page, "as_png", lambda figure: b"")
+
+
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
     """A directory with an experiment that the finder looks at in a second, and its

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from typing import Any
 
@@ -19,12 +20,10 @@ from tests.test_metrics import UNSCALED, count_step, having
 CPU = torch.device("cpu")
 
 
-def fused_sgd(*, fused=True, momentum=0.5, dampening=0.0):
+def fused_sgd(dampening=0.0):
     """With the settings of a fused one; not every torch has it for a CPU."""
-    made = SGD(
-        [nn.Parameter(torch.ones(2))], lr=0.5, momentum=momentum, dampening=dampening
-    )
-    made.param_groups[0]["fused"] = fused
+    made = SGD([nn.Parameter(torch.ones(2))], lr=0.5, momentum=0.5, dampening=dampening)
+    made.param_groups[0]["fused"] = True
     return made
 
 
@@ -194,6 +193,7 @@ class Wrapper(torch.optim.Optimizer):
 def test_each_step_of_a_wrapper_without_hooks_is_seen_and_goes_on_as_it_was(
     monkeypatch,
 ):
+    gc.collect()  # trainings of other tests, which would be asked about each step
     wrapper, other = Wrapper(), Wrapper()
     seen = []
     amp = AmpLoop(AmpSettings(Precision.FP32, set_backends=False), "cpu")

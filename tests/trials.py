@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from determined_amp import AmpSettings, MixedPrecision, Precision
-from tests.harness import Context, fit, loader
+from tests.harness import fit, loader
 
 Rows = Sequence[Sequence[float]]
 
@@ -39,10 +39,12 @@ class Weights(pytorch.PyTorchTrial):
 
     Attributes:
         rows: The batches; each holds the x of its samples.
+        max_norm: Of the gradients of an optimizer.
         count: How many models, each with an optimizer; all get the same x.
     """
 
     rows: Rows = ((1.0, 1.0), (3.0, 3.0))
+    max_norm = math.inf
     count = 1
 
     def __init__(self, context, settings=None):
@@ -73,7 +75,7 @@ class Weights(pytorch.PyTorchTrial):
         return loss
 
     def step(self, which=0):
-        clip = self.amp.clip(self.optimizers[which])
+        clip = self.amp.clip(self.optimizers[which], self.max_norm)
         self.context.step_optimizer(
             self.optimizers[which], clip_grads=clip, scaler=self.amp.scaler
         )
@@ -194,8 +196,7 @@ class Recipe:
 
 
 class OneWeight(Weights):
-    """The recipe of the real trials, word for word (`test_docs.py` holds them
-    together).
+    """Notes its weight and its scale.
 
     Attributes:
         scales: Loss scale after every batch.
@@ -203,13 +204,13 @@ class OneWeight(Weights):
     """
 
     def __init__(self, context, recipe):
-        self.hparams, self.rows = recipe, recipe.rows
+        self.recipe, self.rows, self.max_norm = recipe, recipe.rows, recipe.max_norm
         super().__init__(context, recipe.amp)
         self.scales: list[float] = []
         self.trace: list[float] = []
 
     def optimizer_of(self, parameters):
-        return torch.optim.SGD(parameters, lr=self.hparams.rate)
+        return torch.optim.SGD(parameters, lr=self.recipe.rate)
 
     def train_batch(self, batch, epoch_idx, batch_idx):
         reported = self.train_on(batch)
@@ -218,18 +219,7 @@ class OneWeight(Weights):
         return reported
 
     def train_on(self, batch):
-        (x,) = batch  # (B, 1)
-        with self.amp.autocast():
-            loss = self.model(x).float().mean()
-        self.context.backward(self.amp.scaler.scale(loss))  # torch's GradScaler
-        # scaler.step(optimizer), where a window of batches ends
-        self.context.step_optimizer(
-            self.optimizer,
-            # after unscale_
-            clip_grads=self.amp.clip(self.optimizer, self.hparams.max_norm),
-            scaler=self.amp.scaler,
-        )
-        return self.amp.update(loss, samples=len(x))  # scaler.update(), counts, metrics
+        return super().train_batch(batch, 0, 0)
 
 
 def weigh(
@@ -306,44 +296,6 @@ def weigh_two(rows, amp, trial=TwoWeights, **options):
     """Train the pair on these rows."""
     options = {"batches": len(rows), **options}
     return fit(lambda context: trial(context, rows), amp, batch_size=1, **options)
-
-
-class ByHand:
-    """One parameter that is stepped on the gradients that a test gives, without a loop.
-
-    Args:
-        make_optimizer: Of a list of parameters.
-        amp: The settings.
-        weight: The parameter's first value.
-        make_scheduler: Of the optimizer.
-    """
-
-    def __init__(
-        self,
-        make_optimizer,
-        amp=AMP,
-        *,
-        weight=None,
-        make_scheduler=None,
-    ):
-        context: Any = Context()
-        self.weight = nn.Parameter(torch.ones(1) if weight is None else weight)
-        context.device = self.weight.device
-        self.amp = MixedPrecision(context, amp)
-        self.optimizer = context.wrap_optimizer(make_optimizer([self.weight]))
-        if make_scheduler is not None:
-            self.amp.wrap_lr_scheduler(make_scheduler(self.optimizer))
-        self.amp.on_training_start()
-
-    def step(self, gradient, *, unscales=False):
-        """The first value after the step."""
-        given = torch.full((1,), gradient) if isinstance(gradient, float) else gradient
-        self.weight.grad = self.amp.scaler.scale(given)
-        if unscales:
-            self.amp.scaler.unscale_(self.optimizer)
-        self.amp.scaler.step(self.optimizer)
-        self.amp.update()
-        return self.weight[0].item()
 
 
 FEATURES, CLASSES, BATCHES = 6, 3, 8
