@@ -1,4 +1,4 @@
-"""The command `compare`: unmodified trials of many shapes, and the answer for two of
+"""The command `compare`: a stranger's unmodified trials, and the answer for two of
 them.
 """
 
@@ -48,7 +48,7 @@ from determined_amp.search.search_folder import (
     write_remarks,
 )
 from determined_amp.search.task import Task
-from tests import searching, shapes
+from tests import searching, strangers
 from tests.cluster_task import start_task
 from tests.precisions import run
 from tests.reporting import found_scale
@@ -61,45 +61,45 @@ DONE = ({"group": "start", "batches": 0, "epoch_batches": 16}, Ended())
 def experiment(trial):
     """A YAML of Determined's own form, which says nothing of AMP."""
     return {
-        "name": "shape",
-        "entrypoint": f"shapes:{trial}",
+        "name": "stranger",
+        "entrypoint": f"strangers:{trial}",
         "hyperparameters": {"global_batch_size": 16},
         "searcher": {
             "name": "single",
-            "metric": "validation_loss",
+            "metric": "val_loss",
             "smaller_is_better": True,
             "max_length": {"batches": 24},
         },
     }
 
 
-IMAGES = {**experiment("Images"), "entrypoint": "tests.shapes:Images"}
+PLAIN = {**experiment("Stranger"), "entrypoint": "tests.strangers:Stranger"}
 
 
 def compare(trial, tmp, *options):
     """Run the command in a folder that has the trial and a YAML; the folder of the
     comparison.
     """
-    shutil.copy(shapes.__file__, tmp / "shapes.py")
+    shutil.copy(strangers.__file__, tmp / "strangers.py")
     path = write_yaml(tmp, experiment(trial))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pilots, "TOO_SLOW", math.inf)
         patch.chdir(tmp)
         patch.syspath_prepend(str(tmp))
         assert door.main(["compare", path, *options]) == 0
-    (made,) = (tmp / "runs" / "compare-shape").iterdir()
+    (made,) = (tmp / "runs" / "compare-stranger").iterdir()
     return made
 
 
 @pytest.fixture(scope="module")
-def images(_workers_are_forks, tmp_path_factory):
+def whole(_workers_are_forks, tmp_path_factory):
     """The comparison of a trial that nothing is wrong with; what it printed is in
     `printed`.
     """
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         made = compare(
-            "Images",
-            tmp_path_factory.mktemp("images"),
+            "Stranger",
+            tmp_path_factory.mktemp("whole"),
             "--seeds",
             "2",
             "--batches",
@@ -122,9 +122,9 @@ def loud(_workers_are_forks, tmp_path_factory):
 
 
 class TestAnswer:
-    def test_every_precision_is_trained_with_both_seeds_and_has_a_page(self, images):
-        result = json.loads((images / "precision.json").read_text())
-        runs = read_search(images).runs
+    def test_every_precision_is_trained_with_both_seeds_and_has_a_page(self, whole):
+        result = json.loads((whole / "precision.json").read_text())
+        runs = read_search(whole).runs
         trained = {run.precision.value for run in runs}
         # On a CPU tf32 is fp32. A slow precision is left out, and said to be.
         message = {reason.partition(":")[0] for reason in result["left_out"]}
@@ -133,15 +133,15 @@ class TestAnswer:
         assert {run.seed for run in runs} == {0, 1}
         assert all(run.state is RunState.COMPLETED for run in runs)
         assert {run.audit_share for run in runs} == {1.0}
-        assert (images / "precision.md").is_file()
+        assert (whole / "precision.md").is_file()
         answer = f"\n\n{result['answer']}\n\nhyperparameters:\n  amp:\n    precision: "
-        _, _, after = (images / "printed").read_text().partition(answer)
+        _, _, after = (whole / "printed").read_text().partition(answer)
         assert after.startswith(f"{result['use']}\n")
         assert "* float16 loss scale: verdict: " in after
-        assert not list(images.glob("pilots/*/checkpoints/batch-*"))
+        assert not list(whole.glob("pilots/*/checkpoints/batch-*"))
 
-    def test_runs_are_equal_but_for_their_precision(self, images):
-        runs = read_search(images).runs
+    def test_runs_are_equal_but_for_their_precision(self, whole):
+        runs = read_search(whole).runs
         lengths = {run.training.batches for run in runs}
         assert lengths == {24}
         half = len(runs) // 2  # seed by seed
@@ -150,9 +150,9 @@ class TestAnswer:
             [1] * half + [0] * half,
         )
 
-    def test_amp_settings_of_the_user_reach_every_run_and_every_pilot(self, images):
-        pilots = [read_record(folder) for folder in (images / "pilots").iterdir()]
-        runs = [*pilots, *read_search(images).runs]
+    def test_amp_settings_of_the_user_reach_every_run_and_every_pilot(self, whole):
+        pilots = [read_record(folder) for folder in (whole / "pilots").iterdir()]
+        runs = [*pilots, *read_search(whole).runs]
         assert len(runs) > 6
         for made in runs:
             assert made.settings["hyperparameters.amp.growth_interval"] == 7
@@ -163,10 +163,10 @@ class TestAnswer:
         (left_out,) = (
             why for why in result["left_out"] if why.startswith("amp_fp16: ")
         )
-        assert "forward overflow in module loud" in left_out
+        assert "forward overflow in module 2" in left_out
         rows = {row["precision"]: row for row in result["table"]}
         assert list(rows) == ["fp32", "amp_bf16"]
-        assert math.isfinite(float(rows["amp_bf16"]["validation_loss"]))
+        assert math.isfinite(float(rows["amp_bf16"]["val_loss"]))
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_chosen_precisions_are_trained_with_the_settings_of_the_yaml(
     monkeypatch.setattr(runs, "run_comparison", Mock(return_value=""))
     monkeypatch.setattr(runs, "_report", Mock())
     amp = ("--config", "hyperparameters.amp={growth_interval: 7}")
-    folder = compare("Images", tmp_path, *amp, "--precisions", "amp_bf16", "fp32")
+    folder = compare("Stranger", tmp_path, *amp, "--precisions", "amp_bf16", "fp32")
     assert pilot.call_args.args[1] == [Precision.FP32, Precision.AMP_BF16]
     section = read_config(folder)["hyperparameters"]["amp"]
     precisions = {"type": "categorical", "vals": ["amp_bf16", "fp32"]}
@@ -240,7 +240,7 @@ def on_cluster(tmp_path, monkeypatch):
         "learning_rate": {"type": "const", "val": 0.5},
         "global_batch_size": 4,
     }
-    config = {"name": "a", "entrypoint": "tests.shapes:Images"}
+    config = {"name": "a", "entrypoint": "tests.strangers:Stranger"}
     return start_task(monkeypatch, tmp_path, config, hparams)
 
 
@@ -286,7 +286,7 @@ def test_task_that_can_train_only_fp32_leaves_that_answer_as_its_page(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runs, "run_pilots", pilots_of_one)
-    master = start_task(monkeypatch, tmp_path, IMAGES, IMAGES["hyperparameters"])
+    master = start_task(monkeypatch, tmp_path, PLAIN, PLAIN["hyperparameters"])
     compare_on_cluster(OPTIONS)
     (page,) = tmp_path.glob("checkpoints/*/precision.md")
     assert (
@@ -302,7 +302,7 @@ def test_task_that_can_train_only_fp32_leaves_that_answer_as_its_page(
 def test_task_that_was_paused_after_its_answer_ends(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runs, "run_pilots", pilots_of_two)
-    master = start_task(monkeypatch, tmp_path, IMAGES, IMAGES["hyperparameters"])
+    master = start_task(monkeypatch, tmp_path, PLAIN, PLAIN["hyperparameters"])
     info: Any = det.get_cluster_info()
     info.trial.experiment_id = 7
     options = Namespace(
@@ -376,7 +376,7 @@ def test_plan_says_that_validations_are_not_in_its_estimate(*, is_cut_short):
 
 
 def test_runs_of_a_comparison_differ_in_precision_and_seed_alone():
-    config = {**IMAGES, "reproducibility": {"experiment_seed": 5}}
+    config = {**PLAIN, "reproducibility": {"experiment_seed": 5}}
     config |= {"optimizations": {"aggregation_frequency": 3}}
     in_fp32 = parse(in_precision(config, "fp32"), "x")
     precisions = {"type": "categorical", "vals": ["amp_bf16", "fp32"]}
@@ -384,7 +384,7 @@ def test_runs_of_a_comparison_differ_in_precision_and_seed_alone():
     chosen = [Precision.FP32, Precision.AMP_BF16]
     made = search_over(in_fp32, chosen, ComparisonPlan(42, 6, 2))
     assert {key: made[key] for key in made if made[key] != config.get(key)} == {
-        "name": "compare-shape",
+        "name": "compare-stranger",
         "hyperparameters": {
             "global_batch_size": 16,
             "trial_seed": {"type": "categorical", "vals": [5, 6]},
@@ -440,7 +440,7 @@ def stage_pilots(tmp_path, monkeypatch, *, trained=MappingProxyType({}), has_tf3
     monkeypatch.setattr(pilots, "_run", find)
     monkeypatch.setattr(pilots, "train_pilot", train)
     results = PilotResults()
-    in_fp32 = experiment_in(in_precision(experiment("Images"), "fp32"), "x")
+    in_fp32 = experiment_in(in_precision(experiment("Stranger"), "fp32"), "x")
     pilots.run_pilots(in_fp32, [*Precision], results, tmp_path / "pilots")
     assert not any(left.values())
     return results
@@ -476,11 +476,11 @@ class TestPilot:
             clock = SimpleNamespace(monotonic=lambda: next(ticks))
             monkeypatch.setattr(pilots, "time", clock)
             monkeypatch.setattr(Staged, "script", messages)
-            images = experiment_in(experiment("Images"), "x")
-            made = pilots.train_pilot(images, tmp_path, "pilot 2 of 4")
+            given = experiment_in(experiment("Stranger"), "x")
+            made = pilots.train_pilot(given, tmp_path, "pilot 2 of 4")
             (job,) = Staged.jobs
             assert (job.task, job.folder.path) == (Task("train"), tmp_path)
-            assert job.experiment is images
+            assert job.experiment is given
             assert not (tmp_path / "checkpoints").exists()
             assert Staged.made[0].connection.closed
             return made
@@ -547,7 +547,7 @@ def test_finder_has_an_answer_or_float16_is_left_out(
     place = RunFolder(tmp_path / "pilots" / "loss-scale").path
     (place / "loss_scale.json").write_text(found_scale().json_text())
     results = PilotResults({Precision.AMP_FP16: Pilot(seconds)})
-    in_fp32 = experiment_in(in_precision(experiment("Images"), "fp32"), "x")
+    in_fp32 = experiment_in(in_precision(experiment("Stranger"), "fp32"), "x")
     fails = pytest.raises(PilotError, match=why) if why else contextlib.nullcontext()
     with fails:
         pilots._find(in_fp32, results, tmp_path / "pilots")
