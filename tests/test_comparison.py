@@ -544,19 +544,3 @@ def test_table_has_a_row_for_a_precision_whose_runs_all_failed():
         ("fp32", "3", "100.0%"),
         ("amp_fp16", "0, 3 failed", None),
     ]
-
-
-def test_run_that_changed_its_precision_at_a_resume_counts_for_neither():
-    mixed = run("fp32", 2)
-    (part,) = mixed.parts
-    name = "hyperparameters.amp.precision"
-    later = dataclasses.replace(
-        part, first_batch=80, settings={**part.settings, name: "amp_bf16"}
-    )
-    found = comparison_of(FP32, FP16, dataclasses.replace(mixed, parts=(part, later)))
-    assert found.runs == [FP32, FP16]
-    (left_out,) = found.left_out
-    assert (
-        f"{name} changed from fp32 to amp_bf16 at the resume after 80 batches"
-        in left_out
-    )

@@ -134,12 +134,3 @@ class TestDeviceSum:
         while values:
             total.add(values.pop())
         assert sum(reference() is not None for reference in references) <= 64
-
-    def test_device_sum_forgets_everything_at_a_reset(self):
-        total = DeviceSum(torch.device("cpu"))
-        total.add(torch.tensor(1.0))
-        total.total()
-        total.add(torch.tensor(2.0))
-        total.reset()
-        total.add(torch.tensor(4.0))
-        assert total.total().item() == 4

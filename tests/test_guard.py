@@ -208,12 +208,6 @@ class TestTrouble:
     def test_guard_judges_nothing_before_the_first_report(self):
         guard().on_training_workload_end({"loss": math.nan}, {})
 
-    def test_trouble_fails_a_searchs_trial_and_not_the_search(self, caplog):
-        with pytest.raises(det.InvalidHP, match="in a row"):
-            judge(guard(searcher="random"), counted(100, 9, 9))
-        # InvalidHP itself is not shown
-        assert "9 optimizer steps in a row" in caplog.text
-
 
 class TestCause:
     @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.dotted import flat, leaves, put
-from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.scale_score import bits_from_default
 from determined_amp.report.master_runs import read_experiment
 from determined_amp.report.search_report import write_search_report
@@ -55,15 +54,6 @@ def test_runs_of_a_folder_and_of_a_master_have_the_same_numbers(search):
     assert {one.metrics.get("loss_scale_score") for one in search.ranked()[:2]} == {
         metrics["loss_scale_score"] for _, metrics in TRIALS[:2]
     }
-
-
-def test_ranking_follows_the_searcher(tmp_path):
-    trials = [(2.0**scale, scored(scale)) for scale in (8, 17, 24)]
-    rows = read_search(write_study(tmp_path, trials)).ranked()
-    assert [run.scale_log2 for run in rows] == [17, 8, 24]
-    upwards = with_overrides(SEARCH, ("searcher.smaller_is_better=false",))
-    rows = read_search(write_study(tmp_path / "up", trials, upwards)).ranked()
-    assert [run.scale_log2 for run in rows] == [24, 17, 8]
 
 
 def test_equal_trials_are_ranked_by_their_distance_from_the_default(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -12,12 +11,11 @@ from optuna.trial import TrialState
 
 from determined_amp.amp.errors import UserError
 from determined_amp.runs.folder import STUDY_FILE, RunFolder, trial_folder
-from determined_amp.runs.run import Report, Run, RunState
+from determined_amp.runs.run import RunState
 from determined_amp.search import optimize
 from determined_amp.search.optimize import SearchLoop
 from determined_amp.search.search_display import closing_lines
 from determined_amp.search.search_folder import (
-    Search,
     read_config,
     read_search,
     write_config,
@@ -61,17 +59,6 @@ def test_trials_that_ran_wait_again_and_come_first(tmp_path):
     assert [trial.params for trial in asked[:2]] == [trial.params for trial in started]
     scales = [trial.params["amp.init_scale"] for trial in asked]
     assert scales == [2.0**24, 2.0**14, 2.0**4]
-
-
-@pytest.mark.parametrize(("smaller", "best"), [(True, 0.25), (False, 0.75)])
-def test_value_of_a_trial_is_its_best_validation(best, *, smaller):
-    values = enumerate((0.5, 0.25, 0.75, math.nan))
-    told = [Report(n, {"f1": value}) for n, value in values]
-    run = Run("a", RunState.COMPLETED, validations=told)
-    ranks = {"metric": "f1", "smaller_is_better": smaller}
-    search = Search("", (run,), {"searcher": ranks})
-    assert search.value(run) == best
-    assert search.value(dataclasses.replace(run, state=RunState.FAILED)) is None
 
 
 def test_database_on_a_full_disk_is_one_sentence(tmp_path, monkeypatch):

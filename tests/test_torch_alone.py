@@ -5,11 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-import subprocess
-import venv
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.test_check_scripts import write_script
@@ -101,18 +98,3 @@ def test_loop_finder_audit_and_doctor_need_torch_and_numpy_alone(tmp_path):
     # Without `site` there are no installed packages.
     ran = outcome("-S", "-W", "ignore", "-c", PROGRAM, cwd=tmp_path, env=env)
     assert ran.returncode == 0, ran.stderr
-
-
-@pytest.mark.readme
-def test_package_without_its_dependencies_is_enough_beside_torch_and_numpy(tmp_path):
-    write_script(tmp_path)
-    folder = tmp_path / "venv"
-    venv.create(folder, with_pip=True)
-    python = str(folder / "bin" / "python")
-    version = importlib.metadata.version("torch").partition("+")[0]
-    for words in ([f"torch=={version}", "numpy"], ["--no-deps", str(ROOT)]):
-        command = [python, "-m", "pip", "install", "--quiet", *words]
-        subprocess.run(command, check=True, cwd=tmp_path)
-    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    ran = [python, "-W", "ignore", "-c", PROGRAM]
-    subprocess.run(ran, check=True, cwd=tmp_path, env=env)

@@ -177,12 +177,6 @@ class TestForward:
         fit_as_it_is(Reverses, BFLOAT16, batches=2)
         assert {each.dtype for each in gradients} == {torch.float32}
 
-    def test_fp32_modules_of_the_settings_compute_in_float32(self):
-        amp = {**BFLOAT16, "fp32_modules": ["^3$"]}
-        ours, theirs = (fit_as_it_is(trial, amp) for trial in (Plain, Converted))
-        assert same_state(ours, theirs)
-        assert not same_state(ours, fit_as_it_is(Plain, BFLOAT16))
-
     def test_copy_has_weights_of_its_own_and_a_pickled_model_is_the_plain_one(self):
         model, inputs = (
             fit_as_it_is(Plain, BFLOAT16).trial.model.eval(),
