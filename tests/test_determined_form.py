@@ -257,12 +257,6 @@ class TestTraining:
         training.resume(found, "--config", "searcher.max_length.batches=6")
         assert training.end(found) == ("completed", "", 6)
 
-    def test_trial_of_a_finished_search_can_be_trained_again(self, tmp_path):
-        """Its YAML has the searcher of its search, and a value for every
-        hyperparameter.
-        """
-        run(tmp_path / "run", write(tmp_path, "searcher.name=grid"))
-
 
 def test_audit_of_a_trial_without_mixed_precision_judges_nothing(tmp_path, capsys):
     path = write(tmp_path, without=("entrypoint", "searcher"))

@@ -5,6 +5,7 @@ besides.
 from __future__ import annotations
 
 import ast
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -35,14 +36,17 @@ NOT_IN_THE_WHEEL = {"trials", "benchmarks", "tests", "hp_search"}
 EXTRAS = {"torchvision", "diffusers", "optuna", "sklearn", "matplotlib", "scipy"}
 
 
+@cache
 def imports(path):
     """Line and dotted parts of everything that a file imports, within functions too."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name.split(".")) for alias in node.names)
+            found += [(node.lineno, alias.name.split(".")) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             of = (node.module or "").split(".")
-            yield from ((node.lineno, [*of, alias.name]) for alias in node.names)
+            found += [(node.lineno, [*of, alias.name]) for alias in node.names]
+    return found
 
 
 def against_the_direction(library):

@@ -80,13 +80,6 @@ def test_sound_section_is_built_with_defaults():
     )
 
 
-@pytest.mark.parametrize(("raw", "value"), [(2, 2.0), (0.25, 0.25)])
-def test_integral_json_number_is_a_float_in_a_float_field(raw, value):
-    for made in (section(ratio=raw).ratio, section(limit=raw).limit):
-        assert made == value
-        assert type(made) is float
-
-
 @pytest.mark.parametrize(
     ("key", "raw", "allowed"),
     [
