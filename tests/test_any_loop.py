@@ -561,6 +561,13 @@ def test_norm_of_a_step_that_is_left_out_is_not_reported(*, updates):
     assert reported == pytest.approx((norms[0] + norms[2]) / 2)
 
 
+def one_weight():
+    """In a loop that moves it by nothing."""
+    weight = nn.Parameter(torch.ones(1))
+    amp = AmpLoop(AmpSettings(Precision.AMP_FP16, init_scale=4.0), "cpu")
+    return weight, amp, amp.wrap_optimizer(torch.optim.SGD([weight], lr=0.0))
+
+
 def notes_of(amp):
     """All that windows and scaler know between a backward and the end of its step."""
     scaler, windows = amp.scaler, amp.windows.values()
@@ -586,9 +593,7 @@ FORGOTTEN = [
 
 @pytest.mark.parametrize("write", FORGOTTEN)
 def test_what_a_rehearsal_forgets_to_leave_out_is_put_back(write):
-    weight = nn.Parameter(torch.ones(1))
-    amp = AmpLoop(AmpSettings(Precision.AMP_FP16, init_scale=4.0), "cpu")
-    optimizer = amp.wrap_optimizer(torch.optim.SGD([weight], lr=0.0))
+    weight, amp, optimizer = one_weight()
     weight.grad = amp.scaler.scale(torch.ones(1))
     amp.scaler.step(optimizer)
     amp.update()
@@ -601,10 +606,8 @@ def test_what_a_rehearsal_forgets_to_leave_out_is_put_back(write):
 
 
 def test_optimizer_that_a_loop_does_not_know_steps_nothing_in_a_rehearsal():
-    weight = nn.Parameter(torch.ones(1))
-    amp = AmpLoop(AmpSettings(Precision.AMP_FP16, init_scale=4.0), "cpu")
-    known, unknown = (torch.optim.Adam([weight], lr=0.1) for _ in range(2))
-    amp.wrap_optimizer(known)
+    weight, amp, known = one_weight()
+    unknown = torch.optim.Adam([weight], lr=0.1)
     amp.start()
     with amp.without_steps():
         weight.grad = amp.scaler.scale(torch.ones(1))
@@ -616,9 +619,7 @@ def test_optimizer_that_a_loop_does_not_know_steps_nothing_in_a_rehearsal():
 
 def test_norm_before_an_update_without_a_step_is_not_that_of_the_next_step():
     """Both in one batch."""
-    weight = nn.Parameter(torch.ones(1))
-    amp = AmpLoop(AmpSettings(Precision.AMP_FP16, init_scale=4.0), "cpu")
-    optimizer = amp.wrap_optimizer(torch.optim.SGD([weight], lr=0.0))
+    weight, amp, optimizer = one_weight()
     for gradient in (3.0, 1.0):
         optimizer.zero_grad()
         torch.autograd.backward(amp.scaler.scale((weight * gradient).sum()))

@@ -667,8 +667,9 @@ def test_loop_that_is_over_keeps_nothing_and_refuses_nothing(precision):
     assert model() is None
 
 
-def test_loop_that_comes_or_goes_while_another_training_steps_is_no_error():
+def test_loop_that_comes_or_goes_while_another_training_steps_leaves_its_step_alone():
     loops, optimizer = [OwnLoop()], torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    loops[0].amp.start()
 
     def replace(*_):
         loops[:] = [OwnLoop()]
@@ -679,24 +680,8 @@ def test_loop_that_comes_or_goes_while_another_training_steps_is_no_error():
     try:
         registered = len(hooks)
         optimizer.step()
-        assert len(hooks) == registered
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def test_loop_that_goes_while_another_training_steps_leaves_its_step_alone():
-    loops, optimizer = [OwnLoop()], torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    loops[0].amp.start()
-    handles = [  # torch goes on to the second one
-        register_optimizer_step_pre_hook(lambda *_: loops.clear()) for _ in range(2)
-    ]
-    hooks: Any = handles[0].hooks_dict_ref()
-    try:
-        registered = len(hooks)
-        optimizer.step()
-        another = OwnLoop()
-        another.amp.start()  # removes the hook of the first
+        assert len(hooks) <= registered
+        loops[0].amp.start()  # removes the hook of the first
         assert len(hooks) == registered
     finally:
         for handle in handles:

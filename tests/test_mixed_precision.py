@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from determined_amp import AmpSettings, ConfigError, MixedPrecision, Precision
-from determined_amp.amp.metrics import WARMUP_BATCHES
 from determined_amp.amp.patched import patched
 from determined_amp.experiment.failures import ending_the_program
 from tests.harness import Context, batches_of, fit
@@ -91,16 +90,6 @@ def test_reported_loss_is_the_trials_or_a_mean_over_samples(trial, loss):
     report = report_of(trial)
     assert report.get("loss") == loss
     assert report["watch_applied_steps"] == (0 if trial is CountsItsOwnSamples else 2)
-
-
-class LongTrial(Weights):
-    rows = ((1.0, 1.0),) * (WARMUP_BATCHES + 4)
-
-
-def test_speed_and_wait_for_data_are_reported():
-    report = report_of(LongTrial, {"precision": "fp32"})
-    assert report["samples_per_second"] > 0
-    assert 0 < report["watch_data_wait_share"] < 1
 
 
 def test_patched_class_attribute_comes_back_as_it_was():
