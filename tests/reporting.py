@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.found_scale import FinderRun, FoundScale
 from determined_amp.finder.scale_finding import ScaleFinding, Verdict
 from determined_amp.runs.folder import STUDY_FILE, trial_folder
-from determined_amp.runs.run import SEED, Part, Report, Run, RunState
-from determined_amp.search.search_folder import Search, write_config
+from determined_amp.runs.run import SEED
+from determined_amp.search.search_folder import write_config
 from tests.precisions import CPU, made_on, write_record
 from tests.training import ROOT, SMALL
-
-# Of each trial: scale_log2, seed, validation metrics, training metrics.
-Rows = list[tuple[float, int | None, Mapping[str, float], Mapping[str, float]]]
 
 SEARCH = with_overrides(
     read_yaml(str(ROOT / "hp_search/loss_scale_grid.yaml")),
@@ -68,29 +64,6 @@ def write_study(
         report = {"group": "validation", **metrics, "batches": 4}
         write_record(trial_folder(folder, number), record, [report])
     return folder
-
-
-def observed(rows, metric="validation_loss", **hparams):
-    """A search of (scale_log2, seed, validation metrics, training metrics) per
-    trial.
-    """
-    searcher = {"name": "grid", "metric": metric, "smaller_is_better": True}
-    runs = (
-        Run(
-            name=f"trial {i}",
-            state=RunState.COMPLETED,
-            parts=(Part(settings={SEED: seed}),),
-            trained=[Report(100, training)] if training else [],
-            validations=[Report(100, metrics)],
-            number=i,
-            hparams={
-                "amp.init_scale": 2.0**scale,
-                **{name: values[i] for name, values in hparams.items()},
-            },
-        )
-        for i, (scale, seed, metrics, training) in enumerate(rows)
-    )
-    return Search("here", tuple(runs), {**SEARCH, "searcher": searcher})
 
 
 def found_scale(low=-6, top=18):

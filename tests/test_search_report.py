@@ -25,9 +25,7 @@ from determined_amp.search.search_folder import Search, read_search
 from tests import training
 from tests.reporting import (
     SEARCH,
-    Rows,
     found_scale,
-    observed,
     scored,
     write_study,
 )
@@ -122,10 +120,6 @@ def report_on(search, folder):
     return write_search_report(search, folder).text
 
 
-def of_scores(*scales):
-    return [(float(scale), None, scored(scale), {}) for scale in scales]
-
-
 @pytest.mark.parametrize(
     ("scales", "words"),
     [
@@ -144,7 +138,8 @@ def of_scores(*scales):
     ],
 )
 def test_scores_of_a_search_are_an_answer(scales, words, tmp_path):
-    search = observed(of_scores(*scales), "loss_scale_score")
+    rows = [(2.0**scale, scored(scale)) for scale in scales]
+    search = read_search(write_study(tmp_path / "study", rows))
     assert words in report_on(search, tmp_path)
 
 
@@ -168,18 +163,6 @@ def test_search_report_and_finder_recommend_the_same_scale(low, top, scale, tmp_
         assert ("default is fine" in text) is (scale is None)
 
 
-def test_search_that_varies_the_seed_alone_has_no_lines_to_paste(tmp_path):
-    search = observed([(16, seed, {"validation_loss": 0.5}, {}) for seed in (1, 2)])
-    texts = []
-    for width in (8, {"type": "int", "minval": 1, "maxval": 8}):
-        config = {**search.config, "hyperparameters": {"width": width}}
-        made = dataclasses.replace(search, config=config)
-        texts.append(write_search_report(made, tmp_path).text)
-    best = "best: trial 0, with validation_loss 0.5"
-    assert texts[0] == best
-    assert texts[1].startswith(f"{best}\n\nhyperparameters:\n  width:")
-
-
 def searched(*trials, smaller_is_better):
     """A search that trained: scale_log2, state and validation losses of each trial."""
     runs = []
@@ -195,6 +178,19 @@ def searched(*trials, smaller_is_better):
     return Search(
         "here", tuple(runs), {**SEARCH, "searcher": {**SEARCH["searcher"], **searcher}}
     )
+
+
+def test_search_that_varies_the_seed_alone_has_no_lines_to_paste(tmp_path):
+    two = [(16.0, RunState.COMPLETED, [0.5])] * 2
+    search = searched(*two, smaller_is_better=True)
+    texts = []
+    for width in (8, {"type": "int", "minval": 1, "maxval": 8}):
+        config = {**search.config, "hyperparameters": {"width": width}}
+        made = dataclasses.replace(search, config=config)
+        texts.append(write_search_report(made, tmp_path).text)
+    best = "best: trial 0, with validation_loss 0.5"
+    assert texts[0] == best
+    assert texts[1].startswith(f"{best}\n\nhyperparameters:\n  width:")
 
 
 @pytest.mark.parametrize(("smaller_is_better", "best"), [(True, 16), (False, 18)])
@@ -243,11 +239,16 @@ RATES = "hyperparameters.learning_rate={type: double, minval: 0.1, maxval: 0.4}"
 def test_search_over_more_than_the_scale_has_a_best_trial_and_a_panel_for_each(
     tmp_path,
 ):
-    rows: Rows = [(float(i), None, {"loss_scale_score": i}, {}) for i in (1, 0, 2)]
-    some = observed(rows, "loss_scale_score", learning_rate=[0.1, 0.2, 0.4])
-    search = dataclasses.replace(some, config=with_overrides(some.config, (RATES,)))
+    trials = [(float(i), RunState.COMPLETED, [float(i)]) for i in (1, 0, 2)]
+    some = searched(*trials, smaller_is_better=True)
+    runs = tuple(
+        dataclasses.replace(run, hparams={**run.hparams, "learning_rate": rate})
+        for run, rate in zip(some.runs, (0.1, 0.2, 0.4), strict=True)
+    )
+    config = with_overrides(some.config, (RATES,))
+    search = dataclasses.replace(some, runs=runs, config=config)
     assert report_on(search, tmp_path).startswith(
-        "best: trial 1, with loss_scale_score 0\n\nhyperparameters:\n"
+        "best: trial 1, with validation_loss 0\n\nhyperparameters:\n"
         "  learning_rate: 0.2\n  amp:\n    init_scale: 1.0"
     )
     panels = {panel.xlabel: list(panel.dots) for panel in panels_of(search)}
