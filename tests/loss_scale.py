@@ -52,6 +52,14 @@ def looked_at(
         return in_training(small, context, batches, after_steps)
 
 
+def first_failing(works, fails, is_fine):
+    """The smallest power of two that is not fine, by halving an interval."""
+    while fails - works > 1:
+        middle = (works + fails) // 2
+        works, fails = (middle, fails) if is_fine(middle) else (works, middle)
+    return fails
+
+
 def skipped_steps(trial, steps, init_scale):
     """Of a real training from the first batch on."""
     with open_trial(

@@ -33,9 +33,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 def options(config, *overrides):
     """Arguments of the command, with a small batch."""
-    changes = ["hyperparameters.global_batch_size=8", *overrides]
-    path = str(training.ROOT / "experiment_configs" / config)
-    return [path, *(word for change in changes for word in ("--config", change))]
+    return training.changing(config, "hyperparameters.global_batch_size=8", *overrides)
 
 
 def audit_of(config):

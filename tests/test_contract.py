@@ -134,10 +134,9 @@ def start(name, folder, precision, *overrides):
     scaling = SCALING * (precision is Precision.AMP_FP16)
     amp = f"hyperparameters.amp={{precision: {precision.value}{scaling}}}"
     changes = (*RUN, *example.overrides, amp, *overrides)
-    words = [word for change in changes for word in ("--config", change)]
-    path = str(training.ROOT / "experiment_configs" / example.config)
+    words = training.changing(example.config, *changes)
     torch.manual_seed(0)
-    return door.main(["train", path, *words, "--run-folder", str(folder)])
+    return door.main(["train", *words, "--run-folder", str(folder)])
 
 
 def trial_class(name):

@@ -23,22 +23,15 @@ from determined_amp.finder.scale_finding import (
     find_range,
 )
 from determined_amp.finder.scale_score import choice_of
-from tests.loss_scale import ALL, looked_at, skipped_steps
+from tests.loss_scale import ALL, first_failing, looked_at, skipped_steps
 from tests.training import arguments, run_small
 
 
 def measured_first_overflow(batches):
-    """Not found from the prediction, but by halving an interval; overflow is
-    monotone.
-    """
-    works, fails = -30, 100
-    while fails - works > 1:
-        middle = (works + fails) // 2
-        if all(batch.run(2.0**middle).is_sound for batch in batches):
-            works = middle
-        else:
-            fails = middle
-    return fails
+    """Not found from the prediction; overflow is monotone."""
+    return first_failing(
+        -30, 100, lambda power: all(batch.run(2.0**power).is_sound for batch in batches)
+    )
 
 
 class TestRange:

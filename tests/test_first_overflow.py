@@ -7,6 +7,8 @@ operations compute a factor of their derivative in 16 bits, which no loss scale 
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.slots import OneSlot
 from determined_amp.finder.scale_finding import find_range
+from tests.loss_scale import first_failing
 
 SAMPLES, WIDTH = 24, 32
 
@@ -177,15 +180,9 @@ def first_overflow(name, factor):
     """log2 of the smallest power of two at which a parameter's gradient is not
     finite.
     """
-    model, train = model_of(name), LOOPS.get(name, regression)
-
-    works, fails = 0, 100
-    assert is_finite(model, train, factor, works)
-    while fails - works > 1:
-        middle = (works + fails) // 2
-        finite = is_finite(model, train, factor, middle)
-        works, fails = (middle, fails) if finite else (works, middle)
-    return fails
+    fine = partial(is_finite, model_of(name), LOOPS.get(name, regression), factor)
+    assert fine(0)
+    return first_failing(0, 100, fine)
 
 
 def is_finite(model, train, factor, scale_log2):

@@ -7,11 +7,10 @@ import torch
 import yaml
 from torch.nn import functional
 
-from determined_amp import __main__ as door
 from determined_amp.amp.errors import ConfigError
 from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.overrides import with_overrides
-from tests.training import ROOT, checkpoint, metrics
+from tests.training import ROOT, changing, checkpoint, metrics, run
 from trials.data.clips import load as load_clips
 from trials.data.loading import Sample
 from trials.models.denoiser import Denoiser
@@ -38,12 +37,7 @@ TINY = (
 
 def run_tiny(config, folder, *overrides):
     """Train in this process; the run folder."""
-    changes = [
-        word for override in (*TINY, *overrides) for word in ("--config", override)
-    ]
-    path = str(ROOT / "experiment_configs" / "latte" / config)
-    assert door.run(["train", path, *changes, "--run-folder", str(folder)]) == 0
-    return folder
+    return run(folder, *changing(f"latte/{config}", *TINY, *overrides))
 
 
 def parsed(*overrides):
@@ -57,9 +51,9 @@ def test_validation_loss_is_that_of_the_averaged_weights(tmp_path):
     """Computed again from the checkpoint, whose weights themselves give another
     loss.
     """
-    run = run_tiny("fp32.yaml", tmp_path, "hyperparameters.learning_rate=2.0e-2")
+    trained = run_tiny("fp32.yaml", tmp_path, "hyperparameters.learning_rate=2.0e-2")
     config = parsed()
-    state = checkpoint(run, BATCHES)
+    state = checkpoint(trained, BATCHES)
     clips = ValidationClips(load_clips(config.data, 0)[1])
     batch = clips.__getitems__([Sample(0, index) for index in range(len(clips))])
     diffusion = Diffusion(
@@ -75,9 +69,9 @@ def test_validation_loss_is_that_of_the_averaged_weights(tmp_path):
         with torch.no_grad():
             noise = model(noised.clips, noised.timesteps, noised.labels)
         losses.append(float(functional.mse_loss(noise, noised.noise)))
-    reported = [r["validation_loss"] for r in metrics(run) if "validation_loss" in r][
-        -1
-    ]
+    reported = [
+        r["validation_loss"] for r in metrics(trained) if "validation_loss" in r
+    ][-1]
     assert reported == pytest.approx(losses[0], rel=1.0e-5)
     assert reported != pytest.approx(losses[1], rel=1.0e-4)
 
@@ -90,14 +84,14 @@ def test_clip_starts_at_the_step_that_was_asked_for(tmp_path):
     moments = {}
     short = "hyperparameters.training.max_length.batches=4"
     for start in (0, 2):
-        run = run_tiny(
+        trained = run_tiny(
             "fp32.yaml",
             tmp_path / str(start),
             tight,
             short,
             f"hyperparameters.clip_start_step={start}",
         )
-        state = checkpoint(run, 4)["optimizers_state_dict"][0]["state"]
+        state = checkpoint(trained, 4)["optimizers_state_dict"][0]["state"]
         moments[start] = max(
             float(entry["exp_avg_sq"].max()) for entry in state.values()
         )

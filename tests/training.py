@@ -63,12 +63,15 @@ def problems_of(config, **options):
     return []
 
 
+def changing(config, *overrides):
+    """The words of a command for a YAML of the repository with these overrides."""
+    changes = [word for override in overrides for word in ("--config", override)]
+    return [str(ROOT / "experiment_configs" / config), *changes]
+
+
 def arguments(config, *overrides):
     """What `det-amp train` is given to train the small MLP."""
-    changes = [
-        word for override in (*SMALL, *overrides) for word in ("--config", override)
-    ]
-    return [str(ROOT / "experiment_configs" / config), *changes]
+    return changing(config, *SMALL, *overrides)
 
 
 def write_yaml(folder, config):
