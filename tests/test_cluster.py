@@ -14,11 +14,14 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import yaml
 from determined.experimental import client
 
+from determined_amp import __main__ as door
 from determined_amp.amp.errors import UserError
 from determined_amp.trial.notes import cause_first
 from tests.cluster import (
@@ -119,7 +122,7 @@ ASHA = (
     "hyperparameters.training.reporting_period.batches=2",
 )
 
-FEW_TRIALS = {
+FEW_TRIALS: dict[str, Sequence[str]] = {
     "compare": (COMPARE,),
     "compare_precisions": COMPARED,
     "loss_scale_asha": ASHA,
@@ -410,7 +413,7 @@ def strangers(cluster, stranger):
         "hyperparameters.trial=before:MyTrial",
         "hyperparameters.amp.precision=amp_fp16",
     )
-    plan = {
+    plan: dict[str, tuple[Path, tuple[str, ...]]] = {
         "alone": (ours, STRANGER),
         "two slots": (ours, two_slots),
         "as it is": (before, as_it_is),
@@ -436,6 +439,50 @@ class TestStranger:
     def test_loss_scale_of_a_stranger_is_found(self, strangers):
         (found,) = strangers["found"].completed().metrics("validation")
         assert 0 < found["init_scale_log2"] < 40
+
+
+# Its batches wait, so no precision takes more than five times as long as another, on
+# any CPU.
+SLOW = """
+import time
+
+from before import MyTrial
+
+
+class Slow(MyTrial):
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        time.sleep(0.05)
+        return super().train_batch(batch, epoch_idx, batch_idx)
+"""
+
+
+class TestComparison:
+    def test_comparison_that_is_paused_gives_its_answer_first(
+        self, cluster, stranger, tmp_path
+    ):
+        context = tmp_path / "context"
+        shutil.copytree(stranger, context)
+        (context / "slow.py").write_text(SLOW)
+        hook = context / "startup-hook.sh"
+        # as docs/compare.md says
+        needed = "python3 -m pip install --quiet optuna matplotlib scipy"
+        hook.write_text(f"{hook.read_text()}{needed}\n")
+        command = "compare --trial slow:Slow --seeds 1 --batches 100 --minutes 20"
+        entrypoint = f"entrypoint=python3 -m determined_amp {command}"
+        run = cluster.create(context / "before.yaml", entrypoint, context=context)
+        run.wait_for_log(" trial   0 ")
+        run.det("pause")
+        run.wait_for_log("the page with all numbers")
+        run.det("activate")
+        (answer,) = run.completed().metrics("validation")
+        assert answer["speed"] > 0
+        log = run.log()
+        assert [log.count(f" trial   {number} ") for number in range(3)] == [1, 1, 1]
+        assert "precision: " in log
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DET_MASTER", run.cluster.address)
+            assert door.main(["report", str(run.id), "--output", str(tmp_path)]) == 0
+        assert (tmp_path / "precision.md").stat().st_size > 1_000
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,16 @@ device.
 
 from __future__ import annotations
 
+import ast
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import determined_amp
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.mistakes import (
     AWAITS_UPDATE,
@@ -246,6 +249,18 @@ class TestStages:
             set(IN_A_LOOP) == set(IN_A_TRIAL) == {*Mistake} - {Mistake.UPDATES_NOTHING}
         )
         assert "amp.update" in Mistake.UPDATES_NOTHING.value
+
+    def test_window_alone_writes_its_stage(self):
+        package = Path(determined_amp.__file__).parent
+        writers = {
+            path.name
+            for path in package.rglob("*.py")
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and node.attr in ("stage", "gradients_used")
+        }
+        assert writers == {"window.py"}
 
 
 class TestUpdate:
