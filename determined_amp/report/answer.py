@@ -1,4 +1,4 @@
-"""Which precision to use, by the pairs of a comparison, or what to type to know it."""
+"""Answers which precision to use, or what to type to find out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RULE = (
     f"{MIN_RATIO - 1:.0%} or more, are not worse, and lost no run; else the baseline"
 )
 
-# The number of seeds to try next, for fewer; of more, twice as many.
+# Suggest this many seeds after runs with fewer seeds, and else twice as many seeds.
 _SEEDS = 5
 
 
@@ -23,10 +23,10 @@ _SEEDS = 5
 class Answer:
     """The precision to use."""
 
-    # The baseline where the runs cannot tell yet.
+    # The baseline if the runs cannot tell yet.
     precision: Precision
     why: str  # the reason, in words
-    is_certain: bool = True  # whether the runs tell it
+    is_certain: bool = True  # whether the runs settle the question
 
     @property
     def text(self) -> str:
@@ -37,7 +37,7 @@ class Answer:
 
 
 def answer_of(comparison: Comparison) -> Answer:
-    """Apply `RULE`."""
+    """Apply `RULE` to the runs of a comparison."""
     faults = [
         f"{same.name} has no finished run"
         for same in comparison.precisions
@@ -65,7 +65,7 @@ def answer_of(comparison: Comparison) -> Answer:
 
 
 def _nothing_to_compare(comparison: Comparison) -> str:
-    """What is there, what is missing, and what to type."""
+    """Say which runs exist, which are missing, and what to type."""
     names = " and ".join(same.name for same in comparison.precisions)
     return (
         f"all finished runs are in {names}, and one in another precision is missing: "
@@ -74,7 +74,7 @@ def _nothing_to_compare(comparison: Comparison) -> str:
 
 
 def what_to_type(comparison: Comparison) -> str:
-    """What to type if a pair cannot tell; empty if every pair tells."""
+    """Say what to type if a pair is open; empty if no pair is."""
     pairs = [pair for pair in comparison.pairs if pair.is_open]
     if not pairs:
         return ""
@@ -106,7 +106,7 @@ def _fault(pair: Pair, metric: str) -> str:
 
 
 def _doubt(pair: Pair, metric: str) -> str:
-    """Why a precision without a fault cannot be recommended yet; or nothing."""
+    """Why a precision without a fault cannot be recommended yet; empty if it can."""
     name = pair.precision.value
     if pair.speed is None:
         return f"the speed of {name} was not measured"

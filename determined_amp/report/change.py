@@ -1,4 +1,4 @@
-"""What a precision changes, as an interval, and the verdict on it.
+"""Measures what a precision changes, with an interval, and judges the change.
 
 A change that is not significant does not prove equality: two precisions are equal only
 if the whole interval of the change lies inside the margin.
@@ -14,8 +14,8 @@ from statistics import mean
 
 from scipy import stats  # type: ignore[import-untyped]
 
-# Speed and memory are judged by the logarithm of their ratio: a smaller change does not
-# matter.
+# Speed and memory are judged by the logarithm of their ratio. A ratio closer to 1 does
+# not matter.
 MIN_RATIO = 1.05
 RATIO_MARGIN = math.log(MIN_RATIO)
 
@@ -38,9 +38,9 @@ class Judgement(enum.Enum):
 class Change:
     """The change of a number from one precision to another, over pairs of runs."""
 
-    mean: float  # mean over the pairs; of speed and memory, of the log of the ratio
-    low: float  # lower end of its 95 % interval; NaN where the pairs tell none
-    high: float  # upper end
+    mean: float  # mean over the pairs; a mean of logs if `is_ratio`
+    low: float  # lower end of the 95 % interval; NaN if the pairs give no interval
+    high: float  # upper end of the interval
     pairs: int
     margin: float  # a smaller change does not matter
     more_is_better: bool
@@ -52,7 +52,7 @@ class Change:
         return self.mean if self.more_is_better else -self.mean
 
     def shown(self, number: float) -> float:
-        """A number of this change as a reader sees it."""
+        """Convert a number of this change for a reader: from a log to a ratio."""
         return math.exp(number) if self.is_ratio else number
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Change:
 
     @property
     def verdict(self) -> str:
-        """The judgement, as it follows the numbers; empty without an interval."""
+        """The judgement as text to append to the numbers; empty without an interval."""
         return "" if math.isnan(self.low) else f": {self.judgement.value}"
 
     @property
@@ -90,11 +90,11 @@ def change_of(
     more_is_better: bool,
     is_ratio: bool = False,
 ) -> Change:
-    """The change with its interval by Student's t-test.
+    """Compute the change, and its interval by Student's t-test.
 
     Args:
-        differences: One per pair of runs, at least one.
-        margin: What does not matter.
+        differences: One difference per pair of runs, at least one.
+        margin: A smaller change does not matter.
         more_is_better: Whether a positive difference is for the better.
         is_ratio: Whether the differences are logs of ratios.
     """

@@ -1,6 +1,4 @@
-"""The runs that a report on precisions compares: which count, and whether they can be
-compared.
-"""
+"""Selects the runs that count for a report on precisions, and compares them."""
 
 from __future__ import annotations
 
@@ -40,8 +38,8 @@ from determined_amp.search.search_folder import Search
 _ACCURACY_MARGIN = 0.003
 _RELATIVE_MARGIN = 0.01
 
-# Settings in which compared runs may differ. Names and search method do not affect the
-# training.
+# Compared runs may differ in these settings. The name and the search method do not
+# affect the training.
 _MAY_DIFFER = frozenset(
     {"name", "searcher.name", SEED, PRECISION, *(f"{AMP}.{key}" for key in SCALER_KEYS)}
 )
@@ -56,8 +54,8 @@ class Comparison:
     baseline: Precision  # the precision that the others are compared with
     # The runs per precision, in the order of `Precision`.
     precisions: Sequence[PrecisionRuns]
-    pairs: Sequence[Pair]  # those with the baseline first
-    left_out: Sequence[str]  # a sentence for each run that does not count
+    pairs: Sequence[Pair]  # pairs with the baseline come first
+    left_out: Sequence[str]  # a sentence for each run or precision that does not count
     notes: Sequence[str]  # further sentences from the sources
     command: str  # what the user typed for these runs, or may type for more
 
@@ -67,7 +65,7 @@ class Comparison:
 
     @property
     def settings(self) -> Config:
-        """Those of a completed run; most are the same in all."""
+        """The settings of one completed run; most are the same in all runs."""
         return self.completed[0].settings
 
     @property
@@ -82,7 +80,7 @@ class Comparison:
 
     @property
     def setting(self) -> str:
-        """Device, versions, length, date and seeds of all runs, in one line."""
+        """Device, torch version, length, batch size, date and seeds, in one line."""
         device = f"{self.machine.device}, torch {self.machine.torch}"
         batches = max(run.training.batches for run in self.runs)
         date = max(run.date or "date unknown" for run in self.runs)
@@ -108,11 +106,11 @@ def compare_runs(
     """Compare all runs of some sources.
 
     Args:
-        sources: What has the runs.
-        metric: Validation metric; by default the accuracy if all report it, else the
-            searcher's.
-        margin: What does not matter; by default 0.003 of an accuracy, else 1 % of the
-            mean.
+        sources: The searches and single runs to compare.
+        metric: Validation metric; by default the accuracy if all finished runs report
+            it, else the searcher's metric.
+        margin: A smaller difference does not matter. By default 0.003 of an accuracy
+            (0.3 in percent), else 1 % of the baseline's mean.
 
     Raises:
         UserError: if the runs cannot be compared, or do not report the metric.
@@ -154,7 +152,7 @@ def _to_compare(
 ) -> list[tuple[PrecisionRuns, PrecisionRuns]]:
     """Every precision with the baseline, and AMP also with `tf32` on devices with TF32.
 
-    Where the device has TF32, many programs without AMP run in it.
+    Many programs without AMP run in TF32 where the device has it.
     """
     finished = [same for same in precisions if same.runs]
     real = [s for s in finished if s is baseline or not s.runs[0].is_only_fp32]
@@ -163,9 +161,9 @@ def _to_compare(
 
 
 def _countable(sources: Sequence[Search]) -> tuple[list[Run], list[str]]:
-    """The runs that count for their precision, and a sentence for each other run.
+    """The runs that count, and a sentence for each run or precision that does not.
 
-    A run that was stopped, still runs, or changed at a resume does not count.
+    A run does not count if it was stopped, still runs, or changed at a resume.
     """
     runs = []
     left_out = []
@@ -192,8 +190,8 @@ def _finished(runs: Runs) -> list[Run]:
 
 
 def _smaller_is_better(run: Run, metric: str) -> bool:
-    """The searcher's direction for its own metric; for others, the one that the name
-    implies.
+    """Whether less is better: the searcher says so for its own metric, and the name
+    tells it for other metrics.
     """
     if metric == run.settings[METRIC]:
         return bool(run.settings[SMALLER_IS_BETTER])
@@ -215,9 +213,7 @@ def _margin(base: PrecisionRuns) -> float:
 
 
 def _judged_by(run: Run, metric: str) -> Run:
-    """A run that is a failure, too, if its last value of the compared metric is not
-    finite.
-    """
+    """The run, marked as failed if its last value of the metric is not finite."""
     value = run.metrics.get(metric, 0.0)
     if run.state is not RunState.COMPLETED or math.isfinite(value):
         return run
@@ -228,9 +224,9 @@ def _check_comparable(runs: Runs, metric: str) -> None:
     """Check that finished and failed runs can be compared.
 
     Raises:
-        UserError: if the runs differ in settings, devices or versions that must be
-            the same (the message names them all), if two finished runs have the same
-            precision and seed, or if one lacks the metric.
+        UserError: if runs differ in settings or machine facts that must be equal (the
+            message names them all), if two finished runs have the same precision and
+            seed, or if a finished run lacks the metric.
     """
     finished = _finished(runs)
     # A failed run may have ended before its log named its machine.
@@ -253,10 +249,10 @@ def _check_comparable(runs: Runs, metric: str) -> None:
 def _baseline(
     precisions: Sequence[PrecisionRuns], left_out: Sequence[str]
 ) -> PrecisionRuns:
-    """The runs to compare with: those in fp32 if one has finished, else in tf32.
+    """The runs in fp32 if one of them has finished, else the runs in tf32.
 
     Raises:
-        UserError: if neither has a finished run.
+        UserError: if neither precision has a finished run.
     """
     finished = [same for same in precisions if same.runs]
     if finished and not finished[0].precision.autocasts:
@@ -271,8 +267,8 @@ def _baseline(
 
 
 def differences(runs: Runs, facts_of: Callable[[Run], Config]) -> Sentences:
-    """A sentence per fact in which runs differ: every value, and the first run that has
-    it.
+    """A sentence for each fact in which runs differ. It names every value, and the
+    first run with each value.
     """
     facts = [facts_of(run) for run in runs]
     for name in sorted(set().union(*facts)):

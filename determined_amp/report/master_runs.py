@@ -1,6 +1,4 @@
-"""Reads the trials of an experiment from a Determined master, through Determined's
-SDK.
-"""
+"""Reads the trials of an experiment from a master, through Determined's SDK."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
 
 MASTER = "DET_MASTER"
 
-# The report that the command `compare` leaves in its checkpoint, beside other files.
+# The checkpoint of the command `compare` has this report, and other files.
 _TEXT = "precision.md"
 
 _SIDE_BY_SIDE = (
@@ -81,8 +79,8 @@ def _run(
 ) -> Run:
     """A trial of an experiment, with the settings that it noted.
 
-    One that failed before it noted any has its hyperparameters, and what the trials of
-    the experiment share.
+    A trial that failed before it noted its settings gets its hyperparameters, and the
+    settings that all trials of the experiment share.
     """
     lines = list(_reports(trial))
     if "settings" in noted:
@@ -110,8 +108,8 @@ def _run(
 def _end(trial: Trial, failure: str, *, has_length: bool) -> tuple[RunState, str]:
     """How a trial ended, and why, before its reports are looked at.
 
-    A trial that the master calls completed may have failed, or have been ended early by
-    its search. Only its length shows the latter.
+    The master also calls a trial completed that has failed, or that its search ended
+    early. Only its length reveals the latter.
     """
     status = trial.state.value if trial.state else ""
     state = _ENDED.get(status, RunState.RUNNING)
@@ -132,13 +130,13 @@ def _noted(session: Session, trial: int) -> Values:
 
 
 def _settings(noted: Values) -> Config:
-    """The settings that a trial noted, which are a text in parts."""
+    """The settings that a trial noted, as JSON cut into parts."""
     settings: Config = json.loads("".join(noted["settings"]))
     return settings
 
 
 def _reports(trial: Trial) -> Iterator[Values]:
-    """The reports of a trial, in the order of its batches."""
+    """The training reports of a trial, then its validations, each by batches."""
     for group in ("training", "validation"):
         sent = trial.iter_metrics(group)
         for report in sorted(sent, key=lambda report: report.steps_completed):
@@ -179,8 +177,8 @@ def fetch_comparison(number: int, folder: Path) -> Written:
 
 @contextmanager
 def _on_master(number: int) -> Iterator[tuple[Session, Experiment, str]]:
-    """A session with the master that `DET_MASTER` names, its experiment, and a name for
-    that.
+    """Yield a session with the master that `DET_MASTER` names, the experiment, and the
+    experiment's name for messages.
 
     Raises:
         UserError: if there is no such master, or the login fails.
@@ -195,7 +193,7 @@ def _on_master(number: int) -> Iterator[tuple[Session, Experiment, str]]:
         )
     session = log_in(address)
     with warnings.catch_warnings():
-        # the SDK warns that it is deprecated
+        # The SDK warns that it is deprecated.
         warnings.simplefilter("ignore", FutureWarning)
         from determined.experimental.client import Experiment  # noqa: PLC0415
     try:
@@ -204,7 +202,7 @@ def _on_master(number: int) -> Iterator[tuple[Session, Experiment, str]]:
         yield session, experiment, f"experiment {number} on {session.master}"
     except UserError:
         raise
-    except Exception as error:  # the SDK raises whatever an odd answer leads to
+    except Exception as error:  # the SDK raises errors of any type on an odd answer
         raise UserError(
             f"{session.master} gave no experiment {number}: {type(error).__name__}: "
             f"{one_line(error)}; allowed: an experiment on a master of Determined 0.38"

@@ -1,7 +1,7 @@
 """Writes a report: its text in Markdown, its picture as PNG, and its numbers as JSON.
 
-The palette of the pictures is by Okabe and Ito: people with any colour vision can tell
-its colours apart.
+The pictures use the palette of Okabe and Ito, whose colours people with any colour
+vision can tell apart.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from determined_amp.runs.run import Spread
 Row = list[tuple[str, Any]]
 Table = list[Row]
 
-# The key of every report as JSON that no other file has.
+# Only the JSON of a report has this key. It protects other files from being replaced.
 _DRAWN = "drawn"
 
 INK = "#1f2329"
@@ -58,19 +58,20 @@ STYLE: dict[Any, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One panel of a picture: its dots, and what joins them."""
+    """One panel of a picture."""
 
     title: str
     xlabel: str
     dots: Sequence[tuple[float, float]]
-    line: str = "-"  # what joins them, as matplotlib names it
-    errors: Sequence[Sequence[float]] | None = None  # below and above each dot
-    names: Sequence[str] = ()  # of the dots
-    band: tuple[float, float] | None = None  # from where to where nothing matters
+    line: str = "-"  # matplotlib's style of the line that joins the dots
+    # Lengths of the error bars below each dot, then above each dot.
+    errors: Sequence[Sequence[float]] | None = None
+    names: Sequence[str] = ()  # a label for each dot
+    band: tuple[float, float] | None = None  # range in which a change does not matter
 
 
 def draw_panels(panels: Sequence[Panel]) -> Figure:
-    """A picture of some panels side by side."""
+    """Draw some panels side by side."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10.0, 3.0), layout="constrained")
         places = figure.subplots(1, max(len(panels), 1), squeeze=False)[0]
@@ -119,20 +120,19 @@ def write_page(
         name: The name of the files.
         answer: The first line.
         yaml: Lines to paste; may be empty.
-        sentences: All that is said besides the answer.
+        sentences: All sentences besides the answer.
         figure: The picture.
         caption: The text below it.
         table: The numbers.
-        origin: What they were measured on, and how.
-        record: Values for the JSON besides the sentences and the table; null stands for
-            what is not finite.
+        origin: What the numbers were measured on, and how.
+        record: Further values for the JSON. Numbers that are not finite become null.
     """
     items = "\n".join(f"* {sentence}" for sentence in sentences)
     paste = f"```yaml\n{yaml}\n```" if yaml else ""
     image = f"![{caption}]({name}.png)"
     numbers = _markdown(table)
     page = _paragraphs(f"# {answer}", paste, items, image, numbers, origin)
-    # a tag in somebody's name stays text
+    # A name that looks like an HTML tag must stay visible.
     page = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", page)
     rows = [dict(row) for row in table]
     told = {"answer": answer, "sentences": sentences, "table": rows}
@@ -160,7 +160,7 @@ def write_files(folder: Path, files: Mapping[Path, bytes]) -> None:
     """Write the files of a report into a folder, all of them or none.
 
     Raises:
-        UserError: if one cannot be written, or would replace JSON that is no report.
+        UserError: if a file cannot be written, or would replace JSON that is no report.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -183,7 +183,7 @@ def write_files(folder: Path, files: Mapping[Path, bytes]) -> None:
 
 
 def _markdown(table: Table) -> str:
-    """A table as Markdown, its first column to the left."""
+    """A table in Markdown, with its first column aligned to the left."""
     heads = [head for head, _ in table[0]]
     rule = ["---", *["---:"] * (len(heads) - 1)]
     lines = [_line(heads), _line(rule)]

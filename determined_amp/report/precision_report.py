@@ -1,6 +1,4 @@
-"""The report that compares precisions: the answer, sentences, a table, the picture, and
-JSON.
-"""
+"""Writes the report that compares precisions: answer, sentences, picture and table."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ from determined_amp.report.page import (
 from determined_amp.report.precision_runs import Pair, PrecisionRuns, counted, speed_of
 from determined_amp.runs.run import AMP, TRIAL, Run
 
-# AMP does not speed up a loop that spends a larger share of its time waiting for data.
+# AMP may not speed up a loop that waits for data for more than this share of its time.
 WAITS_FOR_DATA = 0.2
 
 _CAPTION = (
@@ -70,7 +68,7 @@ def _scaler(run: Run) -> Values:
 
 
 def yaml_of(comparison: Comparison, answer: Answer) -> str:
-    """Lines to paste into an experiment YAML; PyTorch's default scale needs none."""
+    """The lines to paste into an experiment YAML, without PyTorch's default scale."""
     changes: Values = {"precision": answer.precision.value}
     islands = comparison.settings.get(f"{AMP}.fp32_modules")
     if answer.precision.autocasts and islands:
@@ -84,7 +82,7 @@ def yaml_of(comparison: Comparison, answer: Answer) -> str:
 
 
 def precision_sentences(comparison: Comparison) -> Sentences:
-    """All sentences besides the answer, what to type first."""
+    """All sentences besides the answer. What to type comes first."""
     if more := what_to_type(comparison):
         yield more
     for pair in comparison.pairs:
@@ -169,12 +167,12 @@ def _audited(comparison: Comparison) -> Sentences:
 
 
 def _share(share: float) -> str:
-    """A share in percent; only the whole is rounded to 100 %."""
+    """A share in percent. A share below 1 is never rounded up to 100 %."""
     return f"{share if share == 1.0 else min(share, 0.999):.1%}"
 
 
 def _mixed(comparison: Comparison) -> Sentences:
-    """Allowed differences between runs, other than the precision."""
+    """Name the scaler settings and versions in which the runs differ."""
     scaled = [run for run in comparison.runs if run.precision is Precision.AMP_FP16]
     by_scaler = differences(scaled, _scaler)
     by_version = differences(comparison.completed, lambda run: run.machine.versions)
@@ -202,7 +200,7 @@ def _caveats(comparison: Comparison) -> Sentences:
 
 
 def change_panels(pairs: Sequence[Pair], metric: str) -> list[Panel]:
-    """The change of speed and metric in each pair that has it."""
+    """A panel for speed and one for the metric, with a dot for each pair."""
     speeds = [(pair, pair.speed) for pair in pairs if pair.speed is not None]
     metrics = [(pair, pair.metric) for pair in pairs]
     drawn = (("Times as fast", speeds), (f"Difference of {metric}", metrics))
@@ -229,7 +227,7 @@ def precision_table(comparison: Comparison) -> Table:
 
 
 def _cells(same: PrecisionRuns, comparison: Comparison) -> Iterator[tuple[str, Any]]:
-    """The heads and cells of a precision."""
+    """The head and the cell of each column, for one precision."""
     yield "precision", same.name
     failed = f", {len(same.failed)} failed" if same.failed else ""
     yield "runs", f"{len(same.runs)}{failed}"
@@ -258,7 +256,7 @@ def _speed(same: PrecisionRuns, comparison: Comparison) -> str:
 
 
 def _scale(same: PrecisionRuns) -> str:
-    """The loss scale at the end; only float16 has one."""
+    """The range of final loss scales; only float16 has one."""
     scale = same.last(MetricName.LOSS_SCALE_LOG2)
     if scale is None or same.precision is not Precision.AMP_FP16:
         return "none" if same.runs else ""

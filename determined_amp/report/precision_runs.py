@@ -1,4 +1,4 @@
-"""The runs in one precision, and the pair of two precisions."""
+"""Groups runs by precision, and compares two precisions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from determined_amp.runs.run import Run, Spread
 
 
 def counted(count: int, noun: str) -> str:
-    """Such as "1 seed" and "2 seeds"."""
+    """A number with its noun, such as "1 seed" or "2 seeds"."""
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
@@ -24,7 +24,7 @@ class PrecisionRuns:
     """The runs in one precision."""
 
     precision: Precision
-    runs: list[Run]  # the completed runs, by seed
+    runs: list[Run]  # the completed runs, sorted by seed
     failed: list[Run]  # the failed runs
     metric: str  # the compared metric
 
@@ -39,18 +39,18 @@ class PrecisionRuns:
 
     @property
     def data_wait_share(self) -> float | None:
-        """Share of the time that the loop waited for data: the median over the runs."""
+        """Share of time that the loop waited for data, as the median over the runs."""
         waits = self.spread(lambda run: run.data_wait_share)
         return waits.median if waits else None
 
     @property
     def audit_share(self) -> float | None:
-        """Smallest audited share; None if no run was audited."""
+        """The smallest audited share of the runs; None if no run was audited."""
         shares = self.spread(lambda run: run.audit_share)
         return shares.low if shares else None
 
     def last(self, name: str) -> Spread | None:
-        """The spread of a number of the last training report."""
+        """The spread over the runs of a number in their last training reports."""
         return self.spread(lambda run: run.last(name))
 
     def spread(self, value: Callable[[Run], float | None]) -> Spread | None:
@@ -60,7 +60,7 @@ class PrecisionRuns:
 
 
 def by_precision(runs: Runs, metric: str) -> list[PrecisionRuns]:
-    """The runs of each precision that has one, in the order of `Precision`."""
+    """The runs of each precision that has runs, in the order of `Precision`."""
     made = {
         precision: PrecisionRuns(precision, [], [], metric) for precision in Precision
     }
@@ -80,7 +80,7 @@ class Pair:
     precision: Precision  # the precision to judge
     against: Precision  # the precision to compare with
     speed: Change | None  # of samples per second; None if not measured
-    memory: Change | None  # of allocated memory; None if not measured, as on a CPU
+    memory: Change | None  # of allocated memory; None on a CPU, or if not measured
     metric: Change  # of the compared metric
     lost_runs: int  # number of failed runs of the precision to judge
 
@@ -91,7 +91,7 @@ class Pair:
 
     @property
     def is_open(self) -> bool:
-        """Whether something that was compared cannot be told yet."""
+        """Whether the speed was not measured, or a verdict is unknown."""
         changes = [self.metric, self.memory, self.speed]
         verdicts = [change.judgement for change in changes if change is not None]
         return self.speed is None or Judgement.UNKNOWN in verdicts
@@ -104,10 +104,10 @@ def pair_of(
     *,
     more_is_better: bool,
 ) -> Pair:
-    """Compare a precision with another one; the margin is that of the metric.
+    """Compare a precision with another one. `margin` is the margin of the metric.
 
     Raises:
-        UserError: if they have no seed in common.
+        UserError: if their runs have no seed in common.
     """
     others = {run.seed: run for run in base.runs if run.seed is not None}
     twins = [(run, others[run.seed]) for run in candidate.runs if run.seed in others]
@@ -130,7 +130,7 @@ def pair_of(
             more_is_better=False,
         )
     metric = change_of(differences, margin, more_is_better=more_is_better)
-    if metric.low == metric.high:  # few validation samples can agree by chance
+    if metric.low == metric.high:  # with few validation samples this can be chance
         metric = replace(metric, low=math.nan, high=math.nan)
     lost = len(candidate.failed)
     return Pair(candidate.precision, base.precision, speed, memory, metric, lost)
@@ -142,7 +142,7 @@ def _ratio(
     *,
     more_is_better: bool,
 ) -> Change | None:
-    """The log of the ratio of a number, over those pairs of which both runs have it."""
+    """The change of a ratio, over the pairs in which both runs have the number."""
     logs = []
     for run, other in twins:
         mine = value(run)
@@ -155,5 +155,5 @@ def _ratio(
 
 
 def speed_of(run: Run) -> float | None:
-    """The median of its samples per second; None if it tells none."""
+    """The median of a run's samples per second; None if it reports no speed."""
     return run.speed.median if run.speed else None

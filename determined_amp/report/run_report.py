@@ -83,7 +83,7 @@ def run_sentences(run: Run) -> Sentences:
 
 
 def curves_of(run: Run) -> list[Panel]:
-    """The training loss, the validation metric and the loss scale, where there are."""
+    """The training loss, the validation metric and the loss scale that a run has."""
     metric = metric_of([run])
     curves = {
         "training loss": curve_of(run.trained, MetricName.LOSS),
@@ -94,7 +94,7 @@ def curves_of(run: Run) -> list[Panel]:
 
 
 def _validations(run: Run) -> Table:
-    """A row per validation; that of the last report if there was none."""
+    """A row per validation; without one, a row of the last training report."""
     rows = []
     for report in run.validations:
         row: Row = [("batches", report.batches)]

@@ -23,7 +23,7 @@ from determined_amp.search.search_folder import Search
 
 _CAPTION = "A dot per trial: the metric that ranks the trials, by what was searched."
 
-# A picture has a panel for each of so many hyperparameters.
+# A picture shows at most this many hyperparameters, each in its own panel.
 _MOST_PANELS = 3
 
 
@@ -99,7 +99,7 @@ def _trials(search: Search) -> Table:
 
 
 def _origin(search: Search) -> str:
-    """What the trials were measured on."""
+    """The trials, their machine, and the date."""
     first = search.runs[0]
     trials = f"{len(search.runs)} trials of {search.name} ({search.origin})"
     machine = f"on {first.machine.device}, torch {first.machine.torch}"

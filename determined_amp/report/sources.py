@@ -17,9 +17,7 @@ _ALLOWED = (
 
 
 def is_experiment(source: str) -> bool:
-    """Whether `source` is the id of an experiment, and not a file or folder of that
-    name.
-    """
+    """Whether `source` is the id of an experiment. A path of that name has priority."""
     is_number = source.isdecimal() and len(source) < 20
     return is_number and not os.path.exists(source)
 
@@ -49,5 +47,5 @@ def read_source(source: str) -> Search:
 
 
 def folder_beside(source: str) -> Path:
-    """The default output folder for a source, which need not exist."""
+    """The default folder for the report on a source. It need not exist."""
     return Path(f"runs/experiment-{source}") if is_experiment(source) else Path(source)
