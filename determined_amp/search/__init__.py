@@ -1,1 +1,1 @@
-"""Searches without a cluster, and what a search on any machine is."""
+"""Runs searches without a cluster, and describes searches on any machine."""

@@ -34,18 +34,19 @@ from determined_amp.search.search_plan import SearchPlan
 from determined_amp.search.study import next_trial, open_study, storing
 from determined_amp.search.trial_process import Job, TrialProcess
 
-# Seconds that a trial gets to save a checkpoint when the time is up; then it is killed.
+# When the time is up, a trial has this many seconds to save a checkpoint. Then it is
+# killed.
 GRACE = 15.0
 
-# Seconds; a system's own limit is some days.
+# Longest single wait for a report, in seconds. Systems limit a wait to some days.
 _LONGEST_WAIT = 3600.0
 
-# When a comparison ended that a signal has stopped.
+# What `run_comparison` returns after a signal.
 BY_A_SIGNAL = "when it was interrupted"
 
 
 def new_search(plan: SearchPlan, workers: int) -> Path:
-    """Make the folder of a new search whose trial accepts the YAML.
+    """Check that the trials accept the YAML, and make the folder of a new search.
 
     Args:
         plan: The search.
@@ -60,10 +61,10 @@ def new_search(plan: SearchPlan, workers: int) -> Path:
 
 
 def run_search(folder: Path, plan: SearchPlan, workers: int | None = None) -> int:
-    """Run all trials of the search in a folder that have not ended.
+    """Run those trials of a search that have not ended.
 
     Args:
-        folder: The folder; `new_search` makes one.
+        folder: The folder of the search; `new_search` makes one.
         plan: The search.
         workers: Number of trials that run at the same time; None: as many as before.
 
@@ -73,7 +74,7 @@ def run_search(folder: Path, plan: SearchPlan, workers: int | None = None) -> in
             stopped it.
 
     Raises:
-        UserError: if it cannot continue, or no trial has a result.
+        UserError: if the search cannot continue, or no trial has a result.
     """
     workers = workers or workers_of(plan.search)
     if plan.compares and workers > 1:
@@ -97,13 +98,13 @@ def run_search(folder: Path, plan: SearchPlan, workers: int | None = None) -> in
 
 
 def run_comparison(folder: Path, plan: SearchPlan, time_limit: float) -> str:
-    """Run all trials of the comparison in a folder that have not ended, one at a time.
+    """Run those trials of a comparison that have not ended, one at a time.
 
-    After `time_limit` seconds it stops as if by a signal.
+    After `time_limit` seconds the comparison stops as if by a signal.
 
     Returns:
-        When or why it ended before its last trial, such as "within 3 min"; else an
-            empty text.
+        Words for what cut the comparison short, such as "within 3 min"; empty if
+            nothing did.
     """
     loop = _optimize(folder, plan, 1, time_limit)
     if loop.time_is_up:
@@ -117,9 +118,9 @@ def _optimize(
     workers: int,
     time_limit: float = math.inf,
 ) -> SearchLoop:
-    """Run all trials of the search in a folder."""
+    """Run those trials of a search that have not ended."""
     with lock(folder, "this search"), storing(folder):
-        # from now on the speeds of its trials do not count
+        # With several workers, the speeds of the trials do not count.
         if workers > workers_of(plan.search):
             plan.search = write_config(folder, plan.search, workers)
         study, waiting = open_study(folder, plan)
@@ -141,13 +142,13 @@ class SearchLoop:
     folder: Path
     study: optuna.Study
     workers: int  # number of trials that run at the same time
-    signals: int = 0  # how many have asked to stop
+    signals: int = 0  # number of requests to stop, by signals, time limit or faults
     time_is_up: bool = False  # whether the time limit stopped it
 
     def __post_init__(self) -> None:
         self.search = Search(str(self.folder), (), self.plan.search)
-        self.slots = list(range(self.workers))  # those that are free
-        # By the connection to their process.
+        self.slots = list(range(self.workers))  # the free slots
+        # The running trials, by the connection to their process.
         self.running: dict[Any, tuple[optuna.Trial, TrialProcess]] = {}
 
     @property
@@ -156,14 +157,14 @@ class SearchLoop:
         return self.signals > 0
 
     def run(self, waiting: int, seconds: float) -> None:
-        """Run the trials that wait.
+        """Run the waiting trials.
 
         Args:
-            waiting: Their number.
+            waiting: Number of trials that wait.
             seconds: After this time the trials are stopped, and `GRACE` later killed.
 
         Raises:
-            Exception: what stopped the search, such as a full disk.
+            Exception: the fault that stopped the search, such as a full disk.
         """
         ends = [time.monotonic() + seconds + grace for grace in (0.0, GRACE)]
         fault: Exception | None = None
@@ -173,7 +174,7 @@ class SearchLoop:
                     waiting -= 1
                     self._start(next_trial(self.study, self.plan))
                 self._listen(ends)
-            except Exception as error:  # of a file, not of a trial
+            except Exception as error:  # a fault of a file, not of a trial
                 fault = fault or error
                 if not self.stopping:
                     self.stop()
@@ -181,7 +182,7 @@ class SearchLoop:
             raise fault
 
     def stop(self) -> None:
-        """Stop the trials at their next report; the second time, end them."""
+        """Stop the trials at their next report. A second call kills them."""
         self.signals += 1
         for _, running in list(self.running.values()):
             if self.signals == 1:
@@ -192,7 +193,7 @@ class SearchLoop:
 
     def _listen(self, ends: list[float]) -> None:
         """Answer the trials that have reported, and stop all when the time is up."""
-        if not self.running:  # nothing would end the wait
+        if not self.running:  # no report would end the wait
             return
         left = min([*ends, math.inf]) - time.monotonic()
         for connection in wait([*self.running], min(max(left, 0.0), _LONGEST_WAIT)):
@@ -203,7 +204,7 @@ class SearchLoop:
             self.stop()
 
     def _start(self, trial: optuna.Trial) -> None:
-        """Start a trial, or tell its result if a killed search could not."""
+        """Start a trial. If a killed search had completed it, only tell its result."""
         folder = RunFolder(trial_folder(self.folder, trial.number))
         if folder.record.exists():
             before = read_run(folder.path)
@@ -219,26 +220,25 @@ class SearchLoop:
             running.process.terminate()
 
     def _answer(self, connection: Any) -> None:
-        """Answer a report of a trial; or tell the study its end."""
+        """Answer a report of a trial, or judge the trial if its process has ended."""
         trial, _ = self.running[connection]
         try:
             connection.send(self._goes_on(trial, connection.recv()))
         except (EOFError, ConnectionError):
             self._judge(trial, self._end(connection))
         except Exception:
-            self._end(connection)  # it waits for an answer until it is closed
+            # The process waits for an answer until its connection is closed.
+            self._end(connection)
             raise
 
     def _end(self, connection: Any) -> Run:
-        """End the process of a trial; its record."""
+        """End the process of a trial, and return its record."""
         _, running = self.running.pop(connection)
         self.slots.append(running.slot)
         return running.end()
 
     def _goes_on(self, trial: optuna.Trial, report: Values) -> bool:
-        """Give a validation to Optuna; whether the trial continues after this
-        report.
-        """
+        """Pass a validation to Optuna, and return whether the trial continues."""
         settings = self.plan.settings
         value = report.get(self.search.metric)
         if report["group"] != "validation" or not isinstance(value, (int, float)):
@@ -250,10 +250,10 @@ class SearchLoop:
         return length >= settings.max_time or not trial.should_prune()
 
     def _judge(self, trial: optuna.Trial, ended: Run) -> None:
-        """Tell the study how a trial ended; one that was interrupted stays open.
+        """Tell the study how a trial ended. An interrupted trial stays open.
 
         Raises:
-            UserError: if the machine interrupted it, as a full disk does.
+            UserError: if the machine interrupted the trial, as a full disk does.
         """
         if ended.state in (RunState.RUNNING, RunState.STOPPED) and self.stopping:
             return

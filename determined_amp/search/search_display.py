@@ -1,4 +1,4 @@
-"""What a search prints: a line per trial, and at the end what to use."""
+"""Makes the lines that a search prints: one per trial, and the closing lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from determined_amp.search.search_folder import Search, workers_of
 
 
 def line_of_a_trial(search: Search, run: Run) -> str:
-    """The line of a trial that has ended."""
+    """The line on a trial that has ended."""
     values = "  ".join(
         f"{name} {_short(shown_setting(name, value))}"
         for name, value in run.hparams.items()
@@ -30,7 +30,7 @@ def line_of_a_trial(search: Search, run: Run) -> str:
 
 
 def closing_lines(search: Search, *, stopped: bool) -> Iterator[str]:
-    """How a search ended, and the best values as YAML.
+    """The lines that say how a search ended, its best values, and what to type next.
 
     Args:
         search: The search.
@@ -53,7 +53,7 @@ def closing_lines(search: Search, *, stopped: bool) -> Iterator[str]:
 
 
 def best_of(search: Search) -> tuple[str, str]:
-    """What the trials with a result say, and lines to paste, or none."""
+    """The result of a search in words, and lines of YAML to paste; may be empty."""
     ranked, advice = search.ranked(), search.scale_advice
     if all(run.metrics.get("overflow") for run in ranked):
         return "every scale of this search overflows: search smaller ones", ""
@@ -83,7 +83,7 @@ def failed_trials(search: Search) -> str:
 
 
 def minutes(seconds: float) -> str:
-    """A time in words."""
+    """A number of seconds as text, such as `3 min 05 s`."""
     whole, rest = divmod(round(seconds), 60)
     if whole < 2:
         return f"{round(seconds)} s"

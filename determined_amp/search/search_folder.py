@@ -1,10 +1,9 @@
-"""A search and its trials, and the folder of one without a cluster; Optuna is not
-needed for it.
+"""Describes a search, and reads and writes a local search folder, without Optuna.
 
 search.yaml    the search; its `max_concurrent_trials` is the number of workers
 study.db       Optuna's study: the points, which of them wait, and the reported values
 trials/0000    the run folder of trial 0, and so on, see `runs.folder`
-compare.json   `left_out`, `notes` and `command` of `Search`, by `compare`
+compare.json   `left_out`, `notes` and `command` of `Search`; `compare` writes it
 """
 
 from __future__ import annotations
@@ -36,15 +35,13 @@ _REMARKS = "compare.json"
 
 @dataclass(frozen=True)
 class Search:
-    """A search and its trials: a local one, or an experiment on a cluster; or a single
-    run.
-    """
+    """A local search, an experiment on a cluster, or a single run, with its trials."""
 
     origin: str  # the folder, or the experiment and its master
     runs: tuple[Run, ...]  # the trials that have started, in the order of their numbers
     # The configuration; empty for a run folder.
     config: Config = field(default_factory=dict)
-    # A sentence for each precision that was not trained at all.
+    # Sentences on what is missing, such as a precision that was not trained at all.
     left_out: Sequence[str] = ()
     notes: Sequence[str] = ()  # further sentences for the report
     # What the user typed for a comparison, or may type for one.
@@ -66,24 +63,23 @@ class Search:
 
     @property
     def compares(self) -> bool:
-        """Whether it compares precisions, so that it ranks nothing."""
+        """Whether the search compares precisions. Then it ranks nothing."""
         return COMPARED in self.searched
 
     @property
     def is_single(self) -> bool:
-        """Whether it is a single run, and no search."""
+        """Whether this is a single run, and not a search."""
         return value_at(self.config, "searcher.name") in (None, "single")
 
     def lost(self) -> list[Run]:
-        """The trials that ended without a result, by an error or their
-        hyperparameters.
-        """
+        """The trials that failed, because of an error or their hyperparameters."""
         return [run for run in self.runs if run.state.is_failure]
 
     def value(self, run: Run) -> float | None:
-        """The value that ranks a trial: its best validation, as the platform does.
+        """The value that ranks a trial, as on the platform: its best validation.
 
-        None before it was trained to its end, or stopped early by its search.
+        None if the trial reported no finite value, or if it neither completed nor was
+        stopped early by its search.
         """
         if run.state not in (RunState.COMPLETED, RunState.PRUNED):
             return None
@@ -92,8 +88,8 @@ class Search:
         return min(values, key=lambda value: self._sign * value, default=None)
 
     def ranked(self) -> list[Run]:
-        """The trials with a result: best first, of equals those with a scale nearest to
-        2^16.
+        """The trials with a result, best first. Of equal trials, the one whose loss
+        scale is nearest to 2^16 comes first.
         """
         values = [(run, self.value(run)) for run in self.runs]
         ranks = [
@@ -104,7 +100,7 @@ class Search:
 
     @property
     def scale_advice(self) -> ScaleAdvice | None:
-        """Which loss scale to set, by its scores; None if it has others."""
+        """The loss scale to set; None unless the search varies only the loss scale."""
         if self.searched != [SCALE]:
             return None
         lost = [(r.scale_log2, r.metrics.get("steps_lost")) for r in self.ranked()]
@@ -119,10 +115,10 @@ def write_config(folder: Path, config: Config, workers: int) -> Config:
     """Write the configuration of a search that runs with this number of workers.
 
     Returns:
-        What was written.
+        The configuration that was written.
     """
     searcher = dict(config["searcher"])
-    if searcher["name"] != "single":  # which takes no number of trials
+    if searcher["name"] != "single":  # a single searcher refuses this key
         searcher["max_concurrent_trials"] = workers
     written = {**config, "searcher": searcher}
     write_whole(folder / SEARCH_FILE, dump_yaml(written))
@@ -147,12 +143,12 @@ def read_config(folder: Path) -> Config:
 
 
 def workers_of(config: Config) -> int:
-    """Number of trials that ran at the same time."""
+    """Number of trials of a search that run at the same time."""
     return int(config["searcher"].get("max_concurrent_trials", 1))
 
 
 def read_search(folder: Path) -> Search:
-    """The search in a folder, as far as it has come.
+    """Read the search in a folder, which may still be running.
 
     Raises:
         ConfigError: if its configuration cannot be read.
@@ -168,6 +164,6 @@ def read_search(folder: Path) -> Search:
             damaged.append(f"left out: {error}")
     file = folder / _REMARKS
     remarks = json.loads(file.read_bytes()) if file.exists() else {}
-    remarks.pop("time_limit", None)  # of an older checkout
+    remarks.pop("time_limit", None)  # an older version wrote it
     search = Search(str(folder), tuple(runs), config, **remarks)
     return dataclasses.replace(search, notes=[*damaged, *search.notes])

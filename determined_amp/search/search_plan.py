@@ -1,6 +1,4 @@
-"""The content of a search YAML: its searcher, its space, and the kind and seeds of its
-trials.
-"""
+"""Reads a search YAML: its searcher, its space, and its trials with their seeds."""
 
 from __future__ import annotations
 
@@ -31,38 +29,38 @@ from determined_amp.runs.run import COMPARED
 from determined_amp.search.space import MOST_TRIALS, Space, read_space
 from determined_amp.search.task import Task
 
-optuna.logging.set_verbosity(optuna.logging.ERROR)  # it would log every study and trial
+optuna.logging.set_verbosity(optuna.logging.ERROR)  # else it logs every trial
 
 
 @dataclass(frozen=True, kw_only=True)
 class GridSearcher(Searcher):
     """The `searcher` section of a grid or a single trial; the names are Determined's.
 
-    What is used on a cluster only is not read: elsewhere `--workers` sets the number of
-    trials at a time, and all trials are compared with each other.
+    Keys that matter only on a cluster are not read. Without a cluster, `--workers` sets
+    the number of trials at a time, and all trials are compared with each other.
     """
 
-    # Of those that stop no trial early.
+    # Defaults for the searchers that stop no trial early.
     time_metric, max_time = "batches", math.inf
 
     name: str = setting()
     metric: str = setting()
 
     def pruner(self) -> optuna.pruners.BasePruner:
-        """What stops trials early."""
+        """The pruner of Optuna, which decides whether a trial stops early."""
         return optuna.pruners.NopPruner()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomSearcher(GridSearcher):
-    """The same for a number of random points."""
+    """The `searcher` section of a search over random points."""
 
     max_trials: int = setting(at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AshaSearcher(RandomSearcher):
-    """The same for random points whose poor trials are stopped early."""
+    """The `searcher` section of a search that stops poor random points early."""
 
     time_metric: str = setting()  # unit of `max_time`: `batches` or `epochs`
     max_time: int = setting(at_least=1)  # length of a trial that is not stopped early
@@ -101,15 +99,14 @@ _METHODS: dict[str, type[GridSearcher]] = {
 
 
 class SearchPlan:
-    """A search, read from its YAML and checked as far as that is possible without
-    torch.
+    """A search, read from its YAML and checked as far as possible without torch.
 
     Args:
         search: The content of the YAML.
-        source: Where it comes from, for the error message.
+        source: The name of the YAML, for the error message.
 
     Attributes:
-        points: The point of each trial, by dotted name; they depend on the YAML alone.
+        points: The point of each trial, by dotted name. The YAML alone decides it.
         trials: The experiment of each trial, and its searched hyperparameters by dotted
             name.
 
@@ -120,7 +117,7 @@ class SearchPlan:
     def __init__(self, search: Config, source: str = "search") -> None:
         problems = Problems()
         settings = read_searcher(search.get("searcher"), problems)
-        # With a wrong one, the first trial shows the other mistakes.
+        # If the searcher is wrong, one random trial shows the other mistakes.
         one = RandomSearcher(name="random", metric="", max_trials=1)
         self.search, self._source, self.settings = search, source, settings or one
         self.task = Task.of(search, problems)
@@ -156,7 +153,7 @@ class SearchPlan:
         return [draws.ask(self.distributions).params for _ in trials]
 
     def _plan_trial(self, point: Values) -> Sequence[Problem]:
-        """Add the trial at a point; what is wrong with it.
+        """Add the trial at a point, or return what is wrong with it.
 
         Without a `trial_seed`, every trained trial gets its own seed, drawn from
         `experiment_seed`. The platform does the same, but draws other numbers. All
@@ -180,7 +177,7 @@ class SearchPlan:
 
     @property
     def compares(self) -> bool:
-        """Whether the search compares precisions, so that it ranks nothing."""
+        """Whether the search compares precisions. Then it ranks nothing."""
         return COMPARED in self.distributions
 
     @property
@@ -189,14 +186,16 @@ class SearchPlan:
         return {axis.name: axis.distribution for axis in self.space.axes}
 
     def drawn_seed(self, number: int) -> int:
-        """A 32-bit seed that depends only on the search's seed and the trial's
-        number.
-        """
+        """A 32-bit seed from the seed of the search and the number of the trial."""
         return int(np.random.SeedSequence((self._seed, number)).generate_state(1)[0])
 
 
 def read_searcher(raw: object, problems: list[Problem]) -> GridSearcher | None:
-    """The `searcher` section; None after appending its mistakes to `problems`."""
+    """Read the `searcher` section, and append its mistakes to `problems`.
+
+    Returns:
+        The section; None if it cannot be used.
+    """
     section = raw if isinstance(raw, Mapping) else {}
     name = str(section.get("name"))
     if name not in _METHODS:
@@ -232,10 +231,10 @@ def _mistakes_of_a_grid(space: Space) -> Iterator[Problem]:
 
 
 def _by_turns(points: Sequence[Values]) -> list[Values]:
-    """The points grouped by seed, with the order reversed in every second group.
+    """Group the points by seed, and reverse the order in every second group.
 
-    This way a drift of the machine affects all precisions alike. The platform trains
-    one precision after the other.
+    A drift of the machine then affects all precisions alike. The platform trains one
+    precision after the other.
     """
     ordered: list[Values] = []
     for i, seed in enumerate(dict.fromkeys(point.get(TRIAL_SEED) for point in points)):

@@ -1,9 +1,9 @@
-"""Hyperparameter spaces: what is sampled, and which points a grid has.
+"""Reads hyperparameter spaces: the ranges to sample from, and the points of a grid.
 
 The forms are those of Determined 0.38.1. A mapping with a `type` is a space, any other
 mapping is a section, and anything else is a constant. A grid over `log` has evenly
-spaced exponents. A grid over `int` or `double` has evenly spaced values. Both ends are
-included; a single point is the middle. A grid over `int` has at most one point per
+spaced exponents. A grid over `int` or `double` has evenly spaced values. It includes
+both ends, and a single point is the middle. A grid over `int` has at most one point per
 integer.
 """
 
@@ -43,7 +43,7 @@ class Axis:
     path: tuple[str, ...]  # its keys under `hyperparameters`, such as amp, init_scale
     # Optuna's distribution: uniform, or uniform in the exponent for `log`.
     distribution: distributions.BaseDistribution
-    grid: tuple[Scalar, ...]  # its points in a grid; empty without a `count`
+    grid: tuple[Scalar, ...]  # its points in a grid; empty for a range without `count`
 
     @property
     def name(self) -> str:
@@ -64,8 +64,8 @@ class Space:
         return math.prod(len(axis.grid) for axis in self.axes)
 
     def grid(self) -> list[Values]:
-        """Every point, by dotted name, from the last one; the last name varies
-        fastest.
+        """Every point, by dotted name, from the last point to the first. The last name
+        varies fastest.
         """
         names = [axis.name for axis in self.axes]
         points = itertools.product(*(axis.grid for axis in self.axes))
@@ -83,9 +83,7 @@ class Space:
 
 
 def read_space(hyperparameters: object, problems: list[Problem]) -> Space:
-    """The space of a `hyperparameters` section; a sentence per mistake is added to
-    `problems`.
-    """
+    """Read the space of a `hyperparameters` section, and add mistakes to `problems`."""
     if not isinstance(hyperparameters, Mapping):
         text = f"got {hyperparameters!r}; allowed: a mapping of keys to values"
         problems.append(Problem("hyperparameters", text))
@@ -141,14 +139,14 @@ class _Double:
         return Axis(path, self.distribution(*ends), tuple(grid))
 
     def evenly_spaced(self) -> list[float]:
-        """`count` numbers with both ends; a single number is the middle."""
+        """`count` numbers, both ends included. A single number is the middle."""
         if self.count == 1:
             return [(self.minval + self.maxval) / 2.0]
         width, count = self.maxval - self.minval, self.count or 0
         return [self.minval + i * width / (count - 1) for i in range(count)]
 
     def value(self, number: float) -> float:
-        """The value at a number between `minval` and `maxval`."""
+        """The hyperparameter for a number between `minval` and `maxval`."""
         return number
 
 
@@ -165,7 +163,7 @@ class _Int(_Double):
 
 @dataclass(frozen=True, kw_only=True)
 class _Log(_Double):
-    """Its ends are exponents."""
+    """A range whose ends are exponents of `base`."""
 
     distribution: ClassVar[MakeDistribution] = functools.partial(
         distributions.FloatDistribution, log=True

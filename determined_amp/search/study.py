@@ -1,9 +1,9 @@
-"""The trials of a search without a cluster, in an Optuna study.
+"""Keeps the trials of a search without a cluster in an Optuna study.
 
-A point goes into the study when its trial starts: Optuna reads all waiting trials
-whenever it is asked for one. The study keeps what Optuna needs: points, reported
-values, and which trials run or have ended. Everything else is in the run folders, and
-they count where a kill came between the two.
+A point enters the study only when its trial starts, because Optuna reads all waiting
+trials whenever it is asked for one. The study keeps what Optuna needs: points, reported
+values, and which trials run or have ended. Everything else is in the run folders. If a
+kill leaves the study and a run folder in disagreement, the run folder counts.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from determined_amp.search.search_plan import SearchPlan
 
 
 def open_study(folder: Path, plan: SearchPlan) -> tuple[optuna.Study, int]:
-    """The study of the search in a folder, and the number of its trials that have not
-    ended.
+    """Open the study of a search, and count its trials that have not ended.
 
-    Trials that ran when a search was killed wait again.
+    Trials that ran when the search was killed wait again.
     """
     # A dashboard may lock the file for a moment.
     waiting_long = {"connect_args": {"timeout": 60}}
@@ -51,7 +50,7 @@ def open_study(folder: Path, plan: SearchPlan) -> tuple[optuna.Study, int]:
 
 
 def next_trial(study: optuna.Study, plan: SearchPlan) -> optuna.Trial:
-    """The first trial that waits again, or else the trial of the next point."""
+    """The first waiting trial; if none waits, the trial of the next point."""
     if not study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
         study.enqueue_trial(plan.points[len(study.get_trials(deepcopy=False))])
     return study.ask(plan.distributions)
@@ -68,7 +67,7 @@ def storing(folder: Path) -> Iterator[None]:
         yield
     except (OSError, OptunaError, SQLAlchemyError) as error:
         cause: BaseException = error
-        while cause.__cause__ is not None:  # of SQLite, without the statement
+        while cause.__cause__ is not None:  # SQLite's own error omits the statement
             cause = cause.__cause__
         raise UserError(
             f"{folder}: its files cannot be read or written: {one_line(cause)}; "

@@ -1,6 +1,4 @@
-"""What each trial of a search does: the command in the entrypoint of its YAML, and its
-options.
-"""
+"""Reads what each trial of a search does from the entrypoint of the YAML."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ from determined_amp.experiment.entrypoint import (
 class Task:
     """The entrypoint of an experiment."""
 
-    # The command of this library, such as `train`; empty for another program.
-    # Determined's own entrypoint of a trial class trains, too.
+    # The command of this library, such as `train`; empty for another program. An
+    # entrypoint that names a trial class means `train`.
     verb: str
     batches: int = BATCHES  # the option `--batches` of `score` and `find`
 

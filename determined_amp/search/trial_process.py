@@ -1,10 +1,9 @@
-"""The process of one trial of a search: it trains the trial, or scores or finds its
-loss scale.
+"""Runs one trial in a process: trains it, or scores or finds its loss scale.
 
-The process is a fork of a server that has imported torch: `det-amp
-score` of a small trial takes 7 s of processor time (2026-11-25), nearly all of it for
-imports. The connection carries the reports of the trial, and whether it goes on after
-each. How the trial ended is in its run folder.
+The process is a fork of a server that has imported torch: `det-amp score` of a small
+trial takes 7 s of processor time (2026-11-25), nearly all of it for imports. The trial
+sends its reports over a connection, and receives after each whether to go on. Its run
+folder says how it ended.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ class Job:
     """One trial to run."""
 
     task: Task  # whether to train, score or find
-    experiment: Experiment  # what it is of
-    folder: RunFolder  # a trial with a checkpoint there continues from it
+    experiment: Experiment  # the experiment of the trial
+    folder: RunFolder  # the run folder; training continues from a checkpoint in it
 
 
 class TrialProcess:
@@ -58,8 +57,7 @@ class TrialProcess:
 
     Args:
         job: The trial.
-        slot: Index of the process among those that run at the same time, which chooses
-            its GPU.
+        slot: Index among the processes that run at the same time. It selects the GPU.
         workers: Number of processes that run at the same time, and share the
             processors.
     """
@@ -76,7 +74,7 @@ class TrialProcess:
         theirs.close()
 
     def run(self, goes_on: GoesOn) -> Run:
-        """Answer the reports of the trial until its process ends; its record."""
+        """Answer the reports of the trial until it ends, and return its record."""
         try:
             with suppress(EOFError, ConnectionError):
                 while True:
@@ -88,8 +86,9 @@ class TrialProcess:
         return self.end()
 
     def end(self) -> Run:
-        """End the process; the record of the trial, which is `RUNNING` if the process
-        died.
+        """Close the connection, wait for the process, and return the trial's record.
+
+        The state of the record is `RUNNING` if the process died.
         """
         self.connection.close()
         self.process.join()
@@ -104,18 +103,18 @@ class TrialProcess:
 def _serve(
     connection: Connection, job: Job, slot: int, workers: int, directory: str
 ) -> None:
-    gc.freeze()  # else a collection would copy every page of the server's imports
+    gc.freeze()  # else garbage collection copies every page of the server's imports
     # Ctrl-C reaches every process of the terminal, but only the search may stop its
     # trials.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # the comparison itself may be a task of one, but its trials are not
+    # A comparison may be a task of a cluster, but its trials are not.
     leave_the_cluster()
     # Data loader processes are forks, as in a training without a search. With the fork
     # server they would import everything again, and need data that can be pickled.
     multiprocessing.set_start_method("fork", force=True)
     _share_machine(slot, workers)
     os.chdir(directory)  # multiprocessing goes to the folder where it was imported
-    # a process of a killed search may hold it
+    # A process of a killed search may still hold the lock.
     with lock(job.folder.shown, "this run", wait=True):
         try:
             with translating_disk_errors(job.folder.path):
@@ -142,7 +141,7 @@ def _run(job: Job, connection: Connection) -> None:
         saved = complete_checkpoints(folder.checkpoints)
         resume = Resume.latest(folder.path) if saved else Resume()
         stopped = train(experiment, lambda: folder, resume, _asking(connection))
-        # it may have asked to stop itself, which is its end in a search
+        # A trial may ask to stop itself. In a search it has then completed.
         if not stopped:
             folder.end(RunState.COMPLETED)
         return
@@ -161,7 +160,7 @@ def _run(job: Job, connection: Connection) -> None:
 
 
 def _asking(connection: Connection) -> GoesOn:
-    """What sends a report to the search, and returns whether the trial goes on."""
+    """A function that sends a report to the search, and returns whether to go on."""
 
     def goes_on(line: Values) -> bool:
         try:
