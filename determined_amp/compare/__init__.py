@@ -1,1 +1,1 @@
-"""The command `compare`: pilots, a plan, the runs in every precision, the answer."""
+"""The command `compare`: pilots, a plan, runs in every precision, and an answer."""

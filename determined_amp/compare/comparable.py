@@ -1,4 +1,4 @@
-"""Whether the precisions of an experiment can be compared; read without torch."""
+"""Checks without torch whether the precisions of an experiment can be compared."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from determined_amp.amp.errors import Problem, Problems
 from determined_amp.experiment.failures import MISSING_BATCH_SIZE
 
 if TYPE_CHECKING:
-    # it needs PyYAML, which the doctor of a loop does without
+    # This import needs PyYAML, and the doctor of a loop must work without it.
     from determined_amp.experiment.experiment import Experiment
 
-# The first ten batches of a process report no speed, so a shorter run may tell none.
+# The first ten batches of a process report no speed, so a shorter run may have none.
 LEAST_BATCHES = 20
 
 
 def check_comparable(experiment: Experiment, batches: int | None) -> None:
-    """Check that an experiment can be compared, in runs of so many batches.
+    """Check that an experiment can be compared, in runs of `batches` batches if given.
 
     Raises:
         ConfigError: naming every reason why it cannot.

@@ -18,10 +18,10 @@ from determined_amp.report.answer import answer_of
 
 
 def compare_on_cluster(options: Namespace) -> None:
-    """Run the comparison as a cluster task; log, metrics and checkpoint have the
+    """Run the comparison as a cluster task. Its log, metrics and checkpoint have the
     answer.
 
-    A pause waits for the answer. Activated after it, the task ends.
+    A pause takes effect after the answer. If the task is then activated, it ends.
 
     Raises:
         UserError: see `compare`.
@@ -40,7 +40,7 @@ def _leave(core_context: core.Context, end: ComparisonEnd) -> None:
     """Report the answer to the master, and store the page."""
     batches = LEAST_BATCHES
     speed = 1.0
-    # There is no report if only fp32 could be trained.
+    # There is no comparison if only fp32 could be trained.
     noted: Values = {"answer": ONLY_FP32, "precision": Precision.FP32.value}
     comparison = end.comparison
     if comparison is not None:

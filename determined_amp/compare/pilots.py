@@ -1,8 +1,8 @@
-"""Short runs of a trial in each precision, for the time of a batch and the loss scale.
+"""Trains briefly in each precision, to measure the time of a batch and the loss scale.
 
-A pilot is an ordinary run with one rule of its own: a precision is left out if a batch
-takes more than `TOO_SLOW` times as long as in fp32, in two pilots. It ends as soon as
-its batches were timed long enough, so that a slow machine is not waited for.
+A pilot is an ordinary run, but it ends as soon as its batches were timed for long
+enough, so a slow machine costs little time. A precision is left out if a batch takes
+more than `TOO_SLOW` times as long as in fp32, in two pilots.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from determined_amp.search.search_display import minutes
 from determined_amp.search.task import Task
 from determined_amp.search.trial_process import Job, TrialProcess
 
-# In batches.
+# Reporting period of a pilot, in batches.
 REPORTING_PERIOD = 2
 
-# How many batches the finder uses, and about how many times it computes each.
+# The finder uses at most this many batches, and computes each about `_PASSES` times.
 FINDER_BATCHES = 4
 _PASSES = 4
 
@@ -45,7 +45,8 @@ _PASSES = 4
 # fp32.
 TOO_SLOW = 5.0
 
-# Seconds after the first report, which is that of a warm-up, after which a pilot ends.
+# A pilot ends this many seconds after its first report, which covers the warm-up. The
+# finder gets about as many seconds.
 _LONG = 30.0
 
 _FLOAT16_HOPELESS = (Verdict.FORWARD_OVERFLOW.value, Verdict.BF16.value)
@@ -61,10 +62,10 @@ class Pilot:
 
     seconds_per_batch: float  # without the first report of the process
     # Seconds for everything else: the start of the process, the data, the audit, and
-    # validation and checkpoint if the pilot came so far.
+    # validation and checkpoint if the pilot got that far.
     overhead: float = 0.0
-    epoch_batches: int | None = None  # batches of an epoch; None if it is not known
-    is_cut_short: bool = False  # whether it was timed long enough before its end
+    epoch_batches: int | None = None  # batches of an epoch; None if unknown
+    is_cut_short: bool = False  # whether it ended early, after enough time
 
 
 @dataclass
@@ -73,7 +74,7 @@ class PilotResults:
 
     # The pilot of each precision that can be compared, in the order of their runs.
     pilots: dict[Precision, Pilot] = field(default_factory=dict)
-    # Why the others cannot, by precision.
+    # For each precision that cannot be compared, the reason.
     left_out: dict[Precision, str] = field(default_factory=dict)
     scale: Values | None = None  # the JSON of the finder; None if it has no answer
 
@@ -81,7 +82,7 @@ class PilotResults:
         """Leave out a precision, and record why.
 
         Raises:
-            UserError: if it is fp32, which the others are compared with.
+            UserError: if the precision is fp32, which the others are compared with.
         """
         if precision is Precision.FP32:
             raise UserError(f"the trial cannot be trained in fp32: {why}")
@@ -89,10 +90,10 @@ class PilotResults:
         self.left_out[precision] = why
 
     def add(self, precision: Precision, pilot: Pilot) -> None:
-        """Keep a pilot.
+        """Keep the pilot of a precision.
 
         Raises:
-            PilotError: if it is too slow.
+            PilotError: if the pilot is too slow.
         """
         if pilot.seconds_per_batch > self.slowest:
             factor = TOO_SLOW * pilot.seconds_per_batch / self.slowest
@@ -105,7 +106,7 @@ class PilotResults:
 
     @property
     def slowest(self) -> float:
-        """Seconds of a batch that are too many; infinite before the pilot in fp32."""
+        """Most seconds that a batch may take; infinite before the pilot in fp32."""
         base = self.pilots.get(Precision.FP32)
         return TOO_SLOW * base.seconds_per_batch if base else math.inf
 
@@ -131,7 +132,7 @@ class PilotResults:
 
 
 def amp_settings_of(experiment: Experiment) -> AmpSettings:
-    """The section `amp` of a comparison, which was made in fp32."""
+    """The section `amp`. Every experiment that is compared has one."""
     assert experiment.amp is not None
     return experiment.amp
 
@@ -142,7 +143,7 @@ def lengths_of(experiment: Experiment, batches: int, period: int) -> TrainingSet
     Args:
         experiment: The experiment.
         batches: Length of the run, rounded up to whole optimizer steps.
-        period: Its reporting period, rounded alike.
+        period: Its reporting period in batches, rounded up likewise.
     """
     window = experiment.aggregation_frequency
     whole = Length(batches=-(-batches // window) * window)
@@ -168,7 +169,9 @@ def run_pilots(
     results: PilotResults,
     folder: Path,
 ) -> None:
-    """Train briefly in these precisions, fp32 first; find the loss scale of float16.
+    """Train briefly in these precisions, and find the loss scale of float16.
+
+    The first precision must be fp32.
 
     Raises:
         UserError: if the trial cannot be trained in fp32.
@@ -183,7 +186,7 @@ def run_pilots(
         try:
             pilot = train_pilot(made, folder / precision.value, what)
             if pilot.seconds_per_batch > results.slowest:
-                # the machine may have been busy
+                # The machine may have been busy.
                 place = folder / f"{precision.value}-again"
                 again = train_pilot(made, place, f"{what}, once more")
                 pilot = min(pilot, again, key=lambda one: one.seconds_per_batch)
@@ -203,19 +206,19 @@ def train_pilot(experiment: Experiment, folder: Path, what: str) -> Pilot:
         what: Its name, to be shown.
 
     Raises:
-        PilotError: if it tells nothing.
+        PilotError: if the pilot fails, or its speed is unknown.
     """
-    # A log has no status line.
+    # A log shows no status line.
     print(f"{what}: up to {LEAST_BATCHES} batches", flush=True)
     began = time.monotonic()
     epoch_batches = None
-    reports: list[tuple[float, int]] = []  # when, and after which batch
+    reports: list[tuple[float, int]] = []  # the time and the batch of each report
     status = Console().status(
         f"{what}: 0 of {LEAST_BATCHES} batches, the first is audited"
     )
 
     def goes_on(report: Values) -> bool:
-        """Note a report; whether the batches were not yet timed for long enough."""
+        """Note a report, and return whether the pilot needs more time."""
         nonlocal epoch_batches
         epoch_batches = report.get("epoch_batches", epoch_batches)
         if report["group"] != "training":
@@ -241,8 +244,8 @@ def train_pilot(experiment: Experiment, folder: Path, what: str) -> Pilot:
 def _seconds_per_batch(
     experiment: Experiment, folder: Path, reports: Sequence[tuple[float, int]]
 ) -> float:
-    """By the speed that the run reports, without the time of its reports; else by the
-    time between these.
+    """The time of a batch: by the reported speed, which excludes the time of the
+    reports, or else by the time between reports.
     """
     if speed := read_run(folder).speed:
         return (experiment.global_batch_size or 0) / speed.median
@@ -259,7 +262,7 @@ def _find(experiment: Experiment, results: PilotResults, folder: Path) -> None:
     """Find the loss scale.
 
     Raises:
-        PilotError: if float16 has none.
+        PilotError: if the finder fails, or no loss scale suits float16.
     """
     seconds = results.pilots[Precision.AMP_FP16].seconds_per_batch
     batches = int(min(max(_LONG / (_PASSES * seconds), 1), FINDER_BATCHES))
@@ -279,6 +282,6 @@ def _find(experiment: Experiment, results: PilotResults, folder: Path) -> None:
 
 
 def _run(job: Job, goes_on: GoesOn) -> Run:
-    """Run a job in a process of its own, as long as it goes on."""
+    """Run a job in a process of its own, and answer its reports by `goes_on`."""
     job.folder.describe_trial(0, {})
     return TrialProcess(job).run(goes_on)

@@ -1,4 +1,4 @@
-"""The plan of a comparison: the length of its runs, and what makes it shorter."""
+"""Plans a comparison: the length of its runs, its time, and how to shorten it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from determined_amp.report.precision_runs import counted
 from determined_amp.search.optimize import GRACE
 from determined_amp.search.search_display import minutes
 
-# Number of reports per run. The first report of a process has no steady speed.
+# About the number of reports per run. The first report of a process has no steady
+# speed.
 _REPORTS = 8
 
-# Time limit of the runs as a multiple of their estimate, and seconds for the report
-# after them.
+# The time limit of the runs is this multiple of their estimated time. The report after
+# them takes `_REPORT_SECONDS`.
 _RESERVE = 1.3
 _REPORT_SECONDS = 10.0
 
@@ -47,7 +48,11 @@ class ComparisonPlan:
 def plan_of(
     results: PilotResults, experiment: Experiment, options: Namespace
 ) -> ComparisonPlan:
-    """The runs of `LEAST_BATCHES` or more that fit into the time of the options."""
+    """Plan runs of `--batches`, or of as many batches as fit into `--minutes`.
+
+    Without `--batches`, a run has `LEAST_BATCHES` or more, then rounded down to whole
+    reporting periods.
+    """
     pilots = results.pilots.values()
     per_batch = options.seeds * sum(pilot.seconds_per_batch for pilot in pilots)
     overhead = options.seeds * sum(pilot.overhead for pilot in pilots)
@@ -69,7 +74,7 @@ def plan_of(
 
 
 def plan_lines(results: PilotResults, plan: ComparisonPlan) -> Iterator[str]:
-    """What will be run, its time, and what to type where that is too long."""
+    """The lines that say what will run, how long it takes, and how to shorten it."""
     names = [precision.value for precision in results.pilots]
     yield (
         f"plan: {', '.join(names)} in turn, {counted(plan.seeds, 'run')} of "

@@ -1,4 +1,4 @@
-"""The steps of the command `compare`: short pilots, a plan, the runs, the answer."""
+"""Runs the steps of the command `compare`: pilots, a plan, the runs, the answer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from determined_amp.search.search_folder import (
 )
 from determined_amp.search.search_plan import SearchPlan
 
-# The answer where there is nothing to compare.
+# The answer if there is nothing to compare.
 ONLY_FP32 = (
     f"use fp32: every other precision failed or was more than {TOO_SLOW:g}x slower"
 )
@@ -56,7 +56,7 @@ def compare(experiment: Experiment, options: Namespace) -> ComparisonEnd:
     """Compare the precisions of a trial, and print which one to use.
 
     Args:
-        experiment: Its experiment in fp32, see `check_comparable`.
+        experiment: The experiment of the trial, in fp32; see `check_comparable`.
         options: `precisions`, `seeds`, `batches`, `minutes`, and the `words` that were
             typed.
 
@@ -64,7 +64,7 @@ def compare(experiment: Experiment, options: Namespace) -> ComparisonEnd:
         UserError: if the trial cannot be trained in fp32.
     """
     experiment = experiment.with_trial()
-    # A search is checked more strictly than a run: its mistakes come before pilots.
+    # A search is checked more strictly than a run. Name its mistakes before the pilots.
     window = experiment.aggregation_frequency
     shortest = ComparisonPlan(window, window, options.seeds)
     SearchPlan(search_over(experiment, options.precisions, shortest), experiment.source)
@@ -97,7 +97,8 @@ def search_over(
     """The search over these precisions and all seeds."""
     lengths = lengths_of(experiment, plan.batches, plan.reporting_period)
     config = dict(replace(experiment, training=lengths).config)
-    # A grid begins with its last value: fp32, which the others are compared with.
+    # A grid begins with its last value. This is fp32, which the others are compared
+    # with.
     names = [precision.value for precision in precisions[::-1]]
     seeds = [experiment.seed + i for i in range(plan.seeds)]
     own = config["hyperparameters"]
@@ -117,7 +118,7 @@ def search_over(
 
 
 def _only_fp32(folder: Path, results: PilotResults) -> ComparisonEnd:
-    """Print and write that there is nothing to compare."""
+    """Print that there is nothing to compare, and write a page that says so."""
     print(f"\n{ONLY_FP32} (see above)\n\nthe page: {_page(folder)}")
     reasons = "".join(f"* {reason}\n" for reason in results.reasons)
     write_whole(folder / "precision.md", f"# {ONLY_FP32}\n\n{reasons}")
@@ -125,7 +126,7 @@ def _only_fp32(folder: Path, results: PilotResults) -> ComparisonEnd:
 
 
 def _report(folder: Path, search: SearchPlan, cut_short: str) -> Comparison:
-    """Write the report on those runs that have ended, and print its answer.
+    """Write the report on the runs that have ended, and print its answer.
 
     `cut_short` is what `run_comparison` returned.
     """
@@ -149,7 +150,7 @@ def _report(folder: Path, search: SearchPlan, cut_short: str) -> Comparison:
 
 
 def _page(folder: Path) -> str:
-    """Where to find the page."""
+    """The path of the page; on a cluster the command that shows it."""
     info = det.get_cluster_info()
     if info is None:
         return str(folder / "precision.md")
@@ -157,7 +158,7 @@ def _page(folder: Path) -> str:
 
 
 def _to_go_on(folder: Path) -> str:
-    """What to type for the missing runs."""
+    """How to get the missing runs: a command, or a new task on a cluster."""
     if is_task():  # the folder is lost with its task
         return "another task with more --minutes"
     return f"det-amp search --resume {folder}, then det-amp report {folder}"
